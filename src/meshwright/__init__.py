@@ -1,0 +1,103 @@
+"""Meshwright: one model, any mesh.
+
+The public list. What is light is imported here; what needs JAX or Keras is imported when it is
+first asked for, so that ``import meshwright`` stays fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .backend import settle_keras_backend
+from .errors import ArrayError as ArrayError
+from .errors import BackendError as BackendError
+from .errors import BatchError as BatchError
+from .errors import DataError as DataError
+from .errors import DivisibilityError as DivisibilityError
+from .errors import LayoutError as LayoutError
+from .errors import MeshError as MeshError
+from .errors import MeshwrightError as MeshwrightError
+from .errors import MeshwrightWarning as MeshwrightWarning
+from .errors import ModelError as ModelError
+from .errors import PlacementError as PlacementError
+from .errors import TopologyError as TopologyError
+from .errors import TracingError as TracingError
+from .layout import MATCH as MATCH
+from .layout import UNSHARDED as UNSHARDED
+from .layout import Layout as Layout
+from .layout_map import LayoutMap as LayoutMap
+from .mesh import Mesh as Mesh
+from .mesh import create_mesh as create_mesh
+from .placement import ParamInfo as ParamInfo
+from .placement import Placement as Placement
+from .topology import settle_cpu_pool
+from .topology import virtual_devices as virtual_devices
+
+if TYPE_CHECKING:
+    from . import testing as testing
+    from .arrays import barrier as barrier
+    from .arrays import call_with_layout as call_with_layout
+    from .arrays import check_layout as check_layout
+    from .arrays import copy_to_mesh as copy_to_mesh
+    from .arrays import default_mesh as default_mesh
+    from .arrays import fetch_layout as fetch_layout
+    from .arrays import get_default_mesh as get_default_mesh
+    from .arrays import is_dtensor as is_dtensor
+    from .arrays import pack as pack
+    from .arrays import relayout as relayout
+    from .arrays import relayout_like as relayout_like
+    from .arrays import unpack as unpack
+    from .frontends import keras as keras
+    from .frontends.jax import jax_program as jax_program
+    from .frontends.keras import DataParallel as DataParallel
+    from .frontends.keras import Sharded as Sharded
+    from .program import Program as Program
+    from .program import TrainState as TrainState
+    from .show import show as show
+
+__version__ = "0.1.0"
+
+_LAZY = {  # name -> the room that it lives in
+    **dict.fromkeys(
+        (
+            "barrier",
+            "call_with_layout",
+            "check_layout",
+            "copy_to_mesh",
+            "default_mesh",
+            "fetch_layout",
+            "get_default_mesh",
+            "is_dtensor",
+            "pack",
+            "relayout",
+            "relayout_like",
+            "unpack",
+        ),
+        "arrays",
+    ),
+    **dict.fromkeys(("DataParallel", "Sharded"), "frontends.keras"),
+    **dict.fromkeys(("Program", "TrainState"), "program"),
+    "jax_program": "frontends.jax",
+    "show": "show",
+}
+_LAZY_MODULES = {"keras": "frontends.keras", "testing": "testing"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        value = importlib.import_module(f".{_LAZY_MODULES[name]}", __name__)
+    elif name in _LAZY:
+        value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
+
+
+settle_keras_backend()
+settle_cpu_pool()

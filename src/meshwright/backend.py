@@ -1,0 +1,33 @@
+"""Settles that Keras runs on JAX, as early as ``import meshwright``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from .errors import BackendError
+
+_VARIABLE = "KERAS_BACKEND"
+
+
+def settle_keras_backend() -> None:
+    """Choose JAX for Keras where nothing is chosen yet; never imports Keras.
+
+    Raises :class:`BackendError` if another backend is chosen already.
+    """
+    if "keras" in sys.modules:
+        chosen = sys.modules["keras"].config.backend()
+        if chosen != "jax":
+            raise BackendError(
+                f"Keras is already imported with the backend {chosen!r}, and Meshwright runs on "
+                "JAX. Put `import meshwright` before `import keras`, or set the environment "
+                f"variable {_VARIABLE}=jax."
+            )
+        return
+    chosen = os.environ.setdefault(_VARIABLE, "jax") or "jax"
+    if chosen != "jax":
+        raise BackendError(
+            f"{_VARIABLE}={chosen} is set, and Meshwright runs on JAX. "
+            f"Change that line to {_VARIABLE}=jax."
+        )
+    os.environ[_VARIABLE] = "jax"

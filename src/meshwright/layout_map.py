@@ -1,0 +1,120 @@
+"""The layout map: ordered rules, path pattern -> layout."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+from .errors import LayoutError
+from .layout import Layout, Specs, as_layout
+from .mesh import Mesh
+
+
+class Rule(NamedTuple):
+    """A pattern and the layout that it gives."""
+
+    pattern: str
+    layout: Layout
+
+
+class LayoutMap(MutableMapping[str, Layout]):
+    """An ordered mapping from path pattern to layout; it behaves as a dict does.
+
+    A value is a bare sequence of axes, or a :class:`Layout`, bound or not. A pattern is a regular
+    expression that may be found anywhere in a variable's path (``re.search``); see :meth:`find`
+    for which rule wins. Raises :class:`LayoutError` for a pattern that is no regular expression.
+
+    >>> layouts = LayoutMap()
+    >>> layouts["feature.*kernel"] = [None, "model"]
+    >>> print(layouts.find(["net/feature/kernel"]).layout)
+    [unsharded, model]
+    """
+
+    def __init__(self, mesh: Mesh | None = None, rules: Any = ()) -> None:
+        self.mesh = mesh
+        self._layouts: dict[str, Layout] = {}
+        self.update(rules)
+
+    def __setitem__(self, pattern: str, layout: Layout | Specs) -> None:
+        if not isinstance(pattern, str) or not pattern:
+            raise LayoutError(f"a pattern is a text such as 'feature.*kernel'; received {pattern!r}.")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise LayoutError(
+                f"pattern {pattern!r} is no regular expression: {error}."
+            ) from error
+        self._layouts[pattern] = as_layout(layout)
+
+    def __getitem__(self, pattern: str) -> Layout:
+        return self._layouts[pattern]
+
+    def __delitem__(self, pattern: str) -> None:
+        del self._layouts[pattern]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def __repr__(self) -> str:
+        rules = "\n".join(f"  {pattern!r}: {layout}" for pattern, layout in self.items())
+        return f"LayoutMap({len(self)} rules)" + (f"\n{rules}" if rules else "")
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules in order, as a value."""
+        return tuple(Rule(pattern, layout) for pattern, layout in self._layouts.items())
+
+    def find(self, spellings: Iterable[str]) -> Rule | None:
+        """The rule for a variable that has these paths, or ``None``; see :func:`find_rule`."""
+        return find_rule(self.rules, spellings)
+
+    def get_default_mesh(self) -> Mesh | None:
+        """The mesh that the map was made with (TensorFlow DTensor's name for it)."""
+        return self.mesh
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Lay out what is built inside by this map, as TensorFlow DTensor's ``LayoutMap.scope``.
+
+        The same as ``Sharded(mesh, layout_map, batch=<first axis>).scope()``. Raises
+        :class:`LayoutError` if the map was made without a mesh.
+        """
+        if self.mesh is None:
+            raise LayoutError(
+                "this layout map has no mesh: write LayoutMap(mesh), or give the map to "
+                "Sharded(mesh, layouts) and use its scope()."
+            )
+        # The Keras room stands above this one; it is only entered when somebody asks for it.
+        sharded = importlib.import_module("meshwright.frontends.keras").Sharded
+        return sharded(self.mesh, self, batch=self.mesh.axis_names[0]).scope()
+
+
+def find_rule(rules: Iterable[Rule], spellings: Iterable[str]) -> Rule | None:
+    """The rule that places a variable with these paths.
+
+    A rule whose pattern *is* one of the paths wins; else the first rule that ``re.search`` finds in
+    one of them. In paths ``/`` and ``.`` are alike.
+
+    >>> rules = [Rule("kernel", Layout(["x"])), Rule("a/kernel", Layout(["y"]))]
+    >>> find_rule(rules, ["a.kernel"]).layout, find_rule(rules, ["b.kernel"]).layout
+    (Layout(['y']), Layout(['x']))
+    """
+    rules = list(rules)
+    paths = {spelled for path in spellings for spelled in _both_ways(path)}
+    for rule in rules:
+        if rule.pattern in paths:
+            return rule
+    for rule in rules:
+        if any(re.search(rule.pattern, path) for path in paths):
+            return rule
+    return None
+
+
+def _both_ways(path: str) -> tuple[str, str]:
+    slashes = path.replace(".", "/")
+    return slashes, slashes.replace("/", ".")

@@ -1,0 +1,254 @@
+"""The placement: where every variable, slot, input and activation of a model lies.
+
+A frozen value that knows no Keras and no device. It answers questions about
+:class:`ParamInfo` descriptions; front ends ask them and act on the answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from .errors import BatchError, LayoutError, PlacementError
+from .layout import UNSHARDED, Layout, Spec, as_layout
+from .layout_map import LayoutMap, Rule, find_rule
+from .mesh import Mesh
+
+Role = Literal["parameter", "state", "slot", "seed", "metric"]
+BatchAxes = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What is known of one variable without its value.
+
+    ``path`` is its name inside its model and unique there; ``spellings`` are all the paths that a
+    rule may name it by (Keras' path, the path of layer names, the path of attributes). ``dims`` is
+    its size per dim, ``itemsize`` the bytes of one element.
+    """
+
+    path: str
+    spellings: tuple[str, ...]
+    dims: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    role: Role = "parameter"
+    owner: str | None = None  # for a slot: the path of its parameter
+    asked: Layout | None = None  # the layout that the model itself asks for, in a layer's argument
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole variable."""
+        return math.prod(self.dims) * self.itemsize
+
+
+class Placed(NamedTuple):
+    """A variable with the layout that it gets and the reason why."""
+
+    info: ParamInfo
+    layout: Layout
+    reason: str
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that one device of the mesh holds."""
+        return self.layout.shard_bytes(self.info.dims, self.info.itemsize)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Rules for a whole program on a mesh: variables, inputs, targets, activations.
+
+    ``rules`` are for variables and ``activations`` for the outputs of layers, by path. ``batch`` is
+    the axis, or axes, of the first dim of every input and target that ``inputs`` and ``targets`` do
+    not name; ``None`` leaves them replicated. :meth:`of` makes one from friendlier arguments.
+    """
+
+    mesh: Mesh
+    rules: tuple[Rule, ...] = ()
+    batch: BatchAxes = "batch"
+    inputs: tuple[tuple[str | int, Layout], ...] = ()
+    targets: tuple[tuple[str | int, Layout], ...] = ()
+    activations: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"rule {rule.pattern!r}: {fault}"
+            for rule in (*self.rules, *self.activations)
+            for fault in _binding_faults(rule.layout, self.mesh)
+        ]
+        faults += [
+            f"the layout of {what} {key!r}: {fault}"
+            for what, layouts in (("input", self.inputs), ("target", self.targets))
+            for key, layout in layouts
+            for fault in _binding_faults(layout, self.mesh)
+        ]
+        faults += [
+            f"batch={self.batch!r}: the mesh ({self.mesh.axes_text}) has no axis {axis!r}. Say "
+            f"batch={self.mesh.axis_names[0]!r}, or batch=None to give every device all rows."
+            for axis in _as_axes(self.batch)
+            if axis not in self.mesh
+        ]
+        if faults:
+            raise LayoutError("\n".join(faults))
+
+    @classmethod
+    def of(
+        cls,
+        mesh: Mesh,
+        layouts: LayoutMap | Mapping[str, Any] | None = None,
+        batch: str | Sequence[str] | None = "batch",
+        inputs: Any = None,
+        targets: Any = None,
+        activations: Mapping[str, Any] | None = None,
+    ) -> Placement:
+        """A placement from a layout map, or any mapping, and bare sequences of axes."""
+        return cls(
+            mesh=mesh,
+            rules=LayoutMap(rules=layouts or {}).rules,
+            batch=batch if batch is None or isinstance(batch, str) else tuple(batch),
+            inputs=_keyed(inputs, "inputs"),
+            targets=_keyed(targets, "targets"),
+            activations=LayoutMap(rules=activations or {}).rules,
+        )
+
+    def on(self, mesh: Mesh) -> Placement:
+        """The same rules on another mesh. Raises :class:`LayoutError` for axes it does not have."""
+        return replace(self, mesh=mesh)
+
+    # Variables
+
+    def place(self, infos: Iterable[ParamInfo]) -> list[Placed]:
+        """Where each variable lies and why.
+
+        Raises :class:`PlacementError` that lists every variable which cannot lie as it is told.
+        """
+        placed = [self._place_one(info) for info in infos]
+        faults = [fault for each in placed for fault in _faults_of(each)]
+        if faults:
+            raise PlacementError(
+                f"{len(faults)} variable(s) cannot be laid out on the mesh "
+                f"({self.mesh.axes_text}); nothing was allocated.\n" + "\n".join(faults)
+            )
+        return placed
+
+    def _place_one(self, info: ParamInfo) -> Placed:
+        replicated = Layout.replicated(self.mesh, len(info.dims))
+        if info.role in ("seed", "metric"):
+            return Placed(info, replicated, f"{info.role}: replicated")
+        rule = find_rule(self.rules, info.spellings)
+        if info.asked is not None:
+            return Placed(info, self._asked(info, rule), "the layer's own argument")
+        if rule is None:
+            return Placed(info, replicated, "no rule: replicated")
+        return Placed(info, rule.layout.on(self.mesh), f"rule {rule.pattern!r}")
+
+    def _asked(self, info: ParamInfo, rule: Rule | None) -> Layout:
+        """The layer's own layout. It beats the map; where an exact path contradicts, both are wrong."""
+        assert info.asked is not None
+        named = rule is not None and rule.pattern in info.spellings
+        if named and rule is not None and rule.layout.specs != info.asked.specs:
+            raise PlacementError(
+                f"{info.path} is laid out twice: its layer asks for {info.asked.unbound()}, and "
+                f"the layout map names this very path with {rule.layout.unbound()}. Keep one."
+            )
+        return info.asked.on(self.mesh)
+
+    # Inputs, targets, activations
+
+    def input_layout(self, name: str | None, position: int, dims: Sequence[int]) -> Layout:
+        """The layout of one input, by its name or else its position.
+
+        Raises :class:`BatchError` if the dims do not divide.
+        """
+        return self._data_layout(self.inputs, "input", name, position, dims)
+
+    def target_layout(self, name: str | None, position: int, dims: Sequence[int]) -> Layout:
+        """The layout of one target (or of its sample weights), as :meth:`input_layout`."""
+        return self._data_layout(self.targets, "target", name, position, dims)
+
+    def activation_layout(self, path: str) -> Layout | None:
+        """The layout of the output of the layer at ``path``, if a rule names it."""
+        rule = find_rule(self.activations, [path])
+        return None if rule is None else rule.layout.on(self.mesh)
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many pieces the batch is cut."""
+        return math.prod(self.mesh[axis] for axis in _as_axes(self.batch))
+
+    def _data_layout(
+        self,
+        named: tuple[tuple[str | int, Layout], ...],
+        kind: str,
+        name: str | None,
+        position: int,
+        dims: Sequence[int],
+    ) -> Layout:
+        layouts = dict(named)
+        layout = layouts.get(name) if name is not None else None
+        layout = layout or layouts.get(position) or self._by_batch(len(dims))
+        layout = layout.on(self.mesh)
+        if layout.rank < len(dims):
+            raise BatchError(
+                f"{kind} {name or position!r} has {len(dims)} dims {tuple(dims)}, but its layout "
+                f"{layout.unbound()} has {layout.rank}: write one entry per dim."
+            )
+        # A target of lower rank than its layout keeps the dims that it has (labels beside images).
+        layout = Layout(layout.specs[: len(dims)], self.mesh)
+        if layout.rank and dims[0] % layout.num_shards(0):
+            raise BatchError(_batch_fault(dims[0], layout))
+        faults = layout.faults(dims, f"{kind} {name or position!r}")
+        if faults:
+            raise BatchError("\n".join(faults))
+        return layout
+
+    def _by_batch(self, rank: int) -> Layout:
+        first: list[Spec] = [_as_axes(self.batch) or UNSHARDED] if rank else []
+        return Layout([*first, *[UNSHARDED] * (rank - 1)])
+
+
+def _as_axes(batch: BatchAxes) -> tuple[str, ...]:
+    return () if batch is None else (batch,) if isinstance(batch, str) else batch
+
+
+def _binding_faults(layout: Layout, mesh: Mesh) -> list[str]:
+    try:
+        layout.on(mesh)
+    except LayoutError as error:
+        return [str(error)]
+    return []
+
+
+def _faults_of(placed: Placed) -> list[str]:
+    info = placed.info
+    return [
+        f"  {info.path} {info.dims}, {placed.layout.unbound()} by {placed.reason}: {fault}"
+        for fault in placed.layout.faults(info.dims, "the variable")
+    ]
+
+
+def _batch_fault(rows: int, layout: Layout) -> str:
+    shards = layout.num_shards(0)
+    axes = " x ".join(f"axis {a!r} (size {layout.bound_mesh()[a]})" for a in layout.dim_axes(0))
+    below, above = rows // shards * shards, -(-rows // shards) * shards
+    nearest = f"{below} and {above}" if below else f"{above}"
+    return (
+        f"a batch of {rows} does not divide over {axes}. The nearest sizes that do: {nearest}."
+    )
+
+
+def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Layout], ...]:
+    """``inputs=`` as pairs: a mapping by name or position, or one layout for the only input."""
+    if layouts is None:
+        return ()
+    if not isinstance(layouts, Mapping):
+        layouts = {0: layouts}
+    for key in layouts:
+        if not isinstance(key, str | int):
+            raise LayoutError(f"{what} are named by name or position; received {key!r}.")
+    return tuple((key, as_layout(layout)) for key, layout in layouts.items())
+
+

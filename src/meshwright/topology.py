@@ -1,0 +1,154 @@
+"""Devices and processes: virtual CPU devices, JAX's devices by name, many processes.
+
+XLA's CPU client runs collectives on a pool with one thread per core, and a collective blocks one
+thread per device: eight virtual devices on two cores lock up in an unblocked training loop
+("Expected 8 threads to join the rendezvous, but only 7 of them arrived"). The client takes the
+size of the pool from the environment variable ``NPROC``, when it is created and never again; so
+whatever knows the number of devices first settles it here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import _compat
+from .errors import MeshwrightWarning, TopologyError
+
+_THREADS_PER_DEVICE = 2  # 16 for 8 devices and 32 for 16 were never seen to lock up; 8 for 8 were
+_POOL_VARIABLE = "NPROC"  # read by XLA's DefaultThreadPoolSize, in place of the number of cores
+
+
+def virtual_devices(count: int) -> None:
+    """Make ``count`` CPU devices in this process; safe on a machine with fewer cores.
+
+    To be called before JAX is first used (``import jax`` alone does no harm). If
+    ``JAX_PLATFORMS`` is not set, the CPU becomes JAX's only platform in this process, so that the
+    devices are also found on a machine with an accelerator. Raises :class:`TopologyError` if
+    JAX's devices exist already, and for a count below one.
+
+    >>> import subprocess, sys
+    >>> code = "import meshwright as mw, jax; mw.virtual_devices(4); print(jax.device_count())"
+    >>> subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    '4\\n'
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise TopologyError(f"virtual_devices({count!r}): the count is a whole number from 1 up.")
+    import jax
+
+    if _compat.jax_is_running():
+        there = jax.devices()
+        raise TopologyError(
+            f"virtual_devices({count}) comes too late: JAX has already created its "
+            f"{len(there)} {there[0].platform} device(s), and they cannot be changed in this "
+            "process. Call it before the first use of JAX, or set the environment variable "
+            f"JAX_NUM_CPU_DEVICES={count} before the program starts."
+        )
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    _size_pool_for(count)
+
+
+def settle_cpu_pool() -> None:
+    """Size XLA's CPU pool for the devices that JAX's own options ask for; never starts JAX."""
+    _size_pool_for(_requested_cpu_devices())
+
+
+def devices(platform: str | None = None) -> list[Any]:
+    """All devices of a platform, or of JAX's default one; this starts JAX.
+
+    Raises :class:`TopologyError` where the platform has none.
+    """
+    import jax
+
+    settle_cpu_pool()
+    try:
+        return list(jax.devices(platform))
+    except RuntimeError as error:
+        raise TopologyError(
+            f"JAX finds no devices of platform {platform!r} here ({error}). "
+            "`meshwright doctor` lists what there is."
+        ) from error
+
+
+def running_devices(platform: str) -> dict[int, Any]:
+    """Devices by id if JAX is running and has the platform; else none. Never starts JAX."""
+    if not _compat.jax_is_running():
+        return {}
+    import jax
+
+    try:
+        return {device.id: device for device in jax.devices(platform)}
+    except RuntimeError:  # JAX's answer for a platform that it does not have
+        return {}
+
+
+def process_index() -> int:
+    """Which of the processes this one is, from 0."""
+    import jax
+
+    return jax.process_index()
+
+
+def in_mesh_order(shape: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
+    """The devices in the order in which a mesh of this shape communicates best."""
+    if chosen[0].platform != "tpu":
+        return list(chosen)
+    from jax.experimental import mesh_utils
+
+    return list(mesh_utils.create_device_mesh(tuple(shape), devices=list(chosen)).flat)
+
+
+def warn_if_cpu_pool_is_small(count: int) -> None:
+    """Warn where ``count`` CPU devices of this process share too small a pool to be safe."""
+    threads = _pool_threads()
+    if count > 1 and threads is not None and threads < _THREADS_PER_DEVICE * count:
+        warnings.warn(
+            f"{count} CPU devices share a pool of {threads} threads: a training loop that does "
+            "not block at every step can lock up in a collective and abort. Call "
+            f"meshwright.virtual_devices({count}) before JAX is first used, or start the program "
+            f"with {_POOL_VARIABLE}={_THREADS_PER_DEVICE * count}.",
+            MeshwrightWarning,
+            stacklevel=3,
+        )
+
+
+def _size_pool_for(count: int) -> None:
+    if count < 2 or _compat.jax_is_running():
+        return
+    wanted = max(_THREADS_PER_DEVICE * count, os.cpu_count() or 1)
+    present = os.environ.get(_POOL_VARIABLE, "")
+    if not present.isdigit() or int(present) < wanted:
+        os.environ[_POOL_VARIABLE] = str(wanted)
+
+
+def _requested_cpu_devices() -> int:
+    """How many CPU devices JAX's options ask for, by configuration or environment."""
+    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    by_flag = int(flag.group(1)) if flag else 0
+    if "jax" in sys.modules:
+        import jax
+
+        return max(by_flag, getattr(jax.config, "jax_num_cpu_devices", 0))
+    by_variable = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    return max(by_flag, int(by_variable) if by_variable.isdigit() else 0)
+
+
+def _pool_threads() -> int | None:
+    """How many threads XLA's CPU pool really has; ``None`` where this cannot be seen."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():  # only Linux shows the names of threads
+        return None
+    names = []
+    for task in tasks.iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:  # the thread has ended since
+            continue
+    return names.count("tf_XLAEigen")
