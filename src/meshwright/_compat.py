@@ -5,6 +5,11 @@ Nothing heavy is imported before it is used: ``import meshwright`` must stay fas
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
 
 def jax_is_running() -> bool:
     """Whether JAX has created its clients, after which devices cannot be added any more.
@@ -19,3 +24,267 @@ def jax_is_running() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+# Keras 3.15, JAX backend
+
+
+class KerasHooks(Protocol):
+    """What the Keras front end wants to be asked; see :func:`install_keras_hooks`."""
+
+    def defer(self, variable: Any, initializer: Any) -> bool:
+        """Whether the variable is to be made later, in its layout, and not now."""
+        ...
+
+    def new_model(self, model: Any) -> None:
+        """A model is being constructed."""
+        ...
+
+    def new_slot(self, slot: Any, parameter: Any) -> None:
+        """An optimizer has made ``slot`` for ``parameter``."""
+        ...
+
+    def put_batches(self, distribution: Any, batches: Iterable[Any]) -> Iterator[Any] | None:
+        """The batches laid out, or ``None`` to leave that to Keras."""
+        ...
+
+    def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
+        """The tensor laid out, or ``NotImplemented`` if the layout is not ours."""
+        ...
+
+    def keep_weights(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Around ``fit``, ``evaluate`` and ``predict``: what fails inside loses no weight."""
+        ...
+
+
+def install_keras_hooks(hooks: KerasHooks) -> None:
+    """Ask ``hooks`` where Keras has no public hook; done once, and each passes on what is not ours.
+
+    Keras 3.15.1 (https://github.com/keras-team/keras): no hook sees all variables before they are
+    allocated (``backend/jax/core.py``), none is told which parameter a slot belongs to
+    (``optimizers/base_optimizer.py``), layouts of batches are computed once and kept for a smaller
+    last one, and a failure in ``predict`` or ``evaluate`` leaves every weight empty
+    (``backend/jax/trainer.py``).
+    """
+    from keras.src.backend.jax import core, distribution_lib, trainer
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    if getattr(core.JaxVariable, "_meshwright_hooks", None) is not None:
+        return
+    core.JaxVariable._meshwright_hooks = hooks
+
+    def initialize(original: Any, variable: Any, initializer: Any) -> None:
+        if not hooks.defer(variable, initializer):
+            original(variable, initializer)
+
+    def construct(original: Any, model: Any) -> None:
+        original(model)
+        hooks.new_model(model)
+
+    def add_slot(original: Any, optimizer: Any, reference_variable: Any, *args: Any, **kw: Any) -> Any:
+        slot = original(optimizer, reference_variable, *args, **kw)
+        hooks.new_slot(slot, reference_variable)
+        return slot
+
+    def iterate(original: Any, iterator: Any, distribution: Any) -> Any:
+        ours = hooks.put_batches(distribution, iterator.data_adapter.get_jax_iterator())
+        return original(iterator, distribution) if ours is None else ours
+
+    def lay_out(original: Any, tensor: Any, layout: Any) -> Any:
+        ours = hooks.lay_out_activation(tensor, layout)
+        return original(tensor, layout) if ours is NotImplemented else ours
+
+    def guarded(original: Any, model: Any, *args: Any, **kw: Any) -> Any:
+        with hooks.keep_weights(model):
+            return original(model, *args, **kw)
+
+    _wrap(core.JaxVariable, "_initialize_with_initializer", initialize)
+    _wrap(trainer.JAXTrainer, "__init__", construct)
+    _wrap(BaseOptimizer, "add_variable_from_reference", add_slot)
+    _wrap(trainer.JAXEpochIterator, "_get_distributed_iterator", iterate)
+    _wrap(distribution_lib, "distribute_tensor", lay_out)
+    for name in ("fit", "evaluate", "predict"):
+        _wrap(trainer.JAXTrainer, name, guarded)
+
+
+def _wrap(owner: Any, name: str, around: Any) -> None:
+    """Replace ``owner.name`` by ``around(original, ...)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def in_stateless_scope() -> bool:
+    """Whether Keras is only tracing shapes, or calling a function without side effects."""
+    from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+    return in_stateless_scope()
+
+
+def stored_dtype(variable: Any) -> str:
+    """The dtype a variable is stored in; ``variable.dtype`` is the compute dtype inside a layer."""
+    return variable._dtype
+
+
+def set_variable(variable: Any, value: Any, sharding: Any) -> None:
+    """Give a Keras variable its value and the layout that later assignments keep."""
+    variable._layout = sharding
+    variable._value = value
+
+
+def raw_value(variable: Any) -> Any:
+    """The array a variable holds, without autocast or placeholder; ``None`` if it is empty."""
+    return variable._value
+
+
+def restore_value(variable: Any, value: Any) -> None:
+    """Put back the array a variable held."""
+    variable._value = value
+
+
+def variable_layout(variable: Any) -> Any:
+    """The layout, or sharding, that Keras has noted on a variable; ``None`` if it has none."""
+    return variable._layout
+
+
+def is_built(model: Any) -> bool:
+    """Whether the model and every layer in it is built."""
+    return model.built and all(layer.built for layer in model._flatten_layers())
+
+
+def needs_batch_to_build(model: Any) -> bool:
+    """Whether model, metrics or loss wait for a first batch to be built."""
+    parts = (model._compile_metrics, model._compile_loss)
+    return not (is_built(model) and all(part is None or part.built for part in parts))
+
+
+def has_unbuilt_optimizer(model: Any) -> bool:
+    """Whether the optimizer has no slots yet."""
+    return model.optimizer is not None and not model.optimizer.built
+
+
+def build_for(model: Any, batch: Any) -> None:
+    """Build a compiled model, its metrics and its optimizer for batches like this one.
+
+    ``Trainer._symbolic_build`` (Keras 3.15) is what ``fit`` calls; only shapes are looked at.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+def build_forward(model: Any, inputs: Any) -> None:
+    """Build a model for inputs like these, without optimizer, loss and metrics."""
+    import jax
+    from keras.src import backend
+
+    def symbolic(value: Any) -> Any:
+        return backend.KerasTensor(value.shape, backend.standardize_dtype(value.dtype))
+
+    backend.compute_output_spec(model, jax.tree.map(symbolic, inputs), training=False)
+
+
+def in_metric_order(model: Any, logs: dict[str, Any]) -> Any:
+    """What ``evaluate`` returns without ``return_dict``: one value, or a list in metric order."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def compile_token(model: Any) -> tuple[Any, ...]:
+    """Objects that change when the model is compiled again."""
+    return (model.optimizer, model._compile_loss, model._compile_metrics)
+
+
+def metrics_variables(model: Any) -> list[Any]:
+    """The variables of the loss tracker and of every metric."""
+    return model.metrics_variables
+
+
+def attach_state(model: Any, parts: dict[str, list[Any]] | None) -> None:
+    """Let callbacks that look at the model find this state (``Trainer.jax_state_sync``)."""
+    model._jax_state = parts
+    model._jax_state_synced = parts is None
+
+
+def state_was_synced(model: Any) -> bool:
+    """Whether a callback has taken the state over into the variables, and perhaps changed it."""
+    return model._jax_state_synced
+
+
+def numpy_batches(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    batch_size: int | None,
+    steps: int | None,
+    shuffle: bool,
+    class_weight: Any = None,
+) -> Any:
+    """Keras' own reading of arrays, ``tf.data``, ``PyDataset``, generators: an epoch iterator.
+
+    ``enumerate_epoch()`` yields ``(begin, end, [batch])``; ``num_batches`` may be ``None``.
+    """
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    return EpochIterator(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps,
+        shuffle=shuffle,
+        class_weight=class_weight,
+    )
+
+
+def is_one_shot(epochs: Any) -> bool:
+    """Whether batches that were taken to look at are gone: only so for generators."""
+    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+    return isinstance(epochs.data_adapter, GeneratorDataAdapter)
+
+
+def split_validation(arrays: Any, share: float) -> Any:
+    """``(train, validation)`` as ``validation_split`` means it: the last share is held out."""
+    from keras.src.trainers.data_adapters import array_slicing
+
+    return array_slicing.train_validation_split(arrays, validation_split=share)
+
+
+def layers_inside(layer: Any) -> list[Any]:
+    """Every layer inside a layer, at any depth."""
+    return list(layer._flatten_layers(include_self=False, recursive=True))
+
+
+def update_metrics(model: Any, metrics: list[Any], loss: Any, batch: Any, outputs: Any) -> Any:
+    """``(logs, new metrics variables)`` after one batch, without side effects."""
+    x, y, weights = batch
+    return model._update_metrics_variables(metrics, loss, x, y, outputs, weights)
+
+
+def has_own(model: Any, method: str) -> bool:
+    """Whether the model's class brings its own ``train_step``, ``test_step`` or ``predict_step``."""
+    from keras.src.backend.jax.trainer import JAXTrainer
+
+    return getattr(type(model), method) is not getattr(JAXTrainer, method)
+
+
+def add_layout_property(read: Any) -> None:
+    """Give every Keras variable a ``layout``; TensorFlow's ``DVariable`` had one, Keras 3 has not."""
+    from keras.src.backend.jax.core import JaxVariable
+
+    if not hasattr(JaxVariable, "layout"):
+        JaxVariable.layout = property(read)
+
+
+def takes_training(model: Any) -> bool:
+    """Whether the model's ``call`` has an argument ``training``."""
+    return model._call_has_training_arg
+
+
+def keras_distribution_class() -> Any:
+    """The base of Keras' strategies; Keras 3.15 exports only its subclasses."""
+    from keras.src.distribution.distribution_lib import Distribution
+
+    return Distribution

@@ -1,0 +1,1 @@
+"""Front ends: each makes Programs from models of one kind."""

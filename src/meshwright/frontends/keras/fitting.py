@@ -1,0 +1,408 @@
+"""``fit``, ``evaluate`` and ``predict`` of a Keras model, as a loop of our own over pure functions.
+
+Keras' own loop cannot carry everything that a strategy says: it knows a batch by its shape only,
+and lays a smaller last one out like the first. This one takes the same arguments, drives the same
+callbacks and returns the same History. It never waits for the devices within an epoch, and whatever happens, the variables end up
+with the newest state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+import numpy as np
+
+from ... import _compat
+from ...errors import BatchError, ModelError
+from ...program import Logs, TrainState
+from ...step.train import make_test_step, make_train_step
+from . import batches
+from .program import (
+    KerasVariables,
+    keras_program,
+    own_test_step,
+    predict_step,
+    read_state,
+    write_state,
+)
+
+if TYPE_CHECKING:
+    from .sharded import Sharded
+
+
+def fit(
+    strategy: Sharded,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: str | int = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: bool = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+) -> Any:
+    """See :meth:`Sharded.fit`."""
+    if validation_split and validation_data is None:
+        (x, y, sample_weight), validation_data = _compat.split_validation(
+            (x, y, sample_weight), validation_split
+        )
+    check_compiled(model)
+    data = _Data(strategy, model, x, y, sample_weight, batch_size, steps_per_epoch, shuffle,
+                 class_weight, training=True)  # fmt: skip
+    data.check_batch_size(batch_size)
+    variables = strategy.prepare(model, data.first_batch)
+    step = strategy._functions.of(strategy, model, variables).train
+    callbacks = _callback_list(
+        model, callbacks, _shown(verbose), epochs=epochs, steps=data.num_batches
+    )
+    validation = _Validation(
+        validation_data,
+        validation_batch_size or batch_size,
+        validation_steps,
+        validation_freq,
+    )
+    training = _Training(model, variables, callbacks)
+    model.stop_training = False
+    callbacks.on_train_begin()
+    epoch_logs: Logs = {}
+    try:
+        for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            epoch_logs = training.epoch(step, data)
+            if validation.is_due(epoch):
+                epoch_logs |= validation.run(strategy, model, callbacks)
+            callbacks.on_epoch_end(epoch, epoch_logs)
+            if model.stop_training:
+                break
+        if epochs > initial_epoch:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs=epoch_logs)
+    finally:
+        training.settle()
+    return model.history
+
+
+def evaluate(
+    strategy: Sharded,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    verbose: str | int = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """See :meth:`Sharded.evaluate`."""
+    check_compiled(model)
+    data = _Data(strategy, model, x, y, sample_weight, batch_size, steps)
+    data.check_batch_size(batch_size)
+    variables = strategy.prepare(model, data.first_batch)
+    step = strategy._functions.of(strategy, model, variables).test
+    callbacks = _callback_list(model, callbacks, _shown(verbose), steps=data.num_batches)
+    model.stop_evaluating = False
+    model.reset_metrics()
+    callbacks.on_test_begin()
+    state, logs = read_state(variables), None
+    for number, batch in data.batches():
+        callbacks.on_test_batch_begin(number)
+        new, metrics, logs = step(state, batch)
+        state = state._replace(state=new, metrics=metrics)
+        callbacks.on_test_batch_end(number, logs)
+        if model.stop_evaluating:
+            break
+    if logs is None:
+        raise BatchError("there is nothing to evaluate: the data holds no batch.")
+    write_state(variables, state)
+    result = _as_floats(logs)
+    callbacks.on_test_end(result)
+    return result if return_dict else _compat.in_metric_order(model, result)
+
+
+def predict(
+    strategy: Sharded,
+    model: keras.Model,
+    x: Any,
+    *,
+    batch_size: int | None = None,
+    verbose: str | int = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """See :meth:`Sharded.predict`."""
+    data = _Data(strategy, model, x, None, None, batch_size, steps)
+    data.check_batch_size(batch_size)
+    variables = strategy.prepare(model, data.first_batch, forward_only=True)
+    step = strategy._functions.of(strategy, model, variables).predict
+    callbacks = _callback_list(model, callbacks, _shown(verbose), steps=data.num_batches)
+    model.stop_predicting = False
+    callbacks.on_predict_begin()
+    state, outputs = read_state(variables), []
+    for number, batch in data.batches():
+        callbacks.on_predict_batch_begin(number)
+        outputs.append(step(state.params, state.state, batch))
+        callbacks.on_predict_batch_end(number, {"outputs": outputs[-1]})
+        if model.stop_predicting:
+            break
+    callbacks.on_predict_end()
+    if not outputs:
+        raise BatchError("there is nothing to predict: the data holds no batch.")
+    return jax.tree.map(lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Functions:
+    """The compiled steps of one model under one strategy, and what they were made from."""
+
+    token: tuple[Any, ...]
+    train: Any
+    test: Any
+    predict: Any
+
+
+class CompiledFunctions:
+    """The compiled steps of every model that a strategy has trained, until it is compiled anew."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[keras.Model, _Functions] = weakref.WeakKeyDictionary()
+
+    def of(self, strategy: Sharded, model: keras.Model, variables: KerasVariables) -> _Functions:
+        """The steps of this model, made when first asked for."""
+        token = (*_compat.compile_token(model), tuple(variables.params), tuple(variables.slots))
+        present = self._of.get(model)
+        if present is None or not _same(present.token, token):
+            present = self._of[model] = _make_functions(strategy, model, variables, token)
+        return present
+
+
+def _make_functions(
+    strategy: Sharded, model: keras.Model, variables: KerasVariables, token: tuple[Any, ...]
+) -> _Functions:
+    predicting = strategy._traced_here(model, predict_step(model, variables))
+    if not model.compiled:
+        return _Functions(token, None, None, jax.jit(predicting))
+    program = keras_program(model, variables)
+    own = _compat.has_own(model, "test_step")
+    testing = own_test_step(model, variables) if own else make_test_step(program)
+    measuring = _measuring(testing)
+    if model.run_eagerly:
+        return _Functions(token, make_train_step(program), measuring, predicting)
+    # A new state lies as the old one did, whatever XLA would prefer.
+    lies = (jax.tree.map(lambda array: array.sharding, read_state(variables)), None)
+    whole = None
+    if jax.process_count() > 1:  # every process returns all rows
+        whole = jax.sharding.NamedSharding(strategy.mesh.jax_mesh, jax.sharding.PartitionSpec())
+    return _Functions(
+        token,
+        train=jax.jit(
+            strategy._traced_here(model, make_train_step(program)),
+            donate_argnums=0,
+            out_shardings=lies,
+        ),
+        test=jax.jit(
+            strategy._traced_here(model, measuring),
+            out_shardings=(lies[0].state, lies[0].metrics, None),
+        ),
+        predict=jax.jit(predicting, out_shardings=whole),
+    )
+
+
+def _measuring(step: Any) -> Any:
+    """The evaluation step without the parameters among its results: they do not change."""
+
+    def measuring(whole: TrainState, batch: Any) -> tuple[Any, Any, Logs]:
+        new, logs = step(whole, batch)
+        return new.state, new.metrics, logs
+
+    return measuring
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return all(a is b or (isinstance(a, tuple) and a == b) for a, b in zip(one, other, strict=True))
+
+
+class _Data:
+    """Epochs of batches, laid out; reads arrays and datasets as Keras does."""
+
+    def __init__(
+        self,
+        strategy: Sharded,
+        model: keras.Model,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        batch_size: int | None,
+        steps: int | None,
+        shuffle: bool = False,
+        class_weight: Any = None,
+        training: bool = False,
+    ) -> None:
+        self._epochs = _compat.numpy_batches(
+            x, y, sample_weight, batch_size, steps, shuffle, class_weight
+        )
+        self._placement = strategy.placement
+        self._put = batches.Putter(strategy.placement, batches.input_names(model))
+        self._is_array = _is_arrays(x)
+        self._small_is_fine = self._is_array or not training
+        self._peeked: tuple[list[Any], Iterator[Any]] | None = None
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches per epoch, where that is known."""
+        return self._epochs.num_batches
+
+    def first_batch(self) -> Any:
+        """A batch to build the model for; the first epoch has it all the same."""
+        rest = self._epoch()
+        for batch in rest:
+            if _compat.is_one_shot(self._epochs):
+                self._peeked = [batch], rest
+            else:
+                self._epochs.reset()
+            return batch
+        raise BatchError("the data holds no batch.")
+
+    def check_batch_size(self, batch_size: int | None) -> None:
+        """Raise :class:`BatchError` if the size of a full batch does not divide."""
+        if self._is_array:
+            batches.check_rows(self._placement, batch_size or 32)  # Keras' default
+
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        """``(number, batch on the mesh)`` for one epoch."""
+        host = self._epoch()
+        if self._peeked is not None:
+            host, self._peeked = itertools.chain(*self._peeked), None
+        for number, (batch, last) in enumerate(batches.with_last(host)):
+            # A dataset whose only batch does not divide was meant to be shared out.
+            yield number, self._put(batch, last and (number > 0 or self._small_is_fine))
+
+    def _epoch(self) -> Iterator[Any]:
+        return (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())
+
+
+class _Training:
+    """The state between steps, and what callbacks see of it."""
+
+    def __init__(self, model: keras.Model, variables: KerasVariables, callbacks: Any) -> None:
+        self._model = model
+        self._variables = variables
+        self._callbacks = callbacks
+
+    def epoch(self, step: Any, data: _Data) -> Logs:
+        """Train on every batch once; the logs of the last step."""
+        model, callbacks = self._model, self._callbacks
+        state, logs = None, None
+        _compat.attach_state(model, None)
+        for number, batch in data.batches():
+            callbacks.on_train_batch_begin(number)
+            if state is None or _compat.state_was_synced(model):
+                state = read_state(self._variables)  # a callback may have changed it
+            state, logs = step(state, batch)
+            _compat.attach_state(model, self._in_keras_order(state))
+            callbacks.on_train_batch_end(number, logs)
+            if model.stop_training:
+                break
+        self.settle()
+        if logs is None:
+            raise BatchError("there is nothing to train on: the data holds no batch.")
+        return _as_floats(logs)
+
+    def settle(self) -> None:
+        """Write the newest state into the variables."""
+        self._model.jax_state_sync()
+        _compat.attach_state(self._model, None)
+
+    def _in_keras_order(self, state: TrainState) -> dict[str, list[Any]]:
+        v = self._variables
+        return {
+            "trainable_variables": [state.params[path] for path in v.params],
+            "non_trainable_variables": [state.state[path] for path in v.state],
+            "optimizer_variables": [state.slots[path] for path in v.slots],
+            "metrics_variables": [state.metrics[path] for path in v.metrics],
+        }
+
+
+@dataclass(frozen=True)
+class _Validation:
+    data: Any
+    batch_size: int | None
+    steps: int | None
+    freq: Any
+
+    def is_due(self, epoch: int) -> bool:
+        if self.data is None:
+            return False
+        if isinstance(self.freq, int):
+            return (epoch + 1) % self.freq == 0
+        return epoch + 1 in self.freq
+
+    def run(self, strategy: Sharded, model: keras.Model, callbacks: Any) -> Logs:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(self.data)
+        logs = evaluate(
+            strategy,
+            model,
+            x,
+            y,
+            sample_weight=weights,
+            batch_size=self.batch_size,
+            steps=self.steps,
+            callbacks=callbacks,
+            return_dict=True,
+        )
+        return {f"val_{name}": value for name, value in logs.items()}
+
+
+def _callback_list(model: Any, callbacks: Any, verbose: Any, epochs: int = 1, **params: Any) -> Any:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return keras.callbacks.CallbackList(
+        callbacks,
+        add_history=True,
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=epochs,
+        model=model,
+        **params,
+    )
+
+
+def _shown(verbose: str | int) -> str | int:
+    """One process of many shows the progress."""
+    return verbose if jax.process_index() == 0 else 0
+
+
+def _is_arrays(x: Any) -> bool:
+    return all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)) and not callable(
+        getattr(x, "batch", None)
+    )
+
+
+def _as_floats(logs: Any) -> Logs:
+    return {name: jax.tree.map(lambda value: float(np.asarray(value)), v) for name, v in logs.items()}
+
+
+def check_compiled(model: keras.Model) -> None:
+    """Raise :class:`ModelError` if the model was not compiled."""
+    if not model.compiled:
+        raise ModelError(
+            f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."
+        )

@@ -1,0 +1,86 @@
+"""Our answers where Keras asks; see ``_compat.install_keras_hooks`` for why it must be asked so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+
+from ... import _compat
+from ...layout import Layout
+from .pending import waiting_room
+
+
+class ActivationLayout:
+    """The layout of one layer's output, which Keras hands back to us together with the output."""
+
+    def __init__(self, path: str, layout: Layout) -> None:
+        self.path = path
+        self.layout = layout
+
+    def lay_out(self, tensor: Any) -> Any:
+        """The output in its layout. Raises :class:`LayoutError` if it cannot lie so."""
+        from ...arrays import relayout
+
+        self.layout.check(tensor.shape, f"the output of layer {self.path!r}")
+        return relayout(tensor, self.layout)
+
+
+class Hooks:
+    """Acts only inside a ``Sharded`` scope; everything else is left to Keras."""
+
+    def defer(self, variable: Any, initializer: Any) -> bool:
+        room = waiting_room()
+        if room is None:
+            return False
+        room.defer(variable, initializer)
+        return True
+
+    def new_model(self, model: Any) -> None:
+        room = waiting_room()
+        if room is not None:
+            room.note_model(model)
+
+    def new_slot(self, slot: Any, parameter: Any) -> None:
+        slot._meshwright_parameter = parameter
+
+    def put_batches(self, distribution: Any, batches: Iterable[Any]) -> Iterator[Any] | None:
+        if not hasattr(distribution, "_put_native_batches"):
+            return None
+        return distribution._put_native_batches(batches)
+
+    def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
+        return layout.lay_out(tensor) if isinstance(layout, ActivationLayout) else NotImplemented
+
+    @contextlib.contextmanager
+    def keep_weights(self, model: Any) -> Iterator[None]:
+        if not hasattr(keras.distribution.distribution(), "_put_native_batches"):
+            yield
+            return
+        held = [(variable, _compat.raw_value(variable)) for variable in _all_variables(model)]
+        try:
+            yield
+        except BaseException:
+            model.jax_state_sync()
+            for variable, value in held:
+                if _compat.raw_value(variable) is None:
+                    _compat.restore_value(variable, value)
+            raise
+
+
+def parameter_of(slot: Any) -> Any | None:
+    """The parameter that an optimizer variable belongs to, if any."""
+    return getattr(slot, "_meshwright_parameter", None)
+
+
+def layout_of(variable: Any) -> Layout:
+    """The layout that a Keras variable lies in; makes it first if it still waits."""
+    value = variable.value
+    return Layout.from_sharding(value.sharding, value.ndim)
+
+
+def _all_variables(model: Any) -> list[Any]:
+    optimizer = [] if model.optimizer is None else model.optimizer.variables
+    return [*model.variables, *optimizer, *_compat.metrics_variables(model)]

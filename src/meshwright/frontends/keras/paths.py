@@ -1,0 +1,169 @@
+"""The paths of a Keras model's variables, in every spelling that a rule may use.
+
+Keras 3 keeps no attribute names in ``variable.path`` (``self.feature = Dense()`` gives
+``dense/kernel``), while people know their models by attributes. So the model is walked, and each
+variable gets the path of attributes (``blocks.0.kernel``), the path of layer names, and Keras' own
+path, all relative to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from ... import _compat
+from ...placement import ParamInfo, Role
+from .asked import asked_layout
+
+# What Keras keeps on layers for itself: the same variables again, under names that nobody wrote.
+_KERAS_OWN = {
+    "_layers",
+    "_metrics",
+    "_operations",
+    "_seed_generators",
+    "_trainable_variables",
+    "_non_trainable_variables",
+    "_tracker",
+    "_functional",
+    "_loss_tracker",
+    "_compile_metrics",
+    "_compile_loss",
+    "_optimizer",
+    "optimizer",
+}
+
+
+def model_infos(model: keras.Model) -> dict[int, ParamInfo]:
+    """``id(variable)`` -> description, for every weight and seed of a model, in Keras' order.
+
+    The first attribute path, in breadth-first order, is a variable's ``path``.
+    """
+    found = _spellings(model)
+    infos: dict[int, ParamInfo] = {}
+    taken: set[str] = set()
+    for variable in model.variables:
+        spellings = found.get(id(variable), {})
+        keras_path = _relative(variable.path, model.name)
+        spellings = {**spellings, keras_path: None}
+        path = _unique(next(iter(spellings)), taken)
+        taken.add(path)
+        infos[id(variable)] = _info(variable, path, tuple(spellings), _role(variable))
+    return infos
+
+
+def slot_info(slot: Any, parameter: Any | None, owner: ParamInfo | None) -> ParamInfo:
+    """The description of an optimizer's variable, and of the parameter it belongs to, if any.
+
+    Keras calls the momentum of ``net/hidden/kernel`` ``adam/net_hidden_kernel_momentum``; here it
+    is ``adam/hidden/kernel/momentum``.
+    """
+    info = _info(slot, slot.path, (slot.path,), "slot")
+    if owner is None:
+        return info
+    optimizer = slot.path.removesuffix(slot.name)
+    kind = slot.name.removeprefix(parameter.path.replace("/", "_") + "_")
+    return replace(info, path=f"{optimizer}{owner.path}/{kind}", owner=owner.path)
+
+
+def other_info(variable: Any, role: Role) -> ParamInfo:
+    """The description of a variable that belongs to no model: a metric's, or a lone layer's."""
+    return _info(variable, variable.path, (variable.path,), role)
+
+
+def _info(variable: Any, path: str, spellings: tuple[str, ...], role: Role) -> ParamInfo:
+    dtype = _compat.stored_dtype(variable)
+    return ParamInfo(
+        path=path,
+        spellings=spellings,
+        dims=tuple(variable.shape),
+        dtype=dtype,
+        itemsize=_itemsize(dtype),
+        role=role,
+        asked=asked_layout(variable),
+    )
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype == "bool":
+        return 1
+    import jax.numpy as jnp  # knows bfloat16 and the eight-bit floats, which NumPy alone does not
+
+    return np.dtype(getattr(jnp, dtype)).itemsize
+
+
+def _role(variable: Any) -> Role:
+    if variable.name == "seed_generator_state":
+        return "seed"
+    return "parameter" if variable.trainable else "state"
+
+
+def _relative(path: str, model_name: str) -> str:
+    return path.removeprefix(f"{model_name}/")
+
+
+def _unique(path: str, taken: set[str]) -> str:
+    """The path itself, or with a number where Keras gave two variables the same."""
+    if path not in taken:
+        return path
+    number = 2
+    while f"{path}#{number}" in taken:
+        number += 1
+    return f"{path}#{number}"
+
+
+def _spellings(model: keras.Model) -> dict[int, dict[str, None]]:
+    """``id(variable)`` -> its paths by attributes and by layer names, in breadth-first order."""
+    found: dict[int, dict[str, None]] = {}
+    waiting: list[tuple[Any, str, str, frozenset[int]]] = [(model, "", "", frozenset())]
+    while waiting:
+        layer, by_attribute, by_name, above = waiting.pop(0)
+        for attribute, child in _children(layer):
+            attribute_path = _join(by_attribute, attribute)
+            if isinstance(child, keras.Variable):
+                paths = found.setdefault(id(child), {})
+                paths[attribute_path] = None
+                paths[_join(by_name, child.name)] = None
+            elif id(child) not in above:  # a layer may hold one that holds it
+                name_path = _join(by_name, child.name)
+                waiting.append((child, attribute_path, name_path, above | {id(layer)}))
+    return found
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
+
+
+def _children(layer: Any) -> Iterator[tuple[str, Any]]:
+    """The layers, seed generators and variables right inside a layer, with their names there."""
+    own_attributes = _attributes(layer)
+    if isinstance(layer, keras.Sequential) or _is_functional(layer):
+        for child in layer.layers:
+            yield child.name, child
+    yield from own_attributes
+
+
+def _attributes(layer: Any) -> Iterator[tuple[str, Any]]:
+    for attribute, value in list(vars(layer).items()):
+        if attribute not in _KERAS_OWN:
+            yield from _held(attribute.lstrip("_"), value)
+
+
+def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, keras.Variable | keras.random.SeedGenerator):
+        yield name, value
+    elif isinstance(value, keras.Layer) and not isinstance(value, keras.Metric):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _held(f"{name}/{key}", item)
+    elif isinstance(value, list | tuple | set):
+        for index, item in enumerate(value):
+            yield from _held(f"{name}/{index}", item)
+
+
+def _is_functional(layer: Any) -> bool:
+    return isinstance(layer, keras.Model) and hasattr(layer, "output_names")

@@ -1,0 +1,186 @@
+"""Variables that wait: described when the model is built, made when all of them are known to fit.
+
+Inside ``Sharded.scope()`` a variable is only noted. When the scope ends, or as soon as somebody
+asks for a value, all that wait are checked together and then each is made directly in its layout,
+so that no large variable is ever whole on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from ... import _compat
+from ...placement import Placed
+
+Place = Callable[[list[Any], list[keras.Model]], list[Placed]]
+
+_waiting_room: ContextVar[WaitingRoom | None] = ContextVar("waiting_room", default=None)
+
+
+class WaitingRoom:
+    """The variables and models of one scope; ``place`` says where each variable lies, or raises."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._variables: list[Any] = []
+        self._models: list[weakref.ref[keras.Model]] = []
+
+    def defer(self, variable: Any, initializer: Any) -> None:
+        """Note a variable that is to be made later."""
+        variable._value = None
+        variable._meshwright_waits = (self, initializer)
+        variable.__class__ = _pending_class(type(variable))
+        self._variables.append(variable)
+
+    def note_model(self, model: keras.Model) -> None:
+        """Note a model, from which the paths of its variables will be read."""
+        self._models.append(weakref.ref(model))
+
+    @property
+    def models(self) -> list[keras.Model]:
+        """The noted models that still live."""
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    def settle(self) -> None:
+        """Check all that wait, then make them. What cannot be laid out raises and nothing is made."""
+        variables = self._variables
+        if not variables:
+            return
+        placed = self._place(variables, self.models)
+        self._variables = []
+        _make(variables, placed)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Let variables wait here while the block runs; settle at its end."""
+        token = _waiting_room.set(self)
+        try:
+            yield
+        finally:
+            _waiting_room.reset(token)
+        self.settle()
+
+
+def waiting_room() -> WaitingRoom | None:
+    """The room that new variables wait in, or ``None`` outside every scope."""
+    return _waiting_room.get()
+
+
+def is_pending(variable: Any) -> bool:
+    """Whether the variable has no value yet."""
+    return hasattr(variable, "_meshwright_waits")
+
+
+def settle(variable: Any) -> None:
+    """Make the variable, and all that wait with it."""
+    if is_pending(variable):
+        variable._meshwright_waits[0].settle()
+
+
+@functools.cache
+def _pending_class(of: type) -> type:
+    """A subclass that makes the variable when its value is first asked for."""
+
+    class Pending(of):  # type: ignore[misc, valid-type]
+        @property
+        def _initializer(self) -> Any:  # Keras shows what this makes while it only traces shapes
+            return self._meshwright_waits[1]
+
+        @_initializer.setter
+        def _initializer(self, value: Any) -> None:
+            pass
+
+        @property
+        def value(self) -> Any:
+            if not _compat.in_stateless_scope():
+                settle(self)
+                return self.value
+            return of.value.fget(self)  # type: ignore[attr-defined]
+
+        def _direct_assign(self, value: Any) -> None:
+            settle(self)
+            self._direct_assign(value)
+
+    Pending.__name__, Pending.__qualname__ = of.__name__, of.__qualname__
+    Pending._meshwright_made = of  # type: ignore[attr-defined]
+    return Pending
+
+
+def _make(variables: list[Any], placed: list[Placed]) -> None:
+    shardings = [each.layout.sharding for each in placed]
+    makers = [_maker(variable) for variable in variables]
+    values: dict[int, Any] = {}
+    together = [i for i, variable in enumerate(variables) if _traces(variable)]
+    for i, variable in enumerate(variables):
+        fill = _constant(variable)
+        if fill is not None:
+            values[i] = jnp.full(
+                variable.shape, fill, _compat.stored_dtype(variable), device=shardings[i]
+            )
+    together = [i for i in together if i not in values]
+    values.update(_made_in_one_program(together, makers, shardings))
+    for i, variable in enumerate(variables):
+        value = values[i] if i in values else put(np.asarray(makers[i]()), shardings[i])
+        variable.__class__ = type(variable)._meshwright_made
+        del variable._meshwright_waits
+        variable.__dict__.pop("_initializer", None)
+        variable._initializer = None
+        _compat.set_variable(variable, value, shardings[i])
+
+
+def put(value: Any, sharding: Any) -> Any:
+    """A host array on the devices of a sharding, of which other processes may hold some.
+
+    Every process passes the same whole value and keeps its own pieces.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _maker(variable: Any) -> Callable[[], Any]:
+    initializer = variable._meshwright_waits[1]
+    shape, dtype = variable.shape, _compat.stored_dtype(variable)
+    return lambda: jnp.asarray(initializer(shape, dtype=dtype), dtype)
+
+
+def _constant(variable: Any) -> Any:
+    """The scalar that fills the variable, if its initializer is that simple."""
+    initializer = variable._meshwright_waits[1]
+    if type(initializer) is keras.initializers.Zeros:
+        return 0
+    if type(initializer) is keras.initializers.Ones:
+        return 1
+    return None
+
+
+def _traces(variable: Any) -> bool:
+    """Whether the initializer may run inside ``jit``: one with a seed generator changes it."""
+    seed = getattr(variable._meshwright_waits[1], "seed", None)
+    return not isinstance(seed, keras.random.SeedGenerator)
+
+
+def _made_in_one_program(
+    chosen: list[int], makers: list[Callable[[], Any]], shardings: list[Any]
+) -> dict[int, Any]:
+    """The values of the chosen variables, each made in its layout by one compiled program."""
+    if not chosen:
+        return {}
+    program = jax.jit(
+        lambda: [makers[i]() for i in chosen], out_shardings=[shardings[i] for i in chosen]
+    )
+    try:
+        return dict(zip(chosen, program(), strict=True))
+    except jax.errors.JAXTypeError:
+        return {}  # somebody's initializer wants concrete values; it is run on the host

@@ -1,0 +1,185 @@
+"""A compiled Keras model as a Program: pure functions over its variables by path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from ... import _compat
+from ...errors import ModelError
+from ...placement import ParamInfo
+from ...program import Arrays, Aux, Batch, Logs, Program, TrainState
+from .hooks import parameter_of
+from .paths import model_infos, other_info, slot_info
+
+
+@dataclass(frozen=True, eq=False)
+class KerasVariables:
+    """The variables of a model, its optimizer and its metrics, in Keras' order, with their paths."""
+
+    params: dict[str, Any]  # path -> variable, and so on
+    state: dict[str, Any]
+    slots: dict[str, Any]
+    metrics: dict[str, Any]
+    infos: dict[int, ParamInfo]
+
+    @classmethod
+    def of(cls, model: keras.Model) -> KerasVariables:
+        """Those of a built model."""
+        infos = model_infos(model)
+        metrics = _compat.metrics_variables(model)
+        optimizer = [] if model.optimizer is None else model.optimizer.variables
+        for slot in optimizer:
+            owner = parameter_of(slot)
+            infos[id(slot)] = slot_info(slot, owner, infos.get(id(owner)))
+        for metric in metrics:
+            infos[id(metric)] = other_info(metric, "metric")
+        counted = {id(v) for v in metrics}
+        return cls(
+            params=_by_path(model.trainable_variables, infos),
+            state=_by_path([v for v in model.non_trainable_variables if id(v) not in counted], infos),
+            slots=_by_path(optimizer, infos),
+            metrics=_by_path(metrics, infos),
+            infos=infos,
+        )
+
+    @property
+    def all(self) -> list[Any]:
+        """Every variable, in the order of :class:`TrainState`."""
+        parts = (self.params, self.state, self.slots, self.metrics)
+        return [variable for part in parts for variable in part.values()]
+
+
+def read_state(variables: KerasVariables) -> TrainState:
+    """The arrays that the variables hold."""
+    return TrainState(
+        *({path: _compat.raw_value(v) for path, v in part.items()} for part in _parts(variables))
+    )
+
+
+def write_state(variables: KerasVariables, state: TrainState) -> None:
+    """Give every variable its array."""
+    for part, values in zip(_parts(variables), state, strict=True):
+        for path, variable in part.items():
+            variable.assign(values[path])
+
+
+def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
+    """The Program of a built and compiled model. Raises :class:`ModelError` if not compiled."""
+    if not model.compiled:
+        raise ModelError(
+            f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."
+        )
+    v = variables
+    own = _compat.has_own(model, "train_step")
+
+    def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
+        values = _ordered(v.params, params), _ordered(v.state, state)
+        outputs, new = model.stateless_call(*values, inputs, **_training(model, training))
+        return outputs, _named(v.state, new)
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        x, y, weights = _unpack(batch)
+        value, (unscaled, outputs, state, metrics) = model.compute_loss_and_updates(
+            _ordered(v.params, params),
+            _ordered(v.state, whole.state),
+            _ordered(v.metrics, whole.metrics),
+            x,
+            y,
+            weights,
+            training=training,
+            optimizer_variables=_ordered(v.slots, whole.slots),
+        )
+        return value, Aux(unscaled, outputs, _named(v.state, state), _named(v.metrics, metrics))
+
+    def measure(metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
+        logs, new = _compat.update_metrics(
+            model, _ordered(v.metrics, metrics), aux.loss, _unpack(batch), aux.outputs
+        )
+        return _named(v.metrics, new), logs
+
+    def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
+        new_params, new_slots = model.optimizer.stateless_apply(
+            _ordered(v.slots, slots), _ordered(v.params, grads), _ordered(v.params, params)
+        )
+        return _named(v.params, new_params), _named(v.slots, new_slots)
+
+    def own_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        logs, new = model.train_step(tuple(_lists(v, whole)), batch)
+        return _state(v, new), logs
+
+    return Program(
+        name=model.name,
+        params=_infos(v, v.params),
+        state=_infos(v, v.state),
+        slots=_infos(v, v.slots),
+        metrics=_infos(v, v.metrics),
+        initial=lambda: read_state(v),
+        forward=forward,
+        loss=loss,
+        measure=measure,
+        update=update,
+        own_step=own_step if own else None,
+    )
+
+
+def own_test_step(model: keras.Model, v: KerasVariables) -> Any:
+    """The model's own evaluation step as ``(state, batch) -> (state, logs)``."""
+
+    def step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        params, state, _, metrics = _lists(v, whole)
+        logs, (params, state, metrics) = model.test_step((params, state, metrics), batch)
+        new = _state(v, (params, state, [], metrics))
+        return new._replace(slots=whole.slots), logs
+
+    return step
+
+
+def predict_step(model: keras.Model, v: KerasVariables) -> Any:
+    """``(params, state, batch) -> outputs``; the model's own where it brings one."""
+
+    def step(params: Arrays, state: Arrays, batch: Batch) -> Any:
+        values = _ordered(v.params, params), _ordered(v.state, state)
+        outputs, _ = model.predict_step(values, batch)
+        return outputs
+
+    return step
+
+
+def _parts(v: KerasVariables) -> tuple[dict[str, Any], ...]:
+    return v.params, v.state, v.slots, v.metrics
+
+
+def _by_path(variables: list[Any], infos: dict[int, ParamInfo]) -> dict[str, Any]:
+    return {infos[id(variable)].path: variable for variable in variables}
+
+
+def _infos(v: KerasVariables, part: dict[str, Any]) -> tuple[ParamInfo, ...]:
+    return tuple(v.infos[id(variable)] for variable in part.values())
+
+
+def _ordered(part: dict[str, Any], values: Arrays) -> list[Any]:
+    """Values in Keras' order; a pytree's dict comes back sorted."""
+    return [values[path] for path in part]
+
+
+def _named(part: dict[str, Any], values: list[Any]) -> Arrays:
+    return dict(zip(part, values, strict=True))
+
+
+def _lists(v: KerasVariables, whole: TrainState) -> list[list[Any]]:
+    return [_ordered(part, values) for part, values in zip(_parts(v), whole, strict=True)]
+
+
+def _state(v: KerasVariables, lists: Any) -> TrainState:
+    return TrainState(*(dict(zip(part, new)) for part, new in zip(_parts(v), lists, strict=True)))  # noqa: B905
+
+
+def _unpack(batch: Batch) -> tuple[Any, Any, Any]:
+    return keras.utils.unpack_x_y_sample_weight(batch)
+
+
+def _training(model: keras.Model, training: bool) -> dict[str, bool]:
+    return {"training": training} if _compat.takes_training(model) else {}

@@ -1,0 +1,370 @@
+"""The strategy for Keras: a placement that is also a ``keras.distribution.Distribution``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import keras
+
+from ... import _compat
+from ...errors import ModelError, TopologyError
+from ...explain import Explanation
+from ...layout import Layout
+from ...layout_map import LayoutMap
+from ...mesh import Mesh
+from ...placement import ParamInfo, Placed, Placement
+from ...program import Batch, Program, TrainState
+from ...step.train import Step, make_train_step
+from . import batches, fitting
+from .hooks import ActivationLayout, Hooks, layout_of, parameter_of
+from .paths import model_infos, other_info, slot_info
+from .pending import WaitingRoom, is_pending, put, settle
+from .program import KerasVariables, keras_program, read_state, write_state
+
+
+class _Laid(NamedTuple):
+    """What Keras reads a layout from."""
+
+    backend_layout: Any
+
+
+_compat.add_layout_property(layout_of)
+_Distribution: Any = _compat.keras_distribution_class()
+
+
+class Sharded(_Distribution):
+    """Lays Keras models, their optimizers and their data out on a mesh, and trains them there.
+
+    ``layouts`` maps path patterns to layouts (see :class:`~meshwright.LayoutMap`); variables that
+    no rule names are replicated. ``batch`` is the axis, or axes, that the first dim of every input
+    and target lies on, or ``None``. ``inputs`` and ``targets`` give one layout for the only input
+    or target, or a mapping by name or position, and may split any dim, such as the height and
+    width of images. ``activations`` maps layer paths to layouts of their outputs. A bare sequence
+    of axes is an unbound layout. Raises :class:`~meshwright.LayoutError` for axes that the mesh
+    does not have.
+
+    >>> import keras, meshwright as mw
+    >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
+    >>> strategy = mw.Sharded(mesh, {"hidden.*kernel": [mw.UNSHARDED, "model"]})
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.Input([8]), keras.layers.Dense(6, name="hidden")])
+    >>> print(model.layers[0].kernel.layout)
+    [unsharded, model] on batch=4, model=2 @ cpu:0-7
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        layouts: LayoutMap | Mapping[str, Any] | None = None,
+        *,
+        batch: str | Sequence[str] | None = "batch",
+        inputs: Any = None,
+        targets: Any = None,
+        activations: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._take(Placement.of(mesh, layouts, batch, inputs, targets, activations))
+
+    @classmethod
+    def from_placement(cls, placement: Placement) -> Sharded:
+        """The strategy that acts by this placement."""
+        strategy = cls.__new__(cls)
+        strategy._take(placement)
+        return strategy
+
+    def _take(self, placement: Placement) -> None:
+        self.placement = placement
+        self._functions = fitting.CompiledFunctions()
+        if not placement.mesh.is_abstract:  # Keras' constructor asks JAX for its processes
+            batch = placement.batch
+            super().__init__(
+                _keras_mesh(placement.mesh),
+                batch if isinstance(batch, str) else None,
+                auto_shard_dataset=False,
+            )
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that everything is laid out on."""
+        return self.placement.mesh
+
+    def on(self, mesh: Mesh) -> Sharded:
+        """The same rules on another mesh."""
+        return Sharded.from_placement(self.placement.on(mesh))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sharded) and self.placement == other.placement
+
+    def __hash__(self) -> int:
+        return hash(self.placement)
+
+    def __repr__(self) -> str:
+        return f"Sharded({self.mesh}, {len(self.placement.rules)} rules)"
+
+    # Building models
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Sharded]:
+        """Build and compile models inside: their variables are made directly in their layouts.
+
+        They are checked together when the block ends (or when a value is first needed): raises
+        :class:`~meshwright.PlacementError` that lists every variable which cannot lie as it is
+        told, before anything is allocated.
+        """
+        self._need_devices("scope()")
+        _compat.install_keras_hooks(Hooks())
+        with super().scope(), WaitingRoom(self._place_new).open():
+            yield self
+
+    def place(self, model: keras.Model) -> None:
+        """Lay out a model that was built or loaded before, with its optimizer and metrics.
+
+        Raises :class:`~meshwright.ModelError` if it is not built.
+        """
+        self._need_devices("place(model)")
+        if not model.built:
+            raise ModelError(
+                f"model {model.name!r} is not built, so it has no variables to lay out. Call it "
+                "on a batch first, or build it inside strategy.scope()."
+            )
+        for variable, placed in self._placed(model):
+            settle(variable)
+            value, sharding = _compat.raw_value(variable), placed.layout.sharding
+            if not value.sharding.is_equivalent_to(sharding, value.ndim):
+                value = put(value, sharding)
+            _compat.set_variable(variable, value, sharding)
+
+    def explain(self, model: keras.Model) -> Explanation:
+        """Every variable of a built model: its layout, the rule that gave it, bytes per device.
+
+        ``print`` it for a table.
+        """
+        return Explanation(self.mesh, tuple(placed for _, placed in self._placed(model)))
+
+    # Training: our own loop over pure functions
+
+    def fit(self, model: keras.Model, x: Any = None, y: Any = None, **options: Any) -> Any:
+        """Train a compiled model; takes what ``keras.Model.fit`` takes and returns its History.
+
+        ``batch_size`` is that of the whole mesh. Raises :class:`~meshwright.BatchError` if it does
+        not divide over the batch axes; a smaller last batch is computed by every device in full.
+        """
+        return fitting.fit(self, model, x, y, **options)
+
+    def evaluate(self, model: keras.Model, x: Any = None, y: Any = None, **options: Any) -> Any:
+        """Loss and metrics over all rows, as ``keras.Model.evaluate``."""
+        return fitting.evaluate(self, model, x, y, **options)
+
+    def predict(self, model: keras.Model, x: Any, **options: Any) -> Any:
+        """Outputs for exactly the rows of ``x``, as ``keras.Model.predict``."""
+        return fitting.predict(self, model, x, **options)
+
+    # Training: a loop of one's own
+
+    def program(self, model: keras.Model, batch: Batch | None = None) -> Program:
+        """The compiled model as a :class:`~meshwright.Program`.
+
+        ``batch`` (arrays ``(x, y)``) is needed while model, metrics or optimizer are not built.
+        """
+        return keras_program(model, self.prepare(model, _given(batch)))
+
+    def train_step(self, model: keras.Model, batch: Batch | None = None) -> Step:
+        """The pure function ``(state, batch) -> (state, logs)``, to be called under ``jax.jit``.
+
+        >>> import jax, keras, numpy as np, meshwright as mw
+        >>> strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> batch = (np.ones([16, 4], "float32"), np.ones([16, 1], "float32"))
+        >>> step = jax.jit(strategy.train_step(model, batch))
+        >>> state = strategy.state(model)
+        >>> for _ in range(3):
+        ...     state, logs = step(state, strategy.put(batch))
+        >>> strategy.load_state(model, state)
+        """
+        step = make_train_step(self.program(model, batch))
+        return self._traced_here(model, step)
+
+    def state(self, model: keras.Model, batch: Batch | None = None) -> TrainState:
+        """The values of a compiled model as a pytree by path.
+
+        The arrays are the variables' own: after a step that donates them, give the newest state
+        back with :meth:`load_state`.
+        """
+        return read_state(self.prepare(model, _given(batch)))
+
+    def load_state(self, model: keras.Model, state: TrainState) -> None:
+        """Write a state back into the model, its optimizer and its metrics."""
+        write_state(self.prepare(model), state)
+
+    def put(self, batch: Batch, model: keras.Model | None = None) -> Batch:
+        """A batch ``(x, y, sample_weight)`` of host arrays, laid out on the mesh.
+
+        ``model`` is only needed where ``inputs=`` names inputs that are given as a list. Raises
+        :class:`~meshwright.BatchError` if it does not divide.
+        """
+        return batches.Putter(self.placement, batches.input_names(model))(batch)
+
+    def prepare(
+        self,
+        model: keras.Model,
+        first_batch: Callable[[], Batch] | None = None,
+        forward_only: bool = False,
+    ) -> KerasVariables:
+        """Build what is not built yet and lay out what lies elsewhere; the model's variables.
+
+        ``first_batch`` is only called if a batch is needed to know the shapes.
+        """
+        training = model.compiled and not forward_only
+        lacks_batch = _compat.needs_batch_to_build(model) if training else not _compat.is_built(model)
+        if lacks_batch or (training and _compat.has_unbuilt_optimizer(model)):
+            if lacks_batch and first_batch is None:
+                raise ModelError(
+                    f"model {model.name!r} (or one of its metrics) is not built yet: pass a batch "
+                    "(x, y) of arrays, or build it first."
+                )
+            self._build(model, first_batch() if lacks_batch and first_batch else None, training)
+        variables = KerasVariables.of(model)
+        if any(is_pending(v) or not self._is_here(v) for v in variables.all):
+            self.place(model)
+        return variables
+
+    def _build(self, model: keras.Model, batch: Batch | None, training: bool) -> None:
+        parts = batch if batch is None or isinstance(batch, tuple) else (batch,)
+        with self.scope():
+            if training:
+                _compat.build_for(model, parts)
+            elif parts is not None:
+                _compat.build_forward(model, parts[0])
+
+    # The questions that Keras asks a Distribution
+
+    def get_data_layout(self, data_shape: Sequence[int]) -> Any:
+        """Keras' question: the layout of a batch, of which it knows only the shape."""
+        batches.refuse_named_inputs(self.placement)
+        return _Laid(batches.by_shape(self.placement, tuple(data_shape)).sharding)
+
+    def get_variable_layout(self, variable: Any) -> Any:
+        """Keras' question: the sharding of a variable."""
+        noted = _compat.variable_layout(variable)
+        return noted if noted is not None else self._place_new([variable], [])[0].layout.sharding
+
+    def get_tensor_layout(self, path: str) -> Any:
+        """Keras' question: the layout of the output of a layer, or ``None`` to leave it."""
+        layer = path.removesuffix("/output")
+        layout = self.placement.activation_layout(layer) if self.placement.activations else None
+        return None if layout is None else ActivationLayout(layer, layout)
+
+    def distribute_dataset(self, dataset: Any) -> Any:
+        """Keras' question: every process reads the same whole batches, so nothing changes."""
+        return dataset
+
+    @property
+    def num_model_replicas(self) -> int:
+        """Keras' question: into how many pieces the batch is cut."""
+        return self.placement.batch_shards
+
+    def _put_native_batches(self, data: Iterable[Any]) -> Iterator[Any]:
+        batches.refuse_named_inputs(self.placement)
+        put = batches.Putter(self.placement)
+        return (put(batch, last) for batch, last in batches.with_last(data))
+
+    # How it is done
+
+    def _traced_here(self, model: keras.Model, function: Any) -> Any:
+        """The function, with this strategy in force while it is traced."""
+
+        def traced(*args: Any) -> Any:
+            with self.in_force(model):
+                return function(*args)
+
+        return traced
+
+    @contextlib.contextmanager
+    def in_force(self, model: keras.Model) -> Iterator[None]:
+        """Layers see this strategy, so activations are laid out, and uneven ones kept whole."""
+        _compat.install_keras_hooks(Hooks())
+        with super().scope(), batches.uneven_kept_whole(self.placement, model):
+            yield
+
+    def _place_new(self, variables: list[Any], models: list[keras.Model]) -> list[Placed]:
+        """Where variables lie of which only the models around them are known."""
+        infos: dict[int, ParamInfo] = {}
+        for model in _outermost(models):
+            infos = {**model_infos(model), **infos}
+        for variable in variables:
+            infos.setdefault(id(variable), _lone(variable, infos))
+        return self._place_known(variables, infos)
+
+    def _place_known(self, variables: list[Any], infos: dict[int, ParamInfo]) -> list[Placed]:
+        ruled = [v for v in variables if infos[id(v)].role != "slot"]
+        placed = self.placement.place([infos[id(v)] for v in ruled])
+        by_id = {id(v): each for v, each in zip(ruled, placed, strict=True)}
+        return [by_id.get(id(v)) or self._slot(v, infos, by_id) for v in variables]
+
+    def _slot(self, slot: Any, infos: dict[int, ParamInfo], placed: dict[int, Placed]) -> Placed:
+        """A slot lies as its parameter does, where it has the same dims."""
+        info, parameter = infos[id(slot)], parameter_of(slot)
+        layout = placed[id(parameter)].layout if id(parameter) in placed else _noted(parameter)
+        if layout is None or info.dims != tuple(parameter.shape):
+            return Placed(info, Layout.replicated(self.mesh, len(info.dims)), "slot: replicated")
+        return Placed(info, layout.on(self.mesh), f"slot of {info.owner or parameter.path}")
+
+    def _placed(self, model: keras.Model) -> list[tuple[Any, Placed]]:
+        """Every variable of a model, its optimizer and its metrics, with where it lies."""
+        variables = KerasVariables.of(model)
+        placed = self._place_known(variables.all, variables.infos)
+        return list(zip(variables.all, placed, strict=True))
+
+    def _is_here(self, variable: Any) -> bool:
+        value = _compat.raw_value(variable)
+        here = getattr(value.sharding, "mesh", None) if value is not None else None
+        return here == self.mesh.jax_mesh
+
+    def _need_devices(self, what: str) -> None:
+        if self.mesh.is_abstract:
+            raise TopologyError(
+                f"{what} needs devices, and the mesh ({self.mesh}) is abstract. Use "
+                f"strategy.on(create_mesh({dict(self.mesh.axes)!r})).{what.split('(')[0]}."
+            )
+
+
+class DataParallel(Sharded):
+    """Every variable replicated, every batch shared out: :class:`Sharded` with an empty map."""
+
+    def __init__(self, mesh: Mesh, *, batch: str | Sequence[str] | None = "batch") -> None:
+        super().__init__(mesh, batch=batch)
+
+
+def _given(batch: Batch | None) -> Callable[[], Batch] | None:
+    return None if batch is None else lambda: batch
+
+
+def _keras_mesh(mesh: Mesh) -> Any:
+    """The mesh in Keras' words, for whoever reads ``distribution.device_mesh``."""
+    names = [f"{device.platform}:{device.id}" for device in mesh.bound_devices()]
+    return keras.distribution.DeviceMesh(mesh.shape, list(mesh.axis_names), names)
+
+
+def _outermost(models: list[keras.Model]) -> list[keras.Model]:
+    """The models that are not layers of another one."""
+    inside = {id(layer) for model in models for layer in _compat.layers_inside(model)}
+    return [model for model in models if id(model) not in inside]
+
+
+def _lone(variable: Any, infos: dict[int, ParamInfo]) -> ParamInfo:
+    """What is known of a variable that no model has: an optimizer's, a metric's, a lone layer's."""
+    parameter = parameter_of(variable)
+    if parameter is not None:
+        return slot_info(variable, parameter, infos.get(id(parameter)))
+    return other_info(variable, "parameter" if variable.trainable else "metric")
+
+
+def _noted(variable: Any) -> Layout | None:
+    sharding = None if variable is None else _compat.variable_layout(variable)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    return Layout.from_sharding(sharding, len(variable.shape))

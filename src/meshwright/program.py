@@ -1,0 +1,69 @@
+"""The program: what a model is to the rest of the library, whichever front end it came from.
+
+Pure functions over named arrays. Trainer, planner, parameter server and serving take Programs and
+know neither Keras nor any other front end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .placement import ParamInfo
+
+Arrays = dict[str, Any]  # path -> jax.Array
+Batch = Any  # a pytree; Keras' is (inputs, targets, sample weights), shorter where parts are absent
+Logs = dict[str, Any]  # name -> scalar
+
+
+class TrainState(NamedTuple):
+    """All that a training step reads and returns, by path; a pytree.
+
+    ``params`` are trained, ``slots`` are the optimizer's, ``state`` is what the model keeps besides
+    (batch statistics, seeds, frozen weights), ``metrics`` what the metrics count.
+    """
+
+    params: Arrays
+    state: Arrays
+    slots: Arrays
+    metrics: Arrays
+
+
+class Aux(NamedTuple):
+    """What the loss function returns beside the loss."""
+
+    loss: Any  # scalar, before any loss scaling
+    outputs: Any
+    state: Arrays
+    metrics: Arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A model as descriptions of its variables and pure functions over their values.
+
+    ``forward(params, state, inputs, training)`` gives outputs and new state. ``loss(params, whole,
+    batch, training)`` gives the scalar that is differentiated and an :class:`Aux`; ``whole`` is the
+    :class:`TrainState` that the other variables are read from. ``measure(metrics, aux, batch)``
+    gives new metrics and logs. ``update(params, grads, slots)`` is the optimizer's step.
+    ``initial()`` gives the values to begin with. ``own_step`` is a whole step ``(whole, batch) ->
+    (whole, logs)`` where the model brings its own, else ``None``.
+    """
+
+    name: str
+    params: tuple[ParamInfo, ...]
+    state: tuple[ParamInfo, ...]
+    slots: tuple[ParamInfo, ...]
+    metrics: tuple[ParamInfo, ...]
+    initial: Callable[[], TrainState]
+    forward: Callable[[Arrays, Arrays, Any, bool], tuple[Any, Arrays]]
+    loss: Callable[[Arrays, TrainState, Batch, bool], tuple[Any, Aux]]
+    measure: Callable[[Arrays, Aux, Batch], tuple[Arrays, Logs]]
+    update: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+    own_step: Callable[[TrainState, Batch], tuple[TrainState, Logs]] | None = None
+
+    @property
+    def infos(self) -> tuple[ParamInfo, ...]:
+        """Every variable: parameters, state, slots, metrics."""
+        return (*self.params, *self.state, *self.slots, *self.metrics)

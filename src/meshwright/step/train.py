@@ -1,0 +1,40 @@
+"""One training step and one evaluation step, as pure functions made from a Program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..program import Batch, Logs, Program, TrainState
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]
+
+
+def make_train_step(program: Program) -> Step:
+    """The pure step ``(state, batch) -> (state, logs)``: gradients, update, metrics.
+
+    A model's own step is taken where it brings one.
+    """
+    if program.own_step is not None:
+        return program.own_step
+
+    def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        import jax
+
+        differentiate = jax.value_and_grad(program.loss, has_aux=True)
+        (_, aux), grads = differentiate(whole.params, whole, batch, True)
+        params, slots = program.update(whole.params, grads, whole.slots)
+        metrics, logs = program.measure(aux.metrics, aux, batch)
+        return TrainState(params, aux.state, slots, metrics), logs
+
+    return train_step
+
+
+def make_test_step(program: Program) -> Step:
+    """The pure step ``(state, batch) -> (state, logs)`` that only measures."""
+
+    def test_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        _, aux = program.loss(whole.params, whole, batch, False)
+        metrics, logs = program.measure(aux.metrics, aux, batch)
+        return whole._replace(state=aux.state, metrics=metrics), logs
+
+    return test_step
