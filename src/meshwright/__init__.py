@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .frontends.keras import Sharded as Sharded
     from .program import Program as Program
     from .program import TrainState as TrainState
+    from .train import Trainer as Trainer
     from .show import show as show
 
 __version__ = "0.1.0"
@@ -78,6 +79,7 @@ _LAZY = {  # name -> the room that it lives in
     ),
     **dict.fromkeys(("DataParallel", "Sharded"), "frontends.keras"),
     **dict.fromkeys(("Program", "TrainState"), "program"),
+    "Trainer": "train",
     "jax_program": "frontends.jax",
     "show": "show",
 }

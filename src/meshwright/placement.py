@@ -12,12 +12,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from .errors import BatchError, LayoutError, PlacementError
-from .layout import UNSHARDED, Layout, Spec, as_layout
-from .layout_map import LayoutMap, Rule, find_rule
+from .layout import MATCH, UNSHARDED, Layout, Spec, as_layout
+from .layout_map import LayoutMap, Rule, find_rule, names_exactly
 from .mesh import Mesh
 
 Role = Literal["parameter", "state", "slot", "seed", "metric"]
 BatchAxes = str | tuple[str, ...] | None
+
+_BY_LAYER = "the layer's own argument"
+_MATCHES_NOTHING = (
+    "MATCH keeps a dim as it lies, but nothing lies anywhere yet; name an axis, or leave the dim "
+    "UNSHARDED."
+)
 
 
 @dataclass(frozen=True)
@@ -74,24 +80,14 @@ class Placement:
     activations: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        faults = [
-            f"rule {rule.pattern!r}: {fault}"
-            for rule in (*self.rules, *self.activations)
-            for fault in _binding_faults(rule.layout, self.mesh)
-        ]
-        faults += [
-            f"the layout of {what} {key!r}: {fault}"
-            for what, layouts in (("input", self.inputs), ("target", self.targets))
-            for key, layout in layouts
-            for fault in _binding_faults(layout, self.mesh)
-        ]
-        faults += [
-            f"batch={self.batch!r}: the mesh ({self.mesh.axes_text}) has no axis {axis!r}. Say "
-            f"batch={self.mesh.axis_names[0]!r}, or batch=None to give every device all rows."
-            for axis in _as_axes(self.batch)
-            if axis not in self.mesh
-        ]
-        if faults:
+        named = [(f"rule {rule.pattern!r}", rule.layout) for rule in self.rules]
+        named += [(f"the layout of input {key!r}", layout) for key, layout in self.inputs]
+        named += [(f"the layout of target {key!r}", layout) for key, layout in self.targets]
+        faults = [f"{what}: {_MATCHES_NOTHING}" for what, layout in named if MATCH in layout.specs]
+        named += [(f"activation {rule.pattern!r}", rule.layout) for rule in self.activations]
+        for what, layout in named:
+            faults += [f"{what}: {fault}" for fault in _binding_faults(layout, self.mesh)]
+        if faults := faults + _batch_axes_faults(self.batch, self.mesh):
             raise LayoutError("\n".join(faults))
 
     @classmethod
@@ -99,7 +95,7 @@ class Placement:
         cls,
         mesh: Mesh,
         layouts: LayoutMap | Mapping[str, Any] | None = None,
-        batch: str | Sequence[str] | None = "batch",
+        batch: str | tuple[str, ...] | list[str] | None = "batch",
         inputs: Any = None,
         targets: Any = None,
         activations: Mapping[str, Any] | None = None,
@@ -108,7 +104,7 @@ class Placement:
         return cls(
             mesh=mesh,
             rules=LayoutMap(rules=layouts or {}).rules,
-            batch=batch if batch is None or isinstance(batch, str) else tuple(batch),
+            batch=tuple(batch) if isinstance(batch, list) else batch,
             inputs=_keyed(inputs, "inputs"),
             targets=_keyed(targets, "targets"),
             activations=LayoutMap(rules=activations or {}).rules,
@@ -121,12 +117,19 @@ class Placement:
     # Variables
 
     def place(self, infos: Iterable[ParamInfo]) -> list[Placed]:
-        """Where each variable lies and why.
+        """Where each variable lies and why. A slot lies as its owner, if that is among ``infos``.
 
         Raises :class:`PlacementError` that lists every variable which cannot lie as it is told.
         """
-        placed = [self._place_one(info) for info in infos]
-        faults = [fault for each in placed for fault in _faults_of(each)]
+        placed, faults = [], []
+        for info in infos:
+            try:
+                placed.append(self._place_one(info))
+                found = _faults_of(placed[-1])
+            except LayoutError as error:
+                found = [f"{_opening(info, info.asked, _BY_LAYER)}: {error}"]
+            if found:
+                faults.append("\n".join(found))
         if faults:
             raise PlacementError(
                 f"{len(faults)} variable(s) cannot be laid out on the mesh "
@@ -140,20 +143,28 @@ class Placement:
             return Placed(info, replicated, f"{info.role}: replicated")
         rule = find_rule(self.rules, info.spellings)
         if info.asked is not None:
-            return Placed(info, self._asked(info, rule), "the layer's own argument")
+            return Placed(info, self._asked(info, rule), _BY_LAYER)
         if rule is None:
             return Placed(info, replicated, "no rule: replicated")
         return Placed(info, rule.layout.on(self.mesh), f"rule {rule.pattern!r}")
 
+    def _slot(self, info: ParamInfo, owners: Mapping[str, Placed]) -> Placed:
+        owner = owners.get(info.owner or "")
+        if owner is None or owner.info.dims != info.dims:
+            return Placed(info, Layout.replicated(self.mesh, len(info.dims)), "slot: replicated")
+        return Placed(info, owner.layout, f"slot of {owner.info.path}")
+
     def _asked(self, info: ParamInfo, rule: Rule | None) -> Layout:
-        """The layer's own layout. It beats the map; where an exact path contradicts, both are wrong."""
+        """The layer's own layout. It beats a pattern; a rule for this very path contradicts it."""
         assert info.asked is not None
-        named = rule is not None and rule.pattern in info.spellings
+        named = rule is not None and names_exactly(rule.pattern, info.spellings)
         if named and rule is not None and rule.layout.specs != info.asked.specs:
-            raise PlacementError(
-                f"{info.path} is laid out twice: its layer asks for {info.asked.unbound()}, and "
-                f"the layout map names this very path with {rule.layout.unbound()}. Keep one."
+            raise LayoutError(
+                f"the variable is laid out twice: rule {rule.pattern!r} names this very path and "
+                f"gives {rule.layout.unbound()}. Keep one of the two."
             )
+        if MATCH in info.asked.specs:
+            raise LayoutError(_MATCHES_NOTHING)
         return info.asked.on(self.mesh)
 
     # Inputs, targets, activations
@@ -214,6 +225,20 @@ def _as_axes(batch: BatchAxes) -> tuple[str, ...]:
     return () if batch is None else (batch,) if isinstance(batch, str) else batch
 
 
+def _batch_axes_faults(batch: Any, mesh: Mesh) -> list[str]:
+    if batch is not None and not isinstance(batch, str | tuple):
+        return [f"batch={batch!r}: the batch lies on an axis, on a tuple of axes, or on None."]
+    axes = _as_axes(batch)
+    unknown = [
+        f"batch={batch!r}: the mesh ({mesh.axes_text}) has no axis {axis!r}. Say "
+        f"batch={mesh.axis_names[0]!r}, or batch=None to give every device all rows."
+        for axis in axes
+        if axis not in mesh
+    ]
+    twice = sorted({axis for axis in axes if axes.count(axis) > 1})
+    return unknown + [f"batch={batch!r} names axis {axis!r} more than once." for axis in twice]
+
+
 def _binding_faults(layout: Layout, mesh: Mesh) -> list[str]:
     try:
         layout.on(mesh)
@@ -223,11 +248,14 @@ def _binding_faults(layout: Layout, mesh: Mesh) -> list[str]:
 
 
 def _faults_of(placed: Placed) -> list[str]:
-    info = placed.info
-    return [
-        f"  {info.path} {info.dims}, {placed.layout.unbound()} by {placed.reason}: {fault}"
-        for fault in placed.layout.faults(info.dims, "the variable")
-    ]
+    opening = _opening(placed.info, placed.layout, placed.reason)
+    faults = placed.layout.faults(placed.info.dims, "the variable")
+    return [f"{opening}: {fault}" for fault in faults]
+
+
+def _opening(info: ParamInfo, layout: Layout | None, reason: str) -> str:
+    specs = "" if layout is None else f", {layout.unbound()} by {reason}"
+    return f"  {info.path} {info.dims}{specs}"
 
 
 def _batch_fault(rows: int, layout: Layout) -> str:
@@ -235,9 +263,7 @@ def _batch_fault(rows: int, layout: Layout) -> str:
     axes = " x ".join(f"axis {a!r} (size {layout.bound_mesh()[a]})" for a in layout.dim_axes(0))
     below, above = rows // shards * shards, -(-rows // shards) * shards
     nearest = f"{below} and {above}" if below else f"{above}"
-    return (
-        f"a batch of {rows} does not divide over {axes}. The nearest sizes that do: {nearest}."
-    )
+    return f"a batch of {rows} does not divide over {axes}. The nearest sizes that do: {nearest}."
 
 
 def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Layout], ...]:
@@ -249,6 +275,11 @@ def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Layout], ...]:
     for key in layouts:
         if not isinstance(key, str | int):
             raise LayoutError(f"{what} are named by name or position; received {key!r}.")
-    return tuple((key, as_layout(layout)) for key, layout in layouts.items())
+    return tuple((key, _layout_of(f"{what}[{key!r}]", given)) for key, given in layouts.items())
 
 
+def _layout_of(what: str, given: Any) -> Layout:
+    try:
+        return as_layout(given)
+    except LayoutError as error:
+        raise LayoutError(f"{what}: {error}") from None

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 
 from ... import _compat
+from ...data import check_rows, with_last
 from ...errors import BatchError, ModelError
 from ...program import Logs, TrainState
 from ...step.train import make_test_step, make_train_step
@@ -260,7 +261,7 @@ class _Data:
             x, y, sample_weight, batch_size, steps, shuffle, class_weight
         )
         self._placement = strategy.placement
-        self._put = batches.Putter(strategy.placement, batches.input_names(model))
+        self._put = batches.putter(strategy.placement, model)
         self._is_array = _is_arrays(x)
         self._small_is_fine = self._is_array or not training
         self._peeked: tuple[list[Any], Iterator[Any]] | None = None
@@ -284,14 +285,14 @@ class _Data:
     def check_batch_size(self, batch_size: int | None) -> None:
         """Raise :class:`BatchError` if the size of a full batch does not divide."""
         if self._is_array:
-            batches.check_rows(self._placement, batch_size or 32)  # Keras' default
+            check_rows(self._placement, batch_size or 32)  # Keras' default
 
     def batches(self) -> Iterator[tuple[int, Any]]:
         """``(number, batch on the mesh)`` for one epoch."""
         host = self._epoch()
         if self._peeked is not None:
             host, self._peeked = itertools.chain(*self._peeked), None
-        for number, (batch, last) in enumerate(batches.with_last(host)):
+        for number, (batch, last) in enumerate(with_last(host)):
             # A dataset whose only batch does not divide was meant to be shared out.
             yield number, self._put(batch, last and (number > 0 or self._small_is_fine))
 

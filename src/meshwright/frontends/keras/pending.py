@@ -20,6 +20,7 @@ import keras
 import numpy as np
 
 from ... import _compat
+from ...data import put
 from ...placement import Placed
 
 Place = Callable[[list[Any], list[keras.Model]], list[Placed]]
@@ -136,17 +137,6 @@ def _make(variables: list[Any], placed: list[Placed]) -> None:
         variable.__dict__.pop("_initializer", None)
         variable._initializer = None
         _compat.set_variable(variable, value, shardings[i])
-
-
-def put(value: Any, sharding: Any) -> Any:
-    """A host array on the devices of a sharding, of which other processes may hold some.
-
-    Every process passes the same whole value and keeps its own pieces.
-    """
-    if sharding.is_fully_addressable:
-        return jax.device_put(value, sharding)
-    host = np.asarray(value)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def _maker(variable: Any) -> Callable[[], Any]:

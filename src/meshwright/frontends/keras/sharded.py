@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import keras
 
 from ... import _compat
+from ...data import put, with_last
 from ...errors import ModelError, TopologyError
 from ...explain import Explanation
 from ...layout import Layout
@@ -21,7 +21,7 @@ from ...step.train import Step, make_train_step
 from . import batches, fitting
 from .hooks import ActivationLayout, Hooks, layout_of, parameter_of
 from .paths import model_infos, other_info, slot_info
-from .pending import WaitingRoom, is_pending, put, settle
+from .pending import WaitingRoom, is_pending, settle
 from .program import KerasVariables, keras_program, read_state, write_state
 
 
@@ -206,7 +206,7 @@ class Sharded(_Distribution):
         ``model`` is only needed where ``inputs=`` names inputs that are given as a list. Raises
         :class:`~meshwright.BatchError` if it does not divide.
         """
-        return batches.Putter(self.placement, batches.input_names(model))(batch)
+        return batches.putter(self.placement, model)(batch)
 
     def prepare(
         self,
@@ -269,8 +269,8 @@ class Sharded(_Distribution):
 
     def _put_native_batches(self, data: Iterable[Any]) -> Iterator[Any]:
         batches.refuse_named_inputs(self.placement)
-        put = batches.Putter(self.placement)
-        return (put(batch, last) for batch, last in batches.with_last(data))
+        lay_out = batches.putter(self.placement)
+        return (lay_out(batch, last) for batch, last in with_last(data))
 
     # How it is done
 
@@ -296,22 +296,14 @@ class Sharded(_Distribution):
         for model in _outermost(models):
             infos = {**model_infos(model), **infos}
         for variable in variables:
-            infos.setdefault(id(variable), _lone(variable, infos))
+            _add_lone(variable, infos)
         return self._place_known(variables, infos)
 
     def _place_known(self, variables: list[Any], infos: dict[int, ParamInfo]) -> list[Placed]:
-        ruled = [v for v in variables if infos[id(v)].role != "slot"]
-        placed = self.placement.place([infos[id(v)] for v in ruled])
-        by_id = {id(v): each for v, each in zip(ruled, placed, strict=True)}
-        return [by_id.get(id(v)) or self._slot(v, infos, by_id) for v in variables]
-
-    def _slot(self, slot: Any, infos: dict[int, ParamInfo], placed: dict[int, Placed]) -> Placed:
-        """A slot lies as its parameter does, where it has the same dims."""
-        info, parameter = infos[id(slot)], parameter_of(slot)
-        layout = placed[id(parameter)].layout if id(parameter) in placed else _noted(parameter)
-        if layout is None or info.dims != tuple(parameter.shape):
-            return Placed(info, Layout.replicated(self.mesh, len(info.dims)), "slot: replicated")
-        return Placed(info, layout.on(self.mesh), f"slot of {info.owner or parameter.path}")
+        """Where variables lie; the parameters of slots are asked for too, as slots follow them."""
+        owners = [owner for v in variables if (owner := parameter_of(v)) is not None]
+        asked = [*variables, *owners]
+        return self.placement.place([infos[id(v)] for v in asked])[: len(variables)]
 
     def _placed(self, model: keras.Model) -> list[tuple[Any, Placed]]:
         """Every variable of a model, its optimizer and its metrics, with where it lies."""
@@ -355,16 +347,12 @@ def _outermost(models: list[keras.Model]) -> list[keras.Model]:
     return [model for model in models if id(model) not in inside]
 
 
-def _lone(variable: Any, infos: dict[int, ParamInfo]) -> ParamInfo:
-    """What is known of a variable that no model has: an optimizer's, a metric's, a lone layer's."""
+def _add_lone(variable: Any, infos: dict[int, ParamInfo]) -> None:
+    """Note what is known of a variable that no model has: an optimizer's, a metric's, a layer's."""
     parameter = parameter_of(variable)
     if parameter is not None:
-        return slot_info(variable, parameter, infos.get(id(parameter)))
-    return other_info(variable, "parameter" if variable.trainable else "metric")
-
-
-def _noted(variable: Any) -> Layout | None:
-    sharding = None if variable is None else _compat.variable_layout(variable)
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return None
-    return Layout.from_sharding(sharding, len(variable.shape))
+        _add_lone(parameter, infos)
+        infos[id(variable)] = slot_info(variable, parameter, infos[id(parameter)])
+    elif id(variable) not in infos:
+        role = "parameter" if variable.trainable else "metric"
+        infos[id(variable)] = other_info(variable, role)

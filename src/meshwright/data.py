@@ -1,0 +1,150 @@
+"""Batches on the mesh: each array laid out as the placement says, the smaller last one whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from .errors import BatchError
+from .layout import Layout
+from .placement import Placement
+from .program import Batch
+
+
+class Label(NamedTuple):
+    """Which part of a batch an array is."""
+
+    kind: Literal["input", "target"]
+    name: str | None
+    position: int
+
+
+def label_inputs(batch: Batch) -> list[Label]:
+    """Every array of the batch is an input: named by its key in a mapping, else by position.
+
+    >>> label_inputs({"image": 0, "mask": 1})[1]
+    Label(kind='input', name='mask', position=1)
+    """
+    return [Label("input", name, i) for i, (name, _) in enumerate(named_leaves(batch))]
+
+
+def named_leaves(part: Any) -> list[tuple[str | None, Any]]:
+    """``(name, array)`` of each array; the name is the outermost key, where that is a mapping's."""
+    import jax
+
+    if not isinstance(part, Mapping):
+        return [(None, value) for value in jax.tree.leaves(part)]
+    paths = jax.tree_util.tree_flatten_with_path(part)[0]
+    return [(path[0].key, value) for path, value in paths]
+
+
+class Putter:
+    """Lays batches out; remembers the layouts of each shape of batch.
+
+    ``label`` says which part of the batch each array is, in the order of its leaves.
+
+    >>> import numpy as np, meshwright as mw
+    >>> put = Putter(Placement.of(mw.create_mesh({"batch": 8})))
+    >>> put({"image": np.zeros([16, 4])})["image"].sharding.shard_shape((16, 4))
+    (2, 4)
+    """
+
+    def __init__(
+        self, placement: Placement, label: Callable[[Batch], list[Label]] = label_inputs
+    ) -> None:
+        self._placement = placement
+        self._label = label
+        self._known: dict[Any, list[Any]] = {}
+
+    def __call__(self, batch: Batch, last: bool = False) -> Batch:
+        """The batch on the mesh; a ``last`` one that does not divide gives every device all rows.
+
+        Raises :class:`BatchError` for another one that does not divide.
+        """
+        import jax
+
+        flat, tree = jax.tree.flatten(batch)
+        flat = [_as_array(value) for value in flat]
+        key = (tree, tuple(value.shape for value in flat), last)
+        shardings = self._known.get(key)
+        if shardings is None:
+            shardings = self._known[key] = self._shardings(jax.tree.unflatten(tree, flat), last)
+        return jax.tree.unflatten(tree, _put_all(flat, shardings))
+
+    def _shardings(self, batch: Batch, last: bool) -> list[Any]:
+        try:
+            return self._by(self._placement, batch)
+        except BatchError:
+            if not last:
+                raise
+            return self._by(_whole_rows(self._placement), batch)
+
+    def _by(self, placement: Placement, batch: Batch) -> list[Any]:
+        import jax
+
+        layout_of = {"input": placement.input_layout, "target": placement.target_layout}
+        labelled = zip(self._label(batch), jax.tree.leaves(batch), strict=True)
+        return [
+            layout_of[label.kind](label.name, label.position, value.shape).sharding
+            for label, value in labelled
+        ]
+
+
+def put(value: Any, sharding: Any) -> Any:
+    """A host array on the devices of a sharding, of which other processes may hold some.
+
+    Every process passes the same whole value and keeps its own pieces.
+    """
+    return _put_all([value], [sharding])[0]
+
+
+def _put_all(values: list[Any], shardings: list[Any]) -> list[Any]:
+    import jax
+    import numpy as np
+
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        return jax.device_put(values, shardings)
+    hosts = [np.asarray(value) for value in values]
+    return [
+        jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+        for host, sharding in zip(hosts, shardings, strict=True)
+    ]
+
+
+def with_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Each batch, and whether it is the last; the next one is read ahead.
+
+    >>> list(with_last("abc"))
+    [('a', False), ('b', False), ('c', True)]
+    """
+    nothing = object()
+    waiting: Any = nothing
+    for batch in batches:
+        if waiting is not nothing:
+            yield waiting, False
+        waiting = batch
+    if waiting is not nothing:
+        yield waiting, True
+
+
+def check_rows(placement: Placement, rows: int) -> None:
+    """Raise :class:`BatchError` if so many rows do not divide over the batch axes."""
+    replace(placement, inputs=(), targets=()).input_layout(None, 0, (rows,))
+
+
+def _whole_rows(placement: Placement) -> Placement:
+    """The same placement with the first dim of every input and target whole."""
+
+    def whole(layouts: tuple[tuple[str | int, Layout], ...]) -> Any:
+        return tuple((key, Layout([None, *layout.specs[1:]])) for key, layout in layouts)
+
+    return replace(
+        placement, batch=None, inputs=whole(placement.inputs), targets=whole(placement.targets)
+    )
+
+
+def _as_array(value: Any) -> Any:
+    import numpy as np
+
+    return value if hasattr(value, "shape") else np.asarray(value)
