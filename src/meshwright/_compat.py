@@ -202,9 +202,18 @@ def metrics_variables(model: Any) -> list[Any]:
 
 
 def attach_state(model: Any, parts: dict[str, list[Any]] | None) -> None:
-    """Let callbacks that look at the model find this state (``Trainer.jax_state_sync``)."""
-    model._jax_state = parts
-    model._jax_state_synced = parts is None
+    """Let callbacks that look at the model find this state (``Trainer.jax_state_sync``).
+
+    Keras' own ``__setattr__`` would look through the whole state for layers and variables.
+    """
+    object.__setattr__(model, "_jax_state", parts)
+    object.__setattr__(model, "_jax_state_synced", False)
+
+
+def detach_state(model: Any) -> None:
+    """The variables hold the newest state again."""
+    object.__setattr__(model, "_jax_state", None)
+    object.__setattr__(model, "_jax_state_synced", True)
 
 
 def state_was_synced(model: Any) -> bool:

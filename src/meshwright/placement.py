@@ -121,21 +121,22 @@ class Placement:
 
         Raises :class:`PlacementError` that lists every variable which cannot lie as it is told.
         """
-        placed, faults = [], []
-        for info in infos:
+        infos = list(infos)
+        ruled: dict[ParamInfo, Placed] = {}
+        faults: list[str] = []
+        for info in dict.fromkeys(i for i in infos if i.role != "slot"):
             try:
-                placed.append(self._place_one(info))
-                found = _faults_of(placed[-1])
+                ruled[info] = self._place_one(info)
+                faults += _faults_of(ruled[info])
             except LayoutError as error:
-                found = [f"{_opening(info, info.asked, _BY_LAYER)}: {error}"]
-            if found:
-                faults.append("\n".join(found))
+                faults.append(f"{_opening(info, info.asked, _BY_LAYER)}: {error}")
         if faults:
             raise PlacementError(
                 f"{len(faults)} variable(s) cannot be laid out on the mesh "
                 f"({self.mesh.axes_text}); nothing was allocated.\n" + "\n".join(faults)
             )
-        return placed
+        owners = {info.path: each for info, each in ruled.items()}
+        return [ruled.get(info) or self._slot(info, owners) for info in infos]
 
     def _place_one(self, info: ParamInfo) -> Placed:
         replicated = Layout.replicated(self.mesh, len(info.dims))
@@ -146,7 +147,7 @@ class Placement:
             return Placed(info, self._asked(info, rule), _BY_LAYER)
         if rule is None:
             return Placed(info, replicated, "no rule: replicated")
-        return Placed(info, rule.layout.on(self.mesh), f"rule {rule.pattern!r}")
+        return Placed(info, rule.layout.on(self.mesh), f"rule '{rule.pattern}'")
 
     def _slot(self, info: ParamInfo, owners: Mapping[str, Placed]) -> Placed:
         owner = owners.get(info.owner or "")
@@ -180,9 +181,9 @@ class Placement:
         """The layout of one target (or of its sample weights), as :meth:`input_layout`."""
         return self._data_layout(self.targets, "target", name, position, dims)
 
-    def activation_layout(self, path: str) -> Layout | None:
-        """The layout of the output of the layer at ``path``, if a rule names it."""
-        rule = find_rule(self.activations, [path])
+    def activation_layout(self, spellings: Iterable[str]) -> Layout | None:
+        """The layout of the output of the layer that has these paths, if a rule names it."""
+        rule = find_rule(self.activations, spellings)
         return None if rule is None else rule.layout.on(self.mesh)
 
     @property

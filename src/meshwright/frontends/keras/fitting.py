@@ -307,19 +307,25 @@ class _Training:
         self._model = model
         self._variables = variables
         self._callbacks = callbacks
+        self._begins = _listen(callbacks, "on_train_batch_begin", "on_batch_begin")
+        self._ends = _listen(callbacks, "on_train_batch_end", "on_batch_end")
+        self._state: TrainState | None = None
 
     def epoch(self, step: Any, data: _Data) -> Logs:
         """Train on every batch once; the logs of the last step."""
         model, callbacks = self._model, self._callbacks
-        state, logs = None, None
+        logs = None
         _compat.attach_state(model, None)
         for number, batch in data.batches():
-            callbacks.on_train_batch_begin(number)
-            if state is None or _compat.state_was_synced(model):
-                state = read_state(self._variables)  # a callback may have changed it
-            state, logs = step(state, batch)
-            _compat.attach_state(model, self._in_keras_order(state))
-            callbacks.on_train_batch_end(number, logs)
+            if self._begins:
+                callbacks.on_train_batch_begin(number)
+            if self._state is None or _compat.state_was_synced(model):
+                self._state = read_state(self._variables)  # a callback may have changed it
+            self._state, logs = step(self._state, batch)
+            if self._begins or self._ends:
+                _compat.attach_state(model, self._in_keras_order(self._state))
+            if self._ends:
+                callbacks.on_train_batch_end(number, logs)
             if model.stop_training:
                 break
         self.settle()
@@ -328,9 +334,11 @@ class _Training:
         return _as_floats(logs)
 
     def settle(self) -> None:
-        """Write the newest state into the variables."""
-        self._model.jax_state_sync()
-        _compat.attach_state(self._model, None)
+        """Write the newest state into the variables, unless a callback has done so."""
+        if self._state is not None and not _compat.state_was_synced(self._model):
+            write_state(self._variables, self._state)
+        _compat.detach_state(self._model)
+        self._state = None
 
     def _in_keras_order(self, state: TrainState) -> dict[str, list[Any]]:
         v = self._variables
@@ -383,6 +391,16 @@ def _callback_list(model: Any, callbacks: Any, verbose: Any, epochs: int = 1, **
         epochs=epochs,
         model=model,
         **params,
+    )
+
+
+def _listen(callbacks: Any, *hooks: str) -> bool:
+    """Whether any callback does something in these hooks; calling the others costs time."""
+    base = keras.callbacks.Callback
+    return any(
+        getattr(type(callback), hook) is not getattr(base, hook)
+        for callback in callbacks.callbacks
+        for hook in hooks
     )
 
 

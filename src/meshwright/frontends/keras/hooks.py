@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from ... import _compat
-from ...layout import Layout
+from ...layout import UNSHARDED, Layout
 from .pending import waiting_room
 
 
@@ -24,8 +24,12 @@ class ActivationLayout:
         """The output in its layout. Raises :class:`LayoutError` if it cannot lie so."""
         from ...arrays import relayout
 
-        self.layout.check(tensor.shape, f"the output of layer {self.path!r}")
-        return relayout(tensor, self.layout)
+        layout = self.layout
+        if tensor.ndim == layout.rank and layout.rank and tensor.shape[0] % layout.num_shards(0):
+            # A smaller last batch is computed by every device in full.
+            layout = Layout([UNSHARDED, *layout.specs[1:]], layout.mesh)
+        layout.check(tensor.shape, f"the output of layer {self.path!r}")
+        return relayout(tensor, layout)
 
 
 class Hooks:

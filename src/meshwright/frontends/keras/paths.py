@@ -115,22 +115,40 @@ def _unique(path: str, taken: set[str]) -> str:
     return f"{path}#{number}"
 
 
+def layer_spellings(model: keras.Model) -> dict[str, tuple[str, ...]]:
+    """Keras' path of each layer -> its paths by attributes and by layer names."""
+    found: dict[str, dict[str, None]] = {}
+    for child, by_attribute, by_name in _walk(model):
+        if isinstance(child, keras.Layer) and child.path is not None:
+            relative = _relative(child.path, model.name)
+            found.setdefault(child.path, {}).update(
+                {by_attribute: None, by_name: None, relative: None}
+            )
+    return {path: tuple(spellings) for path, spellings in found.items()}
+
+
 def _spellings(model: keras.Model) -> dict[int, dict[str, None]]:
     """``id(variable)`` -> its paths by attributes and by layer names, in breadth-first order."""
     found: dict[int, dict[str, None]] = {}
+    for child, by_attribute, by_name in _walk(model):
+        if isinstance(child, keras.Variable):
+            found.setdefault(id(child), {}).update({by_attribute: None, by_name: None})
+    return found
+
+
+def _walk(model: keras.Model) -> Iterator[tuple[Any, str, str]]:
+    """``(layer or variable, path by attributes, path by names)``, breadth-first."""
     waiting: list[tuple[Any, str, str, frozenset[int]]] = [(model, "", "", frozenset())]
     while waiting:
         layer, by_attribute, by_name, above = waiting.pop(0)
         for attribute, child in _children(layer):
             attribute_path = _join(by_attribute, attribute)
-            if isinstance(child, keras.Variable):
-                paths = found.setdefault(id(child), {})
-                paths[attribute_path] = None
-                paths[_join(by_name, child.name)] = None
-            elif id(child) not in above:  # a layer may hold one that holds it
-                name_path = _join(by_name, child.name)
+            name_path = _join(by_name, child.name)
+            if id(child) in above:  # a layer may hold one that holds it
+                continue
+            yield child, attribute_path, name_path
+            if not isinstance(child, keras.Variable):
                 waiting.append((child, attribute_path, name_path, above | {id(layer)}))
-    return found
 
 
 def _join(path: str, name: str) -> str:

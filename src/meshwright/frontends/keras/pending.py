@@ -29,12 +29,15 @@ _waiting_room: ContextVar[WaitingRoom | None] = ContextVar("waiting_room", defau
 
 
 class WaitingRoom:
-    """The variables and models of one scope; ``place`` says where each variable lies, or raises."""
+    """The variables of one scope; ``place`` says where each lies, or raises.
 
-    def __init__(self, place: Place) -> None:
+    ``models`` are those that the variables may belong to; the ones made in the scope join them.
+    """
+
+    def __init__(self, place: Place, models: weakref.WeakSet[keras.Model]) -> None:
         self._place = place
         self._variables: list[Any] = []
-        self._models: list[weakref.ref[keras.Model]] = []
+        self._models = models
 
     def defer(self, variable: Any, initializer: Any) -> None:
         """Note a variable that is to be made later."""
@@ -45,19 +48,14 @@ class WaitingRoom:
 
     def note_model(self, model: keras.Model) -> None:
         """Note a model, from which the paths of its variables will be read."""
-        self._models.append(weakref.ref(model))
-
-    @property
-    def models(self) -> list[keras.Model]:
-        """The noted models that still live."""
-        return [model for ref in self._models if (model := ref()) is not None]
+        self._models.add(model)
 
     def settle(self) -> None:
         """Check all that wait, then make them. What cannot be laid out raises and nothing is made."""
         variables = self._variables
         if not variables:
             return
-        placed = self._place(variables, self.models)
+        placed = self._place(variables, list(self._models))
         self._variables = []
         _make(variables, placed)
 

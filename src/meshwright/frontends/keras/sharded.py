@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ...program import Batch, Program, TrainState
 from ...step.train import Step, make_train_step
 from . import batches, fitting
 from .hooks import ActivationLayout, Hooks, layout_of, parameter_of
-from .paths import model_infos, other_info, slot_info
+from .paths import layer_spellings, model_infos, other_info, slot_info
 from .pending import WaitingRoom, is_pending, settle
 from .program import KerasVariables, keras_program, read_state, write_state
 
@@ -77,6 +78,8 @@ class Sharded(_Distribution):
     def _take(self, placement: Placement) -> None:
         self.placement = placement
         self._functions = fitting.CompiledFunctions()
+        self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self._layer_spellings: dict[str, tuple[str, ...]] = {}  # of the model now being traced
         if not placement.mesh.is_abstract:  # Keras' constructor asks JAX for its processes
             batch = placement.batch
             super().__init__(
@@ -115,7 +118,7 @@ class Sharded(_Distribution):
         """
         self._need_devices("scope()")
         _compat.install_keras_hooks(Hooks())
-        with super().scope(), WaitingRoom(self._place_new).open():
+        with super().scope(), WaitingRoom(self._place_new, self._models).open():
             yield self
 
     def place(self, model: keras.Model) -> None:
@@ -234,6 +237,7 @@ class Sharded(_Distribution):
 
     def _build(self, model: keras.Model, batch: Batch | None, training: bool) -> None:
         parts = batch if batch is None or isinstance(batch, tuple) else (batch,)
+        self._models.add(model)
         with self.scope():
             if training:
                 _compat.build_for(model, parts)
@@ -254,8 +258,11 @@ class Sharded(_Distribution):
 
     def get_tensor_layout(self, path: str) -> Any:
         """Keras' question: the layout of the output of a layer, or ``None`` to leave it."""
+        if not self.placement.activations:
+            return None
         layer = path.removesuffix("/output")
-        layout = self.placement.activation_layout(layer) if self.placement.activations else None
+        spellings = self._layer_spellings.get(layer, (layer,))
+        layout = self.placement.activation_layout(spellings)
         return None if layout is None else ActivationLayout(layer, layout)
 
     def distribute_dataset(self, dataset: Any) -> Any:
@@ -287,6 +294,8 @@ class Sharded(_Distribution):
     def in_force(self, model: keras.Model) -> Iterator[None]:
         """Layers see this strategy, so activations are laid out, and uneven ones kept whole."""
         _compat.install_keras_hooks(Hooks())
+        if self.placement.activations:
+            self._layer_spellings = layer_spellings(model)
         with super().scope(), batches.uneven_kept_whole(self.placement, model):
             yield
 
