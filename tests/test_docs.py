@@ -1,0 +1,46 @@
+"""Every ``python`` block in the README and in docs/ runs, page by page, in a fresh process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_of(page: Path) -> str:
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_each_page_runs(page: Path, tmp_path: Path) -> None:
+    code = code_of(page)
+    if page.name == "README.md":  # the subset is enough to see that it runs
+        code = code.replace("mnist()", "shipped_subset()").replace("import mnist", "import shipped_subset")
+    assert code, f"{page.name} shows no code"
+    run = subprocess.run(
+        [sys.executable, "-W", "error::meshwright.MeshwrightWarning", "-c", code],
+        capture_output=True, text=True, cwd=tmp_path, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_every_public_name_is_mentioned_in_the_documentation() -> None:
+    import meshwright as mw
+
+    told = "\n".join(page.read_text() for page in PAGES)
+    names = [n for n in dir(mw) if not n.startswith("_") and callable(getattr(mw, n))]
+    names = [n for n in names if not n.endswith("Error") and getattr(mw, n).__module__ != "typing"]
+    assert [n for n in names if n not in told] == []
