@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..errors import ModelError
 from ..placement import ParamInfo, Role
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 
@@ -48,7 +49,7 @@ def jax_program(
     def apply(values: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
         del training  # a plain function has no modes
         if forward is None:
-            raise TypeError("this program has no forward function: pass forward= to jax_program.")
+            raise ModelError("this program has no forward function: pass forward= to jax_program.")
         return forward(tree.whole(values), inputs), state
 
     def whole_loss(

@@ -93,7 +93,7 @@ def _pending_class(of: type) -> type:
     class Pending(of):  # type: ignore[misc, valid-type]
         @property
         def _initializer(self) -> Any:  # Keras shows what this makes while it only traces shapes
-            return self._meshwright_waits[1]
+            return _initializer(self)
 
         @_initializer.setter
         def _initializer(self, value: Any) -> None:
@@ -117,58 +117,57 @@ def _pending_class(of: type) -> type:
 
 def _make(variables: list[Any], placed: list[Placed]) -> None:
     shardings = [each.layout.sharding for each in placed]
-    makers = [_maker(variable) for variable in variables]
     values: dict[int, Any] = {}
-    together = [i for i, variable in enumerate(variables) if _traces(variable)]
     for i, variable in enumerate(variables):
-        fill = _constant(variable)
+        fill = _FILLS.get(type(_initializer(variable)))
         if fill is not None:
-            values[i] = jnp.full(
-                variable.shape, fill, _compat.stored_dtype(variable), device=shardings[i]
-            )
-    together = [i for i in together if i not in values]
-    values.update(_made_in_one_program(together, makers, shardings))
+            dtype = _compat.stored_dtype(variable)
+            values[i] = jnp.full(variable.shape, fill, dtype, device=shardings[i])
+    others = [i for i in range(len(variables)) if i not in values]
+    made, seeds = _made_in_one_program([variables[i] for i in others], [shardings[i] for i in others])
+    values.update(zip(others, made, strict=True))
     for i, variable in enumerate(variables):
-        value = values[i] if i in values else put(np.asarray(makers[i]()), shardings[i])
         variable.__class__ = type(variable)._meshwright_made
         del variable._meshwright_waits
-        variable.__dict__.pop("_initializer", None)
         variable._initializer = None
-        _compat.set_variable(variable, value, shardings[i])
+        _compat.set_variable(variable, values[i], shardings[i])
+    for generator, seed in seeds:
+        generator.state.assign(seed)
 
 
-def _maker(variable: Any) -> Callable[[], Any]:
-    initializer = variable._meshwright_waits[1]
-    shape, dtype = variable.shape, _compat.stored_dtype(variable)
-    return lambda: jnp.asarray(initializer(shape, dtype=dtype), dtype)
+_FILLS = {keras.initializers.Zeros: 0, keras.initializers.Ones: 1}
 
 
-def _constant(variable: Any) -> Any:
-    """The scalar that fills the variable, if its initializer is that simple."""
-    initializer = variable._meshwright_waits[1]
-    if type(initializer) is keras.initializers.Zeros:
-        return 0
-    if type(initializer) is keras.initializers.Ones:
-        return 1
-    return None
+def _initializer(variable: Any) -> Any:
+    return variable._meshwright_waits[1]
 
 
-def _traces(variable: Any) -> bool:
-    """Whether the initializer may run inside ``jit``: one with a seed generator changes it."""
-    seed = getattr(variable._meshwright_waits[1], "seed", None)
-    return not isinstance(seed, keras.random.SeedGenerator)
+def _initial_value(variable: Any) -> Any:
+    dtype = _compat.stored_dtype(variable)
+    return jnp.asarray(_initializer(variable)(variable.shape, dtype=dtype), dtype)
 
 
 def _made_in_one_program(
-    chosen: list[int], makers: list[Callable[[], Any]], shardings: list[Any]
-) -> dict[int, Any]:
-    """The values of the chosen variables, each made in its layout by one compiled program."""
-    if not chosen:
-        return {}
-    program = jax.jit(
-        lambda: [makers[i]() for i in chosen], out_shardings=[shardings[i] for i in chosen]
-    )
+    variables: list[Any], shardings: list[Any]
+) -> tuple[list[Any], list[tuple[keras.random.SeedGenerator, Any]]]:
+    """The values, each made in its layout, and new states of the generators that seeded them."""
+    seeds = [getattr(_initializer(variable), "seed", None) for variable in variables]
+    generators = [s for s in dict.fromkeys(seeds) if isinstance(s, keras.random.SeedGenerator)]
+
+    def program() -> tuple[list[Any], list[Any]]:
+        with keras.StatelessScope() as scope:  # a generator's new state is returned, not assigned
+            values = [_initial_value(variable) for variable in variables]
+        return values, [scope.get_current_value(generator.state) for generator in generators]
+
+    if not variables:
+        return [], []
     try:
-        return dict(zip(chosen, program(), strict=True))
+        values, states = jax.jit(program, out_shardings=(shardings, None))()
     except jax.errors.JAXTypeError:
-        return {}  # somebody's initializer wants concrete values; it is run on the host
+        # Somebody's initializer looks at values while it computes: it cannot be compiled.
+        values = [
+            put(np.asarray(_initial_value(variable)), sharding)
+            for variable, sharding in zip(variables, shardings, strict=True)
+        ]
+        return values, []
+    return values, list(zip(generators, states, strict=True))

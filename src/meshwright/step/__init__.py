@@ -1,0 +1,1 @@
+"""The pure training step: gradients, updates, and what keeps it right on a mesh."""
