@@ -164,7 +164,13 @@ def needs_batch_to_build(model: Any) -> bool:
 
 def has_unbuilt_optimizer(model: Any) -> bool:
     """Whether the optimizer has no slots yet."""
-    return model.optimizer is not None and not model.optimizer.built
+    optimizer = optimizer_of(model)
+    return optimizer is not None and not optimizer.built
+
+
+def optimizer_of(model: Any) -> Any:
+    """The optimizer of a model; ``None`` before ``compile``, when Keras has no such attribute."""
+    return getattr(model, "optimizer", None)
 
 
 def build_for(model: Any, batch: Any) -> None:
@@ -193,7 +199,7 @@ def in_metric_order(model: Any, logs: dict[str, Any]) -> Any:
 
 def compile_token(model: Any) -> tuple[Any, ...]:
     """Objects that change when the model is compiled again."""
-    return (model.optimizer, model._compile_loss, model._compile_metrics)
+    return (optimizer_of(model), model._compile_loss, model._compile_metrics)
 
 
 def metrics_variables(model: Any) -> list[Any]:
@@ -297,3 +303,35 @@ def keras_distribution_class() -> Any:
     from keras.src.distribution.distribution_lib import Distribution
 
     return Distribution
+
+
+def name_scope(eqn: Any) -> str:
+    """The path of ``jax.named_scope`` names that an equation of a jaxpr was traced under.
+
+    JAX 0.10.2: equations are public (``jax.extend.core``), their ``source_info`` has no page.
+    """
+    return str(eqn.source_info.name_stack)
+
+
+# Names in saved files: Keras 3.15 keeps its table from class to name, and back, to itself.
+
+
+def keras_name(cls: Any) -> str:
+    """The name that Keras writes into files for one of its own classes; ``""`` for others."""
+    from keras.src import api_export
+
+    return api_export.REGISTERED_OBJS_TO_NAMES.get(cls, "")
+
+
+def write_as_keras_name(cls: Any, name: str) -> None:
+    """Let files name a class as one of Keras' own, so that plain Keras reads them."""
+    from keras.src import api_export
+
+    api_export.REGISTERED_OBJS_TO_NAMES[cls] = name
+
+
+def read_keras_name_as(name: str, reader: Any) -> None:
+    """Let ``reader.from_config`` make what a file names so."""
+    from keras.src import api_export
+
+    api_export.REGISTERED_NAMES_TO_OBJS[name] = reader

@@ -42,7 +42,8 @@ def named_leaves(part: Any) -> list[tuple[str | None, Any]]:
 class Putter:
     """Lays batches out; remembers the layouts of each shape of batch.
 
-    ``label`` says which part of the batch each array is, in the order of its leaves.
+    ``label`` says which part of the batch each array is, in the order of its leaves. ``copy=False``
+    may leave the devices looking at the host's memory, which must then not be written to.
 
     >>> import numpy as np, meshwright as mw
     >>> put = Putter(Placement.of(mw.create_mesh({"batch": 8})))
@@ -51,10 +52,14 @@ class Putter:
     """
 
     def __init__(
-        self, placement: Placement, label: Callable[[Batch], list[Label]] = label_inputs
+        self,
+        placement: Placement,
+        label: Callable[[Batch], list[Label]] = label_inputs,
+        copy: bool = True,
     ) -> None:
         self._placement = placement
         self._label = label
+        self._copy = copy
         self._known: dict[Any, list[Any]] = {}
 
     def __call__(self, batch: Batch, last: bool = False) -> Batch:
@@ -65,12 +70,32 @@ class Putter:
         import jax
 
         flat, tree = jax.tree.flatten(batch)
-        flat = [_as_array(value) for value in flat]
+        flat = [_as_array(value, self._copy) for value in flat]
         key = (tree, tuple(value.shape for value in flat), last)
         shardings = self._known.get(key)
         if shardings is None:
             shardings = self._known[key] = self._shardings(jax.tree.unflatten(tree, flat), last)
         return jax.tree.unflatten(tree, _put_all(flat, shardings))
+
+    def each(self, batches: Iterable[Batch], alone_is_last: bool = True) -> Iterator[Batch]:
+        """Every batch on the mesh; only the last one may not divide.
+
+        Where it is the only one, ``alone_is_last`` says whether that is still fine. Raises
+        :class:`BatchError` for any other that does not divide.
+        """
+        odd: Batch | None = None
+        number = 0
+        for number, batch in enumerate(batches, 1):
+            if odd is not None:
+                self(odd)
+            try:
+                laid_out = self(batch)
+            except BatchError:
+                odd = batch
+            else:
+                yield laid_out
+        if odd is not None:
+            yield self(odd, last=number > 1 or alone_is_last)
 
     def _shardings(self, batch: Batch, last: bool) -> list[Any]:
         try:
@@ -112,22 +137,6 @@ def _put_all(values: list[Any], shardings: list[Any]) -> list[Any]:
     ]
 
 
-def with_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Each batch, and whether it is the last; the next one is read ahead.
-
-    >>> list(with_last("abc"))
-    [('a', False), ('b', False), ('c', True)]
-    """
-    nothing = object()
-    waiting: Any = nothing
-    for batch in batches:
-        if waiting is not nothing:
-            yield waiting, False
-        waiting = batch
-    if waiting is not nothing:
-        yield waiting, True
-
-
 def check_rows(placement: Placement, rows: int) -> None:
     """Raise :class:`BatchError` if so many rows do not divide over the batch axes."""
     replace(placement, inputs=(), targets=()).input_layout(None, 0, (rows,))
@@ -144,7 +153,10 @@ def _whole_rows(placement: Placement) -> Placement:
     )
 
 
-def _as_array(value: Any) -> Any:
+def _as_array(value: Any, copy: bool) -> Any:
+    import jax
     import numpy as np
 
-    return value if hasattr(value, "shape") else np.asarray(value)
+    if isinstance(value, jax.Array):
+        return value
+    return np.array(value) if copy else np.asarray(value)

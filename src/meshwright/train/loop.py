@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..data import Putter, with_last
+from ..data import Putter
 from ..errors import TopologyError
 from ..explain import Explanation
 from ..placement import Placement
@@ -85,8 +85,8 @@ class Trainer:
 
     def steps(self, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
         """Train on one batch after another, never waiting for the devices."""
-        for number, (batch, last) in enumerate(with_last(batches)):
-            state, logs = self.step(state, self.put(batch, last and number > 0))
+        for number, batch in enumerate(self.put.each(batches, alone_is_last=False)):
+            state, logs = self.step(state, batch)
             yield StepInfo(number, state, logs)
 
     def train(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Logs]:

@@ -16,9 +16,9 @@ from ...placement import Placement
 from ...program import Batch
 
 
-def putter(placement: Placement, model: keras.Model | None = None) -> Putter:
+def putter(placement: Placement, model: keras.Model | None = None, copy: bool = True) -> Putter:
     """Lays out batches ``(x, y, sample_weight)`` of a model, whose inputs may have names."""
-    return Putter(placement, labeller(_input_names(model)))
+    return Putter(placement, labeller(_input_names(model)), copy)
 
 
 def labeller(names: tuple[str, ...]) -> Callable[[Batch], list[Label]]:

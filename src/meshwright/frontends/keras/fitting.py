@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from ... import _compat
-from ...data import check_rows, with_last
+from ...data import check_rows
 from ...errors import BatchError, ModelError
 from ...program import Logs, TrainState
 from ...step.train import make_test_step, make_train_step
@@ -261,8 +261,9 @@ class _Data:
             x, y, sample_weight, batch_size, steps, shuffle, class_weight
         )
         self._placement = strategy.placement
-        self._put = batches.putter(strategy.placement, model)
         self._is_array = _is_arrays(x)
+        # A generator may fill the same buffer again while the devices still read it.
+        self._put = batches.putter(strategy.placement, model, copy=not self._is_array)
         self._small_is_fine = self._is_array or not training
         self._peeked: tuple[list[Any], Iterator[Any]] | None = None
 
@@ -292,9 +293,8 @@ class _Data:
         host = self._epoch()
         if self._peeked is not None:
             host, self._peeked = itertools.chain(*self._peeked), None
-        for number, (batch, last) in enumerate(with_last(host)):
-            # A dataset whose only batch does not divide was meant to be shared out.
-            yield number, self._put(batch, last and (number > 0 or self._small_is_fine))
+        # A dataset whose only batch does not divide was meant to be shared out.
+        return enumerate(self._put.each(host, alone_is_last=self._small_is_fine))
 
     def _epoch(self) -> Iterator[Any]:
         return (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())

@@ -86,5 +86,6 @@ def layout_of(variable: Any) -> Layout:
 
 
 def _all_variables(model: Any) -> list[Any]:
-    optimizer = [] if model.optimizer is None else model.optimizer.variables
-    return [*model.variables, *optimizer, *_compat.metrics_variables(model)]
+    optimizer = _compat.optimizer_of(model)
+    slots = [] if optimizer is None else optimizer.variables
+    return [*model.variables, *slots, *_compat.metrics_variables(model)]

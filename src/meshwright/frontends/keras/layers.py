@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import keras
 
+from ... import _compat
 from ...errors import LayoutError
 from ...layout import Layout, as_layout
 from .asked import ask_layout as ask_layout
@@ -106,13 +107,13 @@ def weights_by_name(layer: keras.layers.Layer) -> dict[str, Any]:
     backward_kernel (4, 6)
     backward_recurrent_kernel (2, 6)
     """
-    weights = {id(weight): weight for weight in layer.weights}
+    names = {id(variable): either for *either, variable in _walk(layer, "", {id(layer)})}
     found: dict[str, Any] = {}
-    for name, other_name, weight in _walk(layer, "", {id(layer)}):
-        if weights.pop(id(weight), None) is not None:
-            found[other_name if name in found else name] = weight
-    # What hangs on no attribute has only its path.
-    return found | {weight.path.replace("/", "_"): weight for weight in weights.values()}
+    for weight in layer.weights:
+        # What hangs on no attribute has only its path.
+        choices = [*names.get(id(weight), ()), weight.path.replace("/", "_")]
+        found[next((name for name in choices if name not in found), choices[-1])] = weight
+    return found
 
 
 # The generated classes
@@ -212,7 +213,7 @@ def _generated(plain: Any) -> type[_LaidOut]:
     }
     # Keras finds weights in a file by the class's __name__, so that must stay.
     generated = type(plain.__name__, (_LaidOut, plain), members)
-    _names_in_files()[generated] = f"keras.layers.{public}"
+    _compat.write_as_keras_name(generated, f"keras.layers.{public}")
     return generated
 
 
@@ -223,7 +224,7 @@ def _is_generated(cls: type) -> bool:
 
 def _public_name(plain: Any) -> str:
     """The name of a class in ``keras.layers``, aliases undone; empty if it has none there."""
-    return _names_in_files().get(plain, "").removeprefix("keras.layers.")
+    return _compat.keras_name(plain).removeprefix("keras.layers.")
 
 
 def _documented_init(plain: Any, weights: tuple[str, ...]) -> Any:
@@ -402,20 +403,7 @@ def _carried(config: Mapping[str, Any]) -> dict[str, str]:
     return dtype.get(_CARRIED, {}) if isinstance(dtype, Mapping) else {}
 
 
-def _names_in_files() -> dict[Any, str]:
-    """Keras' table from class to the name it writes into files (Keras 3.15, no public access)."""
-    from keras.src import api_export
-
-    return api_export.REGISTERED_OBJS_TO_NAMES
-
-
-def _stand_in_for_names() -> None:
-    """Be asked when Keras reads the name of a layer that can have layouts."""
-    from keras.src import api_export
-
-    for public in _WEIGHTS:
-        plain = getattr(keras.layers, public)
-        api_export.REGISTERED_NAMES_TO_OBJS[f"keras.layers.{public}"] = _AsWritten(plain)
-
-
-_stand_in_for_names()
+for _public in _WEIGHTS:  # Keras asks these when it reads the name of a layer that can have layouts
+    _compat.read_keras_name_as(
+        f"keras.layers.{_public}", _AsWritten(getattr(keras.layers, _public))
+    )

@@ -74,6 +74,16 @@ def other_info(variable: Any, role: Role) -> ParamInfo:
     return _info(variable, variable.path, (variable.path,), role)
 
 
+def distinct(info: ParamInfo, taken: set[str]) -> ParamInfo:
+    """The description under a path that no other variable has; notes it in ``taken``.
+
+    Keras calls every factored slot of Adafactor after its weight alone: ``adafactor/kernel``.
+    """
+    info = replace(info, path=_unique(info.path, taken))
+    taken.add(info.path)
+    return info
+
+
 def _info(variable: Any, path: str, spellings: tuple[str, ...], role: Role) -> ParamInfo:
     dtype = _compat.stored_dtype(variable)
     return ParamInfo(

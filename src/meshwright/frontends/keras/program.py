@@ -12,7 +12,7 @@ from ...errors import ModelError
 from ...placement import ParamInfo
 from ...program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .hooks import parameter_of
-from .paths import model_infos, other_info, slot_info
+from .paths import distinct, model_infos, other_info, slot_info
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +30,19 @@ class KerasVariables:
         """Those of a built model."""
         infos = model_infos(model)
         metrics = _compat.metrics_variables(model)
-        optimizer = [] if model.optimizer is None else model.optimizer.variables
-        for slot in optimizer:
+        optimizer = _compat.optimizer_of(model)
+        slots = [] if optimizer is None else optimizer.variables
+        taken = {info.path for info in infos.values()}
+        for slot in slots:
             owner = parameter_of(slot)
-            infos[id(slot)] = slot_info(slot, owner, infos.get(id(owner)))
+            infos[id(slot)] = distinct(slot_info(slot, owner, infos.get(id(owner))), taken)
         for metric in metrics:
-            infos[id(metric)] = other_info(metric, "metric")
+            infos[id(metric)] = distinct(other_info(metric, "metric"), taken)
         counted = {id(v) for v in metrics}
         return cls(
             params=_by_path(model.trainable_variables, infos),
             state=_by_path([v for v in model.non_trainable_variables if id(v) not in counted], infos),
-            slots=_by_path(optimizer, infos),
+            slots=_by_path(slots, infos),
             metrics=_by_path(metrics, infos),
             infos=infos,
         )

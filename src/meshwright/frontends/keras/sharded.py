@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 
 from ... import _compat
-from ...data import put, with_last
+from ...data import put
 from ...errors import ModelError, TopologyError
 from ...explain import Explanation
 from ...layout import Layout
@@ -276,8 +276,7 @@ class Sharded(_Distribution):
 
     def _put_native_batches(self, data: Iterable[Any]) -> Iterator[Any]:
         batches.refuse_named_inputs(self.placement)
-        lay_out = batches.putter(self.placement)
-        return (lay_out(batch, last) for batch, last in with_last(data))
+        return batches.putter(self.placement).each(data)
 
     # How it is done
 
