@@ -91,10 +91,10 @@ class Trainer:
 
     def train(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Logs]:
         """Train on every batch; the last state and the logs of the last step."""
-        logs: Logs = {}
-        for _, state, logs in self.steps(state, batches):  # noqa: B007
+        last = StepInfo(-1, state, {})
+        for last in self.steps(state, batches):  # noqa: B007 - only the last one is wanted
             pass
-        return state, logs
+        return last.state, last.logs
 
     def explain(self) -> Explanation:
         """Every variable: its layout, the rule that gave it, bytes per device."""

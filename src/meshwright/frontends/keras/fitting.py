@@ -1,16 +1,14 @@
-"""``fit``, ``evaluate`` and ``predict`` of a Keras model, as a loop of our own over pure functions.
+"""``fit``, ``evaluate`` and ``predict`` of a Keras model, as loops of our own over pure functions.
 
-Keras' own loop cannot carry everything that a strategy says: it knows a batch by its shape only,
-and lays a smaller last one out like the first. This one takes the same arguments, drives the same
-callbacks and returns the same History. It never waits for the devices within an epoch, and whatever happens, the variables end up
-with the newest state.
+Keras' own loops cannot carry everything that a strategy says: they know a batch by its shape only,
+and lay a smaller last one out like the first. These take the same arguments, drive the same
+callbacks and return the same things. They never wait for the devices within an epoch, and whatever
+happens, the variables end up with the newest state.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +17,16 @@ import keras
 import numpy as np
 
 from ... import _compat
-from ...data import check_rows
 from ...errors import BatchError, ModelError
 from ...program import Logs, TrainState
-from ...step.train import make_test_step, make_train_step
-from . import batches
-from .program import (
-    KerasVariables,
-    keras_program,
-    own_test_step,
-    predict_step,
-    read_state,
-    write_state,
-)
+from .compiled import functions_of
+from .epochs import Epochs
+from .program import KerasVariables, read_state, write_state
 
 if TYPE_CHECKING:
     from .sharded import Sharded
+
+_AHEAD = 2  # batches that predict lets the devices work on before it fetches outputs
 
 
 def fit(
@@ -64,11 +56,21 @@ def fit(
             (x, y, sample_weight), validation_split
         )
     check_compiled(model)
-    data = _Data(strategy, model, x, y, sample_weight, batch_size, steps_per_epoch, shuffle,
-                 class_weight, training=True)  # fmt: skip
+    data = Epochs(
+        strategy.placement,
+        model,
+        x,
+        y,
+        sample_weight,
+        batch_size,
+        steps_per_epoch,
+        shuffle,
+        class_weight,
+        training=True,
+    )
     data.check_batch_size(batch_size)
     variables = strategy.prepare(model, data.first_batch)
-    step = strategy._functions.of(strategy, model, variables).train
+    step = functions_of(strategy, model, variables).train
     callbacks = _callback_list(
         model, callbacks, _shown(verbose), epochs=epochs, steps=data.num_batches
     )
@@ -115,20 +117,24 @@ def evaluate(
 ) -> Any:
     """See :meth:`Sharded.evaluate`."""
     check_compiled(model)
-    data = _Data(strategy, model, x, y, sample_weight, batch_size, steps)
+    data = Epochs(strategy.placement, model, x, y, sample_weight, batch_size, steps)
     data.check_batch_size(batch_size)
     variables = strategy.prepare(model, data.first_batch)
-    step = strategy._functions.of(strategy, model, variables).test
+    step = functions_of(strategy, model, variables).test
     callbacks = _callback_list(model, callbacks, _shown(verbose), steps=data.num_batches)
     model.stop_evaluating = False
     model.reset_metrics()
     callbacks.on_test_begin()
     state, logs = read_state(variables), None
+    begins = _listen(callbacks, "on_test_batch_begin")
+    ends = _listen(callbacks, "on_test_batch_end")
     for number, batch in data.batches():
-        callbacks.on_test_batch_begin(number)
+        if begins:
+            callbacks.on_test_batch_begin(number)
         new, metrics, logs = step(state, batch)
         state = state._replace(state=new, metrics=metrics)
-        callbacks.on_test_batch_end(number, logs)
+        if ends:
+            callbacks.on_test_batch_end(number, logs)
         if model.stop_evaluating:
             break
     if logs is None:
@@ -150,154 +156,29 @@ def predict(
     callbacks: Any = None,
 ) -> Any:
     """See :meth:`Sharded.predict`."""
-    data = _Data(strategy, model, x, None, None, batch_size, steps)
+    data = Epochs(strategy.placement, model, x, None, None, batch_size, steps)
     data.check_batch_size(batch_size)
     variables = strategy.prepare(model, data.first_batch, forward_only=True)
-    step = strategy._functions.of(strategy, model, variables).predict
+    step = functions_of(strategy, model, variables).predict
     callbacks = _callback_list(model, callbacks, _shown(verbose), steps=data.num_batches)
     model.stop_predicting = False
     callbacks.on_predict_begin()
-    state, outputs = read_state(variables), []
+    state = read_state(variables)
+    under_way: deque[Any] = deque()
+    outputs: list[Any] = []
     for number, batch in data.batches():
         callbacks.on_predict_batch_begin(number)
-        outputs.append(step(state.params, state.state, batch))
-        callbacks.on_predict_batch_end(number, {"outputs": outputs[-1]})
+        under_way.append(step(state.params, state.state, batch))
+        callbacks.on_predict_batch_end(number, {"outputs": under_way[-1]})
+        if len(under_way) > _AHEAD:  # the devices hold few outputs, the host all
+            outputs.append(jax.tree.map(np.asarray, under_way.popleft()))
         if model.stop_predicting:
             break
+    outputs += [jax.tree.map(np.asarray, each) for each in under_way]
     callbacks.on_predict_end()
     if not outputs:
         raise BatchError("there is nothing to predict: the data holds no batch.")
-    return jax.tree.map(lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *outputs)
-
-
-@dataclass(frozen=True, eq=False)
-class _Functions:
-    """The compiled steps of one model under one strategy, and what they were made from."""
-
-    token: tuple[Any, ...]
-    train: Any
-    test: Any
-    predict: Any
-
-
-class CompiledFunctions:
-    """The compiled steps of every model that a strategy has trained, until it is compiled anew."""
-
-    def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[keras.Model, _Functions] = weakref.WeakKeyDictionary()
-
-    def of(self, strategy: Sharded, model: keras.Model, variables: KerasVariables) -> _Functions:
-        """The steps of this model, made when first asked for."""
-        token = (*_compat.compile_token(model), tuple(variables.params), tuple(variables.slots))
-        present = self._of.get(model)
-        if present is None or not _same(present.token, token):
-            present = self._of[model] = _make_functions(strategy, model, variables, token)
-        return present
-
-
-def _make_functions(
-    strategy: Sharded, model: keras.Model, variables: KerasVariables, token: tuple[Any, ...]
-) -> _Functions:
-    predicting = strategy._traced_here(model, predict_step(model, variables))
-    if not model.compiled:
-        return _Functions(token, None, None, jax.jit(predicting))
-    program = keras_program(model, variables)
-    own = _compat.has_own(model, "test_step")
-    testing = own_test_step(model, variables) if own else make_test_step(program)
-    measuring = _measuring(testing)
-    if model.run_eagerly:
-        return _Functions(token, make_train_step(program), measuring, predicting)
-    # A new state lies as the old one did, whatever XLA would prefer.
-    lies = (jax.tree.map(lambda array: array.sharding, read_state(variables)), None)
-    whole = None
-    if jax.process_count() > 1:  # every process returns all rows
-        whole = jax.sharding.NamedSharding(strategy.mesh.jax_mesh, jax.sharding.PartitionSpec())
-    return _Functions(
-        token,
-        train=jax.jit(
-            strategy._traced_here(model, make_train_step(program)),
-            donate_argnums=0,
-            out_shardings=lies,
-        ),
-        test=jax.jit(
-            strategy._traced_here(model, measuring),
-            out_shardings=(lies[0].state, lies[0].metrics, None),
-        ),
-        predict=jax.jit(predicting, out_shardings=whole),
-    )
-
-
-def _measuring(step: Any) -> Any:
-    """The evaluation step without the parameters among its results: they do not change."""
-
-    def measuring(whole: TrainState, batch: Any) -> tuple[Any, Any, Logs]:
-        new, logs = step(whole, batch)
-        return new.state, new.metrics, logs
-
-    return measuring
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return all(a is b or (isinstance(a, tuple) and a == b) for a, b in zip(one, other, strict=True))
-
-
-class _Data:
-    """Epochs of batches, laid out; reads arrays and datasets as Keras does."""
-
-    def __init__(
-        self,
-        strategy: Sharded,
-        model: keras.Model,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        batch_size: int | None,
-        steps: int | None,
-        shuffle: bool = False,
-        class_weight: Any = None,
-        training: bool = False,
-    ) -> None:
-        self._epochs = _compat.numpy_batches(
-            x, y, sample_weight, batch_size, steps, shuffle, class_weight
-        )
-        self._placement = strategy.placement
-        self._is_array = _is_arrays(x)
-        # A generator may fill the same buffer again while the devices still read it.
-        self._put = batches.putter(strategy.placement, model, copy=not self._is_array)
-        self._small_is_fine = self._is_array or not training
-        self._peeked: tuple[list[Any], Iterator[Any]] | None = None
-
-    @property
-    def num_batches(self) -> int | None:
-        """Batches per epoch, where that is known."""
-        return self._epochs.num_batches
-
-    def first_batch(self) -> Any:
-        """A batch to build the model for; the first epoch has it all the same."""
-        rest = self._epoch()
-        for batch in rest:
-            if _compat.is_one_shot(self._epochs):
-                self._peeked = [batch], rest
-            else:
-                self._epochs.reset()
-            return batch
-        raise BatchError("the data holds no batch.")
-
-    def check_batch_size(self, batch_size: int | None) -> None:
-        """Raise :class:`BatchError` if the size of a full batch does not divide."""
-        if self._is_array:
-            check_rows(self._placement, batch_size or 32)  # Keras' default
-
-    def batches(self) -> Iterator[tuple[int, Any]]:
-        """``(number, batch on the mesh)`` for one epoch."""
-        host = self._epoch()
-        if self._peeked is not None:
-            host, self._peeked = itertools.chain(*self._peeked), None
-        # A dataset whose only batch does not divide was meant to be shared out.
-        return enumerate(self._put.each(host, alone_is_last=self._small_is_fine))
-
-    def _epoch(self) -> Iterator[Any]:
-        return (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
 
 class _Training:
@@ -311,7 +192,7 @@ class _Training:
         self._ends = _listen(callbacks, "on_train_batch_end", "on_batch_end")
         self._state: TrainState | None = None
 
-    def epoch(self, step: Any, data: _Data) -> Logs:
+    def epoch(self, step: Any, data: Epochs) -> Logs:
         """Train on every batch once; the logs of the last step."""
         model, callbacks = self._model, self._callbacks
         logs = None
@@ -409,14 +290,10 @@ def _shown(verbose: str | int) -> str | int:
     return verbose if jax.process_index() == 0 else 0
 
 
-def _is_arrays(x: Any) -> bool:
-    return all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)) and not callable(
-        getattr(x, "batch", None)
-    )
-
-
 def _as_floats(logs: Any) -> Logs:
-    return {name: jax.tree.map(lambda value: float(np.asarray(value)), v) for name, v in logs.items()}
+    return {
+        name: jax.tree.map(lambda value: float(np.asarray(value)), v) for name, v in logs.items()
+    }
 
 
 def check_compiled(model: keras.Model) -> None:

@@ -124,7 +124,9 @@ def _make(variables: list[Any], placed: list[Placed]) -> None:
             dtype = _compat.stored_dtype(variable)
             values[i] = jnp.full(variable.shape, fill, dtype, device=shardings[i])
     others = [i for i in range(len(variables)) if i not in values]
-    made, seeds = _made_in_one_program([variables[i] for i in others], [shardings[i] for i in others])
+    made, seeds = _made_in_one_program(
+        [variables[i] for i in others], [shardings[i] for i in others]
+    )
     values.update(zip(others, made, strict=True))
     for i, variable in enumerate(variables):
         variable.__class__ = type(variable)._meshwright_made

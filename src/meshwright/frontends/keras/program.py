@@ -41,7 +41,9 @@ class KerasVariables:
         counted = {id(v) for v in metrics}
         return cls(
             params=_by_path(model.trainable_variables, infos),
-            state=_by_path([v for v in model.non_trainable_variables if id(v) not in counted], infos),
+            state=_by_path(
+                [v for v in model.non_trainable_variables if id(v) not in counted], infos
+            ),
             slots=_by_path(slots, infos),
             metrics=_by_path(metrics, infos),
             infos=infos,

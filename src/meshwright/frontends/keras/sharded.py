@@ -77,7 +77,6 @@ class Sharded(_Distribution):
 
     def _take(self, placement: Placement) -> None:
         self.placement = placement
-        self._functions = fitting.CompiledFunctions()
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._layer_spellings: dict[str, tuple[str, ...]] = {}  # of the model now being traced
         if not placement.mesh.is_abstract:  # Keras' constructor asks JAX for its processes
@@ -189,7 +188,7 @@ class Sharded(_Distribution):
         >>> strategy.load_state(model, state)
         """
         step = make_train_step(self.program(model, batch))
-        return self._traced_here(model, step)
+        return self.traced_here(model, step)
 
     def state(self, model: keras.Model, batch: Batch | None = None) -> TrainState:
         """The values of a compiled model as a pytree by path.
@@ -222,7 +221,9 @@ class Sharded(_Distribution):
         ``first_batch`` is only called if a batch is needed to know the shapes.
         """
         training = model.compiled and not forward_only
-        lacks_batch = _compat.needs_batch_to_build(model) if training else not _compat.is_built(model)
+        lacks_batch = (
+            _compat.needs_batch_to_build(model) if training else not _compat.is_built(model)
+        )
         if lacks_batch or (training and _compat.has_unbuilt_optimizer(model)):
             if lacks_batch and first_batch is None:
                 raise ModelError(
@@ -280,7 +281,7 @@ class Sharded(_Distribution):
 
     # How it is done
 
-    def _traced_here(self, model: keras.Model, function: Any) -> Any:
+    def traced_here(self, model: keras.Model, function: Any) -> Any:
         """The function, with this strategy in force while it is traced."""
 
         def traced(*args: Any) -> Any:
