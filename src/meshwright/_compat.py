@@ -69,9 +69,10 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     from keras.src.backend.jax import core, distribution_lib, trainer
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-    if getattr(core.JaxVariable, "_meshwright_hooks", None) is not None:
+    variables: Any = core.JaxVariable
+    if getattr(variables, "_meshwright_hooks", None) is not None:
         return
-    core.JaxVariable._meshwright_hooks = hooks
+    variables._meshwright_hooks = hooks
 
     def initialize(original: Any, variable: Any, initializer: Any) -> None:
         if not hooks.defer(variable, initializer):
@@ -81,7 +82,9 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
         original(model)
         hooks.new_model(model)
 
-    def add_slot(original: Any, optimizer: Any, reference_variable: Any, *args: Any, **kw: Any) -> Any:
+    def add_slot(
+        original: Any, optimizer: Any, reference_variable: Any, *args: Any, **kw: Any
+    ) -> Any:
         slot = original(optimizer, reference_variable, *args, **kw)
         hooks.new_slot(slot, reference_variable)
         return slot
@@ -253,6 +256,13 @@ def numpy_batches(
     )
 
 
+def reads_arrays(epochs: Any) -> bool:
+    """Whether the data are arrays, of which Keras itself cuts the batches."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    return isinstance(epochs.data_adapter, ArrayDataAdapter)
+
+
 def is_one_shot(epochs: Any) -> bool:
     """Whether batches that were taken to look at are gone: only so for generators."""
     from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
@@ -289,8 +299,9 @@ def add_layout_property(read: Any) -> None:
     """Give every Keras variable a ``layout``; TensorFlow's ``DVariable`` had one, Keras 3 has not."""
     from keras.src.backend.jax.core import JaxVariable
 
-    if not hasattr(JaxVariable, "layout"):
-        JaxVariable.layout = property(read)
+    variables: Any = JaxVariable
+    if not hasattr(variables, "layout"):
+        variables.layout = property(read)
 
 
 def takes_training(model: Any) -> bool:

@@ -84,8 +84,9 @@ class Putter:
         :class:`BatchError` for any other that does not divide.
         """
         odd: Batch | None = None
-        number = 0
-        for number, batch in enumerate(batches, 1):
+        count = 0
+        for batch in batches:
+            count += 1
             if odd is not None:
                 self(odd)
             try:
@@ -95,7 +96,7 @@ class Putter:
             else:
                 yield laid_out
         if odd is not None:
-            yield self(odd, last=number > 1 or alone_is_last)
+            yield self(odd, last=count > 1 or alone_is_last)
 
     def _shardings(self, batch: Batch, last: bool) -> list[Any]:
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import DivisibilityError, LayoutError
-from .mesh import Mesh
+from .mesh import Mesh, is_axis_name
 
 UNSHARDED = "unsharded"
 MATCH = "match"
@@ -51,6 +51,10 @@ class Layout:
             raise LayoutError("\n".join(faults))
         object.__setattr__(self, "specs", entries)
         object.__setattr__(self, "mesh", mesh)
+
+    def __eq__(self, other: object) -> bool:
+        # Answers for every other object itself, for the reason given at Mesh.__eq__.
+        return isinstance(other, Layout) and (self.specs, self.mesh) == (other.specs, other.mesh)
 
     @classmethod
     def replicated(cls, mesh: Mesh | None, rank: int) -> Layout:
@@ -171,6 +175,8 @@ class Layout:
                 f"{name} has {len(dims)} dims {tuple(dims)}, but its layout {self} has "
                 f"{self.rank}: write one entry per dim."
             ]
+        if not _are_sizes(dims):
+            return [f"{name} has dims {tuple(dims)}; sizes are whole numbers from 0 up."]
         return [
             _indivisible(name, dims, dim, self)
             for dim in range(self.rank)
@@ -183,13 +189,13 @@ class Layout:
         >>> Layout(["batch"], Mesh({"batch": 4})).check([30], name="x")
         Traceback (most recent call last):
             ...
-        meshwright.errors.DivisibilityError: dim 0 of x (size 30) does not divide over axis 'batch' \
-(size 4). Pad it to 32, or leave it UNSHARDED.
+        meshwright.errors.DivisibilityError: dim 0 of x (size 30) does not divide over axis 'batch'
+        (size 4). Pad it to 32, or leave it UNSHARDED.
         """
         faults = self.faults(dims, name)
         if faults:
-            kind = LayoutError if len(dims) != self.rank else DivisibilityError
-            raise kind("\n".join(faults))
+            fitting = len(dims) == self.rank and _are_sizes(dims)
+            raise (DivisibilityError if fitting else LayoutError)("\n".join(faults))
 
     def local_dims(self, dims: Sequence[int]) -> tuple[int, ...]:
         """Dims of the piece that one device holds. Raises where a dim does not divide.
@@ -248,7 +254,8 @@ class Layout:
     def from_sharding(cls, sharding: Any, rank: int) -> Layout:
         """The layout of an array with ``rank`` dims and this ``NamedSharding``.
 
-        A single device counts as a mesh of one. Raises :class:`LayoutError` for other shardings.
+        A single device counts as a mesh of one; JAX's meshes have no name. Raises
+        :class:`LayoutError` for other shardings.
         """
         import jax
 
@@ -259,6 +266,11 @@ class Layout:
             raise LayoutError(
                 f"{type(sharding).__name__} has no named axes, so it is no layout; "
                 "lay the array out with relayout first."
+            )
+        if sharding.spec.unreduced or len(sharding.spec) > _whole_rank(rank):
+            raise LayoutError(
+                f"{sharding.spec} is no layout of an array with {rank} dims: a layout has one "
+                "entry per dim and no sums left to do."
             )
         specs = list(sharding.spec) + [None] * (rank - len(sharding.spec))
         return cls(specs, Mesh.from_jax(sharding.mesh))
@@ -334,14 +346,17 @@ def _spec_faults(specs: tuple[Spec, ...], mesh: Mesh | None) -> list[str]:
         for axis in _axes(spec):
             if axis in (UNSHARDED, MATCH):
                 faults.append(f"dim {dim} lies on {spec!r}: {axis!r} stands alone or not at all.")
-            where.setdefault(axis, []).append(dim)
+            elif not is_axis_name(axis):
+                faults.append(f"dim {dim} lies on {axis!r}, which is no name of an axis.")
+            else:
+                where.setdefault(axis, []).append(dim)
     for axis, dims in where.items():
         if len(dims) > 1:
             faults.append(
                 f"axis {axis!r} is used {len(dims)} times, on dims {dims}. One axis can cut one "
                 "dim of a tensor; leave the others UNSHARDED."
             )
-        if mesh is not None and axis not in mesh and axis not in (UNSHARDED, MATCH):
+        if mesh is not None and axis not in mesh:
             faults.append(
                 f"dim {dims[0]} lies on axis {axis!r}, which the mesh ({mesh.axes_text}) does not "
                 f"have. Its axes are {', '.join(map(repr, mesh.axis_names))}."
@@ -360,15 +375,20 @@ def _indivisible(name: str, dims: Sequence[int], dim: int, layout: Layout) -> st
     )
 
 
+def _are_sizes(dims: Sequence[int]) -> bool:
+    return all(hasattr(size, "__index__") and size >= 0 for size in dims)
+
+
 def _whole_rank(rank: int) -> int:
-    if not isinstance(rank, int) or rank < 0:
-        raise LayoutError(f"rank {rank!r} is no number of dims.")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+        raise LayoutError(f"rank {rank!r} is no number of dims: it is a whole number from 0 up.")
     return rank
 
 
 def _dim_index(dim: int, rank: int) -> int:
-    if not isinstance(dim, int) or not -rank <= dim < rank:
-        raise LayoutError(f"there is no dim {dim!r}: the tensor has {rank} dims.")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < rank:
+        there = f"{rank} dim(s), 0 to {rank - 1}" if rank else "no dims"
+        raise LayoutError(f"there is no dim {dim!r}: the tensor has {there}.")
     return dim % rank
 
 

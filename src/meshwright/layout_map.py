@@ -34,20 +34,28 @@ class LayoutMap(MutableMapping[str, Layout]):
     """
 
     def __init__(self, mesh: Mesh | None = None, rules: Any = ()) -> None:
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise LayoutError(
+                f"LayoutMap(mesh, rules) takes a meshwright Mesh first; received {mesh!r}. "
+                "Rules alone are LayoutMap(rules=...)."
+            )
         self.mesh = mesh
         self._layouts: dict[str, Layout] = {}
         self.update(rules)
 
     def __setitem__(self, pattern: str, layout: Layout | Specs) -> None:
         if not isinstance(pattern, str) or not pattern:
-            raise LayoutError(f"a pattern is a text such as 'feature.*kernel'; received {pattern!r}.")
+            raise LayoutError(
+                f"a pattern is a text such as 'feature.*kernel'; received {pattern!r}."
+            )
         try:
             re.compile(pattern)
         except re.error as error:
-            raise LayoutError(
-                f"pattern {pattern!r} is no regular expression: {error}."
-            ) from error
-        self._layouts[pattern] = as_layout(layout)
+            raise LayoutError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+        try:
+            self._layouts[pattern] = as_layout(layout)
+        except LayoutError as error:
+            raise LayoutError(f"the layout of {pattern!r}: {error}") from None
 
     def __getitem__(self, pattern: str) -> Layout:
         return self._layouts[pattern]
@@ -70,7 +78,7 @@ class LayoutMap(MutableMapping[str, Layout]):
         """The rules in order, as a value."""
         return tuple(Rule(pattern, layout) for pattern, layout in self._layouts.items())
 
-    def find(self, spellings: Iterable[str]) -> Rule | None:
+    def find(self, spellings: Iterable[str] | str) -> Rule | None:
         """The rule for a variable that has these paths, or ``None``; see :func:`find_rule`."""
         return find_rule(self.rules, spellings)
 
@@ -94,8 +102,8 @@ class LayoutMap(MutableMapping[str, Layout]):
         return sharded(self.mesh, self, batch=self.mesh.axis_names[0]).scope()
 
 
-def find_rule(rules: Iterable[Rule], spellings: Iterable[str]) -> Rule | None:
-    """The rule that places a variable with these paths.
+def find_rule(rules: Iterable[Rule], spellings: Iterable[str] | str) -> Rule | None:
+    """The rule that places a variable with these paths, or with this one.
 
     A rule whose pattern *is* one of the paths wins; else the first rule that ``re.search`` finds in
     one of them. In paths ``/`` and ``.`` are alike.
@@ -105,16 +113,25 @@ def find_rule(rules: Iterable[Rule], spellings: Iterable[str]) -> Rule | None:
     (Layout(['y']), Layout(['x']))
     """
     rules = list(rules)
-    paths = {spelled for path in spellings for spelled in _both_ways(path)}
+    spellings = [spellings] if isinstance(spellings, str) else list(spellings)
     for rule in rules:
-        if rule.pattern in paths:
+        if names_exactly(rule.pattern, spellings):
             return rule
+    paths = {_with(separator, path) for path in spellings for separator in "/."}
     for rule in rules:
         if any(re.search(rule.pattern, path) for path in paths):
             return rule
     return None
 
 
-def _both_ways(path: str) -> tuple[str, str]:
-    slashes = path.replace(".", "/")
-    return slashes, slashes.replace("/", ".")
+def names_exactly(pattern: str, spellings: Iterable[str]) -> bool:
+    """Whether the pattern is one of these paths, rather than found in one; ``/`` is like ``.``.
+
+    >>> names_exactly("a/kernel", ["a.kernel"]), names_exactly("kernel", ["a.kernel"])
+    (True, False)
+    """
+    return _with("/", pattern) in {_with("/", path) for path in spellings}
+
+
+def _with(separator: str, path: str) -> str:
+    return path.replace(".", separator).replace("/", separator)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import topology
@@ -37,7 +39,7 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
     devices: tuple[Any, ...] | None = None
-    name: str = ""
+    name: str = field(default="", compare=False)  # a label; JAX's own meshes could not carry it
 
     def __init__(
         self, axes: AxesLike, devices: Iterable[Any] | None = None, name: str = ""
@@ -46,13 +48,22 @@ class Mesh:
         if devices is not None:
             devices = tuple(devices)
         faults = _axis_faults(pairs) or _device_faults(pairs, devices)
-        if name and not re.fullmatch(r"\w+", name):
+        if not isinstance(name, str) or (name and not re.fullmatch(r"\w+", name)):
             faults.append(f"the mesh's name {name!r} is not made of letters, digits and '_'.")
         if faults:
             raise MeshError("\n".join(faults))
         object.__setattr__(self, "axes", pairs)
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "name", name)
+
+    def __eq__(self, other: object) -> bool:
+        # Never NotImplemented: Python would then ask the other side, and an array answers with one
+        # truth value per element, or raises.
+        return isinstance(other, Mesh) and self._value == other._value
+
+    @property
+    def _value(self) -> tuple[Any, ...]:
+        return self.axes, self.devices
 
     # What the mesh is
 
@@ -91,7 +102,10 @@ class Mesh:
         for known, size in self.axes:
             if known == axis:
                 return size
-        raise MeshError(f"axis {axis!r} is not an axis of the mesh ({self.axes_text}).")
+        raise MeshError(
+            f"axis {axis!r} is not an axis of the mesh ({self.axes_text}). "
+            f"Its axes are {', '.join(map(repr, self.axis_names))}."
+        )
 
     def __getitem__(self, axis: str) -> int:
         return self.axis_size(axis)
@@ -116,9 +130,9 @@ class Mesh:
         >>> Mesh({"batch": 4, "model": 2}).coords(5)
         {'batch': 2, 'model': 1}
         """
-        if not 0 <= position < self.size:
+        if not _is_whole(position) or not 0 <= position < self.size:
             raise MeshError(
-                f"there is no device at position {position}: the mesh ({self.axes_text}) has "
+                f"there is no device at position {position!r}: the mesh ({self.axes_text}) has "
                 f"positions 0 to {self.size - 1}."
             )
         return {
@@ -191,10 +205,12 @@ class Mesh:
 
     @classmethod
     def from_jax(cls, mesh: Any) -> Mesh:
-        """A :class:`Mesh` from a ``jax.sharding.Mesh`` or ``AbstractMesh``."""
+        """A :class:`Mesh` from a ``jax.sharding.Mesh`` or ``AbstractMesh``; JAX's have no name."""
+        import jax
+
         pairs = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
-        devices = getattr(mesh, "devices", None)
-        return cls(pairs, None if devices is None else devices.flat)
+        abstract = isinstance(mesh, jax.sharding.AbstractMesh)
+        return cls(pairs, None if abstract else mesh.devices.flat)
 
     # As text and as pickle
 
@@ -230,7 +246,8 @@ class Mesh:
         mesh = cls(_parse_axes(axes, text), name=name or "")
         if ids is None:
             return mesh
-        return mesh.update(devices=_present_devices(platform, _parse_ids(ids, text)))
+        named = _parse_ids(ids, mesh.size, text)
+        return mesh.update(devices=_present_devices(platform, named))
 
     def __reduce__(self) -> tuple[Any, ...]:
         named = None
@@ -251,7 +268,7 @@ def create_mesh(
     ``"x"`` over all devices. ``devices``: JAX devices or names such as ``"cpu:3"``, in row-major
     order; by default all of ``platform``, or of JAX's default platform. On TPUs the order follows
     the interconnect. Raises :class:`MeshError` if the sizes do not multiply to the number of
-    devices.
+    devices, and :class:`TopologyError` if there are no devices of that platform here.
 
     >>> print(create_mesh({"batch": -1, "model": 2}))
     batch=4, model=2 @ cpu:0-7
@@ -275,10 +292,22 @@ def create_mesh(
 # The checks, each returning the faults it found
 
 
+def is_axis_name(name: object) -> bool:
+    """Whether an axis can be called so: a text of letters, digits and '_', no digit first."""
+    return isinstance(name, str) and re.fullmatch(r"[^\W\d]\w*", name) is not None
+
+
+def _is_whole(number: object) -> bool:
+    return hasattr(number, "__index__") and not isinstance(number, bool)
+
+
 def _pairs(axes: AxesLike) -> tuple[tuple[str, int], ...]:
-    items = axes.items() if isinstance(axes, Mapping) else axes
+    items: Any = axes.items() if isinstance(axes, Mapping) else axes
     try:
-        return tuple((axis, size) for axis, size in items)
+        # NumPy's whole numbers become Python's, so that equal meshes print alike.
+        return tuple(
+            (axis, operator.index(size) if _is_whole(size) else size) for axis, size in items
+        )
     except (TypeError, ValueError):
         raise MeshError(
             f"axes are pairs (name, size) or a mapping, such as {{'batch': 4, 'model': 2}}; "
@@ -291,20 +320,21 @@ def _axis_faults(pairs: tuple[tuple[str, int], ...], wildcard: bool = False) -> 
         return ["a mesh needs at least one axis; for one device write {'batch': 1}."]
     names = [axis for axis, _ in pairs]
     faults = []
-    for axis in dict.fromkeys(names):
-        if not isinstance(axis, str) or not axis.isidentifier():
-            faults.append(f"axis {axis!r} is no name: use letters, digits and '_'.")
-        elif axis in RESERVED:
-            faults.append(f"axis {axis!r} is called like a reserved word; call it otherwise.")
-        elif names.count(axis) > 1:
+    for axis in names:
+        if not is_axis_name(axis):
             faults.append(
-                f"axis {axis!r} stands {names.count(axis)} times in {names}; "
-                "each axis needs a name of its own."
+                f"axis {axis!r} is no name: use letters, digits and '_', with no digit first."
+            )
+    for axis, times in Counter(filter(is_axis_name, names)).items():
+        if axis in RESERVED:
+            faults.append(f"axis {axis!r} is called like a reserved word; call it otherwise.")
+        elif times > 1:
+            faults.append(
+                f"axis {axis!r} stands {times} times in {names}; each axis needs a name of its own."
             )
     for axis, size in pairs:
-        whole = isinstance(size, int) and not isinstance(size, bool)
-        if not whole or (size < 1 and not (wildcard and size == -1)):
-            allowed = "a positive whole number, or -1 once" if wildcard else "a positive number"
+        if not _is_whole(size) or (size < 1 and not (wildcard and size == -1)):
+            allowed = "a whole number from 1 up" + (", or -1 once" if wildcard else "")
             faults.append(f"axis {axis!r} has size {size!r}; a size is {allowed}.")
     if [size for _, size in pairs].count(-1) > 1:
         faults.append("-1 ('the rest') stands for more than one axis; only one can be left open.")
@@ -316,11 +346,14 @@ def _device_faults(
 ) -> list[str]:
     if devices is None:
         return []
+    strangers = [d for d in devices if not hasattr(d, "platform")]
+    if strangers:
+        return [f"a mesh is made of JAX devices; received {', '.join(map(repr, strangers))}."]
     faults = []
     wanted = math.prod(size for _, size in pairs)
     if wanted != len(devices):
         faults.append(_wrong_count(pairs, devices, may_shrink=False))
-    twice = [str(d) for d in dict.fromkeys(devices) if devices.count(d) > 1]
+    twice = [str(device) for device, times in Counter(devices).items() if times > 1]
     if twice:
         faults.append(f"the same device stands twice in the mesh: {', '.join(twice)}.")
     platforms = sorted({d.platform for d in devices})
@@ -351,9 +384,7 @@ def _fill_in(pairs: tuple[tuple[str, int], ...], count: int) -> tuple[tuple[str,
         return pairs
     if count % known:
         sizes = ", ".join(f"{axis}={size}" for axis, size in pairs)
-        raise MeshError(
-            f"{sizes} cannot be filled in: {count} devices do not divide by {known}."
-        )
+        raise MeshError(f"{sizes} cannot be filled in: {count} devices do not divide by {known}.")
     return tuple((axis, count // known if size == -1 else size) for axis, size in pairs)
 
 
@@ -395,15 +426,18 @@ def _parse_axes(axes: str, text: str) -> list[tuple[str, int]]:
     return [(axis, int(size)) for axis, size in found]
 
 
-def _parse_ids(ids: str, text: str) -> list[int]:
-    numbers: list[int] = []
+def _parse_ids(ids: str, wanted: int, text: str) -> list[int]:
+    runs = []
     for run in ids.split(","):
         found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", run)
-        if found is None:
+        first, last = map(int, (found[1], found[2] or found[1])) if found else (1, 0)
+        if last < first:
             raise MeshError(f"{text!r} names no devices after '@'; write 'cpu:0-7' or 'cpu:0,2'.")
-        first, last = found.groups()
-        numbers.extend(range(int(first), int(last or first) + 1))
-    return numbers
+        runs.append((first, last))
+    count = sum(last - first + 1 for first, last in runs)
+    if count != wanted:
+        raise MeshError(f"{text!r} names {count} device(s), but its axes make {wanted}.")
+    return [i for first, last in runs for i in range(first, last + 1)]
 
 
 def _present_devices(platform: str, ids: Iterable[int]) -> tuple[Any, ...] | None:
@@ -422,20 +456,29 @@ def _unpickle(axes: AxesLike, named: tuple[tuple[str, int], ...] | None, name: s
 
 def _named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
     """JAX devices for a mixture of devices and names such as ``"cpu:3"``."""
-    chosen, missing = [], []
+    chosen, faults = [], []
     for device in devices:
-        if not isinstance(device, str):
-            chosen.append(device)
-            continue
-        kind, _, number = device.lower().rpartition(":")
-        known = {str(d.id): d for d in topology.devices(kind or platform)}
-        if number in known:
-            chosen.append(known[number])
-        else:
-            missing.append(device)
-    if missing:
-        raise MeshError(
-            f"no such device: {', '.join(missing)}. "
-            f"JAX has {', '.join(f'{d.platform}:{d.id}' for d in topology.devices(platform))}."
-        )
+        found = _device_called(device, platform) if isinstance(device, str) else device
+        if found is None:
+            faults.append(f"there is no device {device!r}. {_devices_there(device, platform)}")
+        elif not hasattr(found, "platform"):
+            faults.append(f"{device!r} is no JAX device, nor the name of one, such as 'cpu:3'.")
+        elif platform not in (None, found.platform, "cuda", "rocm"):  # both are JAX's "gpu"
+            faults.append(f"device {device!r} is not of the platform asked for, {platform!r}.")
+        chosen.append(found)
+    if not chosen:
+        faults.append("devices=[] leaves nothing to make a mesh of; without it all are taken.")
+    if faults:
+        raise MeshError("\n".join(faults))
     return chosen
+
+
+def _device_called(name: str, platform: str | None) -> Any | None:
+    kind, _, number = name.lower().rpartition(":")
+    known = {str(device.id): device for device in topology.devices(kind or platform)}
+    return known.get(number)
+
+
+def _devices_there(name: str, platform: str | None) -> str:
+    there = topology.devices(name.lower().rpartition(":")[0] or platform)
+    return f"JAX has {_devices_text(tuple(there))}."

@@ -18,6 +18,7 @@ from .mesh import Mesh
 
 Role = Literal["parameter", "state", "slot", "seed", "metric"]
 BatchAxes = str | tuple[str, ...] | None
+BatchLike = BatchAxes | list[str]
 
 _BY_LAYER = "the layer's own argument"
 _MATCHES_NOTHING = (
@@ -95,7 +96,7 @@ class Placement:
         cls,
         mesh: Mesh,
         layouts: LayoutMap | Mapping[str, Any] | None = None,
-        batch: str | tuple[str, ...] | list[str] | None = "batch",
+        batch: BatchLike = "batch",
         inputs: Any = None,
         targets: Any = None,
         activations: Mapping[str, Any] | None = None,
@@ -127,9 +128,11 @@ class Placement:
         for info in dict.fromkeys(i for i in infos if i.role != "slot"):
             try:
                 ruled[info] = self._place_one(info)
-                faults += _faults_of(ruled[info])
+                found = _faults_of(ruled[info])
             except LayoutError as error:
-                faults.append(f"{_opening(info, info.asked, _BY_LAYER)}: {error}")
+                found = [f"{_opening(info, info.asked, _BY_LAYER)}: {error}"]
+            if found:
+                faults.append("\n".join(found))
         if faults:
             raise PlacementError(
                 f"{len(faults)} variable(s) cannot be laid out on the mesh "

@@ -37,7 +37,7 @@ def virtual_devices(count: int) -> None:
     >>> subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     '4\\n'
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not hasattr(count, "__index__") or isinstance(count, bool) or count < 1:
         raise TopologyError(f"virtual_devices({count!r}): the count is a whole number from 1 up.")
     import jax
 
@@ -49,10 +49,10 @@ def virtual_devices(count: int) -> None:
             "process. Call it before the first use of JAX, or set the environment variable "
             f"JAX_NUM_CPU_DEVICES={count} before the program starts."
         )
-    if not os.environ.get("JAX_PLATFORMS"):
+    if not getattr(jax.config, "jax_platforms", None):
         jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
-    _size_pool_for(count)
+    jax.config.update("jax_num_cpu_devices", int(count))
+    _size_pool_for(int(count))
 
 
 def settle_cpu_pool() -> None:
@@ -130,8 +130,8 @@ def _size_pool_for(count: int) -> None:
 
 def _requested_cpu_devices() -> int:
     """How many CPU devices JAX's options ask for, by configuration or environment."""
-    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    by_flag = int(flag.group(1)) if flag else 0
+    flags = os.environ.get("XLA_FLAGS", "")
+    by_flag = max(map(int, re.findall(r"host_platform_device_count=(\d+)", flags)), default=0)
     if "jax" in sys.modules:
         import jax
 

@@ -33,7 +33,7 @@ def functions_of(strategy: Sharded, model: keras.Model, variables: KerasVariable
     They are kept on the model, for they hold it; a model that is compiled anew gets new ones.
     """
     token = (*_compat.compile_token(model), tuple(variables.params), tuple(variables.slots))
-    kept: dict[Any, Functions] = vars(model).setdefault("_meshwright_functions", {})
+    kept: dict[Any, Functions] = model.__dict__.setdefault("_meshwright_functions", {})
     present = kept.get(strategy)
     if present is None or not _same(present.token, token):
         present = kept[strategy] = _make_functions(strategy, model, variables, token)

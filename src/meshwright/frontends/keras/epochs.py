@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import keras
 
 from ... import _compat
@@ -38,7 +37,7 @@ class Epochs:
             x, y, sample_weight, batch_size, steps, shuffle, class_weight
         )
         self._placement = placement
-        self._is_array = _is_arrays(x)
+        self._is_array = _compat.reads_arrays(self._epochs)
         # A generator may fill the same buffer again while the devices still read it.
         self._put = batches.putter(placement, model, copy=not self._is_array)
         self._small_is_fine = self._is_array or not training
@@ -75,9 +74,3 @@ class Epochs:
 
     def _epoch(self) -> Iterator[Any]:
         return (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())
-
-
-def _is_arrays(x: Any) -> bool:
-    return all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)) and not callable(
-        getattr(x, "batch", None)
-    )

@@ -204,7 +204,7 @@ class _Training:
                 self._state = read_state(self._variables)  # a callback may have changed it
             self._state, logs = step(self._state, batch)
             if self._begins or self._ends:
-                _compat.attach_state(model, self._in_keras_order(self._state))
+                _compat.attach_state(model, self._in_keras_order())
             if self._ends:
                 callbacks.on_train_batch_end(number, logs)
             if model.stop_training:
@@ -221,8 +221,9 @@ class _Training:
         _compat.detach_state(self._model)
         self._state = None
 
-    def _in_keras_order(self, state: TrainState) -> dict[str, list[Any]]:
-        v = self._variables
+    def _in_keras_order(self) -> dict[str, list[Any]]:
+        v, state = self._variables, self._state
+        assert state is not None  # a step was taken
         return {
             "trainable_variables": [state.params[path] for path in v.params],
             "non_trainable_variables": [state.state[path] for path in v.state],

@@ -62,7 +62,7 @@ def slot_info(slot: Any, parameter: Any | None, owner: ParamInfo | None) -> Para
     is ``adam/hidden/kernel/momentum``.
     """
     info = _info(slot, slot.path, (slot.path,), "slot")
-    if owner is None:
+    if parameter is None or owner is None:
         return info
     optimizer = slot.path.removesuffix(slot.name)
     kind = slot.name.removeprefix(parameter.path.replace("/", "_") + "_")
@@ -181,9 +181,7 @@ def _attributes(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, keras.Variable | keras.random.SeedGenerator):
-        yield name, value
-    elif isinstance(value, keras.Layer) and not isinstance(value, keras.Metric):
+    if isinstance(value, keras.Variable | keras.random.SeedGenerator | keras.Layer):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():

@@ -51,7 +51,7 @@ class WaitingRoom:
         self._models.add(model)
 
     def settle(self) -> None:
-        """Check all that wait, then make them. What cannot be laid out raises and nothing is made."""
+        """Check all that wait, then make them; if one cannot be laid out, nothing is made."""
         variables = self._variables
         if not variables:
             return

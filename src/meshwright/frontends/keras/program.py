@@ -17,7 +17,7 @@ from .paths import distinct, model_infos, other_info, slot_info
 
 @dataclass(frozen=True, eq=False)
 class KerasVariables:
-    """The variables of a model, its optimizer and its metrics, in Keras' order, with their paths."""
+    """Variables of a model, its optimizer and its metrics by path, in Keras' order."""
 
     params: dict[str, Any]  # path -> variable, and so on
     state: dict[str, Any]
@@ -86,7 +86,7 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         x, y, weights = _unpack(batch)
-        value, (unscaled, outputs, state, metrics) = model.compute_loss_and_updates(
+        differentiated: Any = model.compute_loss_and_updates(
             _ordered(v.params, params),
             _ordered(v.state, whole.state),
             _ordered(v.metrics, whole.metrics),
@@ -96,6 +96,8 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
             training=training,
             optimizer_variables=_ordered(v.slots, whole.slots),
         )
+        value, aux = differentiated
+        unscaled, outputs, state, metrics = aux
         return value, Aux(unscaled, outputs, _named(v.state, state), _named(v.metrics, metrics))
 
     def measure(metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:

@@ -13,10 +13,9 @@ from ... import _compat
 from ...data import put
 from ...errors import ModelError, TopologyError
 from ...explain import Explanation
-from ...layout import Layout
 from ...layout_map import LayoutMap
 from ...mesh import Mesh
-from ...placement import ParamInfo, Placed, Placement
+from ...placement import BatchLike, ParamInfo, Placed, Placement
 from ...program import Batch, Program, TrainState
 from ...step.train import Step, make_train_step
 from . import batches, fitting
@@ -61,7 +60,7 @@ class Sharded(_Distribution):
         mesh: Mesh,
         layouts: LayoutMap | Mapping[str, Any] | None = None,
         *,
-        batch: str | Sequence[str] | None = "batch",
+        batch: BatchLike = "batch",
         inputs: Any = None,
         targets: Any = None,
         activations: Mapping[str, Any] | None = None,
@@ -336,7 +335,7 @@ class Sharded(_Distribution):
 class DataParallel(Sharded):
     """Every variable replicated, every batch shared out: :class:`Sharded` with an empty map."""
 
-    def __init__(self, mesh: Mesh, *, batch: str | Sequence[str] | None = "batch") -> None:
+    def __init__(self, mesh: Mesh, *, batch: BatchLike = "batch") -> None:
         super().__init__(mesh, batch=batch)
 
 
