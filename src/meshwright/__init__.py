@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from .program import Program as Program
     from .program import TrainState as TrainState
     from .train import Trainer as Trainer
-    from .show import show as show
+    from .drawing import show as show
 
 __version__ = "0.1.0"
 
@@ -81,7 +81,7 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("Program", "TrainState"), "program"),
     "Trainer": "train",
     "jax_program": "frontends.jax",
-    "show": "show",
+    "show": "drawing",
 }
 _LAZY_MODULES = {"keras": "frontends.keras", "testing": "testing"}
 

@@ -10,7 +10,7 @@
     ├── DataError            ValueError    input data that cannot be found or read
     ├── ModelError           ValueError    a model that is not ready for what was asked
     ├── TopologyError        RuntimeError  devices or processes that are not there, or come too late
-    ├── TracingError         RuntimeError  something asked inside jit that only has a meaning outside
+    ├── TracingError         RuntimeError  something that has no meaning inside jit
     └── BackendError         RuntimeError  Keras is set to another backend than JAX
 
     MeshwrightWarning        UserWarning   something that works, but hardly as meant
