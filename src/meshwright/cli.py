@@ -1,0 +1,296 @@
+"""The program ``meshwright``: ``demo``, ``show`` and ``doctor``.
+
+Whatever is heavy is imported inside the command that needs it, so that ``--help`` is instant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .errors import LayoutError, MeshwrightError
+
+if TYPE_CHECKING:
+    from .doctor import Diagnosis, Package
+    from .drawing import Drawn
+    from .mesh import Mesh
+
+_ITEMSIZES = {
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+_TRACEBACK_VARIABLE = "MESHWRIGHT_TRACEBACK"
+
+
+class _Group(click.Group):
+    """Prints the errors that Meshwright raises on purpose as one message, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MeshwrightError as error:
+            if ctx.meta.get(_TRACEBACK_VARIABLE) or os.environ.get(_TRACEBACK_VARIABLE):
+                click.echo(traceback.format_exc(), err=True, nl=False)
+            else:
+                click.echo(f"Error: {error}", err=True)
+            ctx.exit(2)
+
+
+def _remember_traceback(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta[_TRACEBACK_VARIABLE] = True
+
+
+_traceback_option = click.option(
+    "--traceback",
+    is_flag=True,
+    expose_value=False,
+    callback=_remember_traceback,
+    help=f"Show the traceback of an error ({_TRACEBACK_VARIABLE}=1 does so, too).",
+)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="meshwright", prog_name="meshwright")
+@_traceback_option
+def main() -> None:
+    """Meshwright: one model, any mesh."""
+
+
+# show
+
+
+@main.command()
+@click.option("--mesh", "mesh_text", required=True, help='The mesh: "batch=4,model=2".')
+@click.option("--dims", "dims_texts", multiple=True, help='The dims of a tensor: "784,128".')
+@click.option(
+    "--layout",
+    "layout_texts",
+    multiple=True,
+    help='An entry per dim: "unsharded,model"; "batch+model" for several axes on one dim.',
+)
+@click.option(
+    "--tensor",
+    "tensor_texts",
+    multiple=True,
+    help='All in one, as often as wanted: "kernel:784x128:unsharded,model".',
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(list(_ITEMSIZES)),
+    default="float32",
+    metavar="DTYPE",
+    help="What the elements are: float32 (unless said otherwise), bfloat16, int8, ...",
+)
+@click.option("--title", default="", help="A title for the picture.")
+@click.option(
+    "--svg",
+    "svg_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the picture to this file, too.",
+)
+@_traceback_option
+def show(
+    mesh_text: str,
+    dims_texts: tuple[str, ...],
+    layout_texts: tuple[str, ...],
+    tensor_texts: tuple[str, ...],
+    dtype: str,
+    title: str,
+    svg_path: Path | None,
+) -> None:
+    """Draw how tensors lie on a mesh, which need not be there.
+
+    \b
+    meshwright show --mesh batch=4,model=2 --dims 784,128 --layout unsharded,model
+    meshwright show --mesh batch=4,model=2 --svg kernels.svg \\
+        --tensor kernel:784x128:unsharded,model --tensor bias:128:model
+    """
+    from rich.console import Console
+
+    from .drawing import Section, Sheet, draw_svg, draw_text
+    from .mesh import Mesh
+
+    mesh = Mesh.from_string(mesh_text)
+    tensors = [*_paired(dims_texts, layout_texts), *map(_in_three, tensor_texts)]
+    sheet = Sheet(title, (Section("", mesh, _all_drawn(tensors, mesh, _ITEMSIZES[dtype])),))
+    Console().print(draw_text(sheet))
+    if svg_path is not None:
+        _write(svg_path, draw_svg(sheet))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.FileError(str(path), hint=error.strerror or str(error)) from error
+    click.echo(f"wrote {path}")
+
+
+def _paired(dims_texts: Sequence[str], layout_texts: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Name, dims and layout of each ``--layout``; one ``--dims`` may serve several layouts."""
+    if len(dims_texts) == 1 and layout_texts:
+        dims_texts = [dims_texts[0]] * len(layout_texts)
+    if len(dims_texts) != len(layout_texts):
+        raise click.UsageError(
+            f"--dims and --layout belong together: {len(dims_texts)} of the one and "
+            f"{len(layout_texts)} of the other are given."
+        )
+    count = len(layout_texts)
+    names = ["tensor"] if count == 1 else [f"tensor {i + 1}" for i in range(count)]
+    return list(zip(names, dims_texts, layout_texts, strict=True))
+
+
+def _in_three(text: str) -> tuple[str, str, str]:
+    parts = text.rsplit(":", 2)
+    if len(parts) != 3:
+        raise click.BadParameter(
+            f"{text!r} is not name:dims:layout, such as kernel:784x128:unsharded,model.",
+            param_hint="--tensor",
+        )
+    name, dims, layout = parts
+    return name, dims, layout
+
+
+def _all_drawn(
+    tensors: Sequence[tuple[str, str, str]], mesh: Mesh, itemsize: int
+) -> tuple[Drawn, ...]:
+    """All the tensors, or one error that names all their faults."""
+    drawn, faults = [], []
+    for name, dims, layout in tensors:
+        try:
+            drawn.append(_drawn(name, dims, layout, mesh, itemsize))
+        except LayoutError as error:
+            faults.append(str(error))
+    if faults:
+        raise LayoutError("\n".join(faults))
+    return tuple(drawn)
+
+
+def _drawn(name: str, dims_text: str, layout_text: str, mesh: Mesh, itemsize: int) -> Drawn:
+    from .drawing import Drawn
+    from .layout import Layout
+
+    sizes = [size.strip() for size in re.split("[,x×]", dims_text)] if dims_text.strip() else []
+    if not all(size.isdecimal() for size in sizes):
+        raise click.BadParameter(
+            f"{dims_text!r} is not a list of sizes, such as 784,128 or 784x128.",
+            param_hint="--dims",
+        )
+    layout_text = layout_text.strip()
+    layout = Layout.from_string(layout_text if layout_text[:1] == "[" else f"[{layout_text}]")
+    return Drawn(name, tuple(int(size) for size in sizes), layout.on(mesh), itemsize)
+
+
+# doctor
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@_traceback_option
+def doctor(as_json: bool) -> None:
+    """Tell what is installed, which devices there are, and what is missing.
+
+    Ends with status 0 if Meshwright can be used here, else with 1.
+    """
+    from .doctor import examine
+
+    diagnosis = examine()
+    if as_json:
+        click.echo(json.dumps(diagnosis.as_dict(), indent=2))
+    else:
+        _print_diagnosis(diagnosis)
+    raise SystemExit(0 if diagnosis.usable else 1)
+
+
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    # Not with Rich, which may be among the packages that are missing.
+    click.secho(
+        f"meshwright {diagnosis.meshwright}, Python {diagnosis.python}, {diagnosis.system}, "
+        f"{diagnosis.cores} cores",
+        bold=True,
+    )
+    for title, required in (("required", True), ("optional", False)):
+        click.echo(f"\n{title}")
+        for package in diagnosis.packages:
+            if package.required == required:
+                _print_package(package)
+    click.echo("\ndevices")
+    for line in _device_lines(diagnosis):
+        click.echo(f"  {line}")
+    click.echo("\nsettings")
+    for name, value in diagnosis.environment.items():
+        click.echo(f"  {name:<20} {'not set' if value is None else value}")
+    click.echo(f"\ndata\n  {diagnosis.data}\n")
+    _print_verdict(diagnosis)
+
+
+def _print_package(package: Package) -> None:
+    version = package.version or "not installed"
+    colour = {"ok": "green", "broken": "red"}.get(
+        package.state, "red" if package.required else "yellow"
+    )
+    click.echo(f"  {package.name:<18} ", nl=False)
+    click.secho(f"{version:<14}", fg=colour, nl=False)
+    click.echo(f" {package.fault or package.purpose}")
+
+
+def _device_lines(diagnosis: Diagnosis) -> list[str]:
+    alike = Counter((d.platform, d.kind, d.memory_bytes) for d in diagnosis.devices)
+    lines = [
+        f"{count} {platform} ({kind}"
+        + (f", {memory / 2**30:.1f} GiB each)" if memory else ", memory not told)")
+        for (platform, kind, memory), count in alike.items()
+    ]
+    process = f"process {diagnosis.process_index} of {diagnosis.process_count}"
+    return [*lines, process] if lines else ["none"]
+
+
+def _print_verdict(diagnosis: Diagnosis) -> None:
+    for note in diagnosis.notes:
+        click.secho(f"note: {note}", fg="yellow")
+    for fault in diagnosis.faults:
+        click.secho(f"fault: {fault}", fg="red")
+    if diagnosis.usable:
+        click.secho("Everything that is required is here and works.", fg="green")
+    if diagnosis.command:
+        click.echo(f"To mend it:        {diagnosis.command}")
+    if diagnosis.optional_command:
+        click.echo(f"For what is optional: {diagnosis.optional_command}")
+
+
+# demo
+
+
+@main.command()
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="MNIST as an .npz file; else Keras' cache, a download, or the digits shipped here.",
+)
+@click.option("--epochs", type=int, help="How often each run goes through the digits.")
+@click.option("--runs", help='Which of the runs: "a,b,c".')
+@click.option("--out", type=click.Path(path_type=Path), help="The folder for the picture.")
+@click.option("--quick", is_flag=True, help="A few digits for one epoch, to see that all works.")
+@_traceback_option
+def demo(**options: Any) -> None:
+    """Train on handwritten digits under three kinds of parallelism, changing only the layout."""
+    from . import demo as demonstration
+
+    demonstration.main(**{name: value for name, value in options.items() if value is not None})
+
+
+if __name__ == "__main__":
+    main()
