@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .arrays import relayout as relayout
     from .arrays import relayout_like as relayout_like
     from .arrays import unpack as unpack
+    from .drawing import show as show
     from .frontends import keras as keras
     from .frontends.jax import jax_program as jax_program
     from .frontends.keras import DataParallel as DataParallel
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from .program import Program as Program
     from .program import TrainState as TrainState
     from .train import Trainer as Trainer
-    from .drawing import show as show
 
 __version__ = "0.1.0"
 

@@ -52,6 +52,14 @@ class KerasHooks(Protocol):
         """The tensor laid out, or ``NotImplemented`` if the layout is not ours."""
         ...
 
+    def stateless_call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """``model.stateless_call``, of which ``original`` is Keras' own."""
+        ...
+
+    def on_host(self, variable: Any) -> Any | None:
+        """The whole value of a variable, or ``None`` to leave reading it to Keras."""
+        ...
+
     def keep_weights(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Around ``fit``, ``evaluate`` and ``predict``: what fails inside loses no weight."""
         ...
@@ -67,6 +75,7 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     (``backend/jax/trainer.py``).
     """
     from keras.src.backend.jax import core, distribution_lib, trainer
+    from keras.src.layers.layer import Layer
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
     variables: Any = core.JaxVariable
@@ -89,6 +98,10 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
         hooks.new_slot(slot, reference_variable)
         return slot
 
+    def as_numpy(original: Any, variable: Any, *args: Any, **kw: Any) -> Any:
+        whole = hooks.on_host(variable)  # what lies in other processes too, Keras cannot read
+        return original(variable, *args, **kw) if whole is None else whole.__array__(*args, **kw)
+
     def iterate(original: Any, iterator: Any, distribution: Any) -> Any:
         ours = hooks.put_batches(distribution, iterator.data_adapter.get_jax_iterator())
         return original(iterator, distribution) if ours is None else ours
@@ -97,12 +110,17 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
         ours = hooks.lay_out_activation(tensor, layout)
         return original(tensor, layout) if ours is NotImplemented else ours
 
+    def call(original: Any, model: Any, *args: Any, **kw: Any) -> Any:
+        return hooks.stateless_call(original, model, *args, **kw)
+
     def guarded(original: Any, model: Any, *args: Any, **kw: Any) -> Any:
         with hooks.keep_weights(model):
             return original(model, *args, **kw)
 
     _wrap(core.JaxVariable, "_initialize_with_initializer", initialize)
+    _wrap(core.JaxVariable, "__array__", as_numpy)
     _wrap(trainer.JAXTrainer, "__init__", construct)
+    _wrap(Layer, "stateless_call", call)
     _wrap(BaseOptimizer, "add_variable_from_reference", add_slot)
     _wrap(trainer.JAXEpochIterator, "_get_distributed_iterator", iterate)
     _wrap(distribution_lib, "distribute_tensor", lay_out)
@@ -289,19 +307,37 @@ def update_metrics(model: Any, metrics: list[Any], loss: Any, batch: Any, output
 
 
 def has_own(model: Any, method: str) -> bool:
-    """Whether the model's class brings its own ``train_step``, ``test_step`` or ``predict_step``."""
+    """Whether the model's class brings its own ``train_step``, ``test_step`` and so on."""
     from keras.src.backend.jax.trainer import JAXTrainer
 
     return getattr(type(model), method) is not getattr(JAXTrainer, method)
 
 
 def add_layout_property(read: Any) -> None:
-    """Give every Keras variable a ``layout``; TensorFlow's ``DVariable`` had one, Keras 3 has not."""
+    """Give every Keras variable a ``layout``, as TensorFlow's ``DVariable`` had one."""
     from keras.src.backend.jax.core import JaxVariable
 
     variables: Any = JaxVariable
     if not hasattr(variables, "layout"):
         variables.layout = property(read)
+
+
+def masks_of(tensors: Any) -> list[Any]:
+    """The masks that Keras has noted on the arrays of a tree; ``None`` where there is none."""
+    import jax
+    from keras.src.backend import get_keras_mask
+
+    return [get_keras_mask(tensor) for tensor in jax.tree.leaves(tensors)]
+
+
+def set_masks(tensors: Any, masks: list[Any]) -> None:
+    """Note these masks on the arrays of a tree."""
+    import jax
+    from keras.src.backend import set_keras_mask
+
+    for tensor, mask in zip(jax.tree.leaves(tensors), masks, strict=True):
+        if mask is not None:
+            set_keras_mask(tensor, mask)
 
 
 def takes_training(model: Any) -> bool:

@@ -74,7 +74,8 @@ class Putter:
         key = (tree, tuple(value.shape for value in flat), last)
         shardings = self._known.get(key)
         if shardings is None:
-            shardings = self._known[key] = self._shardings(jax.tree.unflatten(tree, flat), last)
+            layouts = jax.tree.leaves(self.layouts(jax.tree.unflatten(tree, flat), last))
+            shardings = self._known[key] = [layout.sharding for layout in layouts]
         return jax.tree.unflatten(tree, _put_all(flat, shardings))
 
     def each(self, batches: Iterable[Batch], alone_is_last: bool = True) -> Iterator[Batch]:
@@ -98,21 +99,25 @@ class Putter:
         if odd is not None:
             yield self(odd, last=count > 1 or alone_is_last)
 
-    def _shardings(self, batch: Batch, last: bool) -> list[Any]:
+    def layouts(self, batch: Batch, last: bool = True) -> Batch:
+        """The layout of every array of a batch, in place of the arrays."""
+        import jax
+
         try:
-            return self._by(self._placement, batch)
+            layouts = self._by(self._placement, batch)
         except BatchError:
             if not last:
                 raise
-            return self._by(_whole_rows(self._placement), batch)
+            layouts = self._by(_whole_rows(self._placement), batch)
+        return jax.tree.unflatten(jax.tree.structure(batch), layouts)
 
-    def _by(self, placement: Placement, batch: Batch) -> list[Any]:
+    def _by(self, placement: Placement, batch: Batch) -> list[Layout]:
         import jax
 
         layout_of = {"input": placement.input_layout, "target": placement.target_layout}
         labelled = zip(self._label(batch), jax.tree.leaves(batch), strict=True)
         return [
-            layout_of[label.kind](label.name, label.position, value.shape).sharding
+            layout_of[label.kind](label.name, label.position, value.shape)
             for label, value in labelled
         ]
 

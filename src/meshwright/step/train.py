@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from ..program import Batch, Logs, Program, TrainState
+from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from .spatial import guard
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]
 
@@ -27,6 +30,25 @@ def make_train_step(program: Program) -> Step:
         return TrainState(params, aux.state, slots, metrics), logs
 
     return train_step
+
+
+def guarded(
+    program: Program, layouts: TrainState, batch_layouts: Callable[[Batch], Any]
+) -> Program:
+    """The program with right gradients for state and batches that lie so; see ``spatial.py``.
+
+    ``layouts`` holds a :class:`~meshwright.Layout` per array of the state; ``batch_layouts`` says
+    how the arrays of a batch lie.
+    """
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        def of_arrays(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
+            return program.loss(params, whole, batch, training)
+
+        lying = (layouts.params, layouts, batch_layouts(batch))
+        return guard(of_arrays, lying)(params, whole, batch)
+
+    return replace(program, loss=loss)
 
 
 def make_test_step(program: Program) -> Step:

@@ -14,7 +14,7 @@ from ..errors import TopologyError
 from ..explain import Explanation
 from ..placement import Placement
 from ..program import Batch, Logs, Program, TrainState
-from ..step.train import make_train_step
+from ..step.train import guarded, make_train_step
 
 
 class StepInfo(NamedTuple):
@@ -56,26 +56,31 @@ class Trainer:
             )
 
     @functools.cached_property
-    def shardings(self) -> TrainState:
-        """Where every array of the state lies; raises :class:`~meshwright.PlacementError`."""
+    def layouts(self) -> TrainState:
+        """How every array of the state lies; raises :class:`~meshwright.PlacementError`."""
         program = self.program
         placed = {each.info: each for each in self.placement.place(program.infos)}
         return TrainState(
             *(
-                {info.path: placed[info].layout.sharding for info in part}
+                {info.path: placed[info].layout for info in part}
                 for part in (program.params, program.state, program.slots, program.metrics)
             )
         )
 
+    @functools.cached_property
+    def _shardings(self) -> TrainState:
+        return jax.tree.map(lambda layout: layout.sharding, self.layouts)
+
     def init(self) -> TrainState:
         """The first state, each array made directly in its layout."""
-        return jax.jit(self.program.initial, out_shardings=self.shardings)()
+        return jax.jit(self.program.initial, out_shardings=self._shardings)()
 
     @functools.cached_property
     def step(self) -> Any:
         """The compiled step ``(state, batch) -> (state, logs)``; it donates the state."""
+        program = guarded(self.program, self.layouts, self.put.layouts)
         return jax.jit(
-            make_train_step(self.program), donate_argnums=0, out_shardings=(self.shardings, None)
+            make_train_step(program), donate_argnums=0, out_shardings=(self._shardings, None)
         )
 
     @functools.cached_property

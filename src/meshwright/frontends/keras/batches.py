@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import keras
@@ -52,12 +51,6 @@ def refuse_named_inputs(placement: Placement) -> None:
             "own fit, evaluate and predict cannot say which input is which. Use "
             "strategy.fit(model, ...), strategy.evaluate and strategy.predict."
         )
-
-
-@contextlib.contextmanager
-def uneven_kept_whole(placement: Placement, model: keras.Model) -> Iterator[None]:
-    """While tracing inside: no activation is split over rows or columns that do not divide."""
-    yield
 
 
 def _input_names(model: keras.Model | None) -> tuple[str, ...]:

@@ -7,9 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
+from jax.core import Tracer
 
 from ... import _compat
+from ...arrays import relayout
 from ...layout import UNSHARDED, Layout
+from .guarded import stateless_call
 from .pending import waiting_room
 
 
@@ -22,8 +26,6 @@ class ActivationLayout:
 
     def lay_out(self, tensor: Any) -> Any:
         """The output in its layout. Raises :class:`LayoutError` if it cannot lie so."""
-        from ...arrays import relayout
-
         layout = self.layout
         if tensor.ndim == layout.rank and layout.rank and tensor.shape[0] % layout.num_shards(0):
             # A smaller last batch is computed by every device in full.
@@ -51,16 +53,30 @@ class Hooks:
         slot._meshwright_parameter = parameter
 
     def put_batches(self, distribution: Any, batches: Iterable[Any]) -> Iterator[Any] | None:
-        if not hasattr(distribution, "_put_native_batches"):
+        if not _is_ours(distribution):
             return None
-        return distribution._put_native_batches(batches)
+        return distribution.put_native_batches(batches)
 
     def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
         return layout.lay_out(tensor) if isinstance(layout, ActivationLayout) else NotImplemented
 
+    def stateless_call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        distribution: Any = keras.distribution.distribution()
+        if not _is_ours(distribution) or not isinstance(model, keras.Model):
+            return original(model, *args, **kwargs)
+        return stateless_call(original, distribution.placement, model, *args, **kwargs)
+
+    def on_host(self, variable: Any) -> Any | None:
+        value = variable.value
+        if isinstance(value, Tracer) or value.is_fully_addressable:
+            return None
+        mesh = Layout.from_sharding(value.sharding, value.ndim).bound_mesh()
+        whole = relayout(value, Layout.replicated(mesh, value.ndim))
+        return np.asarray(whole.addressable_data(0))
+
     @contextlib.contextmanager
     def keep_weights(self, model: Any) -> Iterator[None]:
-        if not hasattr(keras.distribution.distribution(), "_put_native_batches"):
+        if not _is_ours(keras.distribution.distribution()):
             yield
             return
         held = [(variable, _compat.raw_value(variable)) for variable in _all_variables(model)]
@@ -72,6 +88,11 @@ class Hooks:
                 if _compat.raw_value(variable) is None:
                     _compat.restore_value(variable, value)
             raise
+
+
+def _is_ours(distribution: Any) -> bool:
+    """Whether it is a ``Sharded``, which stands above this file and cannot be imported here."""
+    return hasattr(distribution, "put_native_batches")
 
 
 def parameter_of(slot: Any) -> Any | None:

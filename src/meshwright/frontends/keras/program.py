@@ -81,12 +81,13 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
 
     def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
         values = _ordered(v.params, params), _ordered(v.state, state)
-        outputs, new = model.stateless_call(*values, inputs, **_training(model, training))
+        called: Any = model.stateless_call(*values, inputs, **_training(model, training))
+        outputs, new = called
         return outputs, _named(v.state, new)
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         x, y, weights = _unpack(batch)
-        differentiated: Any = model.compute_loss_and_updates(
+        value, aux = model.compute_loss_and_updates(
             _ordered(v.params, params),
             _ordered(v.state, whole.state),
             _ordered(v.metrics, whole.metrics),
@@ -96,7 +97,6 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
             training=training,
             optimizer_variables=_ordered(v.slots, whole.slots),
         )
-        value, aux = differentiated
         unscaled, outputs, state, metrics = aux
         return value, Aux(unscaled, outputs, _named(v.state, state), _named(v.metrics, metrics))
 

@@ -274,7 +274,7 @@ class Sharded(_Distribution):
         """Keras' question: into how many pieces the batch is cut."""
         return self.placement.batch_shards
 
-    def _put_native_batches(self, data: Iterable[Any]) -> Iterator[Any]:
+    def put_native_batches(self, data: Iterable[Any]) -> Iterator[Any]:
         batches.refuse_named_inputs(self.placement)
         return batches.putter(self.placement).each(data)
 
@@ -295,7 +295,7 @@ class Sharded(_Distribution):
         _compat.install_keras_hooks(Hooks())
         if self.placement.activations:
             self._layer_spellings = layer_spellings(model)
-        with super().scope(), batches.uneven_kept_whole(self.placement, model):
+        with super().scope():
             yield
 
     def _place_new(self, variables: list[Any], models: list[keras.Model]) -> list[Placed]:

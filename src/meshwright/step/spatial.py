@@ -1,0 +1,410 @@
+"""Right gradients where images, sequences or features are split: a guard against XLA's partitioner.
+
+XLA (with Shardy, JAX's default) computes some windowed operations silently wrong, by factors:
+
+- the kernel's gradient of a convolution whose rows are split, or which is grouped and whose batch
+  is split, on a mesh with an axis that splits none of its dims (it is counted once per copy);
+- a convolution whose rows are split and whose kernel is split over its features;
+- the gradient of max pooling with overlapping windows over split rows;
+- gradients where a split dim does not divide: convolution, pooling, repeating, resizing.
+
+:func:`guard` follows on the traced function which axes can reach which dims (``reach.py``). A
+convolution or pooling that they reach gets its halo exchange written out (``windows.py``). A dim
+that an operation makes or meets and that does not divide is held whole there, by
+``with_sharding_constraint``, and the other dims are left to XLA. All else stays as it was. This
+happens before differentiation; the layout of a value is then also the layout of its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _compat
+from ..errors import LayoutError
+from ..layout import Layout
+from ..mesh import Mesh
+from . import reach, windows
+from .reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
+
+Layouts = Any  # per argument, a pytree prefix of Layout or None, as jit's in_shardings
+Specs = dict[tuple[bool, int], dict[int, None]]  # (is a result, which): the dims to be whole
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """One operation at which a dim is held whole, though axes would split it.
+
+    ``where`` is the path of name scopes (layers), ``dim`` the dim of the result (of an operand
+    where the results have no such dim), ``sizes`` are those that do not divide into ``pieces`` over
+    ``axes``; none where they do, but windows reach further than a halo can.
+    """
+
+    primitive: str
+    where: str
+    dim: int
+    sizes: tuple[int, ...]
+    axes: tuple[str, ...]
+    pieces: int
+
+    def __str__(self) -> str:
+        place = f"{self.where}/{self.primitive}" if self.where else self.primitive
+        axes = ", ".join(map(repr, self.axes))
+        fact = (
+            f"dim {self.dim} (size {', '.join(map(str, self.sizes))}) does not divide over {axes}"
+            if self.sizes
+            else f"the windows along dim {self.dim} reach over all of {axes}"
+        )
+        return f"{place}: {fact} ({self.pieces} pieces), so it is held whole there."
+
+
+def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
+    """The same function, with right gradients however its arguments are split.
+
+    ``layouts`` says how the arguments lie: for each positional argument a :class:`Layout` for all
+    its arrays, a pytree of them, or ``None`` for arrays that are whole; the last arguments and the
+    keywords may be left out. Arguments and results are pytrees of arrays. Apply it to what will be
+    differentiated, not to the gradient, and run the result under ``jit``. What is closed over
+    counts as whole. Raises :class:`LayoutError` for layouts on several meshes, or on none.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import meshwright as mw
+    >>> mesh = mw.create_mesh({"rows": 8})
+    >>> images = mw.Layout([None, "rows", None, None], mesh)
+    >>> def loss(kernel, x):
+    ...     y = jax.lax.conv(x.transpose(0, 3, 1, 2), kernel, (2, 2), "SAME")  # 8 rows become 4
+    ...     return jnp.sum(jnp.tanh(y))
+    >>> kernel, x = jnp.ones((4, 1, 3, 3)), jax.device_put(jnp.ones((2, 8, 8, 1)), images.sharding)
+    >>> gradient = jax.jit(jax.grad(guard(loss, (None, images))))(kernel, x)
+    >>> print(uneven_ops(loss, (None, images), kernel, x)[0])
+    conv_general_dilated: dim 2 (size 4) does not divide over 'rows' (8 pieces), so it is held ...
+    """
+    mesh = _mesh_of(layouts)
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        import jax
+        from jax.extend.core import jaxpr_as_fun
+
+        closed, tree = _trace(function, args, kwargs)
+        edited = _Edit(mesh).closed(closed, _follow(closed, layouts, args, kwargs))
+        # Inlined where it is traced; compiled as a whole, as a constraint must be, where it is not.
+        run = jax.jit(jaxpr_as_fun(edited), inline=True)
+        return jax.tree.unflatten(tree, run(*jax.tree.leaves((args, kwargs))))
+
+    return guarded
+
+
+def uneven_ops(
+    function: Callable[..., Any], layouts: Layouts, *args: Any, **kwargs: Any
+) -> list[Uneven]:
+    """What :func:`guard` holds whole in this call, and why; the arguments may be abstract arrays."""
+    edit = _Edit(_mesh_of(layouts))
+    closed, _ = _trace(function, args, kwargs)
+    edit.closed(closed, _follow(closed, layouts, args, kwargs))
+    return list(dict.fromkeys(edit.found))
+
+
+def _trace(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The closed jaxpr of the call, and the tree of its results."""
+    import jax
+
+    leaves, tree = jax.tree.flatten((args, kwargs))
+
+    def flat(*leaves: Any) -> Any:
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return function(*args, **kwargs)
+
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    return closed, jax.tree.structure(shapes)
+
+
+# Layouts of the arguments
+
+
+def _is_layout(node: Any) -> bool:
+    return node is None or isinstance(node, Layout)
+
+
+def _mesh_of(layouts: Layouts) -> Mesh:
+    import jax
+
+    leaves = jax.tree.leaves(layouts, is_leaf=_is_layout)
+    meshes = {leaf.bound_mesh() for leaf in leaves if leaf is not None}
+    if len(meshes) != 1:
+        raise LayoutError(
+            f"the layouts of a function's arguments lie on one mesh; received {len(meshes)}: "
+            f"{', '.join(sorted(map(str, meshes))) or 'no layout'}."
+        )
+    return meshes.pop()
+
+
+def _follow(closed: Any, layouts: Layouts, args: Any, kwargs: Any) -> Scope:
+    """Follow the cuts of the arguments' layouts through the traced function."""
+    import jax
+
+    given = (*layouts, *[None] * (len(args) - len(layouts)))
+    spread = jax.tree.broadcast(given, args, is_leaf=_is_layout)
+    per_leaf = jax.tree.leaves(spread, is_leaf=_is_layout)
+    per_leaf += [None] * len(jax.tree.leaves(kwargs))
+    cuts = [
+        _cuts(layout, len(v.aval.shape))
+        for layout, v in zip(per_leaf, closed.jaxpr.invars, strict=True)
+    ]
+    return reach.follow(closed.jaxpr, cuts)
+
+
+def _cuts(layout: Layout | None, rank: int) -> list[Cut]:
+    if layout is None:
+        return [()] * rank
+    mesh = layout.bound_mesh()
+    named = [layout.dim_axes(dim) for dim in range(layout.rank)]
+    cuts = [tuple((axis, mesh[axis]) for axis in axes if mesh[axis] > 1) for axes in named]
+    return [*cuts, *[()] * (rank - len(cuts))][:rank]
+
+
+# The change of a jaxpr
+
+
+class _Edit:
+    """Changes a jaxpr, and those within it; notes what is held whole, and which axes matter."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.found: list[Uneven] = []
+        self.axes: set[str] = set()  # that reach operations which had to be changed
+
+    def closed(self, closed: Any, scope: Scope) -> Any:
+        """The closed (or open) jaxpr, changed; itself where nothing is to be done."""
+        before = reach.opened(closed)
+        eqns: list[Any] = []
+        for index, eqn in enumerate(before.eqns):
+            inner = scope.inner.get(index)
+            eqns += self._eqn(eqn, scope) if inner is None else self._outer(eqn, scope, inner)
+        if len(eqns) == len(before.eqns) and all(map(_is, eqns, before.eqns)):
+            return closed
+        after = before.replace(eqns=eqns)
+        return after if closed is before else closed.replace(jaxpr=after)
+
+    def _outer(self, eqn: Any, scope: Scope, inner: dict[str, list[Scope]]) -> list[Any]:
+        """An equation that holds jaxprs."""
+        within = _Edit(self.mesh)
+        called = reach.inner_jaxprs(eqn)
+        edited = {
+            key: [within.closed(j, s) for j, s in zip(called[key], inner[key], strict=True)]
+            for key in called
+        }
+        self.found += within.found
+        self.axes |= within.axes
+        if all(map(_is, sum(edited.values(), []), sum(called.values(), []))):
+            return [eqn]
+        if eqn.primitive.name not in _EDITABLE:
+            return self._at_boundary(eqn, scope, within.axes)
+        params = {
+            key: tuple(new) if key == "branches" else new[0] for key, new in edited.items()
+        }
+        return [eqn.replace(params={**eqn.params, **params})]
+
+    def _at_boundary(self, eqn: Any, scope: Scope, axes: set[str]) -> list[Any]:
+        """Hold operands and results: a derivative given by hand would not see a change inside."""
+        specs: Specs = {}
+        for key, atom in _atoms(eqn):
+            for dim, factors in enumerate(scope.of(atom)):
+                if axes & _axes_of(sure_cuts(factors) | feeble_cuts(factors)):
+                    specs.setdefault(key, {})[dim] = None
+        return self._constrained(eqn, specs)
+
+    def _eqn(self, eqn: Any, scope: Scope) -> list[Any]:
+        name = eqn.primitive.name
+        if name == "conv_general_dilated":
+            return self._conv(eqn, scope)
+        if name in _POOLING:
+            return self._pool(eqn, scope)
+        if reach.is_pointwise(eqn):
+            return [eqn]
+        return self._held(eqn, scope, whole=name in _WHOLE)
+
+    # Windows
+
+    def _conv(self, eqn: Any, scope: Scope) -> list[Any]:
+        numbers = eqn.params["dimension_numbers"]
+        left, right = map(scope.of, eqn.invars)
+        (out,) = map(scope.of, eqn.outvars)
+        places = list(reach.conv_places(eqn))
+        rows = {*_reaching(left, [i for i, _, _ in places])}
+        rows |= {*_reaching(right, [j for _, j, _ in places])}
+        rows |= {*_reaching(out, [k for _, _, k in places])}
+        groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
+        batch = {*_reaching(left, numbers.lhs_spec[:2])} if groups > 1 else set()
+        if not rows | batch:
+            return self._held(eqn, scope)
+        self.axes |= rows | batch
+        if eqn.params["batch_group_count"] > 1 or _reaching(right, [j for _, j, _ in places]):
+            return self._whole(eqn)  # the gradient of a kernel, already differentiated
+        claim = _Claims(self.mesh)
+        by_batch = claim(left[numbers.lhs_spec[0]], eqn.invars[0].aval.shape[numbers.lhs_spec[0]])
+        by_rows = [
+            self._window(eqn, claim, left[i], window, (0, i), k)
+            for (i, _, k), window in zip(places, windows.conv_windows(eqn), strict=True)
+        ]
+        features = eqn.params["feature_group_count"]
+        if features == 1:
+            features = eqn.invars[1].aval.shape[numbers.rhs_spec[0]]
+        by_features = claim(right[numbers.rhs_spec[0]], features)
+        if groups > 1 and not by_features:
+            by_features = claim(left[numbers.lhs_spec[1]], features)
+        return [windows.split_conv(eqn, self.mesh, by_batch, by_rows, by_features)]
+
+    def _pool(self, eqn: Any, scope: Scope) -> list[Any]:
+        dims = scope.of(eqn.invars[0])
+        along = windows.pool_windows(eqn)
+        rows = {*_reaching(dims, [i for i, window in enumerate(along) if not window.is_trivial])}
+        if not rows:
+            return self._held(eqn, scope)
+        self.axes |= rows
+        claim = _Claims(self.mesh)
+        entries = [
+            self._window(eqn, claim, dim, window, (0, i), i)
+            for i, (dim, window) in enumerate(zip(dims, along, strict=True))
+        ]
+        return [windows.split_pool(eqn, self.mesh, entries)]
+
+    def _window(
+        self,
+        eqn: Any,
+        claim: _Claims,
+        dim: Dim,
+        window: windows.Window,
+        source: tuple[int, int],
+        place: int,
+    ) -> windows.Entry:
+        """The axes that a windowed dim is split over; none, with a note, where that cannot be."""
+        size = eqn.invars[source[0]].aval.shape[source[1]]
+        results = eqn.outvars[0].aval.shape[place]
+        for cut in sorted(sure_cuts(dim)):
+            if windows.halo(window, size, results, pieces(cut)) is None:
+                self._note(eqn, place, (size, results), cut)
+                return ()
+        return claim(dim, size)
+
+    def _whole(self, eqn: Any) -> list[Any]:
+        specs: Specs = {
+            key: dict.fromkeys(range(len(atom.aval.shape))) for key, atom in _atoms(eqn)
+        }
+        return self._constrained(eqn, specs)
+
+    # Other operations
+
+    def _held(self, eqn: Any, scope: Scope, whole: bool = False) -> list[Any]:
+        """Hold dims that do not divide, each by itself; with ``whole`` all that axes reach."""
+        specs: Specs = {}
+        for key, atom in _atoms(eqn):
+            dims = scope.of(atom)
+            for dim, factors in enumerate(dims):
+                size = atom.aval.shape[dim]
+                sure = sure_cuts(factors)
+                bad = {c for c in sure | _unrivalled(dims, dim) if whole or size % pieces(c)}
+                if bad:
+                    specs.setdefault(key, {})[dim] = None
+                for cut in sorted(bad & sure):
+                    self._note(eqn, dim, (size,), cut)
+                self.axes |= _axes_of(bad)
+        return self._constrained(eqn, specs)
+
+    def _note(self, eqn: Any, dim: int, sizes: tuple[int, ...], cut: Cut) -> None:
+        uneven = tuple(dict.fromkeys(size for size in sizes if size % pieces(cut)))
+        if uneven != (1,):
+            axes = tuple(axis for axis, _ in cut)
+            where = _compat.name_scope(eqn)
+            self.found.append(
+                Uneven(eqn.primitive.name, where, dim, uneven, axes, pieces(cut))
+            )
+
+    def _constrained(self, eqn: Any, specs: Specs) -> list[Any]:
+        """The equation between constraints on its operands and on its results."""
+        from jax.extend.core import Literal
+
+        before, after = [], []
+        invars, outvars = list(eqn.invars), list(eqn.outvars)
+        for (is_result, index), whole in specs.items():
+            if is_result:
+                constraint = self._constraint(outvars[index], whole, eqn)
+                (new,) = constraint.outvars
+                after.append(constraint.replace(invars=[new], outvars=[outvars[index]]))
+                outvars[index] = new
+            elif not isinstance(invars[index], Literal):
+                constraint = self._constraint(invars[index], whole, eqn)
+                before.append(constraint)
+                (invars[index],) = constraint.outvars
+        if not before and not after:
+            return [eqn]
+        return [*before, eqn.replace(invars=invars, outvars=outvars), *after]
+
+    def _constraint(self, atom: Any, whole: dict[int, None], eqn: Any) -> Any:
+        """An equation that holds dims of a value whole, with a variable of its own for the result.
+
+        It is traced rather than built, so that only public names of JAX are needed.
+        """
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        entries = [
+            None if dim in whole else PartitionSpec.UNCONSTRAINED
+            for dim in range(len(atom.aval.shape))
+        ]
+        sharding = NamedSharding(self.mesh.jax_mesh, PartitionSpec(*entries))
+        traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
+            jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
+        )
+        (constraint,) = traced.jaxpr.eqns
+        return constraint.replace(invars=[atom], source_info=eqn.source_info)
+
+
+_EDITABLE = {"jit", "closed_call", "core_call", "remat2", "checkpoint", "scan", "while", "cond"}
+_POOLING = {"reduce_window_sum", "reduce_window_max", "reduce_window_min"}
+_WHOLE = {"reduce_window", "select_and_gather_add", "select_and_scatter", "select_and_scatter_add"}
+
+
+class _Claims:
+    """Gives each axis of the mesh to one dim of an operation."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.taken: set[str] = set()
+
+    def __call__(self, dim: Dim, size: int) -> windows.Entry:
+        """The axes that a dim is surely split over, if they are whole, free and divide the size."""
+        cuts = sure_cuts(dim)
+        (cut,) = cuts if len(cuts) == 1 else ((),)
+        whole = all(self.mesh[axis] == number for axis, number in cut)
+        if not whole or size % pieces(cut) or self.taken & _axes_of([cut]):
+            return ()
+        self.taken |= _axes_of([cut])
+        return tuple(axis for axis, _ in cut)
+
+
+def _atoms(eqn: Any) -> Iterator[tuple[tuple[bool, int], Any]]:
+    """Operands and results of an equation that are arrays, with their places."""
+    for is_result, atoms in ((False, eqn.invars), (True, eqn.outvars)):
+        for index, atom in enumerate(atoms):
+            if getattr(atom.aval, "shape", ()) and hasattr(atom.aval, "weak_type"):
+                yield (is_result, index), atom
+
+
+def _reaching(dims: Dims, places: Sequence[int]) -> set[str]:
+    """The axes that may split some of these dims of a value."""
+    return _axes_of([c for i in places for c in sure_cuts(dims[i]) | _unrivalled(dims, i)])
+
+
+def _unrivalled(dims: Dims, dim: int) -> Cuts:
+    """The feeble cuts of a dim whose axes surely cut no other dim of the value."""
+    elsewhere = _axes_of([c for i, other in enumerate(dims) if i != dim for c in sure_cuts(other)])
+    return frozenset(c for c in feeble_cuts(dims[dim]) if not elsewhere & _axes_of([c]))
+
+
+def _axes_of(cuts: Any) -> set[str]:
+    return {axis for cut in cuts for axis, _ in cut}
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
