@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .backend import settle_keras_backend
+from .backend import settle_keras_backend as _settle_keras_backend
 from .errors import ArrayError as ArrayError
 from .errors import BackendError as BackendError
 from .errors import BatchError as BatchError
@@ -31,7 +31,7 @@ from .mesh import Mesh as Mesh
 from .mesh import create_mesh as create_mesh
 from .placement import ParamInfo as ParamInfo
 from .placement import Placement as Placement
-from .topology import settle_cpu_pool
+from .topology import settle_cpu_pool as _settle_cpu_pool
 from .topology import virtual_devices as virtual_devices
 
 if TYPE_CHECKING:
@@ -101,5 +101,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
 
 
-settle_keras_backend()
-settle_cpu_pool()
+_settle_keras_backend()
+_settle_cpu_pool()
