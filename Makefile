@@ -1,0 +1,66 @@
+# `make help` lists what there is. Everything happens in .venv, made from the project's own files.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST := $(BIN)/python -m pytest
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo install install-dev check test test-full test-targets bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: install ## train on real digits under three parallelisms; DEMO="--quick" passes options on
+	@$(BIN)/meshwright demo $(DEMO)
+
+install: $(VENV)/.installed ## the project in a virtual environment
+
+install-dev: $(VENV)/.installed-dev ## the same with what tests and checks need
+
+check: install-dev ## lint, format, types, and the direction of the imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+test: install-dev ## the tests that everybody runs
+	$(PYTEST) -m "not full and not targets" $(ARGS)
+
+test-full: install-dev ## all tests: long tables and killed processes too
+	$(PYTEST) -m "not targets" $(ARGS)
+
+# pytest ends with 5 where it finds no test
+test-targets: install-dev ## tests against compilers and browsers that the project does not ship
+	@$(PYTEST) -m targets $(ARGS) || { status=$$?; \
+	  if [ $$status -eq 5 ]; then echo "No test is marked 'targets' yet."; else exit $$status; fi; }
+
+bench: install ## measure against the peers and print the ratios; BENCH passes options on
+	$(BIN)/python benchmarks/run.py $(BENCH)
+
+clean: ## remove the virtual environment and everything that tools left behind
+	rm -rf $(VENV) .venv-* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist runs/demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The virtual environment. The second stamp waits for the first: two pips at once would collide.
+
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || { \
+	  echo "There is no program $(PYTHON). Install Python 3.11 or newer, or name it: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; ok = sys.version_info >= (3, 11); \
+	  ok or sys.exit("Meshwright needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] \
+	  + ". Name a newer one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv --clear $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing Meshwright into $(VENV) ..."
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+	@echo "Installing what tests and checks need into $(VENV) ..."
+	@$(PIP) install --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,116 @@
+"""One run of the demo: build, train and test on the mesh, and measure what is to be told."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from .. import Layout, Mesh, Sharded, create_mesh, fetch_layout
+from ..datasets import Digits
+from ..drawing import Drawn, Section
+from .jobs import BATCH_SIZE, LEARNING_RATE, Job
+
+NOT_DRAWN = "Biases that are whole on every device are left out."
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run reached, and how its tensors lay."""
+
+    job: Job
+    accuracy: float  # on the test digits, from 0 to 1
+    loss: float  # on the test digits
+    ms_per_step: float
+    parameter_bytes_per_device: int
+    picture: Section
+
+
+class Stopwatch(keras.callbacks.Callback):
+    """Times the steps of every epoch, from the end of the first: that one compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ms_per_step: list[float] = []
+        self._start = 0.0
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps = batch
+        if batch == 0:
+            self._start = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._steps:
+            elapsed_s = time.perf_counter() - self._start
+            self.ms_per_step.append(1e3 * elapsed_s / self._steps)
+
+
+def run(
+    job: Job,
+    digits: Digits,
+    epochs: int,
+    devices: list[Any],
+    watchers: Iterable[keras.callbacks.Callback] = (),
+) -> Result:
+    """Train ``job`` on eight devices and test it on all test digits."""
+    mesh = create_mesh(job.axes, devices=devices)
+    strategy = Sharded(mesh, job.layouts, inputs=job.inputs)
+    keras.utils.set_random_seed(_SEED)
+    with strategy.scope():
+        model = job.build()
+        model.compile(
+            keras.optimizers.Adam(LEARNING_RATE),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+        )
+    stopwatch = Stopwatch()
+    x, y = _grey_to_unit(digits.x_train), digits.y_train
+    options = {"batch_size": BATCH_SIZE, "verbose": 0}
+    strategy.fit(model, x, y, epochs=epochs, callbacks=[stopwatch, *watchers], **options)
+    x, y = _grey_to_unit(digits.x_test), digits.y_test
+    reached = strategy.evaluate(model, x, y, return_dict=True, **options)
+    return Result(
+        job=job,
+        accuracy=reached["accuracy"],
+        loss=reached["loss"],
+        ms_per_step=statistics.median(stopwatch.ms_per_step),
+        parameter_bytes_per_device=max(live_bytes(model).values()),
+        picture=_picture(job, mesh, model),
+    )
+
+
+def live_bytes(model: keras.Model) -> Counter[Any]:
+    """Device -> bytes of trained parameters there, from the arrays that are alive."""
+    held: Counter[Any] = Counter()
+    for variable in model.trainable_variables:
+        for shard in variable.value.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return held
+
+
+def _picture(job: Job, mesh: Mesh, model: keras.Model) -> Section:
+    """How a batch of images and the parameters lie; the latter read from the live arrays."""
+    dims = (BATCH_SIZE, 28, 28)
+    images = Drawn("images", dims, Layout(job.inputs), dim_names=("batch", "height", "width"))
+    parameters = [
+        Drawn("/".join(variable.path.split("/")[-2:]), variable.shape, fetch_layout(variable))
+        for variable in model.trainable_variables
+        if not _is_whole_bias(variable)
+    ]
+    return Section(job.heading, mesh, (images, *parameters), note=job.split)
+
+
+def _is_whole_bias(variable: Any) -> bool:
+    return len(variable.shape) == 1 and fetch_layout(variable).is_fully_replicated
+
+
+def _grey_to_unit(images: np.ndarray) -> np.ndarray:
+    return images.astype("float32") / 255
