@@ -38,7 +38,8 @@ class Uneven:
 
     ``where`` is the path of name scopes (layers), ``dim`` the dim of the result (of an operand
     where the results have no such dim), ``sizes`` are those that do not divide into ``pieces`` over
-    ``axes``; none where they do, but windows reach further than a halo can.
+    ``axes``; none where they do, but the operation
+    needs them whole: windows reach further than a halo can, or elements are taken at strides.
     """
 
     primitive: str
@@ -54,7 +55,7 @@ class Uneven:
         fact = (
             f"dim {self.dim} (size {', '.join(map(str, self.sizes))}) does not divide over {axes}"
             if self.sizes
-            else f"the windows along dim {self.dim} reach over all of {axes}"
+            else f"along dim {self.dim}, it cannot be split over {axes}"
         )
         return f"{place}: {fact} ({self.pieces} pieces), so it is held whole there."
 
@@ -222,7 +223,7 @@ class _Edit:
             return self._pool(eqn, scope)
         if reach.is_pointwise(eqn):
             return [eqn]
-        return self._held(eqn, scope, whole=name in _WHOLE)
+        return self._held(eqn, scope, _apart(eqn))
 
     # Windows
 
@@ -295,15 +296,19 @@ class _Edit:
 
     # Other operations
 
-    def _held(self, eqn: Any, scope: Scope, whole: bool = False) -> list[Any]:
-        """Hold dims that do not divide, each by itself; with ``whole`` all that axes reach."""
+    def _held(self, eqn: Any, scope: Scope, apart: Sequence[int] = ()) -> list[Any]:
+        """Hold dims that do not divide, each by itself, and those ``apart`` if any axis reaches them."""
         specs: Specs = {}
         for key, atom in _atoms(eqn):
             dims = scope.of(atom)
             for dim, factors in enumerate(dims):
                 size = atom.aval.shape[dim]
                 sure = sure_cuts(factors)
-                bad = {c for c in sure | _unrivalled(dims, dim) if whole or size % pieces(c)}
+                bad = {
+                    cut
+                    for cut in sure | _unrivalled(dims, dim)
+                    if dim in apart or size % pieces(cut)
+                }
                 if bad:
                     specs.setdefault(key, {})[dim] = None
                 for cut in sorted(bad & sure):
@@ -362,7 +367,20 @@ class _Edit:
 
 _EDITABLE = {"jit", "closed_call", "core_call", "remat2", "checkpoint", "scan", "while", "cond"}
 _POOLING = {"reduce_window_sum", "reduce_window_max", "reduce_window_min"}
-_WHOLE = {"reduce_window", "select_and_gather_add", "select_and_scatter", "select_and_scatter_add"}
+
+
+def _apart(eqn: Any) -> list[int]:
+    """Dims along which XLA cannot be trusted with any split: strides, gaps, windows left over."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "slice":
+        return [i for i, stride in enumerate(params["strides"] or ()) if stride > 1]
+    if name == "pad":
+        return [i for i, (_, _, between) in enumerate(params["padding_config"]) if between]
+    if name in ("reduce_window", "select_and_gather_add"):
+        return [i for i, window in enumerate(windows.pool_windows(eqn)) if not window.is_trivial]
+    if name in ("select_and_scatter", "select_and_scatter_add"):
+        return [i for i, size in enumerate(params["window_dimensions"]) if size > 1]
+    return []
 
 
 class _Claims:

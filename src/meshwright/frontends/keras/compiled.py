@@ -10,6 +10,7 @@ import keras
 
 from ... import _compat
 from ...program import Logs, TrainState
+from ...step.several import AT_ONCE, is_short, several
 from ...step.train import make_test_step, make_train_step
 from .program import KerasVariables, keras_program, own_test_step, predict_step, read_state
 
@@ -22,9 +23,16 @@ class Functions:
     """The compiled steps of one model under one strategy, and what they were made from."""
 
     token: tuple[Any, ...]
-    train: Any
-    test: Any
-    predict: Any
+    train: Any = None
+    train_several: Any = None
+    test: Any = None
+    predict: Any = None
+
+    def steps_at_once(self, state: TrainState, batch: Any) -> int:
+        """How many steps to take in one call when nobody looks between them."""
+        if self.train_several is None:
+            return 1
+        return AT_ONCE if is_short(self.train.trace(state, batch).jaxpr) else 1
 
 
 def functions_of(strategy: Sharded, model: keras.Model, variables: KerasVariables) -> Functions:
@@ -45,25 +53,23 @@ def _make_functions(
 ) -> Functions:
     predicting = strategy.traced_here(model, predict_step(model, variables))
     if not model.compiled:
-        return Functions(token, None, None, jax.jit(predicting))
+        return Functions(token, predict=jax.jit(predicting))
     program = keras_program(model, variables)
     own = _compat.has_own(model, "test_step")
     testing = own_test_step(model, variables) if own else make_test_step(program)
     measuring = _measuring(testing)
     if model.run_eagerly:
-        return Functions(token, make_train_step(program), measuring, predicting)
+        return Functions(token, make_train_step(program), None, measuring, predicting)
     # A new state lies as the old one did, whatever XLA would prefer.
     lies = (jax.tree.map(lambda array: array.sharding, read_state(variables)), None)
     whole = None
     if jax.process_count() > 1:  # every process returns all rows
         whole = jax.sharding.NamedSharding(strategy.mesh.jax_mesh, jax.sharding.PartitionSpec())
+    training = strategy.traced_here(model, make_train_step(program))
     return Functions(
         token,
-        train=jax.jit(
-            strategy.traced_here(model, make_train_step(program)),
-            donate_argnums=0,
-            out_shardings=lies,
-        ),
+        train=jax.jit(training, donate_argnums=0, out_shardings=lies),
+        train_several=jax.jit(several(training), donate_argnums=0, out_shardings=lies),
         test=jax.jit(
             strategy.traced_here(model, measuring),
             out_shardings=(lies[0].state, lies[0].metrics, None),

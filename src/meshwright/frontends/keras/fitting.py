@@ -8,7 +8,9 @@ happens, the variables end up with the newest state.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ import numpy as np
 from ... import _compat
 from ...errors import BatchError, ModelError
 from ...program import Logs, TrainState
-from .compiled import functions_of
+from .compiled import Functions, functions_of
 from .epochs import Epochs
 from .program import KerasVariables, read_state, write_state
 
@@ -70,7 +72,6 @@ def fit(
     )
     data.check_batch_size(batch_size)
     variables = strategy.prepare(model, data.first_batch)
-    step = functions_of(strategy, model, variables).train
     callbacks = _callback_list(
         model, callbacks, _shown(verbose), epochs=epochs, steps=data.num_batches
     )
@@ -80,7 +81,8 @@ def fit(
         validation_steps,
         validation_freq,
     )
-    training = _Training(model, variables, callbacks)
+    functions = functions_of(strategy, model, variables)
+    training = _Training(model, variables, functions, callbacks)
     model.stop_training = False
     callbacks.on_train_begin()
     epoch_logs: Logs = {}
@@ -88,7 +90,7 @@ def fit(
         for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
-            epoch_logs = training.epoch(step, data)
+            epoch_logs = training.epoch(data)
             if validation.is_due(epoch):
                 epoch_logs |= validation.run(strategy, model, callbacks)
             callbacks.on_epoch_end(epoch, epoch_logs)
@@ -184,35 +186,69 @@ def predict(
 class _Training:
     """The state between steps, and what callbacks see of it."""
 
-    def __init__(self, model: keras.Model, variables: KerasVariables, callbacks: Any) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        variables: KerasVariables,
+        functions: Functions,
+        callbacks: Any,
+    ) -> None:
         self._model = model
         self._variables = variables
+        self._functions = functions
+        self._at_once: int | None = None
         self._callbacks = callbacks
         self._begins = _listen(callbacks, "on_train_batch_begin", "on_batch_begin")
         self._ends = _listen(callbacks, "on_train_batch_end", "on_batch_end")
         self._state: TrainState | None = None
 
-    def epoch(self, step: Any, data: Epochs) -> Logs:
+    def epoch(self, data: Epochs) -> Logs:
         """Train on every batch once; the logs of the last step."""
         model, callbacks = self._model, self._callbacks
         logs = None
         _compat.attach_state(model, None)
-        for number, batch in data.batches():
+        for number, chunk in self._chunks(data):
             if self._begins:
                 callbacks.on_train_batch_begin(number)
             if self._state is None or _compat.state_was_synced(model):
                 self._state = read_state(self._variables)  # a callback may have changed it
-            self._state, logs = step(self._state, batch)
+            self._state, logs = self._take(self._state, chunk)
             if self._begins or self._ends:
                 _compat.attach_state(model, self._in_keras_order())
             if self._ends:
-                callbacks.on_train_batch_end(number, logs)
+                callbacks.on_train_batch_end(number + len(chunk) - 1, logs)
             if model.stop_training:
                 break
         self.settle()
         if logs is None:
             raise BatchError("there is nothing to train on: the data holds no batch.")
         return _as_floats(logs)
+
+    def _chunks(self, data: Epochs) -> Iterator[tuple[int, list[Any]]]:
+        """``(number of the first, batches)``: those that are trained on in one call."""
+        batches = data.batches()
+        for number, batch in batches:
+            at_once = self._steps_at_once(batch)
+            yield number, [batch, *(b for _, b in itertools.islice(batches, at_once - 1))]
+
+    def _steps_at_once(self, batch: Any) -> int:
+        asked = self._model.steps_per_execution
+        if asked > 1:
+            return asked
+        if self._begins or self._ends:
+            return 1
+        if self._at_once is None:
+            self._at_once = self._functions.steps_at_once(read_state(self._variables), batch)
+        return self._at_once
+
+    def _take(self, state: TrainState, chunk: list[Any]) -> tuple[TrainState, Logs]:
+        functions = self._functions
+        if len(chunk) > 1 and functions.train_several is not None and _alike(chunk):
+            return functions.train_several(state, tuple(chunk))
+        logs: Logs = {}
+        for batch in chunk:
+            state, logs = functions.train(state, batch)
+        return state, logs
 
     def settle(self) -> None:
         """Write the newest state into the variables, unless a callback has done so."""
@@ -284,6 +320,12 @@ def _listen(callbacks: Any, *hooks: str) -> bool:
         for callback in callbacks.callbacks
         for hook in hooks
     )
+
+
+def _alike(chunk: list[Any]) -> bool:
+    """Whether all batches have the same shapes; a smaller last one would compile them all anew."""
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(batch)] for batch in chunk]
+    return all(each == shapes[0] for each in shapes)
 
 
 def _shown(verbose: str | int) -> str | int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 
 from ... import _compat
@@ -57,10 +58,26 @@ class KerasVariables:
 
 
 def read_state(variables: KerasVariables) -> TrainState:
-    """The arrays that the variables hold."""
+    """The arrays that the variables hold, no two of them in the same memory.
+
+    Keras' moving averages end by assigning one variable to another; a step that donated the shared
+    array twice would crash the process.
+    """
+    taken: set[int] = set()
     return TrainState(
-        *({path: _compat.raw_value(v) for path, v in part.items()} for part in _parts(variables))
+        *(
+            {path: _unshared(_compat.raw_value(v), taken) for path, v in part.items()}
+            for part in _parts(variables)
+        )
     )
+
+
+def _unshared(array: Any, taken: set[int]) -> Any:
+    memory = array.addressable_data(0).unsafe_buffer_pointer()
+    if memory in taken:
+        array = jnp.copy(array)
+    taken.add(memory)
+    return array
 
 
 def write_state(variables: KerasVariables, state: TrainState) -> None:

@@ -1,0 +1,69 @@
+"""Several short steps in one compiled program: dispatching one costs as much as a small step does.
+
+Keras calls this ``steps_per_execution``. The steps are written one after another, not as a loop:
+XLA's CPU compiler runs a convolution inside a loop many times slower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..program import Batch, Logs, TrainState
+from .train import Step
+
+AT_ONCE = 4  # eight gained little more and compiled twice as long
+
+_MOST_EQUATIONS = 1500  # above, compiling several takes longer than it saves
+_MOST_FLOPS = 1e9  # above, a step takes far longer than its dispatch
+
+
+def several(step: Step) -> Any:
+    """The pure function ``(state, batches) -> (state, logs of the last step)``."""
+
+    def steps(state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
+        logs: Logs = {}
+        for batch in batches:
+            state, logs = step(state, batch)
+        return state, logs
+
+    return steps
+
+
+def is_short(jaxpr: Any) -> bool:
+    """Whether a traced step is so short that its dispatch counts.
+
+    >>> import jax, jax.numpy as jnp
+    >>> is_short(jax.make_jaxpr(lambda x: x @ x)(jnp.ones([64, 64])))
+    True
+    >>> is_short(jax.make_jaxpr(lambda x: x @ x)(jax.ShapeDtypeStruct([4096, 4096], "float32")))
+    False
+    """
+    flops = 0.0
+    for count, eqn in enumerate(_equations(jaxpr)):
+        flops += _flops(eqn)
+        if count > _MOST_EQUATIONS or flops > _MOST_FLOPS:
+            return False
+    return True
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation, also those of inner jaxprs (a loop's body counts once)."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from _equations(inner)
+
+
+def _flops(eqn: Any) -> float:
+    """Floating-point operations of the equations that can be long; convolutions always are."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return math.inf
+    if eqn.primitive.name != "dot_general":
+        return 0.0
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    return 2.0 * depth * math.prod(eqn.outvars[0].aval.shape)
