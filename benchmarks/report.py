@@ -1,0 +1,188 @@
+"""Medians, ratios and tables out of the rounds; reads and writes ``results/``."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+from settings import JOBS, OURS, PAIRS, SAME_LOSS, Job, Pair
+
+RESULTS = Path(__file__).parent / "results"
+COMMAND = "python benchmarks/run.py"
+
+NAMES = {
+    "ours": "Meshwright `strategy.fit`",
+    "hand_written": "hand-written `jax.jit` loop",
+    "keras_data_parallel": "Keras 3 `DataParallel` + `fit`",
+    "tf_dtensor": "TensorFlow DTensor + tf_keras",
+    "tf_dtensor_right": "the same, `..._GROUP_SIZE=1`",
+}
+
+Rounds = list[dict[str, dict[str, Any]]]  # per round: side -> what its script printed
+
+
+def job_result(job: Job, rounds: Rounds) -> dict[str, Any]:
+    """Everything that is kept about one job, ready for JSON."""
+    sides = {side: _summary([r[side] for r in rounds]) for side in rounds[0]}
+    pairs = [pair for pair in PAIRS if pair.job == job.name and pair.peer in sides]
+    return {
+        "job": job.name,
+        "says": job.says,
+        "batch_size": job.batch_size,
+        "measured_steps": rounds[0][OURS]["measured_steps"],
+        "rounds": len(rounds),
+        "sides": sides,
+        "pairs": [_compare(pair, sides) for pair in pairs],
+        "machine": machine(),
+    }
+
+
+def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    times_ms = [result["ms_per_step"] for result in results]
+    return {
+        "median_ms_per_step": statistics.median(times_ms),
+        "ms_per_step_by_round": times_ms,
+        "loss": statistics.median(result["loss"] for result in results),
+        "accuracy": statistics.median(result["accuracy"] for result in results),
+        "versions": results[0]["versions"],
+    }
+
+
+def _compare(pair: Pair, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The ratio in each round, where both ran one after the other, and the median of them."""
+    both = [sides[side]["ms_per_step_by_round"] for side in (OURS, pair.peer)]
+    ours_per_peer = [ours / peer for ours, peer in zip(*both, strict=True)]
+    by_time = pair.measure == "time"
+    ratios = ours_per_peer if by_time else [1 / ratio for ratio in ours_per_peer]
+    ratio = statistics.median(ratios)
+    ours, peer = sides[OURS], sides[pair.peer]
+    loss_is_fine = not pair.same_or_better_loss or ours["loss"] <= SAME_LOSS * peer["loss"]
+    return {
+        "peer": pair.peer,
+        "measure": pair.measure,
+        "target": pair.target,
+        "ratio": ratio,
+        "ratio_by_round": ratios,
+        "loss": ours["loss"],
+        "peer_loss": peer["loss"],
+        "met": loss_is_fine and (ratio <= pair.target if by_time else ratio >= pair.target),
+    }
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def save(name: str, result: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+def write_page() -> Path:
+    """``results/README.md``, made anew out of all results that are there."""
+    saved = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    jobs = [saved[name] for name in JOBS if name in saved]
+    parts = [
+        "# Results",
+        f"Made by `{COMMAND}`; the files beside this one hold every round.",
+        "What is measured, and how: [../README.md](../README.md).",
+        pairs_table(jobs),
+        sides_table(jobs),
+    ]
+    if "start_up" in saved:
+        parts.append(start_up_table(saved["start_up"]["rows"]))
+    parts.append(_facts(list(saved.values()), jobs))
+    page = RESULTS / "README.md"
+    page.write_text("\n\n".join(part for part in parts if part) + "\n")
+    return page
+
+
+def pairs_table(jobs: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            job["says"],
+            NAMES[pair["peer"]],
+            "time, ours ÷ peer" if pair["measure"] == "time" else "steps/s, ours ÷ peer",
+            f"**{pair['ratio']:.2f}** ({min(pair['ratio_by_round']):.2f}"
+            f"–{max(pair['ratio_by_round']):.2f})",
+            f"{'≤' if pair['measure'] == 'time' else '≥'} {pair['target']:.2f}",
+            f"{pair['loss']:.4f} / {pair['peer_loss']:.4f}",
+            "met" if pair["met"] else "**missed**",
+        )
+        for job in jobs
+        for pair in job["pairs"]
+    ]
+    heads = ("job", "peer", "ratio of", "median (min–max)", "target", "loss ours / peer", "")
+    return _table(heads, rows)
+
+
+def sides_table(jobs: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            job["says"],
+            NAMES[name],
+            f"{side['median_ms_per_step']:.2f}",
+            f"{1000 / side['median_ms_per_step']:.0f}",
+            f"{side['loss']:.4f}",
+            f"{side['accuracy']:.4f}",
+        )
+        for job in jobs
+        for name, side in job["sides"].items()
+    ]
+    return _table(("job", "side", "ms/step", "steps/s", "loss", "accuracy"), rows)
+
+
+def start_up_table(rows: list[dict[str, Any]]) -> str:
+    return _table(
+        ("command", "median", "limit", ""),
+        [
+            (
+                f"`{row['command']}`",
+                f"{row['median_s']:.3f} s",
+                "" if row["limit_s"] is None else f"{row['limit_s']} s",
+                ""
+                if row["limit_s"] is None
+                else ("met" if row["median_s"] < row["limit_s"] else "**missed**"),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _facts(saved: list[dict[str, Any]], jobs: list[dict[str, Any]]) -> str:
+    versions = {
+        f"{package} {version}"
+        for job in jobs
+        for side in job["sides"].values()
+        for package, version in side["versions"].items()
+    }
+    machines = {
+        f"{m['cores']} cores ({m['processor']}), {m['system']}, Python {m['python']}, {m['date']}"
+        for m in (each["machine"] for each in saved)
+    }
+    return "Measured on " + "; ".join(sorted(machines)) + f". {', '.join(sorted(versions))}."
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    if not rows:
+        return ""
+    lines = [heads, tuple("---" for _ in heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

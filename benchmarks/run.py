@@ -1,0 +1,152 @@
+"""Compares Meshwright with its peers: every side in turn, in fresh processes, several rounds.
+
+    python benchmarks/run.py                                   # everything, about 12 minutes
+    python benchmarks/run.py --jobs mlp_8 --peers hand_written
+    python benchmarks/run.py --jobs none                       # only the start-up times
+    python benchmarks/run.py --rounds 1 --epochs 2 --dry       # does it work at all?
+
+Prints medians and ratios, and writes ``benchmarks/results/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import digits
+import report
+import start_up
+from environments import VARIABLE, clean_environment, tensorflow_python
+from settings import JOBS, OURS, PAIRS, ROUNDS, TENSORFLOW, TENSORFLOW_RIGHT, Job
+
+HERE = Path(__file__).parent
+PATIENCE_S = 300
+PEERS = tuple(dict.fromkeys(pair.peer for pair in PAIRS))
+
+
+class SideFailed(Exception):
+    """A side's process ended without a result."""
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    digits.prepare(arguments.data)
+    peers, pythons = set(arguments.peers), dict[str, Path | None]()
+    if peers & {TENSORFLOW, TENSORFLOW_RIGHT} and arguments.jobs:
+        found = tensorflow_python(arguments.tensorflow_python)
+        pythons |= {TENSORFLOW: found, TENSORFLOW_RIGHT: found}
+    missing = {side for side in peers if side in pythons and pythons[side] is None}
+    say_load()
+    results, failures = [], [f"{side}: no environment" for side in sorted(missing)]
+    for job in arguments.jobs:
+        asked = [p.peer for p in PAIRS if p.job == job.name and p.peer in peers - missing]
+        rounds, failed = run_job(job, [OURS, *asked], pythons, arguments)
+        failures += failed
+        if rounds and len(rounds[0]) > 1:
+            results.append(report.job_result(job, rounds))
+    rows = start_up.measure() if arguments.start_up else []
+    print("", report.pairs_table(results), report.sides_table(results), sep="\n\n")
+    print("", report.start_up_table(rows), sep="\n")
+    if not arguments.dry:
+        keep(results, rows)
+    for failure in failures:
+        print(f"LEFT OUT: {failure}")
+    return 1 if failures else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--jobs", nargs="+", default=list(JOBS), choices=[*JOBS, "none"])
+    add("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    add("--rounds", type=int, default=ROUNDS)
+    add("--epochs", type=int, help="shorten the jobs, for a trial")
+    add("--dry", action="store_true", help="write no results")
+    add("--no-start-up", dest="start_up", action="store_false")
+    add("--data", help="an mnist.npz; otherwise the digits shipped with Meshwright")
+    add(
+        "--tensorflow-python",
+        default=os.environ.get(VARIABLE),
+        help=f"an interpreter with TensorFlow 2.21 and tf_keras 2.21 (or set {VARIABLE}); "
+        "otherwise benchmarks/.venv-tensorflow, made when it is missing",
+    )
+    arguments = parser.parse_args()
+    arguments.jobs = [JOBS[name] for name in arguments.jobs if name != "none"]
+    arguments.dry = arguments.dry or arguments.epochs is not None
+    return arguments
+
+
+def run_job(
+    job: Job, sides: list[str], pythons: dict[str, Any], arguments: argparse.Namespace
+) -> tuple[report.Rounds, list[str]]:
+    """All rounds of a job; a side that fails is dropped from it, and named."""
+    rounds: report.Rounds = []
+    failures: dict[str, str] = {}
+    for number in range(arguments.rounds):
+        # Every other round runs backwards, so that a drift of the machine favours no side.
+        in_order = sides if number % 2 == 0 else sides[::-1]
+        results = {}
+        for side in in_order:
+            if side in failures:
+                continue
+            try:
+                results[side] = run_side(job, side, pythons.get(side), arguments.epochs)
+            except SideFailed as error:
+                failures[side] = f"{job.name}, {side}: {error}"
+                print(failures[side], flush=True)
+        rounds.append(results)
+        say_round(job, number, arguments.rounds, results)
+        if OURS in failures:
+            return [], list(failures.values())
+    kept = [side for side in sides if side not in failures]
+    return [{side: each[side] for side in kept} for each in rounds], list(failures.values())
+
+
+def run_side(job: Job, side: str, python: Path | None, epochs: int | None) -> dict[str, Any]:
+    """One fresh process; what it printed on its last line."""
+    script = TENSORFLOW if side == TENSORFLOW_RIGHT else side
+    command = [str(python or sys.executable), str(HERE / f"{script}.py"), job.name]
+    command += ["--right"] if side == TENSORFLOW_RIGHT else []
+    command += ["--epochs", str(epochs)] if epochs else []
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=clean_environment(), timeout=PATIENCE_S
+        )
+    except subprocess.TimeoutExpired:
+        raise SideFailed(f"no result within {PATIENCE_S} s") from None
+    if done.returncode != 0:
+        raise SideFailed(f"ended with {done.returncode}\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def keep(results: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    for result in results:
+        report.save(result["job"], result)
+    if rows:
+        report.save("start_up", {"rows": rows, "machine": report.machine()})
+    print(f"\nwritten: {report.write_page().parent.relative_to(HERE.parent)}")
+
+
+def say_load() -> None:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > 0.25 * cores:
+        print(f"The machine is busy (load {load:.1f} on {cores} cores): ratios will scatter.")
+
+
+def say_round(job: Job, number: int, rounds: int, results: dict[str, dict[str, Any]]) -> None:
+    times = "  ".join(f"{side} {results[side]['ms_per_step']:.2f}" for side in sorted(results))
+    print(
+        f"{time.strftime('%H:%M:%S')} {job.name} {number + 1}/{rounds}: {times} ms/step", flush=True
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
