@@ -206,7 +206,7 @@ class _Tracker:
 
     def settle(self) -> None:
         """Let the cuts flow until nothing changes."""
-        while any([self._pour(flow) for flow in self.flows]):  # noqa: C419: all of them, each time
+        while sum(self._pour(flow) for flow in self.flows):  # all of them, each time
             pass
 
     def _pour(self, flow: Flow) -> bool:

@@ -99,7 +99,7 @@ def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
 def uneven_ops(
     function: Callable[..., Any], layouts: Layouts, *args: Any, **kwargs: Any
 ) -> list[Uneven]:
-    """What :func:`guard` holds whole in this call, and why; the arguments may be abstract arrays."""
+    """What :func:`guard` holds whole in this call, and why; the arguments may be abstract."""
     edit = _Edit(_mesh_of(layouts))
     closed, _ = _trace(function, args, kwargs)
     edit.closed(closed, _follow(closed, layouts, args, kwargs))
@@ -197,13 +197,11 @@ class _Edit:
         }
         self.found += within.found
         self.axes |= within.axes
-        if all(map(_is, sum(edited.values(), []), sum(called.values(), []))):
+        if all(all(map(_is, edited[key], called[key])) for key in called):
             return [eqn]
         if eqn.primitive.name not in _EDITABLE:
             return self._at_boundary(eqn, scope, within.axes)
-        params = {
-            key: tuple(new) if key == "branches" else new[0] for key, new in edited.items()
-        }
+        params = {key: tuple(new) if key == "branches" else new[0] for key, new in edited.items()}
         return [eqn.replace(params={**eqn.params, **params})]
 
     def _at_boundary(self, eqn: Any, scope: Scope, axes: set[str]) -> list[Any]:
@@ -297,7 +295,7 @@ class _Edit:
     # Other operations
 
     def _held(self, eqn: Any, scope: Scope, apart: Sequence[int] = ()) -> list[Any]:
-        """Hold dims that do not divide, each by itself, and those ``apart`` if any axis reaches them."""
+        """Hold dims that do not divide, each by itself, and those ``apart`` if axes reach them."""
         specs: Specs = {}
         for key, atom in _atoms(eqn):
             dims = scope.of(atom)
@@ -321,9 +319,7 @@ class _Edit:
         if uneven != (1,):
             axes = tuple(axis for axis, _ in cut)
             where = _compat.name_scope(eqn)
-            self.found.append(
-                Uneven(eqn.primitive.name, where, dim, uneven, axes, pieces(cut))
-            )
+            self.found.append(Uneven(eqn.primitive.name, where, dim, uneven, axes, pieces(cut)))
 
     def _constrained(self, eqn: Any, specs: Specs) -> list[Any]:
         """The equation between constraints on its operands and on its results."""

@@ -125,7 +125,7 @@ def split_conv(
     params = dict(eqn.params)
     numbers = params["dimension_numbers"]
     groups = params.pop("feature_group_count")
-    specs = [[()] * len(atom.aval.shape) for atom in (*eqn.invars, *eqn.outvars)]
+    specs: list[list[Entry]] = [[()] * len(atom.aval.shape) for atom in (*eqn.invars, *eqn.outvars)]
     left, right, out = specs
     left[numbers.lhs_spec[0]] = out[numbers.out_spec[0]] = batch
     right[numbers.rhs_spec[0]] = out[numbers.out_spec[1]] = features
@@ -194,7 +194,9 @@ def pooling(eqn: Any) -> tuple[Any, Callable[..., Any]]:
     else:
         limits = jax.numpy.iinfo(dtype)
         least, most = np.array(limits.min, dtype)[()], np.array(limits.max, dtype)[()]
-    return (least, jax.lax.max) if eqn.primitive.name == "reduce_window_max" else (most, jax.lax.min)
+    return (
+        (least, jax.lax.max) if eqn.primitive.name == "reduce_window_max" else (most, jax.lax.min)
+    )
 
 
 _CONV_ARGUMENTS = (
