@@ -228,8 +228,15 @@ class _Training:
         """``(number of the first, batches)``: those that are trained on in one call."""
         batches = data.batches()
         for number, batch in batches:
-            at_once = self._steps_at_once(batch)
-            yield number, [batch, *(b for _, b in itertools.islice(batches, at_once - 1))]
+            chunk, failure = [batch], None
+            try:
+                for _, another in itertools.islice(batches, self._steps_at_once(batch) - 1):
+                    chunk.append(another)
+            except BaseException as error:  # what was read before is still trained on
+                failure = error
+            yield number, chunk
+            if failure is not None:
+                raise failure
 
     def _steps_at_once(self, batch: Any) -> int:
         asked = self._model.steps_per_execution

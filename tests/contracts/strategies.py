@@ -1,0 +1,176 @@
+"""The contract table's rows: every kind of strategy and mesh, each with a model that it suits.
+
+A row added here inherits every law of this folder. The models are the smallest that have what the
+laws are about: dropout, a bias before BatchNorm, a stride, a recurrent layer, an embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import meshwright as mw
+
+BATCH = 16
+ROWS = 96  # six batches
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its data.
+
+    ``noise`` are the weights whose exact gradient is zero, so that only rounding is left of it, and
+    ``follows`` what is computed from them.
+    """
+
+    build: Callable[[], keras.Model]
+    inputs: Callable[[np.random.Generator, int], np.ndarray]
+    noise: tuple[str, ...] = ()  # paths
+    follows: tuple[str, ...] = ()
+
+    def data(self, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+        draw = np.random.default_rng(7)
+        x, y = self.inputs(draw, rows), draw.integers(0, 4, rows)
+        return x.astype(keras.config.floatx()) if x.dtype.kind == "f" else x, y
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: a mesh by its axes, layouts, how batches lie, and the subject it trains."""
+
+    name: str
+    axes: dict[str, int]
+    subject: str
+    layouts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    batch: Any = "batch"
+    inputs: Any = None
+    core: bool = False  # in the part that always runs; others are marked ``full``
+
+    def strategy(self) -> mw.Sharded:
+        mesh = mw.create_mesh(self.axes)
+        return mw.Sharded(mesh, self.layouts, batch=self.batch, inputs=self.inputs)
+
+    @property
+    def of(self) -> Subject:
+        return SUBJECTS[self.subject]
+
+
+def dense() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input([12]),
+            layers.Dense(16, activation="relu", name="hidden"),
+            layers.Dropout(0.25),
+            layers.Dense(8, activation="tanh", name="middle"),
+            layers.Dense(4, name="output"),
+        ],
+        name="dense",
+    )
+
+
+def images() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input([8, 8, 3]),
+            layers.Conv2D(8, 3, padding="same", name="conv"),
+            layers.BatchNormalization(name="norm", momentum=0.8),
+            layers.ReLU(),
+            layers.MaxPooling2D(2),
+            layers.Conv2D(8, 3, strides=2, padding="same", activation="tanh", name="strided"),
+            layers.Flatten(),
+            layers.Dense(4, name="output"),
+        ],
+        name="images",
+    )
+
+
+def tokens() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input([6], dtype="int32"),
+            layers.Embedding(16, 8, name="words"),
+            layers.LSTM(8, name="lstm"),
+            layers.Dense(4, name="output"),
+        ],
+        name="tokens",
+    )
+
+
+SUBJECTS = {
+    "dense": Subject(dense, lambda draw, rows: draw.normal(size=[rows, 12])),
+    "images": Subject(
+        images,
+        lambda draw, rows: draw.normal(size=[rows, 8, 8, 3]),
+        noise=("conv/bias",),
+        follows=("norm/moving_mean",),
+    ),
+    "tokens": Subject(tokens, lambda draw, rows: draw.integers(0, 16, [rows, 6], "int32")),
+}
+
+_SPLIT = {  # first layers by their outputs, last layers by their inputs
+    "hidden.*kernel": [None, "model"],
+    "hidden.*bias": ["model"],
+    "middle.*kernel": ["model", None],
+    "conv.*kernel": [None, None, None, "model"],
+    "strided.*kernel": [None, None, "model", None],
+    "lstm.*kernel": [None, "model"],
+    "lstm.*bias": ["model"],
+    "output.*kernel": ["model", None],
+}
+_FSDP = {  # every kernel in as many pieces as there are replicas
+    "(conv|strided)/kernel": [None, None, None, "batch"],
+    "(hidden|middle|lstm).*kernel": [None, "batch"],
+    "words": ["batch", None],
+    "output.*kernel": ["batch", None],
+}
+_VOCABULARY = {"words.embeddings": ["model", None]}
+_MODEL, _EIGHT = {"batch": 4, "model": 2}, {"batch": 8}
+_TWO = {"data": 2, "fsdp": 4}
+
+
+def _over_fsdp(layouts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        pattern: ["fsdp" if axis == "batch" else axis for axis in axes]
+        for pattern, axes in layouts.items()
+    }
+
+
+STRATEGIES = [
+    Row("dp8-dense", _EIGHT, "dense", core=True),
+    Row("dp8-images", _EIGHT, "images"),
+    Row("dp8-tokens", _EIGHT, "tokens"),
+    Row("model-dense", _MODEL, "dense", _SPLIT, core=True),
+    Row("model-images", _MODEL, "images", _SPLIT),
+    Row("model-tokens", _MODEL, "tokens", _SPLIT | _VOCABULARY),
+    Row("fsdp-dense", _EIGHT, "dense", _FSDP, core=True),
+    Row("fsdp-images", _EIGHT, "images", _FSDP),
+    Row("fsdp-tokens", _EIGHT, "tokens", _FSDP),
+    Row("data-fsdp-dense", _TWO, "dense", _over_fsdp(_FSDP), batch=("data", "fsdp")),
+    Row("data-fsdp-images", _TWO, "images", _over_fsdp(_FSDP), batch=("data", "fsdp")),
+    Row("vocabulary-tokens", _MODEL, "tokens", _VOCABULARY, core=True),
+    Row(
+        "spatial-images",
+        {"batch": 2, "rows": 2, "cols": 2},
+        "images",
+        inputs=["batch", "rows", "cols", None],
+        core=True,
+    ),
+]
+
+
+def rows(*, only: Callable[[Row], bool] = lambda row: True) -> list[Any]:
+    """Every row as a parameter of a test; rows outside the core are marked ``full``."""
+    return [
+        pytest.param(row, id=row.name, marks=() if row.core else pytest.mark.full)
+        for row in STRATEGIES
+        if only(row)
+    ]

@@ -1,0 +1,237 @@
+"""What a strategy refuses: at once, all of it, in the user's words, with nothing allocated."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import meshwright as mw
+
+MESH = {"batch": 4, "model": 2}
+X, Y = np.zeros([16, 12], "float32"), np.zeros([16], "int32")
+
+
+def bytes_on_devices() -> int:
+    """What live arrays hold on all devices together; reading their shards would add to it."""
+    gc.collect()
+    return sum(
+        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for array in jax.live_arrays()
+        for _ in array.sharding.device_set
+    )
+
+
+def sequential() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input([12]), layers.Dense(15, name="wide"), layers.Dense(7, name="narrow")]
+    )
+
+
+def functional() -> keras.Model:
+    x = keras.Input([12])
+    return keras.Model(x, layers.Dense(7, name="narrow")(layers.Dense(15, name="wide")(x)))
+
+
+class Sub(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = layers.Dense(15)
+        self.narrow = layers.Dense(7)
+
+    def call(self, x: Any) -> Any:
+        return self.narrow(self.wide(x))
+
+
+def not_yet_built() -> keras.Model:
+    return keras.Sequential([layers.Dense(15, name="wide"), layers.Dense(7, name="narrow")])
+
+
+BUILDERS = {"Sequential": sequential, "Functional": functional}
+LATE = {"subclassed": Sub, "Sequential without Input": not_yet_built}
+
+
+def strategy(layouts: Any = None, **options: Any) -> mw.Sharded:
+    return mw.Sharded(mw.create_mesh(MESH), layouts, **options)
+
+
+INDIVISIBLE = {"wide/kernel": [None, "model"], "wide/bias": ["model"], "narrow/kernel": ["model"]}
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_every_variable_that_cannot_lie_so_is_listed_and_nothing_allocated(
+    build: Callable[[], keras.Model],
+) -> None:
+    before = bytes_on_devices()
+    with pytest.raises(mw.PlacementError) as caught, strategy(INDIVISIBLE).scope():
+        build()
+    _lists_all_three(str(caught.value))
+    del caught
+    assert bytes_on_devices() == before
+
+
+@pytest.mark.parametrize("build", LATE.values(), ids=LATE)
+def test_models_built_by_their_first_batch_are_checked_then(
+    build: Callable[[], keras.Model],
+) -> None:
+    sharded = strategy(INDIVISIBLE)
+    with sharded.scope():
+        model = build()
+        model.compile("adam", "mse")
+    before = bytes_on_devices()
+    with pytest.raises(mw.PlacementError) as caught:
+        sharded.fit(model, X, np.zeros([16, 7], "float32"), batch_size=16, verbose=0)
+    _lists_all_three(str(caught.value))
+    del caught
+    assert bytes_on_devices() == before
+
+
+def _lists_all_three(message: str) -> None:
+    """Path, shape, layout and rule of each, and what to do."""
+    assert "3 variable(s)" in message
+    lines = message.splitlines()
+    for path, shape, axes in [
+        ("wide/kernel", "(12, 15)", "[unsharded, model]"),
+        ("wide/bias", "(15,)", "[model]"),
+        ("narrow/kernel", "(15, 7)", "[model]"),
+    ]:
+        line = next(line for line in lines if line.strip().startswith(path))
+        for part in (shape, axes, f"rule '{path}'"):
+            assert part in line, (part, line)
+    assert "dim 1 of the variable (size 15) does not divide over axis 'model' (size 2)" in message
+    assert "has 1: write one entry per dim" in message
+
+
+def test_a_layout_of_the_wrong_rank_names_both_ranks() -> None:
+    with pytest.raises(mw.PlacementError, match=r"narrow/kernel \(15, 7\).*2 dims.* has 1"):
+        strategy({"narrow/kernel": ["model"]}).place(sequential())
+
+
+def test_an_axis_that_the_mesh_lacks_is_refused_at_once() -> None:
+    with pytest.raises(mw.LayoutError, match=r"rule '.*kernel'.*'models'.*'batch'.*'model'"):
+        strategy({".*kernel": [None, "models"]})
+    with pytest.raises(mw.LayoutError, match=r"batch='data'.*no axis 'data'.*batch='batch'"):
+        strategy(batch="data")
+    with pytest.raises(mw.LayoutError, match=r"activation 'wide'"):
+        strategy(activations={"wide": ["nowhere", None]})
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[mw.Sharded, keras.Model]:
+    sharded = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    with sharded.scope():
+        model = keras.Sequential([keras.Input([12]), layers.Dense(4)])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    return sharded, model
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_a_batch_size_that_does_not_divide_names_axis_and_nearest_sizes(
+    trained: tuple[mw.Sharded, keras.Model], call: str
+) -> None:
+    sharded, model = trained
+    data = (X,) if call == "predict" else (X, Y)
+    with pytest.raises(mw.BatchError, match=r"batch of 12 .*'batch' \(size 8\).*8 and 16"):
+        getattr(sharded, call)(model, *data, batch_size=12, verbose=0)
+    with pytest.raises(mw.BatchError, match=r"batch of 5 .*: 8\."):
+        getattr(sharded, call)(model, *data, batch_size=5, verbose=0)
+
+
+def test_a_batch_that_does_not_divide_is_refused_by_put(
+    trained: tuple[mw.Sharded, keras.Model],
+) -> None:
+    with pytest.raises(mw.BatchError, match=r"batch of 9 .*8 and 16"):
+        trained[0].put((X[:9], Y[:9]))
+
+
+def test_a_generator_whose_batches_do_not_divide_is_refused_with_the_weights_kept(
+    trained: tuple[mw.Sharded, keras.Model],
+) -> None:
+    sharded, model = trained
+    batches = ((X[:12], Y[:12]) for _ in range(3))
+    with pytest.raises(mw.BatchError, match="batch of 12"):
+        sharded.fit(model, batches, steps_per_epoch=3, verbose=0, shuffle=False)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_a_misspelt_argument_is_an_error(
+    trained: tuple[mw.Sharded, keras.Model], call: str
+) -> None:
+    sharded, model = trained
+    data = (X,) if call == "predict" else (X, Y)
+    with pytest.raises(TypeError, match="batchsize"):
+        getattr(sharded, call)(model, *data, batchsize=8)
+
+
+def test_a_misspelt_argument_of_the_strategy_is_an_error() -> None:
+    with pytest.raises(TypeError, match="layout"):
+        mw.Sharded(mw.create_mesh(MESH), layout={})  # pyright: ignore[reportCallIssue]
+
+
+def test_a_mesh_without_devices_says_how_to_get_them() -> None:
+    abstract = mw.Sharded(mw.Mesh(MESH))
+    with pytest.raises(mw.TopologyError, match=r"abstract.*on\(create_mesh"), abstract.scope():
+        pass
+    with pytest.raises(mw.TopologyError, match=r"abstract.*on\(create_mesh"):
+        abstract.place(sequential())
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_a_model_that_is_not_compiled_is_an_error(call: str) -> None:
+    with pytest.raises(mw.ModelError, match=r"not compiled.*model\.compile"):
+        getattr(strategy(), call)(sequential(), X, Y)
+
+
+def test_a_model_that_is_not_built_cannot_be_placed() -> None:
+    with pytest.raises(mw.ModelError, match="not built"):
+        strategy().place(not_yet_built())
+
+
+def test_a_model_without_shapes_needs_a_batch_for_its_step() -> None:
+    model = not_yet_built()
+    model.compile("sgd", "mse")
+    with pytest.raises(mw.ModelError, match="pass a batch"):
+        strategy().train_step(model)
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_keras_own_loops_refuse_inputs_laid_out_one_by_one(call: str) -> None:
+    """And leave the weights where they are."""
+    sharded = strategy(inputs=["batch", "model"])
+    with sharded.scope():
+        model = keras.Sequential([keras.Input([12]), layers.Dense(4)])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    before = model.get_weights()
+    data = (X,) if call == "predict" else (X, Y)
+    with sharded.scope(), pytest.raises(mw.LayoutError, match=rf"strategy\.{call}"):
+        getattr(model, call)(*data, batch_size=16, verbose=0)
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_an_input_of_the_wrong_size_is_named() -> None:
+    sharded = strategy(inputs={"picture": ["batch", "model", None]})
+    with pytest.raises(mw.BatchError, match=r"'picture'.*7|7.*'model'"):
+        sharded.put(({"picture": np.zeros([8, 7, 3], "float32")},))
+
+
+def test_no_data_is_an_error(trained: tuple[mw.Sharded, keras.Model]) -> None:
+    sharded, model = trained
+    with pytest.raises(ValueError, match="at least one batch"):
+        sharded.fit(model, (batch for batch in ()), shuffle=False, verbose=0)
+
+
+def test_an_activation_that_does_not_divide_names_its_layer() -> None:
+    sharded = strategy(activations={"wide": ["batch", "model"]})
+    with sharded.scope():
+        model = sequential()
+    with pytest.raises(mw.LayoutError, match=r"output of layer '.*wide' \(size 15\)"):
+        sharded.predict(model, X, batch_size=16, verbose=0)

@@ -1,0 +1,215 @@
+"""Every kind of data, and every callback that looks at the model or steers it: Keras' behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import callbacks, layers
+from oracle import OneDevice, largest_gap, made, train, weights
+
+import meshwright as mw
+
+draw = np.random.default_rng(9)
+X = draw.normal(size=[44, 12]).astype("float32")
+Y = draw.integers(0, 4, 44)
+
+
+def build() -> keras.Model:
+    model = keras.Sequential([keras.Input([12]), layers.Dense(16, name="hidden"), layers.Dense(4)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def sharded() -> mw.Sharded:
+    mesh = mw.create_mesh({"batch": 4, "model": 2})
+    return mw.Sharded(mesh, {"hidden.*kernel": [None, "model"]})
+
+
+class Batches(keras.utils.PyDataset):
+    """Three batches, the last one smaller."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(16 * index, 16 * index + 16)
+        return X[rows], Y[rows]
+
+
+def generator() -> Iterator[Any]:
+    for _ in range(2):  # two epochs, and nothing left over
+        yield from (Batches()[index] for index in range(3))
+
+
+def tensorflow_dataset() -> Any:
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+
+
+DATA: dict[str, Callable[[], dict[str, Any]]] = {
+    "NumPy": lambda: {"x": X, "y": Y, "batch_size": 16},
+    "PyDataset": lambda: {"x": Batches()},
+    "generator": lambda: {"x": generator(), "steps_per_epoch": 3},
+    "tf.data": lambda: {"x": tensorflow_dataset()},
+    "steps_per_epoch": lambda: {"x": X, "y": Y, "batch_size": 16, "steps_per_epoch": 2},
+    "validation_split": lambda: {"x": X, "y": Y, "batch_size": 16, "validation_split": 0.3},
+    "validation_data": lambda: {
+        "x": X, "y": Y, "batch_size": 16, "validation_data": (X[:21], Y[:21]),
+        "validation_freq": 2,
+    },
+    "validation from a PyDataset": lambda: {
+        "x": X, "y": Y, "batch_size": 16, "validation_data": Batches(), "validation_steps": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Your `PyDataset` class should call")
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # steps_per_epoch, as in Keras
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
+def test_fit_reads_it_as_keras_does(data: Callable[[], dict[str, Any]]) -> None:
+    """No row is lost or doubled: history and weights of two epochs are plain Keras'."""
+    actual = train(sharded(), build, epochs=2, shuffle=False, **_only(data()))
+    expected = train(OneDevice(), build, epochs=2, shuffle=False, **_only(data()))
+    assert actual.history.keys() == expected.history.keys()
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(actual.history[name], values, rtol=1e-6, err_msg=name)
+    assert len(actual.curve) == len(expected.curve)
+    gap, path = largest_gap(actual.weights, expected.weights)
+    assert gap <= 1e-6, path
+
+
+def _only(options: dict[str, Any]) -> dict[str, Any]:
+    return options if "batch_size" in options else options | {"batch_size": None}
+
+
+class ReadWeights(callbacks.Callback):
+    """Reads the model at the end of every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[np.ndarray] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.found.append(np.asarray(self.model.layers[0].kernel))
+
+
+class HalveWeights(callbacks.Callback):
+    """Changes the model in the middle of training."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            kernel = self.model.layers[0].kernel
+            kernel.assign(kernel * 0.5)
+
+
+class StopAt(callbacks.Callback):
+    """Stops training after the second batch of the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._batches += 1
+        self.model.stop_training = self._batches == 5
+
+
+CALLBACKS: dict[str, Callable[[Path], callbacks.Callback]] = {
+    "EarlyStopping": lambda at: callbacks.EarlyStopping(
+        "loss", mode="max", patience=1, restore_best_weights=True
+    ),
+    "ReduceLROnPlateau": lambda at: callbacks.ReduceLROnPlateau(
+        "loss", mode="max", patience=1, factor=0.5
+    ),
+    "LearningRateScheduler": lambda at: callbacks.LearningRateScheduler(lambda e: 0.1 / (e + 1)),
+    "ModelCheckpoint": lambda at: callbacks.ModelCheckpoint(at / "best.keras"),
+    "CSVLogger": lambda at: callbacks.CSVLogger(at / "log.csv"),
+    "TerminateOnNaN": lambda at: callbacks.TerminateOnNaN(),
+    "BackupAndRestore": lambda at: callbacks.BackupAndRestore(at / "backup"),
+    "reads weights": lambda at: ReadWeights(),
+    "changes weights": lambda at: HalveWeights(),
+    "stops training": lambda at: StopAt(),
+}
+
+
+@pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
+def test_a_callback_does_what_it_does_in_keras(
+    make: Callable[[Path], callbacks.Callback], tmp_path: Path
+) -> None:
+    found = []
+    for name, strategy in (("ours", sharded()), ("one", OneDevice())):
+        at = tmp_path / name
+        at.mkdir()
+        callback = make(at)
+        trained = train(strategy, build, X, Y, epochs=4, shuffle=False, callbacks=[callback])
+        files = {path.name: path.read_text() for path in at.glob("*.csv")}
+        found.append((trained, getattr(callback, "found", []), files, sorted(at.rglob("*.keras"))))
+    (actual, read, files, saved), (expected, read_there, files_there, saved_there) = found
+    assert actual.history.keys() == expected.history.keys()
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(actual.history[name], values, rtol=2e-6, err_msg=name)
+    gap, path = largest_gap(actual.weights, expected.weights)
+    assert gap <= 1e-6, path
+    assert len(read) == len(read_there)
+    for ours, theirs in zip(read, read_there, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert [text.count("\n") for text in files.values()] == [
+        text.count("\n") for text in files_there.values()
+    ]
+    for ours, theirs in zip(saved, saved_there, strict=True):
+        both = [keras.models.load_model(path).get_weights() for path in (ours, theirs)]
+        for a, b in zip(*both, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_history_belongs_to_the_model() -> None:
+    strategy = sharded()
+    model = made(strategy, build)
+    history = strategy.fit(model, X, Y, batch_size=16, epochs=2, verbose=0)
+    assert history is model.history
+    assert history.epoch == [0, 1]
+    assert set(history.history) == {"accuracy", "loss"}
+
+
+def test_a_generator_is_read_exactly_as_far_as_needed() -> None:
+    """A model that is not built yet looks at one batch, and trains on it all the same."""
+    seen: list[int] = []
+
+    def batches() -> Iterator[Any]:
+        for number in range(100):
+            seen.append(number)
+            yield X[:16], Y[:16]
+
+    strategy = sharded()
+
+    def unbuilt() -> keras.Model:
+        model = keras.Sequential([layers.Dense(16, name="hidden"), layers.Dense(4)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+        return model
+
+    model = made(strategy, unbuilt)
+    strategy.fit(model, batches(), steps_per_epoch=3, epochs=2, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 6
+    assert len(seen) <= 8  # Keras itself reads ahead
+
+
+def test_verbose_training_prints_keras_own_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = sharded()
+    model = made(strategy, build)
+    strategy.fit(model, X, Y, batch_size=16, epochs=1, verbose=2)
+    assert "3/3 - " in capsys.readouterr().out
+
+
+def test_weights_survive_a_stopped_training() -> None:
+    strategy = sharded()
+    model = made(strategy, build)
+    strategy.fit(model, X, Y, batch_size=16, epochs=9, verbose=0, callbacks=[StopAt()])
+    assert int(model.optimizer.iterations) == 5
+    assert all(np.isfinite(value).all() for value in weights(model).values())

@@ -1,0 +1,156 @@
+"""No weight is ever lost: Keras' own loops in ``scope()``, and ours, when something goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from oracle import Native, OneDevice, largest_gap, made, weights
+
+import meshwright as mw
+
+draw = np.random.default_rng(5)
+X = draw.normal(size=[64, 12]).astype("float32")
+Y = draw.integers(0, 4, 64)
+
+
+def build() -> keras.Model:
+    model = keras.Sequential([keras.Input([12]), layers.Dense(16, name="hidden"), layers.Dense(4)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+    return model
+
+
+def sharded() -> mw.Sharded:
+    mesh = mw.create_mesh({"batch": 4, "model": 2})
+    return mw.Sharded(mesh, {"hidden.*kernel": [None, "model"]})
+
+
+WAYS = {"strategy.fit": sharded, "native": lambda: Native(sharded())}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+class Broken(Exception):
+    """What the data or a callback raises."""
+
+
+class RaiseAt(keras.callbacks.Callback):
+    """Raises after a number of batches."""
+
+    def __init__(self, batch: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self._left, self._error = batch, error
+
+    def _count(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if not self._left:
+            raise self._error
+
+    on_train_batch_end = on_test_batch_end = on_predict_batch_end = _count
+
+
+def broken_batches(after: int, targets: bool = True) -> Iterator[Any]:
+    for i in range(after):
+        rows = slice(16 * i, 16 * i + 16)
+        yield (X[rows], Y[rows]) if targets else (X[rows],)
+    raise Broken
+
+
+def steps(strategy: Any, count: int) -> dict[str, np.ndarray]:
+    """The weights after so many steps that go well."""
+    model = made(strategy, build)
+    strategy.fit(model, X[: 16 * count], Y[: 16 * count], batch_size=16, shuffle=False, verbose=0)
+    return weights(model)
+
+
+@each_way
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+def test_a_callback_that_raises_leaves_the_newest_weights(way: Any, error: Any) -> None:
+    strategy = way()
+    model = made(strategy, build)
+    with pytest.raises(error):
+        strategy.fit(
+            model, X, Y, batch_size=16, shuffle=False, verbose=0, callbacks=[RaiseAt(2, error)]
+        )
+    gap, path = largest_gap(weights(model), steps(OneDevice(), 2))
+    assert gap <= 1e-7, path
+
+
+@each_way
+def test_data_that_break_off_leave_the_newest_weights(way: Any) -> None:
+    strategy = way()
+    model = made(strategy, build)
+    with pytest.raises(Broken):
+        strategy.fit(model, broken_batches(2), steps_per_epoch=4, shuffle=False, verbose=0)
+    # Keras reads one batch ahead, so that its step for the last one may not have been taken.
+    found = [largest_gap(weights(model), steps(OneDevice(), count))[0] for count in (1, 2)]
+    assert min(found) <= 1e-7
+    strategy.fit(model, X, Y, batch_size=16, verbose=0)
+
+
+@each_way
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_measuring_that_breaks_off_changes_no_weight(way: Any, call: str) -> None:
+    strategy = way()
+    model = made(strategy, build)
+    strategy.fit(model, X[:16], Y[:16], batch_size=16, verbose=0)
+    before = weights(model)
+    data = (X,) if call == "predict" else (X, Y)
+    with pytest.raises(Broken):
+        getattr(strategy, call)(
+            model, *data, batch_size=16, verbose=0, callbacks=[RaiseAt(2, Broken)]
+        )
+    with pytest.raises(Broken):
+        getattr(strategy, call)(
+            model, broken_batches(2, targets=call == "evaluate"), steps=4, verbose=0
+        )
+    assert largest_gap(weights(model), before)[0] == 0
+
+
+@each_way
+def test_predicting_rows_that_do_not_divide_keeps_every_weight(way: Any) -> None:
+    """Plain Keras under a distribution loses them all: 36 rows in batches of 32."""
+    strategy = way()
+    model, one = made(strategy, build), made(OneDevice(), build)
+    strategy.fit(model, X[:16], Y[:16], batch_size=16, verbose=0)
+    one.fit(X[:16], Y[:16], batch_size=16, verbose=0)
+    before = weights(model)
+    actual = strategy.predict(model, X[:36], batch_size=32, verbose=0)
+    expected = one.predict(X[:36], batch_size=32, verbose=0)
+    assert actual.shape == (36, 4)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    assert strategy.evaluate(model, X[:36], Y[:36], batch_size=32, verbose=0) == pytest.approx(
+        one.evaluate(X[:36], Y[:36], batch_size=32, verbose=0), rel=1e-6
+    )
+    assert largest_gap(weights(model), before)[0] == 0
+
+
+@each_way
+def test_slots_are_kept_from_one_fit_to_the_next(way: Any) -> None:
+    """Two fits of one epoch are one fit of two."""
+    strategy, one = way(), OneDevice()
+    model, other = made(strategy, build), made(one, build)
+    for epoch in range(2):
+        strategy.fit(
+            model, X, Y, batch_size=16, shuffle=False, verbose=0,
+            initial_epoch=epoch, epochs=epoch + 1,
+        )  # fmt: skip
+    one.fit(other, X, Y, batch_size=16, shuffle=False, verbose=0, epochs=2)
+    gap, path = largest_gap(weights(model), weights(other))
+    assert gap <= 1e-6, path
+
+
+def test_both_ways_take_turns_on_one_model() -> None:
+    strategy = sharded()
+    native = Native(strategy)
+    model, other = made(strategy, build), made(OneDevice(), build)
+    for how in (strategy, native, strategy, native):
+        how.fit(model, X, Y, batch_size=16, shuffle=False, verbose=0)
+        other.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+    gap, path = largest_gap(weights(model), weights(other))
+    assert gap <= 1e-6, path
+    assert str(model.layers[0].kernel.layout.unbound()) == "[unsharded, model]"

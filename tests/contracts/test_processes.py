@@ -1,0 +1,64 @@
+"""The core table once more as two processes × 4 devices, on loopback with gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from strategies import STRATEGIES
+
+SCRIPT = Path(__file__).with_name("two_processes.py")
+KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV", "XLA_FLAGS")
+
+
+def run_two_processes(law: str, names: list[str], timeout_s: float) -> list[str]:
+    """What both processes printed; raises if one fails. Neither outlives this call."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    env = {name: os.environ[name] for name in KEPT if name in os.environ}
+    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with contextlib.ExitStack() as ending:
+        outputs = [ending.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
+        processes = []
+        for index, output in enumerate(outputs):
+            process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), address, str(index), law, *names],
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            ending.callback(process.wait)
+            ending.callback(process.kill)
+            processes.append(process)
+        codes = [process.wait(timeout=timeout_s) for process in processes]
+        texts = [output.seek(0) or output.read() for output in outputs]
+    assert codes == [0, 0], "\n\n".join(text[-3000:] for text in texts)
+    return texts
+
+
+def _check(law: str, names: list[str], timeout_s: float) -> None:
+    for text in run_two_processes(law, names, timeout_s):
+        assert [line for line in text.splitlines() if line.endswith(": ok")] == [
+            f"{row.name}: ok" for row in STRATEGIES if row.name in names
+        ]
+
+
+def test_two_processes_train_as_one_device_does() -> None:
+    _check("train", ["model-dense"], timeout_s=300)
+
+
+@pytest.mark.full
+def test_two_processes_train_every_row_as_one_device_does() -> None:
+    _check("train", [row.name for row in STRATEGIES if row.name != "model-dense"], timeout_s=1500)
+
+
+@pytest.mark.full
+def test_two_processes_read_save_and_load_sharded_models() -> None:
+    _check("save", ["model-dense", "fsdp-dense"], timeout_s=300)

@@ -1,0 +1,200 @@
+"""Sharded models are read, written, saved, loaded and cloned as any Keras model is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from oracle import OneDevice, compiled, largest_gap, made, weights
+from strategies import Row, rows
+
+import meshwright as mw
+from meshwright.testing import run_in_fresh_process
+
+
+def _build(row: Row) -> Any:
+    return compiled(row.of.build, lambda: keras.optimizers.SGD(0.05, momentum=0.9))
+
+
+@pytest.fixture(params=rows())
+def row(request: pytest.FixtureRequest) -> Row:
+    return request.param
+
+
+def _trained(row: Row) -> tuple[mw.Sharded, keras.Model]:
+    strategy, (x, y) = row.strategy(), row.of.data(32)
+    model = made(strategy, _build(row))
+    strategy.fit(model, x, y, batch_size=16, verbose=0)
+    return strategy, model
+
+
+def _lies_as_told(strategy: mw.Sharded, model: keras.Model) -> None:
+    for variable, placed in strategy._placed(model):
+        value, sharding = variable.value, placed.layout.sharding
+        assert value.sharding.is_equivalent_to(sharding, value.ndim), placed.info.path
+
+
+def test_weights_are_got_set_saved_and_loaded(row: Row, tmp_path: Path) -> None:
+    strategy, model = _trained(row)
+    kept = model.get_weights()
+    model.save_weights(tmp_path / "kept.weights.h5")
+    model.set_weights([weight + 1 for weight in kept])
+    for now, then in zip(model.get_weights(), kept, strict=True):
+        np.testing.assert_array_equal(now, then + 1)
+    model.load_weights(tmp_path / "kept.weights.h5")
+    for now, then in zip(model.get_weights(), kept, strict=True):
+        np.testing.assert_array_equal(now, then)
+    _lies_as_told(strategy, model)
+
+
+def test_a_saved_model_goes_on_where_it_was(row: Row, tmp_path: Path) -> None:
+    """Loaded in scope, or loaded outside and placed: the next epoch is the same, slots and all."""
+    strategy, model = _trained(row)
+    model.save(tmp_path / "model.keras")
+    outside = keras.models.load_model(tmp_path / "model.keras")
+    strategy.place(outside)
+    with strategy.scope():
+        inside = keras.models.load_model(tmp_path / "model.keras")
+    x, y = row.of.data(32)
+    for each in (model, outside, inside):
+        keras.utils.set_random_seed(1)
+        for seeds in each.non_trainable_variables:  # dropout goes on from the same seed
+            if seeds.name == "seed_generator_state":
+                seeds.assign([3, 4])
+        strategy.fit(each, x, y, batch_size=16, verbose=0, shuffle=False)
+        _lies_as_told(strategy, each)
+    for each in (outside, inside):
+        gap, path = largest_gap(weights(each), weights(model))
+        assert gap <= 1e-7, path
+
+
+def test_a_model_of_plain_keras_is_placed_and_trained(row: Row) -> None:
+    strategy, one, (x, y) = row.strategy(), OneDevice(), row.of.data(32)
+    found = []
+    for place in (True, False):
+        model = made(one, _build(row))
+        model.fit(x, y, batch_size=16, verbose=0, shuffle=False)
+        if place:
+            strategy.place(model)
+            _lies_as_told(strategy, model)
+        how = strategy if place else one
+        how.fit(model, x, y, batch_size=16, verbose=0, shuffle=False)
+        found.append(weights(model))
+    gap, path = largest_gap(*found)
+    assert gap <= 1e-6, path
+
+
+def test_a_clone_made_in_scope_lies_as_the_model_does(row: Row) -> None:
+    strategy, model = _trained(row)
+    with strategy.scope():
+        clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    _lies_as_told(strategy, clone)
+    x, _ = row.of.data(32)
+    np.testing.assert_allclose(
+        strategy.predict(clone, x, batch_size=16, verbose=0),
+        strategy.predict(model, x, batch_size=16, verbose=0),
+        atol=1e-7,
+    )
+
+
+def test_a_model_is_called_on_arrays_of_the_mesh(row: Row) -> None:
+    strategy, model = _trained(row)
+    x, _ = row.of.data(16)
+    expected = strategy.predict(model, x, batch_size=16, verbose=0)
+    np.testing.assert_allclose(np.asarray(model(strategy.put((x,))[0])), expected, atol=1e-6)
+
+
+def test_plain_keras_without_meshwright_loads_a_saved_model(tmp_path: Path) -> None:
+    param = next(p for p in rows() if p.id == "model-dense")
+    strategy, model = _trained(param.values[0])
+    model.save(tmp_path / "model.keras")
+    x, _ = param.values[0].of.data(16)
+    np.save(tmp_path / "x.npy", x)
+    run_in_fresh_process(
+        f"""
+        import sys
+        import keras
+        import numpy as np
+        model = keras.models.load_model({str(tmp_path / "model.keras")!r})
+        outputs = model.predict(np.load({str(tmp_path / "x.npy")!r}), verbose=0)
+        np.save({str(tmp_path / "outputs.npy")!r}, outputs)
+        assert "meshwright" not in sys.modules
+        """,
+        env={"KERAS_BACKEND": "jax"},
+    )
+    np.testing.assert_allclose(
+        np.load(tmp_path / "outputs.npy"), strategy.predict(model, x, verbose=0), atol=1e-6
+    )
+
+
+def test_initial_weights_are_those_of_keras_without_meshwright(tmp_path: Path) -> None:
+    """The oracle of these tables runs in a process that has Meshwright; this one does not."""
+    run_in_fresh_process(
+        f"""
+        import sys
+        import keras
+        import numpy as np
+        keras.utils.set_random_seed(11)
+        layers = keras.layers
+        model = keras.Sequential([
+            keras.Input([12]), layers.Dense(16, name="hidden"), layers.Dense(4, name="output")
+        ])
+        np.savez({str(tmp_path / "weights.npz")!r}, *model.get_weights())
+        assert "meshwright" not in sys.modules
+        """,
+        env={"KERAS_BACKEND": "jax"},
+    )
+    strategy = next(p for p in rows() if p.id == "model-dense").values[0].strategy()
+
+    def build() -> keras.Model:
+        layers = keras.layers
+        return keras.Sequential(
+            [keras.Input([12]), layers.Dense(16, name="hidden"), layers.Dense(4, name="output")]
+        )
+
+    model = made(strategy, build)
+    there = np.load(tmp_path / "weights.npz")
+    for ours, name in zip(model.get_weights(), there.files, strict=True):
+        np.testing.assert_allclose(ours, there[name], rtol=0, atol=1.2e-7)
+
+
+INITIALIZERS = {
+    "glorot_uniform": 1.2e-7,
+    "glorot_normal": 1.2e-7,
+    "he_uniform": 1.2e-7,
+    "he_normal": 1.2e-7,
+    "lecun_normal": 1.2e-7,
+    "random_uniform": 1e-8,
+    "random_normal": 1.5e-8,
+    "truncated_normal": 1.5e-8,
+    "orthogonal": 1e-6,
+    "zeros": 0.0,
+    "ones": 0.0,
+    "identity": 0.0,
+}
+
+
+@pytest.mark.parametrize(("name", "within"), INITIALIZERS.items(), ids=INITIALIZERS)
+def test_an_initializer_gives_plain_keras_values_in_any_layout(name: str, within: float) -> None:
+    """And the values of a compiled initializer are the same bits for every layout."""
+
+    def build() -> keras.Model:
+        layers = keras.layers
+        return keras.Sequential(
+            [keras.Input([16]), layers.Dense(16, kernel_initializer=name, name="hidden")]
+        )
+
+    mesh = mw.create_mesh({"batch": 4, "model": 2})
+    layouts: list[Any] = [None, ["batch", "model"], [None, ("model", "batch")]]
+    found = [
+        np.asarray(made(mw.Sharded(mesh, {"kernel": k} if k else {}), build).layers[0].kernel)
+        for k in layouts
+    ]
+    for each in found[1:]:
+        np.testing.assert_array_equal(each, found[0])
+    expected = np.asarray(made(OneDevice(), build).layers[0].kernel)
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=within)

@@ -1,0 +1,127 @@
+"""Every strategy × every optimizer: gradients, loss curve and weights are one device's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from keras import optimizers
+from oracle import (
+    OneDevice,
+    Tolerance,
+    Trained,
+    agree,
+    compiled,
+    float64,
+    gradients,
+    made,
+    relative,
+    train,
+)
+from strategies import BATCH, SUBJECTS, Row, rows
+
+# The largest difference allowed after six steps: of any weight or slot, and of any loss
+# (relative). The largest measured over all rows, rounded up: in double precision a few units of
+# the last place whatever the optimizer; in single precision Adam divides by the root of small
+# second moments, which amplifies rounding.
+DOUBLE = Tolerance(weights=5e-16, losses=5e-16)
+SINGLE = Tolerance(weights=2e-7, losses=5e-7)
+AMPLIFIED = Tolerance(weights=5e-6, losses=5e-7)
+OPTIMIZERS = {
+    "sgd": (lambda: optimizers.SGD(0.05), SINGLE),
+    "momentum": (lambda: optimizers.SGD(0.05, momentum=0.9), SINGLE),
+    "adam": (lambda: optimizers.Adam(1e-3), AMPLIFIED),
+    "adamw": (lambda: optimizers.AdamW(1e-3), AMPLIFIED),
+    "rmsprop": (lambda: optimizers.RMSprop(1e-3), SINGLE),
+    "adagrad": (lambda: optimizers.Adagrad(1e-2), SINGLE),
+    "adadelta": (lambda: optimizers.Adadelta(0.1), SINGLE),
+    "lion": (lambda: optimizers.Lion(1e-3), SINGLE),
+    "adafactor": (lambda: optimizers.Adafactor(1e-2), SINGLE),
+}
+
+# Optimizers that divide a gradient by its size, or take its sign, make a step of the rounding
+# noise that one device computes for weights whose exact gradient is zero (strategies.py:
+# ``noise``). SGD and momentum have no exceptions.
+AMPLIFY_NOISE = ("adam", "adamw", "lion", "adafactor")
+
+
+@pytest.fixture(params=["float64", "float32"])
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    with float64() if request.param == "float64" else contextlib.nullcontext():
+        yield request.param
+
+
+@functools.cache
+def one_device(subject: str, optimizer: str, precision: str) -> Trained:
+    del precision  # it is in force; the cache must tell the two apart
+    return _trained(OneDevice(), subject, optimizer)
+
+
+def _trained(strategy: object, subject: str, optimizer: str) -> Trained:
+    of = SUBJECTS[subject]
+    return train(strategy, compiled(of.build, OPTIMIZERS[optimizer][0]), *of.data())
+
+
+def _row_and_optimizer() -> list[object]:
+    """Every row with three optimizers, and the core rows with all of them."""
+    found = []
+    for param in rows():
+        row: Row = param.values[0]
+        for optimizer in OPTIMIZERS:
+            if optimizer in ("sgd", "momentum", "adam") or row.core:
+                always = row.core and optimizer in ("momentum", "adam")
+                marks = () if always else pytest.mark.full
+                found.append(
+                    pytest.param(row, optimizer, id=f"{row.name}-{optimizer}", marks=marks)
+                )
+    return found
+
+
+@pytest.mark.parametrize(("row", "optimizer"), _row_and_optimizer())
+def test_loss_curve_and_weights_are_one_devices(row: Row, optimizer: str, precision: str) -> None:
+    """Six steps over shuffled batches, so that the order of the rows is one device's too."""
+    one = one_device(row.subject, optimizer, precision)
+    sharded = _trained(row.strategy(), row.subject, optimizer)
+    excepted = row.of.noise + row.of.follows if optimizer in AMPLIFY_NOISE else ()
+    within = DOUBLE if precision == "float64" else OPTIMIZERS[optimizer][1]
+    agree(sharded, one, within, leave=excepted)
+    assert len(sharded.curve) == 6
+
+
+@pytest.mark.parametrize("row", rows())
+def test_gradients_of_the_first_step_are_one_devices(row: Row) -> None:
+    build = compiled(row.of.build, lambda: optimizers.SGD(0.05))
+    x, y = row.of.data()
+    batch = x[:BATCH], y[:BATCH]
+    one, strategy = OneDevice(), row.strategy()
+    expected = gradients(one, made(one, build), batch)
+    actual = gradients(strategy, made(strategy, build), batch)
+    for path, gradient in expected.items():
+        if not path.endswith(row.of.noise or ("nothing is noise",)):
+            assert relative(actual[path], gradient) <= 1e-5, path
+
+
+@pytest.mark.parametrize("row", rows(only=lambda row: bool(row.of.noise)))
+def test_excepted_weights_have_a_gradient_of_rounding_noise(row: Row) -> None:
+    """The exceptions of the table cannot hide a wrong gradient: one device's is noise."""
+    one, (x, y) = OneDevice(), row.of.data()
+    model = made(one, compiled(row.of.build, lambda: optimizers.SGD(0.05)))
+    found = gradients(one, model, (x[:BATCH], y[:BATCH]))
+    largest = max(float(np.abs(gradient).max()) for gradient in found.values())
+    noise = [g for path, g in found.items() if path.endswith(row.of.noise)]
+    assert len(noise) == len(row.of.noise)
+    assert all(np.abs(gradient).max() < 1e-6 * largest for gradient in noise)
+
+
+def test_the_table_notices_a_wrong_gradient() -> None:
+    """One weight that is off by a thousandth fails the comparison."""
+    of = SUBJECTS["dense"]
+    build = compiled(of.build, OPTIMIZERS["sgd"][0])
+    one = train(OneDevice(), build, *of.data())
+    other = train(OneDevice(), build, *of.data())
+    other.weights["output/kernel"] = other.weights["output/kernel"] * 1.001
+    with pytest.raises(AssertionError, match="output/kernel differs by"):
+        agree(other, one, SINGLE)

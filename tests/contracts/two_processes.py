@@ -1,0 +1,86 @@
+"""What each of two processes runs: the core table on 2 × 4 devices, against its own one device.
+
+``python two_processes.py ADDRESS INDEX LAW ROW...``; prints ``ROW: ok`` for each row that holds.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import meshwright as mw
+
+
+def train_law(row: Any) -> None:
+    """Curve, weights, evaluation with a rest and prediction are one device's."""
+    import numpy as np
+    from keras import optimizers
+    from oracle import OneDevice, Tolerance, agree, compiled, train
+
+    x, y = row.of.data(90)
+    build = compiled(row.of.build, lambda: optimizers.SGD(0.05, momentum=0.9))
+    found = []
+    for strategy in (row.strategy(), OneDevice()):
+        trained = train(strategy, build, x, y)
+        options = {"batch_size": 16, "verbose": 0}
+        measured = strategy.evaluate(trained.model, x[:37], y[:37], return_dict=True, **options)
+        outputs = strategy.predict(trained.model, x[:37], **options)
+        found.append((trained, measured, outputs))
+    (sharded, measured, outputs), (one, measured_one, outputs_one) = found
+    agree(sharded, one, Tolerance(weights=1e-6, losses=1e-6))
+    np.testing.assert_allclose(outputs, outputs_one, atol=2e-6)
+    for name, value in measured_one.items():
+        np.testing.assert_allclose(measured[name], value, rtol=1e-6)
+
+
+def save_law(row: Any) -> None:
+    """Weights can be read, saved by one process, loaded and set on sharded models."""
+    import jax
+    import keras
+    import numpy as np
+    from keras import optimizers
+    from oracle import OneDevice, compiled, made
+
+    strategy = row.strategy()
+    build = compiled(row.of.build, lambda: optimizers.SGD(0.05))
+    model, one = made(strategy, build), made(OneDevice(), build)
+    for ours, theirs in zip(model.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1.2e-7)
+    changed = [weight + 1 for weight in one.get_weights()]
+    model.set_weights(changed)
+    for ours, theirs in zip(model.get_weights(), changed, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        for ours, theirs in zip(loaded.get_weights(), changed, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    strategy.place(loaded)
+    assert len(loaded.weights[0].value.sharding.device_set) == jax.device_count()
+
+
+LAWS = {"train": train_law, "save": save_law}
+
+
+def main(address: str, index: str, law: str, *names: str) -> None:
+    mw.virtual_devices(4)
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, num_processes=2, process_id=int(index))
+    from strategies import STRATEGIES
+
+    assert jax.device_count() == 8
+    assert len(jax.local_devices()) == 4
+    for row in STRATEGIES:
+        if row.name in names:
+            LAWS[law](row)
+            print(f"{row.name}: ok", flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
