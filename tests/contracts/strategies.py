@@ -167,10 +167,13 @@ STRATEGIES = [
 ]
 
 
-def rows(*, only: Callable[[Row], bool] = lambda row: True) -> list[Any]:
-    """Every row as a parameter of a test; rows outside the core are marked ``full``."""
+def rows(
+    *, always: tuple[str, ...] | None = None, only: Callable[[Row], bool] = lambda row: True
+) -> list[Any]:
+    """Every row as a parameter of a test; those outside ``always``, or the core, are ``full``."""
+    names = always if always is not None else [row.name for row in STRATEGIES if row.core]
     return [
-        pytest.param(row, id=row.name, marks=() if row.core else pytest.mark.full)
+        pytest.param(row, id=row.name, marks=() if row.name in names else pytest.mark.full)
         for row in STRATEGIES
         if only(row)
     ]

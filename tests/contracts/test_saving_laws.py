@@ -19,7 +19,7 @@ def _build(row: Row) -> Any:
     return compiled(row.of.build, lambda: keras.optimizers.SGD(0.05, momentum=0.9))
 
 
-@pytest.fixture(params=rows())
+@pytest.fixture(params=rows(always=("model-dense",)))
 def row(request: pytest.FixtureRequest) -> Row:
     return request.param
 
