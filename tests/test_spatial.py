@@ -16,7 +16,9 @@ import meshwright as mw
 from meshwright.step.spatial import guard, uneven_ops
 from meshwright.step.windows import Halo, Window, halo
 
-TOLERANCE = 1e-5  # of float32 gradients, relative to their greatest element
+# Of float32 gradients, relative to their greatest element: processors differ by a few 1e-6 (sums
+# in another order), and the gradients XLA gets wrong are off by 1e-2 and more.
+TOLERANCE = 5e-5
 CHANNELS = 4
 GROUPS = {"full": 1, "grouped": 2, "depthwise": CHANNELS}
 
