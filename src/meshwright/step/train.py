@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from .products import in_order
 from .spatial import guard
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]
@@ -23,8 +24,11 @@ def make_train_step(program: Program) -> Step:
     def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
         import jax
 
-        differentiate = jax.value_and_grad(program.loss, has_aux=True)
-        (_, aux), grads = differentiate(whole.params, whole, batch, True)
+        def loss(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
+            return program.loss(params, whole, batch, True)
+
+        differentiate = in_order(jax.value_and_grad(loss, has_aux=True))
+        (_, aux), grads = differentiate(whole.params, whole, batch)
         params, slots = program.update(whole.params, grads, whole.slots)
         metrics, logs = program.measure(aux.metrics, aux, batch)
         return TrainState(params, aux.state, slots, metrics), logs
