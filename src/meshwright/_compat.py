@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import types
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 def jax_is_running() -> bool:
@@ -17,8 +19,6 @@ def jax_is_running() -> bool:
     JAX 0.10.2 has no public question for this (``jax.devices()`` would start them); the function
     has been in ``xla_bridge`` since 0.4.26.
     """
-    import sys
-
     if "jax" not in sys.modules:
         return False
     from jax._src import xla_bridge
@@ -263,7 +263,7 @@ def numpy_batches(
     """
     from keras.src.trainers.epoch_iterator import EpochIterator
 
-    return EpochIterator(
+    epochs = EpochIterator(
         x=x,
         y=y,
         sample_weight=sample_weight,
@@ -272,6 +272,64 @@ def numpy_batches(
         shuffle=shuffle,
         class_weight=class_weight,
     )
+    if steps is None and not is_one_shot(epochs):
+        # Data of unknown length ends when it ends; Keras calls every such end an interruption.
+        epochs._interrupted_warning = lambda: None
+    return epochs
+
+
+def global_seed() -> list[int] | None:
+    """The state of the generator of unseeded ``keras.random`` calls; ``None`` if it is unused.
+
+    ``keras.random`` (Keras 3.15) exports neither the generator nor a way to set it.
+    """
+    generator = _global_seed_generator()
+    return None if generator is None else [int(word) for word in generator.state.numpy()]
+
+
+def set_global_seed(state: list[int] | None) -> None:
+    """Set what :func:`global_seed` read."""
+    from keras.src.backend.common import global_state
+    from keras.src.random import seed_generator
+
+    if state is None:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+    else:
+        seed_generator.global_seed_generator().state.assign(state)
+
+
+def _global_seed_generator() -> Any:
+    from keras.src.backend.common import global_state
+    from keras.src.random import seed_generator
+
+    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+class Readable(NamedTuple):
+    """An array on the host: how rows of it are read by their numbers, and its dims."""
+
+    read: Any
+    dims: tuple[int, ...]
+
+
+def arrays_of(epochs: Any) -> tuple[Any, int, int]:
+    """What an epoch iterator over arrays cuts batches of: ``(arrays, rows, rows of a batch)``.
+
+    The arrays are a tree like a batch, with a :class:`Readable` in place of each.
+    """
+    import keras
+    from keras.src.trainers.data_adapters import array_slicing
+
+    def readable(sliceable: Any) -> Readable:
+        def read(rows: Any) -> Any:
+            return sliceable.convert_to_numpy(sliceable[rows])
+
+        return Readable(read, tuple(sliceable.array.shape))
+
+    adapter = epochs.data_adapter
+    inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
+    arrays = keras.tree.map_structure(readable, inputs, none_is_leaf=False)
+    return arrays, adapter._num_samples, adapter.batch_size
 
 
 def reads_arrays(epochs: Any) -> bool:
@@ -298,6 +356,51 @@ def split_validation(arrays: Any, share: float) -> Any:
 def layers_inside(layer: Any) -> list[Any]:
     """Every layer inside a layer, at any depth."""
     return list(layer._flatten_layers(include_self=False, recursive=True))
+
+
+def loss_reductions(model: Any) -> list[str]:
+    """The reductions of the losses that a model was compiled with."""
+    import keras
+
+    default = "sum_over_batch_size"
+    asked = getattr(model, "_compile_loss", None)
+    losses = keras.tree.flatten(asked._user_loss) if asked is not None else []
+    return [str(getattr(loss, "reduction", default)) for loss in losses if loss is not None]
+
+
+def loss_of_outputs(
+    model: Any, values: Any, batch: Any, outputs: Any, losses: list[Any], training: bool
+) -> Any:
+    """What ``compute_loss_and_updates`` (Keras 3.15) does once the outputs are there.
+
+    ``values`` are those of trainable and other variables, metrics and optimizer; ``losses`` are
+    those that layers have added.
+    """
+    from keras.src import backend
+
+    trained, others, metrics, slots = values
+    x, y, weights = batch
+    if losses:
+        model._losses_override.clear()
+        model._losses_override = losses
+    loss, (trained, others, metrics) = model.stateless_compute_loss(
+        trained,
+        others,
+        metrics,
+        x=x,
+        y=y,
+        y_pred=outputs,
+        sample_weight=weights,
+        training=training,
+    )
+    if losses:
+        model._losses_override.clear()
+    unscaled = loss
+    if training and model.optimizer is not None:
+        of_slots = list(zip(model.optimizer.variables, slots, strict=True))
+        with backend.StatelessScope(state_mapping=of_slots):
+            loss = model.optimizer.scale_loss(loss)
+    return loss, (unscaled, outputs, others, metrics)
 
 
 def update_metrics(model: Any, metrics: list[Any], loss: Any, batch: Any, outputs: Any) -> Any:
@@ -360,6 +463,39 @@ def name_scope(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
 
 
+@contextlib.contextmanager
+def keras_sees(platform: str) -> Iterator[None]:
+    """Let Keras choose its attention kernels for another platform than that of the devices here.
+
+    Keras 3.15 asks ``jax.devices()[0].platform`` as it traces (``backend/jax/nn.py``). Does
+    nothing where Keras was never imported.
+    """
+    nn: Any = sys.modules.get("keras.src.backend.jax.nn")
+    if nn is None:
+        yield
+        return
+    real, nn.jax = nn.jax, _WithDevicesOf(platform)
+    try:
+        yield
+    finally:
+        nn.jax = real
+
+
+class _WithDevicesOf:
+    """The module ``jax``, whose first device is of another platform."""
+
+    def __init__(self, platform: str) -> None:
+        self._platform = {"cuda": "gpu"}.get(platform, platform)
+
+    def devices(self) -> list[Any]:
+        return [types.SimpleNamespace(platform=self._platform)]
+
+    def __getattr__(self, name: str) -> Any:
+        import jax
+
+        return getattr(jax, name)
+
+
 # Names in saved files: Keras 3.15 keeps its table from class to name, and back, to itself.
 
 
@@ -382,3 +518,57 @@ def read_keras_name_as(name: str, reader: Any) -> None:
     from keras.src import api_export
 
     api_export.REGISTERED_NAMES_TO_OBJS[name] = reader
+
+
+@contextlib.contextmanager
+def names_from_the_start() -> Iterator[None]:
+    """Inside, Keras counts the names of layers from one anew: two builds give the same paths.
+
+    Keras 3.15 resets its counter with everything else (``clear_session``), or not at all.
+    """
+    from keras.src.backend.common import global_state
+
+    counted = global_state.get_global_attribute("object_name_uids")
+    global_state.set_global_attribute("object_name_uids", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", counted)
+
+
+@contextlib.contextmanager
+def double_precision() -> Iterator[None]:
+    """Everything that is made inside is made, and computed, in float64.
+
+    Keras 3.15 would round to single inside BatchNormalization, ``tanh``, Adafactor and others: its
+    type promotion knows no ``float64`` on JAX.
+    """
+    import jax
+    import keras
+    from keras.src.backend.common import dtypes
+
+    x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    floatx = keras.config.floatx()
+    policy = keras.config.dtype_policy()
+    rounded = dtypes.BIT64_TO_BIT32_DTYPE.pop("float64", None)
+    jax.config.update("jax_enable_x64", True)
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(policy)
+        keras.config.set_floatx(floatx)
+        jax.config.update("jax_enable_x64", x64)
+        if rounded is not None:
+            dtypes.BIT64_TO_BIT32_DTYPE["float64"] = rounded
+
+
+def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr, computed now.
+
+    JAX 0.10.2: ``jax.core.eval_jaxpr`` does so for all of them; ``get_bind_params`` has no page.
+    """
+    with eqn.ctx.manager:
+        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(found) if eqn.primitive.multiple_results else [found]

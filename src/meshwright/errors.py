@@ -9,11 +9,18 @@
     ├── BatchError           ValueError    a batch that a mesh cannot share out
     ├── DataError            ValueError    input data that cannot be found or read
     ├── ModelError           ValueError    a model that is not ready for what was asked
+    ├── CheckpointError      ValueError    a checkpoint that is not there, or does not fit
     ├── TopologyError        RuntimeError  devices or processes that are not there, or come too late
+    ├── TargetError          ValueError    a text that names no target, or one that does not fit
+    ├── CompileError         RuntimeError  a step that does not compile for its target
+    │   └── DoesNotFitError                because it needs more memory than a device has
+    ├── NotFiniteError       FloatingPointError  a loss or a gradient that is infinite or NaN
     ├── TracingError         RuntimeError  something that has no meaning inside jit
     └── BackendError         RuntimeError  Keras is set to another backend than JAX
 
     MeshwrightWarning        UserWarning   something that works, but hardly as meant
+
+    Preempted                SystemExit    training stopped by SIGTERM, after saving; exit code 75
 
 Every message says what is wrong, with the values, and the way out.
 """
@@ -55,8 +62,52 @@ class ModelError(MeshwrightError, ValueError):
     """A model is not ready for what was asked of it."""
 
 
+class CheckpointError(MeshwrightError, ValueError):
+    """A checkpoint is not there, cannot be written, or does not fit what it is restored into."""
+
+
 class TopologyError(MeshwrightError, RuntimeError):
     """Devices or processes are not there, or are asked for too late."""
+
+
+class TargetError(MeshwrightError, ValueError):
+    """A text names no target, or a target does not fit the mesh."""
+
+
+class CompileError(MeshwrightError, RuntimeError):
+    """A step does not compile for its target; holds the compiler's own words."""
+
+
+class DoesNotFitError(CompileError):
+    """A step needs more memory than a device of the target has.
+
+    ``needed_bytes`` and ``available_bytes`` are the compiler's figures for one device, where it
+    gives any; ``breakdown`` is all that it says.
+    """
+
+    def __init__(
+        self, message: str, needed_bytes: int | None, available_bytes: int | None, breakdown: str
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.breakdown = breakdown
+
+
+class NotFiniteError(MeshwrightError, FloatingPointError):
+    """A loss or a gradient became infinite or NaN.
+
+    ``step`` counts the optimizer's steps from 1 and ``epoch`` from 0; ``variables`` are the
+    parameters that were not finite, or else those whose gradients were not.
+    """
+
+    def __init__(
+        self, message: str, step: int = 0, epoch: int = 0, variables: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.epoch = epoch
+        self.variables = variables
 
 
 class TracingError(MeshwrightError, RuntimeError):
@@ -69,3 +120,10 @@ class BackendError(MeshwrightError, RuntimeError):
 
 class MeshwrightWarning(UserWarning):
     """Something works, but hardly as it was meant."""
+
+
+class Preempted(SystemExit):
+    """Training was stopped by SIGTERM after its state was saved; the exit code is 75.
+
+    75 is ``EX_TEMPFAIL`` of ``sysexits.h``: the same command, run again, goes on from there.
+    """
