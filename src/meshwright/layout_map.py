@@ -117,11 +117,17 @@ def find_rule(rules: Iterable[Rule], spellings: Iterable[str] | str) -> Rule | N
     for rule in rules:
         if names_exactly(rule.pattern, spellings):
             return rule
+    return next((rule for rule in rules if finds(rule.pattern, spellings)), None)
+
+
+def finds(pattern: str, spellings: Iterable[str]) -> bool:
+    """Whether the pattern is found in one of these paths; ``/`` is like ``.``.
+
+    >>> finds("a/k", ["net.a.kernel"]), finds("a/k$", ["net.a.kernel"])
+    (True, False)
+    """
     paths = {_with(separator, path) for path in spellings for separator in "/."}
-    for rule in rules:
-        if any(re.search(rule.pattern, path) for path in paths):
-            return rule
-    return None
+    return any(re.search(pattern, path) for path in paths)
 
 
 def names_exactly(pattern: str, spellings: Iterable[str]) -> bool:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from .errors import BatchError, LayoutError, PlacementError
 from .layout import MATCH, UNSHARDED, Layout, Spec, as_layout
 from .layout_map import LayoutMap, Rule, find_rule, names_exactly
 from .mesh import Mesh
+from .zero import check_level, share_out
 
+Unmatched = Literal["warn", "error", "replicate"]
 Role = Literal["parameter", "state", "slot", "seed", "metric"]
 BatchAxes = str | tuple[str, ...] | None
 BatchLike = BatchAxes | list[str]
@@ -70,7 +72,10 @@ class Placement:
 
     ``rules`` are for variables and ``activations`` for the outputs of layers, by path. ``batch`` is
     the axis, or axes, of the first dim of every input and target that ``inputs`` and ``targets`` do
-    not name; ``None`` leaves them replicated. :meth:`of` makes one from friendlier arguments.
+    not name; ``None`` leaves them replicated. ``zero`` is the level of ZeRO over the batch axes,
+    see :mod:`meshwright.zero`. ``unmatched`` says what becomes of large parameters that no rule
+    names, and ``strict=False`` makes a rule that places nothing a warning; see
+    :mod:`meshwright.strict`. :meth:`of` makes one from friendlier arguments.
     """
 
     mesh: Mesh
@@ -79,8 +84,17 @@ class Placement:
     inputs: tuple[tuple[str | int, Layout], ...] = ()
     targets: tuple[tuple[str | int, Layout], ...] = ()
     activations: tuple[Rule, ...] = ()
+    zero: int = 0
+    unmatched: Unmatched = "warn"
+    strict: bool = True
 
     def __post_init__(self) -> None:
+        check_level(self.zero)
+        if self.unmatched not in get_args(Unmatched):
+            raise LayoutError(
+                f"unmatched={self.unmatched!r}: say 'warn', 'error' or 'replicate', for large "
+                "parameters that no rule names."
+            )
         named = [(f"rule {rule.pattern!r}", rule.layout) for rule in self.rules]
         named += [(f"the layout of input {key!r}", layout) for key, layout in self.inputs]
         named += [(f"the layout of target {key!r}", layout) for key, layout in self.targets]
@@ -88,6 +102,11 @@ class Placement:
         named += [(f"activation {rule.pattern!r}", rule.layout) for rule in self.activations]
         for what, layout in named:
             faults += [f"{what}: {fault}" for fault in _binding_faults(layout, self.mesh)]
+        if self.zero and self.batch is None:
+            faults.append(
+                f"zero={self.zero} shares state out over the axes of the batch, and batch=None "
+                "names none. Name them, or say zero=0."
+            )
         if faults := faults + _batch_axes_faults(self.batch, self.mesh):
             raise LayoutError("\n".join(faults))
 
@@ -100,6 +119,9 @@ class Placement:
         inputs: Any = None,
         targets: Any = None,
         activations: Mapping[str, Any] | None = None,
+        zero: int = 0,
+        unmatched: Unmatched = "warn",
+        strict: bool = True,
     ) -> Placement:
         """A placement from a layout map, or any mapping, and bare sequences of axes."""
         return cls(
@@ -109,11 +131,18 @@ class Placement:
             inputs=_keyed(inputs, "inputs"),
             targets=_keyed(targets, "targets"),
             activations=LayoutMap(rules=activations or {}).rules,
+            zero=zero,
+            unmatched=unmatched,
+            strict=strict,
         )
 
     def on(self, mesh: Mesh) -> Placement:
         """The same rules on another mesh. Raises :class:`LayoutError` for axes it does not have."""
         return replace(self, mesh=mesh)
+
+    def with_zero(self, zero: int) -> Placement:
+        """The same rules at another level of ZeRO."""
+        return replace(self, zero=zero)
 
     # Variables
 
@@ -139,6 +168,8 @@ class Placement:
                 f"({self.mesh.axes_text}); nothing was allocated.\n" + "\n".join(faults)
             )
         owners = {info.path: each for info, each in ruled.items()}
+        if self.zero == 3:
+            ruled = {info: self._shared_out(each) for info, each in ruled.items()}
         return [ruled.get(info) or self._slot(info, owners) for info in infos]
 
     def _place_one(self, info: ParamInfo) -> Placed:
@@ -156,7 +187,16 @@ class Placement:
         owner = owners.get(info.owner or "")
         if owner is None or owner.info.dims != info.dims:
             return Placed(info, Layout.replicated(self.mesh, len(info.dims)), "slot: replicated")
-        return Placed(info, owner.layout, f"slot of {owner.info.path}")
+        slot = Placed(info, owner.layout, f"slot of {owner.info.path}")
+        return self._shared_out(slot) if self.zero else slot
+
+    def _shared_out(self, each: Placed) -> Placed:
+        """What ZeRO makes of a parameter or a slot; the reason says so either way."""
+        if each.info.role not in ("parameter", "slot"):
+            return each
+        layout = share_out(each.layout, each.info.dims, self.batch_axes)
+        says = f"zero={self.zero}" + ("" if layout else ": small, or no dim divides")
+        return Placed(each.info, layout or each.layout, f"{each.reason}, {says}")
 
     def _asked(self, info: ParamInfo, rule: Rule | None) -> Layout:
         """The layer's own layout. It beats a pattern; a rule for this very path contradicts it."""
@@ -190,9 +230,14 @@ class Placement:
         return None if rule is None else rule.layout.on(self.mesh)
 
     @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that the rows of a batch lie along."""
+        return _as_axes(self.batch)
+
+    @property
     def batch_shards(self) -> int:
         """Into how many pieces the batch is cut."""
-        return math.prod(self.mesh[axis] for axis in _as_axes(self.batch))
+        return math.prod(self.mesh[axis] for axis in self.batch_axes)
 
     def _data_layout(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .placement import ParamInfo
 
@@ -48,7 +48,8 @@ class Program:
     :class:`TrainState` that the other variables are read from. ``measure(metrics, aux, batch)``
     gives new metrics and logs. ``update(params, grads, slots)`` is the optimizer's step.
     ``initial()`` gives the values to begin with. ``own_step`` is a whole step ``(whole, batch) ->
-    (whole, logs)`` where the model brings its own, else ``None``.
+    (whole, logs)`` where the model brings its own, else ``None``. ``reduction`` says whether the
+    loss is a mean over the rows of the batch or a sum.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Program:
     measure: Callable[[Arrays, Aux, Batch], tuple[Arrays, Logs]]
     update: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
     own_step: Callable[[TrainState, Batch], tuple[TrainState, Logs]] | None = None
+    reduction: Literal["mean", "sum"] = "mean"
 
     @property
     def infos(self) -> tuple[ParamInfo, ...]:
