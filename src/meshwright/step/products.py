@@ -8,9 +8,10 @@ was a fifth of a step of a dense net.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+from .jaxprs import count_uses, edited
 
 
 def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,21 +26,11 @@ def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
     >>> [e.primitive.name for e in jax.make_jaxpr(in_order(transposed))(x, y).eqns]
     ['dot_general']
     """
-    import jax
-    from jax.extend.core import jaxpr_as_fun
-
-    def ordered(*args: Any) -> Any:
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = jaxpr_as_fun(_ordered(jaxpr))(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return ordered
+    return edited(function, _ordered)
 
 
-def _ordered(closed: Any) -> Any:
-    jaxpr = closed.jaxpr
-    uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not _is_literal(v))
-    uses.update(v for v in jaxpr.outvars if not _is_literal(v))
+def _ordered(jaxpr: Any) -> Any:
+    uses = count_uses(jaxpr)
     products = {
         eqn.outvars[0]: number
         for number, eqn in enumerate(jaxpr.eqns)
@@ -51,7 +42,7 @@ def _ordered(closed: Any) -> Any:
         if number is not None and _swaps_sides(jaxpr.eqns[number], eqn.params["permutation"]):
             eqn, eqns[number] = _other_way_round(jaxpr.eqns[number], eqn.outvars), None
         eqns.append(eqn)
-    return closed.replace(jaxpr=jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None]))
+    return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
 def _swaps_sides(product: Any, permutation: tuple[int, ...]) -> bool:
@@ -72,9 +63,3 @@ def _other_way_round(product: Any, outvars: list[Any]) -> Any:
     if isinstance(params["precision"], tuple):
         params["precision"] = params["precision"][::-1]
     return product.replace(invars=product.invars[::-1], outvars=outvars, params=params)
-
-
-def _is_literal(var: Any) -> bool:
-    from jax.extend.core import Literal
-
-    return isinstance(var, Literal)

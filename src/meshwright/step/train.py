@@ -7,33 +7,62 @@ from dataclasses import replace
 from typing import Any
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from .accumulate import Gradient, accumulating_step
+from .options import PLAIN, StepOptions
 from .products import in_order
+from .recompute import recomputing
+from .sharing import Sharing, shared
 from .spatial import guard
+from .sums import summed_in
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]
 
 
-def make_train_step(program: Program) -> Step:
+def make_train_step(
+    program: Program, sharing: Sharing | None = None, how: StepOptions = PLAIN
+) -> Step:
     """The pure step ``(state, batch) -> (state, logs)``: gradients, update, metrics.
 
-    A model's own step is taken where it brings one.
+    ``sharing`` says what ZeRO shares out. With ``how.accumulate`` above one the step takes a
+    sequence of micro-batches in place of a batch. A model's own step is taken where it brings one.
+    Raises :class:`~meshwright.ModelError` if that cannot do what is asked.
     """
+    sharing = sharing or Sharing.none()
     if program.own_step is not None:
+        how.refuse_own_step(program.name)
         return program.own_step
+    program = shared(recomputing(program, how.remat), sharing)
+    differentiate = gradient(program, how.sums)
+    if how.accumulate > 1:
+        return accumulating_step(program, differentiate, sharing)
 
     def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-        import jax
-
-        def loss(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
-            return program.loss(params, whole, batch, True)
-
-        differentiate = in_order(jax.value_and_grad(loss, has_aux=True))
-        (_, aux), grads = differentiate(whole.params, whole, batch)
+        aux, grads = differentiate(whole.params, whole, batch)
         params, slots = program.update(whole.params, grads, whole.slots)
         metrics, logs = program.measure(aux.metrics, aux, batch)
         return TrainState(params, aux.state, slots, metrics), logs
 
     return train_step
+
+
+def gradient(program: Program, sums: str | None = None) -> Gradient:
+    """The pure function ``(params, state, batch) -> (aux, gradients)`` of the training loss.
+
+    ``sums`` is the element type in which gradients are summed, where it is not the one they are
+    computed in.
+    """
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
+        return program.loss(params, whole, batch, True)
+
+    def differentiated(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
+        import jax
+
+        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, whole, batch)
+        return aux, grads
+
+    ordered = in_order(differentiated)
+    return ordered if sums is None else summed_in(ordered, sums)
 
 
 def guarded(

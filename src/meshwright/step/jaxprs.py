@@ -1,0 +1,49 @@
+"""Functions with their jaxprs edited: what the files beside this one have in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+Edit = Callable[[Any], Any]  # of an open jaxpr
+
+_WITH_INNER = ("checkpoint", "jit", "remat2", "scan")  # JAX has had two names for recompute
+
+
+def edited(function: Callable[..., Any], edit: Edit) -> Callable[..., Any]:
+    """The same function of pytrees, traced and edited; ``edit`` is applied to inner jaxprs too."""
+    import jax
+    from jax.extend.core import jaxpr_as_fun
+
+    def run(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        changed = closed.replace(jaxpr=_throughout(closed.jaxpr, edit))
+        results = jaxpr_as_fun(changed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run
+
+
+def count_uses(jaxpr: Any) -> Counter[Any]:
+    """How often each variable is read, results included."""
+    from jax.extend.core import Literal
+
+    read = [var for eqn in jaxpr.eqns for var in eqn.invars] + list(jaxpr.outvars)
+    return Counter(var for var in read if not isinstance(var, Literal))
+
+
+def _throughout(jaxpr: Any, edit: Edit) -> Any:
+    changed = edit(jaxpr)
+    return changed.replace(eqns=[_inside(eqn, edit) for eqn in changed.eqns])
+
+
+def _inside(eqn: Any, edit: Edit) -> Any:
+    """The equation; the backward pass of what is recomputed is an equation with a jaxpr inside."""
+    inner = eqn.params.get("jaxpr") if eqn.primitive.name in _WITH_INNER else None
+    if inner is None:
+        return eqn
+    closed = hasattr(inner, "jaxpr")
+    changed = _throughout(inner.jaxpr if closed else inner, edit)
+    changed = inner.replace(jaxpr=changed) if closed else changed
+    return eqn.replace(params={**eqn.params, "jaxpr": changed})

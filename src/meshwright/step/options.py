@@ -1,0 +1,73 @@
+"""How a step is computed, beside where its arrays lie."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import ModelError
+from ..program import Batch
+from .recompute import check_remat
+
+Sums = Literal["float32"] | None
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Choices that leave the numbers of a step alone, up to rounding.
+
+    ``accumulate`` micro-batches make one step of the optimizer. ``remat`` says what is computed
+    again in the backward pass instead of being kept, see :mod:`meshwright.step.recompute`.
+    ``sums="float32"`` sums gradients over devices in that type, whatever they are computed in.
+    Raises :class:`~meshwright.ModelError` that lists every choice which there is not.
+    """
+
+    accumulate: int = 1
+    remat: str = "none"
+    sums: Sums = None
+
+    def __post_init__(self) -> None:
+        faults = check_remat(self.remat)
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            faults.append(
+                f"accumulate={self.accumulate!r}: say how many micro-batches make one step of the "
+                "optimizer, 1 or more."
+            )
+        if self.sums not in (None, "float32"):
+            faults.append(
+                f"sums={self.sums!r}: gradients are summed in the type they are computed in (None) "
+                "or in 'float32'."
+            )
+        if faults:
+            raise ModelError("\n".join(faults))
+
+    def for_steps(self, batches: Iterable[Batch]) -> Iterator[Any]:
+        """What each step takes of these batches: one, or a tuple of those it accumulates.
+
+        >>> list(StepOptions(accumulate=2).for_steps("abc"))
+        [('a', 'b'), ('c',)]
+        """
+        if self.accumulate == 1:
+            yield from batches
+            return
+        batches = iter(batches)
+        while group := tuple(itertools.islice(batches, self.accumulate)):
+            yield group
+
+    def refuse_own_step(self, name: str) -> None:
+        """Raise :class:`~meshwright.ModelError` if a model's own step would have to do more."""
+        asked = [
+            f"{option}={getattr(self, option)!r}"
+            for option, default in (("accumulate", 1), ("remat", "none"), ("sums", None))
+            if getattr(self, option) != default
+        ]
+        if asked:
+            raise ModelError(
+                f"{', '.join(asked)} cannot reach into the train_step that model {name!r} brings. "
+                "Do it there, or leave train_step to Keras."
+            )
+
+
+PLAIN = StepOptions()

@@ -1,0 +1,79 @@
+"""Recompute: parts of the forward pass done again in the backward pass, to keep less in memory.
+
+After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). ``"none"`` leaves it to
+XLA. ``"block"`` keeps the outputs of blocks and computes what is inside them again; front ends and
+users mark outputs by :func:`block_output`. Any other word names a policy of
+``jax.checkpoint_policies`` that takes no arguments, such as ``"nothing_saveable"``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from dataclasses import replace
+from typing import Any
+
+from ..program import Arrays, Aux, Batch, Program, TrainState
+
+_BLOCK = "block output"
+
+
+def block_output(value: Any) -> Any:
+    """The array, marked as the output of a block: ``remat="block"`` keeps it."""
+    from jax.ad_checkpoint import checkpoint_name
+
+    return checkpoint_name(value, _BLOCK)
+
+
+def recomputing(program: Program, remat: str) -> Program:
+    """The program with its loss recomputed as ``remat`` says when it is differentiated."""
+    if remat == "none":
+        return program
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        import jax
+
+        def of_arrays(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
+            return program.loss(params, whole, batch, training)
+
+        return jax.checkpoint(of_arrays, policy=_policy(remat))(params, whole, batch)
+
+    return replace(program, loss=loss)
+
+
+def check_remat(remat: str) -> list[str]:
+    """A sentence if there is no such way to recompute, with the nearest names.
+
+    >>> check_remat("nothing_savable")[0]
+    "remat='nothing_savable': say 'none', 'block' or a policy; the nearest: 'nothing_saveable', ..."
+    """
+    if remat in ("none", "block"):
+        return []
+    names = _policy_names()
+    if remat in names:
+        return []
+    near = difflib.get_close_matches(str(remat), names, n=2) or names
+    return [
+        f"remat={remat!r}: say 'none', 'block' or a policy; the nearest: "
+        f"{', '.join(map(repr, near))}."
+    ]
+
+
+def _policy(remat: str) -> Any:
+    import jax
+
+    policies = jax.checkpoint_policies
+    return policies.save_only_these_names(_BLOCK) if remat == "block" else getattr(policies, remat)
+
+
+def _policy_names() -> list[str]:
+    """The policies themselves, not the functions that make one of arguments."""
+    import jax
+
+    found = vars(jax.checkpoint_policies).items()
+    return [name for name, value in found if callable(value) and _is_policy(value)]
+
+
+def _is_policy(value: Any) -> bool:
+    kinds = [parameter.kind for parameter in inspect.signature(value).parameters.values()]
+    return inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds

@@ -1,0 +1,121 @@
+"""What ZeRO does within a step: parameters gathered where they are used, updates made in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..placement import ParamInfo, Placement
+from ..program import Arrays, Aux, Batch, Program, TrainState
+
+_GATHERED = "gathered parameter"
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """How parameters lie while they are used (``whole``) and while they are updated (``shared``).
+
+    Both map paths to :class:`~meshwright.Layout`; ``level`` is that of ZeRO.
+    """
+
+    level: int
+    whole: dict[str, Any]
+    shared: dict[str, Any]
+
+    @classmethod
+    def none(cls) -> Sharing:
+        """Nothing is shared out."""
+        return cls(0, {}, {})
+
+    @classmethod
+    def of(cls, placement: Placement, params: tuple[ParamInfo, ...]) -> Sharing:
+        """What the placement's level of ZeRO means for these parameters."""
+
+        def layouts(level: int) -> dict[str, Any]:
+            placed = placement.with_zero(level).place(params)
+            return {each.info.path: each.layout for each in placed}
+
+        return cls(placement.zero, layouts(0), layouts(3 if placement.zero else 0))
+
+    def gather(self, params: Arrays) -> Arrays:
+        """The parameters as they are used; at level 3 each is gathered from all replicas."""
+        if self.level < 3:
+            return params
+        return {
+            path: _gathered(value, self.whole[path].sharding, self.shared[path].sharding)
+            for path, value in params.items()
+        }
+
+    def share(self, values: Arrays) -> Arrays:
+        """Gradients, or parameters, in the pieces that each replica updates."""
+        return values if self.level == 0 else _laid(values, self.shared)
+
+    def accumulate(self, grads: Arrays) -> Arrays:
+        """Gradients while they are accumulated: in pieces from level 2 on."""
+        return self.share(grads) if self.level >= 2 else grads
+
+    def keep(self, params: Arrays) -> Arrays:
+        """Updated parameters as they are kept from one step to the next."""
+        return _laid(params, self.whole) if self.level in (1, 2) else self.share(params)
+
+
+def shared(program: Program, sharing: Sharing) -> Program:
+    """The program with ZeRO: the same numbers, and less on every device.
+
+    At level 3 a gathered parameter lives no longer than the operations that use it: it is not kept
+    for the backward pass but gathered again there, as PyTorch's FSDP does.
+    """
+    if sharing.level == 0:
+        return program
+
+    def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> Any:
+        return program.forward(sharing.gather(params), state, inputs, training)
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        import jax
+
+        def of_pieces(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
+            return program.loss(sharing.gather(params), whole, batch, training)
+
+        if sharing.level < 3:
+            return of_pieces(params, whole, batch)
+        return jax.checkpoint(of_pieces, policy=_all_but_gathered)(params, whole, batch)
+
+    def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
+        new, new_slots = program.update(sharing.share(params), sharing.share(grads), slots)
+        return sharing.keep(new), new_slots
+
+    return replace(program, forward=forward, loss=loss, update=update)
+
+
+def _laid(values: Arrays, layouts: dict[str, Any]) -> Arrays:
+    import jax
+
+    return {
+        path: jax.lax.with_sharding_constraint(value, layouts[path].sharding)
+        for path, value in values.items()
+    }
+
+
+def _gathered(value: Any, whole: Any, shared: Any) -> Any:
+    """The value gathered; its gradient is summed into pieces, never whole on one device."""
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    @jax.custom_vjp
+    def gather(value: Any) -> Any:
+        return checkpoint_name(jax.lax.with_sharding_constraint(value, whole), _GATHERED)
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        return (jax.lax.with_sharding_constraint(gradient, shared),)
+
+    gather.defvjp(lambda value: (gather(value), None), backward)
+    return gather(value)
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Which residuals may be kept: every one but gathered parameters."""
+    if primitive.name != "custom_vjp_call":
+        return True
+    inside = params["call_jaxpr"].eqns
+    return not any(eqn.params.get("name") == _GATHERED for eqn in inside)
