@@ -33,7 +33,7 @@ test-full: install-dev ## all tests: long tables and killed processes too
 	$(PYTEST) -m "not targets" $(ARGS)
 
 # pytest ends with 5 where it finds no test
-test-targets: install-dev ## tests against compilers and browsers that the project does not ship
+test-targets: $(VENV)/.installed-targets ## tests against compilers and browsers that the project does not ship
 	@$(PYTEST) -m targets $(ARGS) || { status=$$?; \
 	  if [ $$status -eq 5 ]; then echo "No test is marked 'targets' yet."; else exit $$status; fi; }
 
@@ -63,4 +63,9 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
 	@echo "Installing what tests and checks need into $(VENV) ..."
 	@$(PIP) install --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.installed-targets: pyproject.toml $(VENV)/.installed-dev
+	@echo "Installing the TPU compiler into $(VENV) ..."
+	@$(PIP) install --editable ".[dev,tpu]"
 	@touch $@

@@ -1,0 +1,287 @@
+"""Compiles a step for a target that may not be there, in a process of its own.
+
+The step is traced and lowered here, for the platform of the target, and serialized with
+``jax.export``; a fresh process loads it, compiles it over the target's devices and writes down
+what the compiler says (``child.py``). Nothing is started in this process but what tracing needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from .. import _compat
+from ..errors import CompileError, DoesNotFitError, TargetError
+from ..step.accumulate import accumulating_in_loops
+from ..step.options import StepOptions
+from .collectives import Collective, read_collectives
+from .target import Target
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a step: memory of one device, and the program it made.
+
+    All bytes are those of one device. ``argument_bytes`` are state and batch, padded as the
+    device stores them. ``output_bytes`` include the ``donated_bytes`` that lie in the arguments'
+    memory. ``temporary_bytes`` are what the step needs besides, at most at one time.
+    ``peak_bytes`` is the compiler's own ``peak_memory_in_bytes``, its code left out or in as the
+    platform has it. For a CPU target the figures are right for a CPU, and say nothing of an
+    accelerator: XLA orders and fuses the program otherwise there.
+    """
+
+    target: Target
+    axes: tuple[tuple[str, int], ...]  # of the mesh, (name, size)
+    argument_bytes: int
+    output_bytes: int
+    donated_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    code_bytes: int
+    text: str = field(repr=False)  # optimized HLO, in the order in which it is issued
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of the step, in the order of its schedule."""
+        return read_collectives(self.text, self.axes)
+
+    def of_kind(self, *kinds: str) -> tuple[Collective, ...]:
+        """The collectives of some kinds, such as ``"all-gather"``."""
+        return tuple(each for each in self.collectives if each.kind in kinds)
+
+
+class Trains(Protocol):
+    """What :func:`compile_step` asks of a strategy; :class:`~meshwright.Sharded` has it."""
+
+    def train_step(self, model: Any, batch: Any = None) -> Any: ...
+    def state(self, model: Any, batch: Any = None) -> Any: ...
+    def put(self, batch: Any, model: Any = None) -> Any: ...
+
+    @property
+    def how(self) -> StepOptions: ...
+
+
+def compile_step(
+    strategy: Trains, model: Any, batch: Any, target: Target | str, *, timeout_s: float = 3600.0
+) -> Compiled:
+    """The training step that ``strategy.fit`` would run on such a batch, compiled for a target.
+
+    ``batch`` holds host arrays ``(x, y)``, or with sample weights; with ``accumulate=k`` it is one
+    micro-batch of the step's ``k``. The strategy's mesh has as many devices as the target; virtual
+    CPU devices will do. The state is donated, as in training.
+    Raises :class:`~meshwright.DoesNotFitError` and whatever :func:`compile_ahead` does.
+
+    >>> import keras, numpy as np, meshwright as mw
+    >>> strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> batch = np.ones([16, 4], "float32"), np.ones([16, 1], "float32")
+    >>> step = compile_step(strategy, model, batch, "cpu:8")
+    >>> [(c.kind, c.axes, c.dtypes) for c in step.collectives]
+    [('all-reduce', ('batch',), ('float32',))]
+    """
+    import jax
+
+    state = strategy.state(model, batch)
+    lies = jax.tree.map(lambda array: array.sharding, state)
+    step = strategy.train_step(model, batch)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(lies, None))
+    laid = strategy.put(batch, model)
+    (step_takes,) = strategy.how.for_steps([laid] * strategy.how.accumulate)
+    return compile_ahead(jitted, (state, step_takes), target, timeout_s=timeout_s)
+
+
+def compile_ahead(
+    jitted: Any, args: Sequence[Any], target: Target | str, *, timeout_s: float = 3600.0
+) -> Compiled:
+    """A jitted function of positional arguments, compiled for a target that may not be there.
+
+    ``args`` are arrays, or ``jax.ShapeDtypeStruct`` with shardings, on a mesh with as many devices
+    as the target; an abstract mesh will do. Donation and shardings of results are the jitted
+    function's own. Raises :class:`~meshwright.TargetError` if the target has another number of
+    devices, :class:`~meshwright.DoesNotFitError` if a device has too little memory, else
+    :class:`~meshwright.CompileError`.
+
+    >>> import jax, jax.numpy as jnp, meshwright as mw
+    >>> layout = mw.Layout(["batch", None], mw.Mesh({"batch": 8}))
+    >>> x = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=layout.sharding)
+    >>> compiled = compile_ahead(jax.jit(lambda x: x.sum()), [x], "cpu:8")
+    >>> compiled.argument_bytes, compiled.collectives[0].kind
+    (32, 'all-reduce')
+    """
+    target = Target.of(target)
+    step, job = _exported(jitted, args, target)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
+        folder = Path(name)
+        (folder / "step.bin").write_bytes(step)
+        (folder / "job.json").write_text(json.dumps(job))
+        answer = _answer(folder, target, timeout_s)
+        if "memory" not in answer:
+            raise _failure(target, answer)
+        text = (folder / "hlo.txt").read_text()
+    axes = tuple((axis, size) for axis, size, _ in job["axes"])
+    return Compiled(target, axes, **answer["memory"], text=text)
+
+
+def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, dict[str, Any]]:
+    """The serialized step, flat in arguments and results, and what the child has to know of it."""
+    import jax
+
+    if target.platform == "cuda":
+        raise TargetError(
+            f"steps are compiled for CPU and TPU targets, not yet for GPUs such as {target}."
+        )
+    abstract = jax.tree.map(_abstract, tuple(args))
+    mesh = _mesh_of(abstract)
+    if mesh.size != target.num_devices:
+        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        raise TargetError(
+            f"the step is laid out over {mesh.size} devices ({axes}), and the target {target} has "
+            f"{target.num_devices}. Make a mesh of {target.num_devices}, or choose another target."
+        )
+    loops = target.platform != "cpu"
+    with _compat.keras_sees(target.platform), accumulating_in_loops(loops):
+        traced = jitted.trace(*abstract)
+        exported = _export(jitted, abstract, target)
+    donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
+    # Only the arrays travel: containers of the caller's own could not be read by the child.
+    flat = replace(
+        exported,
+        in_tree=jax.tree.structure((tuple(exported.in_avals), {})),
+        out_tree=jax.tree.structure(tuple(exported.out_avals)),
+    )
+    kinds = [kind.name for kind in mesh.axis_types]
+    axes = [[*pair, kind] for pair, kind in zip(mesh.shape.items(), kinds, strict=True)]
+    job = {"kind": target.kind, "topology": target.topology, "axes": axes, "donated": donated}
+    return bytes(flat.serialize()), job
+
+
+def _export(jitted: Any, abstract: Any, target: Target) -> Any:
+    """The lowered step. Any custom call may be in it: the same JAX reads it at once."""
+    import jax
+
+    allowed: set[str] = set()
+    while True:
+        checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(allowed)]
+        exporting = jax.export.export(jitted, platforms=[target.platform], disabled_checks=checks)
+        try:
+            return exporting(*abstract)
+        except ValueError as error:
+            found = set(re.findall(r"custom_call @([\w.$]+)", str(error)))
+            if not found - allowed:
+                raise
+            allowed |= found
+        except NotImplementedError as error:
+            advice = ""
+            if "callback" in str(error):
+                advice = " Leave jax.debug.print, jax.pure_callback and their like out of it."
+            raise CompileError(
+                f"the step cannot be lowered for {target}: {error}.{advice}"
+            ) from error
+
+
+def _abstract(value: Any) -> Any:
+    import jax
+
+    sharding = getattr(value, "sharding", None)
+    named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=named)
+
+
+def _mesh_of(abstract: Any) -> Any:
+    import jax
+
+    for leaf in jax.tree.leaves(abstract):
+        if leaf.sharding is not None:
+            return leaf.sharding.mesh
+    raise TargetError(
+        "no argument lies on a mesh, so nothing says how the step is split over the target: "
+        "give arrays, or jax.ShapeDtypeStruct, with the sharding of a mw.Layout."
+    )
+
+
+# The child
+
+
+def _answer(folder: Path, target: Target, timeout_s: float) -> dict[str, Any]:
+    """What the child wrote; where it could not print the program, it is asked for a dump."""
+    answer = _run(folder, target, timeout_s, dump=False)
+    return answer if "no_text" not in answer else _run(folder, target, timeout_s, dump=True)
+
+
+def _run(folder: Path, target: Target, timeout_s: float, dump: bool) -> dict[str, Any]:
+    command = [sys.executable, "-m", "meshwright.planning.child", str(folder)]
+    environment = _environment(target, folder / "dump" if dump else None)
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        raise CompileError(
+            f"compiling for {target} took longer than {timeout_s:g} s and was stopped. "
+            "Give it more with timeout_s=."
+        ) from None
+    written = folder / "answer.json"
+    if not written.exists():
+        return {"error": f"the compiling process ended with {done.returncode}.\n{done.stderr}"}
+    return json.loads(written.read_text())
+
+
+def _environment(target: Target, dump: Path | None) -> dict[str, str]:
+    """The environment of the child: the CPU and nothing else is started there."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
+    if dump is not None:
+        flags += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
+    devices = target.num_devices if target.platform == "cpu" else 1
+    return {
+        **os.environ,
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "TPU_SKIP_MDS_QUERY": "1",  # there is no cloud machine to ask
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a lock file would let one process compile at a time
+    }
+
+
+def _failure(target: Target, answer: dict[str, Any]) -> CompileError:
+    words = answer["error"].strip()
+    if "RESOURCE_EXHAUSTED" not in words:
+        return CompileError(f"the step does not compile for {target}: {words}")
+    needed, available = _memory_in(words)
+    return DoesNotFitError(
+        f"the step does not fit into a device of {target}. Shard more of it, or use smaller "
+        f"batches, recomputation or a larger target. The compiler says:\n{words}",
+        needed,
+        available,
+        words,
+    )
+
+
+def _memory_in(words: str) -> tuple[int | None, int | None]:
+    """Bytes needed and available, as XLA words them for TPUs."""
+    patterns = (
+        r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
+        r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
+    )
+    for pattern in patterns:
+        if found := re.search(pattern, words):
+            used, unit, there, its_unit = found.groups()
+            return _bytes(used, unit), _bytes(there, its_unit)
+    return None, None
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * 1024 ** _UNITS[unit])

@@ -1,0 +1,93 @@
+"""The compiling process: ``python -m meshwright.planning.child FOLDER``.
+
+Reads ``step.bin`` and ``job.json``, writes ``answer.json`` and ``hlo.txt``. It allocates nothing
+on any device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .. import topology
+from ..errors import MeshwrightError
+
+
+def main(folder: Path) -> None:
+    """Compile the step in the folder and write down what the compiler says."""
+    job = json.loads((folder / "job.json").read_text())
+    try:
+        answer = _compile(folder, job)
+    except (MeshwrightError, RuntimeError, NotImplementedError, ValueError) as error:
+        answer = {"error": f"{error}"}
+    (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def _compile(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    names, shape, kinds = zip(*job["axes"], strict=True)
+    devices = np.array(_devices(job["kind"], job["topology"], shape))
+    types = tuple(jax.sharding.AxisType[kind] for kind in kinds)
+    mesh = jax.sharding.Mesh(devices.reshape(shape), names, axis_types=types)
+    exported = jax.export.deserialize(bytearray((folder / "step.bin").read_bytes()))
+    lie = exported.in_shardings_jax(mesh)
+    step = jax.jit(
+        exported.call,
+        in_shardings=lie,
+        out_shardings=exported.out_shardings_jax(mesh),
+        donate_argnums=tuple(job["donated"]),
+        keep_unused=True,
+    )
+    args = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, lie, strict=True)
+    ]
+    compiled = step.lower(*args).compile()
+    text = _text(compiled, folder / "dump")
+    if text is None:
+        return {"no_text": True}
+    (folder / "hlo.txt").write_text(text)
+    return {"memory": _memory(compiled.memory_analysis())}
+
+
+def _devices(kind: str, grid: list[int], shape: tuple[int, ...]) -> list[Any]:
+    """The target's devices in the order that a mesh of this shape has there."""
+    import jax
+
+    if kind == "cpu":
+        return jax.devices("cpu")
+    from jax.experimental import topologies
+
+    name = f"{kind}:{'x'.join(map(str, grid))}"
+    described = topologies.get_topology_desc(name, platform="tpu")
+    return topology.in_mesh_order(shape, described.devices)
+
+
+def _text(compiled: Any, dump: Path) -> str | None:
+    """Optimized HLO; from the dump where the executable cannot print it, as on some TPUs."""
+    if dump.exists():
+        (text,) = (path.read_text() for path in dump.glob("*jit_call*after_optimizations.txt"))
+        return text
+    try:
+        return compiled.as_text()
+    except RuntimeError:
+        return None
+
+
+def _memory(stats: Any) -> dict[str, int]:
+    return {
+        "argument_bytes": stats.argument_size_in_bytes,
+        "output_bytes": stats.output_size_in_bytes,
+        "donated_bytes": stats.alias_size_in_bytes,
+        "temporary_bytes": stats.temp_size_in_bytes,
+        "peak_bytes": stats.peak_memory_in_bytes,
+        "code_bytes": stats.generated_code_size_in_bytes,
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,260 @@
+"""Reads the text of optimized HLO: computations, instructions, how often a loop runs.
+
+Only what a walk over the compiled step needs, from the text that XLA prints for every platform.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_WORDS = {"pred": "bool", "s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
+_CALLS = re.compile(
+    r"\b(?:calls|body|condition|true_computation|false_computation)=%([\w.\-]+)"
+    r"|\b(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
+
+
+@dataclass(frozen=True)
+class Array:
+    """Element type and dims of one array; of one device's piece, once the program is split."""
+
+    dtype: str  # as JAX writes it: "float32", "bfloat16"
+    dims: tuple[int, ...]
+    bits: int  # of one element
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        return -(-self.elements * self.bits // 8)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation. ``operands`` are names, or the text of a literal."""
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool = False
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a regular expression that is found in the attributes."""
+        found = re.search(pattern, self.attributes)
+        return None if found is None else found[1]
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The computations that it runs; not the scalar function of a reduction."""
+        names = []
+        for one, several in _CALLS.findall(self.attributes):
+            names += [one] if one else re.findall(r"%([\w.\-]+)", several)
+        return tuple(names)
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A list of instructions; in a compiled program, in the order in which they are issued."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {each.name: each for each in self.instructions}
+
+    @functools.cached_property
+    def _users(self) -> Mapping[str, list[int]]:
+        """Name -> places of the instructions that take it."""
+        users: dict[str, list[int]] = {each.name: [] for each in self.instructions}
+        for place, each in enumerate(self.instructions):
+            for operand in each.operands:
+                if operand in users:
+                    users[operand].append(place)
+        return users
+
+    def last_use(self, place: int) -> int:
+        """The place of the last instruction that reads what the one at ``place`` makes.
+
+        What only passes a value on (a copy, a view, an item of a tuple) is followed.
+        """
+        last, following = place, [place]
+        while following:
+            for user in self._users[self.instructions[following.pop()].name]:
+                last = max(last, user)
+                if _passes_on(self.instructions[user]):
+                    following.append(user)
+        return last
+
+    @property
+    def root(self) -> Instruction:
+        return next((each for each in self.instructions if each.is_root), self.instructions[-1])
+
+
+@dataclass(frozen=True)
+class Module:
+    """A whole program."""
+
+    computations: Mapping[str, Computation]
+    entry: str
+    is_scheduled: bool
+
+    def trip_count(self, loop: Instruction, inside: Computation) -> int | None:
+        """How often the body of a ``while`` runs; ``None`` where the text does not tell.
+
+        XLA notes it for CPU and GPU. For TPU it is read from a condition that compares a counter
+        with a constant, where the counter begins at a constant and grows by one.
+        """
+        noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+        if noted is not None:
+            return int(noted)
+        condition = self.computations[loop.attribute(r"condition=%([\w.\-]+)") or ""]
+        body = self.computations[loop.attribute(r"body=%([\w.\-]+)") or ""]
+        index, bound = _counter(condition)
+        if index is None or bound is None or not _grows_by_one(body, index):
+            return None
+        begin = _constant(inside, _item(inside, loop.operands[0], index))
+        return None if begin is None else max(bound - begin, 0)
+
+
+def _passes_on(each: Instruction) -> bool:
+    views = ("bitcast", "copy", "copy-start", "get-tuple-element", "tuple")
+    return each.opcode in views or each.opcode.endswith(("-done", "-update"))
+
+
+def parse(text: str) -> Module:
+    """The program that a text spells. Raises :class:`ValueError` for text without an entry."""
+    computations: dict[str, Computation] = {}
+    entry, name, lines = None, None, []
+    for line in text.splitlines():
+        if name is None:
+            found = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+            if found is not None:
+                name, lines = found[2], []
+                entry = name if found[1] else entry
+        elif line.startswith("}"):
+            parsed = (_instruction(each) for each in lines)
+            computations[name] = Computation(name, tuple(each for each in parsed if each))
+            name = None
+        else:
+            lines.append(line)
+    if entry is None:
+        raise ValueError("the text holds no entry computation, so it is not HLO.")
+    return Module(computations, entry, "is_scheduled=true" in text.partition("\n")[0])
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if found is None:
+        return None
+    shape, rest = _shape_and_rest(line[found.end() :])
+    opcode, _, rest = rest.partition("(")
+    inner, attributes = _until_closed(rest)
+    named = re.findall(r"%([\w.\-]+)", inner)
+    operands = named or [each.strip() for each in inner.split(",") if each.strip()]
+    return Instruction(
+        found[2], opcode.strip(), arrays(shape), tuple(operands), attributes, bool(found[1])
+    )
+
+
+def _shape_and_rest(text: str) -> tuple[str, str]:
+    if text.startswith("("):
+        inner, rest = _until_closed(text[1:])
+        return inner, rest
+    shape, _, rest = text.partition(" ")
+    return shape, rest
+
+
+def _until_closed(text: str) -> tuple[str, str]:
+    """What stands before the bracket that closes, and after it."""
+    depth = 1
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return text[: found.start()], text[found.end() :]
+    return text, ""
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+    """The arrays of a shape as HLO writes it, tuples flattened.
+
+    >>> [(a.dtype, a.dims) for a in arrays("(bf16[8,4]{1,0:T(8,128)(2,1)S(1)}, s32[])")]
+    [('bfloat16', (8, 4)), ('int32', ())]
+    """
+    found = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", shape)
+    return tuple(
+        Array(_dtype(kind), tuple(map(int, re.findall(r"\d+", dims))), _bits(kind))
+        for kind, dims in found
+    )
+
+
+def _dtype(kind: str) -> str:
+    found = re.fullmatch(r"(bf|[sufc])(\d+)(\w*)", kind)
+    if found is None:
+        return _WORDS.get(kind, kind)
+    letters, number, variant = found.groups()
+    return f"{_WORDS[letters]}{number}{'_' if variant else ''}{variant}"
+
+
+def _bits(kind: str) -> int:
+    if kind in _BITS:
+        return _BITS[kind]
+    found = re.search(r"\d+", kind)
+    return int(found[0]) if found else 0
+
+
+# Loops
+
+
+def _counter(condition: Computation) -> tuple[int | None, int | None]:
+    """``(index of the counter, its bound)`` of a condition ``counter < bound``."""
+    root = condition.root
+    if root.opcode != "compare" or root.attribute(r"direction=(\w+)") != "LT":
+        return None, None
+    left, right = root.operands
+    return _index(condition, left), _constant(condition, right)
+
+
+def _grows_by_one(body: Computation, index: int) -> bool:
+    new = _through_copies(body, _item(body, body.root.name, index))
+    if new is None or new.opcode != "add":
+        return False
+    indices = {_index(body, name) for name in new.operands}
+    steps = {_constant(body, name) for name in new.operands}
+    return index in indices and 1 in steps
+
+
+def _index(inside: Computation, name: str) -> int | None:
+    """Which item of the computation's argument a value is."""
+    found = _through_copies(inside, name)
+    if found is None or found.opcode != "get-tuple-element":
+        return None
+    return int(found.attribute(r"index=(\d+)") or 0)
+
+
+def _item(inside: Computation, name: str, index: int) -> str | None:
+    made = inside.by_name.get(name)
+    return made.operands[index] if made is not None and made.opcode == "tuple" else None
+
+
+def _constant(inside: Computation, name: str | None) -> int | None:
+    found = _through_copies(inside, name)
+    if found is None or found.opcode != "constant":
+        return None
+    return int(found.operands[0]) if re.fullmatch(r"-?\d+", found.operands[0]) else None
+
+
+def _through_copies(inside: Computation, name: str | None) -> Instruction | None:
+    found = inside.by_name.get(name or "")
+    while found is not None and found.opcode in ("copy", "bitcast"):
+        found = inside.by_name.get(found.operands[0])
+    return found

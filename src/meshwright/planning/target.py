@@ -1,0 +1,102 @@
+"""The target: a kind and number of devices to compile for, present or not."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import TargetError
+
+
+class _Kind(NamedTuple):
+    """What is known of one kind of device."""
+
+    platform: str  # in JAX's words
+    rank: int  # numbers in the topology; one where it is just a count
+    devices_per_chip: int = 1
+
+
+# TPU v2, v3 and v4 show each core of a chip as a device, TPU7x each of its two chiplets.
+_KINDS = {
+    "cpu": _Kind("cpu", 1),
+    "v2": _Kind("tpu", 2, 2),
+    "v3": _Kind("tpu", 2, 2),
+    "v4": _Kind("tpu", 3, 2),
+    "v5e": _Kind("tpu", 2),
+    "v5p": _Kind("tpu", 3),
+    "v6e": _Kind("tpu", 2),
+    "tpu7x": _Kind("tpu", 3, 2),
+    "a100": _Kind("cuda", 1),
+    "h100": _Kind("cuda", 1),
+    "h200": _Kind("cuda", 1),
+    "b200": _Kind("cuda", 1),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device and how many, such as 16 TPU v5e in a grid of 4 x 4.
+
+    ``topology`` counts TPU chips along the directions of their network, or is the number of CPU
+    devices or GPUs. ``str(target)`` reads as :meth:`from_string` takes it. Raises
+    :class:`~meshwright.errors.TargetError`.
+
+    >>> target = Target.from_string("v5e:4x4")
+    >>> target.platform, target.kind, target.topology, target.num_devices
+    ('tpu', 'v5e', (4, 4), 16)
+    """
+
+    kind: str
+    topology: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        known = _KINDS.get(self.kind)
+        if known is None:
+            raise TargetError(
+                f"there is no target of kind {self.kind!r}. Known are {', '.join(_KINDS)}."
+            )
+        if len(self.topology) != known.rank or min(self.topology) < 1:
+            wanted = "x".join("248"[: known.rank])
+            raise TargetError(
+                f"a target of kind {self.kind!r} has {known.rank} number(s) from 1 up, such as "
+                f"'{self.kind}:{wanted}'; received {'x'.join(map(str, self.topology))!r}."
+            )
+
+    @classmethod
+    def from_string(cls, text: str) -> Target:
+        """Read ``"v5p:8x8x8"``, ``"h200:8"``, ``"cpu:8"``.
+
+        >>> str(Target.from_string("V5P:2x2x2"))
+        'v5p:2x2x2'
+        """
+        found = re.fullmatch(r"\s*(\w+):(\d+(?:x\d+)*)\s*", text)
+        if found is None:
+            raise TargetError(
+                f"{text!r} is no target; one reads 'v5e:4x4', 'h200:8' or 'cpu:8'. Known kinds are "
+                f"{', '.join(_KINDS)}."
+            )
+        return cls(found[1].lower(), tuple(map(int, found[2].split("x"))))
+
+    @classmethod
+    def of(cls, target: Target | str) -> Target:
+        """The target itself, or the one that a text names."""
+        return cls.from_string(target) if isinstance(target, str) else target
+
+    @property
+    def platform(self) -> str:
+        """``"cpu"``, ``"tpu"`` or ``"cuda"``."""
+        return _KINDS[self.kind].platform
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices JAX sees there; a TPU chip of some kinds is two.
+
+        >>> Target("v4", (2, 2, 1)).num_devices
+        8
+        """
+        return math.prod(self.topology) * _KINDS[self.kind].devices_per_chip
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{'x'.join(map(str, self.topology))}"

@@ -1,0 +1,74 @@
+"""A target is read from text, and says how many devices JAX would see there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshwright as mw
+from meshwright.planning import Target
+from meshwright.testing import run_in_fresh_process
+
+# As get_topology_desc (libtpu 0.0.42) counts them; test_ahead_tpu.py asks it again.
+DEVICES = {
+    "cpu:8": 8,
+    "v2:2x2": 8,
+    "v3:2x2": 8,
+    "v4:2x2x1": 8,
+    "v4:2x2x2": 16,
+    "v5e:2x4": 8,
+    "v5e:16x16": 256,
+    "v5p:2x2x2": 8,
+    "v6e:2x4": 8,
+    "tpu7x:2x2x1": 8,
+    "h200:8": 8,
+}
+
+
+@pytest.mark.parametrize("text", DEVICES)
+def test_the_number_of_devices_follows_from_the_topology(text):
+    target = Target.from_string(text)
+    assert target.num_devices == DEVICES[text]
+    assert str(target) == text
+
+
+@given(kind=st.sampled_from(["v4", "v5p", "tpu7x"]), grid=st.tuples(*[st.integers(1, 64)] * 3))
+def test_text_and_target_are_the_same(kind, grid):
+    target = Target(kind, grid)
+    assert Target.from_string(str(target)) == target
+    assert Target.of(target) is target
+    assert hash(Target.of(str(target))) == hash(target)
+
+
+def test_platforms():
+    platforms = [Target.from_string(text).platform for text in ("cpu:8", "v5e:4x4", "h100:8")]
+    assert platforms == ["cpu", "tpu", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v5e", "'v5e' is no target; one reads 'v5e:4x4'"),
+        ("", "Known kinds are cpu, v2"),
+        ("v5e:4x", "is no target"),
+        ("v7:4x4", "no target of kind 'v7'. Known are cpu, v2, v3, v4, v5e"),
+        ("v5e:2x2x2", "'v5e' has 2 number.s. from 1 up, such as 'v5e:2x4'; received '2x2x2'"),
+        ("v5p:8", "has 3 number.s. from 1 up, such as 'v5p:2x4x8'"),
+        ("cpu:0", "received '0'"),
+    ],
+)
+def test_a_text_that_names_no_target_is_an_error_with_the_way_out(text, message):
+    with pytest.raises(mw.TargetError, match=message):
+        Target.from_string(text)
+
+
+def test_targets_are_read_without_jax():
+    out = run_in_fresh_process(
+        """
+        import sys
+        from meshwright.planning import Target
+        print(Target.from_string("v5p:8x8x8").num_devices, "jax" in sys.modules)
+        """
+    )
+    assert out == "512 False\n"

@@ -1,0 +1,120 @@
+"""What ZeRO, accumulation, recompute and precision do, read from steps compiled for absent TPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import meshwright as mw
+from meshwright.planning import Compiled, compile_step
+
+pytestmark = pytest.mark.targets
+
+TARGET = "v5p:2x2x2"
+WIDTH, DEPTH, ROWS = 2048, 6, 256
+KERNEL_BYTES = WIDTH * WIDTH * 4
+NARROW = 512  # of blocks, whose activations weigh more than their parameters
+
+
+@keras.saving.register_keras_serializable("meshwright-tests")
+class Block(layers.Layer):
+    """Three products with large activations between them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.wide = layers.Dense(4 * NARROW, activation="gelu", use_bias=False)
+        self.deep = layers.Dense(4 * NARROW, activation="gelu", use_bias=False)
+        self.narrow = layers.Dense(NARROW, use_bias=False)
+
+    def build(self, shape: Any) -> None:
+        self.wide.build(shape)
+        self.deep.build((*shape[:-1], 4 * NARROW))
+        self.narrow.build((*shape[:-1], 4 * NARROW))
+
+    def call(self, x: Any) -> Any:
+        return x + self.narrow(self.deep(self.wide(x)))
+
+
+def dense_net() -> keras.Model:
+    stack = [layers.Dense(WIDTH, activation="relu", use_bias=False) for _ in range(DEPTH)]
+    return keras.Sequential([keras.Input([WIDTH]), *stack])
+
+
+def block_net() -> keras.Model:
+    return keras.Sequential([keras.Input([NARROW]), *[Block() for _ in range(3)]])
+
+
+def compiled(build: Any = dense_net, rows: int = ROWS, **how: Any) -> Compiled:
+    strategy = mw.Sharded(mw.create_mesh({"batch": 8}), **how)
+    with strategy.scope():
+        model = build()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    width = model.inputs[0].shape[-1]
+    batch = np.zeros([rows, width], "float32"), np.zeros([rows, width], "float32")
+    return compile_step(strategy, model, batch, TARGET)
+
+
+@pytest.fixture
+def policy() -> Any:
+    with contextlib.ExitStack() as stack:
+        stack.callback(keras.config.set_dtype_policy, "float32")
+        yield keras.config.set_dtype_policy
+
+
+def test_fully_sharded_parameters_are_gathered_layer_by_layer() -> None:
+    plain, sharded = compiled(), compiled(zero=3)
+    assert sharded.argument_bytes < plain.argument_bytes / 6
+    gathers = sharded.of_kind("all-gather")
+    # Once forward and once backward, but for the first layer, whose inputs need no gradient.
+    assert len(gathers) == 2 * DEPTH - 1
+    places = sorted(gather.position for gather in gathers)
+    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(places))
+    assert sharded.temporary_bytes < plain.temporary_bytes + 3 * KERNEL_BYTES
+    assert sharded.temporary_bytes < DEPTH * KERNEL_BYTES / 2
+
+
+def loop_state(step: Compiled) -> str:
+    """What travels around the loop over micro-batches."""
+    lines = [line for line in step.text.splitlines() if " while(" in line]
+    return max(lines, key=len)
+
+
+def test_the_accumulator_of_level_2_is_a_piece() -> None:
+    whole, piece = f"f32[{WIDTH},{WIDTH}]", f"f32[{WIDTH // 8},{WIDTH}]"
+    assert piece not in loop_state(compiled(accumulate=4, zero=0))
+    level_2 = compiled(accumulate=4, zero=2)
+    assert loop_state(level_2).count(piece) >= DEPTH
+    assert loop_state(level_2).count(whole) <= DEPTH  # the parameters, no sums
+    assert level_2.temporary_bytes < compiled(accumulate=4, zero=0).temporary_bytes
+
+
+@pytest.mark.parametrize("remat", ["block", "nothing_saveable"])
+def test_recompute_needs_fewer_temporary_bytes(remat: str) -> None:
+    kept = compiled(block_net, rows=16384)
+    again = compiled(block_net, rows=16384, remat=remat)
+    assert again.temporary_bytes < 0.8 * kept.temporary_bytes
+
+
+def types_of(step: Compiled, kind: str, elements: int) -> set[str]:
+    return {
+        array.dtype
+        for collective in step.of_kind(kind)
+        for array in collective.arrays
+        if np.prod(array.dims) >= elements
+    }
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_gradients_are_summed_in_the_type_that_is_asked_for(policy: Any, zero: int) -> None:
+    policy("mixed_bfloat16")
+    usual, wide = compiled(zero=zero), compiled(zero=zero, sums="float32")
+    assert types_of(usual, "all-reduce", WIDTH) == {"bfloat16"}
+    assert types_of(wide, "all-reduce", WIDTH) == {"float32"}
+    if zero == 3:
+        assert types_of(usual, "all-gather", WIDTH) == {"bfloat16"}  # the compute type
