@@ -1,0 +1,239 @@
+"""What is known of a checkpoint without its arrays: read from its files, with no device at all."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+PARTS = ("params", "state", "slots", "metrics")  # the fields of a TrainState
+KEY = "meshwright"  # where the record stands among Orbax' own metadata
+_FORMAT = 1
+_ORBAX_FILE = "_CHECKPOINT_METADATA"
+_NAME = re.compile(r"step_(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True)
+class SavedArray:
+    """One array of a checkpoint: its part of the state, its path, its whole (logical) dims."""
+
+    part: str
+    path: str
+    dims: tuple[int, ...]
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        """The name of the array in the checkpoint's files."""
+        return f"{self.part}/{self.path}"
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.dims} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands in its data.
+
+    ``epoch`` is the epoch under way and ``batches`` how many of its batches were trained on.
+    ``random`` is the randomness that the data is drawn from again, and ``data`` the state of a
+    dataset's own iterator, where it offers one.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    random: Mapping[str, Any] | None = None
+    data: Any = None
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A complete checkpoint as described by its files; ``print`` it for a table.
+
+    ``step`` is the number of batches trained on, ``arrays`` describes every array, ``layout`` says
+    in words which mesh and layouts it was written under (any other can read it), ``notes`` is what
+    the writer added: history and logs of the epochs before, for example.
+    """
+
+    directory: Path
+    step: int
+    arrays: tuple[SavedArray, ...]
+    layout: str = ""
+    position: Position = field(default_factory=Position)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays together."""
+        return sum(math.prod(each.dims) * _itemsize(each.dtype) for each in self.arrays)
+
+    def __str__(self) -> str:
+        at = f"step {self.step}, epoch {self.position.epoch} after {self.position.batches} batches"
+        lines = [f"{self.directory}: {at}, {self.nbytes:,} bytes", f"written under {self.layout}"]
+        for part in PARTS:
+            inside = [each for each in self.arrays if each.part == part]
+            lines += [f"{part}: {len(inside)} arrays"] * bool(inside)
+            lines += [f"  {each}" for each in inside]
+        return "\n".join(line for line in lines if line != "written under ")
+
+
+def read_checkpoint(directory: str | Path, step: int | None = None) -> CheckpointInfo:
+    """What a checkpoint holds, read without devices and without its arrays.
+
+    ``directory`` is that of a run, whose newest complete checkpoint is meant (or the one of
+    ``step``), or of one checkpoint. Raises :class:`~meshwright.CheckpointError` if there is none.
+
+    >>> import tempfile, numpy as np, meshwright as mw
+    >>> state = mw.TrainState({"w": np.ones([4, 2], "float32")}, {}, {}, {})
+    >>> directory = tempfile.mkdtemp()
+    >>> with mw.Checkpoints(directory) as checkpoints:
+    ...     checkpoints.save(7, state)
+    >>> info = mw.read_checkpoint(directory)
+    >>> info.step, info.nbytes, str(info.arrays[0])
+    (7, 32, 'w (4, 2) float32')
+    """
+    directory = Path(directory)
+    if (alone := _read(directory)) is not None and step is None:
+        return alone
+    found = list_checkpoints(directory)
+    if step is not None:
+        found = [info for info in found if info.step == step]
+    if not found:
+        raise CheckpointError(_absent(directory, step))
+    return found[-1]
+
+
+def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
+    """The complete checkpoints of a run, oldest first."""
+    return [info for path in _complete_paths(directory) if (info := _read(path)) is not None]
+
+
+def newest(directory: Path) -> CheckpointInfo | None:
+    """The newest complete checkpoint of a run."""
+    newest_first = reversed(list(_complete_paths(directory)))
+    return next((info for path in newest_first if (info := _read(path)) is not None), None)
+
+
+def path_for(directory: Path, step: int, taken: set[str]) -> Path:
+    """The path of a new checkpoint; one that is there already is never written over."""
+    name, again = f"step_{step}", 0
+    while name in taken:
+        again += 1
+        name = f"step_{step}.{again}"
+    return directory / name
+
+
+def is_complete_name(name: str) -> bool:
+    """Whether a directory of this name is a complete checkpoint: Orbax renames when it is."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_leftover_name(name: str) -> bool:
+    """Whether this is what a writer left behind that was killed while writing or removing."""
+    begin = _NAME.match(name)
+    return begin is not None and not is_complete_name(name)
+
+
+def _complete_paths(directory: Path) -> Iterator[Path]:
+    paths = list(directory.iterdir()) if directory.is_dir() else []
+    found = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
+    for _, path in sorted(found, key=lambda each: (int(each[0][1]), int(each[0][2] or 0))):
+        yield path
+
+
+def _read(path: Path) -> CheckpointInfo | None:
+    """The record of one checkpoint; ``None`` where there is none of ours."""
+    try:
+        text = (path / _ORBAX_FILE).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    record = (json.loads(text).get("custom_metadata") or {}).get(KEY)
+    return None if record is None else from_record(path, record)
+
+
+def to_record(info: CheckpointInfo) -> dict[str, Any]:
+    """The checkpoint's description as JSON values."""
+    return {
+        "format": _FORMAT,
+        "step": info.step,
+        "layout": info.layout,
+        "arrays": [[a.part, a.path, list(a.dims), a.dtype] for a in info.arrays],
+        "position": asdict(info.position),
+        "notes": dict(info.notes),
+    }
+
+
+def from_record(path: Path, record: Mapping[str, Any]) -> CheckpointInfo:
+    """The description that :func:`to_record` made."""
+    if record["format"] > _FORMAT:
+        raise CheckpointError(
+            f"{path} was written in format {record['format']}, and this version of Meshwright "
+            f"reads formats up to {_FORMAT}. Upgrade Meshwright."
+        )
+    return CheckpointInfo(
+        directory=path,
+        step=record["step"],
+        arrays=tuple(SavedArray(a, b, tuple(dims), t) for a, b, dims, t in record["arrays"]),
+        layout=record["layout"],
+        position=Position(**record["position"]),
+        notes=record["notes"],
+    )
+
+
+def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
+    """Raise :class:`CheckpointError` that lists every wanted array which is not there as wanted.
+
+    Arrays of the wanted parts that nobody asked for are listed too.
+    """
+    saved = {each.key: each for each in info.arrays}
+    asked = {each.key: each for each in wanted}
+    parts = {each.part for each in wanted}
+    extra = [each for each in saved.values() if each.part in parts and each.key not in asked]
+    faults = []
+    for each in wanted:
+        there = saved.get(each.key)
+        if there is None:
+            faults.append(f"  {each.part} {each} is not in the checkpoint{_nearest(each, extra)}")
+        elif there != each:
+            faults.append(f"  {each.part} {each} was saved as {there.dims} {there.dtype}")
+    faults += [f"  {each.part} {each} is in the checkpoint only" for each in extra]
+    if faults:
+        raise CheckpointError(
+            f"{len(faults)} array(s) of {info.directory} differ from what is to be restored; "
+            "nothing was changed.\n" + "\n".join(faults) + "\nBuild and compile the model as it "
+            "was when the checkpoint was written, or restore only some parts of it (parts=...)."
+        )
+
+
+def _nearest(wanted: SavedArray, others: list[SavedArray]) -> str:
+    names = [each.path for each in others if each.part == wanted.part]
+    near = difflib.get_close_matches(wanted.path, names, n=2, cutoff=0.5)
+    return f" (near: {', '.join(near)})" if near else ""
+
+
+def _absent(directory: Path, step: int | None) -> str:
+    if not directory.is_dir():
+        return f"there is no directory {directory}."
+    there = [info.step for info in list_checkpoints(directory)]
+    if there:
+        return f"{directory} has no checkpoint of step {step}; it has those of steps {there}."
+    half = [path.name for path in directory.iterdir() if is_leftover_name(path.name)]
+    besides = f" {len(half)} was never finished: {half[0]}." if half else ""
+    return f"{directory} holds no complete checkpoint.{besides}"
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of one element: the digits of a dtype's name are its bits.
+
+    >>> [_itemsize(dtype) for dtype in ("float32", "bfloat16", "float8_e4m3fn", "bool")]
+    [4, 2, 1, 1]
+    """
+    bits = re.search(r"\d+", dtype)
+    return max(int(bits[0]) // 8, 1) if bits else 1

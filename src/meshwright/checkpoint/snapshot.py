@@ -1,0 +1,70 @@
+"""A copy of a training state that later steps, which donate it, cannot touch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..program import TrainState
+from .record import PARTS, SavedArray
+
+
+def describe(state: TrainState) -> list[SavedArray]:
+    """Every array of a state by part and path; arrays need only shape and dtype."""
+    return [
+        SavedArray(part, path, tuple(int(size) for size in value.shape), str(value.dtype))
+        for part, values in zip(PARTS, state, strict=True)
+        for path, value in values.items()
+    ]
+
+
+def snapshot(state: TrainState) -> dict[str, Any]:
+    """Copies of all arrays by their names in the checkpoint, on the devices, without waiting.
+
+    Of what is replicated one device copies its piece; what is split is copied where it lies, so no
+    device ever holds more than twice its own share.
+    """
+    import jax
+    import numpy as np
+
+    arrays = {
+        f"{part}/{path}": value
+        for part, values in zip(PARTS, state, strict=True)
+        for path, value in values.items()
+    }
+    hosts = {k: np.array(v) for k, v in arrays.items() if not isinstance(v, jax.Array)}
+    whole, split = {}, {}
+    for key, array in arrays.items():
+        if key in hosts:
+            continue
+        if array.is_fully_replicated:
+            whole[key] = array.addressable_data(0)
+        else:
+            split[key] = array
+    return {**hosts, **_copied(whole), **_copied(split)}
+
+
+def to_host(arrays: dict[str, Any]) -> dict[str, Any]:
+    """What lies whole on one device as NumPy arrays; waits for the devices."""
+    import jax
+    import numpy as np
+
+    def fetch(array: Any) -> Any:
+        on_one = isinstance(array, jax.Array) and len(array.sharding.device_set) == 1
+        return np.asarray(array) if on_one else array
+
+    return {key: fetch(array) for key, array in arrays.items()}
+
+
+def _copied(arrays: dict[str, Any]) -> dict[str, Any]:
+    lies = tuple((key, array.sharding) for key, array in arrays.items())
+    return _copier(lies)(arrays) if arrays else {}
+
+
+@functools.lru_cache(maxsize=16)
+def _copier(lies: tuple[tuple[str, Any], ...]) -> Any:
+    """One compiled function that copies arrays which lie so."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=dict(lies))

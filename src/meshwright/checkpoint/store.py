@@ -1,0 +1,203 @@
+"""The checkpoints of one run: the newest few, in one directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..program import TrainState
+from . import files
+from .record import (
+    PARTS,
+    CheckpointInfo,
+    Position,
+    check_same,
+    is_leftover_name,
+    list_checkpoints,
+    newest,
+    path_for,
+)
+from .snapshot import describe, snapshot, to_host
+
+_NOWHERE = Position()
+
+
+class Checkpoints:
+    """The checkpoints of one run in one directory; the newest ``keep`` are kept, ``None`` all.
+
+    ``save`` returns at once: it copies the arrays on their devices, and a thread writes them with
+    Orbax while training goes on. A checkpoint gets its name only when it is complete, and an older
+    one is removed only then. Several processes write what they hold, each, to a directory that all
+    of them see, and all of them must call ``save`` and ``restore`` alike.
+
+    >>> import tempfile, jax, numpy as np, meshwright as mw
+    >>> rows = mw.Layout(["batch", None], mw.create_mesh({"batch": 8}))
+    >>> cols = mw.Layout([None, "model"], mw.create_mesh({"model": 2}, devices=jax.devices()[:2]))
+    >>> w = jax.device_put(np.arange(32.0).reshape(8, 4), rows.sharding)
+    >>> with mw.Checkpoints(tempfile.mkdtemp(), keep=2) as checkpoints:
+    ...     for step in (1, 2, 3):
+    ...         checkpoints.save(step, mw.TrainState({"w": w * step}, {}, {}, {}))
+    >>> [info.step for info in checkpoints.all]
+    [2, 3]
+    >>> there = jax.ShapeDtypeStruct((8, 4), w.dtype, sharding=cols.sharding)
+    >>> restored = checkpoints.restore(mw.TrainState({"w": there}, {}, {}, {}))
+    >>> restored.params["w"].sharding.shard_shape((8, 4)), float(restored.params["w"].sum())
+    ((8, 2), 1488.0)
+    """
+
+    def __init__(self, directory: str | Path, keep: int | None = 3) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep={keep!r}: at least the newest checkpoint has to be kept.")
+        self.directory = Path(directory)
+        self.keep = keep
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: Future[None] | None = None
+        self._names: set[str] | None = None  # that are, or were, in the directory
+
+    # Looking
+
+    @property
+    def all(self) -> tuple[CheckpointInfo, ...]:
+        """The complete checkpoints, oldest first."""
+        self.wait()
+        return tuple(list_checkpoints(self.directory))
+
+    @property
+    def latest(self) -> CheckpointInfo | None:
+        """The newest complete checkpoint, or ``None``."""
+        self.wait()
+        return newest(self.directory)
+
+    # Writing
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        position: Position = _NOWHERE,
+        *,
+        layout: str = "",
+        notes: Mapping[str, Any] | None = None,
+        late_notes: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write a state in the background; it may be donated as soon as this returns.
+
+        Waits for the save before, if that is still being written. ``notes`` are JSON values;
+        ``late_notes`` is called by the thread that writes, for what would wait for the devices.
+        Raises :class:`~meshwright.CheckpointError` if the save before failed.
+        """
+        self.wait()
+        path = self._new_path(step)
+        info = CheckpointInfo(
+            path, step, tuple(describe(state)), layout, position, dict(notes or {})
+        )
+        copies = snapshot(state)
+        self._thread = self._thread or ThreadPoolExecutor(1, "meshwright-checkpoint")
+        self._under_way = self._thread.submit(self._write, info, copies, late_notes)
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises :class:`~meshwright.CheckpointError` if the last save failed.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        try:
+            under_way.result()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"a checkpoint in {self.directory} could not be written: {error} The ones before "
+                "are as they were."
+            ) from error
+
+    def close(self) -> None:
+        """Wait for what is being written, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Reading
+
+    def restore(self, like: TrainState, info: CheckpointInfo | None = None) -> TrainState:
+        """The state of a checkpoint (the newest, unless ``info`` names one), laid out as ``like``.
+
+        ``like`` holds arrays, or ``jax.ShapeDtypeStruct`` with a sharding, of whatever mesh; parts
+        that are empty there are not restored. Every process reads the pieces that its devices
+        need. Raises :class:`~meshwright.CheckpointError` that lists all names, shapes and dtypes
+        which differ, before anything is read.
+        """
+        info = info or self.latest
+        if info is None:
+            raise CheckpointError(f"{self.directory} holds no complete checkpoint.")
+        return restore_state(info, like, self._files)
+
+    # How it is done
+
+    @functools.cached_property
+    def _files(self) -> Any:
+        return files.make_checkpointer()
+
+    def _new_path(self, step: int) -> Path:
+        if self._names is None:
+            _ = self._files  # says so at once if Orbax is missing
+            if _is_first_process():
+                _tidy(self.directory)
+            self._names = {info.directory.name for info in list_checkpoints(self.directory)}
+        path = path_for(self.directory, step, self._names)
+        self._names.add(path.name)
+        return path
+
+    def _write(
+        self,
+        info: CheckpointInfo,
+        copies: dict[str, Any],
+        late_notes: Callable[[], Mapping[str, Any]] | None,
+    ) -> None:
+        if late_notes is not None:
+            info = dataclasses.replace(info, notes={**info.notes, **late_notes()})
+        files.write(self._files, to_host(copies), info)
+        if self.keep is not None and _is_first_process():
+            for old in list_checkpoints(self.directory)[: -self.keep]:
+                files.remove(old.directory)
+
+
+def restore_state(info: CheckpointInfo, like: TrainState, checkpointer: Any = None) -> TrainState:
+    """See :meth:`Checkpoints.restore`."""
+    wanted = describe(like)
+    check_same(info, wanted)
+    leaves = [value for part in like for value in part.values()]
+    by_key = {each.key: value for each, value in zip(wanted, leaves, strict=True)}
+    found = files.read(checkpointer or files.make_checkpointer(), info, by_key)
+    parts = zip(PARTS, like, strict=True)
+    return TrainState(*({path: found[f"{part}/{path}"] for path in paths} for part, paths in parts))
+
+
+def _tidy(directory: Path) -> None:
+    """Make the directory, and remove what a killed writer left there half done."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.iterdir():
+        if is_leftover_name(path.name):
+            files.remove(path)
+
+
+def _is_first_process() -> bool:
+    import jax
+
+    return jax.process_index() == 0

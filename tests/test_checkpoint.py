@@ -1,0 +1,302 @@
+"""Checkpoints of arrays: what is written, what is chosen, what is removed, what fits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshwright as mw
+from meshwright.checkpoint import files
+from meshwright.checkpoint.randomness import read_randomness, write_randomness
+
+
+def state_of(**params: Any) -> mw.TrainState:
+    return mw.TrainState(params, {}, {}, {})
+
+
+def mesh_of(**axes: int) -> mw.Mesh:
+    count = int(np.prod(list(axes.values())))
+    return mw.create_mesh(axes, devices=jax.devices()[:count])
+
+
+def on(mesh: mw.Mesh, *specs: Any) -> NamedSharding:
+    return NamedSharding(mesh.jax_mesh, PartitionSpec(*specs))
+
+
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    values = {
+        "a/float32": draw.standard_normal([8, 6]).astype("float32"),
+        "a.b/bfloat16": jnp.asarray(draw.standard_normal([8]), "bfloat16"),
+        "float16": draw.standard_normal([3]).astype("float16"),
+        "count": np.array(7, "int32"),
+        "seed": np.array([1, 2**32 - 1], "uint32"),
+        "flag": np.array([True, False]),
+        "nothing": np.zeros([0, 4], "float32"),
+        "odd name: é ü [0]": np.arange(5, dtype="int8"),
+        "nan": np.array([np.nan, -0.0, np.inf], "float32"),
+    }
+    everywhere = on(mesh_of(batch=8))
+    state = state_of(**{k: jax.device_put(v, everywhere) for k, v in values.items()})
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state)
+        restored = checkpoints.restore(state)
+    for name, value in values.items():
+        found = np.asarray(restored.params[name])
+        assert found.dtype == np.asarray(value).dtype
+        assert found.tobytes() == np.asarray(value).tobytes(), name
+
+
+MESHES: list[tuple[dict[str, int], tuple[Any, ...]]] = [
+    ({"one": 1}, ()),
+    ({"batch": 8}, ()),
+    ({"batch": 8}, ("batch", None)),
+    ({"batch": 4, "model": 2}, (None, "model")),
+    ({"batch": 2, "model": 2}, ("model", "batch")),
+    ({"a": 2, "b": 2, "c": 2}, (("c", "a"), "b")),
+]
+
+
+@pytest.mark.parametrize("there", MESHES, ids=str)
+@pytest.mark.parametrize("here", MESHES, ids=str)
+def test_every_layout_restores_from_every_other(here: Any, there: Any, tmp_path: Path) -> None:
+    value = np.arange(16 * 8, dtype="float32").reshape(16, 8)
+    axes, specs = here
+    written = jax.device_put(value, on(mesh_of(**axes), *specs))
+    axes, specs = there
+    wanted = jax.ShapeDtypeStruct(value.shape, "float32", sharding=on(mesh_of(**axes), *specs))
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, state_of(w=written))
+        restored = checkpoints.restore(state_of(w=wanted)).params["w"]
+    assert restored.sharding.is_equivalent_to(wanted.sharding, 2)
+    for shard in restored.addressable_shards:
+        np.testing.assert_array_equal(shard.data, value[shard.index])
+
+
+def test_a_state_may_be_donated_as_soon_as_it_is_saved(tmp_path: Path) -> None:
+    everywhere = on(mesh_of(batch=4, model=2))
+    split = on(mesh_of(batch=4, model=2), None, "model")
+    step = jax.jit(lambda s: jax.tree.map(lambda a: a + 1, s), donate_argnums=0)
+    state = state_of(
+        w=jax.device_put(np.zeros([512, 512], "float32"), split),
+        b=jax.device_put(np.zeros([512, 512], "float32"), everywhere),
+    )
+    with mw.Checkpoints(tmp_path, keep=None) as checkpoints:
+        for number in range(4):
+            checkpoints.save(number, state)
+            state = step(step(state))
+        for info in checkpoints.all:
+            for value in checkpoints.restore(state, info).params.values():
+                np.testing.assert_array_equal(value, 2.0 * info.step)
+
+
+def test_a_checkpoint_is_described_without_jax_or_any_device(tmp_path: Path) -> None:
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        state = mw.TrainState({"w": np.zeros([4, 2], "float32")}, {}, {"m": np.zeros(3)}, {})
+        checkpoints.save(12, state, mw.Position(2, 3), layout="batch=8", notes={"who": "me"})
+    code = f"""
+import sys, meshwright as mw
+print(mw.read_checkpoint({str(tmp_path)!r}))
+assert mw.read_checkpoint({str(tmp_path)!r}).notes["who"] == "me"
+assert not {{"jax", "numpy", "orbax", "tensorstore"}} & set(sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [
+        f"{tmp_path}/step_12: step 12, epoch 2 after 3 batches, 56 bytes",
+        "written under batch=8",
+        "params: 1 arrays",
+        "  w (4, 2) float32",
+        "slots: 1 arrays",
+        "  m (3,) float64",
+    ]
+
+
+def test_the_description_is_a_value(tmp_path: Path) -> None:
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(w=np.zeros(2)))
+        info = checkpoints.latest
+    assert isinstance(info, mw.CheckpointInfo)
+    assert info == mw.read_checkpoint(tmp_path) == mw.read_checkpoint(info.directory)
+    with pytest.raises(AttributeError):
+        info.step = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_what_is_half_written_is_never_chosen_and_is_cleared_away(tmp_path: Path) -> None:
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(w=np.zeros(2)))
+    complete = tmp_path / "step_1"
+    for name in (
+        "step_9.orbax-checkpoint-tmp",
+        "step_8.orbax-checkpoint-tmp-123",
+        "step_7.removed",
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "_CHECKPOINT_METADATA").write_text(
+            (complete / "_CHECKPOINT_METADATA").read_text()
+        )
+    (tmp_path / "step_6").mkdir()  # a directory that somebody else made
+    (tmp_path / "notes.txt").write_text("mine")
+    assert mw.read_checkpoint(tmp_path).step == 1
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        assert [info.step for info in checkpoints.all] == [1]
+        checkpoints.save(2, state_of(w=np.zeros(2)))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step_1", "step_2", "step_6", "notes.txt"}
+
+
+def test_old_ones_are_removed_only_when_the_newest_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, seen = threading.Event(), []
+    write = files.write
+
+    def slow(*args: Any) -> None:
+        assert go_on.wait(30)
+        seen.append(sorted(path.name for path in tmp_path.glob("step_*")))
+        write(*args)
+
+    monkeypatch.setattr(files, "write", slow)
+    with mw.Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state_of(w=np.zeros(2)))  # returns though it cannot be written yet
+        go_on.set()
+        checkpoints.save(2, state_of(w=np.zeros(2)))
+        checkpoints.save(3, state_of(w=np.zeros(2)))
+    assert seen == [[], ["step_1"], ["step_2"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_the_same_step_again_leaves_the_first_alone(tmp_path: Path) -> None:
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, state_of(w=np.zeros(2)))
+        checkpoints.save(5, state_of(w=np.ones(2)), mw.Position(1, 0))
+        assert [info.position.epoch for info in checkpoints.all] == [0, 1]
+        assert checkpoints.restore(state_of(w=np.zeros(2))).params["w"].sum() == 2
+    assert mw.read_checkpoint(tmp_path, step=5).position.epoch == 1
+
+
+def test_a_save_that_fails_is_told_at_the_next_one_and_spoils_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    checkpoints = mw.Checkpoints(tmp_path)
+    checkpoints.save(1, state_of(w=np.zeros(2)))
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", full)
+        checkpoints.save(2, state_of(w=np.zeros(2)))
+        with pytest.raises(mw.CheckpointError, match="could not be written: No space left"):
+            checkpoints.save(3, state_of(w=np.zeros(2)))
+    checkpoints.save(4, state_of(w=np.zeros(2)))
+    assert [info.step for info in checkpoints.all] == [1, 4]
+    checkpoints.close()
+
+
+def test_all_that_differs_is_listed_at_once_with_the_nearest_names(tmp_path: Path) -> None:
+    saved = mw.TrainState(
+        {"hidden/kernel": np.zeros([4, 2], "float32"), "hidden/bias": np.zeros(2, "float32")},
+        {"seed": np.zeros(2, "uint32")},
+        {},
+        {},
+    )
+    wanted = mw.TrainState(
+        {"hiden/kernel": np.zeros([4, 2], "float32"), "hidden/bias": np.zeros(3, "float32")},
+        {"seed": np.zeros(2, "int32")},
+        {},
+        {},
+    )
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, saved)
+        with pytest.raises(mw.CheckpointError) as error:
+            checkpoints.restore(wanted)
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith("4 array(s) of")
+    assert lines[1:5] == [
+        "  params hiden/kernel (4, 2) float32 is not in the checkpoint (near: hidden/kernel)",
+        "  params hidden/bias (3,) float32 was saved as (2,) float32",
+        "  state seed (2,) int32 was saved as (2,) uint32",
+        "  params hidden/kernel (4, 2) float32 is in the checkpoint only",
+    ]
+
+
+def test_parts_that_nobody_asks_for_are_left_out(tmp_path: Path) -> None:
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, mw.TrainState({"w": np.ones(2)}, {}, {"m": np.ones(3)}, {}))
+        restored = checkpoints.restore(state_of(w=np.zeros(2)))
+    assert restored.slots == {}
+    np.testing.assert_array_equal(restored.params["w"], 1)
+
+
+def test_restoring_makes_no_large_array_whole_on_a_device(tmp_path: Path) -> None:
+    split = on(mesh_of(batch=8), "batch")
+    value = jax.device_put(np.ones([8, 2**16], "float32"), split)
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(w=value))
+        wanted = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=split)
+        before = {id(array) for array in jax.live_arrays()}
+        restored = checkpoints.restore(state_of(w=wanted)).params["w"]
+        new = [array for array in jax.live_arrays() if id(array) not in before]
+    assert restored.addressable_shards[0].data.shape == (1, 2**16)
+    assert all(a.sharding.shard_shape(a.shape) != value.shape for a in new)
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda path: mw.read_checkpoint(path / "nowhere"), "there is no directory"),
+        (lambda path: mw.read_checkpoint(path / "empty"), "holds no complete checkpoint"),
+        (lambda path: mw.read_checkpoint(path / "run", step=4), r"no checkpoint of step 4.*\[1\]"),
+        (lambda path: mw.Checkpoints(path / "empty").restore(state_of()), "no complete checkpoint"),
+        (lambda path: mw.Checkpoints(path / "run", keep=0), "keep=0"),
+    ],
+)
+def test_what_is_not_there_is_said(ask: Any, says: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with mw.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state_of(w=np.zeros(2)))
+    with pytest.raises(mw.CheckpointError, match=says):
+        ask(tmp_path)
+
+
+def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(w=np.zeros(2)))
+    file = tmp_path / "step_1" / "_CHECKPOINT_METADATA"
+    record = json.loads(file.read_text())
+    record["custom_metadata"]["meshwright"]["format"] = 99
+    file.write_text(json.dumps(record))
+    with pytest.raises(mw.CheckpointError, match=r"format 99.*Upgrade"):
+        mw.read_checkpoint(tmp_path)
+
+
+def test_randomness_comes_back_after_normal_draws_too() -> None:
+    np.random.seed(3)
+    np.random.standard_normal(3)  # the generator keeps one number in hand
+    before = json.loads(json.dumps(read_randomness()))
+    first = np.random.standard_normal(3), np.random.permutation(9)
+    write_randomness(before)
+    again = np.random.standard_normal(3), np.random.permutation(9)
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_orbax_alone_reads_the_arrays(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(**{"hidden/kernel": np.arange(4.0)}))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as plain:
+        tree = plain.restore(tmp_path / "step_1")
+    np.testing.assert_array_equal(tree["params/hidden/kernel"], np.arange(4.0))
