@@ -1,15 +1,18 @@
-"""Batches on the mesh: each array laid out as the placement says, the smaller last one whole."""
+"""Batches on the mesh: each array laid out as the placement says."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from .errors import BatchError
-from .layout import Layout
-from .placement import Placement
-from .program import Batch
+from ..errors import BatchError
+from ..layout import Layout
+from ..placement import Placement
+from ..program import Batch
+from ..step.padding import Padded
+from .rows import HostRows
 
 
 class Label(NamedTuple):
@@ -43,7 +46,8 @@ class Putter:
     """Lays batches out; remembers the layouts of each shape of batch.
 
     ``label`` says which part of the batch each array is, in the order of its leaves. ``copy=False``
-    may leave the devices looking at the host's memory, which must then not be written to.
+    may leave the devices looking at the host's memory, which must then not be written to. With
+    ``local`` the arrays hold the rows of this process's devices only.
 
     >>> import numpy as np, meshwright as mw
     >>> put = Putter(Placement.of(mw.create_mesh({"batch": 8})))
@@ -56,10 +60,12 @@ class Putter:
         placement: Placement,
         label: Callable[[Batch], list[Label]] = label_inputs,
         copy: bool = True,
+        local: bool = False,
     ) -> None:
         self._placement = placement
         self._label = label
         self._copy = copy
+        self._local = local
         self._known: dict[Any, list[Any]] = {}
 
     def __call__(self, batch: Batch, last: bool = False) -> Batch:
@@ -71,12 +77,74 @@ class Putter:
 
         flat, tree = jax.tree.flatten(batch)
         flat = [_as_array(value, self._copy) for value in flat]
+        if self._local:
+            return jax.tree.unflatten(tree, self._put_local(tree, flat))
         key = (tree, tuple(value.shape for value in flat), last)
         shardings = self._known.get(key)
         if shardings is None:
             layouts = jax.tree.leaves(self.layouts(jax.tree.unflatten(tree, flat), last))
             shardings = self._known[key] = [layout.sharding for layout in layouts]
         return jax.tree.unflatten(tree, _put_all(flat, shardings))
+
+    def _put_local(self, tree: Any, flat: list[Any]) -> list[Any]:
+        """Arrays of every process's rows from those of this one."""
+        import jax
+
+        key = (tree, tuple(value.shape for value in flat), "local")
+        if key not in self._known:
+            layouts = self._for_any_rows(jax.tree.unflatten(tree, flat))
+            self._known[key] = [
+                (layout.sharding, _shape_of_all(layout, value.shape))
+                for layout, value in zip(layouts, flat, strict=True)
+            ]
+        return [
+            jax.make_array_from_process_local_data(sharding, value, shape)
+            for value, (sharding, shape) in zip(flat, self._known[key], strict=True)
+        ]
+
+    def padded_rows(self, batch: Batch) -> int:
+        """The next number of rows that every input divides by.
+
+        Raises :class:`BatchError` if another dim does not divide.
+        """
+        layouts = self._for_any_rows(batch)
+        shards = math.lcm(
+            *(
+                layout.num_shards(0)
+                for label, layout in zip(self._label(batch), layouts, strict=True)
+                if label.kind == "input"
+            )
+        )
+        return -(-row_count(batch) // shards) * shards
+
+    def padded(self, batch: Batch, rows: int, inputs_only: bool = True) -> Padded:
+        """The batch on the mesh with so many rows of each input, and the true ones of the rest.
+
+        The first rows stand in for those that are added: whatever is finite stays so.
+        """
+        import jax
+
+        flat, tree = jax.tree.flatten(batch)
+        grows = [not inputs_only or label.kind == "input" for label in self._label(batch)]
+        flat = [
+            _cycled(value, rows) if more else _as_array(value, self._copy)
+            for value, more in zip(flat, grows, strict=True)
+        ]
+        spread, whole = self._for_any_rows(batch), self._by(_whole_rows(self._placement), batch)
+        layouts = [a if more else b for a, b, more in zip(spread, whole, grows, strict=True)]
+        put = _put_all(flat, [layout.sharding for layout in layouts])
+        mesh = self._placement.mesh.jax_mesh
+        return Padded(jax.tree.unflatten(tree, put), row_count(batch), mesh)
+
+    def _for_any_rows(self, batch: Batch) -> list[Layout]:
+        """The layouts of a batch like this one whose rows divide."""
+        import jax
+
+        rows = self._placement.mesh.size
+        like = jax.tree.map(
+            lambda value: jax.ShapeDtypeStruct((rows, *value.shape[1:]), "float32"), batch
+        )
+        return self._by(self._placement, like)
 
     def each(self, batches: Iterable[Batch], alone_is_last: bool = True) -> Iterator[Batch]:
         """Every batch on the mesh; only the last one may not divide.
@@ -136,16 +204,40 @@ def _put_all(values: list[Any], shardings: list[Any]) -> list[Any]:
 
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(values, shardings)
-    hosts = [np.asarray(value) for value in values]
+    hosts = [v if isinstance(v, HostRows) else np.asarray(v) for v in values]
     return [
         jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
         for host, sharding in zip(hosts, shardings, strict=True)
     ]
 
 
-def check_rows(placement: Placement, rows: int) -> None:
-    """Raise :class:`BatchError` if so many rows do not divide over the batch axes."""
-    replace(placement, inputs=(), targets=()).input_layout(None, 0, (rows,))
+def row_count(batch: Batch) -> int:
+    """The rows of a batch on the host."""
+    import jax
+
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def _shape_of_all(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of all processes' rows together, of which this one holds ``shape``."""
+    shards = layout.num_shards(0)
+    pieces = layout.sharding.addressable_devices_indices_map((shards, *shape[1:]))
+    held = len({rows.start or 0 for rows, *_ in pieces.values()})
+    if shape[0] % held:
+        raise BatchError(
+            f"LocalRows: {shape[0]} rows of this process do not divide over its {held} pieces of "
+            f"the batch. The nearest sizes that do: {shape[0] // held * held} and "
+            f"{-(-shape[0] // held) * held}. Leave out a smaller last batch at the source."
+        )
+    return (shape[0] // held * shards, *shape[1:])
+
+
+def _cycled(value: Any, rows: int) -> Any:
+    import numpy as np
+
+    if isinstance(value, HostRows):
+        return value.cycled(rows)
+    return np.take(np.asarray(value), np.arange(rows) % value.shape[0], axis=0)
 
 
 def _whole_rows(placement: Placement) -> Placement:
@@ -163,6 +255,6 @@ def _as_array(value: Any, copy: bool) -> Any:
     import jax
     import numpy as np
 
-    if isinstance(value, jax.Array):
+    if isinstance(value, jax.Array | HostRows):
         return value
     return np.array(value) if copy else np.asarray(value)

@@ -1,0 +1,94 @@
+"""Batches read and laid out while the devices still work on those before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterator
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+AHEAD = 2
+_SLOW_S = 2e-3  # a thread costs a loop of short steps more than it hides below this
+_SLOW_READS = 2  # in a row: one may be the first of its source, or have been interrupted
+
+
+class Ahead:
+    """Reads an iterator in a thread, at most ``number`` items ahead of whoever takes them.
+
+    Only if reading takes long: until two items in a row took more than 2 ms, and from a source
+    that never does, they are read as they are asked for. What the iterator raises is raised where
+    its item would have come. Closing the generator stops the thread and waits for it.
+
+    >>> import time
+    >>> def slow():
+    ...     for number in range(5):
+    ...         time.sleep(0.004)
+    ...         yield number
+    >>> ahead = Ahead()
+    >>> list(ahead(slow())), list(ahead(slow()))
+    ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+    """
+
+    def __init__(self, number: int = AHEAD) -> None:
+        self._number = number
+        self._slow_reads = 0
+
+    @property
+    def reads_in_thread(self) -> bool:
+        """Whether the source was found to be slow."""
+        return self._number > 0 and self._slow_reads >= _SLOW_READS
+
+    def __call__(self, items: Iterator[T]) -> Generator[T, None, None]:
+        """The same items."""
+        try:
+            while not self.reads_in_thread:
+                began_s = time.perf_counter()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                is_slow = time.perf_counter() - began_s > _SLOW_S
+                self._slow_reads = self._slow_reads + 1 if is_slow else 0
+                yield item
+            yield from _in_thread(items, self._number)
+        finally:
+            _close(items)
+
+
+def _in_thread(items: Iterator[T], number: int) -> Iterator[T]:
+    room = threading.Semaphore(number)
+    found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    stopped = threading.Event()
+
+    def read() -> None:
+        try:
+            while room.acquire() and not stopped.is_set():
+                found.put((next(items), None))
+        except BaseException as error:  # also StopIteration: the consumer tells them apart
+            found.put((None, error))
+
+    reader = threading.Thread(target=read, name="meshwright-input", daemon=True)
+    reader.start()
+    try:
+        while True:
+            item, error = found.get()
+            room.release()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stopped.set()
+        room.release()
+        reader.join()
+
+
+def _close(items: Any) -> None:
+    """Let a generator run its ``finally`` now."""
+    close = getattr(items, "close", None)
+    if close is not None:
+        close()
