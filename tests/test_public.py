@@ -69,7 +69,7 @@ def test_every_error_is_public_and_stands_in_one_tree():
     mine = {name: each for name, each in vars(errors).items() if isinstance(each, type)}
     assert set(mine) <= set(PUBLIC)
     for name, each in mine.items():
-        assert issubclass(each, mw.MeshwrightError | UserWarning), name
+        assert issubclass(each, mw.MeshwrightError | UserWarning | SystemExit), name
         assert name in (errors.__doc__ or ""), f"{name} is not drawn"
         assert each.__doc__
 

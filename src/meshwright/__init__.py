@@ -13,14 +13,20 @@ from .backend import settle_keras_backend as _settle_keras_backend
 from .errors import ArrayError as ArrayError
 from .errors import BackendError as BackendError
 from .errors import BatchError as BatchError
+from .errors import CheckpointError as CheckpointError
+from .errors import CompileError as CompileError
 from .errors import DataError as DataError
 from .errors import DivisibilityError as DivisibilityError
+from .errors import DoesNotFitError as DoesNotFitError
 from .errors import LayoutError as LayoutError
 from .errors import MeshError as MeshError
 from .errors import MeshwrightError as MeshwrightError
 from .errors import MeshwrightWarning as MeshwrightWarning
 from .errors import ModelError as ModelError
+from .errors import NotFiniteError as NotFiniteError
 from .errors import PlacementError as PlacementError
+from .errors import Preempted as Preempted
+from .errors import TargetError as TargetError
 from .errors import TopologyError as TopologyError
 from .errors import TracingError as TracingError
 from .layout import MATCH as MATCH
@@ -48,6 +54,11 @@ if TYPE_CHECKING:
     from .arrays import relayout as relayout
     from .arrays import relayout_like as relayout_like
     from .arrays import unpack as unpack
+    from .checkpoint import CheckpointInfo as CheckpointInfo
+    from .checkpoint import Checkpoints as Checkpoints
+    from .checkpoint import Position as Position
+    from .checkpoint import read_checkpoint as read_checkpoint
+    from .data import LocalRows as LocalRows
     from .drawing import show as show
     from .frontends import keras as keras
     from .frontends.jax import jax_program as jax_program
@@ -55,6 +66,8 @@ if TYPE_CHECKING:
     from .frontends.keras import Sharded as Sharded
     from .program import Program as Program
     from .program import TrainState as TrainState
+    from .step.options import StepOptions as StepOptions
+    from .step.recompute import block_output as block_output
     from .train import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -77,8 +90,12 @@ _LAZY = {  # name -> the room that it lives in
         ),
         "arrays",
     ),
+    **dict.fromkeys(("CheckpointInfo", "Checkpoints", "Position", "read_checkpoint"), "checkpoint"),
     **dict.fromkeys(("DataParallel", "Sharded"), "frontends.keras"),
     **dict.fromkeys(("Program", "TrainState"), "program"),
+    "StepOptions": "step.options",
+    "block_output": "step.recompute",
+    "LocalRows": "data",
     "Trainer": "train",
     "jax_program": "frontends.jax",
     "show": "drawing",

@@ -50,11 +50,17 @@ class Row:
     layouts: dict[str, Any] = dataclasses.field(default_factory=dict)
     batch: Any = "batch"
     inputs: Any = None
+    zero: int = 0
     core: bool = False  # in the part that always runs; others are marked ``full``
 
     def strategy(self) -> mw.Sharded:
         mesh = mw.create_mesh(self.axes)
-        return mw.Sharded(mesh, self.layouts, batch=self.batch, inputs=self.inputs)
+        layouts = {
+            pattern: specs
+            for pattern, specs in self.layouts.items()
+            if pattern.startswith(_LAYERS[self.subject])  # a rule that places nothing is an error
+        }
+        return mw.Sharded(mesh, layouts, batch=self.batch, inputs=self.inputs, zero=self.zero)
 
     @property
     def of(self) -> Subject:
@@ -92,6 +98,22 @@ def images() -> keras.Model:
     )
 
 
+def wide() -> keras.Model:
+    """Kernels large enough for ZeRO to share them out, a bias and a normalization that are not."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input([16]),
+            layers.Dense(192, activation="tanh", name="hidden"),
+            layers.BatchNormalization(name="norm", momentum=0.8),
+            layers.Dropout(0.25),
+            layers.Dense(64, activation="tanh", name="middle"),
+            layers.Dense(4, name="output"),
+        ],
+        name="wide",
+    )
+
+
 def tokens() -> keras.Model:
     layers = keras.layers
     return keras.Sequential(
@@ -113,6 +135,10 @@ SUBJECTS = {
         noise=("conv/bias",),
         follows=("norm/moving_mean",),
     ),
+    "wide": Subject(
+        wide,
+        lambda draw, rows: draw.normal(size=[rows, 16]),
+    ),
     "tokens": Subject(tokens, lambda draw, rows: draw.integers(0, 16, [rows, 6], "int32")),
 }
 
@@ -120,17 +146,26 @@ _SPLIT = {  # first layers by their outputs, last layers by their inputs
     "hidden.*kernel": [None, "model"],
     "hidden.*bias": ["model"],
     "middle.*kernel": ["model", None],
-    "conv.*kernel": [None, None, None, "model"],
-    "strided.*kernel": [None, None, "model", None],
+    "conv/kernel": [None, None, None, "model"],
+    "strided/kernel": [None, None, "model", None],
     "lstm.*kernel": [None, "model"],
     "lstm.*bias": ["model"],
     "output.*kernel": ["model", None],
 }
 _FSDP = {  # every kernel in as many pieces as there are replicas
-    "(conv|strided)/kernel": [None, None, None, "batch"],
-    "(hidden|middle|lstm).*kernel": [None, "batch"],
+    "conv/kernel": [None, None, None, "batch"],
+    "strided/kernel": [None, None, None, "batch"],
+    "hidden.*kernel": [None, "batch"],
+    "middle.*kernel": [None, "batch"],
+    "lstm.*kernel": [None, "batch"],
     "words": ["batch", None],
     "output.*kernel": ["batch", None],
+}
+_LAYERS = {
+    "dense": ("hidden", "middle", "output"),
+    "wide": ("hidden", "middle", "output"),
+    "images": ("conv", "strided", "output"),
+    "tokens": ("words", "lstm", "output"),
 }
 _VOCABULARY = {"words.embeddings": ["model", None]}
 _MODEL, _EIGHT = {"batch": 4, "model": 2}, {"batch": 8}
@@ -163,6 +198,20 @@ STRATEGIES = [
         "images",
         inputs=["batch", "rows", "cols", None],
         core=True,
+    ),
+    Row("zero1-wide", _EIGHT, "wide", zero=1, core=True),
+    Row("zero2-wide", _EIGHT, "wide", zero=2),
+    Row("zero3-wide", _EIGHT, "wide", zero=3),
+    Row("zero1-model-wide", _MODEL, "wide", _SPLIT, zero=1),
+    Row("zero2-model-wide", _MODEL, "wide", _SPLIT, zero=2),
+    Row("zero3-model-wide", _MODEL, "wide", _SPLIT, zero=3, core=True),
+    Row("zero3-data-fsdp-wide", _TWO, "wide", batch=("data", "fsdp"), zero=3),
+    Row(
+        "zero3-spatial-images",
+        {"batch": 2, "rows": 2, "cols": 2},
+        "images",
+        inputs=["batch", "rows", "cols", None],
+        zero=3,
     ),
 ]
 

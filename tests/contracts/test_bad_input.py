@@ -128,20 +128,32 @@ def trained() -> tuple[mw.Sharded, keras.Model]:
     sharded = mw.DataParallel(mw.create_mesh({"batch": 8}))
     with sharded.scope():
         model = keras.Sequential([keras.Input([12]), layers.Dense(4)])
-        model.compile("sgd", "sparse_categorical_crossentropy")
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return sharded, model
 
 
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
-def test_a_batch_size_that_does_not_divide_names_axis_and_nearest_sizes(
+def test_a_batch_size_that_does_not_divide_is_warned_of_with_axis_and_nearest_sizes(
     trained: tuple[mw.Sharded, keras.Model], call: str
 ) -> None:
     sharded, model = trained
     data = (X,) if call == "predict" else (X, Y)
-    with pytest.raises(mw.BatchError, match=r"batch of 12 .*'batch' \(size 8\).*8 and 16"):
+    says = r"batch of 12 .*'batch' \(size 8\).*8 and 16.*padded to 16"
+    with pytest.warns(mw.MeshwrightWarning, match=says) as said:
         getattr(sharded, call)(model, *data, batch_size=12, verbose=0)
-    with pytest.raises(mw.BatchError, match=r"batch of 5 .*: 8\."):
+    assert len(said) == 1
+    with pytest.warns(mw.MeshwrightWarning, match=r"batch of 5 .*: 8\. .*padded to 8"):
         getattr(sharded, call)(model, *data, batch_size=5, verbose=0)
+
+
+def test_a_batch_size_that_does_not_divide_costs_more_where_rows_mix() -> None:
+    sharded = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    with sharded.scope():
+        model = keras.Sequential([keras.Input([12]), layers.BatchNormalization(), layers.Dense(4)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    says = r"batch of 6 .*: 8\..*Every device computes all rows.*\(reduce_sum over dim 0\)"
+    with pytest.warns(mw.MeshwrightWarning, match=says):
+        sharded.fit(model, X, Y, batch_size=6, verbose=0)
 
 
 def test_a_batch_that_does_not_divide_is_refused_by_put(
@@ -151,13 +163,20 @@ def test_a_batch_that_does_not_divide_is_refused_by_put(
         trained[0].put((X[:9], Y[:9]))
 
 
-def test_a_generator_whose_batches_do_not_divide_is_refused_with_the_weights_kept(
+def test_a_source_that_fails_leaves_the_weights_of_what_came_before(
     trained: tuple[mw.Sharded, keras.Model],
 ) -> None:
     sharded, model = trained
-    batches = ((X[:12], Y[:12]) for _ in range(3))
-    with pytest.raises(mw.BatchError, match="batch of 12"):
-        sharded.fit(model, batches, steps_per_epoch=3, verbose=0, shuffle=False)
+
+    def batches() -> Any:
+        for _ in range(3):
+            yield X[:8], Y[:8]
+        raise OSError("the disk is gone")
+
+    before = int(model.optimizer.iterations)
+    with pytest.raises(OSError, match="the disk is gone"):
+        sharded.fit(model, batches(), steps_per_epoch=5, verbose=0, shuffle=False)
+    assert int(model.optimizer.iterations) == before + 3
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 

@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..checkpoint import Checkpoints
 from ..data import Putter
 from ..errors import TopologyError
 from ..explain import Explanation
 from ..placement import Placement
 from ..program import Batch, Logs, Program, TrainState
+from ..step.options import PLAIN, StepOptions
+from ..step.sharing import Sharing
 from ..step.train import guarded, make_train_step
+from ..strict import inspect
+from .resuming import train_saving
 
 
 class StepInfo(NamedTuple):
@@ -31,7 +36,8 @@ class Trainer:
 
     ``trainer.step(state, batch)`` takes one compiled step, ``trainer.steps(state, batches)``
     yields one :class:`StepInfo` after another, ``trainer.train(state, batches)`` drains it. States
-    that are passed in are donated: go on with the returned one.
+    that are passed in are donated: go on with the returned one. ``how`` has accumulation, recompute
+    and the like; with ``accumulate`` above one, a step takes a tuple of batches.
 
     >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw
     >>> def loss(params, batch):
@@ -47,6 +53,7 @@ class Trainer:
 
     program: Program
     placement: Placement
+    how: StepOptions = PLAIN
 
     def __post_init__(self) -> None:
         if self.placement.mesh.is_abstract:
@@ -59,6 +66,7 @@ class Trainer:
     def layouts(self) -> TrainState:
         """How every array of the state lies; raises :class:`~meshwright.PlacementError`."""
         program = self.program
+        inspect(self.placement, program.infos, repr(program.name))
         placed = {each.info: each for each in self.placement.place(program.infos)}
         return TrainState(
             *(
@@ -78,10 +86,10 @@ class Trainer:
     @functools.cached_property
     def step(self) -> Any:
         """The compiled step ``(state, batch) -> (state, logs)``; it donates the state."""
-        program = guarded(self.program, self.layouts, self.put.layouts)
-        return jax.jit(
-            make_train_step(program), donate_argnums=0, out_shardings=(self._shardings, None)
-        )
+        sharing = Sharing.of(self.placement, self.program.params)
+        used = self.layouts._replace(params=sharing.whole)
+        step = make_train_step(guarded(self.program, used, self.put.layouts), sharing, self.how)
+        return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
 
     @functools.cached_property
     def put(self) -> Putter:
@@ -90,12 +98,30 @@ class Trainer:
 
     def steps(self, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
         """Train on one batch after another, never waiting for the devices."""
-        for number, batch in enumerate(self.put.each(batches, alone_is_last=False)):
+        laid_out = self.put.each(batches, alone_is_last=False)
+        for number, batch in enumerate(self.how.for_steps(laid_out)):
             state, logs = self.step(state, batch)
             yield StepInfo(number, state, logs)
 
-    def train(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Logs]:
-        """Train on every batch; the last state and the logs of the last step."""
+    def train(
+        self,
+        state: TrainState,
+        batches: Iterable[Batch],
+        *,
+        checkpoints: Checkpoints | None = None,
+        save_every: int | None = None,
+    ) -> tuple[TrainState, Logs]:
+        """Train on every batch; the last state and the logs of the last step.
+
+        With ``checkpoints`` the state is saved every ``save_every`` steps and at the end, and the
+        same call, made again after whatever happened, goes on from the newest of them: ``state``
+        then only says how the restored one lies, and the batches before are left out. Ctrl-C and
+        SIGTERM finish the step and save; then KeyboardInterrupt or
+        :class:`~meshwright.Preempted` is raised.
+        """
+        if checkpoints is not None:
+            layout = repr(self.placement.mesh)
+            return train_saving(self, state, batches, checkpoints, save_every, layout)
         last = StepInfo(-1, state, {})
         for last in self.steps(state, batches):  # noqa: B007 - only the last one is wanted
             pass

@@ -14,9 +14,14 @@ from ...placement import Placement
 from ...program import Batch
 
 
-def putter(placement: Placement, model: keras.Model | None = None, copy: bool = True) -> Putter:
+def putter(
+    placement: Placement,
+    model: keras.Model | None = None,
+    copy: bool = True,
+    local: bool = False,
+) -> Putter:
     """Lays out batches ``(x, y, sample_weight)`` of a model, whose inputs may have names."""
-    return Putter(placement, labeller(_input_names(model)), copy)
+    return Putter(placement, labeller(_input_names(model)), copy, local)
 
 
 def labeller(names: tuple[str, ...]) -> Callable[[Batch], list[Label]]:

@@ -10,9 +10,14 @@ import keras
 
 from ... import _compat
 from ...program import Logs, TrainState
+from ...step.finite import StandStill
+from ...step.options import PLAIN, StepOptions
 from ...step.several import AT_ONCE, is_short, several
+from ...step.sharing import Sharing, shared
 from ...step.train import make_test_step, make_train_step
+from .finite import loss_metrics
 from .program import KerasVariables, keras_program, own_test_step, predict_step, read_state
+from .rowwise import RowWise
 
 if TYPE_CHECKING:
     from .sharded import Sharded
@@ -23,51 +28,71 @@ class Functions:
     """The compiled steps of one model under one strategy, and what they were made from."""
 
     token: tuple[Any, ...]
+    row_wise: RowWise
     train: Any = None
     train_several: Any = None
     test: Any = None
     predict: Any = None
+    how: StepOptions = PLAIN
 
     def steps_at_once(self, state: TrainState, batch: Any) -> int:
         """How many steps to take in one call when nobody looks between them."""
         if self.train_several is None:
             return 1
+        (batch,) = self.how.for_steps([batch] * self.how.accumulate)
         return AT_ONCE if is_short(self.train.trace(state, batch).jaxpr) else 1
 
 
-def functions_of(strategy: Sharded, model: keras.Model, variables: KerasVariables) -> Functions:
+def functions_of(
+    strategy: Sharded, model: keras.Model, variables: KerasVariables, stands_still: bool = False
+) -> Functions:
     """The compiled steps of this model under this strategy, made when first asked for.
 
     They are kept on the model, for they hold it; a model that is compiled anew gets new ones.
+    ``stands_still`` makes training steps that change nothing once something is not finite.
     """
     token = (*_compat.compile_token(model), tuple(variables.params), tuple(variables.slots))
     kept: dict[Any, Functions] = model.__dict__.setdefault("_meshwright_functions", {})
-    present = kept.get(strategy)
+    present = kept.get((strategy, stands_still))
     if present is None or not _same(present.token, token):
-        present = kept[strategy] = _make_functions(strategy, model, variables, token)
+        present = _make_functions(strategy, model, variables, token, stands_still)
+        kept[strategy, stands_still] = present
     return present
 
 
 def _make_functions(
-    strategy: Sharded, model: keras.Model, variables: KerasVariables, token: tuple[Any, ...]
+    strategy: Sharded,
+    model: keras.Model,
+    variables: KerasVariables,
+    token: tuple[Any, ...],
+    stands_still: bool,
 ) -> Functions:
-    predicting = strategy.traced_here(model, predict_step(model, variables))
+    infos = tuple(variables.infos[id(v)] for v in variables.params.values())
+    sharing = Sharing.of(strategy.placement, infos)
+    predicting = strategy.traced_here(model, _gathering(predict_step(model, variables), sharing))
+    row_wise = RowWise(model, variables)
     if not model.compiled:
-        return Functions(token, predict=jax.jit(predicting))
+        return Functions(token, row_wise, predict=jax.jit(predicting))
     program = keras_program(model, variables)
     own = _compat.has_own(model, "test_step")
-    testing = own_test_step(model, variables) if own else make_test_step(program)
+    testing = own_test_step(model, variables) if own else make_test_step(shared(program, sharing))
     measuring = _measuring(testing)
+    if stands_still:
+        still = StandStill(program, loss_metrics(model, variables))
+        step = still.step(make_train_step(still.program, sharing, strategy.how))
+    else:
+        step = make_train_step(program, sharing, strategy.how)
     if model.run_eagerly:
-        return Functions(token, make_train_step(program), None, measuring, predicting)
+        return Functions(token, row_wise, step, None, measuring, predicting, strategy.how)
+    training = strategy.traced_here(model, step)
     # A new state lies as the old one did, whatever XLA would prefer.
     lies = (jax.tree.map(lambda array: array.sharding, read_state(variables)), None)
     whole = None
     if jax.process_count() > 1:  # every process returns all rows
         whole = jax.sharding.NamedSharding(strategy.mesh.jax_mesh, jax.sharding.PartitionSpec())
-    training = strategy.traced_here(model, make_train_step(program))
     return Functions(
         token,
+        row_wise,
         train=jax.jit(training, donate_argnums=0, out_shardings=lies),
         train_several=jax.jit(several(training), donate_argnums=0, out_shardings=lies),
         test=jax.jit(
@@ -75,7 +100,17 @@ def _make_functions(
             out_shardings=(lies[0].state, lies[0].metrics, None),
         ),
         predict=jax.jit(predicting, out_shardings=whole),
+        how=strategy.how,
     )
+
+
+def _gathering(step: Any, sharing: Sharing) -> Any:
+    """The prediction step on gathered parameters."""
+
+    def gathering(params: Any, state: Any, batch: Any) -> Any:
+        return step(sharing.gather(params), state, batch)
+
+    return gathering
 
 
 def _measuring(step: Any) -> Any:

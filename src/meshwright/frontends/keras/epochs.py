@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import keras
+import numpy as np
 
 from ... import _compat
-from ...data import check_rows
-from ...errors import BatchError
+from ...data import Ahead, HostRows, LocalRows
+from ...data.putting import row_count
+from ...errors import BatchError, MeshwrightWarning
 from ...placement import Placement
 from . import batches
+from .rowwise import Kind, RowWise
 
-_KERAS_BATCH_SIZE = 32  # where none is given
+
+class _Odd(NamedTuple):
+    """A batch on the host, and why it does not divide."""
+
+    batch: Any
+    why: BatchError
 
 
 class Epochs:
@@ -31,16 +42,25 @@ class Epochs:
         steps: int | None,
         shuffle: bool = False,
         class_weight: Any = None,
-        training: bool = False,
+        kind: Kind = "train",
     ) -> None:
+        local = isinstance(x, LocalRows)
         self._epochs = _compat.numpy_batches(
-            x, y, sample_weight, batch_size, steps, shuffle, class_weight
+            x.source if local else x, y, sample_weight, batch_size, steps, shuffle, class_weight
         )
-        self._placement = placement
         self._is_array = _compat.reads_arrays(self._epochs)
+        self._is_capped = steps is not None
         # A generator may fill the same buffer again while the devices still read it.
-        self._put = batches.putter(placement, model, copy=not self._is_array)
-        self._small_is_fine = self._is_array or not training
+        self._put = batches.putter(placement, model, copy=not self._is_array, local=local)
+        self._local = local
+        self._arrays: Any = None
+        if self._is_array and jax.process_count() > 1 and not local:
+            self._read_by_number(steps, shuffle)
+        self._kind: Kind = kind
+        self._row_wise: RowWise | None = None
+        self._rows_of_full = 0
+        self._warned = False
+        self._ahead = Ahead()
         self._peeked: tuple[list[Any], Iterator[Any]] | None = None
 
     @property
@@ -59,18 +79,99 @@ class Epochs:
             return batch
         raise BatchError("the data holds no batch.")
 
-    def check_batch_size(self, batch_size: int | None) -> None:
-        """Raise :class:`BatchError` if the size of a full batch does not divide."""
-        if self._is_array:
-            check_rows(self._placement, batch_size or _KERAS_BATCH_SIZE)
+    def pad_where(self, row_wise: RowWise) -> None:
+        """Pad batches that do not divide where rows leave each other alone."""
+        self._row_wise = row_wise
 
-    def batches(self) -> Iterator[tuple[int, Any]]:
-        """``(number, batch on the mesh)`` for one epoch."""
-        host = self._epoch()
-        if self._peeked is not None:
-            host, self._peeked = itertools.chain(*self._peeked), None
-        # A dataset whose only batch does not divide was meant to be shared out.
-        return enumerate(self._put.each(host, alone_is_last=self._small_is_fine))
+    @property
+    def restarts(self) -> bool:
+        """Whether every epoch begins at the beginning of the data."""
+        return not (self._is_capped or _compat.is_one_shot(self._epochs))
+
+    def drop_epochs(self, count: int) -> None:
+        """Read so many epochs and drop them: a run that goes on has trained on them before."""
+        for _ in range(count):
+            for _ in self._host():
+                pass
+
+    def batches(self, skip: int = 0) -> Iterator[tuple[int, Any]]:
+        """``(number, batch on the mesh)`` for one epoch, without its first ``skip`` batches.
+
+        A batch that does not divide comes :class:`~meshwright.step.padding.Padded`, or else whole
+        on every device.
+        """
+        host = itertools.islice(self._host(), skip, None)
+        odd: str | None = None
+        with contextlib.closing(self._ahead(map(self._lay_out, host))) as found:
+            for number, batch in enumerate(found, skip):
+                if odd is not None:
+                    self._warn(odd)
+                odd = None
+                if isinstance(batch, _Odd):
+                    batch, odd = self._divide(batch)
+                yield number, batch
+
+    def _host(self) -> Iterator[Any]:
+        """The batches of one epoch on the host; those that were looked at come first."""
+        if self._peeked is None:
+            return self._epoch()
+        host, self._peeked = itertools.chain(*self._peeked), None
+        return host
 
     def _epoch(self) -> Iterator[Any]:
-        return (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())
+        found = (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())
+        return found if self._arrays is None else map(self._numbered, found)
+
+    # Batches that do not divide
+
+    def _lay_out(self, batch: Any) -> Any:
+        try:
+            laid_out = self._put(batch)
+        except BatchError as why:
+            if self._local:
+                raise
+            # It is laid out later, when a generator may have filled the buffer again.
+            return _Odd(batch if self._is_array else jax.tree.map(np.array, batch), why)
+        self._rows_of_full = self._rows_of_full or row_count(batch)
+        return laid_out
+
+    def _divide(self, odd: _Odd) -> tuple[Any, str]:
+        """The batch on the mesh all the same, and what to say if more come after it."""
+        rows, padded = row_count(odd.batch), self._put.padded_rows(odd.batch)
+        predicts = self._kind == "predict"
+        if predicts and rows < self._rows_of_full:
+            padded = self._rows_of_full  # for that many the step is compiled already
+        why_not = "of its layout"
+        if padded > rows:
+            why_not = self._why_not(odd.batch, rows, padded)
+        if why_not is None:
+            says = f"Each batch like it is padded to {padded} rows."
+            laid_out = self._put.padded(odd.batch, padded, inputs_only=not predicts)
+            return laid_out, f"{odd.why} {says}"
+        says = f"Every device computes all rows of each batch like it, for rows mix ({why_not})."
+        return self._put(odd.batch, last=True), f"{odd.why} {says}"
+
+    def _why_not(self, batch: Any, rows: int, padded: int) -> str | None:
+        if self._row_wise is None:
+            return "nothing is known of the model"
+        return self._row_wise.why_not(self._kind, batch, rows, padded)
+
+    def _warn(self, says: str) -> None:
+        if not self._warned:
+            warnings.warn(says, MeshwrightWarning, stacklevel=5)
+        self._warned = True
+
+    # Arrays of which each process reads its rows
+
+    def _read_by_number(self, steps: int | None, shuffle: Any) -> None:
+        """Let Keras cut and shuffle row numbers in place of the arrays."""
+        self._arrays, rows, size = _compat.arrays_of(self._epochs)
+        self._epochs = _compat.numpy_batches(np.arange(rows), None, None, size, steps, shuffle)
+
+    def _numbered(self, batch: Any) -> Any:
+        (numbers,) = batch if isinstance(batch, tuple) else (batch,)
+
+        def rows(of: _compat.Readable) -> HostRows:
+            return HostRows(of.read, numbers, of.dims[1:])
+
+        return jax.tree.map(rows, self._arrays, is_leaf=lambda v: isinstance(v, _compat.Readable))

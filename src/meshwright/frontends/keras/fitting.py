@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,9 +22,15 @@ import numpy as np
 from ... import _compat
 from ...errors import BatchError, ModelError
 from ...program import Logs, TrainState
+from ...step.flops import model_flops
+from ...step.padding import Padded
+from .backlog import Backlog
 from .compiled import Functions, functions_of
 from .epochs import Epochs
+from .finite import FiniteGuard, NanGuard, check_nan_guard
 from .program import KerasVariables, read_state, write_state
+from .progress import Progress
+from .saving import Resume, Saver, saver_for
 
 if TYPE_CHECKING:
     from .sharded import Sharded
@@ -51,13 +58,20 @@ def fit(
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
+    checkpoint: str | Path | None = None,
+    save_every: int | None = None,
+    keep: int | None = 3,
+    resume: Resume = "auto",
+    nan_guard: NanGuard = "warn",
 ) -> Any:
     """See :meth:`Sharded.fit`."""
+    check_nan_guard(nan_guard)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = _compat.split_validation(
             (x, y, sample_weight), validation_split
         )
     check_compiled(model)
+    saver = saver_for(strategy, checkpoint, save_every, keep, resume)
     data = Epochs(
         strategy.placement,
         model,
@@ -68,12 +82,12 @@ def fit(
         steps_per_epoch,
         shuffle,
         class_weight,
-        training=True,
     )
-    data.check_batch_size(batch_size)
     variables = strategy.prepare(model, data.first_batch)
+    saver.restore(model, variables)
+    shows_bar = _shows_bar(verbose, callbacks)
     callbacks = _callback_list(
-        model, callbacks, _shown(verbose), epochs=epochs, steps=data.num_batches
+        model, callbacks, _shown(verbose), not shows_bar, epochs=epochs, steps=data.num_batches
     )
     validation = _Validation(
         validation_data,
@@ -81,21 +95,32 @@ def fit(
         validation_steps,
         validation_freq,
     )
-    functions = functions_of(strategy, model, variables)
-    training = _Training(model, variables, functions, callbacks)
+    guard = FiniteGuard(nan_guard, strategy, model, variables)
+    functions = functions_of(strategy, model, variables, guard.stands_still)
+    data.pad_where(functions.row_wise)
+    training = _Training(model, variables, functions, callbacks, saver, guard)
+    if shows_bar:
+        training.progress = Progress(epochs, data.num_batches, training.flops)
     model.stop_training = False
     callbacks.on_train_begin()
+    saver.begin(callbacks)
     epoch_logs: Logs = {}
+    first = saver.first_epoch(getattr(model, "_initial_epoch", None) or initial_epoch)
     try:
-        for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
-            model.reset_metrics()
-            callbacks.on_epoch_begin(epoch)
-            epoch_logs = training.epoch(data)
-            if validation.is_due(epoch):
-                epoch_logs |= validation.run(strategy, model, callbacks)
-            callbacks.on_epoch_end(epoch, epoch_logs)
-            if model.stop_training:
-                break
+        with saver.running():
+            for epoch in range(first, first if saver.was_stopped else epochs):
+                model.reset_metrics()
+                callbacks.on_epoch_begin(epoch)
+                epoch_logs = training.epoch(data, epoch)
+                if validation.is_due(epoch):
+                    with saver.validating(epoch_logs):
+                        epoch_logs |= validation.run(strategy, model, callbacks)
+                if training.progress:
+                    training.progress.end_epoch(epoch_logs)
+                callbacks.on_epoch_end(epoch, epoch_logs)
+                saver.after_epoch(epoch, last=model.stop_training or epoch + 1 == epochs)
+                if model.stop_training:
+                    break
         if epochs > initial_epoch:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=epoch_logs)
@@ -119,21 +144,23 @@ def evaluate(
 ) -> Any:
     """See :meth:`Sharded.evaluate`."""
     check_compiled(model)
-    data = Epochs(strategy.placement, model, x, y, sample_weight, batch_size, steps)
-    data.check_batch_size(batch_size)
+    data = Epochs(strategy.placement, model, x, y, sample_weight, batch_size, steps, kind="test")
     variables = strategy.prepare(model, data.first_batch)
-    step = functions_of(strategy, model, variables).test
+    functions = functions_of(strategy, model, variables)
+    data.pad_where(functions.row_wise)
+    step = functions.test
     callbacks = _callback_list(model, callbacks, _shown(verbose), steps=data.num_batches)
     model.stop_evaluating = False
     model.reset_metrics()
     callbacks.on_test_begin()
-    state, logs = read_state(variables), None
+    state, logs, backlog = read_state(variables), None, Backlog()
     begins = _listen(callbacks, "on_test_batch_begin")
     ends = _listen(callbacks, "on_test_batch_end")
     for number, batch in data.batches():
         if begins:
             callbacks.on_test_batch_begin(number)
         new, metrics, logs = step(state, batch)
+        backlog.add(logs)
         state = state._replace(state=new, metrics=metrics)
         if ends:
             callbacks.on_test_batch_end(number, logs)
@@ -158,10 +185,11 @@ def predict(
     callbacks: Any = None,
 ) -> Any:
     """See :meth:`Sharded.predict`."""
-    data = Epochs(strategy.placement, model, x, None, None, batch_size, steps)
-    data.check_batch_size(batch_size)
+    data = Epochs(strategy.placement, model, x, None, None, batch_size, steps, kind="predict")
     variables = strategy.prepare(model, data.first_batch, forward_only=True)
-    step = functions_of(strategy, model, variables).predict
+    functions = functions_of(strategy, model, variables)
+    data.pad_where(functions.row_wise)
+    step = functions.predict
     callbacks = _callback_list(model, callbacks, _shown(verbose), steps=data.num_batches)
     model.stop_predicting = False
     callbacks.on_predict_begin()
@@ -170,7 +198,7 @@ def predict(
     outputs: list[Any] = []
     for number, batch in data.batches():
         callbacks.on_predict_batch_begin(number)
-        under_way.append(step(state.params, state.state, batch))
+        under_way.append(_predicted(step, state, batch))
         callbacks.on_predict_batch_end(number, {"outputs": under_way[-1]})
         if len(under_way) > _AHEAD:  # the devices hold few outputs, the host all
             outputs.append(jax.tree.map(np.asarray, under_way.popleft()))
@@ -183,6 +211,14 @@ def predict(
     return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
 
+def _predicted(step: Any, state: TrainState, batch: Any) -> Any:
+    """Outputs for the rows that count."""
+    if not isinstance(batch, Padded):
+        return step(state.params, state.state, batch)
+    outputs = step(state.params, state.state, batch.arrays)
+    return jax.tree.map(lambda array: np.asarray(array)[: batch.rows], outputs)
+
+
 class _Training:
     """The state between steps, and what callbacks see of it."""
 
@@ -192,22 +228,40 @@ class _Training:
         variables: KerasVariables,
         functions: Functions,
         callbacks: Any,
+        saver: Saver,
+        guard: FiniteGuard,
     ) -> None:
         self._model = model
         self._variables = variables
         self._functions = functions
         self._at_once: int | None = None
+        self._backlog = Backlog()
         self._callbacks = callbacks
         self._begins = _listen(callbacks, "on_train_batch_begin", "on_batch_begin")
         self._ends = _listen(callbacks, "on_train_batch_end", "on_batch_end")
+        self._saver = saver
+        self._guard = guard
         self._state: TrainState | None = None
+        self.progress: Progress | None = None
+        self._last_step: Any = None
 
-    def epoch(self, data: Epochs) -> Logs:
+    def flops(self) -> float | None:
+        """Operations of one batch on all devices, as the step is traced; where that is known."""
+        train = self._functions.train
+        if self._state is None or not hasattr(train, "trace"):
+            return None
+        flops = model_flops(train.trace(self._state, self._last_step).jaxpr)
+        return flops and flops / self._functions.how.accumulate
+
+    def epoch(self, data: Epochs, epoch: int) -> Logs:
         """Train on every batch once; the logs of the last step."""
         model, callbacks = self._model, self._callbacks
-        logs = None
+        skip, logs = self._saver.begin_epoch(epoch, data)
+        self._guard.begin(epoch)
+        if self.progress:
+            self.progress.begin_epoch(epoch)
         _compat.attach_state(model, None)
-        for number, chunk in self._chunks(data):
+        for number, chunk in self._chunks(data.batches(skip)):
             if self._begins:
                 callbacks.on_train_batch_begin(number)
             if self._state is None or _compat.state_was_synced(model):
@@ -217,16 +271,30 @@ class _Training:
                 _compat.attach_state(model, self._in_keras_order())
             if self._ends:
                 callbacks.on_train_batch_end(number + len(chunk) - 1, logs)
+            self._saver.after_steps(len(chunk), number + len(chunk), self._newest(), logs)
+            self._guard.check(self._newest)
+            if self.progress:
+                self.progress.after(number + len(chunk), logs)
             if model.stop_training:
                 break
+        self._guard.wait(self._newest)
         self.settle()
         if logs is None:
             raise BatchError("there is nothing to train on: the data holds no batch.")
-        return _as_floats(logs)
+        floats = _as_floats(logs)
+        self._guard.end(floats)
+        if self.progress:
+            self.progress.trained()
+        return floats
 
-    def _chunks(self, data: Epochs) -> Iterator[tuple[int, list[Any]]]:
+    def _newest(self) -> TrainState:
+        """The state after the last step, or as a callback has changed it."""
+        if self._state is None or _compat.state_was_synced(self._model):
+            return read_state(self._variables)
+        return self._state
+
+    def _chunks(self, batches: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, list[Any]]]:
         """``(number of the first, batches)``: those that are trained on in one call."""
-        batches = data.batches()
         for number, batch in batches:
             chunk, failure = [batch], None
             try:
@@ -239,22 +307,27 @@ class _Training:
                 raise failure
 
     def _steps_at_once(self, batch: Any) -> int:
-        asked = self._model.steps_per_execution
+        accumulate, asked = self._functions.how.accumulate, self._model.steps_per_execution
         if asked > 1:
-            return asked
+            return asked * accumulate
         if self._begins or self._ends:
-            return 1
+            return accumulate
         if self._at_once is None:
             self._at_once = self._functions.steps_at_once(read_state(self._variables), batch)
-        return self._at_once
+        return self._at_once * accumulate
 
     def _take(self, state: TrainState, chunk: list[Any]) -> tuple[TrainState, Logs]:
         functions = self._functions
-        if len(chunk) > 1 and functions.train_several is not None and _alike(chunk):
-            return functions.train_several(state, tuple(chunk))
-        logs: Logs = {}
-        for batch in chunk:
-            state, logs = functions.train(state, batch)
+        steps = list(functions.how.for_steps(chunk))
+        if len(steps) > 1 and functions.train_several is not None and _alike(steps):
+            state, logs = functions.train_several(state, tuple(steps))
+        else:
+            logs: Logs = {}
+            for step in steps:
+                state, logs = functions.train(state, step)
+        self._backlog.add(logs)
+        self._guard.took(steps, logs)
+        self._last_step = steps[-1]
         return state, logs
 
     def settle(self) -> None:
@@ -305,18 +378,26 @@ class _Validation:
         return {f"val_{name}": value for name, value in logs.items()}
 
 
-def _callback_list(model: Any, callbacks: Any, verbose: Any, epochs: int = 1, **params: Any) -> Any:
+def _callback_list(
+    model: Any, callbacks: Any, verbose: Any, bar: bool = True, epochs: int = 1, **params: Any
+) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     return keras.callbacks.CallbackList(
         callbacks,
         add_history=True,
-        add_progbar=verbose != 0,
+        add_progbar=bar and verbose != 0,
         verbose=verbose,
         epochs=epochs,
         model=model,
         **params,
     )
+
+
+def _shows_bar(verbose: str | int, callbacks: Any) -> bool:
+    """Whether our own line stands in for Keras' bar."""
+    ready = isinstance(callbacks, keras.callbacks.CallbackList)
+    return _shown(verbose) in (1, "auto") and not ready
 
 
 def _listen(callbacks: Any, *hooks: str) -> bool:
@@ -329,10 +410,10 @@ def _listen(callbacks: Any, *hooks: str) -> bool:
     )
 
 
-def _alike(chunk: list[Any]) -> bool:
+def _alike(steps: list[Any]) -> bool:
     """Whether all batches have the same shapes; a smaller last one would compile them all anew."""
-    shapes = [[leaf.shape for leaf in jax.tree.leaves(batch)] for batch in chunk]
-    return all(each == shapes[0] for each in shapes)
+    trees = [jax.tree.map(lambda leaf: leaf.shape, batch) for batch in steps]
+    return all(each == trees[0] for each in trees)
 
 
 def _shown(verbose: str | int) -> str | int:

@@ -13,6 +13,7 @@ from ...layout import Layout
 from ...placement import Placement
 from ...step.spatial import guard
 from .batches import putter
+from .paths import model_infos
 
 
 def stateless_call(
@@ -28,7 +29,7 @@ def stateless_call(
     """
     trained, others, *inputs = args
     layouts = (
-        _variable_layouts(model.trainable_variables),
+        _parameter_layouts(placement, model),
         _variable_layouts(model.non_trainable_variables),
         _input_layouts(placement, model, tuple(inputs)),
     )
@@ -42,6 +43,15 @@ def stateless_call(
     results, masks = guard(forward, layouts)(trained, others, tuple(inputs))
     _compat.set_masks(results, masks)
     return results
+
+
+def _parameter_layouts(placement: Placement, model: keras.Model) -> list[Layout | None]:
+    """How parameters lie while they are used, which at level 3 of ZeRO is not how they are kept."""
+    if placement.zero < 3:
+        return _variable_layouts(model.trainable_variables)
+    infos = model_infos(model)
+    used = [infos[id(variable)] for variable in model.trainable_variables]
+    return [each.layout for each in placement.with_zero(0).place(used)]
 
 
 def _variable_layouts(variables: list[Any]) -> list[Layout | None]:

@@ -13,20 +13,26 @@ from jax.core import Tracer
 from ... import _compat
 from ...arrays import relayout
 from ...layout import UNSHARDED, Layout
+from ...step.recompute import block_output
 from .guarded import stateless_call
 from .pending import waiting_room
 
 
-class ActivationLayout:
-    """The layout of one layer's output, which Keras hands back to us together with the output."""
+class OutputOf:
+    """What to do with one layer's output; Keras hands it back to us together with the output."""
 
-    def __init__(self, path: str, layout: Layout) -> None:
+    def __init__(self, path: str, layout: Layout | None, is_block: bool = False) -> None:
         self.path = path
         self.layout = layout
+        self.is_block = is_block
 
-    def lay_out(self, tensor: Any) -> Any:
+    def take(self, tensor: Any) -> Any:
         """The output in its layout. Raises :class:`LayoutError` if it cannot lie so."""
-        layout = self.layout
+        if self.layout is not None:
+            tensor = self._lay_out(tensor, self.layout)
+        return block_output(tensor) if self.is_block else tensor
+
+    def _lay_out(self, tensor: Any, layout: Layout) -> Any:
         if tensor.ndim == layout.rank and layout.rank and tensor.shape[0] % layout.num_shards(0):
             # A smaller last batch is computed by every device in full.
             layout = Layout([UNSHARDED, *layout.specs[1:]], layout.mesh)
@@ -58,7 +64,7 @@ class Hooks:
         return distribution.put_native_batches(batches)
 
     def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
-        return layout.lay_out(tensor) if isinstance(layout, ActivationLayout) else NotImplemented
+        return layout.take(tensor) if isinstance(layout, OutputOf) else NotImplemented
 
     def stateless_call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         distribution: Any = keras.distribution.distribution()

@@ -8,6 +8,8 @@ path, all relative to the model.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -49,7 +51,7 @@ def model_infos(model: keras.Model) -> dict[int, ParamInfo]:
         spellings = found.get(id(variable), {})
         keras_path = _relative(variable.path, model.name)
         spellings = {**spellings, keras_path: None}
-        path = _unique(next(iter(spellings)), taken)
+        path = unique(next(iter(spellings)), taken)
         taken.add(path)
         infos[id(variable)] = _info(variable, path, tuple(spellings), _role(variable))
     return infos
@@ -79,7 +81,7 @@ def distinct(info: ParamInfo, taken: set[str]) -> ParamInfo:
 
     Keras calls every factored slot of Adafactor after its weight alone: ``adafactor/kernel``.
     """
-    info = replace(info, path=_unique(info.path, taken))
+    info = replace(info, path=unique(info.path, taken))
     taken.add(info.path)
     return info
 
@@ -115,7 +117,7 @@ def _relative(path: str, model_name: str) -> str:
     return path.removeprefix(f"{model_name}/")
 
 
-def _unique(path: str, taken: set[str]) -> str:
+def unique(path: str, taken: set[str]) -> str:
     """The path itself, or with a number where Keras gave two variables the same."""
     if path not in taken:
         return path
@@ -123,6 +125,46 @@ def _unique(path: str, taken: set[str]) -> str:
     while f"{path}#{number}" in taken:
         number += 1
     return f"{path}#{number}"
+
+
+def lasting_paths(model: keras.Model) -> dict[int, str]:
+    """``id(variable)`` -> a path that is the same whenever and wherever the model is built.
+
+    Keras counts the layers that it names itself through the whole process: a second model has a
+    ``dense_2`` where the first had ``dense``. Here they count within what holds them.
+    """
+    found: dict[int, str] = {}
+    waiting: list[tuple[Any, str, frozenset[int]]] = [(model, "", frozenset())]
+    while waiting:
+        layer, path, above = waiting.pop(0)
+        for name, child in (*_lasting_children(layer), *_attributes(layer)):
+            if isinstance(child, keras.Variable):
+                found.setdefault(id(child), _join(path, name))
+            elif id(child) not in above:
+                waiting.append((child, _join(path, name), above | {id(layer)}))
+    return found
+
+
+def lasting_name(thing: Any) -> str:
+    """The name of a layer, an optimizer or a metric, without the number that Keras put behind it.
+
+    >>> import keras
+    >>> [lasting_name(keras.layers.LayerNormalization(name=n)) for n in ("first_1", None)]
+    ['first_1', 'layer_normalization']
+    """
+    begin = re.sub(r"_\d+$", "", thing.name)
+    made_up = begin.replace("_", "") == type(thing).__name__.lower().lstrip("_")
+    return begin if made_up else thing.name
+
+
+def _lasting_children(layer: Any) -> Iterator[tuple[str, Any]]:
+    taken: set[str] = set()
+    for _, child in _named_children(layer):
+        base = lasting_name(child)
+        names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(1)))
+        name = next(name for name in names if name not in taken)
+        taken.add(name)
+        yield name, child
 
 
 def layer_spellings(model: keras.Model) -> dict[str, tuple[str, ...]]:
@@ -135,6 +177,19 @@ def layer_spellings(model: keras.Model) -> dict[str, tuple[str, ...]]:
                 {by_attribute: None, by_name: None, relative: None}
             )
     return {path: tuple(spellings) for path, spellings in found.items()}
+
+
+def block_paths(model: keras.Model) -> frozenset[str]:
+    """Keras' paths of the outermost layers that are no models: what users call blocks."""
+    found: set[str] = set()
+    waiting = list(model.layers)
+    while waiting:
+        layer = waiting.pop()
+        if isinstance(layer, keras.Model):
+            waiting += layer.layers
+        elif layer.path is not None:
+            found.add(layer.path)
+    return frozenset(found)
 
 
 def _spellings(model: keras.Model) -> dict[int, dict[str, None]]:
@@ -168,10 +223,15 @@ def _join(path: str, name: str) -> str:
 def _children(layer: Any) -> Iterator[tuple[str, Any]]:
     """The layers, seed generators and variables right inside a layer, with their names there."""
     own_attributes = _attributes(layer)
+    yield from _named_children(layer)
+    yield from own_attributes
+
+
+def _named_children(layer: Any) -> Iterator[tuple[str, Any]]:
+    """The layers that a Sequential or Functional model knows by their own names."""
     if isinstance(layer, keras.Sequential) or _is_functional(layer):
         for child in layer.layers:
             yield child.name, child
-    yield from own_attributes
 
 
 def _attributes(layer: Any) -> Iterator[tuple[str, Any]]:

@@ -46,6 +46,11 @@ class WaitingRoom:
         variable.__class__ = _pending_class(type(variable))
         self._variables.append(variable)
 
+    @property
+    def models(self) -> list[keras.Model]:
+        """The models that are known here."""
+        return list(self._models)
+
     def note_model(self, model: keras.Model) -> None:
         """Note a model, from which the paths of its variables will be read."""
         self._models.add(model)

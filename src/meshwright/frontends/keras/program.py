@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import keras
 
@@ -12,8 +13,10 @@ from ... import _compat
 from ...errors import ModelError
 from ...placement import ParamInfo
 from ...program import Arrays, Aux, Batch, Logs, Program, TrainState
+from ...step.padding import Padded
 from .hooks import parameter_of
 from .paths import distinct, model_infos, other_info, slot_info
+from .rowwise import loss_on_true_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +106,10 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
         return outputs, _named(v.state, new)
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        x, y, weights = _unpack(batch)
-        value, aux = model.compute_loss_and_updates(
+        x, y, weights = _unpack(batch.arrays if isinstance(batch, Padded) else batch)
+        whole_batch = model.compute_loss_and_updates
+        compute = loss_on_true_rows(model, batch) if isinstance(batch, Padded) else whole_batch
+        value, aux = compute(
             _ordered(v.params, params),
             _ordered(v.state, whole.state),
             _ordered(v.metrics, whole.metrics),
@@ -115,11 +120,16 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
             optimizer_variables=_ordered(v.slots, whole.slots),
         )
         unscaled, outputs, state, metrics = aux
-        return value, Aux(unscaled, outputs, _named(v.state, state), _named(v.metrics, metrics))
+        # Transformations drop notes on arrays: Keras' own metrics see no mask while training.
+        masks = [] if training else _compat.masks_of(outputs)
+        masked = outputs, masks or [None] * len(jax.tree.leaves(outputs))
+        return value, Aux(unscaled, masked, _named(v.state, state), _named(v.metrics, metrics))
 
     def measure(metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
+        outputs, masks = aux.outputs
+        _compat.set_masks(outputs, masks)
         logs, new = _compat.update_metrics(
-            model, _ordered(v.metrics, metrics), aux.loss, _unpack(batch), aux.outputs
+            model, _ordered(v.metrics, metrics), aux.loss, _unpack(batch), outputs
         )
         return _named(v.metrics, new), logs
 
@@ -145,7 +155,13 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
         measure=measure,
         update=update,
         own_step=own_step if own else None,
+        reduction=_reduction(model),
     )
+
+
+def _reduction(model: keras.Model) -> Literal["mean", "sum"]:
+    """Whether the model's losses are sums; a mixture is taken for a mean."""
+    return "sum" if set(_compat.loss_reductions(model)) == {"sum"} else "mean"
 
 
 def own_test_step(model: keras.Model, v: KerasVariables) -> Any:
@@ -201,6 +217,9 @@ def _state(v: KerasVariables, lists: Any) -> TrainState:
 
 
 def _unpack(batch: Batch) -> tuple[Any, Any, Any]:
+    if isinstance(batch, Padded):
+        x, y, weights = _unpack(batch.arrays)
+        return batch.true(x), y, weights
     return keras.utils.unpack_x_y_sample_weight(batch)
 
 

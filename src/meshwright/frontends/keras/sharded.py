@@ -5,22 +5,28 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 
 from ... import _compat
+from ...checkpoint import CheckpointInfo
 from ...data import put
 from ...errors import ModelError, TopologyError
 from ...explain import Explanation
 from ...layout_map import LayoutMap
 from ...mesh import Mesh
-from ...placement import BatchLike, ParamInfo, Placed, Placement
+from ...placement import BatchLike, ParamInfo, Placed, Placement, Unmatched
 from ...program import Batch, Program, TrainState
+from ...step.options import PLAIN, StepOptions, Sums
+from ...step.sharing import Sharing
 from ...step.train import Step, make_train_step
-from . import batches, fitting
-from .hooks import ActivationLayout, Hooks, layout_of, parameter_of
-from .paths import layer_spellings, model_infos, other_info, slot_info
+from ...strict import inspect, unnamed
+from . import batches, fitting, saving
+from .hooks import Hooks, OutputOf, layout_of, parameter_of
+from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
 from .pending import WaitingRoom, is_pending, settle
 from .program import KerasVariables, keras_program, read_state, write_state
 
@@ -43,8 +49,14 @@ class Sharded(_Distribution):
     and target lies on, or ``None``. ``inputs`` and ``targets`` give one layout for the only input
     or target, or a mapping by name or position, and may split any dim, such as the height and
     width of images. ``activations`` maps layer paths to layouts of their outputs. A bare sequence
-    of axes is an unbound layout. Raises :class:`~meshwright.LayoutError` for axes that the mesh
-    does not have.
+    of axes is an unbound layout. ``zero`` shares state out over the batch axes: 1 the optimizer's
+    slots, 2 gradients too, 3 the parameters as well. ``unmatched`` says whether large parameters
+    that no rule names are replicated with a warning (``"warn"``), silently (``"replicate"``) or not
+    at all (``"error"``); a rule that places nothing is an error, with ``strict=False`` a warning.
+    ``accumulate`` batches make one step of the optimizer; ``remat`` (``"none"``, ``"block"`` or the
+    name of a policy) says what is computed again rather than kept; ``sums="float32"`` sums
+    gradients over devices in that type. Raises :class:`~meshwright.LayoutError` for axes that the
+    mesh does not have.
 
     >>> import keras, meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
@@ -64,20 +76,32 @@ class Sharded(_Distribution):
         inputs: Any = None,
         targets: Any = None,
         activations: Mapping[str, Any] | None = None,
+        zero: int = 0,
+        unmatched: Unmatched = "warn",
+        strict: bool = True,
+        accumulate: int = 1,
+        remat: str = "none",
+        sums: Sums = None,
     ) -> None:
-        self._take(Placement.of(mesh, layouts, batch, inputs, targets, activations))
+        placement = Placement.of(
+            mesh, layouts, batch, inputs, targets, activations, zero, unmatched, strict
+        )
+        self._take(placement, StepOptions(accumulate, remat, sums))
 
     @classmethod
-    def from_placement(cls, placement: Placement) -> Sharded:
-        """The strategy that acts by this placement."""
+    def from_placement(cls, placement: Placement, how: StepOptions | None = None) -> Sharded:
+        """The strategy that acts by this placement and computes its steps so."""
         strategy = cls.__new__(cls)
-        strategy._take(placement)
+        strategy._take(placement, how or PLAIN)
         return strategy
 
-    def _take(self, placement: Placement) -> None:
+    def _take(self, placement: Placement, how: StepOptions) -> None:
         self.placement = placement
+        self.how = how
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self._inspected: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._layer_spellings: dict[str, tuple[str, ...]] = {}  # of the model now being traced
+        self._blocks: frozenset[str] = frozenset()  # of the same, Keras' paths
         if not placement.mesh.is_abstract:  # Keras' constructor asks JAX for its processes
             batch = placement.batch
             super().__init__(
@@ -93,13 +117,14 @@ class Sharded(_Distribution):
 
     def on(self, mesh: Mesh) -> Sharded:
         """The same rules on another mesh."""
-        return Sharded.from_placement(self.placement.on(mesh))
+        return Sharded.from_placement(self.placement.on(mesh), self.how)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sharded) and self.placement == other.placement
+        mine = self.placement, self.how
+        return isinstance(other, Sharded) and mine == (other.placement, other.how)
 
     def __hash__(self) -> int:
-        return hash(self.placement)
+        return hash((self.placement, self.how))
 
     def __repr__(self) -> str:
         return f"Sharded({self.mesh}, {len(self.placement.rules)} rules)"
@@ -116,8 +141,10 @@ class Sharded(_Distribution):
         """
         self._need_devices("scope()")
         _compat.install_keras_hooks(Hooks())
-        with super().scope(), WaitingRoom(self._place_new, self._models).open():
+        room = WaitingRoom(self._place_new, self._models)
+        with super().scope(), room.open():
             yield self
+            self._refuse_mistyped(room.models)
 
     def place(self, model: keras.Model) -> None:
         """Lay out a model that was built or loaded before, with its optimizer and metrics.
@@ -149,8 +176,9 @@ class Sharded(_Distribution):
     def fit(self, model: keras.Model, x: Any = None, y: Any = None, **options: Any) -> Any:
         """Train a compiled model; takes what ``keras.Model.fit`` takes and returns its History.
 
-        ``batch_size`` is that of the whole mesh. Raises :class:`~meshwright.BatchError` if it does
-        not divide over the batch axes; a smaller last batch is computed by every device in full.
+        ``batch_size`` is that of the whole mesh. A batch that does not divide over the batch axes
+        is padded where its rows leave each other alone, and else computed by every device in full:
+        the numbers are those of the true rows either way. Warns once if it is not the last one.
         """
         return fitting.fit(self, model, x, y, **options)
 
@@ -186,8 +214,9 @@ class Sharded(_Distribution):
         ...     state, logs = step(state, strategy.put(batch))
         >>> strategy.load_state(model, state)
         """
-        step = make_train_step(self.program(model, batch))
-        return self.traced_here(model, step)
+        program = self.program(model, batch)
+        sharing = Sharing.of(self.placement, program.params)
+        return self.traced_here(model, make_train_step(program, sharing, self.how))
 
     def state(self, model: keras.Model, batch: Batch | None = None) -> TrainState:
         """The values of a compiled model as a pytree by path.
@@ -200,6 +229,27 @@ class Sharded(_Distribution):
     def load_state(self, model: keras.Model, state: TrainState) -> None:
         """Write a state back into the model, its optimizer and its metrics."""
         write_state(self.prepare(model), state)
+
+    def save(self, model: keras.Model, directory: str | Path, step: int = 0) -> None:
+        """Write a model and its optimizer, if it has one, as one more checkpoint."""
+        saving.save_model(self, model, directory, step)
+
+    def restore(
+        self,
+        model: keras.Model,
+        directory: str | Path,
+        *,
+        step: int | None = None,
+        parts: Sequence[str] = ("params", "state", "slots"),
+    ) -> CheckpointInfo:
+        """Put a checkpoint into a model, laid out by this strategy, and say what it was.
+
+        The newest of ``directory``, or that of ``step``; ``directory`` may also be one checkpoint.
+        Whatever mesh it was written on, every process reads the pieces that its devices hold.
+        ``parts=("params", "state")`` takes the weights alone and leaves the optimizer's slots.
+        Raises :class:`~meshwright.CheckpointError` that lists every array which differs.
+        """
+        return saving.restore_model(self, model, directory, step, parts)
 
     def put(self, batch: Batch, model: keras.Model | None = None) -> Batch:
         """A batch ``(x, y, sample_weight)`` of host arrays, laid out on the mesh.
@@ -230,6 +280,7 @@ class Sharded(_Distribution):
                     "(x, y) of arrays, or build it first."
                 )
             self._build(model, first_batch() if lacks_batch and first_batch else None, training)
+        self._inspect(model)
         variables = KerasVariables.of(model)
         if any(is_pending(v) or not self._is_here(v) for v in variables.all):
             self.place(model)
@@ -258,12 +309,11 @@ class Sharded(_Distribution):
 
     def get_tensor_layout(self, path: str) -> Any:
         """Keras' question: the layout of the output of a layer, or ``None`` to leave it."""
-        if not self.placement.activations:
-            return None
         layer = path.removesuffix("/output")
         spellings = self._layer_spellings.get(layer, (layer,))
         layout = self.placement.activation_layout(spellings)
-        return None if layout is None else ActivationLayout(layer, layout)
+        is_block = self.how.remat == "block" and layer in self._blocks
+        return OutputOf(layer, layout, is_block) if layout or is_block else None
 
     def distribute_dataset(self, dataset: Any) -> Any:
         """Keras' question: every process reads the same whole batches, so nothing changes."""
@@ -295,6 +345,8 @@ class Sharded(_Distribution):
         _compat.install_keras_hooks(Hooks())
         if self.placement.activations:
             self._layer_spellings = layer_spellings(model)
+        if self.how.remat == "block":
+            self._blocks = block_paths(model)
         with super().scope():
             yield
 
@@ -312,6 +364,27 @@ class Sharded(_Distribution):
         owners = [owner for v in variables if (owner := parameter_of(v)) is not None]
         asked = [*variables, *owners]
         return self.placement.place([infos[id(v)] for v in asked])[: len(variables)]
+
+    def _inspect(self, model: keras.Model) -> None:
+        """Check once that every rule places a variable of this model, or of another one here."""
+        if model in self._inspected:
+            return
+        inspect(self.placement, self._all_infos([*self._models, model]), f"model {model.name!r}")
+        self._inspected.add(model)
+
+    def _refuse_mistyped(self, models: list[keras.Model]) -> None:
+        """Where a rule places nothing and a large parameter has no rule, better not to begin."""
+        infos = self._all_infos(models)
+        if infos and self.placement.strict and unnamed(self.placement, infos):
+            silent = replace(self.placement, unmatched="replicate")
+            inspect(silent, infos, "what was built in this scope")
+
+    def _all_infos(self, models: Iterable[keras.Model]) -> list[ParamInfo]:
+        built = list(dict.fromkeys(model for model in models if model.built))
+        infos: dict[int, ParamInfo] = {}
+        for model in _outermost(built):
+            infos = {**model_infos(model), **infos}
+        return list(infos.values())
 
     def _placed(self, model: keras.Model) -> list[tuple[Any, Placed]]:
         """Every variable of a model, its optimizer and its metrics, with where it lies."""
@@ -333,10 +406,21 @@ class Sharded(_Distribution):
 
 
 class DataParallel(Sharded):
-    """Every variable replicated, every batch shared out: :class:`Sharded` with an empty map."""
+    """Every batch shared out, and with ``zero`` state too: :class:`Sharded` with an empty map."""
 
-    def __init__(self, mesh: Mesh, *, batch: BatchLike = "batch") -> None:
-        super().__init__(mesh, batch=batch)
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        batch: BatchLike = "batch",
+        zero: int = 0,
+        accumulate: int = 1,
+        remat: str = "none",
+        sums: Sums = None,
+    ) -> None:
+        super().__init__(
+            mesh, batch=batch, zero=zero, accumulate=accumulate, remat=remat, sums=sums
+        )
 
 
 def _given(batch: Batch | None) -> Callable[[], Batch] | None:

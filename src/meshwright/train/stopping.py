@@ -1,0 +1,99 @@
+"""Ctrl-C and SIGTERM while training: the step under way is finished, saved, and then it stops."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import Preempted
+
+PREEMPTED_CODE = 75  # EX_TEMPFAIL of sysexits.h: try the same again
+
+
+class Stopping(contextlib.AbstractContextManager["Stopping"]):
+    """Notes SIGINT, and SIGTERM where ``saves``, instead of stopping in the middle of a step.
+
+    A second signal stops at once. Signals are only heard in the main thread; elsewhere, and where
+    somebody ignores them, nothing changes. Whoever handled them before does so again afterwards.
+    """
+
+    def __init__(self, saves: bool) -> None:
+        self._saves = saves
+        self._signal: int | None = None
+        self._at_once = False
+        self._questions = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.getsignal(number)
+            heard = number == signal.SIGINT or (self._saves and not _several_processes())
+            if heard and before not in (signal.SIG_IGN, None):
+                self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before = {}
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process has heard a signal."""
+        return self._signal is not None
+
+    def asked(self) -> bool:
+        """Whether to save and stop now, between two steps; all processes get the same answer."""
+        self._questions += 1
+        if self._saves and _several_processes() and _all_reached(self._questions):
+            self._signal = signal.SIGTERM
+        return self.is_asked
+
+    @property
+    def saves(self) -> bool:
+        """Whether the state is to be saved before stopping.
+
+        After Ctrl-C each of several processes may be at another step, which makes no checkpoint.
+        """
+        return self._saves and not (self._signal == signal.SIGINT and _several_processes())
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a signal stops without waiting: nothing is changed that has to be finished."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def error(self) -> BaseException:
+        """What to raise after saving: KeyboardInterrupt, or :class:`Preempted`."""
+        if self._signal == signal.SIGTERM:
+            return Preempted(PREEMPTED_CODE)
+        return KeyboardInterrupt()
+
+    def _hear(self, number: int, _: Any) -> None:
+        again, self._signal = self._signal is not None, number
+        if again or self._at_once:
+            raise self.error()
+
+
+def _several_processes() -> bool:
+    import jax
+
+    return jax.process_count() > 1
+
+
+def _all_reached(step: int) -> bool:
+    """Whether a process was told to stop, and this is the step at which all of them do."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    if not jax.config.jax_enable_preemption_service:  # pyright: ignore[reportAttributeAccessIssue]
+        return False
+    return multihost_utils.reached_preemption_sync_point(step)

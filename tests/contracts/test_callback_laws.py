@@ -1,0 +1,245 @@
+"""Keras' callbacks under a strategy decide what they decide on one device.
+
+The table: callback × strategy. Each row trains the same model by plain Keras; curves, decisions
+(learning rates, epochs that ran, files that were written) and weights agree.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import callbacks
+from oracle import OneDevice, largest_gap, made, weights
+
+import meshwright as mw
+
+draw = np.random.default_rng(9)
+X = draw.normal(size=[96, 12]).astype("float32")
+Y = draw.integers(0, 4, 96)
+EPOCHS = 6
+
+
+def build() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input([12]),
+            keras.layers.Dense(16, activation="relu", name="hidden"),
+            keras.layers.Dense(4, name="output"),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+STRATEGIES: dict[str, Callable[[], mw.Sharded]] = {
+    "batch=4, model=2": lambda: mw.Sharded(
+        mw.create_mesh({"batch": 4, "model": 2}), {"hidden.*kernel": [None, "model"]}
+    ),
+    "batch=8, zero=3": lambda: mw.DataParallel(mw.create_mesh({"batch": 8}), zero=3),
+}
+
+
+class Rates(callbacks.Callback):
+    """Notes the learning rate of every epoch: a decision of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.found.append(float(self.model.optimizer.learning_rate))
+
+
+class StopInTheMiddle(callbacks.Callback):
+    """Fails in the third epoch, once."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 2:
+            raise InterruptedError
+
+
+CALLBACKS: dict[str, Callable[[Path], Any]] = {
+    "EarlyStopping": lambda at: callbacks.EarlyStopping(
+        "loss", mode="max", patience=2, restore_best_weights=True
+    ),
+    "EarlyStopping, start_from_epoch": lambda at: callbacks.EarlyStopping(
+        "val_loss", min_delta=10.0, patience=1, start_from_epoch=2
+    ),
+    "ReduceLROnPlateau": lambda at: callbacks.ReduceLROnPlateau(
+        "val_loss", min_delta=0.05, patience=1, factor=0.3, cooldown=1
+    ),
+    "LearningRateScheduler": lambda at: callbacks.LearningRateScheduler(
+        lambda epoch, rate: rate * 0.7 if epoch else rate
+    ),
+    "ModelCheckpoint, best": lambda at: callbacks.ModelCheckpoint(
+        at / "best.keras", "val_loss", save_best_only=True
+    ),
+    "ModelCheckpoint, weights of every epoch": lambda at: callbacks.ModelCheckpoint(
+        at / "{epoch:02d}-{val_loss:.2f}.weights.h5", save_weights_only=True
+    ),
+    "ModelCheckpoint, every 4 batches": lambda at: callbacks.ModelCheckpoint(
+        at / "{epoch:02d}-{batch:02d}.weights.h5", save_weights_only=True, save_freq=4
+    ),
+    "CSVLogger": lambda at: callbacks.CSVLogger(at / "log.csv"),
+    "SwapEMAWeights": lambda at: callbacks.SwapEMAWeights(swap_on_epoch=True),
+    "TerminateOnNaN": lambda at: callbacks.TerminateOnNaN(),
+}
+
+
+@dataclass
+class Trained:
+    """What one training run did and left."""
+
+    model: keras.Model
+    history: dict[str, list[float]]
+    rates: list[float]
+    files: list[Path]
+
+
+def train(strategy: Any, callback: Any, make: Any = build, **options: Any) -> Trained:
+    model, rates = made(strategy, make), Rates()
+    options = {
+        "batch_size": 16,
+        "epochs": EPOCHS,
+        "validation_split": 1 / 3,
+        "shuffle": False,
+        "verbose": 0,
+    } | options
+    history = strategy.fit(model, X, Y, callbacks=[callback, rates], **options)
+    return Trained(model, history.history, rates.found, [])
+
+
+def agree(ours: Trained, theirs: Trained) -> None:
+    assert ours.history.keys() == theirs.history.keys()
+    for name, values in theirs.history.items():
+        np.testing.assert_allclose(ours.history[name], values, rtol=5e-6, err_msg=name)
+    np.testing.assert_allclose(ours.rates, theirs.rates, rtol=1e-6)
+    gap, path = largest_gap(weights(ours.model), weights(theirs.model))
+    assert gap <= 2e-6, path
+
+
+def with_average() -> keras.Model:
+    model = build()
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    return model
+
+
+BOTH = [
+    pytest.param(make, id=name, marks=pytest.mark.full if "zero" in name else ())
+    for name, make in STRATEGIES.items()
+]
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_it_decides_what_it_decides_on_one_device(
+    name: str, strategy: Callable[[], mw.Sharded], tmp_path: Path
+) -> None:
+    make, both = with_average if name.startswith("Swap") else build, []
+    for side, each in (("ours", strategy()), ("theirs", OneDevice())):
+        at = tmp_path / side
+        at.mkdir()
+        trained = train(each, CALLBACKS[name](at), make)
+        trained.files = sorted(path for path in at.rglob("*") if path.is_file())
+        both.append(trained)
+    ours, theirs = both
+    agree(ours, theirs)
+    assert [path.name for path in ours.files] == [path.name for path in theirs.files]
+    for mine, other in zip(ours.files, theirs.files, strict=True):
+        _files_agree(mine, other)
+    _has_acted(name, theirs)
+
+
+def _has_acted(name: str, theirs: Trained) -> None:
+    """The row is worth something: on one device, too, the callback did something."""
+    if name.startswith("EarlyStopping"):
+        assert len(theirs.rates) < EPOCHS
+    if name in ("ReduceLROnPlateau", "LearningRateScheduler"):
+        assert theirs.rates[-1] < theirs.rates[0]
+    if name.startswith(("ModelCheckpoint", "CSVLogger")):
+        assert theirs.files
+
+
+def _files_agree(mine: Path, other: Path) -> None:
+    if mine.suffix == ".csv":
+        tables = [list(csv.DictReader(path.read_text().splitlines())) for path in (mine, other)]
+        assert [row.keys() for row in tables[0]] == [row.keys() for row in tables[1]]
+        for a, b in zip(*tables, strict=True):
+            np.testing.assert_allclose(
+                [float(v) for v in a.values()], [float(v) for v in b.values()], rtol=5e-6
+            )
+        return
+    both = []
+    for path in (mine, other):
+        if path.suffix == ".keras":
+            model = keras.models.load_model(path)
+        else:
+            model = build()
+            model.optimizer.build(model.trainable_variables)
+            model.load_weights(path)
+        both.append([np.asarray(v) for v in (*model.weights, *model.optimizer.variables)])
+    for a, b in zip(*both, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize("save_freq", ["epoch", 3])
+def test_backup_and_restore_goes_on_where_training_was_cut_off(
+    strategy: Callable[[], mw.Sharded], save_freq: Any, tmp_path: Path
+) -> None:
+    """Both sides are cut off in the third epoch and begin again; one device is not cut off."""
+    resumed = []
+    for side, make in (("ours", strategy), ("theirs", OneDevice)):
+        backup = callbacks.BackupAndRestore(tmp_path / side, save_freq=save_freq)
+        each = make()
+        model = made(each, build)
+        options = {"batch_size": 16, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+        with pytest.raises(InterruptedError):
+            each.fit(model, X, Y, callbacks=[StopInTheMiddle(), backup], **options)
+        again, rates = made(each, build), Rates()
+        backup = callbacks.BackupAndRestore(tmp_path / side, save_freq=save_freq)
+        history = each.fit(again, X, Y, callbacks=[backup, rates], **options)
+        resumed.append(Trained(again, history.history, rates.found, []))
+        assert history.epoch[0] > 0
+    agree(*resumed)
+
+
+def test_an_own_callback_stops_in_the_middle_of_an_epoch_as_in_keras() -> None:
+    class After(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch == 2
+
+    both = [train(STRATEGIES["batch=4, model=2"](), After()), train(OneDevice(), After())]
+    agree(*both)
+    assert [int(each.model.optimizer.iterations) for each in both] == [3, 3]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow")
+def test_tensorboard_writes_the_same_curves(tmp_path: Path) -> None:
+    from tensorflow.python.summary.summary_iterator import summary_iterator
+
+    curves = []
+    for side, each in (("ours", STRATEGIES["batch=8, zero=3"]()), ("theirs", OneDevice())):
+        train(each, callbacks.TensorBoard(tmp_path / side))
+        found: dict[str, list[Any]] = {}
+        for path in sorted((tmp_path / side).rglob("events.*.v2")):
+            for event in summary_iterator(str(path)):
+                for value in event.summary.value:
+                    if value.tag.startswith("epoch"):
+                        number = np.frombuffer(value.tensor.tensor_content, "float32")
+                        found.setdefault(f"{path.parent.name}/{value.tag}", []).append(number)
+        curves.append(found)
+    assert curves[0].keys() == curves[1].keys()
+    for tag, values in curves[1].items():
+        np.testing.assert_allclose(curves[0][tag], values, rtol=5e-6, err_msg=tag)

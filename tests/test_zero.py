@@ -1,0 +1,94 @@
+"""ZeRO: which dim is shared out, how much every device then holds, and what is refused."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshwright as mw
+from meshwright.zero import SMALL_ELEMENTS, share_out
+
+MESH = mw.Mesh({"batch": 4, "model": 2})
+SPECS = st.lists(st.sampled_from([None, "model", "batch"]), min_size=1, max_size=3).filter(
+    lambda specs: len([s for s in specs if s]) == len({s for s in specs if s})
+)
+
+
+@given(specs=SPECS, data=st.data())
+def test_one_dim_more_is_split_over_the_batch_axis_or_nothing_is_changed(specs, data) -> None:
+    layout = mw.Layout(specs, MESH)
+    sizes = st.integers(1, 40)
+    dims = [data.draw(sizes) * layout.num_shards(dim) for dim in range(layout.rank)]
+    shared = share_out(layout, dims, ("batch",))
+    local = layout.local_dims(dims)
+    could = "batch" not in specs and any(size % 4 == 0 for size in local)
+    large = np.prod(local) > SMALL_ELEMENTS
+    assert (shared is not None) == (could and large)
+    if shared is not None:
+        smaller = shared.local_dims(dims)
+        changed = [dim for dim in range(layout.rank) if smaller[dim] != local[dim]]
+        assert len(changed) == 1
+        assert smaller[changed[0]] * 4 == local[changed[0]]
+        assert local[changed[0]] == max(size for size in local if size % 4 == 0)
+
+
+@pytest.mark.parametrize("zero", [True, 4, -1, "1", None])
+def test_other_levels_are_refused(zero: object) -> None:
+    with pytest.raises(mw.LayoutError, match=r"is no level of ZeRO\. Say 0"):
+        mw.Placement.of(MESH, zero=zero)  # type: ignore[arg-type]
+
+
+def test_zero_without_batch_axes_is_refused() -> None:
+    with pytest.raises(mw.LayoutError, match="zero=2 shares state out over the axes of the batch"):
+        mw.Placement.of(MESH, batch=None, zero=2)
+
+
+def model() -> keras.Model:
+    built = keras.Sequential(
+        [
+            keras.Input([256]),
+            keras.layers.Dense(512, name="hidden"),
+            keras.layers.Dense(64, name="middle"),
+            keras.layers.Dense(8, name="output", use_bias=False),
+        ]
+    )
+    built.compile(keras.optimizers.Adam(1e-3), "mse")
+    return built
+
+
+def held(part: dict[str, object]) -> int:
+    """Bytes on the first device, from the live arrays."""
+    return sum(array.addressable_data(0).nbytes for array in part.values())
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("axes", [{"batch": 8}, {"batch": 4, "model": 2}], ids=["8", "4x2"])
+def test_live_bytes_follow_the_theory(axes: dict[str, int], level: int) -> None:
+    rules = {"hidden/kernel": [None, "model"], "middle/kernel": ["model", None]}
+    rules = rules if "model" in axes else {}
+    batch = np.zeros([16, 256], "float32"), np.zeros([16, 8], "float32")
+    bytes_at: dict[int, mw.TrainState] = {}
+    for zero in (0, level):
+        strategy = mw.Sharded(mw.create_mesh(axes), rules, zero=zero)
+        with strategy.scope():
+            built = model()
+        strategy.fit(built, *batch, batch_size=16, verbose=0)
+        bytes_at[zero] = strategy.state(built)
+    limit = 1 / axes["batch"] + 0.02
+    assert held(bytes_at[level].slots) <= limit * held(bytes_at[0].slots)
+    of_parameters = held(bytes_at[level].params) / held(bytes_at[0].params)
+    assert of_parameters <= limit if level == 3 else of_parameters == 1
+
+
+def test_explain_lists_what_stays_replicated() -> None:
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}), zero=3)
+    with strategy.scope():
+        built = model()
+    explained = strategy.explain(built)
+    assert explained["hidden/kernel"].reason == "no rule: replicated, zero=3"
+    assert str(explained["hidden/kernel"].layout.unbound()) == "[unsharded, batch]"
+    assert explained["output/kernel"].layout.is_fully_replicated
+    assert explained["output/kernel"].reason.endswith("zero=3: small, or no dim divides")
