@@ -53,7 +53,7 @@ def test_help_and_version_load_nothing_heavy():
 def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in ("demo", "show", "doctor"))
+    assert all(name in result.output for name in ("demo", "show", "check", "doctor"))
 
 
 def test_version_is_that_of_the_package():
@@ -373,3 +373,118 @@ def test_demo_fails_cleanly(monkeypatch):
     result = run("demo")
     assert result.exit_code == 2
     assert result.stderr == "Error: there is no file m.npz\n"
+
+
+# check
+
+JOB = """
+import jax.numpy as jnp, numpy as np, optax
+import meshwright as mw
+
+
+def build(scale=1.0):
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2) * scale
+
+    program = mw.jax_program(loss, {"w": np.ones([8, 4])}, optax.sgd(0.1))
+    return program, {"x": np.eye(16, 8)}
+
+
+calls = []
+
+
+def drifts():
+    calls.append(1)
+    return build(1 + 1e-3 * len(calls))
+
+
+number = 3
+"""
+MESHES = ["--mesh", "batch=8", "--mesh", "batch=4,model=2"]
+RULE = ["--rule", "w:unsharded,model"]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A folder with a module of the user's; forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "checked_job.py").write_text(JOB)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("checked_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("place", ["checked_job:build", "checked_job.py:build"])
+def test_check_says_that_every_mesh_trains_as_one_device_does(job, place):
+    result = run("check", place, *MESHES, *RULE, "--steps", 2, "--option", "zero=1", "--all")
+    assert result.exit_code == 0, result.output
+    assert "program: 2 steps in float32 on one device" in result.stdout
+    assert "batch=4, model=2: equal to one device" in result.stdout
+    assert result.stdout.endswith("Every mesh trains as one device does.\n")
+
+
+def test_check_ends_with_1_and_names_what_differs(job):
+    result = run("check", "checked_job:drifts", "--mesh", "batch=8", "--steps", 1)
+    assert result.exit_code == 1
+    assert "batch=8: NOT equal to one device, first seen in the loss in step 1" in result.stdout
+    assert "gradient, step 1" in result.stdout
+    assert "1 of 1 meshes do not train as one device does: batch=8." in result.stdout
+
+
+def test_check_makes_the_devices_that_its_meshes_need(job):
+    code = """
+        import sys
+        sys.argv = ["meshwright", "check", "checked_job:build", "--mesh", "batch=16", "--double"]
+        from meshwright.cli import main
+        try:
+            main()
+        except SystemExit as end:
+            print("ended with", end.code)
+        """
+    told = run_in_fresh_process(code)
+    assert "program: 5 steps in float64 on one device" in told
+    assert "batch=16: equal to one device" in told
+    assert told.endswith("ended with 0\n")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("checked_job", "'checked_job' is not module:function, such as train:build."),
+        ("checked_jo:build", "there is no module 'checked_jo' here"),
+        ("checked_jo.py:build", "there is no file checked_jo.py here"),
+        ("checked_job:biuld", "nothing called 'biuld'. Functions there: build."),
+        ("checked_job:number", "no function but a value called 'number'"),
+        ("checked_broken:build", "failed: SyntaxError: invalid syntax (checked_broken.py, line 2)"),
+        ("checked_lost:build", "No module named 'checked_no' (checked_lost.py, line 1)"),
+    ],
+)
+def test_check_tells_what_is_wrong_with_the_module(job, place, message):
+    (job / "checked_broken.py").write_text("x = 1\nx = = 2\n")
+    (job / "checked_lost.py").write_text("import checked_no\n")
+    result = run("check", place, "--mesh", "batch=8")
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_check_says_under_which_mesh_something_is_impossible(job):
+    result = run("check", "checked_job:build", "--mesh", "batch=8", "--mesh", "batch=3")
+    assert result.exit_code == 2
+    assert "a batch of 16 does not divide over axis 'batch' (size 3)" in result.stderr
+    assert result.stderr.endswith("This happened under the mesh batch=3.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rule", "kernel"], "'kernel' is not pattern:layout"),
+        (["--option", "zero"], "'zero' is not name=value"),
+        (["--option", "steps=3"], "--option steps is an option of the command: --steps."),
+    ],
+)
+def test_check_explains_its_own_options(job, arguments, message):
+    result = run("check", "checked_job:build", "--mesh", "batch=8", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -1,4 +1,4 @@
-"""The program ``meshwright``: ``demo``, ``show`` and ``doctor``.
+"""The program ``meshwright``: ``demo``, ``show``, ``check`` and ``doctor``.
 
 Whatever is heavy is imported inside the command that needs it, so that ``--help`` is instant.
 """
@@ -43,7 +43,8 @@ class _Group(click.Group):
             if ctx.meta.get(_TRACEBACK_VARIABLE) or os.environ.get(_TRACEBACK_VARIABLE):
                 click.echo(traceback.format_exc(), err=True, nl=False)
             else:
-                click.echo(f"Error: {error}", err=True)
+                told = [str(error), *getattr(error, "__notes__", ())]
+                click.echo("Error: " + "\n".join(told), err=True)
             ctx.exit(2)
 
 
@@ -192,6 +193,92 @@ def _drawn(name: str, dims_text: str, layout_text: str, mesh: Mesh, itemsize: in
     layout_text = layout_text.strip()
     layout = Layout.from_string(layout_text if layout_text[:1] == "[" else f"[{layout_text}]")
     return Drawn(name, tuple(int(size) for size in sizes), layout.on(mesh), itemsize)
+
+
+# check
+
+
+@main.command()
+@click.argument("build", metavar="MODULE:BUILD")
+@click.option(
+    "--mesh", "mesh_texts", required=True, multiple=True, help='A mesh: "batch=4,model=2"; repeat.'
+)
+@click.option(
+    "--rule",
+    "rule_texts",
+    multiple=True,
+    help='A layout beside those of BUILD: "hidden.*kernel:unsharded,model"; repeat.',
+)
+@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="How many.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and dropout.")
+@click.option("--rtol", type=float, help="Allowed of the largest gradient, or change.")
+@click.option("--double", is_flag=True, help="In float64: no doubt is left about rounding.")
+@click.option(
+    "--option",
+    "option_texts",
+    multiple=True,
+    help="A further argument of the strategy, in JSON: zero=3, batch=null, ...; repeat.",
+)
+@click.option("--all", "show_all", is_flag=True, help="Show every variable, not the worst twelve.")
+@_traceback_option
+def check(
+    build: str,
+    mesh_texts: tuple[str, ...],
+    rule_texts: tuple[str, ...],
+    steps: int,
+    seed: int,
+    rtol: float | None,
+    double: bool,
+    option_texts: tuple[str, ...],
+    show_all: bool,
+) -> None:
+    """Train a model on one device and under each mesh, and tell where they differ.
+
+    BUILD is a function without arguments that returns a compiled Keras model and a batch, or a
+    Program and a batch, and layouts beside them if there are any. The devices are virtual ones.
+
+    \b
+    meshwright check train:build --mesh batch=8 --mesh batch=4,model=2
+    meshwright check train.py:build --mesh batch=8 --option zero=3 --double
+
+    Ends with status 0 if every mesh trains as one device does, else with 1.
+    """
+    from .equivalence.command import run
+
+    equal = run(
+        build,
+        mesh_texts,
+        [_rule(text) for text in rule_texts],
+        dict(_option(text) for text in option_texts),
+        None if show_all else 12,
+        steps=steps,
+        seed=seed,
+        rtol=rtol,
+        double=double,
+    )
+    raise SystemExit(0 if equal else 1)
+
+
+def _rule(text: str) -> tuple[str, str]:
+    pattern, colon, axes = text.rpartition(":")
+    if not (colon and pattern and axes):
+        raise click.BadParameter(
+            f"{text!r} is not pattern:layout, such as hidden.*kernel:unsharded,model.",
+            param_hint="--rule",
+        )
+    return pattern, axes.strip("[] ")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not (sign and name.isidentifier()):
+        raise click.BadParameter(
+            f"{text!r} is not name=value, such as zero=3.", param_hint="--option"
+        )
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value  # a bare word, such as an axis
 
 
 # doctor

@@ -1,4 +1,4 @@
-"""What tests of programs on a mesh need: compare trees of arrays, start a process afresh."""
+"""What tests of programs on a mesh need: is it one device's, do trees agree, a process afresh."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from .equivalence import Case as Case
+from .equivalence import Equivalence as Equivalence
+from .equivalence import check
+from .mesh import Mesh
 
 # What Meshwright or an earlier test has settled in this process, and a fresh one settles anew.
 _SETTLED = re.compile(r"NPROC|XLA_FLAGS|KERAS_BACKEND|JAX_NUM_CPU_DEVICES")
@@ -27,6 +32,52 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}"
+
+
+def assert_equivalent(
+    build: Callable[[], Any],
+    meshes: Sequence[Mesh | Mapping[str, int] | str] | Mesh | Mapping[str, int] | str,
+    layouts: Mapping[str, Any] | None = None,
+    *,
+    steps: int = 5,
+    seed: int = 0,
+    rtol: float | None = None,
+    double: bool = False,
+    **options: Any,
+) -> Equivalence:
+    """Check that a model trains under each mesh as it does on one device.
+
+    ``build()`` is called once per mesh, always with the same random seed. It returns ``(model,
+    batch)``, ``(model, batch, layouts)`` or a :class:`Case`: a compiled Keras model with ``(x, y)``
+    arrays, or a :class:`~meshwright.Program` with what its loss takes. ``layouts`` and ``options``
+    go to :class:`~meshwright.Sharded`; an axis that one of the meshes does not have splits nothing
+    there. One device is trained for ``steps`` steps by the plain gradient of the loss and the
+    optimizer; the others take the strategy's own step.
+
+    All variables are compared after every step, the gradients of the first one, and the losses.
+    Allowed are ``rtol`` (by default what the coarsest float of the step allows) of a variable's
+    largest gradient, or largest change, and 100 times what a change in the last bit of the
+    parameters does on one device. ``double=True`` does it all in float64, which leaves no doubt.
+
+    Returns the :class:`~meshwright.equivalence.Equivalence`; raises :class:`AssertionError` with
+    its table if something went beyond tolerance.
+
+    >>> import optax, meshwright as mw
+    >>> def build():
+    ...     def loss(params, batch):
+    ...         return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    ...     program = mw.jax_program(loss, {"w": np.zeros([4, 2])}, optax.sgd(0.1))
+    ...     return program, {"x": np.eye(8, 4), "y": np.ones([8, 2])}
+    >>> found = assert_equivalent(build, ["batch=8", "batch=4,model=2"], {"w": [None, "model"]})
+    >>> found.equal, found.meshes[0]["w"].gradient.excess < 1
+    (True, True)
+    """
+    found = check(
+        build, meshes, layouts, steps=steps, seed=seed, rtol=rtol, double=double, **options
+    )
+    if not found.equal:
+        raise AssertionError(str(found))
+    return found
 
 
 def tree_allclose(actual: Any, expected: Any, rtol: float = 1e-6, atol: float = 0.0) -> bool:

@@ -1,0 +1,152 @@
+"""What is checked: a model with its data and its rules, as ``build`` returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import BatchError, LayoutError, ModelError
+from ..layout import MATCH, UNSHARDED, Layout, Spec, as_layout
+from ..layout_map import LayoutMap
+from ..mesh import Mesh
+
+Build = Callable[[], Any]
+
+_WHAT_BUILD_RETURNS = (
+    "build() returns (model, batch) or (model, batch, layouts), or a meshwright.testing.Case; the "
+    "model is a compiled Keras model or a Program, the batch is (x, y) or what the loss takes"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model, what it is trained on, and the rules that lay it out on every mesh.
+
+    ``model`` is a compiled Keras model or a :class:`~meshwright.Program`. ``batch`` is one batch,
+    ``(x, y)`` or ``(x, y, sample_weight)`` of arrays for Keras, that every step takes; a list of
+    batches is taken in turn. ``layouts`` maps path patterns to layouts; ``options`` are further
+    arguments of :class:`~meshwright.Sharded`, such as ``{"inputs": ["batch", "rows"]}``.
+
+    >>> Case("a model", ([1.0], [2.0]), {"kernel": [None, "model"]}).batches
+    (([1.0], [2.0]),)
+    """
+
+    model: Any
+    batch: Any
+    layouts: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def batches(self) -> tuple[Any, ...]:
+        """The batches that the steps take in turn."""
+        return tuple(self.batch) if isinstance(self.batch, list) else (self.batch,)
+
+
+def case_of(built: Any, layouts: Any, options: Mapping[str, Any]) -> Case:
+    """The case that ``build()`` has returned; further layouts come first, options win.
+
+    Raises :class:`ModelError` and :class:`BatchError` for what cannot be trained.
+    """
+    if isinstance(built, tuple) and len(built) in (2, 3):
+        built = Case(*built)
+    if not isinstance(built, Case):
+        raise ModelError(f"build() returned {_in_short(built)}; {_WHAT_BUILD_RETURNS}.")
+    if built.batch is None or not built.batches:
+        raise BatchError(f"build() returned no batch to train on; {_WHAT_BUILD_RETURNS}.")
+    given = LayoutMap(rules=layouts or {})
+    named = {rule.pattern: rule.layout for rule in LayoutMap(rules=built.layouts or {}).rules}
+    rules = {rule.pattern: rule.layout for rule in given.rules} | {
+        pattern: layout for pattern, layout in named.items() if pattern not in given
+    }
+    return replace(built, layouts=rules, options={**built.options, **options})
+
+
+def _in_short(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The arguments of a strategy on one mesh, and what there is to say about them."""
+
+    mesh: Mesh
+    layouts: Mapping[str, Layout]
+    options: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def setups(case: Case, meshes: Sequence[Mesh]) -> list[Setup]:
+    """The same rules on each mesh. An axis that a mesh does not have splits nothing there.
+
+    Raises :class:`LayoutError` for axes that none of the meshes has.
+    """
+    known = {axis for mesh in meshes for axis in mesh.axis_names}
+    batch = case.options.get("batch", "batch")
+    layouts = {pattern: as_layout(layout) for pattern, layout in (case.layouts or {}).items()}
+    asked = {f"rule {pattern!r}": layout.axes for pattern, layout in layouts.items()}
+    asked["batch="] = _as_axes(batch)
+    for name in _MAPPED:
+        asked |= {f"{name} {k!r}": v.axes for k, v in _mapped(case.options.get(name)).items()}
+    faults = [
+        f"  {what.removesuffix('=')} names axis {axis!r}"
+        for what, axes in asked.items()
+        for axis in axes
+        if axis not in known
+    ]
+    if faults:
+        raise LayoutError(
+            f"{len(faults)} axis name(s) are in none of the meshes ("
+            + "; ".join(mesh.axes_text for mesh in meshes)
+            + "). Rename them, or give a mesh that axis, if only with size 1; batch=None gives "
+            "every device all rows.\n" + "\n".join(faults)
+        )
+    return [_setup(case, layouts, batch, mesh, asked) for mesh in meshes]
+
+
+_MAPPED = ("inputs", "targets", "activations")
+
+
+def _setup(
+    case: Case,
+    layouts: Mapping[str, Layout],
+    batch: Any,
+    mesh: Mesh,
+    asked: Mapping[str, Iterable[str]],
+) -> Setup:
+    options = dict(case.options)
+    for name in _MAPPED:
+        if options.get(name) is not None:
+            options[name] = {k: _within(v, mesh) for k, v in _mapped(options[name]).items()}
+    options["batch"] = tuple(axis for axis in _as_axes(batch) if axis in mesh) or None
+    absent = dict.fromkeys(a for axes in asked.values() for a in axes if a not in mesh)
+    notes = [
+        f"the mesh has no axis {axis!r}: what the rules lay on it is not split here"
+        for axis in absent
+    ]
+    rules = {pattern: _within(layout, mesh) for pattern, layout in layouts.items()}
+    return Setup(mesh, rules, options, tuple(notes))
+
+
+def _within(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout without the axes that the mesh does not have."""
+
+    def kept(spec: Spec) -> Any:
+        if spec in (MATCH, UNSHARDED):
+            return spec
+        return tuple(axis for axis in _as_axes(spec) if axis in mesh) or UNSHARDED
+
+    return Layout([kept(spec) for spec in layout.specs])
+
+
+def _mapped(layouts: Any) -> dict[Any, Layout]:
+    """``inputs=`` and its like: a mapping, or one layout for the only array."""
+    if layouts is None:
+        return {}
+    given = layouts if isinstance(layouts, Mapping) else {0: layouts}
+    return {key: as_layout(layout) for key, layout in given.items()}
+
+
+def _as_axes(spec: Any) -> tuple[str, ...]:
+    return () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)

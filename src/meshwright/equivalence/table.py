@@ -1,0 +1,90 @@
+"""The verdict as text: a table per mesh, the worst variables first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .judging import Difference, Equivalence, Gap, UnderMesh
+
+_HEADINGS = ("variable", "gradient", "relative", "value", "relative", "of allowed", "first beyond")
+_ROWS = 12  # of a mesh that is equal; what went beyond is always shown in full
+
+
+def text_of(found: Equivalence, rows: int | None = _ROWS) -> str:
+    """The whole verdict; ``rows`` is how many variables of a mesh are shown, ``None`` for all."""
+    told = [opening(found)]
+    for each in found.meshes:
+        told += ["", *mesh_lines(each, rows)]
+    return "\n".join([*told, "", closing(found)])
+
+
+def opening(found: Equivalence) -> str:
+    """What was run."""
+    t = found.tolerance
+    return (
+        f"{found.model}: {found.steps} steps in {t.dtype} on one device, loss "
+        f"{found.losses[0]:.6g} → {found.losses[-1]:.6g}. Allowed are {t.rtol:.0e} of a "
+        "variable's largest gradient or change, and what rounding does on one device."
+    )
+
+
+def verdict(each: UnderMesh) -> str:
+    """One line for one mesh."""
+    if each.first is None:
+        return f"{each.mesh.axes_text}: equal to one device"
+    where = f" of {each.first.path}" if each.first.path else ""
+    what = f"{each.first.quantity}{where}"
+    when = "" if each.first.quantity == "initial value" else f" in step {each.first.step}"
+    return f"{each.mesh.axes_text}: NOT equal to one device, first seen in the {what}{when}"
+
+
+def mesh_lines(each: UnderMesh, rows: int | None = _ROWS) -> list[str]:
+    """The verdict of one mesh with its table."""
+    worst = sorted(each.variables, key=lambda v: (v.first is None, -v.excess))
+    shown = worst if rows is None else worst[: max(rows, len(each.beyond))]
+    table = [_HEADINGS, *map(_row, shown)]
+    lines = [verdict(each), *(f"  note: {note}" for note in each.notes)]
+    lines += [f"  {line}" for line in _aligned(table)]
+    if len(shown) < len(worst):
+        lines.append(f"  and {len(worst) - len(shown)} more variables that differ less")
+    loss = f"largest difference {each.loss.absolute:.2g} (relative {each.loss.relative:.2g})"
+    lines.append(f"  loss: {loss if each.losses else 'that of the last micro-batch, not compared'}")
+    if noise := [v.path for v in each.variables if v.is_noise]:
+        lines.append(
+            f"  on one device, too, {len(noise)} variable(s) move by rounding alone, so their "
+            f"values prove nothing: {', '.join(noise[:5])}{', ...' if len(noise) > 5 else ''}"
+        )
+    return lines
+
+
+def closing(found: Equivalence) -> str:
+    """The last line."""
+    wrong = [each.mesh.axes_text for each in found.meshes if not each.equal]
+    if not wrong:
+        return "Every mesh trains as one device does."
+    return f"{len(wrong)} of {len(found.meshes)} meshes do not train as one device does: " + (
+        "; ".join(wrong) + "."
+    )
+
+
+def _row(variable: Difference) -> tuple[str, ...]:
+    gradient = ("", "") if variable.gradient is None else _figures(variable.gradient)
+    first = "" if variable.first is None else str(variable.first)
+    used = f"{variable.excess:.0%}" if variable.excess < 10 else f"x {variable.excess:.3g}"
+    return variable.path, *gradient, *_figures(variable.value), used, first
+
+
+def _figures(gap: Gap) -> tuple[str, str]:
+    return f"{gap.absolute:.2g}", f"{gap.relative:.2g}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell.ljust(width) if i in (0, last) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
