@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from .parts import Pieces, add_parts, in_parts, sum_parts
 from .sharing import Sharing
 
 Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
@@ -25,25 +26,43 @@ def accumulating_step(
 ) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, Logs]]:
     """The pure step ``(state, micro-batches) -> (state, logs)``.
 
-    Gradients gathered so far are pieces at levels 2 and 3 of ZeRO, and lie like their parameters
-    below.
+    Gradients gathered so far are pieces at levels 2 and 3 of ZeRO, to which each micro-batch is
+    added over the devices. Below, every device gathers its own part, and the parts are added once.
     """
+
+    def differentiate(state: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
+        pieces = Pieces(sharing.mesh, sharing.axes, _rows(batch))
+        return in_parts(gradient, pieces)(state.params, state, batch)
 
     def micro_step(carry: _Carry, batch: Batch, share: float) -> tuple[_Carry, Logs]:
         state, grads = carry
-        aux, some = gradient(state.params, state, batch)
+        if sharing.level < 2:
+            aux, some = differentiate(state, batch)
+        else:
+            aux, some = gradient(state.params, state, batch)
         some = sharing.accumulate({path: share * grad for path, grad in some.items()})
-        grads = sharing.accumulate({path: grads[path] + some[path] for path in some})
+        grads = sharing.accumulate({path: add_parts(grads[path], some[path]) for path in some})
         metrics, logs = program.measure(aux.metrics, aux, batch)
         return (state._replace(state=aux.state, metrics=metrics), grads), logs
 
-    def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
+    def zeros(whole: TrainState, batch: Batch) -> Arrays:
+        import jax
         import jax.numpy as jnp
 
-        zeros = {path: jnp.zeros_like(value) for path, value in whole.params.items()}
+        if sharing.level >= 2:
+            zeros = {path: jnp.zeros_like(value) for path, value in whole.params.items()}
+            return sharing.accumulate(zeros)
+        _, like = jax.eval_shape(differentiate, whole, batch)
+        return {
+            path: sharing.part(jnp.zeros(grad.shape, grad.dtype), whole.params[path].ndim)
+            for path, grad in like.items()
+        }
+
+    def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
         shares = _shares(program, batches)
         run = _in_a_loop if _loops() and len(set(map(_shapes, batches))) == 1 else _written_out
-        (state, grads), logs = run(micro_step, (whole, sharing.accumulate(zeros)), batches, shares)
+        (state, grads), logs = run(micro_step, (whole, zeros(whole, batches[0])), batches, shares)
+        grads = {path: sum_parts(grads[path], value.ndim) for path, value in state.params.items()}
         params, slots = program.update(state.params, grads, state.slots)
         return state._replace(params=params, slots=slots), logs
 
@@ -107,6 +126,13 @@ def _written_out(
         # The next one waits, or the activations of several would be alive at once.
         carry = jax.lax.optimization_barrier(carry)
     return carry, logs
+
+
+def _rows(batch: Batch) -> int:
+    """The rows that are computed; none where the batch's first array has no dims."""
+    import jax
+
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch)[:1] if leaf.ndim), 0)
 
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:

@@ -15,12 +15,15 @@ _GATHERED = "gathered parameter"
 class Sharing:
     """How parameters lie while they are used (``whole``) and while they are updated (``shared``).
 
-    Both map paths to :class:`~meshwright.Layout`; ``level`` is that of ZeRO.
+    Both map paths to :class:`~meshwright.Layout`; ``level`` is that of ZeRO, ``mesh`` and ``axes``
+    say over what the rows of a batch are split.
     """
 
     level: int
     whole: dict[str, Any]
     shared: dict[str, Any]
+    mesh: Any = None
+    axes: tuple[str, ...] = ()
 
     @classmethod
     def none(cls) -> Sharing:
@@ -35,7 +38,8 @@ class Sharing:
             placed = placement.with_zero(level).place(params)
             return {each.info.path: each.layout for each in placed}
 
-        return cls(placement.zero, layouts(0), layouts(3 if placement.zero else 0))
+        mesh, axes = placement.mesh.jax_mesh, placement.batch_axes
+        return cls(placement.zero, layouts(0), layouts(3 if placement.zero else 0), mesh, axes)
 
     def gather(self, params: Arrays) -> Arrays:
         """The parameters as they are used; at level 3 each is gathered from all replicas."""
@@ -53,6 +57,17 @@ class Sharing:
     def accumulate(self, grads: Arrays) -> Arrays:
         """Gradients while they are accumulated: in pieces from level 2 on."""
         return self.share(grads) if self.level >= 2 else grads
+
+    def part(self, value: Any, ndim: int) -> Any:
+        """A gradient that may be in parts, as it lies; see ``parts.py``."""
+        import jax
+
+        if value.ndim == ndim:
+            return value
+        spec = jax.sharding.PartitionSpec
+        free = [spec.UNCONSTRAINED] * ndim
+        lies = jax.sharding.NamedSharding(self.mesh, spec(self.axes, *free))
+        return jax.lax.with_sharding_constraint(value, lies)
 
     def keep(self, params: Arrays) -> Arrays:
         """Updated parameters as they are kept from one step to the next."""

@@ -1,0 +1,170 @@
+"""Gradients in parts: the same numbers, and one sum over the devices for all micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import meshwright as mw
+from meshwright.planning.collectives import read_collectives
+from meshwright.step.parts import Pieces, add_parts, in_parts, sum_parts
+
+ROWS = 16
+MESHES = {
+    "batch": (mw.create_mesh({"batch": 8}), ("batch",)),
+    "batch and model": (mw.create_mesh({"batch": 4, "model": 2}), ("batch",)),
+    "two axes of rows": (mw.create_mesh({"slow": 2, "fast": 4}), ("slow", "fast")),
+}
+
+
+def normal(*dims: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(dims)).normal(size=dims), "float32")
+
+
+def convolution(groups: int) -> Callable[[Any, Any], Any]:
+    def convolve(x: Any, w: Any) -> Any:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, w, (2, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    return convolve
+
+
+IMAGES = normal(ROWS, 6, 6, 4)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 9, [ROWS, 3]))
+CASES: dict[str, tuple[Callable[[Any, Any], Any], Any, Any]] = {
+    "dense": (lambda x, w: x @ w, normal(ROWS, 5), normal(5, 4)),
+    "dense on sequences": (lambda x, w: x @ w, normal(ROWS, 3, 5), normal(5, 4)),
+    "bias": (lambda x, w: x + w, normal(ROWS, 3, 5), normal(5)),
+    "scalar": (lambda x, w: x * w, normal(ROWS, 3), normal()),
+    "convolution": (convolution(1), IMAGES, normal(3, 3, 4, 8)),
+    "depthwise": (convolution(4), IMAGES, normal(3, 3, 1, 8)),
+    "lookup": (lambda x, w: jnp.take(w, x, axis=0), TOKENS, normal(9, 4)),
+    "narrow": (
+        lambda x, w: x.astype("bfloat16") @ w.astype("bfloat16"),
+        normal(ROWS, 5),
+        normal(5, 4),
+    ),
+}
+
+
+def gradient_of(case: str) -> tuple[Callable[..., Any], Any, Any]:
+    function, x, w = CASES[case]
+
+    def gradient(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(jnp.sin(function(x, w)).astype("float32"))
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return value, {"w": grad}
+
+    return gradient, w, x
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "recomputed"])
+def test_parts_add_up_to_the_gradient(case: str, mesh: str, remat: bool) -> None:
+    gradient, w, x = gradient_of(case)
+    (on, axes) = MESHES[mesh]
+    pieces = Pieces(on.jax_mesh, axes, ROWS)
+    rows = jax.sharding.PartitionSpec(axes)
+    laid = jax.device_put(x, jax.sharding.NamedSharding(on.jax_mesh, rows))
+    whole = jax.device_put(w, jax.sharding.NamedSharding(on.jax_mesh, jax.sharding.PartitionSpec()))
+
+    def taken(w: Any, x: Any) -> Any:
+        if not remat:
+            return gradient(w, x)
+        value, back = jax.vjp(jax.checkpoint(lambda w: gradient_loss(case, w, x)), w)
+        return value, {"w": back(jnp.ones_like(value))[0]}
+
+    value, parts = jax.jit(in_parts(taken, pieces))(whole, laid)
+    expected, grads = gradient(w, x)
+    assert parts["w"].shape == (pieces.number, *w.shape)
+    assert parts["w"].sharding.shard_shape(parts["w"].shape) == (1, *w.shape)
+    tolerance = 1e-2 if case == "narrow" else 1e-5
+    np.testing.assert_allclose(value, expected, rtol=tolerance)
+    found = sum_parts(parts["w"], w.ndim)
+    np.testing.assert_allclose(found, grads["w"], rtol=tolerance, atol=tolerance / 100)
+
+
+def gradient_loss(case: str, w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.sin(CASES[case][0](x, w)).astype("float32"))
+
+
+def test_what_is_no_sum_over_rows_comes_back_as_it_is() -> None:
+    mesh, axes = MESHES["batch"]
+    pieces = Pieces(mesh.jax_mesh, axes, ROWS)
+
+    def function(w: Any, x: Any) -> Any:
+        shared = x.T @ x  # is used twice, so its parts would have to be too
+        return jnp.sum(shared), {"shared": shared, "scan": jax.lax.scan(add, w, x)[0], "none": w}
+
+    def add(total: Any, row: Any) -> Any:
+        return total + row, None
+
+    args = normal(5), normal(ROWS, 5)
+    found, expected = in_parts(function, pieces)(*args), function(*args)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
+
+
+def test_rows_that_do_not_divide_are_left_alone() -> None:
+    mesh, axes = MESHES["batch"]
+    gradient, *_ = gradient_of("dense")
+    assert in_parts(gradient, Pieces(mesh.jax_mesh, axes, 12)) is gradient
+
+
+def test_gradients_of_which_one_is_in_parts_are_added() -> None:
+    whole, parts = normal(3), normal(8, 3)
+    for one, other in ((whole, parts), (parts, whole), (parts, parts)):
+        added = sum_parts(add_parts(one, other), 1)
+        np.testing.assert_allclose(added, sum_parts(one, 1) + sum_parts(other, 1), rtol=1e-6)
+
+
+def images() -> tuple[keras.Model, Any]:
+    net = [layers.Conv2D(4, 3), layers.Flatten(), layers.Dropout(0.1), layers.Dense(10)]
+    return keras.Sequential([keras.Input([8, 8, 1]), *net]), np.ones([ROWS, 8, 8, 1], "float32")
+
+
+def words() -> tuple[keras.Model, Any]:
+    net = [layers.Embedding(50, 8), layers.LayerNormalization(), layers.Flatten()]
+    stack = [*net, layers.Dense(10, activation="tanh"), layers.Dense(10)]
+    return keras.Sequential([keras.Input([6], dtype="int32"), *stack]), np.ones([ROWS, 6], "int32")
+
+
+def reduced_elements(build: Callable[[], Any], accumulate: int, zero: int = 0) -> tuple[int, int]:
+    """All-reduced elements of one step, and elements of the parameters."""
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}), accumulate=accumulate, zero=zero)
+    with strategy.scope():
+        model, x = build()
+        model.compile("sgd", "mse")
+    batch = strategy.put((x, np.zeros([len(x), 10], "float32")))
+    taken = (batch,) * accumulate if accumulate > 1 else batch
+    step = jax.jit(strategy.train_step(model, (x, np.zeros([len(x), 10], "float32"))))
+    text = step.lower(strategy.state(model), taken).compile().as_text()
+    found = read_collectives(text, (("batch", 8),))
+    total = sum(each.elements * each.count for each in found if each.kind == "all-reduce")
+    return total, model.count_params()
+
+
+@pytest.mark.parametrize("build", [images, words])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_micro_batches_share_one_sum_over_the_devices(build: Callable[[], Any], zero: int) -> None:
+    alone, parameters = reduced_elements(build, 1)
+    together, _ = reduced_elements(build, 4, zero)
+    assert parameters <= alone <= parameters + 4  # and a loss
+    assert parameters <= together <= parameters + 16  # and four
+
+
+def test_level_2_sums_each_micro_batch() -> None:
+    """So the measure above can tell one sum from four."""
+    together, parameters = reduced_elements(words, 4, zero=2)
+    assert together > 3 * parameters
