@@ -14,6 +14,7 @@ from settings import JOBS, OURS, PAIRS, SAME_LOSS, Job, Pair
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "python benchmarks/run.py"
+FEATURES_COMMAND = "python benchmarks/features.py"
 
 NAMES = {
     "ours": "Meshwright `strategy.fit`",
@@ -91,7 +92,13 @@ def _processor() -> str:
     return models[0] if models else platform.machine()
 
 
-def save(name: str, result: dict[str, Any]) -> None:
+def saved_features() -> list[dict[str, Any]]:
+    """What ``features.py`` has measured before."""
+    path = RESULTS / "features.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def save(name: str, result: Any) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
 
@@ -99,6 +106,7 @@ def save(name: str, result: dict[str, Any]) -> None:
 def write_page() -> Path:
     """``results/README.md``, made anew out of all results that are there."""
     saved = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    features = saved.pop("features", [])
     jobs = [saved[name] for name in JOBS if name in saved]
     parts = [
         "# Results",
@@ -109,7 +117,9 @@ def write_page() -> Path:
     ]
     if "start_up" in saved:
         parts.append(start_up_table(saved["start_up"]["rows"]))
-    parts.append(_facts(list(saved.values()), jobs))
+    if features:
+        parts += [f"Made by `{FEATURES_COMMAND}`:", features_table(features)]
+    parts.append(_facts([*saved.values(), *features], jobs))
     page = RESULTS / "README.md"
     page.write_text("\n\n".join(part for part in parts if part) + "\n")
     return page
@@ -165,6 +175,20 @@ def start_up_table(rows: list[dict[str, Any]]) -> str:
             for row in rows
         ],
     )
+
+
+def features_table(features: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            each["says"],
+            f"**{each['ratio']:.3f}** ({min(each['ratio_by_round']):.3f}"
+            f"–{max(each['ratio_by_round']):.3f})",
+            f"≤ {each['limit']:.2f}",
+            "met" if each["ratio"] <= each["limit"] else "**missed**",
+        )
+        for each in features
+    ]
+    return _table(("feature", "median (min–max)", "limit", ""), rows)
 
 
 def _facts(saved: list[dict[str, Any]], jobs: list[dict[str, Any]]) -> str:

@@ -171,7 +171,7 @@ MESHES = {"batch=8": {"batch": 8}, "batch=4,model=2": {"batch": 4, "model": 2}}
 
 
 def strategy(mesh: str = "batch=8") -> mw.Sharded:
-    rules = {"dense/kernel": [None, "model"]} if "model" in mesh else {}
+    rules = {r"\bdense/kernel": [None, "model"]} if "model" in mesh else {}
     return mw.Sharded(mw.create_mesh(MESHES[mesh]), rules)
 
 
@@ -188,14 +188,16 @@ def run(strategy: Any, case: Case) -> tuple[Any, ...]:
     return history, measured, outputs, weights(model)
 
 
-def agree(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+def agree(actual: tuple[Any, ...], expected: tuple[Any, ...], coarse: bool = False) -> None:
+    """Raise unless all numbers agree; ``coarse`` is for activations of eight bits."""
+    rtol, atol = (2e-2, 2e-3) if coarse else (2e-5, 2e-6)
     for ours, theirs in zip(actual, expected, strict=True):
         assert keras.tree.flatten(ours), "nothing to compare"
         if isinstance(theirs, dict):
             assert ours.keys() == theirs.keys()
         for a, b in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
             assert np.shape(a) == np.shape(b)
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
 def warning(case: Case) -> contextlib.AbstractContextManager[Any]:
@@ -214,7 +216,8 @@ def test_the_numbers_are_those_of_one_device_on_the_true_rows(name: str) -> None
 @pytest.mark.full
 @pytest.mark.parametrize("name", MORE)
 def test_so_they_are_for_more_models(name: str) -> None:
-    agree(run(strategy(), MORE[name]), run(OneDevice(), MORE[name]))
+    actual, expected = run(strategy(), MORE[name]), run(OneDevice(), MORE[name])
+    agree(actual, expected, coarse=name == "mixed precision")
 
 
 @pytest.mark.full

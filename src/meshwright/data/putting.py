@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from ..layout import Layout
 from ..placement import Placement
 from ..program import Batch
 from ..step.padding import Padded
+from ..step.several import Together
 from .rows import HostRows
 
 
@@ -85,6 +86,39 @@ class Putter:
             layouts = jax.tree.leaves(self.layouts(jax.tree.unflatten(tree, flat), last))
             shardings = self._known[key] = [layout.sharding for layout in layouts]
         return jax.tree.unflatten(tree, _put_all(flat, shardings))
+
+    def together(self, batches: Sequence[Batch]) -> Together | None:
+        """Batches of one shape, stacked and laid out at once; ``None`` where that is not possible.
+
+        It is not if shapes differ or do not divide, or if other processes hold devices.
+
+        >>> import numpy as np, meshwright as mw
+        >>> put = Putter(Placement.of(mw.create_mesh({"batch": 8})))
+        >>> stacked = put.together([np.zeros([16, 4]), np.ones([16, 4])])
+        >>> stacked.arrays.shape, stacked.arrays.sharding.shard_shape((2, 16, 4))
+        ((2, 16, 4), (2, 2, 4))
+        """
+        import jax
+        import numpy as np
+
+        flats, trees = zip(*map(jax.tree.flatten, batches), strict=True)
+        columns = list(zip(*flats, strict=True)) if len(set(trees)) == 1 else []
+        alike = (
+            isinstance(value, np.ndarray) and value.shape == parts[0].shape
+            for parts in columns
+            for value in parts
+        )
+        if self._local or jax.process_count() > 1 or not columns or not all(alike):
+            return None
+        key = (trees[0], tuple(parts[0].shape for parts in columns), "together")
+        if key not in self._known:
+            try:
+                layouts = jax.tree.leaves(self.layouts(batches[0], last=False))
+            except BatchError:
+                return None
+            self._known[key] = [_stacked(layout.sharding) for layout in layouts]
+        stacked = jax.device_put([np.stack(parts) for parts in columns], self._known[key])
+        return Together(jax.tree.unflatten(trees[0], stacked))
 
     def _put_local(self, tree: Any, flat: list[Any]) -> list[Any]:
         """Arrays of every process's rows from those of this one."""
@@ -218,6 +252,14 @@ def row_count(batch: Batch) -> int:
     return jax.tree.leaves(batch)[0].shape[0]
 
 
+def _stacked(sharding: Any) -> Any:
+    """The sharding with one more dim in front, which is whole."""
+    import jax
+
+    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+    return jax.sharding.NamedSharding(sharding.mesh, spec)
+
+
 def _shape_of_all(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of all processes' rows together, of which this one holds ``shape``."""
     shards = layout.num_shards(0)
@@ -247,7 +289,11 @@ def _whole_rows(placement: Placement) -> Placement:
         return tuple((key, Layout([None, *layout.specs[1:]])) for key, layout in layouts)
 
     return replace(
-        placement, batch=None, inputs=whole(placement.inputs), targets=whole(placement.targets)
+        placement,
+        batch=None,
+        inputs=whole(placement.inputs),
+        targets=whole(placement.targets),
+        zero=0,  # of variables, and it needs axes of the batch
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import keras
@@ -38,6 +39,17 @@ def labeller(names: tuple[str, ...]) -> Callable[[Batch], list[Label]]:
         return labels
 
     return label
+
+
+def abstract(batch: Batch, without: int = 0) -> Batch:
+    """Shapes and dtypes of a batch as it is on devices, without so many dims in front."""
+
+    def one(value: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            value.shape[without:], jax.dtypes.canonicalize_dtype(value.dtype)
+        )
+
+    return jax.tree.map(one, batch)
 
 
 def by_shape(placement: Placement, dims: tuple[int, ...]) -> Layout:

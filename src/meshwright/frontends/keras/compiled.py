@@ -12,7 +12,7 @@ from ... import _compat
 from ...program import Logs, TrainState
 from ...step.finite import StandStill
 from ...step.options import PLAIN, StepOptions
-from ...step.several import AT_ONCE, is_short, several
+from ...step.several import AT_ONCE, is_short, several, together
 from ...step.sharing import Sharing, shared
 from ...step.train import make_test_step, make_train_step
 from .finite import loss_metrics
@@ -31,6 +31,7 @@ class Functions:
     row_wise: RowWise
     train: Any = None
     train_several: Any = None
+    train_together: Any = None
     test: Any = None
     predict: Any = None
     how: StepOptions = PLAIN
@@ -83,7 +84,9 @@ def _make_functions(
     else:
         step = make_train_step(program, sharing, strategy.how)
     if model.run_eagerly:
-        return Functions(token, row_wise, step, None, measuring, predicting, strategy.how)
+        return Functions(
+            token, row_wise, step, test=measuring, predict=predicting, how=strategy.how
+        )
     training = strategy.traced_here(model, step)
     # A new state lies as the old one did, whatever XLA would prefer.
     lies = (jax.tree.map(lambda array: array.sharding, read_state(variables)), None)
@@ -95,6 +98,9 @@ def _make_functions(
         row_wise,
         train=jax.jit(training, donate_argnums=0, out_shardings=lies),
         train_several=jax.jit(several(training), donate_argnums=0, out_shardings=lies),
+        train_together=jax.jit(
+            together(training, strategy.how.for_steps), donate_argnums=0, out_shardings=lies
+        ),
         test=jax.jit(
             strategy.traced_here(model, measuring),
             out_shardings=(lies[0].state, lies[0].metrics, None),

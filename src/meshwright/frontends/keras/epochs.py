@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,16 @@ from ...data import Ahead, HostRows, LocalRows
 from ...data.putting import row_count
 from ...errors import BatchError, MeshwrightWarning
 from ...placement import Placement
+from ...step.several import Together
 from . import batches
 from .rowwise import Kind, RowWise
+
+SizeFor = Callable[[Any], int]
+
+
+def chunk_size(chunk: list[Any] | Together) -> int:
+    """How many batches there are."""
+    return chunk.number if isinstance(chunk, Together) else len(chunk)
 
 
 class _Odd(NamedTuple):
@@ -94,22 +102,50 @@ class Epochs:
             for _ in self._host():
                 pass
 
-    def batches(self, skip: int = 0) -> Iterator[tuple[int, Any]]:
-        """``(number, batch on the mesh)`` for one epoch, without its first ``skip`` batches.
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        """``(number, batch on the mesh)`` for one epoch.
 
         A batch that does not divide comes :class:`~meshwright.step.padding.Padded`, or else whole
         on every device.
         """
+        for number, (batch,) in self.chunks():
+            yield number, batch
+
+    def chunks(
+        self, skip: int = 0, size_for: SizeFor | None = None, stacked: bool = False
+    ) -> Iterator[tuple[int, list[Any] | Together]]:
+        """``(number of the first, batches on the mesh)`` for one epoch, several at a time.
+
+        The first ``skip`` batches are left out. ``size_for`` says, of a batch on the host, how many
+        to take from it on; the last chunk may be smaller. With ``stacked`` a full chunk of alike
+        batches comes as :class:`~meshwright.step.several.Together`.
+        """
         host = itertools.islice(self._host(), skip, None)
-        odd: str | None = None
-        with contextlib.closing(self._ahead(map(self._lay_out, host))) as found:
-            for number, batch in enumerate(found, skip):
-                if odd is not None:
-                    self._warn(odd)
-                odd = None
-                if isinstance(batch, _Odd):
-                    batch, odd = self._divide(batch)
-                yield number, batch
+        groups = _groups(host, size_for, copy=not self._is_array)
+        number, odd = skip, None
+        with contextlib.closing(
+            self._ahead(self._lay_out_all(group, stacked and full) for group, full in groups)
+        ) as found:
+            for group in found:
+                chunk = group
+                if not isinstance(group, Together):
+                    chunk = []
+                    for batch in group:
+                        odd = self._warn_of(odd)
+                        if isinstance(batch, _Odd):
+                            batch, odd = self._divide(batch)
+                        chunk.append(batch)
+                else:
+                    odd = self._warn_of(odd)
+                yield number, chunk
+                number += chunk_size(chunk)
+
+    def _lay_out_all(self, group: list[Any], stacked: bool) -> list[Any] | Together:
+        together = self._put.together(group) if stacked else None
+        if together is None:
+            return [self._lay_out(batch) for batch in group]
+        self._rows_of_full = self._rows_of_full or row_count(group[0])
+        return together
 
     def _host(self) -> Iterator[Any]:
         """The batches of one epoch on the host; those that were looked at come first."""
@@ -156,10 +192,11 @@ class Epochs:
             return "nothing is known of the model"
         return self._row_wise.why_not(self._kind, batch, rows, padded)
 
-    def _warn(self, says: str) -> None:
-        if not self._warned:
-            warnings.warn(says, MeshwrightWarning, stacklevel=5)
-        self._warned = True
+    def _warn_of(self, odd: str | None) -> None:
+        """More comes after a batch that does not divide: say so once."""
+        if odd is not None and not self._warned:
+            warnings.warn(odd, MeshwrightWarning, stacklevel=6)
+            self._warned = True
 
     # Arrays of which each process reads its rows
 
@@ -175,3 +212,28 @@ class Epochs:
             return HostRows(of.read, numbers, of.dims[1:])
 
         return jax.tree.map(rows, self._arrays, is_leaf=lambda v: isinstance(v, _compat.Readable))
+
+
+def _groups(
+    host: Iterator[Any], size_for: SizeFor | None, copy: bool
+) -> Iterator[tuple[list[Any], bool]]:
+    """Batches in groups, and whether a group is full; what was read before a failure comes too."""
+    for first in host:
+        size = size_for(first) if size_for else 1
+        copy_first = copy and size > 1  # a generator may fill the same buffer again
+        group, failure = [_copied(first) if copy_first else first], None
+        try:
+            while len(group) < size:
+                batch = next(host)
+                group.append(_copied(batch) if copy else batch)
+        except StopIteration:
+            pass
+        except BaseException as error:
+            failure = error
+        yield group, len(group) == size > 1
+        if failure is not None:
+            raise failure
+
+
+def _copied(batch: Any) -> Any:
+    return jax.tree.map(lambda v: np.array(v) if isinstance(v, np.ndarray) else v, batch)

@@ -8,9 +8,7 @@ happens, the variables end up with the newest state.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +22,13 @@ from ...errors import BatchError, ModelError
 from ...program import Logs, TrainState
 from ...step.flops import model_flops
 from ...step.padding import Padded
+from ...step.several import Together
 from .backlog import Backlog
+from .batches import abstract
 from .compiled import Functions, functions_of
-from .epochs import Epochs
+from .epochs import Epochs, chunk_size
 from .finite import FiniteGuard, NanGuard, check_nan_guard
-from .program import KerasVariables, read_state, write_state
+from .program import KerasVariables, read_state, take_state, write_state
 from .progress import Progress
 from .saving import Resume, Saver, saver_for
 
@@ -244,6 +244,8 @@ class _Training:
         self._state: TrainState | None = None
         self.progress: Progress | None = None
         self._last_step: Any = None
+        # The guard looks at single batches again.
+        self._stacks = functions.train_together is not None and not guard.stands_still
 
     def flops(self) -> float | None:
         """Operations of one batch on all devices, as the step is traced; where that is known."""
@@ -261,20 +263,21 @@ class _Training:
         if self.progress:
             self.progress.begin_epoch(epoch)
         _compat.attach_state(model, None)
-        for number, chunk in self._chunks(data.batches(skip)):
+        for number, chunk in data.chunks(skip, self._size_for, self._stacks):
+            size = chunk_size(chunk)
             if self._begins:
                 callbacks.on_train_batch_begin(number)
             if self._state is None or _compat.state_was_synced(model):
-                self._state = read_state(self._variables)  # a callback may have changed it
+                self._state = take_state(self._variables)  # a callback may have changed it
             self._state, logs = self._take(self._state, chunk)
             if self._begins or self._ends:
                 _compat.attach_state(model, self._in_keras_order())
             if self._ends:
-                callbacks.on_train_batch_end(number + len(chunk) - 1, logs)
-            self._saver.after_steps(len(chunk), number + len(chunk), self._newest(), logs)
+                callbacks.on_train_batch_end(number + size - 1, logs)
+            self._saver.after_steps(size, number + size, self._newest(), logs)
             self._guard.check(self._newest)
             if self.progress:
-                self.progress.after(number + len(chunk), logs)
+                self.progress.after(number + size, logs)
             if model.stop_training:
                 break
         self._guard.wait(self._newest)
@@ -293,31 +296,26 @@ class _Training:
             return read_state(self._variables)
         return self._state
 
-    def _chunks(self, batches: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, list[Any]]]:
-        """``(number of the first, batches)``: those that are trained on in one call."""
-        for number, batch in batches:
-            chunk, failure = [batch], None
-            try:
-                for _, another in itertools.islice(batches, self._steps_at_once(batch) - 1):
-                    chunk.append(another)
-            except BaseException as error:  # what was read before is still trained on
-                failure = error
-            yield number, chunk
-            if failure is not None:
-                raise failure
-
-    def _steps_at_once(self, batch: Any) -> int:
+    def _size_for(self, batch: Any) -> int:
+        """How many batches, from this one on the host on, are trained on in one call."""
         accumulate, asked = self._functions.how.accumulate, self._model.steps_per_execution
         if asked > 1:
             return asked * accumulate
         if self._begins or self._ends:
             return accumulate
         if self._at_once is None:
-            self._at_once = self._functions.steps_at_once(read_state(self._variables), batch)
+            state = read_state(self._variables)
+            self._at_once = self._functions.steps_at_once(state, abstract(batch))
         return self._at_once * accumulate
 
-    def _take(self, state: TrainState, chunk: list[Any]) -> tuple[TrainState, Logs]:
+    def _take(self, state: TrainState, chunk: list[Any] | Together) -> tuple[TrainState, Logs]:
         functions = self._functions
+        if isinstance(chunk, Together):
+            state, logs = functions.train_together(state, chunk)
+            one = abstract(chunk.arrays, without=1)
+            (self._last_step,) = functions.how.for_steps([one] * functions.how.accumulate)
+            self._backlog.add(logs)
+            return state, logs
         steps = list(functions.how.for_steps(chunk))
         if len(steps) > 1 and functions.train_several is not None and _alike(steps):
             state, logs = functions.train_several(state, tuple(steps))
@@ -338,8 +336,9 @@ class _Training:
         self._state = None
 
     def _in_keras_order(self) -> dict[str, list[Any]]:
-        v, state = self._variables, self._state
-        assert state is not None  # a step was taken
+        v = self._variables
+        assert self._state is not None  # a step was taken
+        state = v.storing.restore(self._state)
         return {
             "trainable_variables": [state.params[path] for path in v.params],
             "non_trainable_variables": [state.state[path] for path in v.state],
