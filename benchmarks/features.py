@@ -107,7 +107,7 @@ def slow_source(name: str, steps: int, batch_size: int) -> Callable[[], tuple[Ru
     """A source that waits for half a step before each batch, beside one that does not wait."""
 
     def make() -> tuple[Run, Run]:
-        job = replace(JOBS[name], batch_size=batch_size, steps_per_epoch=steps)
+        job = replace(JOBS[name], batch_size=batch_size)
         strategy, model = trained(job)
         x, y = digits.load(job)
 
@@ -115,12 +115,14 @@ def slow_source(name: str, steps: int, batch_size: int) -> Callable[[], tuple[Ru
             for number in range(steps):
                 if wait_s:
                     time.sleep(wait_s)
-                rows = slice(number * batch_size, (number + 1) * batch_size)
+                first = number * batch_size % (len(x) - batch_size + 1)
+                rows = slice(first, first + batch_size)
                 yield x[rows], y[rows]
 
         def run(wait_s: float = 0.0) -> tuple[float, int]:
             def fit() -> None:
-                strategy.fit(model, batches(wait_s), steps_per_epoch=steps, verbose=0)
+                source = batches(wait_s)
+                strategy.fit(model, source, steps_per_epoch=steps, shuffle=False, verbose=0)
 
             return timed(fit, steps * batch_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.planning.collectives import read_collectives
-from meshwright.step.parts import Pieces, add_parts, in_parts, sum_parts
+from meshwright.step.parts import Gathered, Pieces, in_parts, sum_parts
 
 ROWS = 16
 MESHES = {
@@ -122,11 +123,42 @@ def test_rows_that_do_not_divide_are_left_alone() -> None:
     assert in_parts(gradient, Pieces(mesh.jax_mesh, axes, 12)) is gradient
 
 
-def test_gradients_of_which_one_is_in_parts_are_added() -> None:
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", ["dense", "dense on sequences", "lookup"])
+def test_rows_may_be_kept_and_summed_together(case: str, mesh: str) -> None:
+    """Where three batches of rows are smaller than the kernel."""
+    function, _, _ = CASES[case]
+    w = normal(300, 40)
+    rng = np.random.default_rng(1)
+    tokens = [jnp.asarray(rng.integers(0, 300, [ROWS, 3])) for _ in range(3)]
+    x = (
+        tokens
+        if case == "lookup"
+        else [normal(*([ROWS, 2, 300] if "sequences" in case else [ROWS, 300]))] * 3
+    )
+    on, axes = MESHES[mesh]
+    pieces = Pieces(on.jax_mesh, axes, ROWS, times=3)
+
+    def gradient(w: Any, x: Any) -> Any:
+        return (), {"w": jax.grad(lambda w: jnp.sum(jnp.sin(function(x, w))))(w)}
+
+    def total(w: Any, xs: Any) -> Any:
+        gathered = Gathered()
+        for x in xs:
+            gathered = gathered.plus(in_parts(gradient, pieces)(w, x)[1]["w"])
+        assert len(gathered.unsummed) == 3
+        return gathered.total(w.ndim)
+
+    expected = sum(gradient(w, each)[1]["w"] for each in x)
+    np.testing.assert_allclose(jax.jit(total)(w, x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_which_some_are_in_parts_are_added() -> None:
     whole, parts = normal(3), normal(8, 3)
-    for one, other in ((whole, parts), (parts, whole), (parts, parts)):
-        added = sum_parts(add_parts(one, other), 1)
-        np.testing.assert_allclose(added, sum_parts(one, 1) + sum_parts(other, 1), rtol=1e-6)
+    for each in ([whole, parts], [parts, whole], [parts, parts, whole, whole]):
+        gathered = functools.reduce(Gathered.plus, each, Gathered())
+        expected = sum(sum_parts(one, 1) for one in each)
+        np.testing.assert_allclose(gathered.total(1), expected, rtol=1e-5)
 
 
 def images() -> tuple[keras.Model, Any]:

@@ -94,6 +94,14 @@ def test_the_accumulator_of_level_2_is_a_piece() -> None:
     assert level_2.temporary_bytes < compiled(accumulate=4, zero=0).temporary_bytes
 
 
+def test_micro_batches_share_one_sum_over_the_devices() -> None:
+    """Also in a loop: what travels is as much as for one batch."""
+    once, four = compiled(), compiled(accumulate=4)
+    sums = [each.elements * each.count for each in four.of_kind("all-reduce")]
+    assert DEPTH * WIDTH * WIDTH <= sum(sums) <= DEPTH * WIDTH * WIDTH + 64
+    assert sum(sums) <= sum(e.elements * e.count for e in once.of_kind("all-reduce")) + 64
+
+
 @pytest.mark.parametrize("remat", ["block", "nothing_saveable"])
 def test_recompute_needs_fewer_temporary_bytes(remat: str) -> None:
     kept = compiled(block_net, rows=16384)

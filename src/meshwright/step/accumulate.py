@@ -10,63 +10,58 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
-from .parts import Pieces, add_parts, in_parts, sum_parts
+from .parts import Gathered, Pieces, in_parts, sum_parts
 from .sharing import Sharing
 
 Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
-_Carry = tuple[TrainState, Arrays]  # with the gradients gathered so far
-_MicroStep = Callable[[_Carry, Batch, float], tuple[_Carry, Logs]]
 
 
 def accumulating_step(
-    program: Program, gradient: Gradient, sharing: Sharing
+    program: Program, gradient: Callable[[float], Gradient], sharing: Sharing
 ) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, Logs]]:
     """The pure step ``(state, micro-batches) -> (state, logs)``.
 
-    Gradients gathered so far are pieces at levels 2 and 3 of ZeRO, to which each micro-batch is
-    added over the devices. Below, every device gathers its own part, and the parts are added once.
+    ``gradient(share)`` is the gradient of so much of the loss. Gradients gathered so far are pieces
+    at levels 2 and 3 of ZeRO, to which each micro-batch is added over the devices. Below, every
+    device gathers its own part, and the parts are added once; see ``parts.py``.
     """
 
-    def differentiate(state: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
-        pieces = Pieces(sharing.mesh, sharing.axes, _rows(batch))
-        return in_parts(gradient, pieces)(state.params, state, batch)
-
-    def micro_step(carry: _Carry, batch: Batch, share: float) -> tuple[_Carry, Logs]:
-        state, grads = carry
-        if sharing.level < 2:
-            aux, some = differentiate(state, batch)
-        else:
-            aux, some = gradient(state.params, state, batch)
-        some = sharing.accumulate({path: share * grad for path, grad in some.items()})
-        grads = sharing.accumulate({path: add_parts(grads[path], some[path]) for path in some})
-        metrics, logs = program.measure(aux.metrics, aux, batch)
-        return (state._replace(state=aux.state, metrics=metrics), grads), logs
-
-    def zeros(whole: TrainState, batch: Batch) -> Arrays:
-        import jax
-        import jax.numpy as jnp
-
-        if sharing.level >= 2:
-            zeros = {path: jnp.zeros_like(value) for path, value in whole.params.items()}
-            return sharing.accumulate(zeros)
-        _, like = jax.eval_shape(differentiate, whole, batch)
-        return {
-            path: sharing.part(jnp.zeros(grad.shape, grad.dtype), whole.params[path].ndim)
-            for path, grad in like.items()
-        }
-
     def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
-        shares = _shares(program, batches)
         run = _in_a_loop if _loops() and len(set(map(_shapes, batches))) == 1 else _written_out
-        (state, grads), logs = run(micro_step, (whole, zeros(whole, batches[0])), batches, shares)
-        grads = {path: sum_parts(grads[path], value.ndim) for path, value in state.params.items()}
+        state, grads, logs = run(_Micro(program, gradient, sharing), whole, batches)
         params, slots = program.update(state.params, grads, state.slots)
         return state._replace(params=params, slots=slots), logs
 
     return train_step
+
+
+@dataclass(frozen=True)
+class _Micro:
+    """One micro-batch of several."""
+
+    program: Program
+    gradient: Callable[[float], Gradient]
+    sharing: Sharing
+
+    def gradients(
+        self, state: TrainState, batch: Batch, share: float, times: int = 0
+    ) -> tuple[Aux, dict[str, Any]]:
+        """Gradients of a share of the loss: pieces, or in parts, or not yet summed over rows."""
+        gradient = self.gradient(share)
+        if self.sharing.level >= 2:
+            aux, grads = gradient(state.params, state, batch)
+            return aux, self.sharing.accumulate(grads)
+        pieces = Pieces(self.sharing.mesh, self.sharing.axes, _rows(batch), times)
+        return in_parts(gradient, pieces)(state.params, state, batch)
+
+    def measured(self, state: TrainState, aux: Aux, batch: Batch) -> tuple[TrainState, Logs]:
+        """The state after a micro-batch, with parameters and slots as before."""
+        metrics, logs = self.program.measure(aux.metrics, aux, batch)
+        return state._replace(state=aux.state, metrics=metrics), logs
 
 
 @contextlib.contextmanager
@@ -94,38 +89,47 @@ def _loops() -> bool:
 
 
 def _in_a_loop(
-    micro_step: _MicroStep, carry: _Carry, batches: Sequence[Batch], shares: list[float]
-) -> tuple[_Carry, Logs]:
+    micro: _Micro, whole: TrainState, batches: Sequence[Batch]
+) -> tuple[TrainState, Arrays, Logs]:
     import jax
     import jax.numpy as jnp
 
-    # Only what a micro-batch changes travels around the loop.
-    whole = carry[0]
+    share = _shares(micro.program, batches)[0]
+    sharing, ndims = micro.sharing, {path: value.ndim for path, value in whole.params.items()}
 
+    # Only what a micro-batch changes travels around the loop.
     def body(carry: Any, batch: Batch) -> tuple[Any, Logs]:
         state, metrics, grads = carry
-        now = whole._replace(state=state, metrics=metrics)
-        (after, grads), logs = micro_step((now, grads), batch, shares[0])
+        before = whole._replace(state=state, metrics=metrics)
+        aux, some = micro.gradients(before, batch, share)
+        grads = sharing.accumulate({path: grads[path] + some[path] for path in some})
+        after, logs = micro.measured(before, aux, batch)
         return (after.state, after.metrics, grads), logs
 
+    _, like = jax.eval_shape(lambda *args: micro.gradients(*args, share), whole, batches[0])
+    zeros = {
+        path: sharing.part(jnp.zeros(grad.shape, grad.dtype), ndims[path])
+        for path, grad in like.items()
+    }
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *batches)
-    first = whole.state, whole.metrics, carry[1]
+    first = whole.state, whole.metrics, sharing.accumulate(zeros)
     (state, metrics, grads), logs = jax.lax.scan(body, first, stacked)
+    grads = {path: sum_parts(grad, ndims[path]) for path, grad in grads.items()}
     last = jax.tree.map(lambda each: each[-1], logs)
-    return (whole._replace(state=state, metrics=metrics), grads), last
+    return whole._replace(state=state, metrics=metrics), grads, last
 
 
 def _written_out(
-    micro_step: _MicroStep, carry: _Carry, batches: Sequence[Batch], shares: list[float]
-) -> tuple[_Carry, Logs]:
-    import jax
-
-    logs: Logs = {}
-    for batch, share in zip(batches, shares, strict=True):
-        carry, logs = micro_step(carry, batch, share)
-        # The next one waits, or the activations of several would be alive at once.
-        carry = jax.lax.optimization_barrier(carry)
-    return carry, logs
+    micro: _Micro, whole: TrainState, batches: Sequence[Batch]
+) -> tuple[TrainState, Arrays, Logs]:
+    state, logs = whole, dict[str, Any]()
+    gathered: dict[str, Gathered] = {}
+    for batch, share in zip(batches, _shares(micro.program, batches), strict=True):
+        aux, some = micro.gradients(state, batch, share, times=len(batches))
+        gathered = {path: gathered.get(path, Gathered()).plus(some[path]) for path in some}
+        state, logs = micro.measured(state, aux, batch)
+    grads = {path: each.total(whole.params[path].ndim) for path, each in gathered.items()}
+    return state, micro.sharing.accumulate(grads), logs
 
 
 def _rows(batch: Batch) -> int:

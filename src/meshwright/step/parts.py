@@ -4,15 +4,18 @@ Where rows are split, a gradient is a sum over devices, which XLA makes right wh
 comes out: with k micro-batches, k times. Here the operation that sums over rows (the last product
 of a kernel's gradient, the sum of a bias') is taken on each piece of the rows by itself and its
 results stay where they are, as an array with one more dim in front. They are added up over
-micro-batches in place, and over devices once. Nothing is assumed of the model: whatever rows do to
-each other happens before, and what is not such a sum is left alone.
+micro-batches in place, and over devices once. Where the rows of all micro-batches are smaller than
+the sum over them, they are kept instead and summed together. Nothing is assumed of the model:
+whatever rows do to each other happens before, and what is not such a sum is left alone.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
@@ -25,11 +28,15 @@ _CALLS = ("checkpoint", "jit", "remat2")
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a batch: a :class:`jax.sharding.Mesh`, the axes that split rows, the rows."""
+    """The pieces of a batch: a :class:`jax.sharding.Mesh`, the axes that split rows, the rows.
+
+    ``times`` is how many batches there are to be summed over, if their rows may be kept till then.
+    """
 
     mesh: Any
     axes: tuple[str, ...]
     rows: int
+    times: int = 0  # so many batches may be kept unsummed
 
     @property
     def number(self) -> int:
@@ -47,7 +54,7 @@ def in_parts(function: Callable[..., Any], pieces: Pieces) -> Callable[..., Any]
 
     ``sums`` is a dict of arrays. One that is a sum over the rows of a batch comes back with a dim
     of ``pieces.number`` before its own, which lies over ``pieces.axes``; its sum over that dim is
-    what it was. Any other comes back as it is.
+    what it was. One whose rows are to be kept comes as :class:`Unsummed`, any other as it is.
     """
 
     def run(*args: Any) -> Any:
@@ -63,10 +70,83 @@ def in_parts(function: Callable[..., Any], pieces: Pieces) -> Callable[..., Any]
     return run if pieces.are_even else function
 
 
-def add_parts(one: Any, other: Any) -> Any:
-    """The sum of two gradients of one variable, either of which may be in parts."""
-    ndim = min(one.ndim, other.ndim)
-    return one + other if one.ndim == other.ndim else sum_parts(one, ndim) + sum_parts(other, ndim)
+@dataclass(frozen=True, eq=False)
+class Unsummed:
+    """A sum over rows that is not taken yet: the operation, its operands, the moves after it."""
+
+    pieces: Pieces
+    eqn: Any
+    operands: tuple[Any, ...]
+    dims: dict[int, int]  # operand -> its dim of rows
+    moves: tuple[Any, ...] = ()
+
+    def moved(self, eqn: Any) -> Unsummed:
+        """The same with one more move behind it."""
+        return replace(self, moves=(*self.moves, eqn))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the rows of all batches, on one device, are less than the sum over them."""
+        kept = sum(math.prod(self.operands[i].shape) for i in self.dims) // self.pieces.number
+        return 0 < self.pieces.times * kept < math.prod(self.eqn.outvars[0].aval.shape)
+
+    def in_parts(self, others: Sequence[Unsummed] = ()) -> Any:
+        """The sum over these rows and those of others, one part per piece."""
+        import jax
+
+        spec = jax.sharding.PartitionSpec
+        params = {k: None if k == "out_sharding" else v for k, v in self.eqn.params.items()}
+        alone = self.eqn.replace(params=params)
+
+        def part(*several: Any) -> Any:
+            operands = [
+                jax.numpy.concatenate([each[i] for each in several], self.dims[i])
+                if i in self.dims
+                else first
+                for i, first in enumerate(several[0])
+            ]
+            return _compat.evaluate(alone, operands)[0][None]
+
+        axes, count = self.pieces.axes, len(self.operands)
+        lies = [
+            spec(*[None] * self.dims[i], axes) if i in self.dims else spec() for i in range(count)
+        ]
+        operands = [each.operands for each in (self, *others)]
+        value = jax.shard_map(
+            part,
+            mesh=self.pieces.mesh,
+            in_specs=(tuple(lies),) * len(operands),
+            out_specs=spec(axes),
+            axis_names=set(axes),
+            check_vma=False,
+        )(*operands)
+        for move in self.moves:
+            value = jax.vmap(lambda v, move=move: _compat.evaluate(move, [v])[0])(value)
+        return value
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The gradients of one variable so far, of several batches."""
+
+    unsummed: tuple[Unsummed, ...] = ()
+    summed: tuple[Any, ...] = ()  # at most one in parts and one that is not
+
+    def plus(self, gradient: Any) -> Gathered:
+        """With one more."""
+        if isinstance(gradient, Unsummed):
+            return replace(self, unsummed=(*self.unsummed, gradient))
+        others = [each for each in self.summed if each.ndim != gradient.ndim]
+        same = [each + gradient for each in self.summed if each.ndim == gradient.ndim]
+        return replace(self, summed=(*others, *(same or [gradient])))
+
+    def total(self, ndim: int) -> Any:
+        """Their sum, of so many dims."""
+        found = list(self.summed)
+        if self.unsummed:
+            first, *others = self.unsummed
+            found.append(first.in_parts(others))
+        return functools.reduce(operator.add, [sum_parts(each, ndim) for each in found])
 
 
 def sum_parts(gradient: Any, ndim: int) -> Any:
@@ -140,40 +220,21 @@ class _Plan:
         import jax
 
         if id(eqn) in self._sums:
-            return [self._sum(eqn, values, self._sums[id(eqn)])]
+            rows = Unsummed(self._pieces, eqn, tuple(values), self._sums[id(eqn)])
+            return [rows if rows.is_small else rows.in_parts()]
         if id(eqn) in self._moves:
+            if isinstance(values[0], Unsummed):
+                return [values[0].moved(eqn)]
             return [jax.vmap(lambda value: _compat.evaluate(eqn, [value])[0])(values[0])]
         if id(eqn) in self._inner:
             inner, wanted = eqn.params["jaxpr"], self._inner[id(eqn)]
             if eqn.primitive.name == "jit":
                 return _run(inner.jaxpr, inner.consts, values, wanted, self._pieces)
-            changed = jax.make_jaxpr(lambda *args: _run(inner, (), args, wanted, self._pieces))
+            pieces = replace(self._pieces, times=0)  # what is kept could not leave the call
+            changed = jax.make_jaxpr(lambda *args: _run(inner, (), args, wanted, pieces))
             params = {**eqn.params, "jaxpr": changed(*values).jaxpr}
             return _compat.evaluate(eqn.replace(params=params), values)
         return _compat.evaluate(eqn, values)
-
-    def _sum(self, eqn: Any, values: list[Any], dims: dict[int, int]) -> Any:
-        """One part per piece of the rows."""
-        import jax
-
-        spec = jax.sharding.PartitionSpec
-        params = {k: None if k == "out_sharding" else v for k, v in eqn.params.items()}
-        alone = eqn.replace(params=params)
-
-        def part(*operands: Any) -> Any:
-            return _compat.evaluate(alone, list(operands))[0][None]
-
-        axes = self._pieces.axes
-        return jax.shard_map(
-            part,
-            mesh=self._pieces.mesh,
-            in_specs=tuple(
-                spec(*[None] * dims[i], axes) if i in dims else spec() for i in range(len(values))
-            ),
-            out_specs=spec(axes),
-            axis_names=set(axes),
-            check_vma=False,
-        )(*values)
 
 
 # For each operation that may sum over rows: the dim of rows of each operand that has one.

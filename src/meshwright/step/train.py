@@ -32,9 +32,9 @@ def make_train_step(
         how.refuse_own_step(program.name)
         return program.own_step
     program = shared(recomputing(program, how.remat), sharing)
-    differentiate = gradient(program, how.sums)
     if how.accumulate > 1:
-        return accumulating_step(program, differentiate, sharing)
+        return accumulating_step(program, lambda share: gradient(program, how.sums, share), sharing)
+    differentiate = gradient(program, how.sums)
 
     def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
         aux, grads = differentiate(whole.params, whole, batch)
@@ -45,15 +45,16 @@ def make_train_step(
     return train_step
 
 
-def gradient(program: Program, sums: str | None = None) -> Gradient:
+def gradient(program: Program, sums: str | None = None, share: float = 1.0) -> Gradient:
     """The pure function ``(params, state, batch) -> (aux, gradients)`` of the training loss.
 
     ``sums`` is the element type in which gradients are summed, where it is not the one they are
-    computed in.
+    computed in; ``share`` is how much of the loss counts.
     """
 
     def loss(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
-        return program.loss(params, whole, batch, True)
+        value, aux = program.loss(params, whole, batch, True)
+        return value if share == 1 else share * value, aux
 
     def differentiated(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
         import jax
