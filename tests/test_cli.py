@@ -71,6 +71,15 @@ def test_the_installed_program_is_this_one():
     assert script.load() is main
 
 
+def test_another_backend_is_one_sentence_and_no_traceback():
+    program = Path(sys.executable).with_name("meshwright")
+    environment = os.environ | {"KERAS_BACKEND": "tensorflow"}
+    run = subprocess.run([program, "doctor"], capture_output=True, text=True, env=environment)
+    assert run.returncode == 1
+    assert run.stderr.startswith("Error: KERAS_BACKEND=tensorflow is set")
+    assert "Traceback" not in run.stderr
+
+
 # Errors
 
 

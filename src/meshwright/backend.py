@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from .errors import BackendError
 
@@ -13,7 +14,8 @@ _VARIABLE = "KERAS_BACKEND"
 def settle_keras_backend() -> None:
     """Choose JAX for Keras where nothing is chosen yet; never imports Keras.
 
-    Raises :class:`BackendError` if another backend is chosen already.
+    Raises :class:`BackendError` if another backend is chosen already; the command-line program,
+    which has nobody to catch it, ends with the sentence alone.
     """
     if "keras" in sys.modules:
         chosen = sys.modules["keras"].config.backend()
@@ -26,8 +28,13 @@ def settle_keras_backend() -> None:
         return
     chosen = os.environ.setdefault(_VARIABLE, "jax") or "jax"
     if chosen != "jax":
-        raise BackendError(
+        error = BackendError(
             f"{_VARIABLE}={chosen} is set, and Meshwright runs on JAX. "
             f"Change that line to {_VARIABLE}=jax."
         )
+        raise SystemExit(f"Error: {error}") if _is_the_program() else error
     os.environ[_VARIABLE] = "jax"
+
+
+def _is_the_program() -> bool:
+    return Path(sys.argv[0]).stem == "meshwright"
