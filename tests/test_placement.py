@@ -167,7 +167,8 @@ the mesh (batch=4, model=2) does not have. Its axes are 'batch', 'model'.
   f/kernel (8, 8), [batch, unsharded] by the layer's own argument: the variable is laid out twice: \
 rule 'f/kernel' names this very path and gives [unsharded, model]. Keep one of the two.
   g/kernel (8, 8), [match, unsharded] by the layer's own argument: MATCH keeps a dim as it lies, \
-but nothing lies anywhere yet; name an axis, or leave the dim UNSHARDED."""
+but nothing lies anywhere yet; name an axis, or leave the dim UNSHARDED.
+A layout with pad=True pads such a weight where a step stores it, and only there."""
     assert str(error.value) == expected
     assert isinstance(error.value, ValueError)
 

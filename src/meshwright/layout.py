@@ -29,7 +29,8 @@ class Layout:
     """How a tensor lies on a mesh: one entry per dim, an axis, a tuple of axes or ``UNSHARDED``.
 
     ``None`` is read as ``UNSHARDED``. Axes that no dim names hold copies. Without ``mesh`` the
-    layout is unbound. Raises :class:`LayoutError` and names every fault.
+    layout is unbound. ``pad=True`` is for weights: where a dim does not divide, a training step
+    stores them with zeros behind it. Raises :class:`LayoutError` and names every fault.
 
     >>> mesh = Mesh({"batch": 4, "model": 2})
     >>> print(Layout([UNSHARDED, "model"], mesh))
@@ -38,23 +39,28 @@ class Layout:
 
     specs: tuple[Spec, ...]
     mesh: Mesh | None = None
+    pad: bool = False
 
-    def __init__(self, specs: Specs, mesh: Mesh | None = None) -> None:
+    def __init__(self, specs: Specs, mesh: Mesh | None = None, *, pad: bool = False) -> None:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise LayoutError(
                 f"a layout lies on a meshwright Mesh; received {mesh!r}. "
                 "Mesh.from_jax(mesh) makes one from a JAX mesh."
             )
+        if not isinstance(pad, bool):
+            raise LayoutError(f"pad={pad!r}: say True (weights may be padded) or False.")
         entries = _normalised(specs)
         faults = _spec_faults(entries, mesh)
         if faults:
             raise LayoutError("\n".join(faults))
         object.__setattr__(self, "specs", entries)
         object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "pad", pad)
 
     def __eq__(self, other: object) -> bool:
         # Answers for every other object itself, for the reason given at Mesh.__eq__.
-        return isinstance(other, Layout) and (self.specs, self.mesh) == (other.specs, other.mesh)
+        mine = self.specs, self.mesh, self.pad
+        return isinstance(other, Layout) and mine == (other.specs, other.mesh, other.pad)
 
     @classmethod
     def replicated(cls, mesh: Mesh | None, rank: int) -> Layout:
@@ -139,11 +145,11 @@ class Layout:
 
     def on(self, mesh: Mesh) -> Layout:
         """The same specs on this mesh. Raises :class:`LayoutError` for axes it does not have."""
-        return self if mesh is self.mesh else Layout(self.specs, mesh)
+        return self if mesh is self.mesh else Layout(self.specs, mesh, pad=self.pad)
 
     def unbound(self) -> Layout:
         """The same specs without a mesh."""
-        return Layout(self.specs)
+        return Layout(self.specs, pad=self.pad)
 
     def delete(self, dims: Iterable[int]) -> Layout:
         """The layout that is left when some dims are reduced away.
@@ -152,7 +158,8 @@ class Layout:
         [batch, model]
         """
         gone = {_dim_index(dim, self.rank) for dim in dims}
-        return Layout([s for i, s in enumerate(self.specs) if i not in gone], self.mesh)
+        left = [s for i, s in enumerate(self.specs) if i not in gone]
+        return Layout(left, self.mesh, pad=self.pad)
 
     def matching(self, present: Layout) -> Layout:
         """This layout with each ``MATCH`` filled in from ``present``."""
@@ -164,9 +171,33 @@ class Layout:
                 f"lies as {present}, with {present.rank}."
             )
         kept = [p if s == MATCH else s for s, p in zip(self.specs, present.specs, strict=True)]
+        return Layout(kept, self.mesh, pad=self.pad)
+
+    def fitting(self, dims: Sequence[int]) -> Layout:
+        """This layout, not padded, with every dim that does not divide left ``UNSHARDED``.
+
+        >>> print(Layout(["batch", "model"], Mesh({"batch": 2, "model": 4})).fitting([64, 10]))
+        [batch, unsharded] on batch=2, model=4
+        """
+        self._check_rank(dims)
+        fits = [size % self.num_shards(dim) == 0 for dim, size in enumerate(dims)]
+        kept = [s if fit else UNSHARDED for s, fit in zip(self.specs, fits, strict=True)]
         return Layout(kept, self.mesh)
 
     # Shapes
+
+    def stored_dims(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """Dims with which a weight with ``dims`` is stored: larger where it is padded.
+
+        >>> layout = Layout([UNSHARDED, "model"], Mesh({"model": 4}), pad=True)
+        >>> layout.stored_dims([64, 10])
+        (64, 12)
+        """
+        if not self.pad:
+            return tuple(dims)
+        self._check_rank(dims)
+        shards = [self.num_shards(dim) for dim in range(self.rank)]
+        return tuple(-(-size // n) * n for size, n in zip(dims, shards, strict=True))
 
     def faults(self, dims: Sequence[int], name: str = "array") -> list[str]:
         """What keeps a tensor with these dims from lying so; empty if nothing does."""
@@ -232,6 +263,10 @@ class Layout:
         """Bytes that one device holds."""
         return math.prod(self.local_dims(dims)) * itemsize
 
+    def _check_rank(self, dims: Sequence[int]) -> None:
+        if len(dims) != self.rank:
+            raise LayoutError("\n".join(self.faults(dims)))
+
     # JAX's words for it
 
     @functools.cached_property
@@ -279,11 +314,13 @@ class Layout:
 
     def __str__(self) -> str:
         specs = ", ".join(s if isinstance(s, str) else "+".join(s) for s in self.specs)
-        return f"[{specs}]" if self.mesh is None else f"[{specs}] on {self.mesh}"
+        text = f"[{specs}] padded" if self.pad else f"[{specs}]"
+        return text if self.mesh is None else f"{text} on {self.mesh}"
 
     def __repr__(self) -> str:
         mesh = "" if self.mesh is None else f", {self.mesh!r}"
-        return f"Layout({list(self.specs)!r}{mesh})"
+        pad = ", pad=True" if self.pad else ""
+        return f"Layout({list(self.specs)!r}{mesh}{pad})"
 
     @classmethod
     def from_string(cls, text: str) -> Layout:
@@ -292,15 +329,19 @@ class Layout:
         >>> Layout.from_string("[batch+model, unsharded] on batch=4, model=2").num_shards(0)
         8
         """
-        found = re.fullmatch(r"\s*\[([^\]]*)\](?:\s+on\s+(.*))?", text, re.DOTALL)
+        found = re.fullmatch(r"\s*\[([^\]]*)\](\s+padded)?(?:\s+on\s+(.*))?", text, re.DOTALL)
         if found is None:
             raise LayoutError(f"{text!r} is no layout; one reads '[unsharded, model] on model=2'.")
-        entries, mesh = found.groups()
+        entries, padded, mesh = found.groups()
         specs = [e.strip().split("+") for e in entries.split(",")] if entries.strip() else []
-        return cls(specs, None if mesh is None else Mesh.from_string(mesh))
+        return cls(specs, None if mesh is None else Mesh.from_string(mesh), pad=bool(padded))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.specs, self.mesh)
+        return _unpickled, (self.specs, self.mesh, self.pad)
+
+
+def _unpickled(specs: Specs, mesh: Mesh | None, pad: bool) -> Layout:
+    return Layout(specs, mesh, pad=pad)
 
 
 def as_layout(specs: Layout | Specs) -> Layout:

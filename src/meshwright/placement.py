@@ -23,9 +23,15 @@ BatchAxes = str | tuple[str, ...] | None
 BatchLike = BatchAxes | list[str]
 
 _BY_LAYER = "the layer's own argument"
+_PADDING = "A layout with pad=True pads such a weight where a step stores it, and only there."
 _MATCHES_NOTHING = (
     "MATCH keeps a dim as it lies, but nothing lies anywhere yet; name an axis, or leave the dim "
     "UNSHARDED."
+)
+
+_PADS_WEIGHTS = (
+    "pad=True is for weights. Batches are padded by themselves, and activations that do not divide "
+    "are kept whole; leave pad out."
 )
 
 
@@ -61,9 +67,19 @@ class Placed(NamedTuple):
     reason: str
 
     @property
+    def stored_dims(self) -> tuple[int, ...]:
+        """Its dims as a training step stores it: larger where the layout pads it."""
+        return self.layout.stored_dims(self.info.dims)
+
+    @property
+    def unpadded(self) -> Layout:
+        """How it lies with its own dims: whole along those that do not divide."""
+        return self.layout.fitting(self.info.dims) if self.layout.pad else self.layout
+
+    @property
     def bytes_per_device(self) -> int:
-        """Bytes that one device of the mesh holds."""
-        return self.layout.shard_bytes(self.info.dims, self.info.itemsize)
+        """Bytes that one device of the mesh holds while it trains."""
+        return self.layout.shard_bytes(self.stored_dims, self.info.itemsize)
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,8 @@ class Placement:
         named += [(f"activation {rule.pattern!r}", rule.layout) for rule in self.activations]
         for what, layout in named:
             faults += [f"{what}: {fault}" for fault in _binding_faults(layout, self.mesh)]
+            if layout.pad and not what.startswith("rule"):
+                faults.append(f"{what}: {_PADS_WEIGHTS}")
         if self.zero and self.batch is None:
             faults.append(
                 f"zero={self.zero} shares state out over the axes of the batch, and batch=None "
@@ -154,10 +172,12 @@ class Placement:
         infos = list(infos)
         ruled: dict[ParamInfo, Placed] = {}
         faults: list[str] = []
+        could_be_padded = False
         for info in dict.fromkeys(i for i in infos if i.role != "slot"):
             try:
                 ruled[info] = self._place_one(info)
                 found = _faults_of(ruled[info])
+                could_be_padded |= ruled[info].layout.rank == len(info.dims) and bool(found)
             except LayoutError as error:
                 found = [f"{_opening(info, info.asked, _BY_LAYER)}: {error}"]
             if found:
@@ -165,7 +185,8 @@ class Placement:
         if faults:
             raise PlacementError(
                 f"{len(faults)} variable(s) cannot be laid out on the mesh "
-                f"({self.mesh.axes_text}); nothing was allocated.\n" + "\n".join(faults)
+                f"({self.mesh.axes_text}); nothing was allocated.\n"
+                + "\n".join(faults + [_PADDING] * could_be_padded)
             )
         owners = {info.path: each for info, each in ruled.items()}
         if self.zero == 3:
@@ -178,10 +199,10 @@ class Placement:
             return Placed(info, replicated, f"{info.role}: replicated")
         rule = find_rule(self.rules, info.spellings)
         if info.asked is not None:
-            return Placed(info, self._asked(info, rule), _BY_LAYER)
+            return _padded(info, self._asked(info, rule), _BY_LAYER)
         if rule is None:
             return Placed(info, replicated, "no rule: replicated")
-        return Placed(info, rule.layout.on(self.mesh), f"rule '{rule.pattern}'")
+        return _padded(info, rule.layout.on(self.mesh), f"rule '{rule.pattern}'")
 
     def _slot(self, info: ParamInfo, owners: Mapping[str, Placed]) -> Placed:
         owner = owners.get(info.owner or "")
@@ -194,7 +215,7 @@ class Placement:
         """What ZeRO makes of a parameter or a slot; the reason says so either way."""
         if each.info.role not in ("parameter", "slot"):
             return each
-        layout = share_out(each.layout, each.info.dims, self.batch_axes)
+        layout = share_out(each.layout, each.stored_dims, self.batch_axes)
         says = f"zero={self.zero}" + ("" if layout else ": small, or no dim divides")
         return Placed(each.info, layout or each.layout, f"{each.reason}, {says}")
 
@@ -202,7 +223,7 @@ class Placement:
         """The layer's own layout. It beats a pattern; a rule for this very path contradicts it."""
         assert info.asked is not None
         named = rule is not None and names_exactly(rule.pattern, info.spellings)
-        if named and rule is not None and rule.layout.specs != info.asked.specs:
+        if named and rule is not None and rule.layout.unbound() != info.asked.unbound():
             raise LayoutError(
                 f"the variable is laid out twice: rule {rule.pattern!r} names this very path and "
                 f"gives {rule.layout.unbound()}. Keep one of the two."
@@ -296,10 +317,21 @@ def _binding_faults(layout: Layout, mesh: Mesh) -> list[str]:
     return []
 
 
+def _padded(info: ParamInfo, layout: Layout, reason: str) -> Placed:
+    """The variable in this layout, which says that it pads only where something is padded."""
+    if not layout.pad or layout.rank != len(info.dims):
+        return Placed(info, layout, reason)
+    stored = layout.stored_dims(info.dims)
+    if stored == info.dims:
+        return Placed(info, Layout(layout.specs, layout.mesh), reason)
+    return Placed(info, layout, f"{reason}, stored as {'x'.join(map(str, stored))}")
+
+
 def _faults_of(placed: Placed) -> list[str]:
     opening = _opening(placed.info, placed.layout, placed.reason)
-    faults = placed.layout.faults(placed.info.dims, "the variable")
-    return [f"{opening}: {fault}" for fault in faults]
+    fits = placed.layout.rank == len(placed.info.dims)
+    dims = placed.stored_dims if fits else placed.info.dims
+    return [f"{opening}: {fault}" for fault in placed.layout.faults(dims, "the variable")]
 
 
 def _opening(info: ParamInfo, layout: Layout | None, reason: str) -> str:

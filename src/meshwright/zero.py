@@ -32,7 +32,8 @@ def share_out(layout: Layout, dims: Sequence[int], axes: tuple[str, ...]) -> Lay
 
     The largest dim that divides is taken, as one device holds it now; the first of equals.
     ``None`` where no dim divides, where the array lies along one of the axes already, or where a
-    device holds no more than ``SMALL_ELEMENTS`` elements.
+    device holds no more than ``SMALL_ELEMENTS`` elements. ``dims`` are the stored ones of an array
+    that is padded, and stay as they are.
 
     >>> import meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
@@ -52,4 +53,4 @@ def share_out(layout: Layout, dims: Sequence[int], axes: tuple[str, ...]) -> Lay
     dim = max(divisible, key=lambda dim: local[dim])
     specs = list(layout.specs)
     specs[dim] = (*layout.dim_axes(dim), *axes) or UNSHARDED
-    return Layout(specs, mesh)
+    return Layout(specs, mesh, pad=layout.pad)

@@ -139,7 +139,11 @@ def gradients(
                 return jax.grad(program.loss, has_aux=True)(state.params, state, batch, True)[0]
 
         by_name = jax.jit(by_path)(state, strategy.put(batch))
-        found = [by_name[path] for path in variables.params]
+        # A program's gradients are stored as its parameters are, some of them padded.
+        found = [
+            by_name[path][tuple(slice(size) for size in variable.shape)]
+            for path, variable in variables.params.items()
+        ]
     return {path: whole(g) for path, g in zip(variables.params, found, strict=True)}
 
 

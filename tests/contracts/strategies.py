@@ -168,6 +168,11 @@ _LAYERS = {
     "tokens": ("words", "lstm", "output"),
 }
 _VOCABULARY = {"words.embeddings": ["model", None]}
+_PADDED = {  # 12 and 4 over eight devices; test_padding_laws.py has more of these
+    "hidden.*kernel": mw.Layout([("batch", "model"), None], pad=True),
+    "output.*kernel": mw.Layout([None, ("model", "batch")], pad=True),
+    "output.*bias": mw.Layout([("model", "batch")], pad=True),
+}
 _MODEL, _EIGHT = {"batch": 4, "model": 2}, {"batch": 8}
 _TWO = {"data": 2, "fsdp": 4}
 
@@ -199,6 +204,7 @@ STRATEGIES = [
         inputs=["batch", "rows", "cols", None],
         core=True,
     ),
+    Row("padded-dense", _MODEL, "dense", _PADDED),
     Row("zero1-wide", _EIGHT, "wide", zero=1, core=True),
     Row("zero2-wide", _EIGHT, "wide", zero=2),
     Row("zero3-wide", _EIGHT, "wide", zero=3),

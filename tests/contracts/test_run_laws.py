@@ -147,5 +147,5 @@ def test_later_steps_compile_nothing(row: Row, way: str) -> None:
 def test_every_variable_lies_as_explained_after_training(row: Row, way: str) -> None:
     strategy, found = row.strategy(), sharded(row.name, way)
     for variable, placed in strategy._placed(found.model):
-        sharding = placed.layout.sharding
+        sharding = placed.unpadded.sharding
         assert variable.value.sharding.is_equivalent_to(sharding, variable.value.ndim), placed

@@ -33,7 +33,7 @@ def _trained(row: Row) -> tuple[mw.Sharded, keras.Model]:
 
 def _lies_as_told(strategy: mw.Sharded, model: keras.Model) -> None:
     for variable, placed in strategy._placed(model):
-        value, sharding = variable.value, placed.layout.sharding
+        value, sharding = variable.value, placed.unpadded.sharding
         assert value.sharding.is_equivalent_to(sharding, value.ndim), placed.info.path
 
 

@@ -137,7 +137,7 @@ def _within(layout: Layout, mesh: Mesh) -> Layout:
             return spec
         return tuple(axis for axis in _as_axes(spec) if axis in mesh) or UNSHARDED
 
-    return Layout([kept(spec) for spec in layout.specs])
+    return Layout([kept(spec) for spec in layout.specs], pad=layout.pad)
 
 
 def _mapped(layouts: Any) -> dict[Any, Layout]:

@@ -152,12 +152,12 @@ def _run_pure(case: Case, setup: Setup, steps: int) -> Run:
     if program.own_step is None:
         told = trainer(replace(program, update=_gradients_as_parameters))
         first = _in_parts(case.batches[0], setup, told.put)
-        gradients = told.step(told.init(), first)[0].params
+        gradients = told.unpadded(told.step(told.init(), first)[0]).params
     state = true.init()
-    values, losses = [_values(program.infos, state)], []
+    values, losses = [_values(program.infos, true.unpadded(state))], []
     for batch in itertools.islice(itertools.cycle(case.batches), steps):
         state, logs = true.step(state, _in_parts(batch, setup, true.put))
-        values.append(_values(program.infos, state))
+        values.append(_values(program.infos, true.unpadded(state)))
         # With accumulation, a program's logs are those of its last micro-batch.
         losses += [_loss(logs)] if how.accumulate == 1 else []
     return _as_run(program.infos, gradients, values, losses)

@@ -8,7 +8,7 @@ from typing import Any
 from ..placement import ParamInfo, Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 
-_GATHERED = "gathered parameter"
+GATHERED = "gathered parameter"  # is made again for the backward pass at level 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ def _gathered(value: Any, whole: Any, shared: Any) -> Any:
 
     @jax.custom_vjp
     def gather(value: Any) -> Any:
-        return checkpoint_name(jax.lax.with_sharding_constraint(value, whole), _GATHERED)
+        return checkpoint_name(jax.lax.with_sharding_constraint(value, whole), GATHERED)
 
     def backward(_: None, gradient: Any) -> tuple[Any]:
         return (jax.lax.with_sharding_constraint(gradient, shared),)
@@ -133,4 +133,4 @@ def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     if primitive.name != "custom_vjp_call":
         return True
     inside = params["call_jaxpr"].eqns
-    return not any(eqn.params.get("name") == _GATHERED for eqn in inside)
+    return not any(eqn.params.get("name") == GATHERED for eqn in inside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +13,12 @@ from ..checkpoint import Checkpoints
 from ..data import Putter
 from ..errors import TopologyError
 from ..explain import Explanation
-from ..placement import Placement
+from ..layout import Layout
+from ..placement import Placed, Placement
 from ..program import Batch, Logs, Program, TrainState
 from ..step.options import PLAIN, StepOptions
 from ..step.sharing import Sharing
+from ..step.storing import Storing, stored
 from ..step.train import guarded, make_train_step
 from ..strict import inspect
 from .resuming import train_saving
@@ -65,12 +67,15 @@ class Trainer:
     @functools.cached_property
     def layouts(self) -> TrainState:
         """How every array of the state lies; raises :class:`~meshwright.PlacementError`."""
+        inspect(self.placement, self.program.infos, repr(self.program.name))
+        return self._layouts(self.placement, lambda placed: placed.layout)
+
+    def _layouts(self, placement: Placement, which: Callable[[Placed], Layout]) -> TrainState:
         program = self.program
-        inspect(self.placement, program.infos, repr(program.name))
-        placed = {each.info: each for each in self.placement.place(program.infos)}
+        placed = {each.info: which(each) for each in placement.place(program.infos)}
         return TrainState(
             *(
-                {info.path: placed[info].layout for info in part}
+                {info.path: placed[info] for info in part}
                 for part in (program.params, program.state, program.slots, program.metrics)
             )
         )
@@ -81,14 +86,35 @@ class Trainer:
 
     def init(self) -> TrainState:
         """The first state, each array made directly in its layout."""
-        return jax.jit(self.program.initial, out_shardings=self._shardings)()
+        program = stored(self.program, self._storing)
+        return jax.jit(program.initial, out_shardings=self._shardings)()
+
+    def unpadded(self, state: TrainState) -> TrainState:
+        """The state with every weight in its own dims, where a layout has ``pad=True``.
+
+        Checkpoints hold it so. :meth:`padded` makes a state of it again that :attr:`step` takes.
+        """
+        return self._storing.restore(state)
+
+    def padded(self, state: TrainState) -> TrainState:
+        """A state whose arrays have their own dims, as :attr:`step` takes it."""
+        return self._storing.store(state)
+
+    @functools.cached_property
+    def _storing(self) -> Storing:
+        program = self.program
+        parts = program.params, program.state, program.slots, program.metrics
+        return Storing.of(self.placement, *parts)
 
     @functools.cached_property
     def step(self) -> Any:
         """The compiled step ``(state, batch) -> (state, logs)``; it donates the state."""
         sharing = Sharing.of(self.placement, self.program.params)
-        used = self.layouts._replace(params=sharing.whole)
-        step = make_train_step(guarded(self.program, used, self.put.layouts), sharing, self.how)
+        used = self._layouts(self.placement, lambda placed: placed.unpadded)
+        gathered = self._layouts(self.placement.with_zero(0), lambda placed: placed.unpadded)
+        used = used._replace(params=gathered.params)
+        program = guarded(self.program, used, self.put.layouts)
+        step = make_train_step(stored(program, self._storing), sharing, self.how)
         return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
 
     @functools.cached_property

@@ -31,7 +31,7 @@ def train_saving(
         raise CheckpointError(f"save_every={every!r}: a number of steps, at least 1.")
     start = checkpoints.latest
     if start is not None:
-        state = checkpoints.restore(state, start)
+        state = trainer.padded(checkpoints.restore(trainer.unpadded(state), start))
     source = Source(batches, start)
     step = start.step if start else 0
     per_step = trainer.how.accumulate
@@ -42,7 +42,7 @@ def train_saving(
         late = dict(logs)
         checkpoints.save(
             step,
-            state,
+            trainer.unpadded(state),
             source.position(step * per_step),
             layout=layout,
             late_notes=lambda: {"logs": {name: _float(value) for name, value in late.items()}},

@@ -51,7 +51,7 @@ def _parameter_layouts(placement: Placement, model: keras.Model) -> list[Layout 
         return _variable_layouts(model.trainable_variables)
     infos = model_infos(model)
     used = [infos[id(variable)] for variable in model.trainable_variables]
-    return [each.layout for each in placement.with_zero(0).place(used)]
+    return [each.unpadded for each in placement.with_zero(0).place(used)]
 
 
 def _variable_layouts(variables: list[Any]) -> list[Layout | None]:

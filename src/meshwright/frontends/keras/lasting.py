@@ -13,6 +13,7 @@ import keras
 
 from ... import _compat
 from ...program import TrainState
+from ...step.storing import Storing
 from .hooks import parameter_of
 from .paths import lasting_name, lasting_paths, unique
 from .program import KerasVariables
@@ -20,9 +21,13 @@ from .program import KerasVariables
 
 @dataclass(frozen=True, eq=False)
 class LastingNames:
-    """Path of each variable -> its name in checkpoints, by the fields of :class:`TrainState`."""
+    """Path of each variable -> its name in checkpoints, by the fields of :class:`TrainState`.
+
+    Checkpoints hold every array in its own dims; ``storing`` says which ones a step pads.
+    """
 
     of_parts: tuple[dict[str, str], ...]
+    storing: Storing
 
     @classmethod
     def of(cls, model: keras.Model, variables: KerasVariables) -> LastingNames:
@@ -37,18 +42,20 @@ class LastingNames:
             names[id(variable)] = unique(name, taken)
             taken.add(names[id(variable)])
         parts = (v.params, v.state, v.slots, v.metrics)
-        return cls(tuple({p: names[id(each)] for p, each in part.items()} for part in parts))
+        by_path = tuple({p: names[id(each)] for p, each in part.items()} for part in parts)
+        return cls(by_path, v.storing)
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
         """The same arrays under the names that last; parts may lack some."""
-        parts = zip(state, self.of_parts, strict=True)
+        parts = zip(self.storing.restore(state), self.of_parts, strict=True)
         return TrainState(*({names[p]: v for p, v in part.items()} for part, names in parts))
 
     def from_checkpoint(self, state: TrainState) -> TrainState:
         """The same arrays under the paths of the variables."""
         paths = ({name: path for path, name in names.items()} for names in self.of_parts)
         parts = zip(state, paths, strict=True)
-        return TrainState(*({names[p]: v for p, v in part.items()} for part, names in parts))
+        found = ({names[p]: v for p, v in part.items()} for part, names in parts)
+        return self.storing.store(TrainState(*found))
 
 
 def _of_slot(model: keras.Model, slot: object, path: str, found: dict[int, str]) -> str | None:

@@ -121,7 +121,7 @@ def _pending_class(of: type) -> type:
 
 
 def _make(variables: list[Any], placed: list[Placed]) -> None:
-    shardings = [each.layout.sharding for each in placed]
+    shardings = [each.unpadded.sharding for each in placed]
     values: dict[int, Any] = {}
     for i, variable in enumerate(variables):
         fill = _FILLS.get(type(_initializer(variable)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -11,9 +11,10 @@ import keras
 
 from ... import _compat
 from ...errors import ModelError
-from ...placement import ParamInfo
+from ...placement import ParamInfo, Placement
 from ...program import Arrays, Aux, Batch, Logs, Program, TrainState
 from ...step.padding import Padded
+from ...step.storing import Storing, stored
 from .hooks import parameter_of
 from .paths import distinct, model_infos, other_info, slot_info
 from .rowwise import loss_on_true_rows
@@ -21,13 +22,17 @@ from .rowwise import loss_on_true_rows
 
 @dataclass(frozen=True, eq=False)
 class KerasVariables:
-    """Variables of a model, its optimizer and its metrics by path, in Keras' order."""
+    """Variables of a model, its optimizer and its metrics by path, in Keras' order.
+
+    ``storing`` says which of them a step stores padded; the variables themselves never are.
+    """
 
     params: dict[str, Any]  # path -> variable, and so on
     state: dict[str, Any]
     slots: dict[str, Any]
     metrics: dict[str, Any]
     infos: dict[int, ParamInfo]
+    storing: Storing = field(default_factory=Storing)
 
     @classmethod
     def of(cls, model: keras.Model) -> KerasVariables:
@@ -53,6 +58,11 @@ class KerasVariables:
             infos=infos,
         )
 
+    def under(self, placement: Placement) -> KerasVariables:
+        """The same variables, stored as a placement says."""
+        storing = Storing.of(placement, *(_infos(self, part) for part in _parts(self)))
+        return replace(self, storing=storing)
+
     @property
     def all(self) -> list[Any]:
         """Every variable, in the order of :class:`TrainState`."""
@@ -61,22 +71,44 @@ class KerasVariables:
 
 
 def read_state(variables: KerasVariables) -> TrainState:
-    """The arrays that the variables hold, no two of them in the same memory.
+    """The arrays that the variables hold, as a step stores them, no two in the same memory.
 
     Keras' moving averages end by assigning one variable to another; a step that donated the shared
     array twice would crash the process.
     """
     taken: set[int] = set()
-    return TrainState(
+    values = TrainState(
         *(
             {path: _unshared(_compat.raw_value(v), taken) for path, v in part.items()}
             for part in _parts(variables)
         )
     )
+    return variables.storing.store(values)
+
+
+def take_state(variables: KerasVariables) -> TrainState:
+    """The same for steps that donate it: the variables hold nothing until :func:`write_state`.
+
+    A step frees what it is given, but of what is padded it is given a copy.
+    """
+    state = read_state(variables)
+    if not variables.storing:
+        return state
+    given = {_memory(array) for part in state for array in part.values()}
+    for part, padded in zip(_parts(variables), variables.storing.parts, strict=True):
+        for path in padded:
+            array = _compat.raw_value(part[path])
+            if not array.is_deleted() and _memory(array) not in given:
+                array.delete()
+    return state
+
+
+def _memory(array: Any) -> int:
+    return array.addressable_data(0).unsafe_buffer_pointer()
 
 
 def _unshared(array: Any, taken: set[int]) -> Any:
-    memory = array.addressable_data(0).unsafe_buffer_pointer()
+    memory = _memory(array)
     if memory in taken:
         array = jnp.copy(array)
     taken.add(memory)
@@ -84,7 +116,8 @@ def _unshared(array: Any, taken: set[int]) -> Any:
 
 
 def write_state(variables: KerasVariables, state: TrainState) -> None:
-    """Give every variable its array."""
+    """Give every variable its array, in its own dims."""
+    state = variables.storing.restore(state)
     for part, values in zip(_parts(variables), state, strict=True):
         for path, variable in part.items():
             variable.assign(values[path])
@@ -143,7 +176,7 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
         logs, new = model.train_step(tuple(_lists(v, whole)), batch)
         return _state(v, new), logs
 
-    return Program(
+    program = Program(
         name=model.name,
         params=_infos(v, v.params),
         state=_infos(v, v.state),
@@ -157,6 +190,7 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
         own_step=own_step if own else None,
         reduction=_reduction(model),
     )
+    return replace(stored(program, v.storing), initial=lambda: read_state(v))
 
 
 def _reduction(model: keras.Model) -> Literal["mean", "sum"]:
@@ -168,9 +202,9 @@ def own_test_step(model: keras.Model, v: KerasVariables) -> Any:
     """The model's own evaluation step as ``(state, batch) -> (state, logs)``."""
 
     def step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-        params, state, _, metrics = _lists(v, whole)
+        params, state, _, metrics = _lists(v, v.storing.take(whole))
         logs, (params, state, metrics) = model.test_step((params, state, metrics), batch)
-        new = _state(v, (params, state, [], metrics))
+        new = v.storing.pad(_state(v, (params, state, [], metrics)))
         return new._replace(slots=whole.slots), logs
 
     return step
@@ -180,6 +214,7 @@ def predict_step(model: keras.Model, v: KerasVariables) -> Any:
     """``(params, state, batch) -> outputs``; the model's own where it brings one."""
 
     def step(params: Arrays, state: Arrays, batch: Batch) -> Any:
+        params, state = v.storing.take_weights(params, state)
         values = _ordered(v.params, params), _ordered(v.state, state)
         outputs, _ = model.predict_step(values, batch)
         return outputs

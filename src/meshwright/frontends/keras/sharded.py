@@ -159,7 +159,7 @@ class Sharded(_Distribution):
             )
         for variable, placed in self._placed(model):
             settle(variable)
-            value, sharding = _compat.raw_value(variable), placed.layout.sharding
+            value, sharding = _compat.raw_value(variable), placed.unpadded.sharding
             if not value.sharding.is_equivalent_to(sharding, value.ndim):
                 value = put(value, sharding)
             _compat.set_variable(variable, value, sharding)
@@ -222,7 +222,7 @@ class Sharded(_Distribution):
         """The values of a compiled model as a pytree by path.
 
         The arrays are the variables' own: after a step that donates them, give the newest state
-        back with :meth:`load_state`.
+        back with :meth:`load_state`. Weights whose layouts have ``pad=True`` are padded.
         """
         return read_state(self.prepare(model, _given(batch)))
 
@@ -281,7 +281,7 @@ class Sharded(_Distribution):
                 )
             self._build(model, first_batch() if lacks_batch and first_batch else None, training)
         self._inspect(model)
-        variables = KerasVariables.of(model)
+        variables = KerasVariables.of(model).under(self.placement)
         if any(is_pending(v) or not self._is_here(v) for v in variables.all):
             self.place(model)
         return variables
@@ -305,7 +305,7 @@ class Sharded(_Distribution):
     def get_variable_layout(self, variable: Any) -> Any:
         """Keras' question: the sharding of a variable."""
         noted = _compat.variable_layout(variable)
-        return noted if noted is not None else self._place_new([variable], [])[0].layout.sharding
+        return noted if noted is not None else self._place_new([variable], [])[0].unpadded.sharding
 
     def get_tensor_layout(self, path: str) -> Any:
         """Keras' question: the layout of the output of a layer, or ``None`` to leave it."""
