@@ -11,6 +11,7 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.frontends.keras.lasting import LastingNames
+from meshwright.testing import run_in_fresh_process
 
 
 class Branch(layers.Layer):
@@ -72,3 +73,22 @@ def test_a_copy_goes_on_in_the_same_process(tmp_path: Path) -> None:
     STRATEGY.fit(build(STRATEGY), X, Y, epochs=2, checkpoint=tmp_path, **options)
     parts = STRATEGY.fit(build(STRATEGY), X, Y, epochs=4, checkpoint=tmp_path, **options)
     assert parts.history == whole.history
+
+
+def test_slots_made_before_any_strategy_are_known_too() -> None:
+    """A model that plain Keras has trained in a process where no strategy was ever used."""
+    code = """
+    import meshwright as mw
+    mw.virtual_devices(8)
+    import keras, numpy as np
+    stack = [keras.layers.Dense(64, name="hidden"), keras.layers.Dense(2, name="output")]
+    model = keras.Sequential([keras.Input([32]), *stack])
+    model.compile("adam", "mse")
+    model.fit(np.ones([8, 32]), np.ones([8, 2]), verbose=0)
+    rules = {"hidden/kernel": [None, "model"]}
+    strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), rules)
+    strategy.place(model)
+    print(strategy.explain(model)["adam/hidden/kernel/momentum"].layout.unbound())
+    strategy.fit(model, np.ones([8, 32]), np.ones([8, 2]), verbose=0)
+    """
+    assert run_in_fresh_process(code) == "[unsharded, model]\n"

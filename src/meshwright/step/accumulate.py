@@ -8,6 +8,7 @@ of the optimizer. Batch statistics are those of each micro-batch in turn, and dr
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def _in_a_loop(
         after, logs = micro.measured(before, aux, batch)
         return (after.state, after.metrics, grads), logs
 
-    _, like = jax.eval_shape(lambda *args: micro.gradients(*args, share), whole, batches[0])
+    _, like = jax.eval_shape(functools.partial(micro.gradients, share=share), whole, batches[0])
     zeros = {
         path: sharing.part(jnp.zeros(grad.shape, grad.dtype), ndims[path])
         for path, grad in like.items()

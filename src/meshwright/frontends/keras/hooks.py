@@ -106,6 +106,19 @@ def parameter_of(slot: Any) -> Any | None:
     return getattr(slot, "_meshwright_parameter", None)
 
 
+def find_parameters(slots: list[Any], parameters: list[Any]) -> None:
+    """Note which parameters slots belong to that were made before anybody listened: by names.
+
+    Keras calls the momentum of ``net/hidden/kernel`` ``net_hidden_kernel_momentum``.
+    """
+    unknown = [slot for slot in slots if parameter_of(slot) is None]
+    beginnings = {each.path.replace("/", "_") + "_": each for each in parameters if unknown}
+    for slot in unknown:
+        found = [begin for begin in beginnings if slot.name.startswith(begin)]
+        if found and (parameter := beginnings[max(found, key=len)]).shape == slot.shape:
+            slot._meshwright_parameter = parameter
+
+
 def layout_of(variable: Any) -> Layout:
     """The layout that a Keras variable lies in; makes it first if it still waits."""
     value = variable.value

@@ -15,7 +15,7 @@ from ...placement import ParamInfo, Placement
 from ...program import Arrays, Aux, Batch, Logs, Program, TrainState
 from ...step.padding import Padded
 from ...step.storing import Storing, stored
-from .hooks import parameter_of
+from .hooks import find_parameters, parameter_of
 from .paths import distinct, model_infos, other_info, slot_info
 from .rowwise import loss_on_true_rows
 
@@ -41,6 +41,7 @@ class KerasVariables:
         metrics = _compat.metrics_variables(model)
         optimizer = _compat.optimizer_of(model)
         slots = [] if optimizer is None else optimizer.variables
+        find_parameters(slots, model.trainable_variables)
         taken = {info.path for info in infos.values()}
         for slot in slots:
             owner = parameter_of(slot)
