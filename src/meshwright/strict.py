@@ -37,20 +37,13 @@ def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the p
     Correct them or take them out; strict=False makes this a warning.
     """
     infos = [info for info in infos if info.role not in ("metric", "slot")]
-    if faults := idle_rules(placement, infos):
-        text = (
-            f"{len(faults)} rule(s) place no variable of {name}, and what they were meant for may "
-            "be replicated:\n" + "\n".join(faults) + "\nCorrect them or take them out"
-        )
-        if placement.strict:
-            raise PlacementError(f"{text}; strict=False makes this a warning.")
-        warnings.warn(f"{text}.", MeshwrightWarning, stacklevel=3)
+    refuse_idle_rules(placement, infos, name)
     if large := unnamed(placement, infos):
         text = _unnamed_text(large, name)
         if placement.unmatched == "error":
-            raise PlacementError(f"{text} Name them in a rule, or say unmatched='replicate'.")
+            raise PlacementError(f"{text}Name them in a rule, or say unmatched='replicate'.")
         if placement.unmatched == "warn":
-            text += " Name them in a rule; unmatched='error' refuses them, 'replicate' is silent."
+            text += "Name them in a rule; unmatched='error' refuses them, 'replicate' is silent."
             warnings.warn(text, MeshwrightWarning, stacklevel=3)
     if axes := idle_axes(placement, placement.place(infos)):
         named = " and ".join(f"{axis!r} (size {placement.mesh[axis]})" for axis in axes)
@@ -61,6 +54,20 @@ def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the p
             MeshwrightWarning,
             stacklevel=3,
         )
+
+
+def refuse_idle_rules(
+    placement: Placement, infos: Sequence[ParamInfo], name: str = "the program"
+) -> None:
+    """Raise :class:`~meshwright.PlacementError`, or warn, if rules place none of the variables."""
+    if faults := idle_rules(placement, infos):
+        text = (
+            f"{len(faults)} rule(s) place no variable of {name}, and what they were meant for may "
+            "be replicated:\n" + "\n".join(faults) + "\nCorrect them or take them out"
+        )
+        if placement.strict:
+            raise PlacementError(f"{text}; strict=False makes this a warning.")
+        warnings.warn(f"{text}.", MeshwrightWarning, stacklevel=3)
 
 
 def idle_rules(placement: Placement, infos: Sequence[ParamInfo]) -> list[str]:

@@ -53,6 +53,11 @@ class Row:
     zero: int = 0
     core: bool = False  # in the part that always runs; others are marked ``full``
 
+    @property
+    def is_asked_all(self) -> bool:
+        """Whether laws that say nothing of ZeRO are asked of it; two of its rows stand for all."""
+        return self.core or not self.zero
+
     def strategy(self) -> mw.Sharded:
         mesh = mw.create_mesh(self.axes)
         layouts = {

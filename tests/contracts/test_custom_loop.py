@@ -29,7 +29,9 @@ def _build(row: Row) -> Any:
     return compiled(row.of.build, lambda: keras.optimizers.SGD(0.05, momentum=0.9))
 
 
-@pytest.mark.parametrize("row", rows(always=("model-dense", "spatial-images")))
+@pytest.mark.parametrize(
+    "row", rows(always=("model-dense", "spatial-images"), only=lambda row: row.is_asked_all)
+)
 def test_a_loop_over_the_pure_step_is_fit(row: Row) -> None:
     batches, strategy, one = _batches(row), row.strategy(), OneDevice()
     model, other = made(strategy, _build(row)), made(one, _build(row))

@@ -19,7 +19,7 @@ def _build(row: Row) -> Any:
     return compiled(row.of.build, lambda: keras.optimizers.SGD(0.05, momentum=0.9))
 
 
-@pytest.fixture(params=rows(always=("model-dense",)))
+@pytest.fixture(params=rows(always=("model-dense",), only=lambda row: row.is_asked_all))
 def row(request: pytest.FixtureRequest) -> Row:
     return request.param
 

@@ -76,7 +76,8 @@ def _cases() -> list[object]:
     for precision, row, optimizer in itertools.product(
         ("float64", "float32"), STRATEGIES, OPTIMIZERS
     ):
-        if optimizer in ("sgd", "momentum", "adam") or row.core:
+        some = ("sgd", "momentum", "adam") if row.is_asked_all else ("momentum", "adam")
+        if optimizer in some or row.core:
             always = row.core and (precision, optimizer) in ALWAYS
             marks = () if always else pytest.mark.full
             name = f"{precision}-{row.name}-{optimizer}"

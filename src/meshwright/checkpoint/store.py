@@ -191,10 +191,15 @@ def restore_state(info: CheckpointInfo, like: TrainState, checkpointer: Any = No
 
 def _tidy(directory: Path) -> None:
     """Make the directory, and remove what a killed writer left there half done."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in directory.iterdir():
-        if is_leftover_name(path.name):
-            files.remove(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.iterdir():
+            if is_leftover_name(path.name):
+                files.remove(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints cannot be written to {directory}: {error}. Name another directory."
+        ) from error
 
 
 def _is_first_process() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from ...program import Batch, Program, TrainState
 from ...step.options import PLAIN, StepOptions, Sums
 from ...step.sharing import Sharing
 from ...step.train import Step, make_train_step
-from ...strict import inspect, unnamed
+from ...strict import inspect, refuse_idle_rules, unnamed
 from . import batches, fitting, saving
 from .hooks import Hooks, OutputOf, layout_of, parameter_of
 from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
@@ -376,8 +375,7 @@ class Sharded(_Distribution):
         """Where a rule places nothing and a large parameter has no rule, better not to begin."""
         infos = self._all_infos(models)
         if infos and self.placement.strict and unnamed(self.placement, infos):
-            silent = replace(self.placement, unmatched="replicate")
-            inspect(silent, infos, "what was built in this scope")
+            refuse_idle_rules(self.placement, infos, "what was built in this scope")
 
     def _all_infos(self, models: Iterable[keras.Model]) -> list[ParamInfo]:
         built = list(dict.fromkeys(model for model in models if model.built))
