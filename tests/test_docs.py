@@ -19,7 +19,15 @@ def code_of(page: Path) -> str:
     return "\n".join(blocks.findall(page.read_text()))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def _in_turn() -> list[object]:
+    """The README always; the other pages are a minute together."""
+    return [
+        pytest.param(page, id=page.name, marks=() if page.name == "README.md" else pytest.mark.full)
+        for page in PAGES
+    ]
+
+
+@pytest.mark.parametrize("page", _in_turn())
 def test_the_code_of_each_page_runs(page: Path, tmp_path: Path) -> None:
     code = code_of(page)
     if page.name == "README.md":  # the subset is enough to see that it runs

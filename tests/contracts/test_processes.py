@@ -54,6 +54,7 @@ def test_two_processes_train_as_one_device_does() -> None:
     _check("train", ["model-dense"], timeout_s=300)
 
 
+@pytest.mark.full
 def test_each_process_reads_only_what_its_devices_need() -> None:
     _check("input", ["model-dense"], timeout_s=300)
 

@@ -84,7 +84,7 @@ def one_device(batch_size: int, reduction: str = "sum_over_batch_size") -> Train
 
 @pytest.mark.parametrize("loops", [False, True], ids=["written out", "a loop"])
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
-@pytest.mark.parametrize("name", table("zero2"))
+@pytest.mark.parametrize("name", table("dp8"))
 def test_four_micro_batches_are_one_batch_of_all_their_rows(
     name: str, reduction: str, loops: bool
 ) -> None:
