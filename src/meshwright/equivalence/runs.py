@@ -18,6 +18,7 @@ from .. import _compat
 from ..errors import BatchError, LayoutError, ModelError
 from ..placement import ParamInfo, Placement
 from ..program import Program, TrainState
+from ..step.jaxprs import equations
 from ..step.options import StepOptions
 from ..train import Trainer
 from .cases import Build, Case, Setup, case_of
@@ -355,18 +356,9 @@ def _widened(batch: Any) -> Any:
 def _floats(jaxpr: Any) -> set[Any]:
     """The float dtypes of all that a jaxpr computes."""
     found = set()
-    for eqn in _equations(jaxpr):
+    for eqn in equations(jaxpr):
         for var in eqn.outvars:
             dtype = getattr(var.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
                 found.add(jnp.dtype(dtype))
     return found or {jnp.dtype("float32")}
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from _equations(inner)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .jaxprs import jaxprs_inside
+
 _PIECES = ("shard_map",)
 _UNSEEN = ("custom_call", "ffi_call", "pallas_call")
 
@@ -34,12 +36,12 @@ def model_flops(jaxpr: Any) -> float | None:
 def _of_equation(eqn: Any) -> float | None:
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
-        return _product(eqn)
+        return product_flops(eqn)
     if name == "conv_general_dilated":
         return _convolution(eqn)
     if name in _UNSEEN:
         return None
-    inner = [model_flops(each) for each in _inner(params)]
+    inner = [model_flops(each) for each in jaxprs_inside(eqn)]
     known = [flops for flops in inner if flops is not None]
     if len(known) < len(inner):
         return None
@@ -51,13 +53,8 @@ def _of_equation(eqn: Any) -> float | None:
     return times * sum(known)
 
 
-def _inner(params: dict[str, Any]) -> list[Any]:
-    """The jaxprs that an equation runs; derivatives that wait to be asked for are functions."""
-    values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
-    return [value for value in values if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
-
-
-def _product(eqn: Any) -> float:
+def product_flops(eqn: Any) -> float:
+    """Floating-point operations of one ``dot_general``."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
     return 2.0 * depth * math.prod(eqn.outvars[0].aval.shape)

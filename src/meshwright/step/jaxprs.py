@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Edit = Callable[[Any], Any]  # of an open jaxpr
@@ -23,6 +23,25 @@ def edited(function: Callable[..., Any], edit: Edit) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation, also those of inner jaxprs (a loop's body counts once)."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jaxprs_inside(eqn):
+            yield from equations(inner)
+
+
+def jaxprs_inside(eqn: Any) -> list[Any]:
+    """The jaxprs that an equation runs; derivatives that wait to be asked for are functions."""
+    values = (v if isinstance(v, tuple | list) else (v,) for v in eqn.params.values())
+    return [
+        one
+        for several in values
+        for one in several
+        if hasattr(one, "eqns") or hasattr(one, "jaxpr")
+    ]
 
 
 def count_uses(jaxpr: Any) -> Counter[Any]:

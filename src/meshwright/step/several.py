@@ -8,10 +8,12 @@ devices together, for laying out many small arrays costs more than one that hold
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..program import Batch, Logs, TrainState
+from .flops import product_flops
+from .jaxprs import equations
 from .train import Step
 
 AT_ONCE = 4  # eight gained little more and compiled twice as long
@@ -79,29 +81,15 @@ def is_short(jaxpr: Any) -> bool:
     False
     """
     flops = 0.0
-    for count, eqn in enumerate(_equations(jaxpr)):
+    for count, eqn in enumerate(equations(jaxpr)):
         flops += _flops(eqn)
         if count > _MOST_EQUATIONS or flops > _MOST_FLOPS:
             return False
     return True
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation, also those of inner jaxprs (a loop's body counts once)."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from _equations(inner)
-
-
 def _flops(eqn: Any) -> float:
     """Floating-point operations of the equations that can be long; convolutions always are."""
     if eqn.primitive.name == "conv_general_dilated":
         return math.inf
-    if eqn.primitive.name != "dot_general":
-        return 0.0
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
-    return 2.0 * depth * math.prod(eqn.outvars[0].aval.shape)
+    return product_flops(eqn) if eqn.primitive.name == "dot_general" else 0.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from ...data import Label, Putter, named_leaves
 from ...errors import BatchError, LayoutError
@@ -45,11 +46,15 @@ def abstract(batch: Batch, without: int = 0) -> Batch:
     """Shapes and dtypes of a batch as it is on devices, without so many dims in front."""
 
     def one(value: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            value.shape[without:], jax.dtypes.canonicalize_dtype(value.dtype)
-        )
+        return jax.ShapeDtypeStruct(value.shape[without:], device_dtype(value))
 
     return jax.tree.map(one, batch)
+
+
+def device_dtype(value: Any) -> Any:
+    """The dtype that a host value has on devices."""
+    dtype = getattr(value, "dtype", None)
+    return jax.dtypes.canonicalize_dtype(np.asarray(value).dtype if dtype is None else dtype)
 
 
 def by_shape(placement: Placement, dims: tuple[int, ...]) -> Layout:

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 
 from ... import _compat
 from ...step.padding import Padded
 from ...step.prefix import row_dims
 from ...step.twins import RowsMixError
+from .batches import device_dtype
 
 Kind = Literal["train", "test", "predict"]
 
@@ -39,7 +39,7 @@ class RowWise:
         if kind != "predict":  # the rest is not padded
             batch, *_ = keras.utils.unpack_x_y_sample_weight(batch)
         leaves, tree = jax.tree.flatten(batch)
-        tails = tuple((value.shape[1:], str(_dtype(value))) for value in leaves)
+        tails = tuple((value.shape[1:], str(device_dtype(value))) for value in leaves)
         key = (kind, tree, tails, rows, padded)
         if key not in self._known:
             self._known[key] = self._own_part(kind) or self._trace(kind, batch, rows, padded)
@@ -158,12 +158,7 @@ def _nowhere() -> Iterator[None]:
 
 def _abstract(value: Any, rows: int | None = None) -> jax.ShapeDtypeStruct:
     shape = value.shape if rows is None else (rows, *value.shape[1:])
-    return jax.ShapeDtypeStruct(shape, _dtype(value))
-
-
-def _dtype(value: Any) -> Any:
-    dtype = getattr(value, "dtype", None)
-    return jax.dtypes.canonicalize_dtype(np.asarray(value).dtype if dtype is None else dtype)
+    return jax.ShapeDtypeStruct(shape, device_dtype(value))
 
 
 def _is_float(value: Any) -> bool:
