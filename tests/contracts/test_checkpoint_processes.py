@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import free_address, run_together
 
 import meshwright as mw
 
@@ -33,26 +30,13 @@ def processes(
     count: int, directory: Path, epochs: int, strategy: str, stop: int = 0
 ) -> tuple[list[int], list[str]]:
     """Exit codes and outputs; with ``stop`` the first process sends itself SIGTERM then."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    started = []
-    with contextlib.ExitStack() as ending:
-        outputs = [ending.enter_context(tempfile.TemporaryFile("w+")) for _ in range(count)]
-        for index, output in enumerate(outputs):
-            what = [address, index, count, directory, epochs, strategy, stop if index == 0 else 0]
-            process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), *map(str, what)],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            ending.callback(process.wait)
-            ending.callback(process.kill)
-            started.append(process)
-        codes = [process.wait(timeout=LIMIT_S) for process in started]
-        return codes, [output.seek(0) or output.read() for output in outputs]
+    address = free_address()
+    arguments = [
+        (address, index, count, directory, epochs, strategy, stop if index == 0 else 0)
+        for index in range(count)
+    ]
+    return run_together(SCRIPT, arguments, environment, LIMIT_S)
 
 
 @pytest.mark.full

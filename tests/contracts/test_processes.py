@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
+from processes import free_address, run_together
 from strategies import STRATEGIES
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
@@ -19,26 +16,11 @@ KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV", "XLA_FLAGS")
 
 def run_two_processes(law: str, names: list[str], timeout_s: float) -> list[str]:
     """What both processes printed; raises if one fails. Neither outlives this call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     env = {name: os.environ[name] for name in KEPT if name in os.environ}
     env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with contextlib.ExitStack() as ending:
-        outputs = [ending.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
-        processes = []
-        for index, output in enumerate(outputs):
-            process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), address, str(index), law, *names],
-                env=env,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            ending.callback(process.wait)
-            ending.callback(process.kill)
-            processes.append(process)
-        codes = [process.wait(timeout=timeout_s) for process in processes]
-        texts = [output.seek(0) or output.read() for output in outputs]
+    address = free_address()
+    arguments = [(address, index, law, *names) for index in range(2)]
+    codes, texts = run_together(SCRIPT, arguments, env, timeout_s)
     assert codes == [0, 0], "\n\n".join(text[-3000:] for text in texts)
     return texts
 
