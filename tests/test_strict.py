@@ -57,7 +57,7 @@ def test_large_parameters_without_a_rule_are_listed_with_their_bytes() -> None:
 
 def test_they_can_be_refused() -> None:
     placement = mw.Placement.of(MESH, {"output": ["model", None]}, unmatched="error")
-    with pytest.raises(mw.PlacementError, match=r"words/embeddings .*\n Name them in a rule"):
+    with pytest.raises(mw.PlacementError, match=r"words/embeddings .*\nName them in a rule"):
         inspect(placement, LARGE)
 
 
