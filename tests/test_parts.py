@@ -15,6 +15,7 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.planning.collectives import read_collectives
+from meshwright.step.accumulate import Way, accumulating_in
 from meshwright.step.parts import Gathered, Pieces, in_parts, sum_parts
 
 ROWS = 16
@@ -172,7 +173,9 @@ def words() -> tuple[keras.Model, Any]:
     return keras.Sequential([keras.Input([6], dtype="int32"), *stack]), np.ones([ROWS, 6], "int32")
 
 
-def reduced_elements(build: Callable[[], Any], accumulate: int, zero: int = 0) -> tuple[int, int]:
+def reduced_elements(
+    build: Callable[[], Any], accumulate: int, zero: int = 0, way: Way = "written out"
+) -> tuple[int, int]:
     """All-reduced elements of one step, and elements of the parameters."""
     strategy = mw.DataParallel(mw.create_mesh({"batch": 8}), accumulate=accumulate, zero=zero)
     with strategy.scope():
@@ -181,7 +184,8 @@ def reduced_elements(build: Callable[[], Any], accumulate: int, zero: int = 0) -
     batch = strategy.put((x, np.zeros([len(x), 10], "float32")))
     taken = (batch,) * accumulate if accumulate > 1 else batch
     step = jax.jit(strategy.train_step(model, (x, np.zeros([len(x), 10], "float32"))))
-    text = step.lower(strategy.state(model), taken).compile().as_text()
+    with accumulating_in(way):
+        text = step.lower(strategy.state(model), taken).compile().as_text()
     found = read_collectives(text, (("batch", 8),))
     total = sum(each.elements * each.count for each in found if each.kind == "all-reduce")
     return total, model.count_params()
@@ -194,6 +198,11 @@ def test_micro_batches_share_one_sum_over_the_devices(build: Callable[[], Any], 
     together, _ = reduced_elements(build, 4, zero)
     assert parameters <= alone <= parameters + 4  # and a loss
     assert parameters <= together <= parameters + 16  # and four
+
+
+def test_side_by_side_there_is_one_sum_too() -> None:
+    together, parameters = reduced_elements(words, 4, zero=2, way="side by side")
+    assert parameters <= together <= parameters + 16
 
 
 def test_level_2_sums_each_micro_batch() -> None:

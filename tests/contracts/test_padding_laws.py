@@ -28,6 +28,7 @@ from oracle import (
 
 import meshwright as mw
 from meshwright._compat import raw_value
+from meshwright.step.accumulate import Way, accumulating_in
 
 BATCH = 16
 SINGLE = Tolerance(weights=8e-7, losses=2e-6)  # as in test_training_laws.py
@@ -181,8 +182,11 @@ def test_zero_shares_padded_weights_out(zero: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("zero", [0, 2, 3])
-def test_gradients_of_padded_weights_are_accumulated(zero: int) -> None:
+@pytest.mark.parametrize(
+    ("zero", "way"),
+    [(0, "written out"), (2, "written out"), (3, "written out"), (2, "side by side")],
+)
+def test_gradients_of_padded_weights_are_accumulated(zero: int, way: Way) -> None:
     def build() -> keras.Model:  # without statistics, which are those of each micro-batch
         return keras.Sequential([each for each in wide().layers if each.name != "norm"])
 
@@ -190,7 +194,8 @@ def test_gradients_of_padded_weights_are_accumulated(zero: int) -> None:
     build = compiled(build, OPTIMIZERS["momentum"][0])
     rules = {"hidden.*kernel": padded(None, "model")}
     under = mw.Sharded(mw.create_mesh(MESHES["4x2"]), rules, zero=zero, accumulate=2)
-    ours = train(under, build, x, y, batch_size=BATCH // 2)
+    with accumulating_in(way):
+        ours = train(under, build, x, y, batch_size=BATCH // 2)
     one = train(OneDevice(), build, x, y, batch_size=BATCH)
     gap, path = largest_gap(ours.weights, one.weights)
     assert gap <= SINGLE.weights, path

@@ -13,7 +13,7 @@ from keras import layers
 from oracle import OneDevice, Tolerance, Trained, agree, largest_gap, made, train
 
 import meshwright as mw
-from meshwright.step.accumulate import accumulating_in_loops
+from meshwright.step.accumulate import Way, accumulating_in
 
 EIGHT, MODEL = {"batch": 8}, {"batch": 4, "model": 2}
 SPLIT = {"hidden/kernel": [None, "model"], "output/kernel": ["model", None]}
@@ -82,15 +82,15 @@ def one_device(batch_size: int, reduction: str = "sum_over_batch_size") -> Train
 # Accumulation
 
 
-@pytest.mark.parametrize("loops", [False, True], ids=["written out", "a loop"])
+@pytest.mark.parametrize("way", ["side by side", "written out", "in a loop"])
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
 @pytest.mark.parametrize("name", table("dp8"))
 def test_four_micro_batches_are_one_batch_of_all_their_rows(
-    name: str, reduction: str, loops: bool
+    name: str, reduction: str, way: Way
 ) -> None:
     """Losses, weights, averages of weights and the schedule's count; the last step is smaller."""
     strategy = STRATEGIES[name](accumulate=4)
-    with accumulating_in_loops(loops):
+    with accumulating_in(way):
         sharded = run(strategy, 16, build(reduction))
     one = one_device(64, reduction)
     if reduction == "sum":  # the loss that is shown is a mean over the micro-batches

@@ -13,6 +13,7 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.planning import Compiled, compile_step
+from meshwright.step.accumulate import accumulating_in
 
 pytestmark = pytest.mark.targets
 
@@ -90,18 +91,34 @@ def loop_state(step: Compiled) -> str:
     return max(lines, key=len)
 
 
+def in_a_loop(**how: Any) -> Compiled:
+    """Four micro-batches in turn, although these few rows would be taken side by side."""
+    with accumulating_in("in a loop"):
+        return compiled(accumulate=4, **how)
+
+
 def test_the_accumulator_of_level_2_is_a_piece() -> None:
     whole, piece = f"f32[{WIDTH},{WIDTH}]", f"f32[{WIDTH // 8},{WIDTH}]"
-    assert piece not in loop_state(compiled(accumulate=4, zero=0))
-    level_2 = compiled(accumulate=4, zero=2)
+    level_0, level_2 = in_a_loop(zero=0), in_a_loop(zero=2)
+    assert piece not in loop_state(level_0)
     assert loop_state(level_2).count(piece) >= DEPTH
     assert loop_state(level_2).count(whole) <= DEPTH  # the parameters, no sums
-    assert level_2.temporary_bytes < compiled(accumulate=4, zero=0).temporary_bytes
+    assert level_2.temporary_bytes < level_0.temporary_bytes
+
+
+def test_few_rows_are_taken_side_by_side_in_no_more_memory_than_in_turn() -> None:
+    chosen = compiled(accumulate=4)
+    assert " while(" not in chosen.text
+    assert chosen.temporary_bytes <= in_a_loop().temporary_bytes
+
+
+def test_many_rows_are_taken_in_turn() -> None:
+    assert " while(" in compiled(block_net, rows=8192, accumulate=4).text
 
 
 def test_micro_batches_share_one_sum_over_the_devices() -> None:
     """Also in a loop: what travels is as much as for one batch."""
-    once, four = compiled(), compiled(accumulate=4)
+    once, four = compiled(), in_a_loop()
     sums = [each.elements * each.count for each in four.of_kind("all-reduce")]
     assert DEPTH * WIDTH * WIDTH <= sum(sums) <= DEPTH * WIDTH * WIDTH + 64
     assert sum(sums) <= sum(e.elements * e.count for e in once.of_kind("all-reduce")) + 64

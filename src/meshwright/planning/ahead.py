@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from .. import _compat
 from ..errors import CompileError, DoesNotFitError, TargetError
-from ..step.accumulate import accumulating_in_loops
+from ..step.accumulate import accumulating_on
 from ..step.options import StepOptions
 from .collectives import Collective, read_collectives
 from .target import Target
@@ -151,8 +151,7 @@ def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, 
             f"the step is laid out over {mesh.size} devices ({axes}), and the target {target} has "
             f"{target.num_devices}. Make a mesh of {target.num_devices}, or choose another target."
         )
-    loops = target.platform != "cpu"
-    with _compat.keras_sees(target.platform), accumulating_in_loops(loops):
+    with _compat.keras_sees(target.platform), accumulating_on(target.platform):
         traced = jitted.trace(*abstract)
         exported = _export(jitted, abstract, target)
     donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]

@@ -12,32 +12,37 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from .measuring import Seen, Taken
 from .parts import Gathered, Pieces, in_parts, sum_parts
 from .sharing import Sharing
+from .side_by_side import saves_nothing_in_turn, side_by_side
 
 Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
+Way = Literal["side by side", "in a loop", "written out"]
 
 
-def accumulating_step(
-    program: Program, gradient: Callable[[float], Gradient], sharing: Sharing
-) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, Logs]]:
-    """The pure step ``(state, micro-batches) -> (state, logs)``.
+def accumulating(
+    program: Program, gradient: Callable[[Program, float], Gradient], sharing: Sharing
+) -> Callable[[TrainState, Sequence[Batch]], Taken]:
+    """The first half of a step, which takes several micro-batches; see ``measuring.py``.
 
-    ``gradient(share)`` is the gradient of so much of the loss. Gradients gathered so far are pieces
-    at levels 2 and 3 of ZeRO, to which each micro-batch is added over the devices. Below, every
-    device gathers its own part, and the parts are added once; see ``parts.py``.
+    ``gradient(program, share)`` is that of so much of the program's loss. Where it costs no memory,
+    micro-batches are taken side by side; see ``side_by_side.py``. Else gradients gathered so far
+    are pieces at levels 2 and 3 of ZeRO, to which each micro-batch is added over the devices.
+    Below, every device gathers its own part, and the parts are added once; see ``parts.py``.
     """
 
-    def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
-        run = _in_a_loop if _loops() and len(set(map(_shapes, batches))) == 1 else _written_out
-        state, grads, logs = run(_Micro(program, gradient, sharing), whole, batches)
-        params, slots = program.update(state.params, grads, state.slots)
-        return state._replace(params=params, slots=slots), logs
+    def take(whole: TrainState, batches: Sequence[Batch]) -> Taken:
+        micro = _Micro(program, gradient, sharing)
+        run = _WAYS[_asked.get() or _way(micro, whole, batches)]
+        taken, grads = run(micro, whole, batches)
+        params, slots = program.update(taken.state.params, grads, taken.state.slots)
+        return taken._replace(state=taken.state._replace(params=params, slots=slots))
 
-    return train_step
+    return take
 
 
 @dataclass(frozen=True)
@@ -45,14 +50,14 @@ class _Micro:
     """One micro-batch of several."""
 
     program: Program
-    gradient: Callable[[float], Gradient]
+    gradient: Callable[[Program, float], Gradient]
     sharing: Sharing
 
     def gradients(
         self, state: TrainState, batch: Batch, share: float, times: int = 0
     ) -> tuple[Aux, dict[str, Any]]:
         """Gradients of a share of the loss: pieces, or in parts, or not yet summed over rows."""
-        gradient = self.gradient(share)
+        gradient = self.gradient(self.program, share)
         if self.sharing.level >= 2:
             aux, grads = gradient(state.params, state, batch)
             return aux, self.sharing.accumulate(grads)
@@ -65,33 +70,56 @@ class _Micro:
         return state._replace(state=aux.state, metrics=metrics), logs
 
 
+def accumulating_in(way: Way | None) -> contextlib.AbstractContextManager[None]:
+    """Trace accumulation in this way, whatever the devices and the sizes are."""
+    return _set(_asked, way)
+
+
+def accumulating_on(platform: str) -> contextlib.AbstractContextManager[None]:
+    """Trace accumulation as on devices of this kind, whatever the present ones are."""
+    return _set(_platform, platform)
+
+
+_asked: ContextVar[Way | None] = ContextVar("accumulating", default=None)
+_platform: ContextVar[str | None] = ContextVar("accumulating_on", default=None)
+
+
 @contextlib.contextmanager
-def accumulating_in_loops(loops: bool) -> Iterator[None]:
-    """Trace accumulation as one loop, or written out, whatever the present devices are.
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def _way(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> Way:
+    """How these micro-batches are best taken.
 
     A loop is right for accelerators: compiled once, with the memory of one micro-batch. On CPU it
     is written out, for XLA's CPU compiler runs convolutions many times slower inside a loop.
     """
-    token = _asked.set(loops)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
-
-
-_asked: ContextVar[bool | None] = ContextVar("accumulating_in_loops", default=None)
-
-
-def _loops() -> bool:
     import jax
 
-    asked = _asked.get()
-    return jax.default_backend() != "cpu" if asked is None else asked
+    if len(set(map(_shapes, batches))) > 1:
+        return "written out"
+    pieces = Pieces(micro.sharing.mesh, micro.sharing.axes, _rows(batches[0])).number
+    if saves_nothing_in_turn(micro.program, whole, batches, pieces):
+        return "side by side"
+    platform = _platform.get() or jax.default_backend()
+    return "written out" if platform == "cpu" else "in a loop"
 
 
-def _in_a_loop(
+def _side_by_side(
     micro: _Micro, whole: TrainState, batches: Sequence[Batch]
-) -> tuple[TrainState, Arrays, Logs]:
+) -> tuple[Taken, Arrays]:
+    stacked = _stacked(batches)
+    gradient = micro.gradient(side_by_side(micro.program), _shares(micro.program, batches)[0])
+    aux, grads = gradient(whole.params, whole, stacked)
+    return Taken(whole, Seen(aux.loss, aux.outputs, stacked)), micro.sharing.accumulate(grads)
+
+
+def _in_a_loop(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> tuple[Taken, Arrays]:
     import jax
     import jax.numpy as jnp
 
@@ -112,17 +140,16 @@ def _in_a_loop(
         path: sharing.part(jnp.zeros(grad.shape, grad.dtype), ndims[path])
         for path, grad in like.items()
     }
-    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *batches)
     first = whole.state, whole.metrics, sharing.accumulate(zeros)
-    (state, metrics, grads), logs = jax.lax.scan(body, first, stacked)
+    (state, metrics, grads), logs = jax.lax.scan(body, first, _stacked(batches))
     grads = {path: sum_parts(grad, ndims[path]) for path, grad in grads.items()}
     last = jax.tree.map(lambda each: each[-1], logs)
-    return whole._replace(state=state, metrics=metrics), grads, last
+    return Taken(whole._replace(state=state, metrics=metrics), logs=last), grads
 
 
 def _written_out(
     micro: _Micro, whole: TrainState, batches: Sequence[Batch]
-) -> tuple[TrainState, Arrays, Logs]:
+) -> tuple[Taken, Arrays]:
     state, logs = whole, dict[str, Any]()
     gathered: dict[str, Gathered] = {}
     for batch, share in zip(batches, _shares(micro.program, batches), strict=True):
@@ -130,7 +157,20 @@ def _written_out(
         gathered = {path: gathered.get(path, Gathered()).plus(some[path]) for path in some}
         state, logs = micro.measured(state, aux, batch)
     grads = {path: each.total(whole.params[path].ndim) for path, each in gathered.items()}
-    return state, micro.sharing.accumulate(grads), logs
+    return Taken(state, logs=logs), micro.sharing.accumulate(grads)
+
+
+_WAYS: dict[Way, Callable[..., tuple[Taken, Arrays]]] = {
+    "side by side": _side_by_side,
+    "in a loop": _in_a_loop,
+    "written out": _written_out,
+}
+
+
+def _stacked(batches: Sequence[Batch]) -> Batch:
+    import jax
+
+    return jax.tree.map(lambda *parts: jax.numpy.stack(parts), *batches)
 
 
 def _rows(batch: Batch) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
-from .accumulate import Gradient, accumulating_step
+from .accumulate import Gradient, accumulating
+from .measuring import Taken, TrainStep
 from .options import PLAIN, StepOptions
 from .products import in_order
 from .recompute import recomputing
@@ -15,7 +17,7 @@ from .sharing import Sharing, shared
 from .spatial import guard
 from .sums import summed_in
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]
+Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]  # often a TrainStep
 
 
 def make_train_step(
@@ -33,23 +35,23 @@ def make_train_step(
         return program.own_step
     program = shared(recomputing(program, how.remat), sharing)
     if how.accumulate > 1:
-        return accumulating_step(program, lambda share: gradient(program, how.sums, share), sharing)
-    differentiate = gradient(program, how.sums)
+        taking = accumulating(program, partial(gradient, sums=how.sums), sharing)
+        return TrainStep(program, taking)
+    differentiate = gradient(program, sums=how.sums)
 
-    def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+    def take(whole: TrainState, batch: Batch) -> Taken:
         aux, grads = differentiate(whole.params, whole, batch)
         params, slots = program.update(whole.params, grads, whole.slots)
-        metrics, logs = program.measure(aux.metrics, aux, batch)
-        return TrainState(params, aux.state, slots, metrics), logs
+        return Taken.of(TrainState(params, aux.state, slots, aux.metrics), aux, batch)
 
-    return train_step
+    return TrainStep(program, take)
 
 
-def gradient(program: Program, sums: str | None = None, share: float = 1.0) -> Gradient:
+def gradient(program: Program, share: float = 1.0, *, sums: str | None = None) -> Gradient:
     """The pure function ``(params, state, batch) -> (aux, gradients)`` of the training loss.
 
-    ``sums`` is the element type in which gradients are summed, where it is not the one they are
-    computed in; ``share`` is how much of the loss counts.
+    ``share`` is how much of the loss counts; ``sums`` is the element type in which gradients are
+    summed, where it is not the one they are computed in.
     """
 
     def loss(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:

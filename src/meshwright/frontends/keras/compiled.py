@@ -87,20 +87,21 @@ def _make_functions(
         return Functions(
             token, row_wise, step, test=measuring, predict=predicting, how=strategy.how
         )
-    training = strategy.traced_here(model, step)
     # A new state lies as the old one did, whatever XLA would prefer.
     lies = (jax.tree.map(lambda array: array.sharding, read_state(variables)), None)
+
+    def training(step: Any) -> Any:
+        return jax.jit(strategy.traced_here(model, step), donate_argnums=0, out_shardings=lies)
+
     whole = None
     if jax.process_count() > 1:  # every process returns all rows
         whole = jax.sharding.NamedSharding(strategy.mesh.jax_mesh, jax.sharding.PartitionSpec())
     return Functions(
         token,
         row_wise,
-        train=jax.jit(training, donate_argnums=0, out_shardings=lies),
-        train_several=jax.jit(several(training), donate_argnums=0, out_shardings=lies),
-        train_together=jax.jit(
-            together(training, strategy.how.for_steps), donate_argnums=0, out_shardings=lies
-        ),
+        train=training(step),
+        train_several=training(several(step)),
+        train_together=training(together(step, strategy.how.for_steps)),
         test=jax.jit(
             strategy.traced_here(model, measuring),
             out_shardings=(lies[0].state, lies[0].metrics, None),

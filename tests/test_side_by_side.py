@@ -1,0 +1,85 @@
+"""Micro-batches side by side: only where no state changes between them and no memory is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+
+import meshwright as mw
+from meshwright.step.accumulate import accumulating_in
+from meshwright.step.side_by_side import saves_nothing_in_turn
+
+WIDTH = 32
+
+
+def net(*inner: Callable[[], layers.Layer]) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        middle = [make() for make in inner]
+        return keras.Sequential([keras.Input([WIDTH]), layers.Dense(64), *middle, layers.Dense(4)])
+
+    return build
+
+
+def saves_nothing(build: Callable[[], keras.Model], rows: int, times: int = 4) -> bool:
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    with strategy.scope():
+        model = build()
+        model.compile("sgd", "mse")
+    batch = np.zeros([rows, WIDTH], "float32"), np.zeros([rows, 4], "float32")
+    strategy.train_step(model, batch)
+    return saves_nothing_in_turn(strategy.program(model), strategy.state(model), [batch] * times, 8)
+
+
+def test_few_rows_are_taken_side_by_side_and_many_in_turn() -> None:
+    assert saves_nothing(net(), 8)
+    assert not saves_nothing(net(), 1024)
+    assert not saves_nothing(net(), 8, times=1024)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: layers.Dropout(0.5), layers.BatchNormalization],
+    ids=["a seed", "batch statistics"],
+)
+def test_what_one_micro_batch_leaves_to_the_next_is_taken_in_turn(
+    layer: Callable[[], layers.Layer],
+) -> None:
+    assert not saves_nothing(net(layer), 8)
+
+
+def test_statistics_within_a_micro_batch_stay_its_own() -> None:
+    """Of a loss whose rows meet, side by side is not one batch of all rows, but four."""
+    program = mw.jax_program(
+        lambda p, batch: jnp.square(jnp.mean(p["w"] * batch)), {"w": jnp.ones([])}, optax.sgd(0.1)
+    )
+    placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
+    batches = [np.full([8], value, "float32") for value in (1.0, 2.0, 3.0, 4.0)]
+    found = {}
+    for way in ("side by side", "written out", "in a loop"):
+        trainer = mw.Trainer(program, placement, mw.StepOptions(accumulate=4))
+        with accumulating_in(way):
+            state, logs = trainer.step(trainer.init(), tuple(map(trainer.put, batches)))
+        found[way] = float(state.params["w"]), float(logs["loss"])
+    gradient = np.mean([2 * value**2 for value in (1, 2, 3, 4)])
+    for numbers in found.values():
+        np.testing.assert_allclose(numbers, (1 - 0.1 * gradient, 16.0), rtol=1e-6)
+
+
+def test_gradients_come_out_of_one_product() -> None:
+    """Rows of all micro-batches in one operation: no gradient per micro-batch is ever made."""
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}), accumulate=4)
+    with strategy.scope():
+        model = net()()
+        model.compile("sgd", "mse")
+    batch = strategy.put((np.zeros([8, WIDTH], "float32"), np.zeros([8, 4], "float32")))
+    step = strategy.train_step(model, batch)
+    text = str(jax.make_jaxpr(step)(strategy.state(model), (batch,) * 4))
+    assert f"f32[4,{WIDTH},64]" not in text
+    assert text.count("dot_general") == 5  # two forward, three backward
