@@ -148,7 +148,7 @@ def test_rows_may_be_kept_and_summed_together(case: str, mesh: str) -> None:
         for x in xs:
             gathered = gathered.plus(in_parts(gradient, pieces)(w, x)[1]["w"])
         assert len(gathered.unsummed) == 3
-        return gathered.total(w.ndim)
+        return gathered.total(lambda gradient: sum_parts(gradient, w.ndim))
 
     expected = sum(gradient(w, each)[1]["w"] for each in x)
     np.testing.assert_allclose(jax.jit(total)(w, x), expected, rtol=1e-4, atol=1e-5)
@@ -159,7 +159,9 @@ def test_gradients_of_which_some_are_in_parts_are_added() -> None:
     for each in ([whole, parts], [parts, whole], [parts, parts, whole, whole]):
         gathered = functools.reduce(Gathered.plus, each, Gathered())
         expected = sum(sum_parts(one, 1) for one in each)
-        np.testing.assert_allclose(gathered.total(1), expected, rtol=1e-5)
+        np.testing.assert_allclose(
+            gathered.total(lambda gradient: sum_parts(gradient, 1)), expected, rtol=1e-5
+        )
 
 
 def images() -> tuple[keras.Model, Any]:
@@ -187,7 +189,7 @@ def reduced_elements(
     with accumulating_in(way):
         text = step.lower(strategy.state(model), taken).compile().as_text()
     found = read_collectives(text, (("batch", 8),))
-    total = sum(each.elements * each.count for each in found if each.kind == "all-reduce")
+    total = sum(each.elements * each.count for each in found if each.reduces)
     return total, model.count_params()
 
 

@@ -17,6 +17,7 @@ from oracle import compiled, made
 from strategies import BATCH, STRATEGIES, Row, rows
 
 import meshwright as mw
+from meshwright.step.accumulate import accumulating_in
 
 
 def step_text(row: Row) -> str:
@@ -92,6 +93,27 @@ def test_the_data_parallel_step_only_sums() -> None:
     assert shapes(text, "all-reduce")
     assert not shapes(text, "all-gather")
     assert not shapes(text, "collective-permute")
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_with_zero_gradients_are_summed_to_the_pieces_that_are_updated(
+    zero: int, accumulate: int
+) -> None:
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}), zero=zero, accumulate=accumulate)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([64]), layers.Dense(256), layers.Dense(8)])
+        model.compile("adam", "mse")
+    batch = np.zeros([16, 64], "float32"), np.zeros([16, 8], "float32")
+    step = jax.jit(strategy.train_step(model, batch))
+    laid = strategy.put(batch)
+    with accumulating_in("written out"):
+        lowered = step.lower(strategy.state(model), laid if accumulate == 1 else (laid,) * 3)
+    text = lowered.compile().as_text()
+    scattered, summed = shapes(text, "reduce-scatter"), shapes(text, "all-reduce")
+    times = accumulate if zero == 2 else 1  # level 2 keeps pieces only
+    assert scattered == ([(64, 32)] * times if zero else [])
+    assert summed.count((64, 256)) == (not zero)
 
 
 @pytest.mark.parametrize("row", rows())

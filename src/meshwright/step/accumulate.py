@@ -16,11 +16,10 @@ from typing import Any, Literal
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .measuring import Seen, Taken
-from .parts import Gathered, Pieces, in_parts, sum_parts
-from .sharing import Sharing
+from .parts import Gathered
+from .sharing import Gradient, Sharing
 from .side_by_side import saves_nothing_in_turn, side_by_side
 
-Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
 Way = Literal["side by side", "in a loop", "written out"]
 
 
@@ -57,12 +56,16 @@ class _Micro:
         self, state: TrainState, batch: Batch, share: float, times: int = 0
     ) -> tuple[Aux, dict[str, Any]]:
         """Gradients of a share of the loss: pieces, or in parts, or not yet summed over rows."""
-        gradient = self.gradient(self.program, share)
-        if self.sharing.level >= 2:
-            aux, grads = gradient(state.params, state, batch)
-            return aux, self.sharing.accumulate(grads)
-        pieces = Pieces(self.sharing.mesh, self.sharing.axes, _rows(batch), times)
-        return in_parts(gradient, pieces)(state.params, state, batch)
+        gradient, sharing = self.gradient(self.program, share), self.sharing
+        if sharing.level < 3:
+            gradient = sharing.in_parts(gradient, batch, times if sharing.level < 2 else 0)
+        aux, grads = gradient(state.params, state, batch)
+        return aux, grads if sharing.level < 2 else sharing.accumulate(self.summed(state, grads))
+
+    def summed(self, state: TrainState, grads: Arrays) -> Arrays:
+        """Gradients that may be in parts, summed over the devices."""
+        ndims = {path: value.ndim for path, value in state.params.items()}
+        return {path: self.sharing.sum(path, grad, ndims[path]) for path, grad in grads.items()}
 
     def measured(self, state: TrainState, aux: Aux, batch: Batch) -> tuple[TrainState, Logs]:
         """The state after a micro-batch, with parameters and slots as before."""
@@ -103,8 +106,7 @@ def _way(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> Way:
 
     if len(set(map(_shapes, batches))) > 1:
         return "written out"
-    pieces = Pieces(micro.sharing.mesh, micro.sharing.axes, _rows(batches[0])).number
-    if saves_nothing_in_turn(micro.program, whole, batches, pieces):
+    if saves_nothing_in_turn(micro.program, whole, batches, micro.sharing.pieces):
         return "side by side"
     platform = _platform.get() or jax.default_backend()
     return "written out" if platform == "cpu" else "in a loop"
@@ -142,7 +144,7 @@ def _in_a_loop(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> tu
     }
     first = whole.state, whole.metrics, sharing.accumulate(zeros)
     (state, metrics, grads), logs = jax.lax.scan(body, first, _stacked(batches))
-    grads = {path: sum_parts(grad, ndims[path]) for path, grad in grads.items()}
+    grads = micro.summed(whole, grads)
     last = jax.tree.map(lambda each: each[-1], logs)
     return Taken(whole._replace(state=state, metrics=metrics), logs=last), grads
 
@@ -156,7 +158,10 @@ def _written_out(
         aux, some = micro.gradients(state, batch, share, times=len(batches))
         gathered = {path: gathered.get(path, Gathered()).plus(some[path]) for path in some}
         state, logs = micro.measured(state, aux, batch)
-    grads = {path: each.total(whole.params[path].ndim) for path, each in gathered.items()}
+    grads = {
+        path: each.total(functools.partial(micro.sharing.sum, path, ndim=whole.params[path].ndim))
+        for path, each in gathered.items()
+    }
     return Taken(state, logs=logs), micro.sharing.accumulate(grads)
 
 
@@ -171,13 +176,6 @@ def _stacked(batches: Sequence[Batch]) -> Batch:
     import jax
 
     return jax.tree.map(lambda *parts: jax.numpy.stack(parts), *batches)
-
-
-def _rows(batch: Batch) -> int:
-    """The rows that are computed; none where the batch's first array has no dims."""
-    import jax
-
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch)[:1] if leaf.ndim), 0)
 
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Gradients left as one part per piece of the batch, so that many are added before they travel.
+"""Gradients left as one part per piece of the batch, to be summed over devices when it is best.
 
 Where rows are split, a gradient is a sum over devices, which XLA makes right where the gradient
 comes out: with k micro-batches, k times. Here the operation that sums over rows (the last product
@@ -140,18 +140,40 @@ class Gathered:
         same = [each + gradient for each in self.summed if each.ndim == gradient.ndim]
         return replace(self, summed=(*others, *(same or [gradient])))
 
-    def total(self, ndim: int) -> Any:
-        """Their sum, of so many dims."""
+    def total(self, sum_parts: Callable[[Any], Any]) -> Any:
+        """Their sum, no longer in parts; ``sum_parts`` sums those of one gradient."""
         found = list(self.summed)
         if self.unsummed:
             first, *others = self.unsummed
             found.append(first.in_parts(others))
-        return functools.reduce(operator.add, [sum_parts(each, ndim) for each in found])
+        return functools.reduce(operator.add, [sum_parts(each) for each in found])
 
 
 def sum_parts(gradient: Any, ndim: int) -> Any:
     """A gradient of a variable with so many dims, no longer in parts."""
     return gradient.sum(0) if gradient.ndim > ndim else gradient
+
+
+def scatter_parts(gradient: Any, mesh: Any, axes: tuple[str, ...], dim: int) -> Any:
+    """The sum of a gradient's parts, of which each device gets its piece along ``dim`` alone.
+
+    Half of what :func:`sum_parts` sends, and an operation that not all of XLA's compilers find.
+    """
+    import jax
+
+    spec = jax.sharding.PartitionSpec
+
+    def scatter(part: Any) -> Any:
+        return jax.lax.psum_scatter(part[0], axes, scatter_dimension=dim, tiled=True)
+
+    return jax.shard_map(
+        scatter,
+        mesh=mesh,
+        in_specs=spec(axes),
+        out_specs=spec(*[None] * dim, axes),
+        axis_names=set(axes),
+        check_vma=False,
+    )(gradient)
 
 
 def _run(jaxpr: Any, consts: Any, args: Sequence[Any], wanted: set[int], pieces: Pieces) -> Any:

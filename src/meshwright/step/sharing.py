@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..placement import ParamInfo, Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
+from .parts import Pieces, in_parts, scatter_parts, sum_parts
 
+Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
 GATHERED = "gathered parameter"  # is made again for the backward pass at level 3
 
 
@@ -24,6 +28,11 @@ class Sharing:
     shared: dict[str, Any]
     mesh: Any = None
     axes: tuple[str, ...] = ()
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces the rows of a batch are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @classmethod
     def none(cls) -> Sharing:
@@ -53,6 +62,31 @@ class Sharing:
     def share(self, values: Arrays) -> Arrays:
         """Gradients, or parameters, in the pieces that each replica updates."""
         return values if self.level == 0 else _laid(values, self.shared)
+
+    def gradients(self, gradient: Gradient, whole: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
+        """The gradients of one batch; at levels 1 and 2 the pieces that are updated."""
+        if self.level in (1, 2):
+            gradient = self.in_parts(gradient, batch)
+        aux, grads = gradient(whole.params, whole, batch)
+        return aux, {p: self.sum(p, grad, whole.params[p].ndim) for p, grad in grads.items()}
+
+    def in_parts(self, gradient: Gradient, batch: Batch, times: int = 0) -> Gradient:
+        """The gradient with a part per piece of this batch in place of each sum over its rows.
+
+        ``times`` says how many such batches there are, if their rows may be kept till then.
+        """
+        return in_parts(gradient, Pieces(self.mesh, self.axes, _rows(batch), times))
+
+    def sum(self, path: str, gradient: Any, ndim: int) -> Any:
+        """One gradient, of so many dims, that may be in parts: summed to what will be updated."""
+        split = [
+            dim
+            for dim in range(ndim)
+            if self.level and self.shared[path].dim_axes(dim) == self.axes
+        ]
+        if gradient.ndim == ndim or not split:
+            return sum_parts(gradient, ndim)
+        return scatter_parts(gradient, self.mesh, self.axes, split[0])
 
     def accumulate(self, grads: Arrays) -> Arrays:
         """Gradients while they are accumulated: in pieces from level 2 on."""
@@ -101,6 +135,13 @@ def shared(program: Program, sharing: Sharing) -> Program:
         return sharing.keep(new), new_slots
 
     return replace(program, forward=forward, loss=loss, update=update)
+
+
+def _rows(batch: Batch) -> int:
+    """The rows that are computed; none where the batch's first array has no dims."""
+    import jax
+
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch)[:1] if leaf.ndim), 0)
 
 
 def _laid(values: Arrays, layouts: dict[str, Any]) -> Arrays:

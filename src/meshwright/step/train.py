@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
-from .accumulate import Gradient, accumulating
+from .accumulate import accumulating
 from .measuring import Taken, TrainStep
 from .options import PLAIN, StepOptions
 from .products import in_order
 from .recompute import recomputing
-from .sharing import Sharing, shared
+from .sharing import Gradient, Sharing, shared
 from .spatial import guard
 from .sums import summed_in
 
@@ -40,7 +40,7 @@ def make_train_step(
     differentiate = gradient(program, sums=how.sums)
 
     def take(whole: TrainState, batch: Batch) -> Taken:
-        aux, grads = differentiate(whole.params, whole, batch)
+        aux, grads = sharing.gradients(differentiate, whole, batch)
         params, slots = program.update(whole.params, grads, whole.slots)
         return Taken.of(TrainState(params, aux.state, slots, aux.metrics), aux, batch)
 
