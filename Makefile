@@ -1,10 +1,12 @@
 # `make help` lists what there is. Everything happens in .venv, made from the project's own files.
+# Tests run in WORKERS processes at once; WORKERS=0 runs them in one, for a debugger.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-PYTEST := $(BIN)/python -m pytest
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help

@@ -292,7 +292,49 @@ def test_randomness_comes_back_after_normal_draws_too() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_orbax_alone_reads_the_arrays(tmp_path: Path) -> None:
+SLOTS = {
+    "count": np.asarray(7, "int64"),
+    "narrow": np.arange(3).astype(jnp.bfloat16),
+    "flags": np.asarray([[True, False]]),
+    "none": np.zeros([0, 3], "float32"),
+    "large": np.arange(2.0**18),  # an array of its own
+    "kernel": np.arange(6.0, dtype="float32").reshape(2, 3),
+}
+
+
+def test_small_arrays_are_written_as_one_and_come_back_as_they_were(tmp_path: Path) -> None:
+    state = mw.TrainState({"w": np.ones(2), "b": np.ones(1)}, {}, SLOTS, {})
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        info = checkpoints.latest
+        assert info is not None
+        assert info.packed == tuple(f"slots/{p}" for p in ("count", "narrow", "flags", "kernel"))
+        found = checkpoints.restore(state)
+        rows = mw.Layout([None, "model"], mw.create_mesh({"model": 3}, devices=jax.devices()[:3]))
+        laid = jax.ShapeDtypeStruct((2, 3), "float32", sharding=rows.sharding)
+        some = checkpoints.restore(mw.TrainState({}, {}, SLOTS | {"kernel": laid}, {}))
+    for path, value in SLOTS.items():
+        assert found.slots[path].dtype == value.dtype
+        np.testing.assert_array_equal(found.slots[path], value)
+        np.testing.assert_array_equal(some.slots[path], value)
+    assert some.slots["kernel"].sharding.shard_shape((2, 3)) == (2, 1)
+
+
+def test_a_checkpoint_of_the_format_before_packing_is_read(tmp_path: Path) -> None:
+    state = mw.TrainState({"w": np.ones(2)}, {}, {"n": np.arange(3.0)}, {})
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)  # one small array is not packed
+        file = tmp_path / "step_1" / "_CHECKPOINT_METADATA"
+        checkpoints.wait()
+        record = json.loads(file.read_text())
+        ours = record["custom_metadata"]["meshwright"]
+        ours["format"] = 1
+        assert ours.pop("packed") == []
+        file.write_text(json.dumps(record))
+        np.testing.assert_array_equal(checkpoints.restore(state).slots["n"], np.arange(3.0))
+
+
+def test_orbax_alone_reads_the_parameters(tmp_path: Path) -> None:
     import orbax.checkpoint as ocp
 
     with mw.Checkpoints(tmp_path) as checkpoints:

@@ -7,10 +7,12 @@ which costs several times the work for the many small arrays of a training state
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .packing import PACKED, pack, packed_bytes, unpack
 from .record import KEY, CheckpointInfo, to_record
 
 _CHUNK_BYTES = 64 * 2**20  # a piece that a device asks for is read from chunks of at most this size
@@ -21,11 +23,12 @@ def write(checkpointer: Any, arrays: dict[str, Any], info: CheckpointInfo) -> No
     import orbax.checkpoint as ocp
 
     arrays = {key: array for key, array in arrays.items() if array.size}  # Orbax takes no others
+    arrays, packed = pack(arrays)
     args = {key: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for key in arrays}
     checkpointer.save(
         info.directory.absolute(),
         args=ocp.args.PyTreeSave(arrays, save_args=args),
-        custom_metadata={KEY: to_record(info)},
+        custom_metadata={KEY: to_record(replace(info, packed=packed))},
     )
 
 
@@ -47,20 +50,32 @@ def read(checkpointer: Any, info: CheckpointInfo, like: dict[str, Any]) -> dict[
 
     filled = {key: value for key, value in like.items() if math.prod(value.shape)}
     empty = {key: _empty(value) for key, value in like.items() if key not in filled}
+    by_key = {each.key: each for each in info.arrays}
+    packed = [by_key[key] for key in info.packed]
+    small = {key: filled.pop(key) for key in info.packed if key in filled}
+    if small:
+        filled[PACKED] = np.broadcast_to(np.uint8(0), packed_bytes(packed))
     args = ocp.args.PyTreeRestore(
         {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in filled.items()},
         restore_args={key: arguments(value) for key, value in filled.items()},
         partial_restore=True,
     )
     found = checkpointer.restore(info.directory.absolute(), args=args) if filled else {}
-    return {**found, **empty}
+    values = unpack(found.pop(PACKED), packed) if small else {}
+    return {**found, **empty, **{key: _laid_out(values[key], small[key]) for key in small}}
 
 
 def _empty(like: Any) -> Any:
-    import jax
     import numpy as np
 
-    value, sharding = np.zeros(like.shape, like.dtype), getattr(like, "sharding", None)
+    return _laid_out(np.zeros(like.shape, like.dtype), like)
+
+
+def _laid_out(value: Any, like: Any) -> Any:
+    """A host array in the layout of its counterpart."""
+    import jax
+
+    sharding = getattr(like, "sharding", None)
     if sharding is None:
         return value
     return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)

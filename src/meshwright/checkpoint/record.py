@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 
 PARTS = ("params", "state", "slots", "metrics")  # the fields of a TrainState
 KEY = "meshwright"  # where the record stands among Orbax' own metadata
-_FORMAT = 1
+_FORMAT = 2  # 1 had no packed arrays
 _ORBAX_FILE = "_CHECKPOINT_METADATA"
 _NAME = re.compile(r"step_(\d+)(?:\.(\d+))?")
 
@@ -68,6 +68,7 @@ class CheckpointInfo:
     layout: str = ""
     position: Position = field(default_factory=Position)
     notes: Mapping[str, Any] = field(default_factory=dict)
+    packed: tuple[str, ...] = ()  # keys of the arrays that its files hold as one, in order
 
     @property
     def nbytes(self) -> int:
@@ -167,6 +168,7 @@ def to_record(info: CheckpointInfo) -> dict[str, Any]:
         "arrays": [[a.part, a.path, list(a.dims), a.dtype] for a in info.arrays],
         "position": asdict(info.position),
         "notes": dict(info.notes),
+        "packed": list(info.packed),
     }
 
 
@@ -184,6 +186,7 @@ def from_record(path: Path, record: Mapping[str, Any]) -> CheckpointInfo:
         layout=record["layout"],
         position=Position(**record["position"]),
         notes=record["notes"],
+        packed=tuple(record.get("packed", ())),
     )
 
 
