@@ -15,7 +15,7 @@ def make_strategy(job: Job) -> mw.Sharded:
     layouts = mw.LayoutMap()
     for path, spec in job.layouts:
         layouts[path] = [mw.UNSHARDED if axis is None else axis for axis in spec]
-    return mw.Sharded(mesh, layouts, batch="batch")
+    return mw.Sharded(mesh, layouts, batch="batch", zero=job.zero)
 
 
 def main() -> None:

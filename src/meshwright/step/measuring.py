@@ -33,9 +33,10 @@ class Taken(NamedTuple):
     def of(cls, state: TrainState, aux: Aux, batch: Batch) -> Taken:
         """A step on one batch."""
         import jax
+        import jax.numpy as jnp
 
         one = Seen(aux.loss, aux.outputs, batch)
-        return cls(state, jax.tree.map(lambda each: each[None], one))
+        return cls(state, jax.tree.map(lambda each: jnp.expand_dims(each, 0), one))
 
 
 @dataclass(frozen=True, eq=False)
