@@ -883,9 +883,9 @@ def test_barrier_refuses():
 
 
 def test_barrier_checks_the_sum_of_ones_and_the_names(monkeypatch):
-    from meshwright import arrays
+    from meshwright.arrays import waiting
 
-    monkeypatch.setattr(arrays, "_roll_call", lambda _: lambda ones, _: [ones[:7].sum()] * 3)
+    monkeypatch.setattr(waiting, "_roll_call", lambda _: lambda ones, _: [ones[:7].sum()] * 3)
     with pytest.raises(TopologyError, match=r"sum of ones over the mesh .* is 7 and not 8"):
         mw.barrier(mesh("x8"))
 

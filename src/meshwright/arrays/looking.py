@@ -1,0 +1,90 @@
+"""What the layout of an array is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from ..errors import ArrayError, LayoutError, TracingError
+from ..layout import Layout
+from .default import LayoutLike, bound
+from .given import array_in
+from .tracing import known_sharding
+
+
+def fetch_layout(x: Any) -> Layout:
+    """The layout of an array or a Keras variable; one device counts as a mesh of one.
+
+    JAX's meshes have no name, so the mesh comes back without one. Raises :class:`ArrayError` for
+    what is no ``jax.Array``, :class:`TracingError` inside ``jit``, where the compiler has yet to
+    decide (axes that JAX calls explicit are known there and answered).
+
+    >>> import jax.numpy as jnp
+    >>> print(fetch_layout(jnp.ones((2, 3))))
+    [unsharded, unsharded] on batch=1 @ cpu:0
+    """
+    value = array_in(x)
+    if value is None:
+        raise ArrayError(
+            f"{type(x).__name__} has no layout: it lies in the memory of the host. "
+            "Lay it out with relayout(x, layout) first."
+        )
+    sharding = known_sharding(value)
+    if sharding is None:
+        raise TracingError(
+            "the layout of an array is not known inside jit or vmap, where the compiler has yet to "
+            "choose it. Ask outside, or say what it shall be with relayout(x, layout)."
+        )
+    return Layout.from_sharding(sharding, value.ndim)
+
+
+def check_layout(x: Any, layout: LayoutLike) -> None:
+    """Raise :class:`LayoutError` with both layouts unless ``x`` lies so.
+
+    Axes of size 1 and the name of the mesh make no difference; an abstract mesh asks for its axes
+    only. Raises as :func:`fetch_layout` for what has no layout.
+
+    >>> import jax.numpy as jnp
+    >>> from meshwright import Mesh
+    >>> check_layout(jnp.ones(4), Layout(["batch"], Mesh({"batch": 8})))
+    Traceback (most recent call last):
+        ...
+    meshwright.errors.LayoutError: the array lies as [unsharded] on batch=1 @ cpu:0, but
+    [batch] on batch=8 is expected. relayout(x, layout) lays it out so.
+    """
+    wanted, present = bound(layout), fetch_layout(x)
+    if not _lies_as(present, wanted):
+        raise LayoutError(
+            f"the array lies as {present}, but {wanted} is expected. "
+            "relayout(x, layout) lays it out so."
+        )
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether ``x`` is an array, or a Keras variable with one, that lies on named axes.
+
+    Never raises. Inside ``jit``, where layouts are not known, the answer is ``False``.
+
+    >>> from meshwright import create_mesh, relayout
+    >>> is_dtensor(relayout([1, 2], Layout(["x"], create_mesh({"x": 2}, ["cpu:0", "cpu:1"]))))
+    True
+    >>> is_dtensor([1, 2])
+    False
+    """
+    try:
+        value = array_in(x)
+        return value is not None and isinstance(known_sharding(value), NamedSharding)
+    except Exception:  # `value` is some other library's property, and may do anything
+        return False
+
+
+def _lies_as(present: Layout, wanted: Layout) -> bool:
+    here, there = present.bound_mesh(), wanted.bound_mesh()
+    same_mesh = here.axes == there.axes and there.devices in (None, here.devices)
+    return same_mesh and _cuts(present) == _cuts(wanted)
+
+
+def _cuts(layout: Layout) -> list[list[str]]:
+    mesh = layout.bound_mesh()
+    return [[a for a in layout.dim_axes(dim) if mesh[a] > 1] for dim in range(layout.rank)]
