@@ -298,6 +298,10 @@ FAULTS = {
         lambda: Placement.of(MESH, inputs={("a", "b"): ["batch"]}),
         r"inputs are named by name or position; received \('a', 'b'\)",
     ),
+    "a list of layouts": (
+        lambda: Placement.of(MESH, inputs=[["batch", None], ["batch"]]),
+        r"one layout is a list of axes.* position: inputs=\{0: \['batch', None\], \.\.\.\}",
+    ),
     "a bare axis for an input": (
         lambda: Placement.of(MESH, inputs={"image": "batch"}),
         r"inputs\['image'\]: a layout is a sequence .* received 'batch'",

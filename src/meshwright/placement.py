@@ -351,6 +351,11 @@ def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Layout], ...]:
     """``inputs=`` as pairs: a mapping by name or position, or one layout for the only input."""
     if layouts is None:
         return ()
+    if isinstance(layouts, list | tuple) and any(isinstance(each, list) for each in layouts):
+        raise LayoutError(
+            f"{what}={layouts!r}: one layout is a list of axes. Where there are several {what}, "
+            f"name each or give its position: {what}={{0: {layouts[0]!r}, ...}}."
+        )
     if not isinstance(layouts, Mapping):
         layouts = {0: layouts}
     for key in layouts:

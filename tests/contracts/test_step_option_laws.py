@@ -100,6 +100,38 @@ def test_four_micro_batches_are_one_batch_of_all_their_rows(
     assert int(sharded.model.optimizer.iterations.numpy()) == 3  # of 64, 64 and 16 rows
 
 
+def image_net() -> keras.Model:
+    """Layers that look across the borders between devices; 12 rows over 2, then 6, then 2."""
+    model = keras.Sequential(
+        [
+            keras.Input([12, 12, 2]),
+            layers.Conv2D(4, 3, padding="same", activation="relu"),
+            layers.DepthwiseConv2D(3, padding="same"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(4, 3, strides=2),
+            layers.Flatten(),
+            layers.Dense(4),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["side by side", "written out", "in a loop"])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_micro_batches_of_images_that_are_split(zero: int, way: Way) -> None:
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=[32, 12, 12, 2]).astype("float32"), draw.integers(0, 4, 32)
+    images = mw.create_mesh({"batch": 2, "rows": 2, "cols": 2})
+    lies = ["batch", "rows", "cols", None]
+    strategy = mw.Sharded(images, inputs=lies, zero=zero, accumulate=4)
+    with accumulating_in(way):
+        sharded = train(strategy, image_net, x, y, batch_size=4, shuffle=False)
+    agree(sharded, train(OneDevice(), image_net, x, y, batch_size=16, shuffle=False), ROUNDING)
+
+
 def test_accumulation_is_not_the_smaller_batch() -> None:
     """The table can fail: steps on 16 rows go elsewhere."""
     with pytest.raises(AssertionError, match="differs by"):
