@@ -132,6 +132,28 @@ def test_micro_batches_of_images_that_are_split(zero: int, way: Way) -> None:
     agree(sharded, train(OneDevice(), image_net, x, y, batch_size=16, shuffle=False), ROUNDING)
 
 
+class Looks(keras.callbacks.Callback):
+    """Looks between steps, so that each is taken alone."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_that_are_taken_together_are_those_taken_alone_bit_for_bit(accumulate: int) -> None:
+    """A run that is resumed, or whose source is slow, groups its steps otherwise."""
+    found = []
+    for callbacks in ([], [Looks()]):
+        strategy = STRATEGIES["dp8"](accumulate=accumulate)
+        model = made(strategy, build())
+        x, y = data()
+        history = strategy.fit(
+            model, x, y, batch_size=16, shuffle=False, verbose=0, callbacks=callbacks
+        )
+        found.append((history.history, [weight.tolist() for weight in model.get_weights()]))
+    assert found[0] == found[1]
+
+
 def test_accumulation_is_not_the_smaller_batch() -> None:
     """The table can fail: steps on 16 rows go elsewhere."""
     with pytest.raises(AssertionError, match="differs by"):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
-from .measuring import Seen, Taken
+from .counting import counted
 from .parts import Gathered
 from .sharing import Gradient, Sharing
 from .side_by_side import saves_nothing_in_turn, side_by_side
@@ -23,10 +23,10 @@ from .side_by_side import saves_nothing_in_turn, side_by_side
 Way = Literal["side by side", "in a loop", "written out"]
 
 
-def accumulating(
+def accumulating_step(
     program: Program, gradient: Callable[[Program, float], Gradient], sharing: Sharing
-) -> Callable[[TrainState, Sequence[Batch]], Taken]:
-    """The first half of a step, which takes several micro-batches; see ``measuring.py``.
+) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, Logs]]:
+    """The pure step ``(state, micro-batches) -> (state, logs)``.
 
     ``gradient(program, share)`` is that of so much of the program's loss. Where it costs no memory,
     micro-batches are taken side by side; see ``side_by_side.py``. Else gradients gathered so far
@@ -34,14 +34,14 @@ def accumulating(
     Below, every device gathers its own part, and the parts are added once; see ``parts.py``.
     """
 
-    def take(whole: TrainState, batches: Sequence[Batch]) -> Taken:
+    def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
         micro = _Micro(program, gradient, sharing)
         run = _WAYS[_asked.get() or _way(micro, whole, batches)]
-        taken, grads = run(micro, whole, batches)
-        params, slots = program.update(taken.state.params, grads, taken.state.slots)
-        return taken._replace(state=taken.state._replace(params=params, slots=slots))
+        state, grads, logs = run(micro, whole, batches)
+        params, slots = program.update(state.params, grads, state.slots)
+        return state._replace(params=params, slots=slots), logs
 
-    return take
+    return train_step
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,22 @@ def _way(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> Way:
 
 def _side_by_side(
     micro: _Micro, whole: TrainState, batches: Sequence[Batch]
-) -> tuple[Taken, Arrays]:
+) -> tuple[TrainState, Arrays, Logs]:
     stacked = _stacked(batches)
     gradient = micro.gradient(side_by_side(micro.program), _shares(micro.program, batches)[0])
     aux, grads = gradient(whole.params, whole, stacked)
-    return Taken(whole, Seen(aux.loss, aux.outputs, stacked)), micro.sharing.accumulate(grads)
+
+    def measure(metrics: Arrays, seen: Any) -> tuple[Arrays, Logs]:
+        loss, outputs, batch = seen
+        return micro.program.measure(metrics, Aux(loss, outputs, whole.state, metrics), batch)
+
+    metrics, logs = counted(measure)(whole.metrics, (aux.loss, aux.outputs, stacked))
+    return whole._replace(metrics=metrics), micro.sharing.accumulate(grads), logs
 
 
-def _in_a_loop(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> tuple[Taken, Arrays]:
+def _in_a_loop(
+    micro: _Micro, whole: TrainState, batches: Sequence[Batch]
+) -> tuple[TrainState, Arrays, Logs]:
     import jax
     import jax.numpy as jnp
 
@@ -146,12 +154,12 @@ def _in_a_loop(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> tu
     (state, metrics, grads), logs = jax.lax.scan(body, first, _stacked(batches))
     grads = micro.summed(whole, grads)
     last = jax.tree.map(lambda each: each[-1], logs)
-    return Taken(whole._replace(state=state, metrics=metrics), logs=last), grads
+    return whole._replace(state=state, metrics=metrics), grads, last
 
 
 def _written_out(
     micro: _Micro, whole: TrainState, batches: Sequence[Batch]
-) -> tuple[Taken, Arrays]:
+) -> tuple[TrainState, Arrays, Logs]:
     state, logs = whole, dict[str, Any]()
     gathered: dict[str, Gathered] = {}
     for batch, share in zip(batches, _shares(micro.program, batches), strict=True):
@@ -162,10 +170,10 @@ def _written_out(
         path: each.total(functools.partial(micro.sharing.sum, path, ndim=whole.params[path].ndim))
         for path, each in gathered.items()
     }
-    return Taken(state, logs=logs), micro.sharing.accumulate(grads)
+    return state, micro.sharing.accumulate(grads), logs
 
 
-_WAYS: dict[Way, Callable[..., tuple[Taken, Arrays]]] = {
+_WAYS: dict[Way, Callable[..., tuple[TrainState, Arrays, Logs]]] = {
     "side by side": _side_by_side,
     "in a loop": _in_a_loop,
     "written out": _written_out,

@@ -38,8 +38,6 @@ def counted(count: Count) -> Count:
 
         number = len(jax.tree.leaves(batches)[0])
         apart = [jax.tree.map(lambda a, i=i: a[i], batches) for i in range(number)]
-        if number == 1:
-            return count(counts, apart[0])
         closed, shapes = jax.make_jaxpr(count, return_shape=True)(counts, apart[0])
         sums = _Sums.found_in(closed, len(counts))
         if sums is None:

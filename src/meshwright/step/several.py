@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from ..program import Batch, Logs, TrainState
 from .flops import product_flops
 from .jaxprs import equations
-from .measuring import TrainStep
 from .train import Step
 
 AT_ONCE = 4  # eight gained little more and compiled twice as long
@@ -64,8 +63,6 @@ def several(step: Step) -> Any:
     """The pure function ``(state, batches) -> (state, logs of the last step)``."""
 
     def steps(state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
-        if isinstance(step, TrainStep):
-            return step.in_a_row(state, batches)
         logs: Logs = {}
         for batch in batches:
             state, logs = step(state, batch)

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
-from .accumulate import accumulating
-from .measuring import Taken, TrainStep
+from .accumulate import accumulating_step
 from .options import PLAIN, StepOptions
 from .products import in_order
 from .recompute import recomputing
@@ -17,7 +16,7 @@ from .sharing import Gradient, Sharing, shared
 from .spatial import guard
 from .sums import summed_in
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]  # often a TrainStep
+Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]
 
 
 def make_train_step(
@@ -35,16 +34,16 @@ def make_train_step(
         return program.own_step
     program = shared(recomputing(program, how.remat), sharing)
     if how.accumulate > 1:
-        taking = accumulating(program, partial(gradient, sums=how.sums), sharing)
-        return TrainStep(program, taking)
+        return accumulating_step(program, partial(gradient, sums=how.sums), sharing)
     differentiate = gradient(program, sums=how.sums)
 
-    def take(whole: TrainState, batch: Batch) -> Taken:
+    def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
         aux, grads = sharing.gradients(differentiate, whole, batch)
         params, slots = program.update(whole.params, grads, whole.slots)
-        return Taken.of(TrainState(params, aux.state, slots, aux.metrics), aux, batch)
+        metrics, logs = program.measure(aux.metrics, aux, batch)
+        return TrainState(params, aux.state, slots, metrics), logs
 
-    return TrainStep(program, take)
+    return train_step
 
 
 def gradient(program: Program, share: float = 1.0, *, sums: str | None = None) -> Gradient:
