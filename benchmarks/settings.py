@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SEED = 7
 DEVICES = 8
@@ -57,39 +57,28 @@ MLP_SPLIT: tuple[tuple[str, Spec], ...] = (
     ("output/kernel", ("model", None)),
 )
 
+MLP_8 = Job(
+    name="mlp_8",
+    says="MLP 784-128-10, Adam, batch=8",
+    network="mlp",
+    mesh=(("batch", 8),),
+    layouts=(),
+    steps_per_epoch=100,
+    epochs=6,
+    learning_rate=0.01,
+)
+
 JOBS = {
     job.name: job
     for job in (
-        Job(
-            name="mlp_8",
-            says="MLP 784-128-10, Adam, batch=8",
-            network="mlp",
-            mesh=(("batch", 8),),
-            layouts=(),
-            steps_per_epoch=100,
-            epochs=6,
-            learning_rate=0.01,
-        ),
-        Job(
-            name="mlp_8_zero",
-            says="the same, ours with zero=1",
-            network="mlp",
-            mesh=(("batch", 8),),
-            layouts=(),
-            steps_per_epoch=100,
-            epochs=6,
-            learning_rate=0.01,
-            zero=1,
-        ),
-        Job(
+        MLP_8,
+        replace(MLP_8, name="mlp_8_zero", says="the same, ours with zero=1", zero=1),
+        replace(
+            MLP_8,
             name="mlp_4x2",
             says="MLP 784-128-10, Adam, batch=4, model=2",
-            network="mlp",
             mesh=(("batch", 4), ("model", 2)),
             layouts=MLP_SPLIT,
-            steps_per_epoch=100,
-            epochs=6,
-            learning_rate=0.01,
         ),
         Job(
             name="convolutional_8",

@@ -55,10 +55,16 @@ class _Micro:
     def gradients(
         self, state: TrainState, batch: Batch, share: float, times: int = 0
     ) -> tuple[Aux, dict[str, Any]]:
-        """Gradients of a share of the loss: pieces, or in parts, or not yet summed over rows."""
+        """Gradients of a share of the loss: pieces, or in parts, or not yet summed over rows.
+
+        ``times`` is how many such micro-batches are written out; none where they are a loop's.
+        """
         gradient, sharing = self.gradient(self.program, share), self.sharing
-        if sharing.level < 3:
-            gradient = sharing.in_parts(gradient, batch, times if sharing.level < 2 else 0)
+        if sharing.level < 2:
+            gradient = sharing.in_parts(gradient, batch, times)
+        elif sharing.level == 2 and times:
+            # In a loop XLA would add up whole gradients and move the reduce-scatter behind it.
+            gradient = sharing.in_parts(gradient, batch)
         aux, grads = gradient(state.params, state, batch)
         return aux, grads if sharing.level < 2 else sharing.accumulate(self.summed(state, grads))
 
