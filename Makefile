@@ -1,12 +1,15 @@
 # `make help` lists what there is. Everything happens in .venv, made from the project's own files.
-# Tests run in WORKERS processes at once; WORKERS=0 runs them in one, for a debugger.
+# Tests run in WORKERS processes at once, but for those marked `alone`, which come after them in one;
+# WORKERS=0 runs every test in one, for a debugger.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest
+BESIDE := --numprocesses $(WORKERS) --dist worksteal
+MAY_BE_NONE := || test $$? -eq 5 # pytest ends with 5 where it finds no test, as with ARGS of one file
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -29,14 +32,16 @@ check: install-dev ## lint, format, types, and the direction of the imports
 	$(BIN)/lint-imports
 
 test: install-dev ## the tests that everybody runs
-	$(PYTEST) -m "not full and not targets" $(ARGS)
+	$(PYTEST) $(BESIDE) -m "not full and not targets and not alone" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) -m "alone and not full and not targets" $(ARGS) $(MAY_BE_NONE)
 
 test-full: install-dev ## all tests: long tables and killed processes too
-	$(PYTEST) -m "not targets" $(ARGS)
+	$(PYTEST) $(BESIDE) -m "not targets and not alone" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) -m "alone and not targets" $(ARGS) $(MAY_BE_NONE)
 
 # pytest ends with 5 where it finds no test
 test-targets: $(VENV)/.installed-targets ## tests against compilers and browsers that the project does not ship
-	@$(PYTEST) -m targets $(ARGS) || { status=$$?; \
+	@$(PYTEST) $(BESIDE) -m targets $(ARGS) || { status=$$?; \
 	  if [ $$status -eq 5 ]; then echo "No test is marked 'targets' yet."; else exit $$status; fi; }
 
 bench: install ## measure against the peers and print the ratios; BENCH passes options on

@@ -6,14 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from settings import TENSORFLOW_PACKAGES
-
-VENV = Path(__file__).parent / ".venv-tensorflow"
-VARIABLE = "MESHWRIGHT_TENSORFLOW_PYTHON"
-
-_PACKAGES = "import importlib.metadata as m; print(m.version('tensorflow'), m.version('tf_keras'))"
 _FOREIGN = ("JAX_", "XLA_", "KERAS_", "TF_", "DTENSOR_", "OMP_", "MKL_")
 
 
@@ -26,34 +21,66 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def tensorflow_python(given: str | None) -> Path | None:
-    """The interpreter that has TensorFlow: given, there already, or made now; else ``None``."""
-    if given is not None:
-        if _versions(Path(given)) is None:
-            sys.exit(f"{given} has no tensorflow and tf_keras to import.")
-        return Path(given)
-    python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    if python.exists() and _versions(python) is not None:
-        return python
-    return python if _make(python) else None
+@dataclass(frozen=True)
+class Environment:
+    """A peer's virtual environment: its folder beside this file and what is installed there.
+
+    ``variable`` is the environment variable that may name another interpreter.
+    """
+
+    folder: str
+    variable: str
+    packages: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The packages without their versions."""
+        return tuple(package.split("==")[0] for package in self.packages)
+
+    def python(self, given: str | None = None) -> Path | None:
+        """The interpreter that has them: given, there already, or made now; else ``None``."""
+        given = given or os.environ.get(self.variable)
+        if given is not None:
+            if not self._is_there(Path(given)):
+                sys.exit(f"{given} has no {' and '.join(self.names)} to import.")
+            return Path(given)
+        inside = "Scripts/python.exe" if os.name == "nt" else "bin/python"
+        python = Path(__file__).parent / self.folder / inside
+        return python if self._is_there(python) or self._make(python) else None
+
+    def _is_there(self, python: Path) -> bool:
+        versions = ", ".join(f"m.version({name!r})" for name in self.names)
+        try:
+            asked = subprocess.run(
+                [python, "-c", f"import importlib.metadata as m; {versions}"], capture_output=True
+            )
+        except OSError:
+            return False
+        return asked.returncode == 0
+
+    def _make(self, python: Path) -> bool:
+        venv = Path(__file__).parent / self.folder
+        print(f"making {self.folder} with {', '.join(self.packages)} (about 2 GB) ...", flush=True)
+        shutil.rmtree(venv, ignore_errors=True)  # a half-made one is not to be trusted
+        try:
+            subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+            pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, *self.packages], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(
+                f"{self.names[0]} could not be installed ({error}); its comparisons are left out."
+            )
+            return False
+        return True
 
 
-def _versions(python: Path) -> str | None:
-    try:
-        asked = subprocess.run([python, "-c", _PACKAGES], capture_output=True, text=True)
-    except OSError:
-        return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
-
-
-def _make(python: Path) -> bool:
-    print(f"making {VENV.name} with {', '.join(TENSORFLOW_PACKAGES)} (about 2 GB) ...", flush=True)
-    shutil.rmtree(VENV, ignore_errors=True)  # a half-made one is not to be trusted
-    try:
-        subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *TENSORFLOW_PACKAGES], check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"TensorFlow could not be installed ({error}); its comparisons are left out.")
-        return False
-    return True
+TENSORFLOW = Environment(
+    ".venv-tensorflow",
+    "MESHWRIGHT_TENSORFLOW_PYTHON",
+    ("tensorflow==2.21.*", "tf_keras==2.21.*"),
+)
+MESH_TENSORFLOW = Environment(
+    ".venv-mesh-tensorflow",
+    "MESHWRIGHT_MESH_TENSORFLOW_PYTHON",
+    ("mesh-tensorflow==0.1.21", "tensorflow==2.15.*"),
+)

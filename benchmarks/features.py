@@ -235,7 +235,7 @@ def main() -> int:
         print(json.dumps(measure(FEATURES[name], given.rounds)))
         return 0
     digits.prepare(None)
-    saved = {each["name"]: each for each in report.saved_features()}
+    saved = {each["name"]: each for each in report.saved("features")}
     for name in given.only:
         saved[name] = in_fresh_process(name, given.rounds)
         print(report.features_table([saved[name]]).splitlines()[-1], flush=True)

@@ -15,6 +15,7 @@ from settings import JOBS, OURS, PAIRS, SAME_LOSS, Job, Pair
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "python benchmarks/run.py"
 FEATURES_COMMAND = "python benchmarks/features.py"
+NAMED_COMMAND = "python benchmarks/named.py"
 
 NAMES = {
     "ours": "Meshwright `strategy.fit`",
@@ -48,6 +49,7 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "median_ms_per_step": statistics.median(times_ms),
         "ms_per_step_by_round": times_ms,
+        "mean_ms_per_step_by_round": [result["mean_ms_per_step"] for result in results],
         "loss": statistics.median(result["loss"] for result in results),
         "accuracy": statistics.median(result["accuracy"] for result in results),
         "versions": results[0]["versions"],
@@ -56,12 +58,11 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _compare(pair: Pair, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The ratio in each round, where both ran one after the other, and the median of them."""
-    both = [sides[side]["ms_per_step_by_round"] for side in (OURS, pair.peer)]
-    ours_per_peer = [ours / peer for ours, peer in zip(*both, strict=True)]
-    by_time = pair.measure == "time"
-    ratios = ours_per_peer if by_time else [1 / ratio for ratio in ours_per_peer]
-    ratio = statistics.median(ratios)
     ours, peer = sides[OURS], sides[pair.peer]
+    by_time = pair.measure == "time"
+    above, below = (ours, peer) if by_time else (peer, ours)
+    ratios = _ratios(above, below, "ms_per_step_by_round")
+    ratio = statistics.median(ratios)
     loss_is_fine = not pair.same_or_better_loss or ours["loss"] <= SAME_LOSS * peer["loss"]
     return {
         "peer": pair.peer,
@@ -69,10 +70,15 @@ def _compare(pair: Pair, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "target": pair.target,
         "ratio": ratio,
         "ratio_by_round": ratios,
+        "mean_ratio": statistics.median(_ratios(above, below, "mean_ms_per_step_by_round")),
         "loss": ours["loss"],
         "peer_loss": peer["loss"],
         "met": loss_is_fine and (ratio <= pair.target if by_time else ratio >= pair.target),
     }
+
+
+def _ratios(above: dict[str, Any], below: dict[str, Any], times: str) -> list[float]:
+    return [one / other for one, other in zip(above[times], below[times], strict=True)]
 
 
 def machine() -> dict[str, Any]:
@@ -92,9 +98,9 @@ def _processor() -> str:
     return models[0] if models else platform.machine()
 
 
-def saved_features() -> list[dict[str, Any]]:
-    """What ``features.py`` has measured before."""
-    path = RESULTS / "features.json"
+def saved(name: str) -> list[dict[str, Any]]:
+    """What ``features.py`` or ``named.py`` has measured before."""
+    path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 
@@ -105,9 +111,9 @@ def save(name: str, result: Any) -> None:
 
 def write_page() -> Path:
     """``results/README.md``, made anew out of all results that are there."""
-    saved = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
-    features = saved.pop("features", [])
-    jobs = [saved[name] for name in JOBS if name in saved]
+    found = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    features, named = found.pop("features", []), found.pop("named", [])
+    jobs = [found[name] for name in JOBS if name in found]
     parts = [
         "# Results",
         f"Made by `{COMMAND}`; the files beside this one hold every round.",
@@ -115,11 +121,13 @@ def write_page() -> Path:
         pairs_table(jobs),
         sides_table(jobs),
     ]
-    if "start_up" in saved:
-        parts.append(start_up_table(saved["start_up"]["rows"]))
+    if "start_up" in found:
+        parts.append(start_up_table(found["start_up"]["rows"]))
     if features:
         parts += [f"Made by `{FEATURES_COMMAND}`:", features_table(features)]
-    parts.append(_facts([*saved.values(), *features], jobs))
+    if named:
+        parts += [f"Made by `{NAMED_COMMAND}`:", named_table(named)]
+    parts.append(_facts([*found.values(), *features, *named], jobs))
     page = RESULTS / "README.md"
     page.write_text("\n\n".join(part for part in parts if part) + "\n")
     return page
@@ -133,6 +141,7 @@ def pairs_table(jobs: list[dict[str, Any]]) -> str:
             "time, ours ÷ peer" if pair["measure"] == "time" else "steps/s, ours ÷ peer",
             f"**{pair['ratio']:.2f}** ({min(pair['ratio_by_round']):.2f}"
             f"–{max(pair['ratio_by_round']):.2f})",
+            f"{pair['mean_ratio']:.2f}",
             f"{'≤' if pair['measure'] == 'time' else '≥'} {pair['target']:.2f}",
             f"{pair['loss']:.4f} / {pair['peer_loss']:.4f}",
             "met" if pair["met"] else "**missed**",
@@ -140,7 +149,10 @@ def pairs_table(jobs: list[dict[str, Any]]) -> str:
         for job in jobs
         for pair in job["pairs"]
     ]
-    heads = ("job", "peer", "ratio of", "median (min–max)", "target", "loss ours / peer", "")
+    heads = (
+        *("job", "peer", "ratio of", "fastest epochs: median (min–max)", "all epochs: median"),
+        *("target", "loss ours / peer", ""),
+    )
     return _table(heads, rows)
 
 
@@ -189,6 +201,40 @@ def features_table(features: list[dict[str, Any]]) -> str:
         for each in features
     ]
     return _table(("feature", "median (min–max)", "limit", ""), rows)
+
+
+def named_table(named: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            each["says"],
+            f"`{each['layout']}`",
+            " / ".join(f"{min(times):.1f}" for times in each["ms_per_step_by_round"].values()),
+            _spread(each["ours_over_best"]),
+            f"≤ {each['limit']:.2f}",
+            _spread(each["best_over_peer"]),
+            _spread(each["ours_over_peer"]),
+            "met" if _named_is_met(each) else "**missed**",
+        )
+        for each in named
+    ]
+    heads = (
+        *("step", "layout", "ms: " + " / ".join(named[0]["ms_per_step_by_round"])),
+        *("ours ÷ best by hand", "limit", "best by hand ÷ Mesh-TensorFlow (≤ 1)"),
+        *("ours ÷ Mesh-TensorFlow", ""),
+    )
+    return _table(heads, rows)
+
+
+def _named_is_met(each: dict[str, Any]) -> bool:
+    peer = each["best_over_peer"]
+    fast = statistics.median(each["ours_over_best"]) <= each["limit"]
+    return fast and bool(peer) and statistics.median(peer) <= 1
+
+
+def _spread(ratios: list[float]) -> str:
+    if not ratios:
+        return "not measured"
+    return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
 def _facts(saved: list[dict[str, Any]], jobs: list[dict[str, Any]]) -> str:

@@ -11,9 +11,6 @@ Prints medians and ratios, and writes ``benchmarks/results/``.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,16 +19,12 @@ from typing import Any
 import digits
 import report
 import start_up
-from environments import VARIABLE, clean_environment, tensorflow_python
+from environments import TENSORFLOW as TENSORFLOW_ENVIRONMENT
+from processes import SideFailed, run_process, say_load
 from settings import JOBS, OURS, PAIRS, ROUNDS, TENSORFLOW, TENSORFLOW_RIGHT, Job
 
 HERE = Path(__file__).parent
-PATIENCE_S = 300
 PEERS = tuple(dict.fromkeys(pair.peer for pair in PAIRS))
-
-
-class SideFailed(Exception):
-    """A side's process ended without a result."""
 
 
 def main() -> int:
@@ -39,7 +32,7 @@ def main() -> int:
     digits.prepare(arguments.data)
     peers, pythons = set(arguments.peers), dict[str, Path | None]()
     if peers & {TENSORFLOW, TENSORFLOW_RIGHT} and arguments.jobs:
-        found = tensorflow_python(arguments.tensorflow_python)
+        found = TENSORFLOW_ENVIRONMENT.python(arguments.tensorflow_python)
         pythons |= {TENSORFLOW: found, TENSORFLOW_RIGHT: found}
     missing = {side for side in peers if side in pythons and pythons[side] is None}
     say_load()
@@ -74,9 +67,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", help="an mnist.npz; otherwise the digits shipped with Meshwright")
     add(
         "--tensorflow-python",
-        default=os.environ.get(VARIABLE),
-        help=f"an interpreter with TensorFlow 2.21 and tf_keras 2.21 (or set {VARIABLE}); "
-        "otherwise benchmarks/.venv-tensorflow, made when it is missing",
+        help="an interpreter with TensorFlow 2.21 and tf_keras 2.21 (or set "
+        f"{TENSORFLOW_ENVIRONMENT.variable}); otherwise one is made beside this file",
     )
     arguments = parser.parse_args()
     arguments.jobs = [JOBS[name] for name in arguments.jobs if name != "none"]
@@ -116,15 +108,7 @@ def run_side(job: Job, side: str, python: Path | None, epochs: int | None) -> di
     command = [str(python or sys.executable), str(HERE / f"{script}.py"), job.name]
     command += ["--right"] if side == TENSORFLOW_RIGHT else []
     command += ["--epochs", str(epochs)] if epochs else []
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=clean_environment(), timeout=PATIENCE_S
-        )
-    except subprocess.TimeoutExpired:
-        raise SideFailed(f"no result within {PATIENCE_S} s") from None
-    if done.returncode != 0:
-        raise SideFailed(f"ended with {done.returncode}\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_process(command)
 
 
 def keep(results: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
@@ -133,12 +117,6 @@ def keep(results: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     if rows:
         report.save("start_up", {"rows": rows, "machine": report.machine()})
     print(f"\nwritten: {report.write_page().parent.relative_to(HERE.parent)}")
-
-
-def say_load() -> None:
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > 0.25 * cores:
-        print(f"The machine is busy (load {load:.1f} on {cores} cores): ratios will scatter.")
 
 
 def say_round(job: Job, number: int, rounds: int, results: dict[str, dict[str, Any]]) -> None:

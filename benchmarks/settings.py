@@ -116,5 +116,3 @@ PAIRS = (
 IMPORT_LIMIT_S = 0.3
 HELP_LIMIT_S = 0.5
 START_UP_RUNS = 9
-
-TENSORFLOW_PACKAGES = ("tensorflow==2.21.*", "tf_keras==2.21.*")

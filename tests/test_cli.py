@@ -21,6 +21,8 @@ from meshwright import doctor
 from meshwright.cli import main
 from meshwright.testing import run_in_fresh_process
 
+pytestmark = pytest.mark.alone
+
 GRID = ["show", "--mesh", "batch=4,model=2"]
 KERNEL = [*GRID, "--dims", "784,128", "--layout", "unsharded,model"]
 
@@ -53,7 +55,7 @@ def test_help_and_version_load_nothing_heavy():
 def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in ("demo", "show", "check", "doctor"))
+    assert all(name in result.output for name in ("demo", "show", "check", "plan", "doctor"))
 
 
 def test_version_is_that_of_the_package():

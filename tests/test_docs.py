@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -60,3 +62,16 @@ def test_every_public_name_is_mentioned_in_the_documentation() -> None:
     names = [n for n in dir(mw) if not n.startswith("_") and callable(getattr(mw, n))]
     names = [n for n in names if (getattr(mw, n).__module__ or "").startswith("meshwright")]
     assert [n for n in names if n not in told] == []
+
+
+def test_every_name_of_the_named_language_is_on_its_page() -> None:
+    import meshwright.named as mn
+
+    told = set(re.findall(r"\w+", (ROOT / "docs" / "named.md").read_text()))
+    public = {
+        name
+        for name, value in vars(mn).items()
+        if not name.startswith("_") and (getattr(value, "__module__", "") or "").startswith("mesh")
+    }
+    assert len(public) > 50
+    assert public - told == set()

@@ -16,6 +16,8 @@ import pytest
 
 import meshwright as mw
 
+pytestmark = pytest.mark.alone
+
 BATCHES = 20
 
 

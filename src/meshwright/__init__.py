@@ -10,12 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .backend import settle_keras_backend as _settle_keras_backend
+from .dim_names import DimNames as DimNames
+from .dim_names import dims as dims
 from .errors import ArrayError as ArrayError
 from .errors import BackendError as BackendError
 from .errors import BatchError as BatchError
 from .errors import CheckpointError as CheckpointError
 from .errors import CompileError as CompileError
 from .errors import DataError as DataError
+from .errors import DimError as DimError
 from .errors import DivisibilityError as DivisibilityError
 from .errors import DoesNotFitError as DoesNotFitError
 from .errors import LayoutError as LayoutError
@@ -41,6 +44,7 @@ from .topology import settle_cpu_pool as _settle_cpu_pool
 from .topology import virtual_devices as virtual_devices
 
 if TYPE_CHECKING:
+    from . import named as named
     from . import testing as testing
     from .arrays import barrier as barrier
     from .arrays import call_with_layout as call_with_layout
@@ -64,6 +68,10 @@ if TYPE_CHECKING:
     from .frontends.jax import jax_program as jax_program
     from .frontends.keras import DataParallel as DataParallel
     from .frontends.keras import Sharded as Sharded
+    from .frontends.keras.abstract import abstract as abstract
+    from .frontends.named import named_program as named_program
+    from .planning.dry_run import DryRun as DryRun
+    from .planning.dry_run import dry_run as dry_run
     from .program import Program as Program
     from .program import TrainState as TrainState
     from .step.options import StepOptions as StepOptions
@@ -92,15 +100,18 @@ _LAZY = {  # name -> the room that it lives in
     ),
     **dict.fromkeys(("CheckpointInfo", "Checkpoints", "Position", "read_checkpoint"), "checkpoint"),
     **dict.fromkeys(("DataParallel", "Sharded"), "frontends.keras"),
+    **dict.fromkeys(("DryRun", "dry_run"), "planning.dry_run"),
     **dict.fromkeys(("Program", "TrainState"), "program"),
+    "abstract": "frontends.keras.abstract",
     "StepOptions": "step.options",
     "block_output": "step.recompute",
     "LocalRows": "data",
     "Trainer": "train",
     "jax_program": "frontends.jax",
+    "named_program": "frontends.named",
     "show": "drawing",
 }
-_LAZY_MODULES = {"keras": "frontends.keras", "testing": "testing"}
+_LAZY_MODULES = {"keras": "frontends.keras", "named": "named", "testing": "testing"}
 
 
 def __getattr__(name: str) -> Any:

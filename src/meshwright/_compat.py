@@ -172,6 +172,11 @@ def variable_layout(variable: Any) -> Any:
     return variable._layout
 
 
+def note_layout(variable: Any, layout: Any) -> None:
+    """Note on a variable how it lies; its value stays where it is."""
+    variable._layout = layout
+
+
 def is_built(model: Any) -> bool:
     """Whether the model and every layer in it is built."""
     return model.built and all(layer.built for layer in model._flatten_layers())

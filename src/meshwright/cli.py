@@ -1,4 +1,4 @@
-"""The program ``meshwright``: ``demo``, ``show``, ``check`` and ``doctor``.
+"""The program ``meshwright``: ``demo``, ``show``, ``check``, ``plan`` and ``doctor``.
 
 Whatever is heavy is imported inside the command that needs it, so that ``--help`` is instant.
 """
@@ -259,12 +259,12 @@ def check(
     raise SystemExit(0 if equal else 1)
 
 
-def _rule(text: str) -> tuple[str, str]:
+def _rule(text: str, option: str = "--rule") -> tuple[str, str]:
     pattern, colon, axes = text.rpartition(":")
     if not (colon and pattern and axes):
         raise click.BadParameter(
             f"{text!r} is not pattern:layout, such as hidden.*kernel:unsharded,model.",
-            param_hint="--rule",
+            param_hint=option,
         )
     return pattern, axes.strip("[] ")
 
@@ -279,6 +279,74 @@ def _option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value  # a bare word, such as an axis
+
+
+# plan
+
+
+@main.command()
+@click.argument("build", metavar="MODULE:BUILD")
+@click.option("--target", required=True, help='The machine: "v5p:2x2x2", "v5e:4x4", "cpu:8".')
+@click.option("--mesh", "mesh_text", help='The mesh: "data=4,model=2"; else "batch" over all.')
+@click.option(
+    "--layout",
+    "layout_texts",
+    multiple=True,
+    help='Layouts beside those of BUILD: "hidden.*kernel:unsharded,model"; repeat, or join by ";".',
+)
+@click.option("--zero", type=click.IntRange(0, 3), help="The level of ZeRO.")
+@click.option("--batch-size", type=click.IntRange(1), help="Rows of all devices; else BUILD's.")
+@click.option(
+    "--option",
+    "option_texts",
+    multiple=True,
+    help="A further argument of the strategy, in JSON: accumulate=4, remat=block, ...; repeat.",
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=3600.0, help="Seconds to compile."
+)
+@click.option("--no-cache", is_flag=True, help="Compile anew, and do not keep the answer.")
+@_traceback_option
+def plan(
+    build: str,
+    target: str,
+    mesh_text: str | None,
+    layout_texts: tuple[str, ...],
+    zero: int | None,
+    batch_size: int | None,
+    option_texts: tuple[str, ...],
+    timeout: float,
+    no_cache: bool,
+) -> None:
+    """Compile the training step of a model for machines that one does not have; tell what it costs.
+
+    BUILD is a function without arguments that returns a compiled Keras model and a batch, or a
+    Program and a batch, and layouts beside them if there are any. A Keras model is built as shapes
+    only, so its size does not matter; nor do the values of the batch.
+
+    \b
+    meshwright plan train:build --target v5p:2x2x2 --mesh batch=4,model=2
+    meshwright plan train.py:build --target cpu:8 --zero 3 --batch-size 1024
+
+    Ends with status 0 if the step fits, or if nobody knows, and with 1 if it does not.
+    """
+    if no_cache:
+        os.environ["MESHWRIGHT_CACHE"] = "off"
+    from .plan_command import run
+
+    click.echo(f"compiling for {target} ...", err=True)
+    report = run(
+        build,
+        target,
+        mesh_text,
+        [_rule(each, "--layout") for text in layout_texts for each in text.split(";")],
+        zero,
+        batch_size,
+        dict(_option(text) for text in option_texts),
+        timeout,
+    )
+    click.echo(str(report))
+    raise SystemExit(1 if report.fits is False else 0)
 
 
 # doctor

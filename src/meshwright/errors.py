@@ -5,6 +5,7 @@
     ├── LayoutError          ValueError    specs that make no layout, or do not fit a shape
     │   ├── DivisibilityError              a dim that does not divide over its axes
     │   └── PlacementError                 variables that a strategy cannot lay out, all at once
+    ├── DimError             ValueError    named dims that do not fit each other, or an operation
     ├── ArrayError           ValueError    parts or arrays that do not fit their layout
     ├── BatchError           ValueError    a batch that a mesh cannot share out
     ├── DataError            ValueError    input data that cannot be found or read
@@ -44,6 +45,10 @@ class DivisibilityError(LayoutError):
 
 class PlacementError(LayoutError):
     """Variables that a strategy cannot lay out; lists every one of them."""
+
+
+class DimError(MeshwrightError, ValueError):
+    """Named dims do not fit each other, or not the operation that they are given to."""
 
 
 class ArrayError(MeshwrightError, ValueError):

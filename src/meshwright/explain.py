@@ -46,6 +46,8 @@ class Explanation:
 
 def _row(each: Placed) -> tuple[str, ...]:
     dims = "x".join(map(str, each.info.dims)) or "scalar"
+    if each.names is not None and each.names.rank:
+        dims = " ".join(map(str, each.names.of(each.info.dims)))
     layout = str(each.layout.unbound())
     return each.info.path, dims, layout, f"{each.bytes_per_device:,}", each.reason
 

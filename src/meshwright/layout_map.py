@@ -8,24 +8,28 @@ import re
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
+from .dim_names import DimNames
 from .errors import LayoutError
 from .layout import Layout, Specs, as_layout
 from .mesh import Mesh
 
+Given = Layout | DimNames  # where something lies, or what its dims are called
+
 
 class Rule(NamedTuple):
-    """A pattern and the layout that it gives."""
+    """A pattern and the layout that it gives, or the names of dims that rules lay out."""
 
     pattern: str
-    layout: Layout
+    layout: Given
 
 
-class LayoutMap(MutableMapping[str, Layout]):
+class LayoutMap(MutableMapping[str, Given]):
     """An ordered mapping from path pattern to layout; it behaves as a dict does.
 
-    A value is a bare sequence of axes, or a :class:`Layout`, bound or not. A pattern is a regular
-    expression that may be found anywhere in a variable's path (``re.search``); see :meth:`find`
-    for which rule wins. Raises :class:`LayoutError` for a pattern that is no regular expression.
+    A value is a bare sequence of axes, a :class:`Layout`, bound or not, or names of dims
+    (:func:`dims`), which a strategy's ``rules=`` lay along axes. A pattern is a regular expression
+    that may be found anywhere in a variable's path (``re.search``); see :meth:`find` for which rule
+    wins. Raises :class:`LayoutError` for a pattern that is no regular expression.
 
     >>> layouts = LayoutMap()
     >>> layouts["feature.*kernel"] = [None, "model"]
@@ -40,10 +44,10 @@ class LayoutMap(MutableMapping[str, Layout]):
                 "Rules alone are LayoutMap(rules=...)."
             )
         self.mesh = mesh
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, Given] = {}
         self.update(rules)
 
-    def __setitem__(self, pattern: str, layout: Layout | Specs) -> None:
+    def __setitem__(self, pattern: str, layout: Given | Specs) -> None:
         if not isinstance(pattern, str) or not pattern:
             raise LayoutError(
                 f"a pattern is a text such as 'feature.*kernel'; received {pattern!r}."
@@ -53,11 +57,11 @@ class LayoutMap(MutableMapping[str, Layout]):
         except re.error as error:
             raise LayoutError(f"pattern {pattern!r} is no regular expression: {error}.") from error
         try:
-            self._layouts[pattern] = as_layout(layout)
+            self._layouts[pattern] = as_given(layout)
         except LayoutError as error:
             raise LayoutError(f"the layout of {pattern!r}: {error}") from None
 
-    def __getitem__(self, pattern: str) -> Layout:
+    def __getitem__(self, pattern: str) -> Given:
         return self._layouts[pattern]
 
     def __delitem__(self, pattern: str) -> None:
@@ -70,7 +74,7 @@ class LayoutMap(MutableMapping[str, Layout]):
         return len(self._layouts)
 
     def __repr__(self) -> str:
-        rules = "\n".join(f"  {pattern!r}: {layout}" for pattern, layout in self.items())
+        rules = "\n".join(f"  {pattern!r}: {_shown(layout)}" for pattern, layout in self.items())
         return f"LayoutMap({len(self)} rules)" + (f"\n{rules}" if rules else "")
 
     @property
@@ -100,6 +104,11 @@ class LayoutMap(MutableMapping[str, Layout]):
         # The Keras room stands above this one; it is only entered when somebody asks for it.
         sharded = importlib.import_module("meshwright.frontends.keras").Sharded
         return sharded(self.mesh, self, batch=self.mesh.axis_names[0]).scope()
+
+
+def as_given(layout: Given | Specs) -> Given:
+    """Names of dims as they are; anything else as a :class:`Layout`."""
+    return layout if isinstance(layout, DimNames) else as_layout(layout)
 
 
 def find_rule(rules: Iterable[Rule], spellings: Iterable[str] | str) -> Rule | None:
@@ -137,6 +146,10 @@ def names_exactly(pattern: str, spellings: Iterable[str]) -> bool:
     (True, False)
     """
     return _with("/", pattern) in {_with("/", path) for path in spellings}
+
+
+def _shown(layout: Given) -> str:
+    return repr(layout) if isinstance(layout, DimNames) else str(layout)
 
 
 def _with(separator: str, path: str) -> str:

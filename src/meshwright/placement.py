@@ -9,18 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import EllipsisType
 from typing import Any, Literal, NamedTuple, get_args
 
-from .errors import BatchError, LayoutError, PlacementError
-from .layout import MATCH, UNSHARDED, Layout, Spec, as_layout
-from .layout_map import LayoutMap, Rule, find_rule, names_exactly
+from .dim_names import ANY, DimNames
+from .dim_rules import DimRules, RulesLike
+from .errors import BatchError, DimError, LayoutError, PlacementError
+from .layout import MATCH, UNSHARDED, Layout, Spec
+from .layout_map import Given, LayoutMap, Rule, as_given, find_rule, names_exactly
 from .mesh import Mesh
 from .zero import check_level, share_out
 
 Unmatched = Literal["warn", "error", "replicate"]
 Role = Literal["parameter", "state", "slot", "seed", "metric"]
 BatchAxes = str | tuple[str, ...] | None
-BatchLike = BatchAxes | list[str]
+BatchLike = BatchAxes | list[str] | EllipsisType  # ... is "batch", or what the rules say of it
 
 _BY_LAYER = "the layer's own argument"
 _PADDING = "A layout with pad=True pads such a weight where a step stores it, and only there."
@@ -52,6 +55,7 @@ class ParamInfo:
     role: Role = "parameter"
     owner: str | None = None  # for a slot: the path of its parameter
     asked: Layout | None = None  # the layout that the model itself asks for, in a layer's argument
+    names: DimNames | None = None  # of its dims, where the model itself names them
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +69,7 @@ class Placed(NamedTuple):
     info: ParamInfo
     layout: Layout
     reason: str
+    names: DimNames | None = None  # of its dims, where they are named
 
     @property
     def stored_dims(self) -> tuple[int, ...]:
@@ -91,18 +96,21 @@ class Placement:
     not name; ``None`` leaves them replicated. ``zero`` is the level of ZeRO over the batch axes,
     see :mod:`meshwright.zero`. ``unmatched`` says what becomes of large parameters that no rule
     names, and ``strict=False`` makes a rule that places nothing a warning; see
-    :mod:`meshwright.strict`. :meth:`of` makes one from friendlier arguments.
+    :mod:`meshwright.strict`. ``dim_rules`` lay out whatever has named dims: what a layout above
+    gives as :func:`~meshwright.dims`, and the variables of a program over named dims. :meth:`of`
+    makes one from friendlier arguments.
     """
 
     mesh: Mesh
     rules: tuple[Rule, ...] = ()
     batch: BatchAxes = "batch"
-    inputs: tuple[tuple[str | int, Layout], ...] = ()
-    targets: tuple[tuple[str | int, Layout], ...] = ()
+    inputs: tuple[tuple[str | int, Given], ...] = ()
+    targets: tuple[tuple[str | int, Given], ...] = ()
     activations: tuple[Rule, ...] = ()
     zero: int = 0
     unmatched: Unmatched = "warn"
     strict: bool = True
+    dim_rules: DimRules | None = None
 
     def __post_init__(self) -> None:
         check_level(self.zero)
@@ -114,11 +122,12 @@ class Placement:
         named = [(f"rule {rule.pattern!r}", rule.layout) for rule in self.rules]
         named += [(f"the layout of input {key!r}", layout) for key, layout in self.inputs]
         named += [(f"the layout of target {key!r}", layout) for key, layout in self.targets]
-        faults = [f"{what}: {_MATCHES_NOTHING}" for what, layout in named if MATCH in layout.specs]
+        faults = [f"{what}: {_MATCHES_NOTHING}" for what, given in named if _holds_match(given)]
         named += [(f"activation {rule.pattern!r}", rule.layout) for rule in self.activations]
-        for what, layout in named:
-            faults += [f"{what}: {fault}" for fault in _binding_faults(layout, self.mesh)]
-            if layout.pad and not what.startswith("rule"):
+        faults += _dim_rules_faults(self.dim_rules, self.mesh)
+        for what, given in named:
+            faults += [f"{what}: {fault}" for fault in self._binding_faults(what, given)]
+            if given.pad and not what.startswith("rule"):
                 faults.append(f"{what}: {_PADS_WEIGHTS}")
         if self.zero and self.batch is None:
             faults.append(
@@ -133,30 +142,73 @@ class Placement:
         cls,
         mesh: Mesh,
         layouts: LayoutMap | Mapping[str, Any] | None = None,
-        batch: BatchLike = "batch",
+        batch: BatchLike = ...,
         inputs: Any = None,
         targets: Any = None,
         activations: Mapping[str, Any] | None = None,
         zero: int = 0,
         unmatched: Unmatched = "warn",
         strict: bool = True,
+        rules: RulesLike | None = None,
     ) -> Placement:
-        """A placement from a layout map, or any mapping, and bare sequences of axes."""
+        """A placement from a layout map, or any mapping, and bare sequences of axes.
+
+        ``rules`` lay out what has named dims, ``"batch:rows;d_ff:cols"``; the batch then lies along
+        the axis of the dim ``batch``, unless ``batch`` says otherwise.
+
+        >>> import meshwright as mw
+        >>> mesh = mw.Mesh({"rows": 4, "cols": 2})
+        >>> placement = Placement.of(
+        ...     mesh, {"ffn.*kernel": mw.dims("d_model d_ff")}, rules="batch:rows;d_ff:cols"
+        ... )
+        >>> placement.batch
+        'rows'
+        >>> print(placement.place([ParamInfo("ffn/kernel", (), (8, 6), "float32", 4)])[0].layout)
+        [unsharded, unsharded] on rows=4, cols=2
+        """
+        dim_rules = None if rules is None else DimRules(rules)
         return cls(
             mesh=mesh,
             rules=LayoutMap(rules=layouts or {}).rules,
-            batch=tuple(batch) if isinstance(batch, list) else batch,
+            batch=_batch_by(dim_rules, batch),
             inputs=_keyed(inputs, "inputs"),
             targets=_keyed(targets, "targets"),
             activations=LayoutMap(rules=activations or {}).rules,
             zero=zero,
             unmatched=unmatched,
             strict=strict,
+            dim_rules=dim_rules,
         )
 
-    def on(self, mesh: Mesh) -> Placement:
-        """The same rules on another mesh. Raises :class:`LayoutError` for axes it does not have."""
-        return replace(self, mesh=mesh)
+    def on(self, mesh: Mesh, rules: RulesLike | None = None) -> Placement:
+        """The same on another mesh, and with other rules for named dims, where they are given.
+
+        Raises :class:`LayoutError` for axes that the mesh does not have.
+        """
+        if rules is None:
+            return replace(self, mesh=mesh)
+        before = None if self.dim_rules is None else self.dim_rules.axis("batch")
+        dim_rules = DimRules(rules)
+        follows = self.batch_axes == (() if before is None else (before,))
+        batch = _batch_by(dim_rules, ... if follows else self.batch)
+        return replace(self, mesh=mesh, dim_rules=dim_rules, batch=batch)
+
+    def naming(self, inputs: Iterable[tuple[int, DimNames]]) -> Placement:
+        """The same, with dims named for inputs, by position, that have no layout yet."""
+        if self.dim_rules is None:
+            return self
+        return replace(self, inputs=(*inputs, *self.inputs))
+
+    def layout(self, given: Given) -> Layout:
+        """An unbound layout as given, or that of named dims by the rules."""
+        if isinstance(given, Layout):
+            return given
+        if self.dim_rules is None:
+            raise LayoutError(
+                f"its dims are named [{given}], and nothing says along which axes they lie: give "
+                "the rules as well, rules='batch:rows;d_ff:cols', or axes in place of the names."
+            )
+        return given.layout(self.dim_rules)
 
     def with_zero(self, zero: int) -> Placement:
         """The same rules at another level of ZeRO."""
@@ -178,6 +230,8 @@ class Placement:
                 ruled[info] = self._place_one(info)
                 found = _faults_of(ruled[info])
                 could_be_padded |= ruled[info].layout.rank == len(info.dims) and bool(found)
+            except _NamedDimsError as error:
+                found = [str(error)]
             except LayoutError as error:
                 found = [f"{_opening(info, info.asked, _BY_LAYER)}: {error}"]
             if found:
@@ -200,15 +254,41 @@ class Placement:
         rule = find_rule(self.rules, info.spellings)
         if info.asked is not None:
             return _padded(info, self._asked(info, rule), _BY_LAYER)
-        if rule is None:
-            return Placed(info, replicated, "no rule: replicated")
-        return _padded(info, rule.layout.on(self.mesh), f"rule '{rule.pattern}'")
+        if rule is not None:
+            reason = f"rule '{rule.pattern}'"
+            if isinstance(rule.layout, DimNames):
+                return self._by_names(info, rule.layout, reason)
+            return _padded(info, rule.layout.on(self.mesh), reason)
+        if info.names is not None and self.dim_rules is not None:
+            return self._by_names(info, info.names)
+        return Placed(info, replicated, "no rule: replicated", info.names)
+
+    def _by_names(self, info: ParamInfo, names: DimNames, rule: str = "") -> Placed:
+        """Where a variable lies whose dims have names. Raises if that cannot be."""
+        assert self.dim_rules is not None
+        try:
+            dims = names.of(info.dims)
+            bound = None if names.pad else self.mesh
+            self.dim_rules.layout(dims, bound, "the variable")
+        except (DimError, LayoutError) as error:
+            whose = f", dims [{names}] by {rule}" if rule else ""
+            lines = str(error).splitlines()
+            raise _NamedDimsError(
+                "\n".join(f"  {info.path} {info.dims}{whose}: {line}" for line in lines)
+            ) from None
+        splitting = [f"{n}:{axis}" for n in names.names if (axis := self.dim_rules.axis(n))]
+        reason = ", ".join([rule] * bool(rule) + splitting) or "no rule for its dims: replicated"
+        placed = _padded(info, names.layout(self.dim_rules).on(self.mesh), reason)
+        return placed._replace(names=names)
 
     def _slot(self, info: ParamInfo, owners: Mapping[str, Placed]) -> Placed:
         owner = owners.get(info.owner or "")
-        if owner is None or owner.info.dims != info.dims:
+        if owner is not None and owner.info.dims == info.dims:
+            slot = Placed(info, owner.layout, f"slot of {owner.info.path}", owner.names)
+        elif info.names is not None and self.dim_rules is not None:
+            slot = self._by_names(info, info.names)  # a part of its parameter, such as its rows
+        else:
             return Placed(info, Layout.replicated(self.mesh, len(info.dims)), "slot: replicated")
-        slot = Placed(info, owner.layout, f"slot of {owner.info.path}")
         return self._shared_out(slot) if self.zero else slot
 
     def _shared_out(self, each: Placed) -> Placed:
@@ -217,17 +297,18 @@ class Placement:
             return each
         layout = share_out(each.layout, each.stored_dims, self.batch_axes)
         says = f"zero={self.zero}" + ("" if layout else ": small, or no dim divides")
-        return Placed(each.info, layout or each.layout, f"{each.reason}, {says}")
+        return each._replace(layout=layout or each.layout, reason=f"{each.reason}, {says}")
 
     def _asked(self, info: ParamInfo, rule: Rule | None) -> Layout:
         """The layer's own layout. It beats a pattern; a rule for this very path contradicts it."""
         assert info.asked is not None
-        named = rule is not None and names_exactly(rule.pattern, info.spellings)
-        if named and rule is not None and rule.layout.unbound() != info.asked.unbound():
-            raise LayoutError(
-                f"the variable is laid out twice: rule {rule.pattern!r} names this very path and "
-                f"gives {rule.layout.unbound()}. Keep one of the two."
-            )
+        if rule is not None and names_exactly(rule.pattern, info.spellings):
+            given = self.layout(rule.layout).unbound()
+            if given != info.asked.unbound():
+                raise LayoutError(
+                    f"the variable is laid out twice: rule {rule.pattern!r} names this very path "
+                    f"and gives {given}. Keep one of the two."
+                )
         if MATCH in info.asked.specs:
             raise LayoutError(_MATCHES_NOTHING)
         return info.asked.on(self.mesh)
@@ -248,7 +329,7 @@ class Placement:
     def activation_layout(self, spellings: Iterable[str]) -> Layout | None:
         """The layout of the output of the layer that has these paths, if a rule names it."""
         rule = find_rule(self.activations, spellings)
-        return None if rule is None else rule.layout.on(self.mesh)
+        return None if rule is None else self.layout(rule.layout).on(self.mesh)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -262,16 +343,16 @@ class Placement:
 
     def _data_layout(
         self,
-        named: tuple[tuple[str | int, Layout], ...],
+        named: tuple[tuple[str | int, Given], ...],
         kind: str,
         name: str | None,
         position: int,
         dims: Sequence[int],
     ) -> Layout:
         layouts = dict(named)
-        layout = layouts.get(name) if name is not None else None
-        layout = layout or layouts.get(position) or self._by_batch(len(dims))
-        layout = layout.on(self.mesh)
+        given = layouts.get(name) if name is not None else None
+        given = given or layouts.get(position) or self._by_batch(len(dims))
+        layout = self.layout(given).on(self.mesh)
         if layout.rank < len(dims):
             raise BatchError(
                 f"{kind} {name or position!r} has {len(dims)} dims {tuple(dims)}, but its layout "
@@ -289,6 +370,20 @@ class Placement:
     def _by_batch(self, rank: int) -> Layout:
         first: list[Spec] = [_as_axes(self.batch) or UNSHARDED] if rank else []
         return Layout([*first, *[UNSHARDED] * (rank - 1)])
+
+    def _binding_faults(self, what: str, given: Given) -> list[str]:
+        try:
+            if isinstance(given, Layout):
+                given.on(self.mesh)
+            elif self.dim_rules is None or not what.startswith("rule"):
+                self.layout(given)  # variables are told of later, with their sizes
+        except LayoutError as error:
+            return [str(error)]
+        return []
+
+
+class _NamedDimsError(LayoutError):
+    """A variable's named dims that the rules cannot lay out, in whole lines."""
 
 
 def _as_axes(batch: BatchAxes) -> tuple[str, ...]:
@@ -309,12 +404,34 @@ def _batch_axes_faults(batch: Any, mesh: Mesh) -> list[str]:
     return unknown + [f"batch={batch!r} names axis {axis!r} more than once." for axis in twice]
 
 
-def _binding_faults(layout: Layout, mesh: Mesh) -> list[str]:
+def _batch_by(rules: DimRules | None, batch: Any) -> Any:
+    """The axes of the batch; left out, ``"batch"``, or where the rules lay the dim of that name."""
+    ruled = None if rules is None else rules.axis("batch")
+    if batch is ...:
+        return "batch" if rules is None else ruled
+    batch = tuple(batch) if isinstance(batch, list) else batch
+    if ruled is not None and batch not in (ruled, (ruled,)):
+        raise LayoutError(
+            f"batch={batch!r} and the rule 'batch:{ruled}' say different axes for the batch. Leave "
+            "batch= out, or take the rule out."
+        )
+    return batch
+
+
+def _dim_rules_faults(rules: DimRules | None, mesh: Mesh) -> list[str]:
+    if rules is None:
+        return []
+    axis = rules.axis(ANY)
+    faults = [f"rule '{ANY}:{axis}': '{ANY}' names dims that are never split."] if axis else []
     try:
-        layout.on(mesh)
+        rules.check(mesh)
     except LayoutError as error:
-        return [str(error)]
-    return []
+        faults.append(str(error))
+    return faults
+
+
+def _holds_match(given: Given) -> bool:
+    return isinstance(given, Layout) and MATCH in given.specs
 
 
 def _padded(info: ParamInfo, layout: Layout, reason: str) -> Placed:
@@ -347,7 +464,7 @@ def _batch_fault(rows: int, layout: Layout) -> str:
     return f"a batch of {rows} does not divide over {axes}. The nearest sizes that do: {nearest}."
 
 
-def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Layout], ...]:
+def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Given], ...]:
     """``inputs=`` as pairs: a mapping by name or position, or one layout for the only input."""
     if layouts is None:
         return ()
@@ -364,8 +481,8 @@ def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Layout], ...]:
     return tuple((key, _layout_of(f"{what}[{key!r}]", given)) for key, given in layouts.items())
 
 
-def _layout_of(what: str, given: Any) -> Layout:
+def _layout_of(what: str, given: Any) -> Given:
     try:
-        return as_layout(given)
+        return as_given(given)
     except LayoutError as error:
         raise LayoutError(f"{what}: {error}") from None

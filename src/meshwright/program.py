@@ -7,10 +7,12 @@ know neither Keras nor any other front end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from .placement import ParamInfo
+from .dim_names import DimNames
+from .placement import ParamInfo, Placement
 
 Arrays = dict[str, Any]  # path -> jax.Array
 Batch = Any  # a pytree; Keras' is (inputs, targets, sample weights), shorter where parts are absent
@@ -49,7 +51,9 @@ class Program:
     gives new metrics and logs. ``update(params, grads, slots)`` is the optimizer's step.
     ``initial()`` gives the values to begin with. ``own_step`` is a whole step ``(whole, batch) ->
     (whole, logs)`` where the model brings its own, else ``None``. ``reduction`` says whether the
-    loss is a mean over the rows of the batch or a sum.
+    loss is a mean over the rows of the batch or a sum. A program over named dims has the names of
+    its batches' dims in ``inputs``, by position, and its ``context(placement, whole)`` lays out by
+    the placement's rules what is traced inside; ``whole`` is true of a step, which meets every dim.
     """
 
     name: str
@@ -64,6 +68,22 @@ class Program:
     update: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
     own_step: Callable[[TrainState, Batch], tuple[TrainState, Logs]] | None = None
     reduction: Literal["mean", "sum"] = "mean"
+    inputs: tuple[tuple[int, DimNames], ...] = ()
+    context: Callable[[Placement, bool], AbstractContextManager[Any]] | None = None
+
+    def under(
+        self, placement: Placement, function: Callable[..., Any], *, whole: bool = False
+    ) -> Callable[..., Any]:
+        """A function of this program, traced as it is under a placement."""
+        context = self.context
+        if context is None:
+            return function
+
+        def traced(*args: Any) -> Any:
+            with context(placement, whole):
+                return function(*args)
+
+        return traced
 
     @property
     def infos(self) -> tuple[ParamInfo, ...]:

@@ -1,8 +1,8 @@
 """What is suspicious about a placement once all variables of a program are known.
 
 A rule with a typing error leaves its variables replicated, and the first that anybody hears of it
-is that a device has no memory left. So: rules that place nothing, large variables that no rule
-names, and axes along which all devices would do the same work.
+is that a device has no memory left. So: rules that place nothing, rules for dims that nothing has,
+large variables that no rule names, and axes along which all devices would do the same work.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 
+from .dim_names import ANY, DimNames
 from .errors import MeshwrightWarning, PlacementError
 from .layout_map import Rule, find_rule, finds
 from .placement import ParamInfo, Placed, Placement
@@ -38,6 +39,8 @@ def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the p
     """
     infos = [info for info in infos if info.role not in ("metric", "slot")]
     refuse_idle_rules(placement, infos, name)
+    if not any(info.names for info in infos):  # else more dims turn up when it is traced
+        refuse_idle_dim_rules(placement)
     if large := unnamed(placement, infos):
         text = _unnamed_text(large, name)
         if placement.unmatched == "error":
@@ -68,6 +71,49 @@ def refuse_idle_rules(
         if placement.strict:
             raise PlacementError(f"{text}; strict=False makes this a warning.")
         warnings.warn(f"{text}.", MeshwrightWarning, stacklevel=3)
+
+
+def refuse_idle_dim_rules(placement: Placement) -> None:
+    """Raise :class:`~meshwright.PlacementError`, or warn, for rules of dims that nothing has.
+
+    For models whose dims are named in layouts alone. The dim ``batch`` is that of their batches.
+
+    >>> import meshwright as mw
+    >>> layouts = {"kernel": mw.dims("d_model d_ff")}
+    >>> placement = Placement.of(mw.Mesh({"all": 8}), layouts, rules="dff:all")
+    >>> refuse_idle_dim_rules(placement)
+    Traceback (most recent call last):
+        ...
+    meshwright.errors.PlacementError: no dim is named as in the rule(s) 'dff:all', so they split
+    nothing. Named dims: 'd_ff', 'd_model'. Correct the rules or take them out; strict=False makes
+    this a warning.
+    """
+    if placement.dim_rules is None:
+        return
+    named = _named_dims(placement)
+    idle = [f"'{d}:{axis}'" for d, axis in placement.dim_rules.pairs if d not in {*named, "batch"}]
+    if not idle:
+        return
+    known = (
+        f"Named dims: {', '.join(map(repr, named))}."
+        if named
+        else "Nothing has named dims: name those of weights, layouts['ffn.*kernel'] = "
+        "dims('d_model d_ff')."
+    )
+    text = (
+        f"no dim is named as in the rule(s) {', '.join(idle)}, so they split nothing. {known} "
+        "Correct the rules or take them out"
+    )
+    if placement.strict:
+        raise PlacementError(f"{text}; strict=False makes this a warning.")
+    warnings.warn(f"{text}.", MeshwrightWarning, stacklevel=3)
+
+
+def _named_dims(placement: Placement) -> list[str]:
+    layouts = [rule.layout for rule in (*placement.rules, *placement.activations)]
+    layouts += [given for _, given in (*placement.inputs, *placement.targets)]
+    names = (given.names for given in layouts if isinstance(given, DimNames))
+    return sorted({name for each in names for name in each} - {ANY})
 
 
 def idle_rules(placement: Placement, infos: Sequence[ParamInfo]) -> list[str]:
@@ -101,8 +147,8 @@ def unnamed(placement: Placement, infos: Sequence[ParamInfo]) -> list[Placed]:
 def idle_axes(placement: Placement, placed: Iterable[Placed]) -> list[str]:
     """Axes of the mesh along which nothing is split."""
     layouts = [each.layout for each in placed]
-    layouts += [layout for _, layout in (*placement.inputs, *placement.targets)]
-    layouts += [rule.layout for rule in placement.activations]
+    layouts += [placement.layout(given) for _, given in (*placement.inputs, *placement.targets)]
+    layouts += [placement.layout(rule.layout) for rule in placement.activations]
     used = {axis for layout in layouts for axis in layout.axes} | set(placement.batch_axes)
     return [axis for axis, size in placement.mesh.axes if size > 1 and axis not in used]
 

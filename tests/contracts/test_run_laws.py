@@ -18,6 +18,8 @@ from keras import optimizers
 from oracle import Native, OneDevice, compiled, largest_gap, made, weights
 from strategies import STRATEGIES, SUBJECTS, Row, rows
 
+pytestmark = pytest.mark.alone
+
 FULL_MARK = pytest.mark.full
 
 

@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.planning import (
     Compiled,
     Target,
-    ahead,
+    asking,
     compile_ahead,
     compile_step,
     most_bytes_at_once,
@@ -179,12 +179,12 @@ def test_the_dump_serves_where_the_executable_cannot_be_printed(monkeypatch):
     }
     args = state, abstract(mesh, (64, 512), ["batch", None])
     printed = compile_ahead(jax.jit(replicated_step), args, "v5p:2x2x2")
-    run = ahead._run
+    run = asking._run
 
     def cannot_print(folder, target, timeout_s, dump):
         return run(folder, target, timeout_s, dump=True) if dump else {"no_text": True}
 
-    monkeypatch.setattr(ahead, "_run", cannot_print)
+    monkeypatch.setattr(asking, "_run", cannot_print)
     dumped = compile_ahead(jax.jit(replicated_step), args, "v5p:2x2x2")
     assert dumped.collectives == printed.collectives
     assert len(dumped.collectives) > 0

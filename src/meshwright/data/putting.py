@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from ..dim_names import DimNames
 from ..errors import BatchError
 from ..layout import Layout
+from ..layout_map import Given
 from ..placement import Placement
 from ..program import Batch
 from ..step.padding import Padded
@@ -285,8 +287,8 @@ def _cycled(value: Any, rows: int) -> Any:
 def _whole_rows(placement: Placement) -> Placement:
     """The same placement with the first dim of every input and target whole."""
 
-    def whole(layouts: tuple[tuple[str | int, Layout], ...]) -> Any:
-        return tuple((key, Layout([None, *layout.specs[1:]])) for key, layout in layouts)
+    def whole(layouts: tuple[tuple[str | int, Given], ...]) -> Any:
+        return tuple((key, _whole_first(given)) for key, given in layouts)
 
     return replace(
         placement,
@@ -295,6 +297,10 @@ def _whole_rows(placement: Placement) -> Placement:
         targets=whole(placement.targets),
         zero=0,  # of variables, and it needs axes of the batch
     )
+
+
+def _whole_first(given: Given) -> Given:
+    return given.whole(0) if isinstance(given, DimNames) else Layout([None, *given.specs[1:]])
 
 
 def _as_array(value: Any, copy: bool) -> Any:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..dim_rules import DimRules
 from ..errors import BatchError, LayoutError, ModelError
-from ..layout import MATCH, UNSHARDED, Layout, Spec, as_layout
-from ..layout_map import LayoutMap
+from ..layout import MATCH, UNSHARDED, Layout, Spec
+from ..layout_map import Given, LayoutMap, as_given
 from ..mesh import Mesh
 
 Build = Callable[[], Any]
@@ -72,7 +73,7 @@ class Setup:
     """The arguments of a strategy on one mesh, and what there is to say about them."""
 
     mesh: Mesh
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, Given]
     options: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -83,12 +84,14 @@ def setups(case: Case, meshes: Sequence[Mesh]) -> list[Setup]:
     Raises :class:`LayoutError` for axes that none of the meshes has.
     """
     known = {axis for mesh in meshes for axis in mesh.axis_names}
-    batch = case.options.get("batch", "batch")
-    layouts = {pattern: as_layout(layout) for pattern, layout in (case.layouts or {}).items()}
-    asked = {f"rule {pattern!r}": layout.axes for pattern, layout in layouts.items()}
+    ruled = _dim_rules(case)
+    batch = case.options.get("batch", "batch" if ruled is None else None)
+    layouts = {pattern: as_given(layout) for pattern, layout in (case.layouts or {}).items()}
+    asked = {f"rule {pattern!r}": _axes_of(layout) for pattern, layout in layouts.items()}
     asked["batch="] = _as_axes(batch)
+    asked |= {f"rule '{dim}:{axis}'": (axis,) for dim, axis in (ruled.pairs if ruled else ())}
     for name in _MAPPED:
-        asked |= {f"{name} {k!r}": v.axes for k, v in _mapped(case.options.get(name)).items()}
+        asked |= {f"{name} {k!r}": _axes_of(v) for k, v in _mapped(case.options.get(name)).items()}
     faults = [
         f"  {what.removesuffix('=')} names axis {axis!r}"
         for what, axes in asked.items()
@@ -110,7 +113,7 @@ _MAPPED = ("inputs", "targets", "activations")
 
 def _setup(
     case: Case,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, Given],
     batch: Any,
     mesh: Mesh,
     asked: Mapping[str, Iterable[str]],
@@ -119,7 +122,10 @@ def _setup(
     for name in _MAPPED:
         if options.get(name) is not None:
             options[name] = {k: _within(v, mesh) for k, v in _mapped(options[name]).items()}
-    options["batch"] = tuple(axis for axis in _as_axes(batch) if axis in mesh) or None
+    if (ruled := _dim_rules(case)) is not None:
+        options["rules"] = DimRules([(dim, axis) for dim, axis in ruled.pairs if axis in mesh])
+    if ruled is None or "batch" in options:
+        options["batch"] = tuple(axis for axis in _as_axes(batch) if axis in mesh) or None
     absent = dict.fromkeys(a for axes in asked.values() for a in axes if a not in mesh)
     notes = [
         f"the mesh has no axis {axis!r}: what the rules lay on it is not split here"
@@ -129,8 +135,20 @@ def _setup(
     return Setup(mesh, rules, options, tuple(notes))
 
 
-def _within(layout: Layout, mesh: Mesh) -> Layout:
+def _dim_rules(case: Case) -> DimRules | None:
+    rules = case.options.get("rules")
+    return None if rules is None else DimRules(rules)
+
+
+def _axes_of(given: Given) -> tuple[str, ...]:
+    """The axes that a layout names itself."""
+    return given.axes if isinstance(given, Layout) else ()
+
+
+def _within(layout: Given, mesh: Mesh) -> Given:
     """The layout without the axes that the mesh does not have."""
+    if not isinstance(layout, Layout):
+        return layout
 
     def kept(spec: Spec) -> Any:
         if spec in (MATCH, UNSHARDED):
@@ -140,12 +158,12 @@ def _within(layout: Layout, mesh: Mesh) -> Layout:
     return Layout([kept(spec) for spec in layout.specs], pad=layout.pad)
 
 
-def _mapped(layouts: Any) -> dict[Any, Layout]:
+def _mapped(layouts: Any) -> dict[Any, Given]:
     """``inputs=`` and its like: a mapping, or one layout for the only array."""
     if layouts is None:
         return {}
     given = layouts if isinstance(layouts, Mapping) else {0: layouts}
-    return {key: as_layout(layout) for key, layout in given.items()}
+    return {key: as_given(layout) for key, layout in given.items()}
 
 
 def _as_axes(spec: Any) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ModelError
-from ..placement import ParamInfo, Role
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from .trees import Tree
 
 Params = Any  # a pytree of arrays
 
@@ -27,7 +27,8 @@ def jax_program(
 
     ``loss(params, batch)`` returns a scalar, or ``(scalar, logs)`` with a dict of scalars to show.
     ``params`` is a pytree of arrays, or a function without arguments that makes one; the function
-    is traced, so that each array can be made directly in its layout. ``optimizer`` is Optax' pair
+    is traced, so that each array can be made directly in its layout. Where it is a pytree of
+    ``jax.ShapeDtypeStruct``, the program is one to plan with. ``optimizer`` is Optax' pair
     of functions ``init`` and ``update``. ``forward(params, inputs)`` is only needed for prediction.
     Paths of parameters are their keys joined by ``/``.
 
@@ -36,10 +37,22 @@ def jax_program(
     >>> [info.path for info in program.slots]
     ['0/count', '0/mu/w', '0/nu/w']
     """
-    make = params if callable(params) else lambda: jax.tree.map(jnp.asarray, params)
-    shapes = jax.eval_shape(make)
+    return program_of(loss, params, optimizer, forward, name, Tree)
+
+
+def program_of(
+    loss: Callable[..., Any],
+    params: Params | Callable[[], Params],
+    optimizer: Any,
+    forward: Callable[[Params, Any], Any] | None,
+    name: str,
+    tree_of: Callable[[Any], Tree],
+) -> Program:
+    """The Program of plain functions over trees, whose arrays ``tree_of`` gives their paths."""
+    make = params if callable(params) else lambda: jax.tree.map(_valued, params)
+    shapes = jax.eval_shape(make) if callable(params) else jax.tree.map(_shape, params)
     slot_shapes = jax.eval_shape(optimizer.init, shapes)
-    tree, slot_tree = _Named(shapes), _Named(slot_shapes)
+    tree, slot_tree = tree_of(shapes), tree_of(slot_shapes)
     param_infos = tree.infos("parameter")
 
     def initial() -> TrainState:
@@ -49,7 +62,9 @@ def jax_program(
     def apply(values: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
         del training  # a plain function has no modes
         if forward is None:
-            raise ModelError("this program has no forward function: pass forward= to jax_program.")
+            raise ModelError(
+                "this program has no forward function: pass forward= where it is made."
+            )
         return forward(tree.whole(values), inputs), state
 
     def whole_loss(
@@ -85,39 +100,16 @@ def jax_program(
     )
 
 
-class _Named:
-    """Turns a pytree of one structure into a dict by path and back."""
+def _shape(value: Any) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    return jax.eval_shape(jnp.asarray, value)
 
-    def __init__(self, tree: Any) -> None:
-        with_paths, self._structure = jax.tree_util.tree_flatten_with_path(tree)
-        self._leaves = [leaf for _, leaf in with_paths]
-        self._paths = [
-            jax.tree_util.keystr(path, simple=True, separator="/") or "params"
-            for path, _ in with_paths
-        ]
 
-    def named(self, tree: Any) -> Arrays:
-        return dict(zip(self._paths, jax.tree.leaves(tree), strict=True))
-
-    def whole(self, values: Arrays) -> Any:
-        return jax.tree.unflatten(self._structure, [values[path] for path in self._paths])
-
-    def infos(self, role: Role, owners: tuple[ParamInfo, ...] = ()) -> tuple[ParamInfo, ...]:
-        return tuple(
-            ParamInfo(
-                path=path,
-                spellings=(path,),
-                dims=tuple(leaf.shape),
-                dtype=str(leaf.dtype),
-                itemsize=leaf.dtype.itemsize,
-                role=role,
-                owner=_owner(path, tuple(leaf.shape), owners),
-            )
-            for path, leaf in zip(self._paths, self._leaves, strict=True)
+def _valued(value: Any) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise ModelError(
+            "this program's parameters are shapes only: plan with it, or give jax_program arrays, "
+            "or a function that makes them."
         )
-
-
-def _owner(path: str, dims: tuple[int, ...], owners: tuple[ParamInfo, ...]) -> str | None:
-    """The parameter whose tree this slot repeats: its path ends with the parameter's."""
-    fitting = [o.path for o in owners if f"/{path}".endswith(f"/{o.path}") and o.dims == dims]
-    return max(fitting, key=len, default=None)
+    return jnp.asarray(value)

@@ -8,22 +8,17 @@ what the compiler says (``child.py``). Nothing is started in this process but wh
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .. import _compat
 from ..errors import CompileError, DoesNotFitError, TargetError
 from ..step.accumulate import accumulating_on
-from ..step.options import StepOptions
+from .asking import ask
 from .collectives import Collective, read_collectives
+from .described import Described, Describes, describe
 from .target import Target
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -61,25 +56,15 @@ class Compiled:
         return tuple(each for each in self.collectives if each.kind in kinds)
 
 
-class Trains(Protocol):
-    """What :func:`compile_step` asks of a strategy; :class:`~meshwright.Sharded` has it."""
-
-    def train_step(self, model: Any, batch: Any = None) -> Any: ...
-    def state(self, model: Any, batch: Any = None) -> Any: ...
-    def put(self, batch: Any, model: Any = None) -> Any: ...
-
-    @property
-    def how(self) -> StepOptions: ...
-
-
 def compile_step(
-    strategy: Trains, model: Any, batch: Any, target: Target | str, *, timeout_s: float = 3600.0
+    strategy: Describes, model: Any, batch: Any, target: Target | str, *, timeout_s: float = 3600.0
 ) -> Compiled:
     """The training step that ``strategy.fit`` would run on such a batch, compiled for a target.
 
-    ``batch`` holds host arrays ``(x, y)``, or with sample weights; with ``accumulate=k`` it is one
-    micro-batch of the step's ``k``. The strategy's mesh has as many devices as the target; virtual
-    CPU devices will do. The state is donated, as in training.
+    ``batch`` holds arrays ``(x, y)``, or with sample weights, of which shapes and dtypes matter;
+    with ``accumulate=k`` it is one micro-batch of the step's ``k``. The strategy's mesh has as many
+    devices as the target, and an abstract mesh will do; the model may be one of shapes only
+    (:func:`~meshwright.abstract`). The state is donated, as in training.
     Raises :class:`~meshwright.DoesNotFitError` and whatever :func:`compile_ahead` does.
 
     >>> import keras, numpy as np, meshwright as mw
@@ -92,15 +77,15 @@ def compile_step(
     >>> [(c.kind, c.axes, c.dtypes) for c in step.collectives]
     [('all-reduce', ('batch',), ('float32',))]
     """
-    import jax
+    return compile_described(describe(model, batch, strategy), target, timeout_s=timeout_s)
 
-    state = strategy.state(model, batch)
-    lies = jax.tree.map(lambda array: array.sharding, state)
-    step = strategy.train_step(model, batch)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(lies, None))
-    laid = strategy.put(batch, model)
-    (step_takes,) = strategy.how.for_steps([laid] * strategy.how.accumulate)
-    return compile_ahead(jitted, (state, step_takes), target, timeout_s=timeout_s)
+
+def compile_described(
+    described: Described, target: Target | str, *, timeout_s: float = 3600.0
+) -> Compiled:
+    """The step of :func:`describe`, compiled; raises as :func:`compile_ahead`."""
+    taken = described.state, described.batch
+    return compile_ahead(described.jitted, taken, target, timeout_s=timeout_s)
 
 
 def compile_ahead(
@@ -110,7 +95,8 @@ def compile_ahead(
 
     ``args`` are arrays, or ``jax.ShapeDtypeStruct`` with shardings, on a mesh with as many devices
     as the target; an abstract mesh will do. Donation and shardings of results are the jitted
-    function's own. Raises :class:`~meshwright.TargetError` if the target has another number of
+    function's own. What was compiled before is not compiled again (``cache.py``). Raises
+    :class:`~meshwright.TargetError` if the target has another number of
     devices, :class:`~meshwright.DoesNotFitError` if a device has too little memory, else
     :class:`~meshwright.CompileError`.
 
@@ -123,16 +109,17 @@ def compile_ahead(
     """
     target = Target.of(target)
     step, job = _exported(jitted, args, target)
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
-        folder = Path(name)
-        (folder / "step.bin").write_bytes(step)
-        (folder / "job.json").write_text(json.dumps(job))
-        answer = _answer(folder, target, timeout_s)
-        if "memory" not in answer:
-            raise _failure(target, answer)
-        text = (folder / "hlo.txt").read_text()
+    answer = ask(step, job, target, timeout_s)
+    if "memory" not in answer:
+        raise _failure(target, answer)
     axes = tuple((axis, size) for axis, size, _ in job["axes"])
-    return Compiled(target, axes, **answer["memory"], text=text)
+    return Compiled(target, axes, **answer["memory"], text=answer["text"])
+
+
+def trace(jitted: Any, args: Sequence[Any], target: Target) -> Any:
+    """The function as it is traced for a target, before it is lowered."""
+    with _compat.keras_sees(target.platform), accumulating_on(target.platform):
+        return jitted.trace(*args)
 
 
 def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, dict[str, Any]]:
@@ -209,50 +196,6 @@ def _mesh_of(abstract: Any) -> Any:
         "no argument lies on a mesh, so nothing says how the step is split over the target: "
         "give arrays, or jax.ShapeDtypeStruct, with the sharding of a mw.Layout."
     )
-
-
-# The child
-
-
-def _answer(folder: Path, target: Target, timeout_s: float) -> dict[str, Any]:
-    """What the child wrote; where it could not print the program, it is asked for a dump."""
-    answer = _run(folder, target, timeout_s, dump=False)
-    return answer if "no_text" not in answer else _run(folder, target, timeout_s, dump=True)
-
-
-def _run(folder: Path, target: Target, timeout_s: float, dump: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "meshwright.planning.child", str(folder)]
-    environment = _environment(target, folder / "dump" if dump else None)
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired:
-        raise CompileError(
-            f"compiling for {target} took longer than {timeout_s:g} s and was stopped. "
-            "Give it more with timeout_s=."
-        ) from None
-    written = folder / "answer.json"
-    if not written.exists():
-        return {"error": f"the compiling process ended with {done.returncode}.\n{done.stderr}"}
-    return json.loads(written.read_text())
-
-
-def _environment(target: Target, dump: Path | None) -> dict[str, str]:
-    """The environment of the child: the CPU and nothing else is started there."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
-    if dump is not None:
-        flags += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
-    devices = target.num_devices if target.platform == "cpu" else 1
-    return {
-        **os.environ,
-        "XLA_FLAGS": flags,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "TPU_SKIP_MDS_QUERY": "1",  # there is no cloud machine to ask
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a lock file would let one process compile at a time
-    }
 
 
 def _failure(target: Target, answer: dict[str, Any]) -> CompileError:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .groups import Axes, Groups, axes_of, parse_groups
 from .hlo import Array, Computation, Instruction, Module, parse
+from .origins import Sources, op_name_of
 
 KINDS = (
     "all-reduce",
@@ -29,8 +29,13 @@ class Collective:
     or exchanged; XLA merges several into one operation. ``groups`` are positions in the mesh,
     ``axes`` those of our mesh along which a group lies. ``count`` says how often one step runs it,
     ``None`` where a loop does not tell. ``path`` is the name scope that it stems from, of one of
-    its arrays. ``position`` is its place in the schedule of the step (that of the outermost loop
-    which holds it), ``until`` the place where its result is read for the last time.
+    its arrays; ``op_names`` has one per array. ``position`` is its place in the schedule of the
+    step (that of the outermost loop which holds it), ``until`` the place where its result is read
+    for the last time.
+
+    ``arguments`` says of each array which argument of the step it is a copy of, counted from 0, or
+    ``None``; ``result`` which result of the step it makes as it is. ``gathered_dim`` is the dim
+    along which an all-gather puts pieces together.
     """
 
     kind: str
@@ -41,6 +46,10 @@ class Collective:
     path: str
     position: int
     until: int
+    op_names: tuple[str, ...] = ()
+    arguments: tuple[int | None, ...] = ()
+    result: int | None = None
+    gathered_dim: int | None = None
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -81,7 +90,7 @@ class _Seen:
 
     @property
     def path(self) -> str:
-        return _path(self.instruction) or (_path(self.fusion) if self.fusion else "")
+        return op_name_of(self.instruction) or (op_name_of(self.fusion) if self.fusion else "")
 
 
 def read_collectives(text: str, axes: Axes) -> tuple[Collective, ...]:
@@ -105,7 +114,8 @@ def read_collectives(text: str, axes: Axes) -> tuple[Collective, ...]:
     repeated: dict[object, list[_Seen]] = {}
     for seen in _walk(module, entry, 1):
         repeated.setdefault(_identity(seen), []).append(seen)
-    return tuple(_collective(each, entry, axes) for each in repeated.values())
+    sources = Sources(module)
+    return tuple(_collective(each, entry, axes, sources) for each in repeated.values())
 
 
 def most_bytes_at_once(collectives: Iterable[Collective]) -> int:
@@ -157,12 +167,17 @@ def _identity(seen: _Seen) -> object:
     return each.opcode, channel, chain, each.results
 
 
-def _collective(repeated: list[_Seen], entry: Computation, axes: Axes) -> Collective:
+def _collective(
+    repeated: list[_Seen], entry: Computation, axes: Axes, sources: Sources
+) -> Collective:
     seen = repeated[0]
     each = seen.instruction
     kind = each.opcode.removesuffix("-start")
     groups = _groups(each, axes)
-    arrays = tuple(array for name in each.operands for array in _results(seen.inside, name))
+    made = [(name, array) for name in each.operands for array in _results(seen.inside, name)]
+    arrays = tuple(array for _, array in made)
+    found = [sources.of(seen.inside, name) for name, _ in made]
+    dim = None
     if kind == "all-gather":
         dim = int(each.attribute(r"dimensions=\{(\d+)\}") or 0)
         arrays = tuple(_times(array, dim, max(map(len, groups))) for array in arrays)
@@ -175,6 +190,11 @@ def _collective(repeated: list[_Seen], entry: Computation, axes: Axes) -> Collec
         path=seen.path,
         position=seen.position,
         until=entry.last_use(repeated[-1].position) if seen.is_outside_loops else seen.position,
+        # What is merged has one name for all of it, and what XLA adds itself has none.
+        op_names=tuple((len(made) > 1 and name) or seen.path or name for _, name in found),
+        arguments=tuple(argument for argument, _ in found),
+        result=sources.result(seen.inside, each),
+        gathered_dim=dim,
     )
 
 
@@ -196,8 +216,3 @@ def _groups(each: Instruction, axes: Axes) -> Groups:
     pairs = each.attribute(r"source_target_pairs=(\{(?:\{[\d,\s]*\},?\s*)*\})")
     text = pairs or each.attribute(r"replica_groups=(.*)") or "{}"
     return parse_groups(text, math.prod(size for _, size in axes))
-
-
-def _path(each: Instruction) -> str:
-    path = each.attribute(r'op_name="([^"]*)"') or ""
-    return re.sub(r"^jit\(call\)/call_exported/", "", path)

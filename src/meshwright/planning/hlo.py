@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _WORDS = {"pred": "bool", "s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
@@ -26,6 +26,7 @@ class Array:
     dtype: str  # as JAX writes it: "float32", "bfloat16"
     dims: tuple[int, ...]
     bits: int  # of one element
+    space: int = field(default=0, compare=False)  # of memory; 0 is the device's main one
 
     @property
     def elements(self) -> int:
@@ -95,6 +96,10 @@ class Computation:
                     following.append(user)
         return last
 
+    def users_of(self, name: str) -> tuple[Instruction, ...]:
+        """The instructions that take a value, in the order of the schedule."""
+        return tuple(self.instructions[place] for place in self._users.get(name, ()))
+
     @property
     def root(self) -> Instruction:
         return next((each for each in self.instructions if each.is_root), self.instructions[-1])
@@ -107,6 +112,7 @@ class Module:
     computations: Mapping[str, Computation]
     entry: str
     is_scheduled: bool
+    donated: frozenset[int] = frozenset()  # results that lie in the memory of an argument
 
     def trip_count(self, loop: Instruction, inside: Computation) -> int | None:
         """How often the body of a ``while`` runs; ``None`` where the text does not tell.
@@ -149,7 +155,15 @@ def parse(text: str) -> Module:
             lines.append(line)
     if entry is None:
         raise ValueError("the text holds no entry computation, so it is not HLO.")
-    return Module(computations, entry, "is_scheduled=true" in text.partition("\n")[0])
+    is_scheduled = "is_scheduled=true" in text.partition("\n")[0]
+    return Module(computations, entry, is_scheduled, _donated_results(text))
+
+
+def _donated_results(text: str) -> frozenset[int]:
+    """The results that lie in an argument's memory, by the first line of a program."""
+    first = text.partition("\n")[0]
+    _, _, aliases = first.partition("input_output_alias={")
+    return frozenset(int(i) for i in re.findall(r"\{(\d+)\}: \(\d+, \{\}", aliases))
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -190,10 +204,10 @@ def arrays(shape: str) -> tuple[Array, ...]:
     >>> [(a.dtype, a.dims) for a in arrays("(bf16[8,4]{1,0:T(8,128)(2,1)S(1)}, s32[])")]
     [('bfloat16', (8, 4)), ('int32', ())]
     """
-    found = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", shape)
+    found = re.findall(r"\b([a-z]\w*)\[([^\]]*)\](?:\{[^}]*?S\((\d+)\)\})?", shape)
     return tuple(
-        Array(_dtype(kind), tuple(map(int, re.findall(r"\d+", dims))), _bits(kind))
-        for kind, dims in found
+        Array(_dtype(kind), tuple(map(int, re.findall(r"\d+", dims))), _bits(kind), int(space or 0))
+        for kind, dims, space in found
     )
 
 

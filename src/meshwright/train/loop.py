@@ -17,7 +17,7 @@ from ..layout import Layout
 from ..placement import Placed, Placement
 from ..program import Batch, Logs, Program, TrainState
 from ..step.options import PLAIN, StepOptions
-from ..step.sharing import Sharing
+from ..step.sharing import Sharing, shared
 from ..step.storing import Storing, stored
 from ..step.train import guarded, make_train_step
 from ..strict import inspect
@@ -38,8 +38,9 @@ class Trainer:
 
     ``trainer.step(state, batch)`` takes one compiled step, ``trainer.steps(state, batches)``
     yields one :class:`StepInfo` after another, ``trainer.train(state, batches)`` drains it. States
-    that are passed in are donated: go on with the returned one. ``how`` has accumulation, recompute
-    and the like; with ``accumulate`` above one, a step takes a tuple of batches.
+    that are passed in are donated: go on with the returned one. ``trainer.forward(state, inputs)``
+    gives outputs. ``how`` has accumulation, recompute and the like; with ``accumulate`` above one,
+    a step takes a tuple of batches.
 
     >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw
     >>> def loss(params, batch):
@@ -67,8 +68,12 @@ class Trainer:
     @functools.cached_property
     def layouts(self) -> TrainState:
         """How every array of the state lies; raises :class:`~meshwright.PlacementError`."""
-        inspect(self.placement, self.program.infos, repr(self.program.name))
+        inspect(self._placement, self.program.infos, repr(self.program.name))
         return self._layouts(self.placement, lambda placed: placed.layout)
+
+    @functools.cached_property
+    def _placement(self) -> Placement:
+        return self.placement.naming(self.program.inputs)
 
     def _layouts(self, placement: Placement, which: Callable[[Placed], Layout]) -> TrainState:
         program = self.program
@@ -86,8 +91,9 @@ class Trainer:
 
     def init(self) -> TrainState:
         """The first state, each array made directly in its layout."""
-        program = stored(self.program, self._storing)
-        return jax.jit(program.initial, out_shardings=self._shardings)()
+        initial = stored(self.program, self._storing).initial
+        under = self.program.under(self.placement, initial)
+        return jax.jit(under, out_shardings=self._shardings)()
 
     def unpadded(self, state: TrainState) -> TrainState:
         """The state with every weight in its own dims, where a layout has ``pad=True``.
@@ -115,12 +121,24 @@ class Trainer:
         used = used._replace(params=gathered.params)
         program = guarded(self.program, used, self.put.layouts)
         step = make_train_step(stored(program, self._storing), sharing, self.how)
+        step = program.under(self.placement, step, whole=True)
         return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+
+    @functools.cached_property
+    def forward(self) -> Any:
+        """The compiled forward pass ``(state, inputs) -> outputs``, of a program that has one."""
+        sharing = Sharing.of(self.placement, self.program.params)
+        program = shared(stored(self.program, self._storing), sharing)
+
+        def forward(state: TrainState, inputs: Any) -> Any:
+            return program.forward(state.params, state.state, inputs, False)[0]
+
+        return jax.jit(self.program.under(self.placement, forward))
 
     @functools.cached_property
     def put(self) -> Putter:
         """Lays a batch of host arrays out on the mesh."""
-        return Putter(self.placement)
+        return Putter(self._placement)
 
     def steps(self, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
         """Train on one batch after another, never waiting for the devices."""

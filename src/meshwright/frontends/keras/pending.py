@@ -42,8 +42,12 @@ class WaitingRoom:
     def defer(self, variable: Any, initializer: Any) -> None:
         """Note a variable that is to be made later."""
         variable._value = None
-        variable._meshwright_waits = (self, initializer)
         variable.__class__ = _pending_class(type(variable))
+        self.take_over(variable, initializer)
+
+    def take_over(self, variable: Any, initializer: Any) -> None:
+        """Note a variable that waits elsewhere; it is made here."""
+        variable._meshwright_waits = (self, initializer)
         self._variables.append(variable)
 
     @property
@@ -67,12 +71,18 @@ class WaitingRoom:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Let variables wait here while the block runs; settle at its end."""
+        with self.waiting():
+            yield
+        self.settle()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let variables wait here while the block runs."""
         token = _waiting_room.set(self)
         try:
             yield
         finally:
             _waiting_room.reset(token)
-        self.settle()
 
 
 def waiting_room() -> WaitingRoom | None:

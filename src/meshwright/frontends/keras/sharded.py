@@ -13,20 +13,24 @@ import keras
 from ... import _compat
 from ...checkpoint import CheckpointInfo
 from ...data import put
+from ...dim_rules import RulesLike
 from ...errors import ModelError, TopologyError
 from ...explain import Explanation
 from ...layout_map import LayoutMap
 from ...mesh import Mesh
 from ...placement import BatchLike, ParamInfo, Placed, Placement, Unmatched
+from ...planning.described import Described
 from ...program import Batch, Program, TrainState
 from ...step.options import PLAIN, StepOptions, Sums
 from ...step.sharing import Sharing
 from ...step.train import Step, make_train_step
-from ...strict import inspect, refuse_idle_rules, unnamed
+from ...strict import inspect, refuse_idle_dim_rules, refuse_idle_rules, unnamed
 from . import batches, fitting, saving
+from .abstract import AbstractRoom, adopt, is_abstract
+from .described import described
 from .hooks import Hooks, OutputOf, layout_of, parameter_of
 from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
-from .pending import WaitingRoom, is_pending, settle
+from .pending import WaitingRoom, is_pending, settle, waiting_room
 from .program import KerasVariables, keras_program, read_state, write_state
 
 
@@ -54,8 +58,9 @@ class Sharded(_Distribution):
     at all (``"error"``); a rule that places nothing is an error, with ``strict=False`` a warning.
     ``accumulate`` batches make one step of the optimizer; ``remat`` (``"none"``, ``"block"`` or the
     name of a policy) says what is computed again rather than kept; ``sums="float32"`` sums
-    gradients over devices in that type. Raises :class:`~meshwright.LayoutError` for axes that the
-    mesh does not have.
+    gradients over devices in that type. ``rules`` lay out what is given as names of dims
+    (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by the dim ``batch``. Raises
+    :class:`~meshwright.LayoutError` for axes that the mesh does not have.
 
     >>> import keras, meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
@@ -71,7 +76,7 @@ class Sharded(_Distribution):
         mesh: Mesh,
         layouts: LayoutMap | Mapping[str, Any] | None = None,
         *,
-        batch: BatchLike = "batch",
+        batch: BatchLike = ...,
         inputs: Any = None,
         targets: Any = None,
         activations: Mapping[str, Any] | None = None,
@@ -81,10 +86,12 @@ class Sharded(_Distribution):
         accumulate: int = 1,
         remat: str = "none",
         sums: Sums = None,
+        rules: RulesLike | None = None,
     ) -> None:
         placement = Placement.of(
-            mesh, layouts, batch, inputs, targets, activations, zero, unmatched, strict
+            mesh, layouts, batch, inputs, targets, activations, zero, unmatched, strict, rules
         )
+        refuse_idle_dim_rules(placement)
         self._take(placement, StepOptions(accumulate, remat, sums))
 
     @classmethod
@@ -114,9 +121,11 @@ class Sharded(_Distribution):
         """The mesh that everything is laid out on."""
         return self.placement.mesh
 
-    def on(self, mesh: Mesh) -> Sharded:
-        """The same rules on another mesh."""
-        return Sharded.from_placement(self.placement.on(mesh), self.how)
+    def on(self, mesh: Mesh, rules: RulesLike | None = None) -> Sharded:
+        """The same on another mesh, and with other rules for named dims, where they are given."""
+        placement = self.placement.on(mesh, rules)
+        refuse_idle_dim_rules(placement)
+        return Sharded.from_placement(placement, self.how)
 
     def __eq__(self, other: object) -> bool:
         mine = self.placement, self.how
@@ -126,7 +135,8 @@ class Sharded(_Distribution):
         return hash((self.placement, self.how))
 
     def __repr__(self) -> str:
-        return f"Sharded({self.mesh}, {len(self.placement.rules)} rules)"
+        named = "" if (rules := self.placement.dim_rules) is None else f", rules={str(rules)!r}"
+        return f"Sharded({self.mesh}, {len(self.placement.rules)} rules{named})"
 
     # Building models
 
@@ -136,8 +146,12 @@ class Sharded(_Distribution):
 
         They are checked together when the block ends (or when a value is first needed): raises
         :class:`~meshwright.PlacementError` that lists every variable which cannot lie as it is
-        told, before anything is allocated.
+        told, before anything is allocated. Inside :func:`~meshwright.abstract` nothing is made.
         """
+        if isinstance(waiting_room(), AbstractRoom):
+            with super().scope():
+                yield self
+            return
         self._need_devices("scope()")
         _compat.install_keras_hooks(Hooks())
         room = WaitingRoom(self._place_new, self._models)
@@ -156,7 +170,11 @@ class Sharded(_Distribution):
                 f"model {model.name!r} is not built, so it has no variables to lay out. Call it "
                 "on a batch first, or build it inside strategy.scope()."
             )
-        for variable, placed in self._placed(model):
+        everywhere = self._placed(model)
+        room = WaitingRoom(self._place_new, self._models)
+        room.note_model(model)
+        adopt([variable for variable, _ in everywhere], room)
+        for variable, placed in everywhere:
             settle(variable)
             value, sharding = _compat.raw_value(variable), placed.unpadded.sharding
             if not value.sharding.is_equivalent_to(sharding, value.ndim):
@@ -293,6 +311,20 @@ class Sharded(_Distribution):
                 _compat.build_for(model, parts)
             elif parts is not None:
                 _compat.build_forward(model, parts[0])
+
+    def described(self, model: keras.Model, batch: Batch) -> Described:
+        """The training step, its state and its batch as shapes on the mesh without devices.
+
+        For planning: no value is needed of a model that was built in
+        :func:`~meshwright.abstract`, nor of the batch.
+        """
+        here = self
+        if not self.mesh.is_abstract:
+            here = self.on(self.mesh.abstract())
+            if not any(map(is_abstract, model.variables)):
+                self.prepare(model, _given(batch))
+                here._inspected.add(model)
+        return described(here, model, batch)
 
     # The questions that Keras asks a Distribution
 

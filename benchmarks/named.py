@@ -1,0 +1,104 @@
+"""The named language beside Mesh-TensorFlow and beside JAX by hand: the same steps, in turn.
+
+    python benchmarks/named.py                       # all six, about 15 minutes
+    python benchmarks/named.py --jobs mlp_data
+    python benchmarks/named.py --rounds 1 --dry      # does it work at all?
+
+Prints ratios and writes ``benchmarks/results/named.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import report
+from environments import MESH_TENSORFLOW
+from named_jobs import JOBS, SAME_LOSS, NamedJob
+from processes import run_process, say_load
+
+HERE = Path(__file__).parent
+ROUNDS = 5
+OURS, PLAIN, SCATTERED, PEER = (
+    "ours",
+    "hand_written_plain",
+    "hand_written_scattered",
+    "mesh_tensorflow",
+)
+LIMIT = 1.05  # of ours over the best step by hand; of that over Mesh-TensorFlow: 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--dry", action="store_true", help="write no results")
+    parser.add_argument(
+        "--mesh-tensorflow-python",
+        help="an interpreter with mesh-tensorflow 0.1.21 and TensorFlow 2.15 (or set "
+        f"{MESH_TENSORFLOW.variable}); otherwise one is made beside this file",
+    )
+    given = parser.parse_args()
+    peer = MESH_TENSORFLOW.python(given.mesh_tensorflow_python)
+    say_load()
+    saved = {each["job"]: each for each in report.saved("named")}
+    for name in given.jobs:
+        saved[name] = job_result(
+            JOBS[name], [one_round(JOBS[name], peer, n) for n in range(given.rounds)]
+        )
+        print(report.named_table([saved[name]]).splitlines()[-1], flush=True)
+    if not given.dry:
+        report.save("named", [saved[name] for name in JOBS if name in saved])
+        report.write_page()
+    return 0 if peer else 1
+
+
+def one_round(job: NamedJob, peer: Path | None, number: int) -> dict[str, dict[str, Any]]:
+    """Every side once; every other round runs backwards."""
+    commands = {
+        OURS: [sys.executable, str(HERE / "named_ours.py"), job.name],
+        PLAIN: [sys.executable, str(HERE / "named_hand_written.py"), job.name],
+    }
+    if job.layout == "batch:all":
+        commands[SCATTERED] = [*commands[PLAIN], "--way", "scattered"]
+    if peer is not None:
+        commands[PEER] = [str(peer), str(HERE / "mesh_tensorflow_side.py"), job.name]
+    order = list(commands)[:: 1 if number % 2 == 0 else -1]
+    return {side: run_process(commands[side]) for side in order}
+
+
+def job_result(job: NamedJob, rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """What is kept of one job. Raises :class:`SystemExit` if the sides' losses differ."""
+    sides = list(rounds[0])
+    times = {side: [each[side]["ms_per_step"] for each in rounds] for side in sides}
+    for when in ("first_loss", "last_loss"):
+        losses = {side: rounds[0][side][when] for side in sides}
+        if max(losses.values()) > (1 + SAME_LOSS) * min(losses.values()):
+            sys.exit(f"{job.name}: the sides do not do the same work: {when} is {losses}")
+    hand = [side for side in (PLAIN, SCATTERED) if side in sides]
+    best = min(hand, key=lambda side: statistics.median(times[side]))
+    return {
+        "job": job.name,
+        "says": job.says,
+        "layout": job.layout,
+        "ms_per_step_by_round": times,
+        "best_by_hand": best,
+        "ours_over_best": _ratios(times[OURS], times[best]),
+        "ours_over_peer": _ratios(times[OURS], times[PEER]) if PEER in sides else [],
+        "best_over_peer": _ratios(times[best], times[PEER]) if PEER in sides else [],
+        "limit": LIMIT,
+        "machine": report.machine(),
+    }
+
+
+def _ratios(above: list[float], below: list[float]) -> list[float]:
+    return [one / other for one, other in zip(above, below, strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

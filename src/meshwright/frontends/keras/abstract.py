@@ -1,0 +1,75 @@
+"""Models of shapes only: built without allocating anything, to be planned with or made later."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import keras
+
+from ... import _compat
+from ...errors import ModelError
+from .hooks import Hooks
+from .pending import WaitingRoom, is_pending
+
+
+@contextlib.contextmanager
+def abstract() -> Iterator[None]:
+    """Inside, Keras models are built as shapes: no weight, slot or metric is allocated.
+
+    Such a model is for :func:`~meshwright.dry_run`; however large, it takes little memory.
+    ``strategy.fit(model, ...)`` and ``strategy.place(model)`` make its variables, each in its
+    layout, as if it had been built in ``strategy.scope()``. What else needs a value raises
+    :class:`~meshwright.ModelError`. For plain JAX, give :func:`~meshwright.jax_program` the
+    function that makes the parameters: it is only traced, here and everywhere.
+
+    >>> import keras, meshwright as mw
+    >>> with abstract():
+    ...     model = keras.Sequential([keras.Input([10**6]), keras.layers.Dense(10**6)])
+    >>> f"{model.count_params():,}"
+    '1,000,001,000,000'
+    """
+    _compat.install_keras_hooks(Hooks())
+    with AbstractRoom().open():
+        yield
+
+
+class AbstractRoom(WaitingRoom):
+    """Where variables wait that nobody makes, until a strategy adopts them."""
+
+    def __init__(self) -> None:
+        super().__init__(_place_none, weakref.WeakSet())
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Let variables wait here while the block runs, and after it."""
+        with self.waiting():
+            yield
+
+    def settle(self) -> None:
+        """Raise :class:`ModelError`: somebody asks for a value."""
+        _place_none([], [])
+
+
+def is_abstract(variable: Any) -> bool:
+    """Whether the variable was built as a shape only and has no value yet."""
+    return is_pending(variable) and isinstance(variable._meshwright_waits[0], AbstractRoom)
+
+
+def adopt(variables: list[Any], room: WaitingRoom) -> None:
+    """Let those variables that are abstract wait in a room that will make them."""
+    for variable in variables:
+        if is_abstract(variable):
+            _, initializer = variable._meshwright_waits
+            room.take_over(variable, initializer)
+
+
+def _place_none(variables: list[Any], models: list[keras.Model]) -> NoReturn:
+    del variables, models
+    raise ModelError(
+        "this model was built as shapes only, by mw.abstract() or for a mesh without devices: its "
+        "variables have no values. Plan with it (mw.dry_run), or make them: "
+        "strategy.place(model), on a mesh with devices."
+    )

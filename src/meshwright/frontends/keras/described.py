@@ -1,0 +1,83 @@
+"""A Keras model's training step as shapes on a mesh that has no devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+
+from ... import _compat
+from ...errors import ModelError
+from ...placement import Placed
+from ...planning.described import Described, batch_of, state_of
+from ...program import Batch
+from ...step.sharing import Sharing
+from ...step.train import make_train_step
+from .abstract import AbstractRoom
+from .batches import putter
+from .program import KerasVariables, keras_program
+
+if TYPE_CHECKING:
+    from .sharded import Sharded
+
+
+def described(strategy: Sharded, model: keras.Model, batch: Batch) -> Described:
+    """The training step of a compiled model under a strategy whose mesh is abstract.
+
+    Raises :class:`ModelError` if the model is not compiled.
+    """
+    if not model.compiled:
+        raise ModelError(
+            f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."
+        )
+    _build(strategy, model, batch)
+    strategy._inspect(model)
+    variables = KerasVariables.of(model).under(strategy.placement)
+    placed = strategy._placed(model)
+    program = keras_program(model, variables)
+    sharing = Sharing.of(strategy.placement, program.params)
+    step = strategy.traced_here(model, make_train_step(program, sharing, strategy.how))
+
+    def traced(*args: Any) -> Any:
+        with _lying(placed):
+            return step(*args)
+
+    every = tuple(each for _, each in placed)
+    infos = {each.info.path: each.info for each in every}
+    parts = (variables.params, variables.state, variables.slots, variables.metrics)
+    return Described(
+        name=model.name,
+        step=traced,
+        state=state_of(every, tuple(tuple(infos[path] for path in part) for part in parts)),
+        batch=batch_of(batch, putter(strategy.placement, model), strategy.how),
+        placed=every,
+        placement=strategy.placement,
+        how=strategy.how,
+    )
+
+
+def _build(strategy: Sharded, model: keras.Model, batch: Batch) -> None:
+    """Build what is not built yet, as shapes."""
+    lacks_batch = _compat.needs_batch_to_build(model)
+    if not (lacks_batch or _compat.has_unbuilt_optimizer(model)):
+        return
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    shapes = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), parts)
+    with strategy.in_force(model), AbstractRoom().open():
+        _compat.build_for(model, shapes if lacks_batch else None)
+
+
+@contextlib.contextmanager
+def _lying(placed: list[tuple[Any, Placed]]) -> Iterator[None]:
+    """The variables are known to lie so; elsewhere they may lie on another mesh, or nowhere."""
+    before = [_compat.variable_layout(variable) for variable, _ in placed]
+    for variable, each in placed:
+        _compat.note_layout(variable, each.unpadded.sharding)
+    try:
+        yield
+    finally:
+        for (variable, _), layout in zip(placed, before, strict=True):
+            _compat.note_layout(variable, layout)

@@ -1,0 +1,67 @@
+"""Trees of arrays, of one structure, as dicts by path and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..dim_names import DimNames
+from ..placement import ParamInfo, Role
+from ..program import Arrays
+
+
+class Tree:
+    """The paths of a pytree's arrays: keys joined by ``/``.
+
+    ``is_array`` says of nodes that hold one array each that they are it; their dims may have names,
+    which ``names`` tells.
+
+    >>> Tree({"a": [1.0, 2.0]}).named({"a": [3.0, 4.0]})
+    {'a/0': 3.0, 'a/1': 4.0}
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        is_array: Callable[[Any], bool] | None = None,
+        names: Callable[[Any], DimNames | None] = lambda _: None,
+    ) -> None:
+        self._leaves, self._structure = jax.tree.flatten(tree)
+        with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array)
+        self._names = [names(node) for _, node in with_paths]
+        self._paths = [
+            jax.tree_util.keystr(path, simple=True, separator="/") or "params"
+            for path, _ in with_paths
+        ]
+
+    def named(self, tree: Any) -> Arrays:
+        """The arrays of a tree of this structure by path."""
+        return dict(zip(self._paths, jax.tree.leaves(tree), strict=True))
+
+    def whole(self, values: Arrays) -> Any:
+        """The tree again."""
+        return jax.tree.unflatten(self._structure, [values[path] for path in self._paths])
+
+    def infos(self, role: Role, owners: tuple[ParamInfo, ...] = ()) -> tuple[ParamInfo, ...]:
+        """What is known of each array; slots belong to whichever of ``owners`` they repeat."""
+        return tuple(
+            ParamInfo(
+                path=path,
+                spellings=(path,),
+                dims=tuple(leaf.shape),
+                dtype=str(leaf.dtype),
+                itemsize=leaf.dtype.itemsize,
+                role=role,
+                owner=_owner(path, tuple(leaf.shape), owners),
+                names=names,
+            )
+            for path, leaf, names in zip(self._paths, self._leaves, self._names, strict=True)
+        )
+
+
+def _owner(path: str, dims: tuple[int, ...], owners: tuple[ParamInfo, ...]) -> str | None:
+    """The parameter whose tree this slot repeats: its path ends with the parameter's."""
+    fitting = [o.path for o in owners if f"/{path}".endswith(f"/{o.path}") and o.dims == dims]
+    return max(fitting, key=len, default=None)

@@ -1,0 +1,248 @@
+"""Gradients: of functions with named results, of one's own, recomputed, reversed and clipped.
+
+``jax.grad`` itself takes named arguments as it is; :func:`grad` also takes a named loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dim_rules import text_of
+from ..errors import DimError, ModelError
+from ..step.recompute import check_remat
+from .array import NamedArray, as_named, spread
+from .operation import given, is_named, operation
+
+
+def grad(
+    function: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """``jax.grad`` of a function whose result is a named array without dims, or a number.
+
+    Gradients are named and lie as the arguments that they belong to. Raises :class:`DimError` if
+    the result has dims.
+
+    >>> from meshwright.named import named, reduce_sum, square
+    >>> grad(lambda x: reduce_sum(square(x)))(named(jnp.arange(3.0), "io:3")).array
+    Array([0., 2., 4.], dtype=float32)
+    """
+    both = value_and_grad(function, argnums, has_aux=has_aux)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        value, gradients = both(*args, **options)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return call
+
+
+def value_and_grad(
+    function: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """``jax.value_and_grad``, as :func:`grad`; the value is what the function returned."""
+
+    def bare(*args: Any, **options: Any) -> tuple[Any, Any]:
+        result = given(function)(*args, **options)
+        value = as_named(result[0] if has_aux else result)
+        if value.dims:
+            raise DimError(
+                f"the result has dims [{text_of(value.dims)}]; a gradient is that of one number. "
+                "Reduce it with reduce_sum or reduce_mean."
+            )
+        return value.array, result
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        (_, result), gradients = jax.value_and_grad(bare, argnums, has_aux=True)(*args, **options)
+        return result, gradients
+
+    return operation(call)
+
+
+def custom_gradient(
+    function: Callable[..., Any], backward: Callable[[tuple[Any, ...], Any, Any], Any]
+) -> Callable[..., Any]:
+    """A function with a gradient of one's own: ``backward(inputs, result, gradient)``.
+
+    ``backward`` gets the inputs, what the function made of them, and the gradient of that; it
+    returns the gradients of the inputs, or ``None`` for one of zero. What a gradient is taken of
+    has to be an input. Raises :class:`DimError` that names every gradient whose dims are not those
+    of its input. (Mesh-TensorFlow's ``custom_gradient``, on ``jax.custom_vjp``.)
+
+    >>> from meshwright.named import named, reduce_sum, sign
+    >>> straight_through = custom_gradient(sign, lambda inputs, result, gradient: gradient)
+    >>> x = named(jnp.array([-2.0, 3.0]), "io:2")
+    >>> grad(lambda x: reduce_sum(straight_through(x)))(x).array
+    Array([1., 1.], dtype=float32)
+    """
+    run = jax.custom_vjp(given(function))
+
+    def forward(*inputs: Any) -> tuple[Any, Any]:
+        result = given(function)(*inputs)
+        return result, (inputs, result)
+
+    def back(kept: Any, gradient: Any) -> Any:
+        inputs, result = kept
+        gradients = given(backward)(inputs, result, gradient)
+        several = gradients if isinstance(gradients, tuple) else (gradients,)
+        if len(several) != len(inputs):
+            raise ModelError(
+                f"custom_gradient: the backward function returns {len(several)} gradients for "
+                f"{len(inputs)} inputs. Return one for each, None where it is zero."
+            )
+        return _fitting(several, inputs)
+
+    run.defvjp(forward, back)
+
+    @functools.wraps(function)
+    def call(*inputs: Any) -> Any:
+        return run(*inputs)
+
+    return operation(call)
+
+
+def recompute(
+    function: Callable[..., Any], policy: str | Callable[..., Any] = "nothing_saveable"
+) -> Callable[..., Any]:
+    """The function, with what is inside it computed again in the backward pass, and not kept.
+
+    ``policy`` says what is kept all the same: one of ``jax.checkpoint_policies`` that takes no
+    arguments, by name, or any policy. Raises :class:`ModelError` for another name. (Chen et al.
+    2016; Mesh-TensorFlow's ``recompute_grad``, on ``jax.checkpoint``.)
+    """
+    if isinstance(policy, str):
+        if policy in ("none", "block") or check_remat(policy):
+            raise ModelError(
+                f"policy={policy!r} is none of jax.checkpoint_policies that take no arguments: say "
+                "'nothing_saveable' or 'dots_saveable', for example, or give the policy itself."
+            )
+        policy = getattr(jax.checkpoint_policies, policy)
+    again = jax.checkpoint(given(function), policy=policy)  # type: ignore[arg-type]
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return again(*args, **options)
+
+    return operation(call)
+
+
+def reversible(blocks: Sequence[Callable[[Any, NamedArray], NamedArray]]) -> Callable[..., Any]:
+    """A stack of residual blocks that keeps nothing between them for the backward pass.
+
+    It is called with the parameters of each block and two arrays; each block turns ``x1, x2`` into
+    ``x2, x1 + block(params, x2)``. The backward pass finds a block's inputs again by subtraction,
+    so memory does not grow with depth, and each block is computed twice. What a gradient is taken
+    of has to be in the parameters. Raises :class:`DimError` for a block whose result has other dims
+    than what it is added to. (Gomez et al. 2017, "The Reversible Residual Network";
+    Mesh-TensorFlow's ``reversible_half_residual_and_swap``.)
+
+    >>> from meshwright.named import named, tanh
+    >>> halves = reversible([lambda w, x: tanh(x * w)] * 2)
+    >>> x, w = named(jnp.ones(2), "io:2"), named(jnp.zeros(2), "io:2")
+    >>> [y.array.tolist() for y in halves([w, w], x, 2 * x)]
+    [[1.0, 1.0], [2.0, 2.0]]
+    """
+    blocks = tuple(blocks)
+
+    @jax.custom_vjp
+    def run(params: Any, x1: NamedArray, x2: NamedArray) -> tuple[NamedArray, NamedArray]:
+        for i, (block, some) in enumerate(zip(blocks, params, strict=True)):
+            x1, x2 = x2, x1 + _added(block, i, x1)(some, x2)
+        return x1, x2
+
+    def forward(params: Any, x1: NamedArray, x2: NamedArray) -> Any:
+        result = run(params, x1, x2)
+        return result, (params, result)
+
+    def backward(kept: Any, gradients: Any) -> Any:
+        params, result = kept
+        # Without the barrier XLA keeps the last block's values, which it can see are the same.
+        y1, y2 = jax.lax.optimization_barrier(result)
+        g1, g2 = gradients
+        of_params = []
+        for i, block in reversed(list(enumerate(blocks))):
+            added, pulled = jax.vjp(_added(block, i, y2), params[i], y1)
+            of_some, of_x2 = pulled(g2)
+            of_params.append(of_some)
+            y1, y2 = y2 - added, y1
+            g1, g2 = g2, g1 + of_x2
+        return type(params)(of_params[::-1]), g1, g2
+
+    run.defvjp(forward, backward)
+
+    def reversible_stack(params: Sequence[Any], x1: NamedArray, x2: NamedArray) -> Any:
+        if len(params) != len(blocks):
+            raise ModelError(
+                f"reversible: {len(blocks)} blocks take as many parameters, one each; "
+                f"received {len(params)}."
+            )
+        return run(list(params), x1, x2)
+
+    return operation(reversible_stack)
+
+
+@operation
+def clip_activation_gradient(x: NamedArray, rms: float) -> NamedArray:
+    """The array as it is; the gradient that reaches it is made smaller if it is large.
+
+    Its root mean square over all elements is then at most ``rms``, its direction what it was.
+    (Mesh-TensorFlow's operation.)
+    """
+
+    def backward(inputs: Any, result: Any, gradient: NamedArray) -> NamedArray:
+        wide = gradient.array.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+        largest = jnp.maximum(jnp.max(jnp.abs(wide)), jnp.finfo(wide.dtype).tiny)
+        # What explodes is to be clipped, so no square may overflow.
+        root_mean_square = largest * jnp.sqrt(jnp.mean(jnp.square(wide / largest)))
+        clipped = wide * jnp.minimum(1, rms / root_mean_square)
+        return NamedArray(clipped.astype(gradient.dtype), gradient.dims)
+
+    return custom_gradient(lambda x: x, backward)(x)
+
+
+def _added(
+    block: Callable[[Any, NamedArray], NamedArray], place: int, to: NamedArray
+) -> Callable[[Any, NamedArray], NamedArray]:
+    """The block, with its result's dims and type those of what it is added to."""
+
+    def call(params: Any, x: NamedArray) -> NamedArray:
+        y = given(block)(params, x)
+        if set(y.dims) != set(to.dims):
+            raise DimError(
+                f"reversible: block {place} gives [{text_of(y.dims)}], which is added to "
+                f"[{text_of(to.dims)}]; a residual block's result has the dims of its sum."
+            )
+        return NamedArray(spread(y, to.dims).astype(to.dtype), to.dims)
+
+    return call
+
+
+def _fitting(gradients: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients with dims in the order of their inputs'."""
+    faults: list[str] = []
+
+    def in_order(place: int, path: Any, x: Any, gradient: Any) -> Any:
+        if not (is_named(x) and is_named(gradient)):
+            return gradient  # None is zero for JAX
+        if set(x.dims) == set(gradient.dims):
+            return NamedArray(spread(gradient, x.dims), x.dims)
+        what = f"input {place}{jax.tree_util.keystr(path)} [{text_of(x.dims)}]"
+        faults.append(f"custom_gradient: {what} has the gradient [{text_of(gradient.dims)}].")
+        return gradient
+
+    def ordered(place: int, x: Any, gradient: Any) -> Any:
+        each = functools.partial(in_order, place)
+        if gradient is None:
+            return None
+        return jax.tree_util.tree_map_with_path(each, x, gradient, is_leaf=is_named)
+
+    pairs = zip(inputs, gradients, strict=True)
+    found = tuple(ordered(place, x, gradient) for place, (x, gradient) in enumerate(pairs))
+    if faults:
+        raise DimError("\n".join(faults) + "\nA gradient has the dims of its input.")
+    return found

@@ -1,0 +1,204 @@
+"""Putting arrays together along a dim, and taking them apart: concat, stack, slice, pad.
+
+All of them work along a split dim as well. There every device sends just the runs of elements that
+others need (``placing.py``); nothing is gathered, unless the result is to be whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..dim_rules import Dim, Dims, text_of
+from ..errors import DimError
+from .array import NamedArray, as_named, find, position, spread
+from .operation import operation
+from .pieces import held_whole, split_of
+from .placing import place
+
+
+@operation
+def concat(xs: Sequence[Any], dim: str | Dim, *, name: str | None = None) -> NamedArray:
+    """The arrays one after the other along a dim, which may have another size in each.
+
+    Their other dims are the same, in any order. ``name`` gives the joined dim another name, as one
+    that the rules do not split. Raises :class:`DimError` for dims that differ.
+
+    >>> from meshwright.named import named
+    >>> x = named(jnp.ones([2, 3]), "batch:2 length:3")
+    >>> concat([x, x], "length").shape
+    {'batch': 2, 'length': 6}
+    """
+    arrays = _several(xs, "concat")
+    along = dim.name if isinstance(dim, Dim) else dim
+    for x in arrays:
+        find(x.dims, along)
+    _check_alike([[d for d in x.dims if d.name != along] for x in arrays], arrays, "concat")
+    order = arrays[0].dims
+    arrays = [_ordered(x, order) for x in arrays]
+    ends = np.cumsum([find(x.dims, along).size for x in arrays]).tolist()
+    parts = list(zip(arrays, [0, *ends[:-1]], strict=True))
+    return place(parts, along, Dim(name or along, ends[-1]))
+
+
+@operation
+def split(x: Any, dim: str | Dim, parts: int | Sequence[int]) -> list[NamedArray]:
+    """The array cut along a dim into ``parts`` equal ones, or into ones of these sizes.
+
+    Raises :class:`DimError` if they do not come out even.
+
+    >>> from meshwright.named import named
+    >>> [each.shape for each in split(named(jnp.ones([8]), "length:8"), "length", [2, 6])]
+    [{'length': 2}, {'length': 6}]
+    """
+    x = as_named(x)
+    along = find(x.dims, dim)
+    if isinstance(parts, (int, np.integer)):
+        if parts < 1 or along.size % parts:
+            raise DimError(
+                f"split: {along} does not divide into {parts} equal parts; give their sizes, "
+                "such as [2, 6]."
+            )
+        sizes = [along.size // parts] * parts
+    else:
+        sizes = [int(size) for size in parts]
+    if sum(sizes) != along.size or min(sizes, default=0) < 0:
+        raise DimError(
+            f"split: sizes {sizes} add up to {sum(sizes)}; give sizes from 0 on that add up to all "
+            f"of {along}."
+        )
+    begins = np.cumsum([0, *sizes[:-1]]).tolist()
+    return [
+        place([(x, -begin)], along.name, along.resized(size))
+        for begin, size in zip(begins, sizes, strict=True)
+    ]
+
+
+@operation
+def slice(x: Any, dim: str | Dim, begin: int, size: int, *, name: str | None = None) -> NamedArray:
+    """``size`` elements along a dim, from ``begin`` on.
+
+    ``name`` gives the dim of the result another name, as one that the rules do not split: a dim
+    that is split must still divide afterwards. ``x[{"length": slice(0, 5)}]`` says the same.
+    Raises :class:`DimError` for what lies outside.
+
+    >>> from meshwright.named import named
+    >>> slice(named(jnp.arange(8), "length:8"), "length", 2, 3).array
+    Array([2, 3, 4], dtype=int32)
+    """
+    x = as_named(x)
+    along = find(x.dims, dim)
+    if begin < 0 or size < 0 or begin + size > along.size:
+        raise DimError(
+            f"slice: {size} elements from {begin} on are not all in {along}, whose elements are "
+            f"0 to {along.size - 1}."
+        )
+    return place([(x, -begin)], along.name, Dim(name or along.name, size))
+
+
+@operation
+def pad(
+    x: Any,
+    dim: str | Dim,
+    before: int = 0,
+    after: int = 0,
+    value: Any = 0,
+    *,
+    name: str | None = None,
+) -> NamedArray:
+    """The array with elements of this value put before and after it along a dim.
+
+    ``name`` gives the longer dim another name, as one that the rules do not split. Raises
+    :class:`DimError` for negative numbers.
+
+    >>> from meshwright.named import named
+    >>> pad(named(jnp.ones(3), "length:3"), "length", 1, 2).array
+    Array([0., 1., 1., 1., 0., 0.], dtype=float32)
+    """
+    x = as_named(x)
+    along = find(x.dims, dim)
+    if before < 0 or after < 0:
+        raise DimError(
+            f"pad: {before} before and {after} after dim {along.name!r}; these are numbers from 0 "
+            "on. Use slice to take elements away."
+        )
+    if as_named(value).dims:
+        raise DimError(f"pad: the value has dims [{text_of(value.dims)}]; it is one number.")
+    size = before + along.size + after
+    return place([(x, before)], along.name, Dim(name or along.name, size), value)
+
+
+@operation
+def stack(xs: Sequence[Any], name: str, position: int = 0) -> NamedArray:
+    """Arrays of the same dims side by side, along a new dim that stands at ``position``.
+
+    >>> from meshwright.named import named
+    >>> x = named(jnp.ones([3]), "io:3")
+    >>> stack([x, x], "copies").shape
+    {'copies': 2, 'io': 3}
+    """
+    arrays = _several(xs, "stack")
+    _check_alike([x.dims for x in arrays], arrays, "stack")
+    order = arrays[0].dims
+    if any(dim.name == name for dim in order):
+        raise DimError(
+            f"stack: the arrays have dim {name!r} already, [{text_of(order)}]. Use concat."
+        )
+    if not 0 <= position <= len(order):
+        raise DimError(
+            f"stack: position {position} is none of 0 to {len(order)}, where a new dim can stand "
+            f"in [{text_of(order)}]."
+        )
+    bare = [_ordered(x, order).array for x in arrays]
+    dims = (*order[:position], Dim(name, len(bare)), *order[position:])
+    if not split_of(dims).get(name):
+        return NamedArray(jnp.stack(bare, position), dims)
+    # XLA would split each array first, and then exchange: every device has all that it needs.
+    shape = [dim.size for dim in dims]
+    which = jax.lax.broadcasted_iota(jnp.int32, shape, position)
+    array = jnp.zeros(shape, bare[0].dtype)
+    for i, each in enumerate(bare):
+        array = jnp.where(which == i, jnp.expand_dims(each, position), array)
+    return NamedArray(array, dims)
+
+
+@operation
+def unstack(x: Any, dim: str | Dim) -> list[NamedArray]:
+    """The arrays that stand side by side along a dim, as a list.
+
+    If the dim is split it is gathered, since every device gets every array; take just those that
+    are needed with ``x[{"dim": 3}]``.
+    """
+    x = as_named(x)
+    along = find(x.dims, dim)
+    whole, where = held_whole(x, along.name), position(x.dims, along)
+    rest = tuple(each for each in x.dims if each != along)
+    return [
+        NamedArray(jax.lax.index_in_dim(whole.array, i, where, keepdims=False), rest)
+        for i in range(along.size)
+    ]
+
+
+def _several(xs: Sequence[Any], what: str) -> list[NamedArray]:
+    arrays = [as_named(x) for x in ([xs] if isinstance(xs, NamedArray) else xs)]
+    if not arrays:
+        raise DimError(f"{what} of no arrays has no result: give at least one.")
+    dtype = jnp.result_type(*(x.array for x in arrays))
+    return [NamedArray(x.array.astype(dtype), x.dims) for x in arrays]
+
+
+def _check_alike(dims: list[Any], arrays: list[NamedArray], what: str) -> None:
+    if any({*each} != {*dims[0]} for each in dims):
+        listed = ", ".join(f"[{text_of(x.dims)}]" for x in arrays)
+        joined = "" if what == "stack" else ", but for the one that is joined"
+        raise DimError(f"{what}: the arrays have dims {listed}; they must be the same{joined}.")
+
+
+def _ordered(x: NamedArray, like: Dims) -> NamedArray:
+    """The array with its dims in the order of the names of others."""
+    order = tuple(find(x.dims, dim.name) for dim in like)
+    return x if order == x.dims else NamedArray(spread(x, order), order)

@@ -1,0 +1,131 @@
+"""Attention: values averaged with the softmax of products of queries and keys, whole or local."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...dim_rules import Dim, text_of
+from ...errors import DimError
+from ..array import NamedArray, find
+from ..contraction import einsum
+from ..elementwise import absolute, greater_equal, less, less_equal, logical_and, where
+from ..indexing import arange
+from ..joining import concat, pad, slice
+from ..operation import operation
+from ..pieces import current_mesh, split_of
+from ..random import dropout
+from ..reductions import softmax
+from ..shapes import merge_dims, split_dim
+from ..shifting import shift
+from .layer import in_dtype, without
+
+_LEAST = -1e30  # a logit that has no weight, and is finite: a row of nothing else has no NaN
+
+
+@operation
+def attend(
+    queries: NamedArray,
+    keys: NamedArray,
+    values: NamedArray,
+    *,
+    memory: str | Dim = "memory",
+    d_kv: str | Dim = "d_kv",
+    mask: NamedArray | None = None,
+    rate: float = 0.0,
+    key: Any = None,
+) -> NamedArray:
+    """The values, averaged for every query with the softmax of its products with the keys.
+
+    ``memory`` is the dim of keys and values that is averaged over; ``d_kv`` that of the products.
+    Dims that queries and keys share, such as batch and heads, are matched; keys without heads
+    serve all heads. Where ``mask`` is false a value has no weight; its dims are any of those of
+    queries and memory. What may see nothing at all gets the mean of everything. Softmax is taken in
+    float32 at least. With a ``key``, the part ``rate`` of the weights is left out. (Vaswani et al.
+    2017; keys without heads after Shazeer 2019.)
+    """
+    memory, d_kv = find(keys.dims, memory), find(queries.dims, d_kv)
+    shared = tuple(dim for dim in queries.dims if dim in keys.dims and dim != d_kv)
+    alone = without(queries.dims, (*shared, d_kv))
+    logits = einsum(
+        [queries * d_kv.size**-0.5, keys],
+        (*shared, *alone, memory),
+        dtype=jnp.promote_types(queries.dtype, jnp.float32),
+    )
+    if mask is not None:
+        logits = where(mask, logits, _LEAST, out=logits.dims)
+    weights = in_dtype(softmax(logits, memory), values.dtype)
+    if key is not None and rate:
+        weights = dropout(weights, key, rate=rate)
+    made = without(values.dims, (*shared, memory))
+    return einsum([weights, values], (*shared, *alone, *made))
+
+
+@operation
+def attend_locally(
+    queries: NamedArray,
+    keys: NamedArray,
+    values: NamedArray,
+    radius: int,
+    *,
+    causal: bool = False,
+    length: str | Dim = "length",
+    d_kv: str | Dim = "d_kv",
+    mask: NamedArray | None = None,
+    rate: float = 0.0,
+    key: Any = None,
+) -> NamedArray:
+    """:func:`attend` to positions at most ``radius`` away, and only to earlier ones if ``causal``.
+
+    Queries, keys and values have one ``length``; so may the ``mask``, which is of the keys. The
+    length is cut into blocks of ``radius`` positions or a few more, and every block attends to
+    itself and to the blocks beside it: memory and time grow with length times radius. Along a split
+    length, devices exchange the blocks at their borders; where no such blocks fit into what one
+    device holds, the length is gathered.
+    """
+    length = find(queries.dims, length)
+    if radius < 1:
+        raise DimError(f"attention is local within a radius of 1 or more; received {radius}.")
+    if length not in keys.dims or length not in values.dims:
+        raise DimError(
+            f"local attention is within one length: queries [{text_of(queries.dims)}] have "
+            f"{length}, and so should keys [{text_of(keys.dims)}] and values "
+            f"[{text_of(values.dims)}]."
+        )
+    block = Dim("block", _block_size(length, radius))
+    # Blocks keep the name of the length: they lie along its axis.
+    blocks = length.resized(-(-length.size // block.size))
+    memory = Dim("memory", block.size * (2 if causal else 3))
+    spare = blocks.size * block.size - length.size
+
+    def in_blocks(x: NamedArray) -> NamedArray:
+        return split_dim(pad(x, length, after=spare), length.name, (blocks, block))
+
+    def neighbourhood(x: NamedArray) -> NamedArray:
+        here = in_blocks(x)
+        before, after = shift(here, 1, blocks), shift(here, -1, blocks)
+        return concat([before, here] if causal else [before, here, after], block, name=memory.name)
+
+    away = arange(block) - (arange(memory) - block.size)
+    near = less_equal(absolute(away), radius)
+    if causal:
+        near = logical_and(near, greater_equal(away, 0))
+    if mask is None:
+        mask = less(arange(length), length.size)
+    # Nothing lies beyond either end: there the neighbourhood of a mask is false.
+    seen = logical_and(neighbourhood(mask), near)
+    found = attend(
+        in_blocks(queries),
+        neighbourhood(keys),
+        neighbourhood(values),
+        memory=memory, d_kv=d_kv, mask=seen, rate=rate, key=key,
+    )  # fmt: skip
+    return slice(merge_dims(found, (blocks, block), length.name), length.name, 0, length.size)
+
+
+def _block_size(length: Dim, radius: int) -> int:
+    """The radius, or a little more if blocks then come out even in what each device holds."""
+    axis = split_of([length]).get(length.name)
+    held = length.size if axis is None else length.size // current_mesh()[axis]
+    return next((size for size in range(radius, 2 * radius) if held % size == 0), radius)

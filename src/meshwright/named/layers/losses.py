@@ -1,0 +1,93 @@
+"""Losses over classes that may be split: logits are never gathered."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from ...dim_rules import Dim, text_of
+from ...errors import DimError
+from ..array import NamedArray, find
+from ..elementwise import absolute, equal, maximum, multiply, relu, softplus, square, where
+from ..indexing import arange
+from ..operation import operation
+from ..reductions import logsumexp, reduce_mean, reduce_sum
+from .layer import in_dtype, without
+
+
+@operation
+def softmax_cross_entropy(
+    logits: NamedArray,
+    targets: NamedArray,
+    over: str | Dim = "vocab",
+    *,
+    z_loss: float = 0.0,
+    smoothing: float = 0.0,
+) -> NamedArray:
+    """The cross-entropy of the softmax over one dim with the targets, for every position.
+
+    ``targets`` are class numbers, without the dim ``over``, or probabilities with it. ``z_loss``
+    times the square of the logits' logsumexp is added, which keeps logits from drifting.
+    ``smoothing`` shares that part of the targets among all classes. A number that is no class has
+    no logit; give such positions no weight. Sums are taken in float32 at least. Of split classes
+    only one maximum and two sums per position are exchanged. Raises :class:`DimError` if dims of
+    the targets are not those of the logits. (Mesh-TensorFlow's loss of this name; z-loss after
+    its Transformer.)
+
+    >>> from meshwright.named import named
+    >>> logits = named(jnp.zeros([2, 4]), "batch:2 vocab:4")
+    >>> softmax_cross_entropy(logits, named([3, 0], "batch:2")).array  # log(4)
+    Array([1.3862944, 1.3862944], dtype=float32)
+    """
+    vocab = find(logits.dims, over)
+    _fit_targets(logits, targets, vocab)
+    logits = in_dtype(logits, jnp.promote_types(logits.dtype, jnp.float32))
+    total = logsumexp(logits, vocab)
+    if vocab in targets.dims:
+        loss = reduce_sum(multiply(targets, total - logits, out=logits.dims), vocab)
+    else:
+        is_target = equal(targets, arange(vocab), out=logits.dims)
+        loss = total - reduce_sum(where(is_target, logits, 0.0), vocab)
+    if smoothing:
+        uniform = total - reduce_mean(logits, vocab)
+        loss = (1 - smoothing) * loss + smoothing * uniform
+    if z_loss:
+        loss = loss + z_loss * square(total)
+    return loss
+
+
+@operation
+def sigmoid_cross_entropy(logits: NamedArray, targets: NamedArray) -> NamedArray:
+    """The cross-entropy of the logistic function with targets from 0 to 1, for every element.
+
+    Dims are those of the logits; large logits of either sign stay finite.
+    """
+    logits = in_dtype(logits, jnp.promote_types(logits.dtype, jnp.float32))
+    targets = in_dtype(targets, logits.dtype)
+    return relu(logits) - multiply(logits, targets) + softplus(-absolute(logits))
+
+
+@operation
+def weighted_mean(values: NamedArray, weights: NamedArray | None = None) -> NamedArray:
+    """The mean over all positions, each counted with its weight; zero if nothing has any."""
+    if weights is None:
+        return reduce_mean(values)
+    weights = in_dtype(weights, values.dtype)
+    each = values.size // weights.size  # how many values share a weight
+    return reduce_sum(values * weights) / maximum(each * reduce_sum(weights), 1e-9)
+
+
+def _fit_targets(logits: NamedArray, targets: NamedArray, vocab: Dim) -> None:
+    """Targets have the dims of the logits; class numbers lack the classes and are whole."""
+    numbers = vocab.name not in [dim.name for dim in targets.dims]
+    wanted = without(logits.dims, [vocab]) if numbers else logits.dims
+    if set(wanted) != set(targets.dims):
+        raise DimError(
+            f"softmax_cross_entropy: the targets [{text_of(targets.dims)}] do not fit the logits "
+            f"[{text_of(logits.dims)}]: give class numbers of dims "
+            f"[{text_of(without(logits.dims, [vocab]))}], or probabilities of the logits' dims."
+        )
+    if numbers and not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise DimError(
+            f"softmax_cross_entropy: targets of {targets.dtype} lack dim {str(vocab)!r}: class "
+            "numbers are whole numbers, and probabilities have the dim of the classes."
+        )

@@ -1,0 +1,11 @@
+"""Models written in the named language: the Transformers of the Mesh-TensorFlow paper."""
+
+from __future__ import annotations
+
+from . import decoding as decoding
+from .decoding import beam_search as beam_search
+from .decoding import greedy as greedy
+from .encoder_decoder import EncoderDecoder as EncoderDecoder
+from .stack import Block as Block
+from .stack import Stack as Stack
+from .transformer import Transformer as Transformer

@@ -1,0 +1,73 @@
+"""What every operation has in common: ``rules=``, and results that lie where the rules say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
+
+import jax
+
+from .array import NamedArray, laid, using
+from .rules import inside_operation
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R", covariant=True)
+
+
+class Operation(Protocol[_P, _R]):
+    """A function of its own parameters, or of these and ``rules=``."""
+
+    @overload
+    def __call__(self, *args: _P.args, **options: _P.kwargs) -> _R: ...
+    @overload
+    def __call__(self, *args: Any, rules: Any, **options: Any) -> _R: ...
+
+
+def operation(function: Callable[_P, _R]) -> Operation[_P, _R]:
+    """An operation of the language: it takes ``rules=``, and lays out what it returns.
+
+    Operations that it is made of lay nothing out: what lies between is XLA's to choose.
+    """
+    what = f"result of {function.__name__.lstrip('_')}"
+
+    @functools.wraps(function)
+    def call(*args: Any, rules: Any = None, **options: Any) -> Any:
+        if inside_operation.get():
+            return function(*args, **options)
+        if rules is not None:
+            with using(rules):
+                return call(*args, **options)
+        token = inside_operation.set(True)
+        try:
+            result = function(*args, **options)
+        finally:
+            inside_operation.reset(token)
+        return _settled(result, what)
+
+    return call  # type: ignore[return-value]
+
+
+def given(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that was given to an operation: what it is made of is laid out as outside."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        token = inside_operation.set(False)
+        try:
+            return function(*args, **options)
+        finally:
+            inside_operation.reset(token)
+
+    return call
+
+
+def is_named(x: Any) -> bool:
+    """Whether a node of a pytree is a named array: the ``is_leaf`` of JAX's tree functions."""
+    return isinstance(x, NamedArray)
+
+
+def _settled(result: Any, what: str) -> Any:
+    if isinstance(result, NamedArray):
+        return laid(result, what)
+    return jax.tree.map(lambda x: laid(x, what) if is_named(x) else x, result, is_leaf=is_named)

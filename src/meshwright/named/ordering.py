@@ -1,0 +1,153 @@
+"""Where the largest and smallest elements along a dim are, and what they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
+from ..errors import DimError
+from .array import NamedArray, as_named, find, position
+from .indexing import gather, index
+from .operation import operation
+from .pieces import current_mesh, held_whole, on_pieces, split_of
+
+
+@operation
+def argmax(x: Any, dim: str | Dim) -> NamedArray:
+    """Where along a dim the largest element is; the first one of equals.
+
+    >>> from meshwright.named import named
+    >>> argmax(named(jnp.array([3, 7, 7]), "length:3"), "length").array
+    Array(1, dtype=int32)
+    """
+    return _extreme(jnp.argmax, x, dim, "argmax")
+
+
+@operation
+def argmin(x: Any, dim: str | Dim) -> NamedArray:
+    """Where along a dim the smallest element is; the first one of equals."""
+    return _extreme(jnp.argmin, x, dim, "argmin")
+
+
+@operation
+def top_1(x: Any, dim: str | Dim) -> tuple[NamedArray, NamedArray]:
+    """The largest element along a dim, and where it is; the first one of equals.
+
+    >>> from meshwright.named import named
+    >>> value, place = top_1(named(jnp.array([3, 7, 7]), "length:3"), "length")
+    >>> int(value), int(place)
+    (7, 1)
+    """
+    places = argmax(x, dim)
+    return gather(x, places, dim), places
+
+
+@operation
+def top_k(x: Any, dim: str | Dim, k: DimsLike) -> tuple[NamedArray, NamedArray]:
+    """The largest elements along a dim, largest first, and where they are; the first of equals.
+
+    ``k`` is the new dim, such as ``"beams:4"``; it comes last, and may be split. If ``dim`` is
+    split, each device finds its largest, and only these are gathered. Raises :class:`DimError` if
+    there are fewer elements than wanted.
+
+    >>> from meshwright.named import named
+    >>> values, places = top_k(named(jnp.array([3, 9, 7]), "vocab:3"), "vocab", "beams:2")
+    >>> values.array, places.array
+    (Array([9, 7], dtype=int32), Array([1, 2], dtype=int32))
+    """
+    x, wanted = as_named(x), as_dims(k)
+    along = find(x.dims, dim)
+    if len(wanted) != 1:
+        raise DimError(f"top_k: k is one new dim, such as 'beams:4'; received [{text_of(wanted)}].")
+    as_dims((*(each for each in x.dims if each != along), *wanted))  # no name comes twice
+    if wanted[0].size > along.size:
+        raise DimError(f"top_k: {wanted[0]} of {along}; there are only {along.size} elements.")
+    return _largest(x, along, wanted[0])
+
+
+@operation
+def nth_largest(x: Any, n: int, dim: str | Dim) -> NamedArray:
+    """The element that ``n`` others along a dim are not smaller than: 0 is the largest.
+
+    Raises :class:`DimError` if there are not so many.
+
+    >>> from meshwright.named import named
+    >>> int(nth_largest(named(jnp.array([3, 9, 7]), "length:3"), 1, "length"))
+    7
+    """
+    return _nth(as_named(x), n, dim, "nth_largest", largest=True)
+
+
+@operation
+def nth_smallest(x: Any, n: int, dim: str | Dim) -> NamedArray:
+    """The element that ``n`` others along a dim are not larger than: 0 is the smallest.
+
+    Raises :class:`DimError` if there are not so many.
+    """
+    return _nth(as_named(x), n, dim, "nth_smallest", largest=False)
+
+
+@operation
+def reduce_first(x: Any, dim: str | Dim) -> NamedArray:
+    """The first element along a dim. Raises :class:`DimError` if there is none."""
+    x = as_named(x)
+    return index(x, {find(x.dims, dim).name: 0})
+
+
+def _extreme(function: Any, x: Any, dim: str | Dim, what: str) -> NamedArray:
+    x = as_named(x)
+    along = find(x.dims, dim)
+    if not along.size:
+        raise DimError(f"{what}: {along} has no elements.")
+    places = function(x.array, axis=position(x.dims, along)).astype(jnp.int32)
+    return NamedArray(places, tuple(each for each in x.dims if each != along))
+
+
+def _nth(x: NamedArray, n: int, dim: str | Dim, what: str, largest: bool) -> NamedArray:
+    along = find(x.dims, dim)
+    if not 0 <= n < along.size:
+        raise DimError(f"{what}: n={n} is none of 0 to {along.size - 1}, which {along} has.")
+    if n > along.size // 2:  # it is closer to the other end
+        n, largest = along.size - 1 - n, not largest
+    x = x if largest else _reversed(x)
+    values, _ = _largest(x, along, along.resized(n + 1))
+    nth = index(values, {along.name: n})
+    return nth if largest else _reversed(nth)
+
+
+def _reversed(x: NamedArray) -> NamedArray:
+    """The same elements in the reverse order of size; twice, it is the array itself."""
+    whole = not jnp.issubdtype(x.dtype, jnp.floating)
+    return NamedArray(~x.array if whole else -x.array, x.dims)  # -x of the least number overflows
+
+
+def _largest(x: NamedArray, along: Dim, k: Dim) -> tuple[NamedArray, NamedArray]:
+    """The largest of all are among the largest of each piece."""
+    where, split = position(x.dims, along), split_of(x.dims)
+    rest = tuple(each for each in x.dims if each != along)
+    axis = split.get(along.name)
+    if axis is None:
+        found = on_pieces(_of_piece, [x], split, [(*rest, k)] * 2, where=where, count=k.size)
+        return found[0], found[1]
+    pieces = current_mesh()[axis]
+    count = min(k.size, along.size // pieces)
+    few: Dims = (*rest, along.resized(count * pieces))
+    found = on_pieces(_of_piece, [x], split, [few] * 2, where=where, count=count, axis=axis)
+    found = [held_whole(each, along.name) for each in found]
+    others = {name: split[name] for name in split if name != along.name}
+    values, places = on_pieces(_of_few, found, others, [(*rest, k)] * 2, count=k.size)
+    return values, places
+
+
+def _of_piece(array: Any, *, where: int, count: int, axis: str | None = None) -> list[Any]:
+    values, places = jax.lax.top_k(jnp.moveaxis(array, where, -1), count)
+    begin = 0 if axis is None else jax.lax.axis_index(axis) * array.shape[where]
+    return [values, places + begin]
+
+
+def _of_few(values: Any, places: Any, *, count: int) -> list[Any]:
+    values, at = jax.lax.top_k(values, count)
+    return [values, jnp.take_along_axis(places, at, -1)]

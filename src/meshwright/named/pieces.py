@@ -1,0 +1,102 @@
+"""What each device does on its own pieces: the few places where XLA would gather an operand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..dim_rules import Dim, Dims
+from ..mesh import Mesh
+from .array import NamedArray
+from .rules import in_force
+
+Split = Mapping[str, str]  # the axis along which the dims of a name are cut
+
+
+def split_of(*several: Sequence[Dim]) -> Split:
+    """Which of these dims the rules in force cut, and along which axis.
+
+    A dim that does not divide is whole, and an axis is the first dim's that asks for it: what is
+    not legal in a result is said when the result is laid out.
+    """
+    found = in_force()
+    if found is None or found.mesh.is_abstract:
+        return {}
+    split: dict[str, str] = {}
+    taken = _mapped_axes()
+    for dim in (dim for dims in several for dim in dims):
+        axis = found.rules.axis(dim.name)
+        if axis is None or axis in taken or axis in split.values() or found.mesh[axis] == 1:
+            continue
+        if dim.size and not dim.size % found.mesh[axis]:
+            split[dim.name] = axis
+    return split
+
+
+def on_pieces(
+    function: Callable[..., Sequence[Any]],
+    xs: Sequence[NamedArray],
+    split: Split,
+    outs: Sequence[Dims],
+    split_outs: Split | None = None,
+    **options: Hashable,
+) -> list[NamedArray]:
+    """A function of bare arrays, run by each device on its pieces of them.
+
+    ``split`` says how the arrays are cut, and the results, whose dims are ``outs``, unless
+    ``split_outs`` does. If nothing is cut, the function gets the arrays as they are. Other axes are
+    left to XLA. A function that a module defines, with hashable ``options``, is traced once per
+    shape.
+    """
+    after = split if split_outs is None else split_outs
+    arrays, call = [x.array for x in xs], functools.partial(function, **options)
+    axes = frozenset({*split.values(), *after.values(), *_mapped_axes()})
+    if axes:
+        specs = tuple(_spec(x.dims, split) for x in xs), tuple(_spec(dims, after) for dims in outs)
+        call = _sharded(function, tuple(options.items()), current_mesh(), axes, *specs)
+    return [NamedArray(array, dims) for array, dims in zip(call(*arrays), outs, strict=True)]
+
+
+def held_whole(x: NamedArray, name: str) -> NamedArray:
+    """The array with one dim whole on every device: a gather, if the rules cut it."""
+    if name not in split_of(x.dims) or not isinstance(x.array, Tracer):
+        return x  # outside jit, XLA finds its way by itself
+    free = PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(*(None if dim.name == name else free for dim in x.dims))
+    sharding = NamedSharding(current_mesh().jax_mesh, spec)
+    return NamedArray(jax.lax.with_sharding_constraint(x.array, sharding), x.dims)
+
+
+def current_mesh() -> Mesh:
+    """The mesh of the rules in force, where there are some."""
+    found = in_force()
+    assert found is not None, "split_of cuts nothing where there are no rules"
+    return found.mesh
+
+
+@functools.lru_cache(maxsize=1024)
+def _sharded(
+    function: Any, options: Any, mesh: Mesh, axes: frozenset[str], befores: Any, afters: Any
+) -> Any:
+    call = lambda *arrays: tuple(function(*arrays, **dict(options)))  # noqa: E731
+    return jax.jit(
+        jax.shard_map(call, mesh=mesh.jax_mesh, in_specs=befores, out_specs=afters, axis_names=axes)
+    )
+
+
+def _mapped_axes() -> frozenset[str]:
+    """The axes of dims that ``vmap`` maps over: arrays lie along them, though their dims do not."""
+    found = in_force()
+    if found is None or found.mesh.is_abstract:
+        return frozenset()
+    axes = (found.rules.axis(dim.name) for dim in found.mapped)
+    return frozenset(axis for axis in axes if axis is not None)
+
+
+def _spec(dims: Sequence[Dim], split: Split) -> PartitionSpec:
+    return PartitionSpec(*(split.get(dim.name) for dim in dims))

@@ -1,0 +1,75 @@
+"""Reductions over named dims, and what is made of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dim_rules import Dim, Dims
+from .array import NamedArray, as_named, find, position
+from .operation import operation
+
+Over = str | Dim | Iterable[str | Dim] | None  # dims to reduce; none means every one
+
+
+def chosen(dims: Dims, over: Over) -> Dims:
+    """The dims that ``over`` names, a text perhaps several. Raises :class:`DimError` for others."""
+    if over is None:
+        return dims
+    if isinstance(over, str):
+        over = re.findall(r"[^\s,.;]+", over)
+    return tuple(find(dims, each) for each in ([over] if isinstance(over, Dim) else over))
+
+
+def reduced(function: Callable[..., Any], x: Any, over: Over) -> NamedArray:
+    """A bare function with ``axis=``, applied over dims by name.
+
+    The result lies as the array does, without the dims that are gone; XLA sees to it.
+    """
+    x = as_named(x)
+    gone = chosen(x.dims, over)
+    axes = tuple(position(x.dims, dim) for dim in gone)
+    left = tuple(dim for dim in x.dims if dim not in gone)
+    return NamedArray(function(x.array, axis=axes), left, x._laid)
+
+
+def _reduction(name: str, function: Callable[..., Any], says: str) -> Callable[..., NamedArray]:
+    def call(x: Any, over: Over = None) -> NamedArray:
+        return reduced(function, x, over)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{says} over the dims named by ``over``, or over all."
+    return operation(call)
+
+
+reduce_sum = _reduction("reduce_sum", jnp.sum, "The sum")
+reduce_mean = _reduction("reduce_mean", jnp.mean, "The mean")
+reduce_max = _reduction("reduce_max", jnp.max, "The largest element")
+reduce_min = _reduction("reduce_min", jnp.min, "The smallest element")
+reduce_prod = _reduction("reduce_prod", jnp.prod, "The product")
+reduce_all = _reduction("reduce_all", jnp.all, "Whether every element holds,")
+reduce_any = _reduction("reduce_any", jnp.any, "Whether any element holds,")
+logsumexp = _reduction("logsumexp", jax.nn.logsumexp, "The logarithm of the sum of exponentials")
+
+
+@operation
+def softmax(x: Any, over: Over) -> NamedArray:
+    """Exponentials divided by their sum over the dims named by ``over``."""
+    x = as_named(x)
+    axes = tuple(position(x.dims, dim) for dim in chosen(x.dims, over))
+    return NamedArray(jax.nn.softmax(x.array, axis=axes), x.dims, x._laid)
+
+
+@operation
+def log_softmax(x: Any, over: Over, *, extra_logit: Any = None) -> NamedArray:
+    """The logarithm of :func:`softmax`; ``extra_logit`` is one more class that gets no result."""
+    x = as_named(x)
+    axes = tuple(position(x.dims, dim) for dim in chosen(x.dims, over))
+    total = jax.nn.logsumexp(x.array, axis=axes, keepdims=True)
+    if extra_logit is not None:
+        total = jnp.logaddexp(total, jnp.asarray(extra_logit, x.dtype))
+    return NamedArray(x.array - total, x.dims, x._laid)

@@ -1,0 +1,173 @@
+"""The rules in force: how every named array of a program is laid out while it is traced.
+
+They are a context that ``jax.jit`` knows of: the same function under other rules is traced anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from ..dim_rules import Dim, DimRules, Dims, DimsLike, RulesLike, as_dims
+from ..errors import LayoutError, MeshError
+from ..layout import Layout
+from ..mesh import Mesh
+
+
+@dataclass(frozen=True)
+class BoundRules:
+    """Rules and the mesh that they speak of; a value, and ``rules=`` of every operation.
+
+    ``mapped`` are dims that arrays have and do not show: those that ``vmap`` maps over.
+    """
+
+    rules: DimRules
+    mesh: Mesh
+    mapped: Dims = ()
+
+    def __str__(self) -> str:
+        return f"{self.rules} over ({self.mesh.axes_text})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BoundRules, (self.rules, self.mesh, self.mapped)
+
+    def layout(self, dims: Sequence[Dim], what: str = "array") -> Layout:
+        """The layout of an array with these dims. Raises :class:`LayoutError` if there is none."""
+        dims = tuple(dims)
+        found = self._layouts.get(dims)
+        if found is None:
+            self.check_together(dims, what)
+            found = self._layouts[dims] = self.rules.layout(dims, self.mesh, what)
+            self.see(dims)
+        return found
+
+    def check_together(self, dims: Sequence[Dim], what: str) -> None:
+        """Raise :class:`LayoutError` if two of the dims would lie along one axis."""
+        what = f"inside vmap: {what}" if self.mapped else what
+        self.rules.check_together((*self.mapped, *dims), what)
+
+    def mapping(self, dim: Dim) -> BoundRules:
+        """The same rules inside a ``vmap`` over this dim."""
+        return replace(self, mapped=(*self.mapped, dim))
+
+    def see(self, dims: Dims) -> None:
+        """Note that an array with these dims was there."""
+        self._seen.add(dims)
+
+    @property
+    def seen(self) -> set[str]:
+        """Names of dims that have been there under these rules, in this process."""
+        return {dim.name for dims in self._seen for dim in dims}
+
+    # Kept for all rules that are equal: a jitted function is traced once, under the first of them.
+
+    @functools.cached_property
+    def _layouts(self) -> dict[Dims, Layout]:
+        return _layouts.setdefault(self, {})
+
+    @functools.cached_property
+    def _seen(self) -> set[Dims]:
+        return _seen.setdefault((self.rules, self.mesh), set())
+
+    @functools.cached_property
+    def _hash(self) -> int:  # which jax.jit asks for at every call
+        return hash((self.rules, self.mesh, self.mapped))
+
+
+# What an operation is made of is not laid out; only its result is.
+inside_operation: ContextVar[bool] = ContextVar("inside an operation", default=False)
+
+_in_force: Any = jax.make_user_context(None)
+_layouts: dict[BoundRules, dict[Dims, Layout]] = {}
+_seen: dict[tuple[DimRules, Mesh], set[Dims]] = {}
+
+
+def bound(rules: RulesLike | BoundRules, mesh: Mesh | None = None) -> BoundRules:
+    """Rules bound to a mesh. Raises :class:`LayoutError` if they name an axis that it lacks."""
+    if isinstance(rules, BoundRules):
+        return rules if mesh is None else bound(rules.rules, mesh)
+    rules = DimRules(rules)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"the rules ({rules}) need the mesh whose axes they name: "
+            "rules('batch:rows', mw.create_mesh({'rows': 8}))."
+        )
+    rules.check(mesh)
+    return BoundRules(rules, mesh)
+
+
+@contextlib.contextmanager
+def rules(
+    rules: RulesLike | BoundRules, mesh: Mesh | None = None, *, strict: bool = True
+) -> Iterator[BoundRules]:
+    """Lay out every named array that is made or traced inside by these rules.
+
+    ``rules`` says for dims which axis of ``mesh`` they lie along, ``"batch:rows;hidden:cols"``.
+    Values never depend on them. At the end a rule whose dim nothing inside has had is a
+    :class:`LayoutError`, unless ``strict=False``. With an abstract mesh rules are checked, and
+    nothing is laid out.
+
+    >>> import meshwright as mw
+    >>> import meshwright.named as mn
+    >>> with mn.rules("batch:rows", mw.create_mesh({"rows": 8})):
+    ...     x = mn.named(jax.numpy.ones([16, 2]), "batch:16 io:2")
+    >>> x.array.addressable_shards[0].data.shape
+    (2, 2)
+    """
+    found = bound(rules, mesh)
+    with under(found):
+        yield found
+    if strict:
+        _check_all_used(found)
+
+
+@contextlib.contextmanager
+def no_rules() -> Iterator[None]:
+    """Lay nothing out inside."""
+    with under(None):
+        yield
+
+
+def under(found: BoundRules | None) -> contextlib.AbstractContextManager[Any]:
+    """These rules in force, whether their dims are seen or not."""
+    return _in_force(found)
+
+
+def in_force() -> BoundRules | None:
+    """The rules of the innermost context, or ``None``."""
+    return _in_force.value
+
+
+def layout_of(
+    dims: DimsLike, rules: RulesLike | BoundRules | None = None, mesh: Mesh | None = None
+) -> Layout:
+    """The layout that the rules, or else those in force, give to an array with these dims.
+
+    >>> import meshwright as mw
+    >>> print(layout_of("batch:8 io:2", "batch:rows", mw.Mesh({"rows": 4})))
+    [rows, unsharded] on rows=4
+    """
+    found = in_force() if rules is None else bound(rules, mesh)
+    if found is None:
+        raise LayoutError("no rules are in force: give rules=, or enter rules(...).")
+    return found.layout(as_dims(dims))
+
+
+def _check_all_used(found: BoundRules) -> None:
+    unused = [(dim, axis) for dim, axis in found.rules.pairs if dim not in found.seen]
+    if unused:
+        rules = ", ".join(f"'{dim}:{axis}'" for dim, axis in unused)
+        names = ", ".join(sorted(found.seen)) or "none"
+        raise LayoutError(
+            f"no array had the dim of {rules}, so the rule laid nothing out. Dims that were seen: "
+            f"{names}. Correct the name, or allow it: rules(..., strict=False)."
+        )

@@ -1,0 +1,245 @@
+"""How long a compiled step would take, from its schedule and what is known of the hardware.
+
+``schedule.py`` says what takes how long; here it is summed up, with what was assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .ahead import Compiled
+from .costs import Costs, LayerCost, read_costs
+from .hardware import Hardware
+from .links import links_of
+from .schedule import Clock, run
+from .target import Target
+
+_HEAVIEST = 10
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """An instruction and what it takes in one step, all its runs together."""
+
+    name: str
+    opcode: str
+    layer: str
+    phase: str
+    count: int | None
+    flops: float
+    bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one step of one device would compute, move and take, by the numbers of a hardware.
+
+    ``compute_s``, ``memory_s`` and ``communication_s`` (per set of mesh axes) are what each would
+    take alone; ``waiting_s`` is the part of the communication that nothing hides and ``overlap_s``
+    the rest. ``step_time_s`` is the length of the schedule. Times are ``None`` where a number of
+    the hardware is missing; ``missing`` names those. ``mfu`` is the share of the peak that the
+    model's own FLOPs would use: what is computed again for the backward pass does not count.
+    ``bound_by`` is ``"compute"``, ``"memory"``, ``"communication"`` or ``"instructions"`` (what
+    each costs to begin): where most of the time goes.
+    """
+
+    target: Target
+    hardware: str
+    flops: float
+    recompute_flops: float
+    bytes: int
+    compute_s: float | None
+    memory_s: float | None
+    communication_s: tuple[tuple[tuple[str, ...], float | None], ...]
+    waiting_s: float | None
+    overlap_s: float | None
+    step_time_s: float | None
+    mfu: float | None
+    bound_by: str | None
+    replicated_share: float | None
+    heaviest: tuple[Heavy, ...] = field(repr=False)
+    layers: tuple[LayerCost, ...] = field(repr=False)
+    assumptions: tuple[str, ...] = field(repr=False)
+    missing: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def estimate(
+    compiled: Compiled, hardware: Hardware, *, model_flops: float | None = None
+) -> Estimate:
+    """How long the step would take on such hardware, and why.
+
+    ``model_flops`` are those of the step before it was split over devices
+    (``step.flops.model_flops`` of its trace, what is computed again included): with them, ``mfu``
+    leaves replicated work out and ``replicated_share`` tells it. Numbers that the hardware lacks
+    are never made up.
+
+    >>> import jax, jax.numpy as jnp, meshwright as mw
+    >>> from meshwright.planning import compile_ahead
+    >>> mesh = mw.Mesh({"batch": 8})
+    >>> x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=mw.Layout(["batch", None],
+    ...     mesh).sharding)
+    >>> step = compile_ahead(jax.jit(lambda x: (x @ x.T).sum()), [x], "cpu:8")
+    >>> guess = Hardware("guess", (("float32", 1e9),), memory_bandwidth_bytes_per_s=1e9)
+    >>> found = estimate(step, guess)
+    >>> found.flops, found.step_time_s, found.missing
+    (32768.0, None, ('links.shared.bytes_per_s',))
+    """
+    costs = read_costs(compiled.text, compiled.axes)
+    links = links_of(compiled.target, hardware, compiled.axes)
+    clock = Clock(hardware, compiled.target.platform, links)
+    missing = _missing(costs, clock)
+    times = run(costs.program, clock)
+    devices = compiled.target.num_devices
+    own = costs.flops if model_flops is None else model_flops / devices
+    own *= 1.0 - costs.recompute_flops / costs.flops if costs.flops else 1.0
+    talk = _communication(costs, clock)
+    known = not missing
+    spoken = sum(spent for _, spent in talk if spent is not None)
+    peak = clock.peak("bfloat16", "") or clock.peak("float32", "")
+    return Estimate(
+        target=compiled.target,
+        hardware=hardware.name,
+        flops=costs.flops,
+        recompute_flops=costs.recompute_flops,
+        bytes=costs.bytes,
+        compute_s=_total((clock.compute_s(each), each.times) for each in costs.operations),
+        memory_s=_total((clock.memory_s(each), each.times) for each in costs.operations),
+        communication_s=talk,
+        waiting_s=times.waiting if known else None,
+        overlap_s=max(0.0, spoken - times.waiting) if known else None,
+        step_time_s=times.length if known else None,
+        mfu=own / (times.length * peak) if known and peak and times.length else None,
+        bound_by=times.bound_by if known else None,
+        replicated_share=None
+        if model_flops is None
+        else costs.replicated_share(model_flops, devices),
+        heaviest=_heaviest(costs, clock),
+        layers=costs.layers,
+        assumptions=_assumptions(costs, clock, compiled.target),
+        missing=missing,
+    )
+
+
+def _total(parts: Iterable[tuple[float | None, int]]) -> float | None:
+    total = 0.0
+    for time_s, times in parts:
+        if time_s is None:
+            return None
+        total += times * time_s
+    return total
+
+
+def _communication(costs: Costs, clock: Clock) -> tuple[tuple[tuple[str, ...], float | None], ...]:
+    """Seconds of all collectives over each set of axes, the longest first."""
+    found: dict[tuple[str, ...], list[tuple[float | None, int]]] = {}
+    for each in costs.operations:
+        for one in each.collectives:
+            if one.axes:
+                found.setdefault(one.axes, []).append((clock.talk_s(one), each.times))
+    sums = [(axes, _total(parts)) for axes, parts in found.items()]
+    return tuple(sorted(sums, key=lambda pair: -(pair[1] or 0.0)))
+
+
+def _heaviest(costs: Costs, clock: Clock) -> tuple[Heavy, ...]:
+    found = []
+    for each in costs.operations:
+        talk_s = sum(clock.talk_s(one) or 0.0 for one in each.collectives)
+        time_s = max(clock.compute_s(each) or 0.0, clock.memory_s(each) or 0.0, talk_s)
+        n = each.times
+        found.append(
+            Heavy(
+                name=each.name,
+                opcode=each.opcode,
+                layer=each.layer,
+                phase=each.phase,
+                count=each.count,
+                flops=n * each.flops,
+                bytes=n * each.bytes,
+                time_s=n * time_s,
+            )
+        )
+    found.sort(key=lambda heavy: (-heavy.time_s, -heavy.flops, -heavy.bytes))
+    return tuple(found[:_HEAVIEST])
+
+
+# What is not known, and what is assumed
+
+
+def _missing(costs: Costs, clock: Clock) -> tuple[str, ...]:
+    """The numbers of the hardware without which the step has no time."""
+    names: dict[str, None] = {}
+    for each in costs.operations:
+        if clock.compute_s(each) is None:
+            names[f"peak_flops_per_s.{each.dtype}"] = None
+        if clock.memory_s(each) is None:
+            names["memory_bandwidth_bytes_per_s"] = None
+        if any(clock.talk_s(one) is None for one in each.collectives):
+            slow = [link.link for link in clock.links if link.link.bytes_per_s is None]
+            names |= {f"links.{link.kind}.bytes_per_s": None for link in slow}
+    return tuple(names)
+
+
+def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
+    said = [f"{link}." for link in clock.links if link.size > 1]
+    used = [link.link for link in clock.links if link.size > 1]
+    if any(link.pattern == "ring" for link in used):
+        said.append("Dims of the torus are closed to rings, and used in both directions.")
+    late = dict.fromkeys(link.kind for link in used if link.latency_s is None)
+    said += [f"The latency of {kind} is not known, and counts as zero." for kind in late]
+    if clock.hardware.elements_per_s is None:
+        said.append("Elementwise work counts by the bytes that it moves.")
+    if target.platform == "tpu" and any(each.dtype == "float32" for each in costs.operations):
+        said.append("float32 products run in bfloat16 passes: one, or 3 and 6 if asked for.")
+    if target.platform == "cuda":
+        said.append("float32 products run as tensorfloat32 unless the highest precision is asked.")
+    said += [f"Loop {loop!r} ends by a condition, and counts once." for loop in costs.unknown_loops]
+    said += [
+        f"Of the kernel {kernel} nothing is known: it takes no time."
+        for kernel in (costs.uncounted)
+    ]
+    return tuple(said)
+
+
+# In words
+
+
+def _lines(found: Estimate) -> list[str]:
+    talk = sum(spent or 0.0 for _, spent in found.communication_s)
+    lines = [
+        f"estimate for {found.target} by the numbers of {found.hardware}, one step of one device",
+        f"  step time      {_ms(found.step_time_s)}, bound by {found.bound_by or 'unknown'}",
+        f"  model FLOPs    {_percent(found.mfu)} of the peak",
+        f"  compute        {_ms(found.compute_s)} for {found.flops / 1e9:,.3f} GFLOPs"
+        + (f", {found.recompute_flops / 1e9:,.3f} of them again" if found.recompute_flops else ""),
+        f"  memory         {_ms(found.memory_s)} for {found.bytes / 1e6:,.1f} MB",
+        f"  communication  {_ms(talk if not found.missing else None)}, of it "
+        f"{_ms(found.overlap_s)} beside other work",
+    ]
+    lines += [f"    over {', '.join(axes):10}  {_ms(s)}" for axes, s in found.communication_s]
+    if found.replicated_share is not None:
+        lines.append(f"  replicated     {_percent(found.replicated_share)} of the FLOPs")
+    if found.missing:
+        lines.append(f"  not known      {', '.join(found.missing)}")
+    lines.append("  heaviest instructions")
+    for each in found.heaviest:
+        count = "?" if each.count is None else each.count
+        where = f"{each.layer or '-'} ({each.phase})"
+        lines.append(f"    {_ms(each.time_s):>12} {count:>4} x {each.opcode:22} {where}")
+    lines.append("  heaviest layers")
+    for layer in found.layers[:_HEAVIEST]:
+        share = layer.flops / found.flops if found.flops else 0.0
+        lines.append(f"    {share:>6.1%} {layer.bytes / 1e6:>10,.1f} MB  {layer.layer or '-'}")
+    return lines + [f"  assumed: {each}" for each in found.assumptions]
+
+
+def _ms(time_s: float | None) -> str:
+    return "unknown" if time_s is None else f"{1e3 * time_s:,.3f} ms"
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.1%}"

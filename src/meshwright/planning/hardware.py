@@ -1,0 +1,237 @@
+"""What is known of a chip: its speed, its memory and its links, each number with its source."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import TargetError
+from .target import Target
+
+_NUMBERS = (
+    "memory_bytes",
+    "memory_bandwidth_bytes_per_s",
+    "instruction_s",
+    "elements_per_s",
+    "devices_per_node",
+)
+_KEYS = (*_NUMBERS, "name", "peak_flops_per_s", "links", "sources")
+_LINK_NUMBERS = ("bytes_per_s", "latency_s")
+PATTERNS = ("ring", "switch", "shared")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of connection between devices; ``None`` for what no public document says.
+
+    ``bytes_per_s`` is what one device can send over it, along a ring in both directions together.
+    ``latency_s`` is that of one hop. ``pattern`` says how devices hang together: in a ``"ring"``
+    (one dim of a torus), all at a ``"switch"``, or in one ``"shared"`` memory, where a collective
+    is a single hop.
+    """
+
+    kind: str  # "ici", "nvlink", "network", "shared"
+    pattern: str = "switch"
+    bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of device, as JAX shows it; ``None`` for what is not known.
+
+    ``peak_flops_per_s`` holds ``(dtype, FLOP/s)`` of matrix products without sparsity.
+    ``elements_per_s`` is the speed of elementwise work and ``instruction_s`` what each instruction
+    costs besides, where somebody measured them (:func:`calibrate`). ``sources`` holds
+    ``(name of the number, where it is from)``.
+
+    >>> v5p = hardware_of("v5p:2x2x2")
+    >>> v5p.peak("bfloat16"), v5p.memory_bytes, v5p.link("ici").bytes_per_s
+    (459000000000000.0, 102005473280, 200000000000.0)
+    """
+
+    name: str
+    peak_flops_per_s: tuple[tuple[str, float], ...] = ()
+    memory_bytes: int | None = None
+    memory_bandwidth_bytes_per_s: float | None = None
+    links: tuple[Link, ...] = ()
+    elements_per_s: float | None = None
+    instruction_s: float | None = None
+    devices_per_node: int | None = None
+    sources: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def peak(self, dtype: str) -> float | None:
+        """FLOP/s of products of such elements; ``None`` where they are not known."""
+        return dict(self.peak_flops_per_s).get(dtype)
+
+    def link(self, kind: str) -> Link | None:
+        """The link of a kind such as ``"ici"`` or ``"nvlink"``, if it has one."""
+        return next((link for link in self.links if link.kind == kind), None)
+
+    def source(self, number: str) -> str | None:
+        """Where a number is from, by a name such as ``"links.ici.bytes_per_s"``."""
+        return dict(self.sources).get(number)
+
+    def to_toml(self) -> str:
+        """The text of a file that :func:`load_hardware` reads.
+
+        >>> print(Hardware("mine", (("float32", 1e12),), links=(Link("bus", "shared", 1e9),))
+        ...       .to_toml())
+        name = "mine"
+        <BLANKLINE>
+        [peak_flops_per_s]
+        float32 = 1000000000000.0
+        <BLANKLINE>
+        [links.bus]
+        pattern = "shared"
+        bytes_per_s = 1000000000.0
+        """
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        parts = [_table("", {"name": self.name, **numbers})]
+        parts.append(_table("peak_flops_per_s", dict(self.peak_flops_per_s)))
+        for link in self.links:
+            speeds = {name: getattr(link, name) for name in _LINK_NUMBERS}
+            parts.append(_table(f"links.{_key(link.kind)}", {"pattern": link.pattern, **speeds}))
+        parts.append(_table("sources", dict(self.sources)))
+        return "\n\n".join(part for part in parts if part)
+
+
+def hardware_of(target: Target | str) -> Hardware:
+    """What is known of the chips of a target such as ``"h100:8"``, or of a chip by its name.
+
+    Raises :class:`~meshwright.TargetError`, with the nearest names, for a chip that is not known.
+
+    >>> hardware_of("h200").memory_bytes
+    141000000000
+    >>> hardware_of("cpu:8").memory_bandwidth_bytes_per_s is None  # calibrate("cpu:8") measures it
+    True
+    """
+    name = target.kind if isinstance(target, Target) else target.partition(":")[0].strip().lower()
+    known = _known()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    meant = f" The nearest are {', '.join(near)}." if near else ""
+    raise TargetError(
+        f"nothing is known of a chip {name!r}.{meant} Known are {', '.join(known)}; others come "
+        "from a file of yours with load_hardware(path)."
+    )
+
+
+def load_hardware(path: str | Path) -> Hardware:
+    """A chip of your own from a TOML file, as :meth:`Hardware.to_toml` writes it.
+
+    Raises :class:`~meshwright.TargetError` for a file that cannot be read, and lists every fault
+    of one that can.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "mine.toml")
+    ...     _ = path.write_text(hardware_of("v5e").to_toml())
+    ...     load_hardware(path) == hardware_of("v5e")
+    True
+    """
+    try:
+        read = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TargetError(f"no hardware can be read from {str(path)!r}: {error}.") from error
+    faults = list(_faults(read)) + ([] if "name" in read else ["'name' is missing: a text."])
+    if faults:
+        listed = "".join(f"\n- {fault}" for fault in faults)
+        raise TargetError(f"the hardware in {str(path)!r} has faults:{listed}")
+    return _hardware(read)
+
+
+@functools.cache
+def _known() -> Mapping[str, Hardware]:
+    text = Path(__file__).with_name("chips.toml").read_text()
+    return {name: _hardware({"name": name, **read}) for name, read in tomllib.loads(text).items()}
+
+
+def _hardware(read: Mapping[str, Any]) -> Hardware:
+    def number(name: str) -> float | None:
+        return float(read[name]) if name in read else None
+
+    def whole(name: str) -> int | None:
+        return int(read[name]) if name in read else None
+
+    return Hardware(
+        name=read["name"],
+        peak_flops_per_s=tuple(
+            (dtype, float(flops)) for dtype, flops in read.get("peak_flops_per_s", {}).items()
+        ),
+        memory_bytes=whole("memory_bytes"),
+        memory_bandwidth_bytes_per_s=number("memory_bandwidth_bytes_per_s"),
+        links=tuple(Link(kind, **link) for kind, link in read.get("links", {}).items()),
+        elements_per_s=number("elements_per_s"),
+        instruction_s=number("instruction_s"),
+        devices_per_node=whole("devices_per_node"),
+        sources=tuple(read.get("sources", {}).items()),
+    )
+
+
+# Faults of a file
+
+
+def _faults(read: Mapping[str, Any]) -> list[str]:
+    faults = [_unknown(key, _KEYS) for key in read if key not in _KEYS]
+    if "name" in read and not isinstance(read["name"], str):
+        faults.append(f"'name' is a text; received {read['name']!r}.")
+    faults += [_not_positive(key, read[key]) for key in _NUMBERS if key in read]
+    for name in ("peak_flops_per_s", "links", "sources"):
+        if not isinstance(read.get(name, {}), dict):
+            faults.append(f"'{name}' is a table, [{name}]; received {read[name]!r}.")
+    for dtype, flops in _table_of(read, "peak_flops_per_s").items():
+        faults.append(_not_positive(f"peak_flops_per_s.{dtype}", flops))
+    for kind, link in _table_of(read, "links").items():
+        faults += _link_faults(kind, link)
+    for name, source in _table_of(read, "sources").items():
+        if not isinstance(source, str):
+            faults.append(f"'sources.{name}' is a text; received {source!r}.")
+    return [fault for fault in faults if fault]
+
+
+def _link_faults(kind: str, link: Any) -> list[str]:
+    here = f"links.{kind}"
+    if not isinstance(link, dict):
+        return [f"'{here}' is a table, [{here}]; received {link!r}."]
+    keys = ("pattern", *_LINK_NUMBERS)
+    faults = [_unknown(f"{here}.{key}", keys) for key in link if key not in keys]
+    if link.get("pattern", "switch") not in PATTERNS:
+        faults.append(f"'{here}.pattern' is one of {PATTERNS}; received {link['pattern']!r}.")
+    return faults + [_not_positive(f"{here}.{key}", link[key]) for key in link if key in keys[1:]]
+
+
+def _table_of(read: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = read.get(name, {})
+    return found if isinstance(found, dict) else {}
+
+
+def _unknown(key: str, keys: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(key.rpartition(".")[2], keys, n=1)
+    meant = f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(keys)}."
+    return f"there is no key {key!r}. {meant}"
+
+
+def _not_positive(key: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+        return ""
+    return f"{key!r} is a number above zero; received {value!r}."
+
+
+# Writing
+
+
+def _table(name: str, values: Mapping[str, Any]) -> str:
+    lines = [f"{_key(key)} = {json.dumps(value)}" for key, value in values.items() if value]
+    return "\n".join(([f"[{name}]"] if name and lines else []) + lines)
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").isalnum() else json.dumps(key)

@@ -1,0 +1,172 @@
+"""A dry run as tables of plain text."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .alive import LiveTensor
+    from .dry_run import DryRun, Memory
+    from .estimate import Estimate
+    from .traffic import Transfer
+
+_ROWS = 12
+
+
+def of_dry_run(run: DryRun) -> str:
+    """The report as a terminal shows it."""
+    axes = ", ".join(f"{axis}={size}" for axis, size in run.axes)
+    parts = [
+        f"{run.name} on {run.target} ({axes}): {_verdict(run)}",
+        "memory of one device\n" + _memory(run.memory),
+    ]
+    if run.refusal:
+        parts.append("the compiler says\n" + _indented(run.refusal.strip()))
+    if run.tensors:
+        title = f"largest of the temporary arrays at the peak, {in_words(run.alive_bytes)} in all"
+        parts.append(_titled(title, _tensors(run.tensors)))
+    if run.compiled is not None:
+        parts.append(_titled("collectives of one step", _transfers(run.collectives)))
+    if run.estimate is not None:
+        parts.append(_titled("time of one step, estimated", _time(run.estimate)))
+    if run.unexpected:
+        remedies = dict.fromkeys(each.remedy for each in run.unexpected)
+        rows = [(f"! {remedy}",) for remedy in remedies]
+        parts.append(_titled("unexpected, and what would remove it", _table(_first(rows), ())))
+    parts += [f"note: {note}" for note in run.notes]
+    return "\n\n".join(parts)
+
+
+def _verdict(run: DryRun) -> str:
+    free = run.memory.free_bytes
+    if run.fits is None:
+        return "whether it fits is not known, as the memory of a device is not"
+    if run.fits:
+        return f"fits, with {in_words(free or 0)} to spare"
+    return "does not fit" + ("" if free is None else f", by {in_words(-free)}")
+
+
+def _memory(memory: Memory) -> str:
+    rows = [
+        ("parameters", memory.parameter_bytes, "exact"),
+        ("slots", memory.slot_bytes, "exact"),
+        ("other state", memory.state_bytes, "exact"),
+        ("inputs", memory.input_bytes, "exact"),
+        ("padding of tiles", memory.padding_bytes, "what the device adds to these"),
+        ("temporaries", memory.temporary_bytes, "the compiler's temp_size_in_bytes"),
+        ("gradients", memory.gradient_bytes, "if all live at once, among the temporaries"),
+        ("peak", memory.peak_bytes, memory.peak_is),
+        ("available", memory.available_bytes, ""),
+    ]
+    told = [(name, f"{n:,}", in_words(n), why) for name, n, why in rows if n is not None]
+    return _table(told, right=(1, 2))
+
+
+def _time(found: Estimate) -> str:
+    rows = [
+        ("step time", _ms(found.step_time_s), f"bound by {found.bound_by}" * bool(found.bound_by)),
+        ("compute", _ms(found.compute_s), f"{found.flops / 1e9:,.3f} GFLOP in one device"),
+        ("memory", _ms(found.memory_s), f"{in_words(found.bytes)} read and written"),
+    ]
+    for axes, time_s in found.communication_s:
+        rows.append(("collectives", _ms(time_s), f"over {', '.join(axes)}"))
+    if found.overlap_s:
+        rows.append(("", _ms(found.overlap_s), "of them beside other work"))
+    if found.mfu is not None:
+        rows.append(("model FLOPs", f"{found.mfu:.1%}", "of the peak"))
+    if found.replicated_share is not None:
+        rows.append(("replicated", f"{found.replicated_share:.1%}", "of all devices' FLOPs"))
+    if found.missing:
+        rows.append(("not known", "", ", ".join(found.missing)))
+    return _table(rows, right=(1,))
+
+
+def _ms(time_s: float | None) -> str:
+    return "unknown" if time_s is None else f"{1e3 * time_s:,.3f} ms"
+
+
+def _tensors(tensors: Sequence[LiveTensor]) -> str:
+    alike: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+    for each in tensors:
+        dims = "x".join(map(str, each.array.dims)) or "scalar"
+        where = each.origin.path or "-"
+        alike[where, each.origin.phase, dims, each.array.dtype].append(each.nbytes)
+    rows = [
+        (f"{len(sizes)} x", *key, in_words(sum(sizes)))
+        for key, sizes in sorted(alike.items(), key=lambda item: -sum(item[1]))
+    ]
+    return _table(_first(rows), right=(0, 5))
+
+
+def _transfers(transfers: Sequence[Transfer]) -> str:
+    if not transfers:
+        return "  none"
+    alike: dict[tuple[str, ...], list[Transfer]] = defaultdict(list)
+    for each in transfers:
+        mark = "!" if each.is_unexpected else ""
+        axes = ", ".join(each.axes)
+        alike[mark, each.kind, axes, _places(each), ", ".join(each.phases)].append(each)
+    rows = []
+    for (mark, kind, axes, places, phases), found in sorted(
+        alike.items(), key=lambda item: -_bytes(item[1])
+    ):
+        known = all(each.count is not None for each in found)
+        times = f"{sum(each.count or 0 for each in found)}" if known else "?"
+        moved = in_words(_bytes(found)) + ("" if known else " each time")
+        rows.append((mark, kind, axes, times, moved, phases, places))
+    heading = ("", "kind", "axes", "count", "bytes per device", "when", "for")
+    return _table([heading, *_first(rows)], right=(3, 4))
+
+
+def _places(each: Transfer) -> str:
+    names = each.variables or each.paths
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more or "-"
+
+
+def _bytes(transfers: Iterable[Transfer]) -> int:
+    return sum(each.bytes_per_step or each.bytes_per_device for each in transfers)
+
+
+def _first(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The first rows, and one that says how many there are besides."""
+    if len(rows) <= _ROWS:
+        return list(rows)
+    more = f"... and {len(rows) - _ROWS} more"
+    return [*rows[:_ROWS], (*("",) * (len(rows[0]) - 1), more)]
+
+
+def _titled(title: str, table: str) -> str:
+    return f"{title}\n{table}"
+
+
+def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return _indented("\n".join(line.rstrip() for line in lines))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def in_words(nbytes: int) -> str:
+    """A number of bytes as people read it.
+
+    >>> in_words(5), in_words(1536), in_words(-3 * 2**30)
+    ('5 B', '1.50 KiB', '-3.00 GiB')
+    """
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,200 @@
+"""Compilers are asked once for the same thing, and nothing is left of them when one stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+from meshwright.planning import asking, cache, compile_ahead
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """A folder of one's own for what is kept."""
+    folder = tmp_path / "kept"
+    monkeypatch.setenv(cache.VARIABLE, str(folder))
+    return folder
+
+
+def compiled(function=jnp.sum, rows=16):
+    layout = mw.Layout(["batch"], mw.Mesh({"batch": 8}))
+    x = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=layout.sharding)
+    return compile_ahead(jax.jit(function), [x], "cpu:8")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Targets that a process was started for; it answers at once."""
+    targets = []
+
+    def answer(folder, target, timeout_s, dump):
+        targets.append(str(target))
+        (folder / "hlo.txt").write_text("HloModule m")
+        zeros = dict.fromkeys(("argument", "output", "donated", "temporary", "peak", "code"), 0)
+        return {"memory": {f"{name}_bytes": number for name, number in zeros.items()}}
+
+    monkeypatch.setattr(asking, "_run", answer)
+    return targets
+
+
+def test_the_same_step_is_compiled_once_and_gives_the_same_answer(kept, monkeypatch):
+    first = compiled()
+    (entry,) = kept.iterdir()
+    assert entry.suffixes == [".json", ".gz"]
+
+    def refuse(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(asking, "_started", refuse)
+    assert compiled() == first
+    with pytest.raises(AssertionError, match="a process was started"):
+        compiled(jnp.max)
+
+
+def test_whatever_may_change_the_answer_asks_again(kept, asked, monkeypatch):
+    compiled()
+    compiled()
+    assert len(asked) == 1
+    compiled(jnp.max)
+    compiled(rows=32)
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_to=")
+    compiled()
+    monkeypatch.setattr(cache, "_version", lambda package: f"another {package}")
+    compiled()
+    assert len(asked) == 5
+
+
+@pytest.mark.parametrize("word", ["off", "0", "OFF", "no", "false"])
+def test_it_can_be_switched_off(asked, monkeypatch, tmp_path, word):
+    monkeypatch.setenv(cache.VARIABLE, word)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled()
+    compiled()
+    assert len(asked) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_users_folder_is_taken_where_none_is_named(monkeypatch, tmp_path):
+    monkeypatch.delenv(cache.VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.folder() == tmp_path / "meshwright" / "compiled"
+
+
+def test_a_broken_entry_or_folder_only_means_to_ask_again(kept, asked, monkeypatch, tmp_path):
+    compiled()
+    (entry,) = kept.iterdir()
+    entry.write_bytes(entry.read_bytes()[:20])
+    compiled()
+    assert len(asked) == 2
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    monkeypatch.setenv(cache.VARIABLE, str(file))
+    compiled()
+    assert len(asked) == 3
+
+
+def test_a_failure_is_kept_only_if_it_is_one_of_memory(kept, monkeypatch):
+    said = ["host trouble", "RESOURCE_EXHAUSTED: Used 40.00G of 16.00G hbm"]
+    tries = []
+
+    def answer(folder, target, timeout_s, dump):
+        tries.append(said[len(tries)])
+        return {"error": tries[-1]}
+
+    monkeypatch.setattr(asking, "_run", answer)
+    with pytest.raises(mw.CompileError, match="host trouble"):
+        compiled()
+    for _ in range(2):
+        with pytest.raises(mw.DoesNotFitError) as info:
+            compiled()
+        assert info.value.needed_bytes == 40 << 30
+    assert tries == said
+
+
+def test_what_was_not_used_for_longest_makes_room(kept, monkeypatch):
+    for name, age_s in (("old", 300), ("new", 100), ("used", 200)):
+        cache.remember(name, {"text": name * 10})
+        path = kept / f"{name}.json.gz"
+        os.utime(path, (time.time() - age_s,) * 2)
+    assert cache.recall("used") == {"text": "used" * 10}
+    sizes = [path.stat().st_size for path in kept.iterdir()]
+    monkeypatch.setattr(cache, "_MOST_BYTES", sum(sizes))
+    cache.remember("last", {"text": "last"})
+    assert {path.name.partition(".")[0] for path in kept.iterdir()} == {"new", "used", "last"}
+
+
+# Stopping
+
+
+WAITS = """
+    import os, sys
+    from pathlib import Path
+    from meshwright.planning import Target, asking
+    folder = Path(sys.argv[1])
+    asking._run(folder, Target.of("cpu:1"), 600.0, dump=False)
+    """
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except FileNotFoundError:
+        return []
+    return [int(child) for child in text.split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads processes from /proc")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left_when_the_one_that_asks_is_stopped(tmp_path, how):
+    # A compilation that never ends: the child waits for a job that nobody writes.
+    os.mkfifo(tmp_path / "job.json")
+    asks = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WAITS), str(tmp_path)], stderr=subprocess.PIPE
+    )
+    try:
+        (child,) = wait_for(lambda: children_of(asks.pid))
+        # It watches its standard input from the moment that it has read its program.
+        wait_for(lambda: len(list(Path(f"/proc/{child}/task").iterdir())) > 1)
+        asks.send_signal(how)
+        _, said = asks.communicate(timeout=60)
+        assert asks.returncode != 0
+        assert (b"KeyboardInterrupt" in said) == (how == signal.SIGINT)
+        wait_for(lambda: not is_running(child))
+    finally:
+        asks.kill()
+
+
+def test_how_a_process_ended_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    answer = asking._run(tmp_path, asking.Target.of("cpu:1"), 60.0, dump=False)
+    assert answer == {"error": "the compiling process ended with 1.\n"}
+    assert "host runs out of memory" in asking._how_it_ended(-signal.SIGKILL)

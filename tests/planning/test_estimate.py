@@ -1,0 +1,261 @@
+"""The time of a step: closed forms of collectives, the roofline, what overlaps, what is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+from meshwright.planning import Compiled, Target, compile_ahead
+from meshwright.planning.calibrate import calibrate, hardware_from
+from meshwright.planning.collectives import Collective
+from meshwright.planning.estimate import estimate
+from meshwright.planning.hardware import Hardware, Link, hardware_of
+from meshwright.planning.hlo import Array
+from meshwright.planning.links import AxisLink, collective_s, links_of
+
+RING = Link("ici", "ring", 100.0, 0.5)
+SWITCH = Link("nvlink", "switch", 100.0, 0.5)
+SHARED = Link("shared", "shared", 100.0, 0.5)
+
+
+def collective(kind, nbytes, members, axes=("data",)):
+    array = Array("int8", (nbytes,), 8)
+    return Collective(kind, (array,), (tuple(range(members)),), axes, 1, "", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "link", "seconds"),
+    [
+        ("all-reduce", RING, 2 * 7 / 8 * 800 / 100 + 14 * 0.5),
+        ("all-gather", RING, 7 / 8 * 800 / 100 + 7 * 0.5),
+        ("reduce-scatter", RING, 7 / 8 * 800 / 100 + 7 * 0.5),
+        ("all-to-all", RING, 8 / 4 * 800 / 100 + 7 * 0.5),
+        ("all-to-all", SWITCH, 7 / 8 * 800 / 100 + 7 * 0.5),
+        ("collective-permute", RING, 800 / 50 + 0.5),
+        ("collective-permute", SWITCH, 800 / 100 + 0.5),
+        ("all-reduce", SHARED, 2 * 7 / 8 * 800 / 100 + 0.5),
+    ],
+)
+def test_collectives_take_their_closed_forms(kind, link, seconds):
+    assert collective_s(collective(kind, 800, 8), [AxisLink("data", 8, link)]) == seconds
+
+
+def test_two_dims_of_a_torus_carry_twice_as_much_and_a_slow_link_decides():
+    links = [AxisLink("data", 4, RING), AxisLink("model", 2, RING)]
+    both = collective("all-reduce", 800, 8, ("data", "model"))
+    assert collective_s(both, links) == 2 * 7 / 8 * 800 / 200 + 2 * (3 + 1) * 0.5
+    slow = [AxisLink("data", 4, Link("network", "switch", 10.0)), AxisLink("model", 2, SWITCH)]
+    assert collective_s(both, slow) == 2 * 7 / 8 * 800 / 10 + 2 * 7 * 0.5
+    assert collective_s(both, [AxisLink("data", 4, Link("network")), slow[1]]) is None
+    assert collective_s(collective("all-reduce", 800, 1), links) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("target", "axes", "lies"),
+    [
+        ("v5p:4x4x4", (("data", 16), ("model", 4)), ["ici over 2", "ici"]),
+        ("v5p:4x4x4", (("data", 8), ("model", 8)), ["ici", "ici"]),
+        ("v4:2x2x1", (("data", 2), ("model", 4)), ["ici", "ici"]),
+        ("h100:16", (("data", 2), ("model", 8)), ["network", "nvlink"]),
+        ("h100:16", (("data", 4), ("model", 4)), ["network", "nvlink"]),
+        ("h100:8", (("data", 4), ("model", 2)), ["nvlink", "nvlink"]),
+        ("cpu:8", (("data", 4), ("model", 2)), ["shared", "shared"]),
+    ],
+)
+def test_which_link_an_axis_is_taken_to_lie_on(target, axes, lies):
+    found = links_of(Target.of(target), hardware_of(target), axes)
+    said = [f"{x.link.kind} over {x.lanes}" if x.lanes > 1 else x.link.kind for x in found]
+    assert said == lies
+
+
+# Schedules, in text that a compiler could have written
+
+PLAIN = Hardware("plain", (("float32", 1.0),), memory_bandwidth_bytes_per_s=1e12, links=(SHARED,))
+HEAD = """HloModule m, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[10,10]) -> f32[10,10] {
+  %x = f32[10,10]{1,0} parameter(0)
+"""
+DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+SUM = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add"
+
+
+def compiled(body):
+    target, axes = Target.of("cpu:8"), (("data", 8),)
+    return Compiled(target, axes, 0, 0, 0, 0, 0, 0, text=f"{HEAD}{body}\n}}\n")
+
+
+TALK_S = 2 * 7 / 8 * 400 / 100 + 0.5  # of an all-reduce of 10 x 10 float32
+DOT_S = 2 * 10**3
+
+
+def test_a_collective_that_nothing_hides_is_waited_for():
+    found = estimate(
+        compiled(f"""  %y = f32[10,10]{{1,0}} all-reduce(%x), {SUM}
+  ROOT %z = f32[10,10]{{1,0}} dot(%y, %y), {DOT}"""),
+        PLAIN,
+    )
+    assert found.step_time_s == DOT_S + TALK_S
+    assert (found.compute_s, found.waiting_s, found.overlap_s) == (DOT_S, TALK_S, 0.0)
+    assert found.communication_s == ((("data",), TALK_S),)
+    assert found.bound_by == "compute"
+    assert found.mfu == DOT_S / (DOT_S + TALK_S)
+    assert [heavy.opcode for heavy in found.heaviest] == ["dot", "all-reduce"]
+
+
+@pytest.mark.parametrize(("speed", "waited"), [(1.0, 0.0), (DOT_S / 4.0, TALK_S - 4.0)])
+def test_what_lies_between_start_and_done_hides_it(speed, waited):
+    hardware = Hardware("h", (("float32", speed),), None, 1e12, (SHARED,))
+    found = estimate(
+        compiled(f"""  %begun = f32[10,10]{{1,0}} all-reduce-start(%x), {SUM}
+  %y = f32[10,10]{{1,0}} dot(%x, %x), {DOT}
+  %sum = f32[10,10]{{1,0}} all-reduce-done(%begun)
+  ROOT %z = f32[10,10]{{1,0}} add(%y, %sum)"""),
+        hardware,
+    )
+    assert found.waiting_s == pytest.approx(waited, abs=1e-6)
+    assert found.overlap_s == pytest.approx(TALK_S - waited, abs=1e-6)
+    assert found.step_time_s == pytest.approx(DOT_S / speed + waited, rel=1e-6)
+
+
+def test_collectives_over_the_same_axes_wait_for_each_other():
+    found = estimate(
+        compiled(f"""  %one = f32[10,10]{{1,0}} all-reduce-start(%x), {SUM}
+  %two = f32[10,10]{{1,0}} all-reduce-start(%x), {SUM.replace("=1,", "=2,")}
+  %first = f32[10,10]{{1,0}} all-reduce-done(%one)
+  ROOT %second = f32[10,10]{{1,0}} all-reduce-done(%two)"""),
+        PLAIN,
+    )
+    assert found.step_time_s == found.waiting_s == 2 * TALK_S
+    assert found.bound_by == "communication"
+
+
+def test_each_instruction_takes_the_longer_of_arithmetic_and_memory():
+    dot = f"  ROOT %y = f32[10,10]{{1,0}} dot(%x, %x), {DOT}"
+    fast = Hardware("fast", (("float32", 1e12),), None, 100.0, instruction_s=0.25)
+    found = estimate(compiled(dot), fast)
+    assert found.step_time_s == 0.25 + 3 * 400 / 100
+    assert found.bound_by == "memory"
+    slow = Hardware("slow", (("float32", 100.0),), None, 1e12)
+    assert estimate(compiled(dot), slow).step_time_s == DOT_S / 100
+
+
+def test_a_start_of_a_copy_runs_beside_the_rest():
+    found = estimate(
+        compiled(f"""  %begun = (f32[10,10]{{1,0}}, f32[10,10]{{1,0}}, u32[]) copy-start(%x)
+  %y = f32[10,10]{{1,0}} dot(%x, %x), {DOT}
+  ROOT %z = f32[10,10]{{1,0}} copy-done(%begun)"""),
+        Hardware("h", (("float32", 100.0),), None, 100.0),
+    )
+    assert found.step_time_s == DOT_S / 100  # the copy takes 8 s
+
+
+# What is missing is said, and never made up
+
+
+def test_a_chip_without_numbers_gives_no_time():
+    found = estimate(
+        compiled(f"  ROOT %y = f32[10,10]{{1,0}} dot(%x, %x), {DOT}"), hardware_of("cpu")
+    )
+    assert found.missing == ("peak_flops_per_s.float32", "memory_bandwidth_bytes_per_s")
+    assert (found.step_time_s, found.mfu, found.bound_by, found.compute_s) == (None,) * 4
+    assert found.flops == DOT_S
+    assert "not known" in str(found)
+    assert "unknown" in str(found)
+
+
+def test_what_was_assumed_is_said():
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=layout(["data", None]))
+    step = compile_ahead(jax.jit(lambda x: x.T @ x), [x], "cpu:8")
+    found = estimate(step, Hardware("h", (("float32", 1e9),), None, 1e9, (Link("shared"),)))
+    assert "links.shared.bytes_per_s" in found.missing
+    assert "axis 'data' of 4 lies on shared." in found.assumptions
+    assert "The latency of shared is not known, and counts as zero." in found.assumptions
+    hash(found)
+
+
+def layout(spec):
+    return mw.Layout(spec, mw.Mesh({"data": 4, "model": 2})).sharding
+
+
+def test_model_flops_tell_replicated_work_and_lower_the_mfu():
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=layout(["data", None]))
+    step = compile_ahead(jax.jit(lambda x: x @ x.T @ x), [x], "cpu:8")
+    hardware = Hardware("h", (("float32", 1e9),), None, 1e9, (Link("shared", "shared", 1e9, 0.0),))
+    all_of_it = 2 * 2 * 64 * 64 * 32
+    told, untold = estimate(step, hardware, model_flops=all_of_it), estimate(step, hardware)
+    assert told.replicated_share == 0.5  # over the axis "model"
+    assert untold.replicated_share is None
+    assert told.mfu == pytest.approx(untold.mfu / 2)
+    for words in ("replicated     50.0%", "bound by", "heaviest layers", "over data"):
+        assert words in str(told)
+
+
+def test_products_run_as_the_platform_runs_them():
+    def peak(target, dtype, precision=""):
+        from meshwright.planning.schedule import Clock
+
+        target = Target.of(target)
+        return Clock(hardware_of(target), target.platform, ()).peak(dtype, precision)
+
+    assert peak("v5p:2x2x1", "float32") == peak("v5p:2x2x1", "bfloat16") == 459e12
+    assert peak("v5p:2x2x1", "float32", "highest") == 459e12 / 6
+    assert peak("h100:8", "float32") == 494.7e12
+    assert peak("h100:8", "float32", "highest") == 66.9e12
+    assert peak("b200:8", "int8") is None
+
+
+@pytest.mark.targets
+def test_a_step_for_a_tpu_has_a_time_and_all_its_collectives():
+    pytest.importorskip("libtpu", reason="pip install 'meshwright[tpu]'")
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=layout(["data", None]))
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=layout([None, "model"]))
+
+    def step(x, w):
+        loss, grad = jax.value_and_grad(lambda w: ((x @ w) ** 2).sum().astype(jnp.float32))(w)
+        return w - grad, loss
+
+    compiled = compile_ahead(jax.jit(step), [x, w], "v5p:2x2x2")
+    found = estimate(compiled, hardware_of("v5p"))
+    assert found.missing == ()
+    assert found.flops == pytest.approx(2 * 2 * 4096**3 / 8, rel=0.01)
+    assert found.compute_s == pytest.approx(found.flops / 459e12, rel=0.01)
+    assert found.step_time_s >= max(found.compute_s, found.waiting_s)
+    talk = sum(seconds for _, seconds in found.communication_s)
+    links = links_of(compiled.target, hardware_of("v5p"), compiled.axes)
+    assert talk == pytest.approx(sum(collective_s(c, links) for c in compiled.collectives))
+
+
+# This machine
+
+
+def test_the_numbers_of_a_machine_follow_from_what_was_timed():
+    seconds = json.loads('{"product": 0.5, "stream": 0.25, "element": 1, "instruction": 1e-6}')
+    found = hardware_from(Target.of("cpu:8"), {**seconds, "small_sum": 1e-3, "large_sum": 1.001})
+    assert found.peak("float32") == 2 * 256**3 / 0.5
+    assert found.instruction_s == 1e-6
+    link = found.link("shared")
+    again = [
+        collective_s(collective("all-reduce", nbytes, 8), [AxisLink("data", 8, link)])
+        for nbytes in (4 << 10, 4 << 20)
+    ]
+    assert again == pytest.approx([1e-3, 1.001])
+    assert math.isclose(found.memory_bandwidth_bytes_per_s, 8 * (2 << 20) / 0.25)
+
+
+def test_only_cpus_are_measured_and_not_for_ever():
+    with pytest.raises(mw.TargetError, match=r"only CPU targets .* hardware_of\('v5e:2x4'\)"):
+        calibrate("v5e:2x4")
+    with pytest.raises(mw.CompileError, match=r"measuring cpu:2 took longer than 0\.01 s"):
+        calibrate("cpu:2", timeout_s=0.01)

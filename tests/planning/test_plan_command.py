@@ -1,0 +1,179 @@
+"""The command ``meshwright plan``: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from meshwright import plan_command
+from meshwright.cli import main
+from meshwright.planning import dry_run as dry_runs
+from meshwright.testing import run_in_fresh_process
+
+pytestmark = pytest.mark.alone
+
+JOB = """
+import jax.numpy as jnp, keras, numpy as np, optax
+import meshwright as mw
+
+
+def build():
+    model = keras.Sequential(
+        [keras.Input([16]), keras.layers.Dense(32, name="hidden"), keras.layers.Dense(4)],
+        name="net",
+    )
+    model.compile("adam", "mse")
+    batch = np.zeros([16, 16], "float32"), np.zeros([16, 4], "float32")
+    return model, batch, {"hidden/kernel": [None, "model"]}
+
+
+def program():
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+    return mw.jax_program(loss, {"w": np.ones([8, 4])}, optax.adam(0.1)), {"x": np.eye(16, 8)}
+
+
+def uncompiled():
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(2)]), (np.zeros([8, 4]),)
+
+
+def nothing():
+    return "no model", (np.zeros([8, 4]),)
+"""
+MESH = ["--mesh", "batch=4,model=2"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A folder with a module of the user's; forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "planned_job.py").write_text(JOB)
+    yield tmp_path
+    sys.modules.pop("planned_job", None)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What dry runs were asked for; none is made."""
+    calls = []
+
+    def dry_run(model, batch, *, strategy, target, timeout_s):
+        calls.append((model, batch, strategy, target, timeout_s))
+        memory = dry_runs.Memory(6, 12, 1, 1, 6, peak_bytes=2048, available_bytes=available[0])
+        return dry_runs.DryRun("net", target, strategy.mesh.axes, memory)
+
+    available = [1024]
+    calls_and_memory = calls, available
+    monkeypatch.setattr(plan_command, "dry_run", dry_run)
+    return calls_and_memory
+
+
+def test_the_report_is_printed_without_any_device(job):
+    out = run_in_fresh_process(
+        """
+        import sys
+        sys.argv = ["meshwright", "plan", "planned_job:build", "--target", "cpu:8"]
+        sys.argv += ["--mesh", "batch=4,model=2", "--batch-size", "64", "--no-cache"]
+        from meshwright.cli import main
+        try:
+            main()
+        except SystemExit as end:
+            import jax
+            print(end.code, jax.device_count())
+        """
+    )
+    assert out.startswith("net on cpu:8 (batch=4, model=2): ")
+    assert re.search(r"parameters +1,680 ", out)  # 16 x 16 + 32 + 32 x 4 + 4 floats
+    assert re.search(r"inputs +1,280 ", out)  # 16 rows of 20 floats
+    assert "all-reduce" in out
+    assert out.endswith("0 1\n")
+
+
+def test_it_ends_with_1_only_if_the_step_does_not_fit(job, asked):
+    _, available = asked
+    small = run("planned_job:build", "--target", "cpu:8", *MESH)
+    assert small.exit_code == 1
+    assert "does not fit, by 1.00 KiB" in small.stdout
+    for enough in (4096, None):
+        available[0] = enough
+        assert run("planned_job:build", "--target", "cpu:8", *MESH).exit_code == 0
+
+
+def test_options_reach_the_strategy(job, asked):
+    calls, _ = asked
+    layouts = ["--layout", "dense/kernel:model,unsharded;dense/bias:unsharded"]
+    how = ["--zero", 2, "--batch-size", 64, "--option", "accumulate=2", "--timeout", 5]
+    run("planned_job.py:build", "--target", "v5e:2x4", *MESH, *layouts, *how)
+    [(model, (x, y), strategy, target, timeout_s)] = calls
+    assert model.name == "net"
+    assert (x.shape, y.shape) == ((32, 16), (32, 4))  # half of the rows at once
+    assert [rule.pattern for rule in strategy.placement.rules] == [
+        "dense/kernel",
+        "dense/bias",
+        "hidden/kernel",
+    ]
+    assert (strategy.placement.zero, strategy.how.accumulate) == (2, 2)
+    assert (str(target), timeout_s) == ("v5e:2x4", 5.0)
+
+
+def test_without_a_mesh_all_devices_share_the_batch(job, asked):
+    calls, _ = asked
+    run("planned_job:program", "--target", "v4:2x2x1")
+    [(_, _, strategy, _, _)] = calls
+    assert strategy.mesh.axes == (("batch", 8),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "--target", "cpu"], "'cpu' is no target"),
+        (["build", "--target", "v9:2x2"], "there is no target of kind 'v9'"),
+        (
+            ["build", "--target", "cpu:4", *MESH],
+            "over 8 devices (batch=4, model=2), and the target",
+        ),
+        (["build", "--target", "cpu:8", "--mesh", "batch"], "batch"),
+        (["build", "--target", "h100:8", *MESH], "not yet for GPUs such as h100:8"),
+        (["build", "--target", "cpu:8", *MESH, "--batch-size", "6"], "does not divide over axis"),
+        (
+            ["build", "--target", "cpu:8", *MESH, "--batch-size", 8, "--option", "accumulate=3"],
+            "a batch of 8 rows does not make 3 micro-batches of the same size; take 6.",
+        ),
+        (["build", "--target", "cpu:8", *MESH, "--layout", "kernel"], "is not pattern:layout"),
+        (["build", "--target", "cpu:8", *MESH, "--option", "zeroo=1"], "argument 'zeroo'"),
+        (["build", "--target", "cpu:8", *MESH, "--option", "layouts=1"], "--layout"),
+        (["build", "--target", "cpu:8", "--layout", "hidde:batch"], "'model'"),
+        (["uncompiled", "--target", "cpu:8"], "is not compiled: call model.compile"),
+        (["nothing", "--target", "cpu:8"], "build() returned a str for a model"),
+        (["biuld", "--target", "cpu:8"], "nothing called 'biuld'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(job, arguments, message):
+    name, *others = arguments
+    result = run(f"planned_job:{name}", *others)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_report_of_what_does_not_fit_is_no_error(job, asked, monkeypatch):
+    def refuse(*_, strategy, target, **__):
+        memory = dry_runs.Memory(6, 12, 1, 1, 6)
+        report = dry_runs.DryRun("net", target, strategy.mesh.axes, memory)
+        return replace(report, refusal="RESOURCE_EXHAUSTED: Used 40G of 16G hbm")
+
+    monkeypatch.setattr(plan_command, "dry_run", refuse)
+    result = run("planned_job:build", "--target", "v5e:2x4", *MESH)
+    assert result.exit_code == 1
+    assert "does not fit" in result.stdout
+    assert "Used 40G of 16G hbm" in result.stdout

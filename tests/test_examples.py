@@ -1,0 +1,58 @@
+"""The examples run, and only mesh and layout differ between their runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.alone
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LAYOUTS = [
+    ("all:8", "batch:all"),
+    ("rows:4;cols:2", "batch:rows;vocab:cols;d_ff:cols;heads:cols"),
+]
+SMALL = "d_model:16 d_ff:32 heads:4 d_kv:4 layers:1"
+
+
+def run(example: str, mesh: str, layout: str, *options: str) -> str:
+    command = [sys.executable, str(EXAMPLES / example), "--mesh", mesh, "--layout", layout]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+
+
+@pytest.mark.full
+def test_the_language_model_learns_the_same_under_any_layout_and_writes():
+    options = ["--size", f"length:16 {SMALL}", "--steps", "8", "--batch", "16", "--every", "2"]
+    options += ["--sample", "12", "--beam", "2"]
+    printed = [run("transformer_lm.py", *where, *options) for where in LAYOUTS]
+    found = list(map(losses, printed))
+    assert found[0] == pytest.approx(found[1], abs=2e-3)
+    assert found[0][-1] < found[0][0]
+    assert printed[0].count("score") == 2
+    assert "When an exception" in printed[0]
+
+
+@pytest.mark.full
+def test_the_translator_learns_the_same_under_any_layout_and_answers():
+    options = ["--size", SMALL, "--steps", "6", "--batch", "16", "--every", "2", "--ask", "16"]
+    printed = [run("translation.py", *where, *options) for where in LAYOUTS]
+    found = list(map(losses, printed))
+    assert found[0] == pytest.approx(found[1], abs=2e-3)
+    assert re.search(r"[\d.]+% of 16 numbers", printed[0])
+
+
+@pytest.mark.full
+def test_the_translator_gets_99_of_100_numbers_right():
+    printed = run("translation.py", *LAYOUTS[1])
+    (right,) = re.findall(r"([\d.]+)% of 400 numbers", printed)
+    assert float(right) >= 99
