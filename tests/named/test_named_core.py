@@ -255,7 +255,8 @@ def test_what_needs_no_constraint_lies_right_without():
             return [function(x) for function in INHERITING]
 
         traced = jax.jit(each).trace(jax.ShapeDtypeStruct((8, 8, 8), jnp.float32))
-        found = jax.jit(each)(jnp.sin(counting(8, 8, 8)))
+        x = jnp.sin(counting(8, 8, 8))
+        found = jax.jit(each)(x) + each(x)  # in a program, and one by one
     assert str(traced.jaxpr).count("sharding_constraint") == 1  # that of named()
     for x in found:
         assert lies_by(rules, x), x.dims

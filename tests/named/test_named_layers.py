@@ -330,7 +330,7 @@ def test_rules_may_be_given() -> None:
         (lambda: layers.embed(normal("vocab:4 d:2"), mn.named([1, 2], "d:2"), "vocab"),
          DimError, "it has d:2 already, which the layer makes"),
         (lambda: layers.Embedding("vocab:4 words:3", "d_model:2").init(jax.random.key(0)),
-         DimError, r"vocab is one dim such as 'd_model:64'; received \[vocab:4 words:3\]"),
+         DimError, "vocab is one dim, such as 'd_model:64'; received 'vocab:4 words:3'"),
         (lambda: layers.softmax_cross_entropy(normal("batch:2 vocab:4"), mn.named([1], "length:1")),
          DimError, r"targets \[length:1\] do not fit the logits \[batch:2 vocab:4\]: give class "
          r"numbers of dims \[batch:2\], or probabilities of the logits' dims"),
@@ -344,6 +344,8 @@ def test_rules_may_be_given() -> None:
          DimError, r"queries \[length:4 d_kv:2\] have length:4, and so should keys \[memory:4"),
         (lambda: attention(radius=2)(mask=mn.named(np.ones([5, 5], bool), "length:5 memory:5")),
          DimError, r"\[length:5 memory:5\] should have 'memory' and not 'length'"),
+        (lambda: layers.Attention(*SIZES)({}, normal("batch:2 time:5 d_model:8")),
+         DimError, r"along 'length' or 'memory'; \[batch:2 time:5 d_model:8\] has neither"),
         (lambda: attention().step(at=0),
          DimError, r"of one position: its input \[length:5 d_model:8\] should have no dim"),
     ],

@@ -226,10 +226,13 @@ def test_scan_and_recompute_change_neither_loss_nor_gradient(recompute: bool, tw
 
 def test_recompute_computes_blocks_again(params: Any) -> None:
     tokens = mn.named(TOKENS, "batch:8 length:8")
-    again = models.Transformer(SMALL, recompute=True)
-    plainly, anew = (jax.make_jaxpr(jax.grad(m.loss))(params, tokens) for m in (ONE, again))
-    assert "remat" in str(anew)
-    assert "remat" not in str(plainly)
+    choices = [False, True, "dots_saveable"]
+    plainly, anew, partly = (
+        str(jax.make_jaxpr(jax.grad(model.loss))(params, tokens)).count("dot_general")
+        for model in (models.Transformer(SMALL, recompute=choice) for choice in choices)
+    )
+    assert anew == plainly + 8  # of every block four products of attention to kernels, two of
+    assert partly == plainly  # attention itself, and two of the feed-forward layer
 
 
 def test_activations_are_of_the_dtype_and_losses_of_float32(params: Any) -> None:

@@ -140,9 +140,10 @@ def test_what_was_not_used_for_longest_makes_room(kept, monkeypatch):
 
 
 WAITS = """
-    import os, sys
+    import os, signal, sys
     from pathlib import Path
     from meshwright.planning import Target, asking
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run unattended
     folder = Path(sys.argv[1])
     asking._run(folder, Target.of("cpu:1"), 600.0, dump=False)
     """
@@ -191,6 +192,7 @@ def test_no_process_is_left_when_the_one_that_asks_is_stopped(tmp_path, how):
         wait_for(lambda: not is_running(child))
     finally:
         asks.kill()
+        asks.communicate()
 
 
 def test_how_a_process_ended_is_told(monkeypatch, tmp_path):

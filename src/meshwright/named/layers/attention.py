@@ -93,7 +93,7 @@ def attend_locally(
             f"{length}, and so should keys [{text_of(keys.dims)}] and values "
             f"[{text_of(values.dims)}]."
         )
-    block = Dim("block", _block_size(length, radius))
+    block = Dim("block", _block_size(length, min(radius, length.size)))
     # Blocks keep the name of the length: they lie along its axis.
     blocks = length.resized(-(-length.size // block.size))
     memory = Dim("memory", block.size * (2 if causal else 3))
@@ -104,8 +104,10 @@ def attend_locally(
 
     def neighbourhood(x: NamedArray) -> NamedArray:
         here = in_blocks(x)
-        before, after = shift(here, 1, blocks), shift(here, -1, blocks)
-        return concat([before, here] if causal else [before, here, after], block, name=memory.name)
+        parts = [shift(here, 1, blocks), here]
+        if not causal:
+            parts.append(shift(here, -1, blocks))
+        return concat(parts, block, name=memory.name)
 
     away = arange(block) - (arange(memory) - block.size)
     near = less_equal(absolute(away), radius)

@@ -52,9 +52,9 @@ def under_rules(function: _F) -> _F:
 
 def as_dim(dim: str | Dim, what: str) -> Dim:
     """One dim, from ``"d_model:64"`` or itself. Raises :class:`DimError` for none or several."""
-    found = as_dims(dim)
+    found = as_dims(dim) if isinstance(dim, (str, Dim)) else ()
     if len(found) != 1:
-        raise DimError(f"{what} is one dim such as 'd_model:64'; received [{text_of(found)}].")
+        raise DimError(f"{what} is one dim, such as 'd_model:64'; received {dim!r}.")
     return found[0]
 
 

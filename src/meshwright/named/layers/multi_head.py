@@ -89,13 +89,17 @@ class Attention:
         The dims of ``mask`` are any of those of the input and ``memory``: of a padded batch,
         ``[batch memory]``.
         """
+        seen = x if memory is None else memory
+        if self.length not in seen.shape and self.memory not in seen.shape:
+            raise DimError(
+                f"attention is to positions along {self.length!r} or {self.memory!r}; "
+                f"[{text_of(seen.dims)}] has neither. Rename the dim of its positions."
+            )
         if memory is None and self.radius is not None:
             return self._locally(params, x, mask, key)
-        if self.causal and memory is None:
+        if memory is None and self.causal:
             mask = _both(mask, _causal(find(x.dims, self.length), self.memory))
-        return self.recall(
-            params, x, self.keep(params, x if memory is None else memory), mask=mask, key=key
-        )
+        return self.recall(params, x, self.keep(params, seen), mask=mask, key=key)
 
     @under_rules
     def keep(self, params: Params, memory: NamedArray) -> Kept:

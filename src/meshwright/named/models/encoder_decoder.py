@@ -17,7 +17,7 @@ from ...dim_rules import Dim, DimsLike, as_dims
 from ..array import NamedArray
 from ..elementwise import not_equal
 from ..layers.dense import FeedForward
-from ..layers.layer import Layer, Params, pick, under_rules
+from ..layers.layer import Layer, Params, as_dim, pick, under_rules
 from ..layers.losses import softmax_cross_entropy, weighted_mean
 from ..layers.multi_head import Attention
 from ..layers.normalisation import LayerNorm, RMSNorm
@@ -62,7 +62,7 @@ class EncoderDecoder:
     dropout: float = 0.0
     z_loss: float = 0.0
     smoothing: float = 0.0
-    recompute: bool = False
+    recompute: bool | str = False
     scan: bool = False
     dtype: Any = jnp.float32
     padding: int = 0
@@ -222,6 +222,7 @@ class EncoderDecoder:
         ``beam`` is the dim of the results that are looked for, such as ``"beam:4"``; ``how`` are
         the options of :func:`decoding.beam_search`.
         """
+        beam = as_dim(beam, "beam")
         step, states = self.stepper(params, source, length, beam)
         free = decoding.free(others(source), length)
         return decoding.beam_search(step, states, free, beam, start=self.padding, **how)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ...dim_rules import Dim, DimsLike
 from ...errors import ModelError
 from ..array import NamedArray
+from ..gradients import recompute
 from ..joining import stack
 from ..layers.layer import Layer, Params, as_dim, under_rules
 from ..layers.multi_head import Attention, Kept
@@ -126,12 +127,13 @@ class Stack:
     Parameters are a dict of ``layer_0``, ``layer_1`` and so on. With ``scan`` they are one block's,
     in which every array has the dim ``layers`` in front: the block is traced and compiled once, for
     any number of layers. With ``recompute`` the backward pass keeps what enters each block, and
-    computes what is inside again (Chen et al. 2016).
+    computes what is inside again; or keeps some of that, if it names a policy (see
+    :func:`meshwright.named.recompute`).
     """
 
     block: Block
     layers: str | Dim
-    recompute: bool = False
+    recompute: bool | str = False
     scan: bool = False
 
     @property
@@ -157,12 +159,11 @@ class Stack:
             x, loss = self.block(params, x, memory=memory, key=key, **given)
             return (x, total if loss is None else total + loss), None
 
+        if self.recompute:
+            policy = "nothing_saveable" if self.recompute is True else self.recompute
+            body = recompute(body, policy)
         nothing = NamedArray(jnp.zeros([], jnp.float32), ())
-        return self._repeat(
-            jax.checkpoint(body) if self.recompute else body,
-            (x, nothing),
-            (params, memory, self._keys(key)),
-        )[0]
+        return self._repeat(body, (x, nothing), (params, memory, self._keys(key)))[0]
 
     @under_rules
     def step(

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, DimsLike, as_dims
+from ...dim_rules import Dim, DimsLike
 from ..array import NamedArray
 from ..layers.dense import FeedForward
-from ..layers.layer import Layer, Params, pick, under_rules
+from ..layers.layer import Layer, Params, as_dim, pick, under_rules
 from ..layers.losses import softmax_cross_entropy, weighted_mean
 from ..layers.multi_head import Attention
 from ..layers.normalisation import LayerNorm, RMSNorm
@@ -56,7 +56,7 @@ class Transformer:
     shared_embedding: bool = True
     dropout: float = 0.0
     z_loss: float = 0.0
-    recompute: bool = False
+    recompute: bool | str = False
     scan: bool = False
     dtype: Any = jnp.float32
     start: int = 0  # the token before the first
@@ -172,6 +172,6 @@ class Transformer:
         ``beam`` is the dim of the results that are looked for, such as ``"beam:4"``; ``how`` are
         the options of :func:`decoding.beam_search`.
         """
-        forced = decoding.forced(prompt, length)
-        step, states = self.stepper(params, (*others(prompt), *as_dims(beam)), length)
+        forced, beam = decoding.forced(prompt, length), as_dim(beam, "beam")
+        step, states = self.stepper(params, (*others(prompt), beam), length)
         return decoding.beam_search(step, states, forced, beam, start=self.start, **how)
