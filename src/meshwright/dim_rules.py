@@ -68,7 +68,7 @@ def as_dims(dims: DimsLike) -> Dims:
     ['batch:64', 'io:16']
     """
     if isinstance(dims, str):
-        found = tuple(Dim(name, _size(size, dims)) for name, size in _pairs(dims, "batch:64"))
+        found = tuple(Dim(name, _size(size, dims)) for name, size in pairs_of(dims, "batch:64"))
     elif isinstance(dims, Dim):
         found = (dims,)
     else:
@@ -108,7 +108,7 @@ class DimRules:
         if isinstance(rules, DimRules):
             pairs = rules.pairs
         elif isinstance(rules, str):
-            pairs = tuple(_pairs(rules, "batch:rows"))
+            pairs = tuple(pairs_of(rules, "batch:rows"))
         else:
             items = rules.items() if isinstance(rules, Mapping) else rules
             pairs = tuple((str(dim), str(axis)) for dim, axis in items)
@@ -183,7 +183,8 @@ class DimRules:
             raise LayoutError("\n".join(faults))
 
 
-def _pairs(text: str, like: str) -> Iterable[tuple[str, str]]:
+def pairs_of(text: str, like: str) -> Iterable[tuple[str, str]]:
+    """The two words of each item of a text. Raises :class:`DimError` for one not ``like`` that."""
     for item in filter(None, _BETWEEN.split(text)):
         left, colon, right = item.partition(":")
         if not (left and colon and right) or ":" in right:

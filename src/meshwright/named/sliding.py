@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dim_rules import Dim, Dims, _pairs, text_of
+from ..dim_rules import Dim, Dims, pairs_of, text_of
 from ..errors import DimError
 from .array import NamedArray, as_named, find, position, union
 from .reductions import Over
@@ -106,7 +106,7 @@ def _placed(
 def window_pairs(windows: Windows) -> tuple[tuple[str, str], ...]:
     """Names of dims of x, each with the kernel's dim that moves along it."""
     if isinstance(windows, str):
-        return tuple(_pairs(windows, "h:fh"))
+        return tuple(pairs_of(windows, "h:fh"))
     pairs: Any = windows.items() if isinstance(windows, Mapping) else windows
     try:
         return tuple((_name(dim), _name(tap)) for dim, tap in pairs)

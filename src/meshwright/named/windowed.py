@@ -16,7 +16,7 @@ import jax
 
 from ..dim_rules import Dim, as_dims
 from ..errors import DimError, DivisibilityError
-from ..step.windows import Halo, Window, _fetch_along, halo
+from ..step.windows import Halo, Window, fetch_along, halo
 from .rules import BoundRules, in_force
 
 Numbers = int | str | Sequence[int] | Mapping[str, int]  # for all, or for each in order or by name
@@ -267,7 +267,7 @@ def reached(x: Any, place: int, one: Along, fill: Any) -> tuple[Any, tuple[int, 
     if one.axis is not None:
         need = halo(window, one.dim.size, one.results, one.pieces)
         if need is not None:
-            x, padding = _fetch_along(x, place, (one.axis,), need, fill), need.padding
+            x, padding = fetch_along(x, place, (one.axis,), need, fill), need.padding
         else:
             x = jax.lax.all_gather(x, one.axis, axis=place, tiled=True)
     whole = one.axis is not None and need is None

@@ -78,7 +78,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """A collective instruction and where the walk met it."""
 
     instruction: Instruction
@@ -111,11 +111,11 @@ def read_collectives(text: str, axes: Axes) -> tuple[Collective, ...]:
     """
     module = parse(text)
     entry = module.computations[module.entry]
-    repeated: dict[object, list[_Seen]] = {}
+    repeated: dict[object, list[Seen]] = {}
     for seen in _walk(module, entry, 1):
-        repeated.setdefault(_identity(seen), []).append(seen)
+        repeated.setdefault(identity_of(seen), []).append(seen)
     sources = Sources(module)
-    return tuple(_collective(each, entry, axes, sources) for each in repeated.values())
+    return tuple(collective_of(each, entry, axes, sources) for each in repeated.values())
 
 
 def most_bytes_at_once(collectives: Iterable[Collective]) -> int:
@@ -140,11 +140,11 @@ def _walk(
     position: int | None = None,
     fusion: Instruction | None = None,
     is_outside_loops: bool = True,
-) -> Iterator[_Seen]:
+) -> Iterator[Seen]:
     for here, each in enumerate(inside.instructions):
         at = here if position is None else position
         if each.opcode.removesuffix("-start") in KINDS:
-            yield _Seen(each, inside, count, at, fusion, is_outside_loops)
+            yield Seen(each, inside, count, at, fusion, is_outside_loops)
         elif not each.opcode.endswith(("-done", "-update")):
             times = count
             if each.opcode == "while" and times is not None:
@@ -157,7 +157,7 @@ def _walk(
                 yield from _walk(module, called, times, at, part_of, outside)
 
 
-def _identity(seen: _Seen) -> object:
+def identity_of(seen: Seen) -> object:
     """Equal for the repetitions of one collective, of which shard_map's share a channel."""
     each = seen.instruction
     channel = each.attribute(r"channel_id=(\d+)")
@@ -167,8 +167,8 @@ def _identity(seen: _Seen) -> object:
     return each.opcode, channel, chain, each.results
 
 
-def _collective(
-    repeated: list[_Seen], entry: Computation, axes: Axes, sources: Sources
+def collective_of(
+    repeated: list[Seen], entry: Computation, axes: Axes, sources: Sources
 ) -> Collective:
     seen = repeated[0]
     each = seen.instruction
@@ -198,7 +198,7 @@ def _collective(
     )
 
 
-def _keeps_a_piece(seen: _Seen) -> bool:
+def _keeps_a_piece(seen: Seen) -> bool:
     reduces = seen.instruction.opcode.startswith("all-reduce")
     return reduces and seen.inside.name.startswith("all-reduce-scatter")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .arithmetic import FREE, bytes_moved, work_of
-from .collectives import KINDS, Collective, _collective, _identity, _Seen
+from .collectives import KINDS, Collective, Seen, collective_of, identity_of
 from .groups import Axes
 from .hlo import Computation, Instruction, Module, parse
 from .origins import Sources, op_name_of
@@ -237,12 +237,12 @@ class _Walk:
         """What an instruction begins, and the name of what a fusion of a TPU goes on with."""
         begins, ends = [], ""
         for seen in self._seen(each, inside, count, None):
-            identity = _identity(seen)
+            identity = identity_of(seen)
             if identity in self.begun:
                 ends = self.begun[identity]
             else:
                 self.begun[identity] = each.name
-                begins.append(_collective([seen], inside, self.axes, self.sources))
+                begins.append(collective_of([seen], inside, self.axes, self.sources))
         return tuple(begins), ends
 
     def _seen(
@@ -251,9 +251,9 @@ class _Walk:
         inside: Computation,
         count: int | None,
         fusion: Instruction | None,
-    ) -> Iterator[_Seen]:
+    ) -> Iterator[Seen]:
         if each.opcode.removesuffix("-start") in KINDS:
-            yield _Seen(each, inside, count, 0, fusion, is_outside_loops=False)
+            yield Seen(each, inside, count, 0, fusion, is_outside_loops=False)
         elif each.opcode == "fusion" or each.opcode.endswith("-start"):
             for name in each.called:
                 fused = self.module.computations[name]

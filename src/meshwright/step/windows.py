@@ -229,11 +229,11 @@ def _sure(found: Halo | None) -> Halo:
 def _fetch(x: Any, halos: dict[int, tuple[Entry, Halo]], fill: Any) -> Any:
     """Put the neighbours' rows around this device's, dim by dim, so that corners come along."""
     for dim, (entry, need) in halos.items():
-        x = _fetch_along(x, dim, entry, need, fill)
+        x = fetch_along(x, dim, entry, need, fill)
     return x
 
 
-def _fetch_along(x: Any, dim: int, axes: Entry, need: Halo, fill: Any) -> Any:
+def fetch_along(x: Any, dim: int, axes: Entry, need: Halo, fill: Any) -> Any:
     import jax
 
     index = jax.lax.axis_index(axes)
