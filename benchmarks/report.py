@@ -141,7 +141,8 @@ def pairs_table(jobs: list[dict[str, Any]]) -> str:
             "time, ours ÷ peer" if pair["measure"] == "time" else "steps/s, ours ÷ peer",
             f"**{pair['ratio']:.2f}** ({min(pair['ratio_by_round']):.2f}"
             f"–{max(pair['ratio_by_round']):.2f})",
-            f"{pair['mean_ratio']:.2f}",
+            # Older files hold means over all epochs, and nothing else.
+            f"{pair['mean_ratio']:.2f}" if "mean_ratio" in pair else "← means of all",
             f"{'≤' if pair['measure'] == 'time' else '≥'} {pair['target']:.2f}",
             f"{pair['loss']:.4f} / {pair['peer_loss']:.4f}",
             "met" if pair["met"] else "**missed**",
