@@ -270,6 +270,7 @@ def test_on_another_mesh_the_same_rules_hold_and_others_may_be_given():
     assert flat.batch == "all"
     assert flat.place([info()])[0].layout.specs == ("all", UNSHARDED)
     assert placement.on(Mesh({"all": 2}), rules="d_ff:all").batch is None
+    assert Placement.of(Mesh({"batch": 2})).on(MESH, rules="batch:cols").batch == "cols"
     own = Placement.of(MESH, FFN, batch="rows", rules="d_ff:cols").on(MESH, rules="d_model:cols")
     assert own.batch == "rows"
 

@@ -163,8 +163,9 @@ class Placement:
         ... )
         >>> placement.batch
         'rows'
-        >>> print(placement.place([ParamInfo("ffn/kernel", (), (8, 6), "float32", 4)])[0].layout)
-        [unsharded, unsharded] on rows=4, cols=2
+        >>> kernel = ParamInfo("ffn/kernel", ("ffn/kernel",), (8, 6), "float32", 4)
+        >>> print(placement.place([kernel])[0].layout)
+        [unsharded, cols] on rows=4, cols=2
         """
         dim_rules = None if rules is None else DimRules(rules)
         return cls(
@@ -187,9 +188,8 @@ class Placement:
         """
         if rules is None:
             return replace(self, mesh=mesh)
-        before = None if self.dim_rules is None else self.dim_rules.axis("batch")
         dim_rules = DimRules(rules)
-        follows = self.batch_axes == (() if before is None else (before,))
+        follows = self.batch_axes == _as_axes(_batch_by(self.dim_rules, ...))
         batch = _batch_by(dim_rules, ... if follows else self.batch)
         return replace(self, mesh=mesh, dim_rules=dim_rules, batch=batch)
 

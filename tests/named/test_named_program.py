@@ -11,6 +11,7 @@ import pytest
 import meshwright as mw
 import meshwright.named as mn
 from meshwright.planning import compile_ahead
+from meshwright.planning.collectives import read_collectives
 from meshwright.step.accumulate import accumulating_in
 
 BATCH, IO, HIDDEN = 16, 8, 64
@@ -402,3 +403,27 @@ def test_the_transformer_trains_alike_whatever_else_a_step_does(zero, accumulate
     found = trained(mw.Placement.of(mesh, rules=rules, zero=zero), how)
     for path, value in found.items():
         np.testing.assert_allclose(value, wanted[path], rtol=2e-3, atol=2e-4, err_msg=path)
+
+
+def test_a_dry_run_lays_the_operations_out_as_training_does():
+    def gathering(params, batch):
+        # Only the rule for what comes out makes this a sum over pieces; XLA alone would gather.
+        hidden = mn.einsum([batch["x"], params["up"]["kernel"]])
+        moved = mn.rename(hidden, {"batch": "hidden_too", "hidden": "batch_too"})
+        return mn.reduce_mean(mn.square(mn.shift(moved, 3, "hidden_too")))
+
+    rules = "batch:rows;hidden:cols;hidden_too:cols;batch_too:rows"
+    moving = mw.named_program(gathering, init, optax.sgd(0.1), batch={"x": "batch io"})
+    mesh = mw.create_mesh({"rows": 4, "cols": 2})
+    placement = mw.Placement.of(mesh, rules=rules)
+    trainer = mw.Trainer(moving, placement)
+    x = {"x": batches(1)[0]["x"]}
+    compiled = trainer.step.lower(trainer.init(), trainer.put(x)).compile()
+    real = read_collectives(compiled.as_text(), mesh.axes)
+    report = mw.dry_run(moving, x, strategy=placement, target="cpu:8")
+
+    def counted(collectives):
+        return sorted((c.kind, c.axes, c.elements) for c in collectives)
+
+    assert counted(report.compiled.collectives) == counted(real)
+    assert any(c.kind == "all-to-all" or c.kind == "collective-permute" for c in real)

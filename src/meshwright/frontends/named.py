@@ -93,6 +93,7 @@ def _context(
     if placement.dim_rules is None:
         return nullcontext()
     found = bound(placement.dim_rules, placement.mesh)
+    found = replace(found, ahead=placement.mesh.is_abstract)  # to be compiled for what is not there
     for info in infos:
         if info.names is not None:
             found.see(info.names.of(info.dims))

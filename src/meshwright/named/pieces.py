@@ -25,7 +25,7 @@ def split_of(*several: Sequence[Dim]) -> Split:
     not legal in a result is said when the result is laid out.
     """
     found = in_force()
-    if found is None or found.mesh.is_abstract:
+    if found is None or found.only_check:
         return {}
     split: dict[str, str] = {}
     taken = _mapped_axes()
@@ -92,7 +92,7 @@ def _sharded(
 def _mapped_axes() -> frozenset[str]:
     """The axes of dims that ``vmap`` maps over: arrays lie along them, though their dims do not."""
     found = in_force()
-    if found is None or found.mesh.is_abstract:
+    if found is None or found.only_check:
         return frozenset()
     axes = (found.rules.axis(dim.name) for dim in found.mapped)
     return frozenset(axis for axis in axes if axis is not None)

@@ -24,12 +24,14 @@ from ..mesh import Mesh
 class BoundRules:
     """Rules and the mesh that they speak of; a value, and ``rules=`` of every operation.
 
-    ``mapped`` are dims that arrays have and do not show: those that ``vmap`` maps over.
+    ``mapped`` are dims that arrays have and do not show: those that ``vmap`` maps over. ``ahead``
+    lays out what is traced for an abstract mesh, to be compiled for devices that are not there.
     """
 
     rules: DimRules
     mesh: Mesh
     mapped: Dims = ()
+    ahead: bool = False
 
     def __str__(self) -> str:
         return f"{self.rules} over ({self.mesh.axes_text})"
@@ -38,7 +40,12 @@ class BoundRules:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BoundRules, (self.rules, self.mesh, self.mapped)
+        return BoundRules, (self.rules, self.mesh, self.mapped, self.ahead)
+
+    @property
+    def only_check(self) -> bool:
+        """Whether nothing is laid out, for there is nothing to lie on."""
+        return self.mesh.is_abstract and not self.ahead
 
     def layout(self, dims: Sequence[Dim], what: str = "array") -> Layout:
         """The layout of an array with these dims. Raises :class:`LayoutError` if there is none."""

@@ -175,7 +175,7 @@ def split(
         )  # fmt: skip
     if faults:
         raise DivisibilityError("\n".join(faults))
-    return tuple(several if found.mesh.is_abstract else placed)
+    return tuple(several if found.only_check else placed)
 
 
 def _cut(found: BoundRules, name: str) -> tuple[str | None, int]:
@@ -253,7 +253,7 @@ def on_pieces(
 def laying() -> BoundRules | None:
     """The rules in force, if there are devices that arrays can be laid out on."""
     found = in_force()
-    return None if found is None or found.mesh.is_abstract else found
+    return None if found is None or found.only_check else found
 
 
 def reached(x: Any, place: int, one: Along, fill: Any) -> tuple[Any, tuple[int, int], int]:
