@@ -9,12 +9,20 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+import meshwright as mw
 from meshwright import plan_command
 from meshwright.cli import main
 from meshwright.planning import dry_run as dry_runs
 from meshwright.testing import run_in_fresh_process
 
 pytestmark = pytest.mark.alone
+
+
+@pytest.fixture(autouse=True, scope="module")
+def devices_of_the_other_tests() -> None:
+    """Started before the command can ask for one alone in this process."""
+    mw.create_mesh({"batch": 8})
+
 
 JOB = """
 import jax.numpy as jnp, keras, numpy as np, optax
