@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
-import jax
-from named_jobs import DATA, DEVICES, DIMS, LEARNING_RATE, PARAMETERS, NamedJob, initial
-from named_protocol import job_from_arguments, measure
+import optax
+from named_jobs import DATA, DEVICES, DIMS, JOBS, LEARNING_RATE, PARAMETERS, NamedJob, initial
+from named_protocol import measure
 
 import meshwright as mw
 import meshwright.named as mn
@@ -26,7 +27,7 @@ def normalised(x: mn.NamedArray, scale: mn.NamedArray) -> mn.NamedArray:
 def attention(p: Params, x: mn.NamedArray) -> mn.NamedArray:
     q, k, v = (mn.einsum([x, p[name]]) for name in "qkv")
     k, v = (mn.rename(each, "length", "memory") for each in (k, v))
-    out = [*(d for d in q.dims if d.name != "d_kv"), k.dim("memory")]
+    out = [*(q.dim(name) for name in ("batch", "heads", "length")), k.dim("memory")]
     weights = mn.softmax(mn.einsum([q * q.dim("d_kv").size ** -0.5, k], out), "memory")
     return mn.einsum([mn.einsum([weights, v], q.dims), p["o"]])
 
@@ -45,31 +46,45 @@ def dims(job: NamedJob, text: str) -> list[mn.Dim]:
 
 
 def main() -> None:
-    job = job_from_arguments(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", choices=sorted(JOBS))
+    parser.add_argument("--zero", type=int, default=0, help="1: each device updates its piece")
+    given = parser.parse_args()
     mw.virtual_devices(DEVICES)
-    axes = {dim.name: dim.size for dim in mn.as_dims(job.mesh)}
+    job = JOBS[given.job]
+    trainer, batch = make(job, given.zero)
+    state = [trainer.init()]
+
+    def one() -> Any:
+        state[0], logs = trainer.step(state[0], batch)
+        return logs["loss"]
+
+    measure(f"ours_zero_{given.zero}", job, one, float)
+
+
+def make(job: NamedJob, zero: int) -> tuple[mw.Trainer, Any]:
+    """The trainer, and the batch where it lies."""
     program = PROGRAMS[job.program]
 
-    def loss(p: Params, x: mn.NamedArray, y: mn.NamedArray) -> Any:
-        return mn.reduce_mean(mn.square(program(p, x) - y)).array
-
-    def step(p: Params, x: mn.NamedArray, y: mn.NamedArray) -> tuple[Params, Any]:
-        value, grads = jax.value_and_grad(loss)(p, x, y)
-        return {name: p[name] - LEARNING_RATE * grads[name] for name in p}, value
+    def loss(p: Params, batch: tuple[mn.NamedArray, mn.NamedArray]) -> mn.NamedArray:
+        x, y = batch
+        return mn.reduce_mean(mn.square(program(p, x) - y))
 
     values, *data = initial(job)
-    with mn.rules(job.layout, mw.create_mesh(axes)):
-        shapes = {name: dims(job, text) for name, text in PARAMETERS[job.program].items()}
-        params = {name: mn.named(values[name], shape) for name, shape in shapes.items()}
-        x, y = (mn.named(value, dims(job, DATA[job.program])) for value in data)
-        compiled = jax.jit(step, donate_argnums=0)
-        state = [params]
-
-        def one() -> Any:
-            state[0], value = compiled(state[0], x, y)
-            return value
-
-        measure("ours", job, one, float)
+    params = {
+        name: mn.named(values[name], dims(job, text))
+        for name, text in PARAMETERS[job.program].items()
+    }
+    names = DATA[job.program]
+    placement = mw.Placement.of(
+        mw.create_mesh({dim.name: dim.size for dim in mn.as_dims(job.mesh)}),
+        rules=job.layout,
+        zero=zero,
+    )
+    trainer = mw.Trainer(
+        mw.named_program(loss, params, optax.sgd(LEARNING_RATE), batch=(names, names)), placement
+    )
+    return trainer, trainer.put(tuple(data))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,13 @@ def as_dims(dims: DimsLike) -> Dims:
     elif isinstance(dims, Dim):
         found = (dims,)
     else:
-        found = tuple(each if isinstance(each, Dim) else Dim(*each) for each in dims)
+        try:
+            found = tuple(each if isinstance(each, Dim) else Dim(*each) for each in dims)
+        except TypeError:
+            raise DimError(
+                f"{dims!r} does not say names and sizes of dims: give 'batch:64 io:16', a Dim, or "
+                "pairs of a name and a size."
+            ) from None
     twice = [name for name, count in Counter(dim.name for dim in found).items() if count > 1]
     if twice:
         raise DimError(
@@ -93,7 +99,7 @@ class DimRules:
 
     Made from a text ``"batch:rows;hidden:cols"``, a mapping, or pairs. Several dims may lie along
     one axis where they never meet in one array. Raises :class:`LayoutError` for a dim that is given
-    two axes.
+    two axes, and for what is no rule.
 
     >>> rules = DimRules("batch:rows;hidden:cols")
     >>> rules.axis("hidden"), rules.axis("io")
@@ -111,7 +117,13 @@ class DimRules:
             pairs = tuple(pairs_of(rules, "batch:rows"))
         else:
             items = rules.items() if isinstance(rules, Mapping) else rules
-            pairs = tuple((str(dim), str(axis)) for dim, axis in items)
+            try:
+                pairs = tuple((str(dim), str(axis)) for dim, axis in items)
+            except (TypeError, ValueError):
+                raise LayoutError(
+                    f"{rules!r} does not say which dims lie along which axes: give "
+                    "'batch:rows;hidden:cols', a mapping, or pairs of names."
+                ) from None
         pairs = tuple(dict.fromkeys(pairs))
         for dim, count in Counter(dim for dim, _ in pairs).items():
             if count > 1:

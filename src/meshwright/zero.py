@@ -15,6 +15,7 @@ from .errors import LayoutError
 from .layout import UNSHARDED, Layout
 
 LEVELS = (0, 1, 2, 3)
+TILE = (8, 128)  # of the last two dims, in which a TPU holds an array
 SMALL_ELEMENTS = 2048  # of one device's piece; sharing out less saves little, and costs a message
 
 
@@ -30,10 +31,11 @@ def check_level(zero: int) -> None:
 def share_out(layout: Layout, dims: Sequence[int], axes: tuple[str, ...]) -> Layout | None:
     """The layout with one dim split over the data axes besides, or ``None`` to leave it alone.
 
-    The largest dim that divides is taken, as one device holds it now; the first of equals.
-    ``None`` where no dim divides, where the array lies along one of the axes already, or where a
-    device holds no more than ``SMALL_ELEMENTS`` elements. ``dims`` are the stored ones of an array
-    that is padded, and stay as they are.
+    The outermost dim that divides is taken, as one device holds it now: its pieces lie in one run
+    of memory, which a reduce-scatter need not rearrange. Where its pieces would be thinner than a
+    tile of a TPU, the largest dim is. ``None`` where no dim divides, where the array lies along one
+    of the axes already, or where a device holds no more than ``SMALL_ELEMENTS`` elements. ``dims``
+    are the stored ones of an array that is padded, and stay as they are.
 
     >>> import meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
@@ -50,7 +52,13 @@ def share_out(layout: Layout, dims: Sequence[int], axes: tuple[str, ...]) -> Lay
     divisible = [dim for dim, size in enumerate(local) if size % replicas == 0]
     if not divisible:
         return None
-    dim = max(divisible, key=lambda dim: local[dim])
+    fills = [dim for dim in divisible if local[dim] // replicas >= _least(dim, len(local))]
+    dim = fills[0] if fills else max(divisible, key=lambda dim: local[dim])
     specs = list(layout.specs)
     specs[dim] = (*layout.dim_axes(dim), *axes) or UNSHARDED
     return Layout(specs, mesh, pad=layout.pad)
+
+
+def _least(dim: int, count: int) -> int:
+    """The fewest elements of a dim that fill a tile; ``count`` is how many dims there are."""
+    return TILE[dim - count] if count - dim <= len(TILE) else 1

@@ -63,6 +63,12 @@ def test_a_text_that_names_no_dims_is_refused(text, says):
         mn.as_dims(text)
 
 
+@pytest.mark.parametrize("dims", [5, [("a", 1, 2)], ["a"], [None]])
+def test_what_is_no_text_of_dims_is_refused(dims):
+    with pytest.raises(mw.DimError):
+        mn.as_dims(dims)
+
+
 @pytest.mark.parametrize("size", [-1, 2.0, True, "4", None])
 def test_a_size_is_a_whole_number(size):
     with pytest.raises(mw.DimError, match="the size of dim 'x' is a whole number"):
@@ -106,6 +112,9 @@ def test_rules_from_texts_mappings_and_pairs():
 def test_wrong_rules_are_refused():
     with pytest.raises(mw.DimError, match=r"'d_ff' in 'd_ff;heads' is not of the form 'batch:rows"):
         mn.DimRules("d_ff;heads")
+    for wrong in (5, ["batch"], [("a", "b", "c")]):
+        with pytest.raises(mw.LayoutError, match="does not say which dims lie along which axes"):
+            mn.DimRules(wrong)  # pyright: ignore
     with pytest.raises(mw.LayoutError, match=r"dim 'a' is given 2 axes \('rows', 'cols'\)"):
         mn.DimRules("a:rows;a:cols")
     with pytest.raises(mw.LayoutError) as caught, mn.rules("a:row;b:cols;c:plane", mesh()):
@@ -461,6 +470,14 @@ def test_a_result_in_another_order():
         mn.multiply(x, y, out="a:2")
 
 
+def test_functions_of_numpy_are_refused_and_its_numbers_are_not():
+    x = mn.named(np.ones(2, "float32"), "a:2")
+    with pytest.raises(TypeError, match="__array_ufunc__"):
+        np.sin(x)  # it would lose the names
+    assert (np.float32(2) * x).dims == (x / np.float32(2)).dims == x.dims
+    np.testing.assert_array_equal(np.float32(2) * x, [2, 2])
+
+
 def test_one_name_with_two_sizes_is_refused():
     x, y = mn.named(counting(2, 3), "a:2 b:3"), mn.named(counting(4), "b:4")
     says = r"dim 'b' has size 3 and size 4 in \[a:2 b:3\], \[b:4\].*rename one of them"
@@ -542,6 +559,10 @@ def test_wrong_sums_of_products_are_refused():
         ("there is no dim 'd' in [a:2 b:3 c:4]", lambda: mn.einsum([x, y], reduce="d")),
         ("b:3 is in reduce= and in out=[a:2 b:3 c:4]",
          lambda: mn.einsum([x, y], "a:2 b:3 c:4", reduce="b")),
+        ("no subscripts such as 'ab,bc'", lambda: mn.einsum("ab,bc")),
+        ("dims are said by name, as 'batch' or ['h', 'w']; received 0 in 0",
+         lambda: mn.reduce_sum(x, 0)),  # pyright: ignore
+        ("received 1 in ['a', 1]", lambda: mn.softmax(x, ["a", 1])),  # pyright: ignore
         ("c:4 is neither in reduce= nor in out=[a:2]",
          lambda: mn.einsum([x, y], "a:2", reduce="b")),
     ]:  # fmt: skip

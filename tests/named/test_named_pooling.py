@@ -229,6 +229,10 @@ FAULTS = [
      "pool: 'h:8' in windows of 3, 'w:8' in windows of 5 leaves a rest"),
     ("a stride below 1", lambda: p.stride(one(X), {"h": 0}), "stride: windows must be"),
     ("a bare array", lambda: p.max_pool(jnp.ones(3), "h:2"), "has no names for its dims"),
+    ("truth values", lambda: p.max_pool(one(X) > 0, "h:2"),
+     "max_pool: of bool elements none is the largest"),
+    ("complex numbers", lambda: p.max_pool(mn.cast(one(X), "complex64"), "h:2"),
+     "max_pool: of complex64 elements none is the largest"),
 ]  # fmt: skip
 
 
@@ -236,7 +240,7 @@ FAULTS = [
     ("call", "message"), [row[1:] for row in FAULTS], ids=[row[0] for row in FAULTS]
 )
 def test_faults(call: Any, message: str) -> None:
-    with pytest.raises(errors.DimError, match=message):
+    with pytest.raises((errors.DimError, errors.ArrayError), match=message):
         call()
 
 

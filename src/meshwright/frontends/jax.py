@@ -49,6 +49,11 @@ def program_of(
     tree_of: Callable[[Any], Tree],
 ) -> Program:
     """The Program of plain functions over trees, whose arrays ``tree_of`` gives their paths."""
+    if not all(callable(getattr(optimizer, each, None)) for each in ("init", "update")):
+        raise ModelError(
+            f"optimizer={optimizer!r} has no functions init and update: give one of Optax, such as "
+            "optax.adam(0.001)."
+        )
     make = params if callable(params) else lambda: jax.tree.map(_valued, params)
     shapes = jax.eval_shape(make) if callable(params) else jax.tree.map(_shape, params)
     slot_shapes = jax.eval_shape(optimizer.init, shapes)

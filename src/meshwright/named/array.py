@@ -26,7 +26,7 @@ class NamedArray:
     """
 
     __slots__ = ("_dims", "_laid", "array")
-    __array_priority__ = 100  # a NumPy number to the left of an operator leaves the word to us
+    __array_ufunc__ = None  # NumPy to the left of an operator leaves the word to us
     array: Any
     _dims: Dims
     _laid: BoundRules | None  # the rules that the array is known to lie by

@@ -39,6 +39,11 @@ def einsum(
     >>> einsum([x, w]).shape
     {'batch': 4, 'hidden': 2}
     """
+    if isinstance(xs, str):
+        raise DimError(
+            f"einsum takes arrays whose dims have names, and no subscripts such as {xs!r}: "
+            "einsum([x, w]), or einsum([x, w], out='batch:64 hidden:16')."
+        )
     if isinstance(xs, NamedArray):
         xs = [xs]
     arrays = [as_named(x) for x in xs]

@@ -7,6 +7,7 @@ device takes the rows that it lacks from its neighbours, at any stride, dilation
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -154,7 +155,7 @@ def separable_conv(
     pointwise = as_named(pointwise)
     y = convolve(
         x, depthwise, windows, "separable_conv", reduce=(), strides=strides, dilation=dilation,
-        padding=padding, precision=precision, dtype=None,
+        padding=padding, precision=precision,
     )  # fmt: skip
     union(y.dims, pointwise.dims, what="separable_conv")
     summed = [dim for dim in y.dims if dim in pointwise.dims]
@@ -167,41 +168,27 @@ def separable_conv(
     return einsum([y, pointwise], in_place(y.dims, summed, new), precision=precision)
 
 
-def _front(name: str, number: int, whole: str) -> Callable[..., NamedArray]:
+def _front(name: str, number: int, whole: Callable[..., NamedArray]) -> Callable[..., NamedArray]:
     """``conv`` or ``conv_transposed`` along this many dims."""
     dims = f"{number} dim{'s' * (number > 1)}"
 
-    def call(
-        x: Any,
-        kernel: Any,
-        windows: Windows,
-        *,
-        reduce: Over = None,
-        strides: Numbers = 1,
-        dilation: Numbers = 1,
-        padding: Padding = "SAME",
-        precision: Any = None,
-        dtype: Any = None,
-    ) -> NamedArray:
+    @functools.wraps(whole)
+    def call(x: Any, kernel: Any, windows: Windows, **how: Any) -> NamedArray:
         if len(found := window_pairs(windows)) != number:
             raise DimError(
                 f"{name} moves along {dims}, and windows={windows!r} names {len(found)}. "
-                f"{whole} takes any number."
+                f"{whole.__name__} takes any number."
             )
-        return convolve(
-            x, kernel, found, name, reduce=reduce, strides=strides, dilation=dilation,
-            padding=padding, precision=precision, dtype=dtype,
-            transposed=whole == "conv_transposed",
-        )  # fmt: skip
+        return convolve(x, kernel, found, name, transposed=whole is conv_transposed, **how)
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f":func:`{whole}` along {dims}; takes the same arguments."
+    call.__doc__ = f":func:`{whole.__name__}` along {dims}; takes the same arguments."
     return operation(call)
 
 
-conv1d = _front("conv1d", 1, "conv")
-conv2d = _front("conv2d", 2, "conv")
-conv3d = _front("conv3d", 3, "conv")
-conv1d_transposed = _front("conv1d_transposed", 1, "conv_transposed")
-conv2d_transposed = _front("conv2d_transposed", 2, "conv_transposed")
-conv3d_transposed = _front("conv3d_transposed", 3, "conv_transposed")
+conv1d = _front("conv1d", 1, conv)
+conv2d = _front("conv2d", 2, conv)
+conv3d = _front("conv3d", 3, conv)
+conv1d_transposed = _front("conv1d_transposed", 1, conv_transposed)
+conv2d_transposed = _front("conv2d_transposed", 2, conv_transposed)
+conv3d_transposed = _front("conv3d_transposed", 3, conv_transposed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
-from ..errors import DimError
+from ..errors import ArrayError, DimError
 from .array import NamedArray, as_named, position
 from .operation import operation
 from .reductions import reduce_mean
@@ -27,13 +27,13 @@ from .windowed import (
     Numbers,
     Padding,
     along,
+    by_device,
     check_fits,
     counts,
     each,
+    laid_along,
     laying,
-    on_pieces,
     reached,
-    split,
 )
 
 Windows = DimsLike | Mapping[str, int]  # "h:2 w:3": how many elements of each dim
@@ -96,7 +96,7 @@ def pool(
             "leaves a rest. Use a window that divides the dim; max_pool and avg_pool drop the rest."
         )
     placed = _alongside(x, sizes, sizes, dict.fromkeys(sizes, "VALID"), "pool")
-    split(placed, (), "pool", padded=False)
+    laid_along(placed, (), "pool", padded=False)
     inner = {name: _unused(f"{name}_window", x.dims) for name in sizes}
     dims = [
         part
@@ -152,11 +152,16 @@ def _pooled(
     x: Any, windows: Windows, strides: Numbers | None, padding: Padding, kind: _Kind, what: str
 ) -> NamedArray:
     x = as_named(x)
+    if kind is _Kind.LARGEST and not (_is_kind(x, jnp.floating) or _is_kind(x, jnp.integer)):
+        raise ArrayError(
+            f"{what}: of {x.dtype} elements none is the largest. Cast them before, or say what "
+            "becomes of a window: pool(x, windows, reduce=reduce_any)."
+        )
     sizes = _sizes(x, windows, what)
     steps = sizes if strides is None else counts(strides, list(sizes), f"{what}: strides")
     around = each(padding, list(sizes), f"{what}: padding")
     placed = _alongside(x, sizes, steps, around, what)
-    placed = split(placed, (), what, padded=kind is not _Kind.FIRST)
+    placed = laid_along(placed, (), what, padded=kind is not _Kind.FIRST)
     results = {one.dim.name: one.results for one in placed}
     out = tuple(dim.resized(results.get(dim.name, dim.size)) for dim in x.dims)
     return NamedArray(_run(x.array, _Plan(kind, x.dims, out, placed, laying())), out)
@@ -164,13 +169,12 @@ def _pooled(
 
 def _sizes(x: NamedArray, windows: Windows, what: str) -> dict[str, int]:
     """How many elements a window has of each dim; raises :class:`DimError` for dims not there."""
-    pairs = windows.items() if isinstance(windows, Mapping) else windows
-    try:
-        dims = {dim.name: dim.size for dim in as_dims(pairs)}  # type: ignore[arg-type]
-    except TypeError:
+    if not isinstance(windows, str | Dim | Iterable):
         raise DimError(
             f"{what}: {windows!r} does not say how many elements of which dims: give 'h:2 w:2'."
-        ) from None
+        )
+    pairs = windows.items() if isinstance(windows, Mapping) else windows
+    dims = {dim.name: dim.size for dim in as_dims(pairs)}  # type: ignore[arg-type]
     if unknown := [name for name in dims if name not in x.shape]:
         raise DimError(
             f"{what}: x [{text_of(x.dims)}] has no dim {', '.join(map(repr, unknown))}. "
@@ -199,6 +203,10 @@ def _alongside(
     return placed
 
 
+def _is_kind(x: NamedArray, kind: Any) -> bool:
+    return jnp.issubdtype(x.dtype, kind)
+
+
 def _unused(name: str, dims: Sequence[Dim]) -> str:
     taken = {dim.name for dim in dims}
     while name in taken:
@@ -212,7 +220,7 @@ def _unused(name: str, dims: Sequence[Dim]) -> str:
 @functools.partial(jax.jit, static_argnames="plan")
 def _run(x: Any, plan: _Plan) -> Any:
     here = functools.partial(_here, plan=plan)
-    y = on_pieces(here, plan.found, [plan.x], plan.out)(x)
+    y = by_device(here, plan.found, [plan.x], plan.out)(x)
     return y if plan.kind is not _Kind.MEAN else _divided(y, plan, jnp.result_type(x, 1.0))
 
 

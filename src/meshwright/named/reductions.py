@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dim_rules import Dim, Dims
+from ..errors import DimError
 from .array import NamedArray, as_named, find, position
 from .operation import operation
 
@@ -18,11 +19,19 @@ Over = str | Dim | Iterable[str | Dim] | None  # dims to reduce; none means ever
 
 def chosen(dims: Dims, over: Over) -> Dims:
     """The dims that ``over`` names, a text perhaps several. Raises :class:`DimError` for others."""
-    if over is None:
-        return dims
+    return dims if over is None else tuple(find(dims, each) for each in names_in(over))
+
+
+def names_in(over: str | Dim | Iterable[str | Dim]) -> list[str | Dim]:
+    """Dims as one writes them, ``"h w"``, as a list. Raises :class:`DimError` for what is none."""
     if isinstance(over, str):
-        over = re.findall(r"[^\s,.;]+", over)
-    return tuple(find(dims, each) for each in ([over] if isinstance(over, Dim) else over))
+        return list(re.findall(r"[^\s,.;]+", over))
+    several = [over] if isinstance(over, Dim) or not isinstance(over, Iterable) else list(over)
+    if wrong := [each for each in several if not isinstance(each, str | Dim)]:
+        raise DimError(
+            f"dims are said by name, as 'batch' or ['h', 'w']; received {wrong[0]!r} in {over!r}."
+        )
+    return several
 
 
 def reduced(function: Callable[..., Any], x: Any, over: Over) -> NamedArray:

@@ -16,20 +16,20 @@ import numpy as np
 from ..dim_rules import Dim, Dims, pairs_of, text_of
 from ..errors import DimError
 from .array import NamedArray, as_named, find, position, union
-from .reductions import Over
+from .reductions import Over, names_in
 from .rules import BoundRules, in_force
 from .windowed import (
     Along,
     Numbers,
     Padding,
     along,
+    by_device,
     check_fits,
     counts,
     each,
+    laid_along,
     laying,
-    on_pieces,
     reached,
-    split,
 )
 
 # "h:fh w:fw", or pairs: a dim of x, and the dim of the kernel that moves along it.
@@ -56,8 +56,9 @@ class _Slide:
 
 
 def convolve(
-    x: Any, kernel: Any, windows: Windows, what: str, *, reduce: Over, strides: Numbers,
-    dilation: Numbers, padding: Padding, precision: Any, dtype: Any, transposed: bool = False,
+    x: Any, kernel: Any, windows: Windows, what: str, *, reduce: Over = None,
+    strides: Numbers = 1, dilation: Numbers = 1, padding: Padding = "SAME", precision: Any = None,
+    dtype: Any = None, transposed: bool = False,
 ) -> NamedArray:  # fmt: skip
     """What :func:`conv` and its kin do; ``what`` is the name that errors give it."""
     x, kernel = as_named(x), as_named(kernel)
@@ -73,7 +74,7 @@ def convolve(
         rules.rules.check_together(every, f"{what} over")
         rules.layout(x.dims, f"operand of {what}")
         rules.layout(kernel.dims, f"kernel of {what}")
-    placed = split(placed, taps, what)
+    placed = laid_along(placed, taps, what)
     sizes = {one.dim.name: one.results for one in placed}
     kept = [dim.resized(sizes.get(dim.name, dim.size)) for dim in x.dims]
     plan = _Slide(
@@ -157,8 +158,7 @@ def _channels(x: Dims, kernel: Dims, reduce: Over, what: str) -> tuple[list[Dim]
                 "reduce=()."
             )
         return shared, []
-    asked = reduce.split() if isinstance(reduce, str) else reduce
-    names = [_name(dim) for dim in ([asked] if isinstance(asked, Dim) else asked)]
+    names = [_name(dim) for dim in names_in(reduce)]
     if lost := [name for name in names if name not in _names(shared)]:
         raise DimError(
             f"{what}: reduce= names {', '.join(map(repr, lost))}, which x [{text_of(x)}] and "
@@ -194,7 +194,7 @@ def _names(dims: Iterable[Dim]) -> tuple[str, ...]:
 def _slide(x: Any, kernel: Any, plan: _Slide) -> Any:
     """The convolution of bare arrays; every device works on its pieces."""
     here = functools.partial(_here, plan=plan)
-    return on_pieces(here, plan.found, (plan.x, plan.kernel), plan.out)(x, kernel)
+    return by_device(here, plan.found, (plan.x, plan.kernel), plan.out)(x, kernel)
 
 
 def _here(x: Any, kernel: Any, plan: _Slide) -> Any:

@@ -152,7 +152,7 @@ def check_fits(several: Sequence[Along], what: str) -> None:
         raise DimError("\n".join(faults))
 
 
-def split(
+def laid_along(
     several: Sequence[Along], windows: Sequence[Dim], what: str, *, padded: bool = True
 ) -> tuple[Along, ...]:
     """The same, with the axes that the rules in force give; ``windows`` are the kernel's dims.
@@ -233,7 +233,7 @@ def _better(one: Along, pieces: int) -> tuple[tuple[int, int], int] | None:
 # On every device
 
 
-def on_pieces(
+def by_device(
     function: Callable[..., Any],
     found: BoundRules | None,
     ins: Sequence[Sequence[Dim]],

@@ -67,6 +67,9 @@ class EncoderDecoder:
     dtype: Any = jnp.float32
     padding: int = 0
 
+    def __post_init__(self) -> None:
+        _ = self._dims  # what is wrong with them is said here
+
     @property
     def _dims(self) -> dict[str, Dim]:
         return pick(self.dims, NAMES, "EncoderDecoder", ["d_ff"] if self.feed_forward else [])

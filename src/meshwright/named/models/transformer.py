@@ -61,6 +61,9 @@ class Transformer:
     dtype: Any = jnp.float32
     start: int = 0  # the token before the first
 
+    def __post_init__(self) -> None:
+        _ = self._dims  # what is wrong with them is said here
+
     @property
     def _dims(self) -> dict[str, Dim]:
         spare = [
