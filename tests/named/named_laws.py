@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import meshwright as mw
 import meshwright.named as mn
@@ -147,3 +148,10 @@ def _check_gradients(case: Case, operands: list[mn.NamedArray]) -> None:
 
 def _several(result: Any) -> list[Any]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def of_each(rows: Sequence[tuple[str, Any, str]]) -> Any:
+    """The test for each row ``(name, call, says)`` of a table of what is refused."""
+    return pytest.mark.parametrize(
+        ("call", "says"), [row[1:] for row in rows], ids=[row[0] for row in rows]
+    )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import KINDS, Case, check
+from named_laws import KINDS, Case, check, of_each
 
 import meshwright as mw
 import meshwright.named as mn
@@ -498,11 +498,9 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("call", "message"), [row[1:] for row in FAULTS], ids=[row[0] for row in FAULTS]
-)
-def test_faults(call: Any, message: str) -> None:
-    with pytest.raises(errors.DimError, match=message):
+@of_each(FAULTS)
+def test_faults(call: Any, says: str) -> None:
+    with pytest.raises(errors.DimError, match=says):
         call()
 
 

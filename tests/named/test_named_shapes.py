@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import KINDS, Case, check
+from named_laws import KINDS, Case, check, of_each
 
 import meshwright as mw
 import meshwright.named as mn
@@ -147,9 +147,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("function", "says"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED]
-)
-def test_refusals(function: Callable[[Any], Any], says: str) -> None:
+@of_each(REFUSED)
+def test_refusals(call: Callable[[Any], Any], says: str) -> None:
     with pytest.raises(mw.DimError, match=says):
-        function(x8())
+        call(x8())

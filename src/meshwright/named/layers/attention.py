@@ -109,14 +109,10 @@ def attend_locally(
             parts.append(shift(here, -1, blocks))
         return concat(parts, block, name=memory.name)
 
-    away = arange(block) - (arange(memory) - block.size)
-    near = less_equal(absolute(away), radius)
-    if causal:
-        near = logical_and(near, greater_equal(away, 0))
     if mask is None:
         mask = less(arange(length), length.size)
     # Nothing lies beyond either end: there the neighbourhood of a mask is false.
-    seen = logical_and(neighbourhood(mask), near)
+    seen = logical_and(neighbourhood(mask), _near(block, memory, radius, causal))
     found = attend(
         in_blocks(queries),
         neighbourhood(keys),
@@ -124,6 +120,13 @@ def attend_locally(
         memory=memory, d_kv=d_kv, mask=seen, rate=rate, key=key,
     )  # fmt: skip
     return slice(merge_dims(found, (blocks, block), length.name), length.name, 0, length.size)
+
+
+def _near(block: Dim, memory: Dim, radius: int, causal: bool) -> NamedArray:
+    """Which positions of a block and its neighbours each position of the block may see."""
+    away = arange(block) - (arange(memory) - block.size)
+    near = less_equal(absolute(away), radius)
+    return logical_and(near, greater_equal(away, 0)) if causal else near
 
 
 def _block_size(length: Dim, radius: int) -> int:
