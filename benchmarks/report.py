@@ -23,6 +23,7 @@ NAMED_SIDES = (
 )
 WAYS = {"ours_zero_1": "zero=1 ", "hand_written_scattered": "scattered "}
 NAMED_COMMAND = "python benchmarks/named.py"
+TRACING_COMMAND = "python benchmarks/named_tracing.py"
 
 NAMES = {
     "ours": "Meshwright `strategy.fit`",
@@ -120,6 +121,7 @@ def write_page() -> Path:
     """``results/README.md``, made anew out of all results that are there."""
     found = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     features, named = found.pop("features", []), found.pop("named", [])
+    tracing = found.pop("named_tracing", [])
     jobs = [found[name] for name in JOBS if name in found]
     parts = [
         "# Results",
@@ -134,7 +136,9 @@ def write_page() -> Path:
         parts += [f"Made by `{FEATURES_COMMAND}`:", features_table(features)]
     if named:
         parts += [f"Made by `{NAMED_COMMAND}`:", named_table(named)]
-    parts.append(_facts([*found.values(), *features, *named], jobs))
+    if tracing:
+        parts += [f"Made by `{TRACING_COMMAND}`:", features_table(tracing)]
+    parts.append(_facts([*found.values(), *features, *named, *tracing], jobs))
     page = RESULTS / "README.md"
     page.write_text("\n\n".join(part for part in parts if part) + "\n")
     return page
