@@ -53,9 +53,9 @@ def main() -> int:
             JOBS[name], [one_round(JOBS[name], peer, n) for n in range(given.rounds)]
         )
         print(report.named_table([saved[name]]).splitlines()[-1], flush=True)
-    if not given.dry:
-        report.save("named", [saved[name] for name in JOBS if name in saved])
-        report.write_page()
+        if not given.dry:  # after each job: the whole takes long, and may be cut short
+            report.save("named", [saved[name] for name in JOBS if name in saved])
+            report.write_page()
     return 0 if peer else 1
 
 

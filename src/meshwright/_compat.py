@@ -570,10 +570,14 @@ def double_precision() -> Iterator[None]:
 
 
 def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
-    """The results of one equation of a jaxpr, computed now.
+    """The results of one equation of a jaxpr, computed now, under the names it was traced under.
 
-    JAX 0.10.2: ``jax.core.eval_jaxpr`` does so for all of them; ``get_bind_params`` has no page.
+    JAX 0.10.2: ``jax.core.eval_jaxpr`` does so for all of them; ``get_bind_params`` and what keeps
+    names and lines of the source have no page.
     """
-    with eqn.ctx.manager:
+    from jax._src import source_info_util as info
+
+    scope = info.current_name_stack() + eqn.source_info.name_stack
+    with info.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
         found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(found) if eqn.primitive.multiple_results else [found]

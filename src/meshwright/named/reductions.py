@@ -26,7 +26,9 @@ def names_in(over: str | Dim | Iterable[str | Dim]) -> list[str | Dim]:
     """Dims as one writes them, ``"h w"``, as a list. Raises :class:`DimError` for what is none."""
     if isinstance(over, str):
         return list(re.findall(r"[^\s,.;]+", over))
-    several = [over] if isinstance(over, Dim) or not isinstance(over, Iterable) else list(over)
+    several: list[Any] = [over]
+    if isinstance(over, Iterable) and not isinstance(over, Dim):
+        several = list(over)
     if wrong := [each for each in several if not isinstance(each, str | Dim)]:
         raise DimError(
             f"dims are said by name, as 'batch' or ['h', 'w']; received {wrong[0]!r} in {over!r}."

@@ -79,6 +79,8 @@ class Sharing:
 
     def sum(self, path: str, gradient: Any, ndim: int) -> Any:
         """One gradient, of so many dims, that may be in parts: summed to what will be updated."""
+        import jax
+
         split = [
             dim
             for dim in range(ndim)
@@ -86,7 +88,8 @@ class Sharing:
         ]
         if gradient.ndim == ndim or not split:
             return sum_parts(gradient, ndim)
-        return scatter_parts(gradient, self.mesh, self.axes, split[0])
+        with jax.named_scope(path):  # what a dry run calls the collective
+            return scatter_parts(gradient, self.mesh, self.axes, split[0])
 
     def accumulate(self, grads: Arrays) -> Arrays:
         """Gradients while they are accumulated: in pieces from level 2 on."""
