@@ -1,0 +1,87 @@
+"""A training step as operations over named dims: what a planner chooses layouts for, a value.
+
+Dims that must lie alike wherever they meet are one dim here, as in a program of Mesh-TensorFlow
+(Shazeer et al. 2018), so that a choice of axes for each dim settles the layout of every tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GraphDim:
+    """A dim of the whole step: its name, its size, and the family of equal dims of other blocks.
+
+    ``family`` is the name without the number of a block, ``block/ffn.hidden`` for all of
+    ``block_0/ffn.hidden``, ``block_1/ffn.hidden``; dims of one family and size lie alike.
+    """
+
+    name: str
+    size: int
+    family: str
+
+
+@dataclass(frozen=True)
+class GraphTensor:
+    """An array of the step. ``dims`` are places in :attr:`Graph.dims`; ``None`` is never split.
+
+    ``role`` is "parameter", "slot", "state", "input" or "activation" (gradients are activations).
+    No dim comes twice in one tensor.
+    """
+
+    path: str
+    dims: tuple[int | None, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    role: str = "activation"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        total = self.itemsize
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Two dims that one operation takes for the same, and that are two because a tensor has both.
+
+    If they lie along different axes, ``tensor`` is moved there from the layout of ``given`` to that
+    of ``wanted``.
+    """
+
+    tensor: int
+    given: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one equation of the step does, ``times`` times.
+
+    ``operands`` and ``results`` are places in :attr:`Graph.tensors`. ``summed`` are dims that it
+    sums over: where they are split, the results are summed over devices. ``whole`` are dims that it
+    needs whole: where they are split, operands that have them are gathered.
+    """
+
+    kind: str
+    path: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    flops: float = 0.0
+    summed: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    joints: tuple[Joint, ...] = ()
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The step: operations in the order in which they were traced."""
+
+    dims: tuple[GraphDim, ...]
+    tensors: tuple[GraphTensor, ...]
+    operations: tuple[Operation, ...]

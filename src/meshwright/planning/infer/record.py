@@ -1,0 +1,125 @@
+"""What following a step writes down: arrays and operations over factors that may yet be joined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .factors import Dim, Dims, Factors
+from .facts import Facts, shape_of
+
+
+class Value(NamedTuple):
+    """What a variable holds: its dims, and its place among the arrays, if it is one of them.
+
+    ``dims`` is ``None`` for what depends on no argument, such as zeros: it lies as whoever reads it
+    wants it.
+    """
+
+    dims: Dims | None
+    tensor: int | None
+
+
+CONSTANT = Value(None, None)
+
+
+class Tensor(NamedTuple):
+    """An array of the step."""
+
+    path: str
+    dims: Dims
+    shape: tuple[int, ...]
+    itemsize: int
+    role: str
+
+
+class Moved(NamedTuple):
+    """An array, by place, of which a dim is taken for another one."""
+
+    tensor: int
+    given: Dim
+    wanted: Dim
+
+
+@dataclass
+class Done:
+    """What one equation does, ``times`` times."""
+
+    kind: str
+    path: str
+    operands: list[int]
+    results: list[int]
+    flops: float = 0.0
+    summed: Sequence[Dim] = ()
+    whole: Sequence[Dim] = ()
+    moved: Sequence[Moved] = ()
+    times: int = 1
+
+
+@dataclass
+class Record:
+    """All of a step, in the order in which it was traced."""
+
+    factors: Factors = field(default_factory=Factors)
+    tensors: list[Tensor] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
+
+    def value(self, atom: Any, dims: Dims, path: str, role: str = "activation") -> Value:
+        """A new value; those of one element are not among the arrays."""
+        shape = shape_of(atom)
+        dims = self.factors.distinct(dims)
+        self.factors.keep_apart(dims)
+        if math.prod(shape) <= 1:
+            return Value(dims, None)
+        itemsize = int(getattr(atom.aval.dtype, "itemsize", 8))
+        self.tensors.append(Tensor(path, dims, shape, itemsize, role))
+        return Value(dims, len(self.tensors) - 1)
+
+    def dims(self, atom: Any, value: Value) -> Dims:
+        """The dims of what is read; those of a constant are new each time."""
+        return self.factors.new_dims(shape_of(atom)) if value.dims is None else value.dims
+
+    def add(
+        self,
+        kind: str,
+        path: str,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        facts: Facts | None = None,
+        **more: Any,
+    ) -> None:
+        """Write down an operation, unless all that it takes and gives is left out."""
+        taken = _places(operands)
+        given = _places(results)
+        if not taken and not given and not more.get("flops"):
+            return
+        if facts is not None:
+            moved = [
+                Moved(tensor, given, wanted)
+                for operand, given, wanted in facts.joints
+                if (tensor := operands[operand].tensor) is not None
+            ]
+            more |= {"summed": facts.summed, "whole": facts.whole, "moved": moved}
+        self.done.append(Done(kind, path, taken, given, **more))
+
+    def carry(self, kind: str, path: str, kept: Value, new: Value, times: int = 1) -> Value:
+        """What comes out takes the place of what went in, and has to lie as that does."""
+        if kept.dims is None or new.dims is None or new.tensor is None:
+            return kept
+        moved = [
+            Moved(new.tensor, given, wanted)
+            for wanted, given in zip(kept.dims, new.dims, strict=True)
+            if not self.factors.tie(wanted, given)
+        ]
+        if not moved:
+            return Value(kept.dims, new.tensor)
+        self.tensors.append(self.tensors[new.tensor]._replace(path=path, dims=kept.dims))
+        result = len(self.tensors) - 1
+        self.done.append(Done(kind, path, [new.tensor], [result], moved=moved, times=times))
+        return Value(kept.dims, result)
+
+
+def _places(values: Sequence[Value]) -> list[int]:
+    return list(dict.fromkeys(v.tensor for v in values if v.tensor is not None))
