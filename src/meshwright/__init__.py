@@ -28,6 +28,7 @@ from .errors import MeshwrightWarning as MeshwrightWarning
 from .errors import ModelError as ModelError
 from .errors import NotFiniteError as NotFiniteError
 from .errors import PlacementError as PlacementError
+from .errors import PlanError as PlanError
 from .errors import Preempted as Preempted
 from .errors import TargetError as TargetError
 from .errors import TopologyError as TopologyError
@@ -70,6 +71,9 @@ if TYPE_CHECKING:
     from .frontends.keras import Sharded as Sharded
     from .frontends.keras.abstract import abstract as abstract
     from .frontends.named import named_program as named_program
+    from .frontends.plans import Plan as Plan
+    from .frontends.plans import plan as plan
+    from .planning.calibrate import calibrate as calibrate
     from .planning.dry_run import DryRun as DryRun
     from .planning.dry_run import dry_run as dry_run
     from .program import Program as Program
@@ -101,6 +105,8 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("CheckpointInfo", "Checkpoints", "Position", "read_checkpoint"), "checkpoint"),
     **dict.fromkeys(("DataParallel", "Sharded"), "frontends.keras"),
     **dict.fromkeys(("DryRun", "dry_run"), "planning.dry_run"),
+    **dict.fromkeys(("Plan", "plan"), "frontends.plans"),
+    "calibrate": "planning.calibrate",
     **dict.fromkeys(("Program", "TrainState"), "program"),
     "abstract": "frontends.keras.abstract",
     "StepOptions": "step.options",

@@ -15,6 +15,7 @@
     ├── TargetError          ValueError    a text that names no target, or one that does not fit
     ├── CompileError         RuntimeError  a step that does not compile for its target
     │   └── DoesNotFitError                because it needs more memory than a device has
+    ├── PlanError            RuntimeError  no layout fits, or none can be searched for or read
     ├── NotFiniteError       FloatingPointError  a loss or a gradient that is infinite or NaN
     ├── TracingError         RuntimeError  something that has no meaning inside jit
     └── BackendError         RuntimeError  Keras is set to another backend than JAX
@@ -97,6 +98,26 @@ class DoesNotFitError(CompileError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.breakdown = breakdown
+
+
+class PlanError(MeshwrightError, RuntimeError):
+    """No layout fits, a plan cannot be searched for, or a file holds none.
+
+    ``needed_bytes`` and ``available_bytes`` are those of one device at the closest miss, and
+    ``remedies`` the changes that would make it fit, where no layout does.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        needed_bytes: int | None = None,
+        available_bytes: int | None = None,
+        remedies: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.remedies = remedies
 
 
 class NotFiniteError(MeshwrightError, FloatingPointError):

@@ -78,7 +78,7 @@ def hardware_from(target: Target, seconds: dict[str, float]) -> Hardware:
     bytes_per_s = more_bytes / max(large - small, 1e-3 * large) if n > 1 else None
     latency_s = max(0.0, small - (large - small) * _SIZES[0] / (_SIZES[1] - _SIZES[0]))
     names = ("peak_flops_per_s", "memory_bandwidth_bytes_per_s", "elements_per_s", "instruction_s")
-    measured = f"calibrate('{target}') on this machine"
+    measured = f"mw.calibrate('{target}') on this machine"
     return Hardware(
         name=str(target),
         peak_flops_per_s=(("float32", 2.0 * _WIDTH**3 / seconds["product"]),),

@@ -16,6 +16,7 @@ class _Kind(NamedTuple):
     platform: str  # in JAX's words
     rank: int  # numbers in the topology; one where it is just a count
     devices_per_chip: int = 1
+    comes_in_nodes: bool = False  # which may stand before the count: 2x8 are two of eight
 
 
 # TPU v2, v3 and v4 show each core of a chip as a device, TPU7x each of its two chiplets.
@@ -28,10 +29,10 @@ _KINDS = {
     "v5p": _Kind("tpu", 3),
     "v6e": _Kind("tpu", 2),
     "tpu7x": _Kind("tpu", 3, 2),
-    "a100": _Kind("cuda", 1),
-    "h100": _Kind("cuda", 1),
-    "h200": _Kind("cuda", 1),
-    "b200": _Kind("cuda", 1),
+    "a100": _Kind("cuda", 1, comes_in_nodes=True),
+    "h100": _Kind("cuda", 1, comes_in_nodes=True),
+    "h200": _Kind("cuda", 1, comes_in_nodes=True),
+    "b200": _Kind("cuda", 1, comes_in_nodes=True),
 }
 
 
@@ -40,8 +41,8 @@ class Target:
     """A kind of device and how many, such as 16 TPU v5e in a grid of 4 x 4.
 
     ``topology`` counts TPU chips along the directions of their network, or is the number of CPU
-    devices or GPUs. ``str(target)`` reads as :meth:`from_string` takes it. Raises
-    :class:`~meshwright.errors.TargetError`.
+    devices or GPUs, or that of nodes and of the GPUs in each. ``str(target)`` reads as
+    :meth:`from_string` takes it. Raises :class:`~meshwright.errors.TargetError`.
 
     >>> target = Target.from_string("v5e:4x4")
     >>> target.platform, target.kind, target.topology, target.num_devices
@@ -57,16 +58,18 @@ class Target:
             raise TargetError(
                 f"there is no target of kind {self.kind!r}. Known are {', '.join(_KINDS)}."
             )
-        if len(self.topology) != known.rank or min(self.topology) < 1:
+        ranks = (known.rank, known.rank + known.comes_in_nodes)
+        if len(self.topology) not in ranks or min(self.topology) < 1:
             wanted = "x".join("248"[: known.rank])
+            nodes = f" or, for two nodes, '{self.kind}:2x8'" if known.comes_in_nodes else ""
             raise TargetError(
                 f"a target of kind {self.kind!r} has {known.rank} number(s) from 1 up, such as "
-                f"'{self.kind}:{wanted}'; received {'x'.join(map(str, self.topology))!r}."
+                f"'{self.kind}:{wanted}'{nodes}; received {'x'.join(map(str, self.topology))!r}."
             )
 
     @classmethod
     def from_string(cls, text: str) -> Target:
-        """Read ``"v5p:8x8x8"``, ``"h200:8"``, ``"cpu:8"``.
+        """Read ``"v5p:8x8x8"``, ``"h200:8"``, ``"h200:2x8"``, ``"cpu:8"``.
 
         >>> str(Target.from_string("V5P:2x2x2"))
         'v5p:2x2x2'
@@ -97,6 +100,34 @@ class Target:
         8
         """
         return math.prod(self.topology) * _KINDS[self.kind].devices_per_chip
+
+    @property
+    def devices_per_node(self) -> int | None:
+        """GPUs in one node, where the target says it; ``None`` where its kind does.
+
+        >>> Target.of("h200:2x4").devices_per_node
+        4
+        """
+        in_nodes = len(self.topology) > _KINDS[self.kind].rank
+        return self.topology[-1] if in_nodes else None
+
+    def part(self, num_devices: int) -> Target:
+        """A target of the same kind with so many of the devices.
+
+        Raises :class:`~meshwright.TargetError` where they are none, as half a node more, or a part
+        of a TPU slice.
+
+        >>> str(Target.of("h200:2x8").part(4)), str(Target.of("h200:4x8").part(16))
+        ('h200:4', 'h200:2x8')
+        """
+        if num_devices == self.num_devices:
+            return self
+        in_node = self.devices_per_node
+        if self.platform != "tpu" and num_devices <= (in_node or self.num_devices):
+            return Target(self.kind, (num_devices,))
+        if in_node is not None and num_devices % in_node == 0:
+            return Target(self.kind, (num_devices // in_node, in_node))
+        raise TargetError(f"{num_devices} devices of {self} are no target of their own.")
 
     def __str__(self) -> str:
         return f"{self.kind}:{'x'.join(map(str, self.topology))}"

@@ -1,0 +1,146 @@
+"""Plans for models and Programs: the planner beside the dry run, and the strategy that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ..errors import TargetError
+from ..mesh import Mesh, create_mesh
+from ..placement import Placement
+from ..planning.described import describe
+from ..planning.dry_run import DryRun, dry_run
+from ..planning.hardware import Hardware
+from ..planning.search.plan import Plan as Decided
+from ..planning.search.planner import NoReport, Report, plan_step
+from ..planning.search.search import Objective
+from ..planning.target import Target
+from ..program import Batch, Program
+
+if TYPE_CHECKING:
+    from .keras import Sharded
+
+_ONE_DEVICE = Mesh({"batch": 1})
+
+
+class Plan(Decided):
+    """Where a step's parameters and inputs lie, and why; ``print`` it for a table.
+
+    A value: equal plans decide alike, and :meth:`to_json`, :meth:`from_json`, :meth:`save` and
+    :meth:`load` keep all of it. :meth:`strategy` trains a Keras model by it; ``placement(mesh)``
+    and ``how`` are what :class:`~meshwright.Trainer` takes.
+    """
+
+    def strategy(self, mesh: Mesh | None = None) -> Sharded:
+        """The strategy that lays a Keras model out so, on this mesh or on devices that are here.
+
+        Raises :class:`~meshwright.MeshError` if there are not as many.
+        """
+        from .keras import Sharded
+
+        here = create_mesh(dict(self.axes)) if mesh is None else mesh
+        return Sharded.from_placement(self.placement(here), self.how)
+
+
+def plan(
+    model: Any,
+    batch: Batch,
+    *,
+    target: Target | str,
+    objective: Objective = "time",
+    memory_limit: int | None = None,
+    axes: Mesh | Mapping[str, int] | None = None,
+    hardware: Hardware | None = None,
+    verify: int = 0,
+    limit_s: float = 10.0,
+    timeout_s: float = 3600.0,
+) -> Plan:
+    """The best way to lay a training step out on a target, which need not be there, and why.
+
+    Mesh, the axes that dims lie along, ZeRO, accumulation and recompute are chosen together, for
+    the least time of a step or, with ``objective="memory"``, the least bytes at the peak of one
+    device. Nothing takes more than ``memory_limit`` bytes, or a device's memory if it is left out.
+    ``axes`` fixes the mesh. ``model`` and ``batch`` are those of :func:`~meshwright.dry_run`: dims
+    are inferred from the traced step. The search ends after ``limit_s`` seconds; with ``verify=k``
+    the best ``k`` are compiled after that, and ranked by their dry runs. Raises
+    :class:`~meshwright.PlanError`, with the nearest miss and what would help, if nothing fits.
+    (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
+
+    >>> import jax, keras, meshwright as mw
+    >>> with mw.abstract():
+    ...     model = keras.Sequential([keras.Input([64]), keras.layers.Dense(8192, name="wide")])
+    ...     model.compile("adam", "mse")
+    >>> batch = [jax.ShapeDtypeStruct((16, features), "float32") for features in (64, 8192)]
+    >>> chosen = plan(model, tuple(batch), target="h100:4")
+    >>> chosen == mw.Plan.from_json(chosen.to_json())
+    True
+    """
+    target = Target.of(target)
+    described = describe(model, batch, _strategy(model, Placement.of(_ONE_DEVICE)))
+
+    def report_of(candidate: Decided) -> Report:
+        return _report(model, batch, candidate, target, hardware, timeout_s)
+
+    found = plan_step(
+        described,
+        target,
+        objective=objective,
+        memory_limit=memory_limit,
+        axes=axes,
+        hardware=hardware,
+        limit_s=limit_s,
+        verify=verify,
+        dry_run_of=report_of,
+    )
+    decided: dict[str, Any] = {each.name: getattr(found, each.name) for each in fields(found)}
+    decided["num_inputs"] = _num_inputs(model, batch)
+    return Plan(**decided)
+
+
+def _strategy(model: Any, placement: Placement, how: Any = None) -> Any:
+    """What describes the step of this model under the placement."""
+    if isinstance(model, Program) and how is None:
+        return placement
+    from .keras import Sharded
+
+    return Sharded.from_placement(placement, how)
+
+
+def _num_inputs(model: Any, batch: Batch) -> int | None:
+    """How many of the batch's arrays are a Keras model's inputs."""
+    import jax
+
+    return None if isinstance(model, Program) else len(jax.tree.leaves(batch[0]))
+
+
+def _report(
+    model: Any, batch: Batch, candidate: Decided, whole: Target, hardware: Hardware | None,
+    timeout_s: float,
+) -> DryRun | Report:  # fmt: skip
+    """The dry run of one candidate; of a part of a TPU slice that is no slice, nothing."""
+    try:
+        part = whole.part(candidate.mesh.size)
+    except TargetError:
+        return NoReport()
+    return dry_run(
+        model,
+        _micro_batch(batch, candidate.accumulate),
+        strategy=_strategy(model, candidate.placement(), candidate.how),
+        target=part,
+        hardware=hardware,
+        timeout_s=timeout_s,
+    )
+
+
+def _micro_batch(batch: Batch, count: int) -> Batch:
+    """The shapes of one of ``count`` equal parts of a batch."""
+    import jax
+    import numpy as np
+
+    def part(array: Any) -> Any:
+        dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
+        rows, *rest = np.shape(array)
+        return jax.ShapeDtypeStruct((rows // count, *rest), dtype)
+
+    return batch if count == 1 else jax.tree.map(part, batch)

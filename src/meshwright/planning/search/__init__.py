@@ -1,0 +1,12 @@
+"""The search: a cost model of a graph, CP-SAT over layouts, and the plan that comes of it."""
+
+from .choices import Choices as Choices
+from .choices import Cost as Cost
+from .choices import Layouts as Layouts
+from .cost import cost as cost
+from .plan import Option as Option
+from .plan import Plan as Plan
+from .planner import plan_step as plan_step
+from .planner import reranked as reranked
+from .search import Space as Space
+from .search import search as search

@@ -1,0 +1,74 @@
+"""What a planner chooses beside axes, and what a choice costs: values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..groups import Axes
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The level of ZeRO, micro-batches per step, and whether blocks are computed again."""
+
+    zero: int = 0
+    accumulate: int = 1
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        words = [f"zero={self.zero}"] if self.zero else []
+        words += [f"accumulate={self.accumulate}"] if self.accumulate > 1 else []
+        words += ["recompute"] if self.recompute else []
+        return ", ".join(words) or "nothing else"
+
+
+PLAIN = Choices()
+
+
+@dataclass(frozen=True)
+class Term:
+    """What operations of a kind, or ZeRO for parameters of a kind, take in one device in one step.
+
+    ``path`` is that of the first of them. ``collective`` is what its communication mostly is, of
+    arrays of ``bytes_per_device`` in all.
+    """
+
+    kind: str
+    path: str
+    compute_s: float
+    communication_s: float
+    bytes_per_device: float = 0.0
+    collective: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one step takes in one device, by the model; times are ``None`` without its constants.
+
+    ``compute_s`` holds the time in memory traffic too: each operation takes the longer of both.
+    Nothing is taken to overlap: ``time_s`` is the sum of compute and communication.
+    """
+
+    time_s: float | None
+    compute_s: float | None
+    communication_s: float | None
+    peak_bytes: int
+    terms: tuple[Term, ...] = field(default=(), repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """A mesh, the axes of each family of dims, and the other choices: one answer of the search."""
+
+    axes: Axes
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+    choices: Choices = PLAIN
+
+    def of(self, family: str) -> tuple[str, ...]:
+        """The axes that dims of a family lie along."""
+        return dict(self.rules).get(family, ())
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes)
+        laid = "; ".join(f"{family} over {'+'.join(axes)}" for family, axes in self.rules)
+        return f"({mesh}): {laid or 'nothing is split'}; {self.choices}"

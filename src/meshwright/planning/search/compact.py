@@ -1,0 +1,291 @@
+"""A graph made small: equal pieces and equal work of repeated blocks are counted, not repeated."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..graph import Graph, Joint, Operation
+from .facts import Facts, facts_of
+from .spans import is_computed_again, spans_of
+
+_DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64"}  # by bytes, as products run
+_COMPARED = 1500  # moments; to compare more with each other takes longer than it saves
+_RESTING = ("gradient", "update", "parameter", "slot")  # whose pieces ZeRO may share out
+
+
+@dataclass(frozen=True)
+class Unit:
+    """All dims of one family and size: they lie alike, along one choice of axes.
+
+    Where a family has dims of several sizes, the size is part of its name here.
+    """
+
+    family: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A kind of array: ``units`` are places of units, one per dim, ``None`` where never split."""
+
+    units: tuple[int | None, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    kind: str
+
+    @functools.cached_property
+    def scope(self) -> frozenset[int]:
+        """The units that it has."""
+        return frozenset(unit for unit in self.units if unit is not None)
+
+    @property
+    def is_shareable(self) -> bool:
+        """Whether ZeRO may share it out."""
+        return self.kind in _RESTING
+
+
+@dataclass(frozen=True)
+class Move:
+    """A piece that an operation wants with another unit in the place of one it has."""
+
+    piece: int
+    given: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """A kind of operation. ``reads`` and ``writes`` say which operands and results move bytes.
+
+    All that neither sums, gathers nor multiplies is of the kind "elementwise".
+
+    ``units`` are those that its work is divided by, where they are split.
+    """
+
+    kind: str
+    flops: float
+    dtype: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    units: frozenset[int]
+    summed: frozenset[int]
+    whole: frozenset[int]
+    moves: tuple[Move, ...]
+    times: int
+    is_again: bool  # recomputing does it twice
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it takes no time whatever the layout, as fusion does it on the way."""
+        costs = (self.flops, self.reads, self.writes, self.summed, self.whole, self.moves)
+        return not any(costs)
+
+
+@dataclass(frozen=True, eq=False)
+class Compact:
+    """Units, pieces and work of a graph, and what is alive when.
+
+    ``clashes`` are pairs of units that meet in one array or one operation and so cannot share an
+    axis; a pair of a unit with itself can never be split. ``alive`` has a row per moment and a
+    column per piece, then one per kind of work, which is ``1`` while it runs; ``alive_again`` is
+    the same where blocks are recomputed.
+    """
+
+    graph: Graph
+    units: tuple[Unit, ...]
+    unit_of: tuple[int, ...]
+    batch: int | None
+    pieces: tuple[Piece, ...]
+    works: tuple[Work, ...]
+    counts: tuple[int, ...]  # of works
+    paths: tuple[str, ...]  # of works, the first of each
+    parameters: tuple[tuple[int, int], ...]  # (piece, how many)
+    clashes: frozenset[tuple[int, int]]
+    alive: np.ndarray
+    alive_again: np.ndarray
+
+
+@functools.lru_cache(maxsize=8)
+def compact(graph: Graph) -> Compact:
+    """Make a graph small, once for all meshes."""
+    facts = facts_of(graph)
+    units, unit_of = _units(graph)
+    pieces, piece_of = _pieces(graph, facts, unit_of)
+    reader = _Reader(graph, facts, unit_of, pieces, piece_of)
+    each = [reader.work(place, op) for place, op in enumerate(graph.operations)]
+    works = tuple(dict.fromkeys(each))
+    place_of = {work: place for place, work in enumerate(works)}
+    work_of = [place_of[work] for work in each]
+    counted = Counter(work_of)
+    first = {work: place for place, work in reversed(list(enumerate(work_of)))}
+    parameters = Counter(piece_of[t] for t, kind in enumerate(facts.kinds) if kind == "parameter")
+    alive = [
+        _moments(spans_of(graph, facts, again), piece_of, len(pieces), work_of, works, pieces)
+        for again in (False, True)
+    ]
+    return Compact(
+        graph=graph,
+        units=units,
+        unit_of=unit_of,
+        batch=None if facts.batch is None else unit_of[facts.batch],
+        pieces=pieces,
+        works=works,
+        counts=tuple(counted[place] for place in range(len(works))),
+        paths=tuple(graph.operations[first[place]].path for place in range(len(works))),
+        parameters=tuple(parameters.items()),
+        clashes=_clashes(pieces, works),
+        alive=alive[0],
+        alive_again=alive[1],
+    )
+
+
+def _units(graph: Graph) -> tuple[tuple[Unit, ...], tuple[int, ...]]:
+    sizes: dict[str, set[int]] = {}
+    for dim in graph.dims:
+        sizes.setdefault(dim.family, set()).add(dim.size)
+    named = [
+        Unit(dim.family if len(sizes[dim.family]) == 1 else f"{dim.family}[{dim.size}]", dim.size)
+        for dim in graph.dims
+    ]
+    units = tuple(dict.fromkeys(named))
+    places = {unit: place for place, unit in enumerate(units)}
+    return units, tuple(places[unit] for unit in named)
+
+
+def _pieces(
+    graph: Graph, facts: Facts, unit_of: tuple[int, ...]
+) -> tuple[tuple[Piece, ...], list[int]]:
+    each = [
+        Piece(
+            tuple(None if dim is None else unit_of[dim] for dim in tensor.dims),
+            tensor.shape,
+            tensor.nbytes,
+            facts.kinds[place],
+        )
+        for place, tensor in enumerate(graph.tensors)
+    ]
+    pieces = tuple(dict.fromkeys(each))
+    places = {piece: place for place, piece in enumerate(pieces)}
+    return pieces, [places[piece] for piece in each]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads operations as work."""
+
+    graph: Graph
+    facts: Facts
+    unit_of: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    piece_of: list[int]
+
+    def work(self, place: int, operation: Operation) -> Work:
+        fused, piece_of = self.facts.is_fused, self.piece_of
+        moved = {joint.tensor: joint for joint in operation.joints}
+        whole = self._units(operation.whole)
+        summed = self._units(operation.summed)
+        sizes = [self.graph.tensors[t].itemsize for t in operation.operands]
+        reads = [piece_of[t] for t in operation.operands if not fused[t]]
+        operands = [piece_of[t] for t in operation.operands]
+        simple = not (operation.flops or summed or whole or moved)
+        return Work(
+            kind="elementwise" if simple else operation.kind,
+            flops=operation.flops,
+            dtype="" if simple else _DTYPES.get(max(sizes, default=4), "float32"),
+            operands=tuple(sorted(set(reads) if simple else operands)),
+            results=tuple(piece_of[t] for t in operation.results),
+            reads=tuple(sorted(reads)),
+            writes=tuple(piece_of[t] for t in operation.results if not fused[t]),
+            units=(self._met(operation, moved) | summed) - whole,
+            summed=summed - whole,
+            whole=whole,
+            moves=tuple(
+                Move(piece_of[j.tensor], self.unit_of[j.given], self.unit_of[j.wanted])
+                for j in operation.joints
+            ),
+            times=operation.times,
+            is_again=is_computed_again(self.facts, place),
+        )
+
+    def _met(self, operation: Operation, moved: Mapping[int, Joint]) -> frozenset[int]:
+        """The units of its arrays, after those that are moved have been."""
+        found: set[int] = set()
+        for tensor in (*operation.operands, *operation.results):
+            scope = self.pieces[self.piece_of[tensor]].scope
+            if tensor in moved:
+                joint = moved[tensor]
+                scope = scope - {self.unit_of[joint.given]} | {self.unit_of[joint.wanted]}
+            found |= scope
+        return frozenset(found)
+
+    def _units(self, dims: Iterable[int]) -> frozenset[int]:
+        return frozenset(self.unit_of[dim] for dim in dims)
+
+
+def _clashes(pieces: Iterable[Piece], works: Iterable[Work]) -> frozenset[tuple[int, int]]:
+    found: set[tuple[int, int]] = set()
+    for piece in pieces:
+        held = [unit for unit in piece.units if unit is not None]
+        found |= {(u, u) for u in held if held.count(u) > 1}
+        found |= {(u, v) for u in held for v in held if u != v}
+    for work in works:
+        found |= {(u, v) for u in work.units for v in work.units if u != v}
+    return frozenset(found)
+
+
+def _moments(
+    spans: list[list[tuple[int, int]]],
+    piece_of: list[int],
+    num_pieces: int,
+    work_of: list[int],
+    works: tuple[Work, ...],
+    pieces: tuple[Piece, ...],
+) -> np.ndarray:
+    """How many of each piece are alive at each operation, equal moments once."""
+    changes = np.zeros((len(work_of) + 1, num_pieces), np.int32)
+    for tensor, alive in enumerate(spans):
+        for first, last in alive:
+            changes[first, piece_of[tensor]] += 1
+            changes[last + 1, piece_of[tensor]] -= 1
+    alive = np.cumsum(changes, axis=0)[:-1] if work_of else np.zeros((1, num_pieces), np.int32)
+    running = np.zeros((len(alive), len(works)), np.int32)
+    for moment, work in enumerate(work_of):
+        running[moment, work] = _needs_room(works[work], pieces)
+    return _undominated(np.concatenate([alive, running], axis=1)).astype(np.int64)
+
+
+def _needs_room(work: Work, pieces: tuple[Piece, ...]) -> bool:
+    """Whether an operation may hold copies of its own, of what is gathered or moved."""
+    shared = any(pieces[p].kind in ("parameter", "gradient") for p in work.operands + work.results)
+    return bool(work.whole or work.moves or shared)
+
+
+def _undominated(rows: np.ndarray) -> np.ndarray:
+    """Moments that no other moment is at least as full as, whatever the layout.
+
+    First those beside each other, since memory grows and shrinks in runs; then all, if few.
+    """
+    while len(rows) > 1:
+        below = np.zeros(len(rows), bool)
+        below[:-1] = (rows[:-1] <= rows[1:]).all(axis=1)
+        below[1:] |= (rows[1:] <= rows[:-1]).all(axis=1) & ~below[:-1]
+        if not below.any():
+            break
+        rows = rows[~below]
+    rows = np.unique(rows, axis=0)
+    if len(rows) > _COMPARED:
+        return rows
+    kept = np.zeros_like(rows)
+    count = 0
+    for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
+        if not (kept[:count] >= row).all(axis=1).any():
+            kept[count] = row
+            count += 1
+    return kept[:count]

@@ -1,0 +1,139 @@
+"""What a planner reads between the lines of a graph: what its arrays are for, what is fused."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from ..graph import Graph, GraphTensor, Operation
+
+KINDS = ("parameter", "slot", "state", "input", "activation", "gradient", "update")
+
+_COPIED = frozenset(("broadcast_in_dim", "iota"))  # made anew by whoever reads them
+_STANDS_ALONE = frozenset(  # never fused into what reads their results
+    (
+        *("gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "cumsum", "cumprod"),
+        *("cummax", "cumlogsumexp", "scan", "while", "cond", "custom_call", "dynamic_update_slice"),
+        *("concatenate", "pallas_call", "reduce_window", "reduce_window_sum", "reduce_window_max"),
+        *("select_and_scatter_add", "random_bits", "threefry2x32", "fft", "cholesky"),
+    )
+)
+_BLOCK = re.compile(r"(?:^|[/(])([A-Za-z][\w.]*?\d+)(?=[/)_]|$)")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of each tensor: its kind, and whether fusion spares its memory. Of each operation: whether
+    it is in the forward pass, and its block. ``batch`` is the dim of the batch's rows.
+    """
+
+    kinds: tuple[str, ...]
+    is_fused: tuple[bool, ...]
+    is_forward: tuple[bool, ...]
+    blocks: tuple[str, ...]
+    batch: int | None
+
+
+@functools.lru_cache(maxsize=8)
+def facts_of(graph: Graph) -> Facts:
+    """Read a graph.
+
+    Gradients and what updates make are told from other activations by their dims, those of a
+    parameter, and because nothing that is made of them has a dim of the batch any more.
+
+    >>> from ..graph import GraphDim
+    >>> b, i = GraphDim("batch", 8, "batch"), GraphDim("w.in", 4, "w.in")
+    >>> tensors = (GraphTensor("x", (0, 1), (8, 4), 4, "input"),
+    ...            GraphTensor("w", (1,), (4,), 4, "parameter"), GraphTensor("g", (1,), (4,), 4))
+    >>> step = Operation("dot_general", "", (0,), (2,), summed=(0,))
+    >>> facts_of(Graph((b, i), tensors, (step,))).kinds
+    ('input', 'parameter', 'gradient')
+    """
+    batch = batch_dim(graph)
+    kinds = _kinds(graph, batch)
+    begins = _first_gradient(graph, kinds, batch)
+    return Facts(
+        kinds=kinds,
+        is_fused=_fused(graph),
+        is_forward=tuple(place < begins for place in range(len(graph.operations))),
+        blocks=tuple(block_of(each.path) for each in graph.operations),
+        batch=batch,
+    )
+
+
+def batch_dim(graph: Graph) -> int | None:
+    """The dim of the rows of a batch: the first dim of most of the inputs' bytes."""
+    votes: Counter[int] = Counter()
+    for each in graph.tensors:
+        if each.role == "input" and each.dims and each.dims[0] is not None:
+            votes[each.dims[0]] += each.nbytes
+    return votes.most_common(1)[0][0] if votes else None
+
+
+def block_of(path: str) -> str:
+    """The first number of a path with the word before it; empty where there is none.
+
+    >>> block_of("jvp(net)/block_3/ffn/dot"), block_of("block_3_ffn/dot"), block_of("head/dot")
+    ('block_3', 'block_3', '')
+    """
+    found = _BLOCK.search(path)
+    return found[1] if found else ""
+
+
+def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:
+    leads = _leads_to_batch(graph, batch)
+    shapes = {_shape_key(each) for each in graph.tensors if each.role == "parameter"}
+    kinds = [each.role for each in graph.tensors]
+    for operation in graph.operations:
+        updates = any(kinds[t] in ("slot", "parameter", "update") for t in operation.operands)
+        for made in operation.results:
+            tensor = graph.tensors[made]
+            if kinds[made] != "activation" or leads[made] or _shape_key(tensor) not in shapes:
+                continue
+            if batch not in tensor.dims and math.prod(tensor.shape) > 1:
+                kinds[made] = "update" if updates and not operation.summed else "gradient"
+    return tuple(kinds)
+
+
+def _leads_to_batch(graph: Graph, batch: int | None) -> list[bool]:
+    """Of each tensor, whether something that is made of it has a dim of the batch."""
+    leads = [False] * len(graph.tensors)
+    for operation in reversed(graph.operations):
+        made = any(leads[t] or batch in graph.tensors[t].dims for t in operation.results)
+        if made and batch is not None:
+            for taken in operation.operands:
+                leads[taken] = True
+    return leads
+
+
+def _shape_key(tensor: GraphTensor) -> frozenset[tuple[int | None, int]]:
+    return frozenset(zip(tensor.dims, tensor.shape, strict=True))
+
+
+def _first_gradient(graph: Graph, kinds: tuple[str, ...], batch: int | None) -> int:
+    for place, operation in enumerate(graph.operations):
+        if batch in operation.summed and any(kinds[t] == "gradient" for t in operation.results):
+            return place
+    return len(graph.operations)
+
+
+def _fused(graph: Graph) -> tuple[bool, ...]:
+    """Which results are never written: elementwise work that one operation alone reads."""
+    readers: Counter[int] = Counter()
+    for operation in graph.operations:
+        readers.update(set(operation.operands))
+    fused = [False] * len(graph.tensors)
+    for operation in graph.operations:
+        if _is_elementwise(operation):
+            for made in operation.results:
+                copied = operation.kind in _COPIED and readers[made] > 0
+                fused[made] = copied or readers[made] == 1
+    return tuple(fused)
+
+
+def _is_elementwise(operation: Operation) -> bool:
+    parts = (operation.flops, operation.summed, operation.whole, operation.joints)
+    return not any(parts) and operation.kind not in _STANDS_ALONE

@@ -1,0 +1,62 @@
+"""Which meshes are tried: all ways to write a number of devices as a product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..groups import Axes
+from ..hardware import Hardware
+from ..links import links_of
+from ..target import Target
+
+_ALL_COUNTS_UP_TO = 16  # of more devices, only numbers that divide theirs are tried
+
+
+def meshes(
+    target: Target, hardware: Hardware, max_axes: int = 3, fewer: bool = True
+) -> tuple[Axes, ...]:
+    """Meshes of all devices of a target, then of fewer down to one; axes are ``a``, ``b``, ``c``.
+
+    Of meshes whose axes have the same sizes and lie on the same links, one is tried. On a torus
+    there are no more axes than the torus has dims, cores of a chip counting as one: they would
+    share links, of which the closed forms know nothing.
+
+    >>> from ..hardware import hardware_of
+    >>> h100 = Target.of("h100:8")
+    >>> [[size for _, size in axes] for axes in meshes(h100, hardware_of(h100), fewer=False)]
+    [[8], [4, 2], [2, 2, 2]]
+    """
+    found: dict[tuple[object, ...], Axes] = {}
+    max_axes = min(max_axes, _torus_dims(target))
+    for count in _counts(target.num_devices) if fewer else (target.num_devices,):
+        for sizes in _products(count, max_axes):
+            axes = tuple(zip("abcdefgh", sizes, strict=False))
+            lies = [(e.size, e.link, e.lanes) for e in links_of(target, hardware, axes)]
+            found.setdefault(tuple(sorted(lies, key=str)), axes)
+    return tuple(found.values())
+
+
+def _torus_dims(target: Target) -> int:
+    """How many axes can lie apart from each other; as many as one likes but on a TPU."""
+    if target.platform != "tpu":
+        return 8
+    dims = sum(size > 1 for size in target.topology)
+    cores = target.num_devices > math.prod(target.topology)
+    return max(1, dims + cores)
+
+
+def _counts(most: int) -> tuple[int, ...]:
+    every = range(most, 0, -1)
+    return tuple(c for c in every if most <= _ALL_COUNTS_UP_TO or most % c == 0)
+
+
+def _products(count: int, length: int) -> Iterator[tuple[int, ...]]:
+    """Ordered products of up to ``length`` factors above one, the larger factors first."""
+    if count == 1:
+        yield ()
+    elif length:
+        for first in range(count, 1, -1):
+            if count % first == 0:
+                for rest in _products(count // first, length - 1):
+                    yield (first, *rest)

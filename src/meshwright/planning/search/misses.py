@@ -1,0 +1,140 @@
+"""When nothing fits: how near the nearest came, and what would make it fit, each thing tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ...errors import PlanError
+from ..graph import Graph, GraphTensor
+from ..hardware import Hardware
+from ..target import Target
+from .answers import Candidate
+from .facts import batch_dim
+from .search import Space, search
+from .words import nbytes
+
+_TRY_S = 3.0  # for each change that is tried
+_DOUBLINGS = 6  # of devices
+_EVERY_ZERO = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What is tried, and with what."""
+
+    name: str
+    graph: Graph
+    target: Target
+    space: Space
+
+
+def no_plan(
+    graph: Graph, target: Target, hardware: Hardware, limit_bytes: int, space: Space
+) -> PlanError:
+    """The error that says why no layout fits, with the changes of which one does."""
+    nearest = _smallest(_Tried("", graph, target, space), hardware)
+    if nearest is None:
+        return PlanError("no layout was found in the time that was given; give more, limit_s=.")
+    remedies = tuple(_remedies(graph, target, hardware, limit_bytes, space))
+    peak = nearest.cost.peak_bytes
+    listed = "".join(f"\n- {each}" for each in remedies)
+    ways = (
+        f" What would make it fit:{listed}"
+        if remedies
+        else (
+            " More devices, ZeRO, recomputing and smaller batches were tried, and none is enough."
+        )
+    )
+    return PlanError(
+        f"no layout keeps within {nbytes(limit_bytes)} on {target}. The nearest takes "
+        f"{nbytes(peak)}, {nbytes(peak - limit_bytes)} too much: {nearest.layouts}.{ways}",
+        peak,
+        limit_bytes,
+        remedies,
+    )
+
+
+def _remedies(
+    graph: Graph, target: Target, hardware: Hardware, limit_bytes: int, space: Space
+) -> Iterator[str]:
+    """Changes that are enough; of more devices and smaller batches the least of them."""
+    found = set()
+    for tried in _changes(graph, target, space):
+        kind = tried.name.split()[0]
+        if kind in found:
+            continue
+        answer = _smallest(tried, hardware)
+        if answer is not None and answer.cost.peak_bytes <= limit_bytes:
+            found.add(kind)
+            yield f"{tried.name}: {nbytes(answer.cost.peak_bytes)} with {answer.layouts}"
+
+
+def _changes(graph: Graph, target: Target, space: Space) -> Iterator[_Tried]:
+    if space.axes is not None:
+        yield _Tried("another mesh", graph, target, replace(space, axes=None))
+    if tuple(space.zero) != _EVERY_ZERO:
+        yield _Tried("ZeRO", graph, target, replace(space, zero=_EVERY_ZERO))
+    if True not in space.recompute:
+        yield _Tried("recompute", graph, target, replace(space, recompute=(False, True)))
+    rows = _rows(graph)
+    more = tuple(k for k in (1, 2, 4, 8, 16, 32, 64) if rows % k == 0)
+    if not set(more) <= set(space.accumulate):
+        name = f"accumulate up to {max(more)} micro-batches"
+        yield _Tried(name, graph, target, replace(space, accumulate=more))
+    grown = target
+    for _ in range(_DOUBLINGS if space.axes is None else 0):
+        grown = Target(grown.kind, (*grown.topology[:-1], 2 * grown.topology[-1]))
+        yield _Tried(f"more devices, {grown}", graph, grown, space)
+    while rows > 1 and rows % 2 == 0:
+        rows //= 2
+        yield _Tried(f"smaller batch, {rows} rows", with_rows(graph, rows), target, space)
+
+
+def _smallest(tried: _Tried, hardware: Hardware) -> Candidate | None:
+    found = search(
+        tried.graph,
+        tried.target,
+        hardware,
+        objective="memory",
+        space=tried.space,
+        keep=1,
+        limit_s=_TRY_S,
+    )
+    return found.candidates[0] if found.candidates else None
+
+
+def _rows(graph: Graph) -> int:
+    batch = batch_dim(graph)
+    return 1 if batch is None else graph.dims[batch].size
+
+
+def with_rows(graph: Graph, rows: int) -> Graph:
+    """The same step for a batch of another size: what has its dim grows or shrinks with it.
+
+    >>> from ..graph import GraphDim
+    >>> one = Graph((GraphDim("b", 8, "b"),), (GraphTensor("x", (0,), (8,), 4, "input"),), ())
+    >>> with_rows(one, 2).tensors[0].shape
+    (2,)
+    """
+    batch = batch_dim(graph)
+    if batch is None:
+        return graph
+    share = rows / graph.dims[batch].size
+    dims = tuple(
+        replace(dim, size=rows) if place == batch else dim for place, dim in enumerate(graph.dims)
+    )
+
+    def tensor(each: GraphTensor) -> GraphTensor:
+        shape = tuple(
+            rows if dim == batch else size for dim, size in zip(each.dims, each.shape, strict=True)
+        )
+        return replace(each, shape=shape)
+
+    operations = tuple(
+        replace(each, flops=each.flops * share)
+        if any(batch in graph.tensors[t].dims for t in (*each.operands, *each.results))
+        else each
+        for each in graph.operations
+    )
+    return Graph(dims, tuple(map(tensor, graph.tensors)), operations)

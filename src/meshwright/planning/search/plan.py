@@ -1,0 +1,244 @@
+"""The plan: what a search decided, beside what it decided against, as a value."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from ...errors import PlanError
+from ...layout import UNSHARDED
+from ...mesh import Mesh
+from ...placement import Placement
+from ...step.options import StepOptions
+from ..groups import Axes
+from .words import table
+
+VERSION = 1
+Along = tuple[tuple[str, ...], ...]  # the axes of each dim of an array
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to lay a step out, and what it costs in one device.
+
+    ``rules`` give the axes of each family of dims that is split. ``dry_run_time_s`` and
+    ``dry_run_peak_bytes`` are those of a dry run, where one was made.
+    """
+
+    axes: Axes
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+    zero: int
+    accumulate: int
+    recompute: bool
+    time_s: float | None
+    compute_s: float | None
+    communication_s: float | None
+    peak_bytes: int
+    dry_run_time_s: float | None = None
+    dry_run_peak_bytes: int | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices it takes."""
+        return Mesh(dict(self.axes)).size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a step's parameters and inputs lie, and why; ``print`` it for a table.
+
+    ``layouts`` has the axes of each dim of every parameter and input, by path; of inputs those
+    named in ``inputs``, of which the first ``num_inputs`` are a model's inputs and the others its
+    targets (none: all are inputs). ``batch`` are the axes of the batch's rows. ``runners_up`` are
+    what else fits, the best first, and ``data_parallel`` is the batch over all devices and nothing
+    else.
+    ``is_proven`` is false where the seconds ran out before all was looked at.
+
+    A plan is a value: equal plans decide alike, and :meth:`to_json` keeps all of it.
+    """
+
+    target: str
+    hardware: str
+    objective: str
+    limit_bytes: int | None
+    chosen: Option
+    runners_up: tuple[Option, ...]
+    data_parallel: Option | None
+    layouts: tuple[tuple[str, Along], ...]
+    inputs: tuple[str, ...]
+    batch: tuple[str, ...]
+    why: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    is_proven: bool = True
+    num_inputs: int | None = None
+
+    @property
+    def axes(self) -> Axes:
+        """``(name, size)`` of the axes of the mesh."""
+        return self.chosen.axes
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, without devices."""
+        return Mesh(dict(self.axes))
+
+    @property
+    def rules(self) -> dict[str, tuple[str, ...]]:
+        """The axes of each family of dims that is split."""
+        return dict(self.chosen.rules)
+
+    @property
+    def zero(self) -> int:
+        """The level of ZeRO."""
+        return self.chosen.zero
+
+    @property
+    def accumulate(self) -> int:
+        """How many micro-batches make one step."""
+        return self.chosen.accumulate
+
+    @property
+    def recompute(self) -> bool:
+        """Whether blocks are computed again in the backward pass."""
+        return self.chosen.recompute
+
+    @property
+    def remat(self) -> str:
+        """The same in the words of a strategy's ``remat=``."""
+        return "block" if self.recompute else "none"
+
+    def layouts_of(self, inputs: bool) -> dict[str, list[Any]]:
+        """Specs by path, as a strategy takes them: of the inputs, or of the parameters."""
+        return {
+            path: [_spec(axes) for axes in along]
+            for path, along in self.layouts
+            if (path in self.inputs) == inputs
+        }
+
+    @property
+    def how(self) -> StepOptions:
+        """How the step is computed, as a strategy or :class:`~meshwright.Trainer` takes it."""
+        return StepOptions(accumulate=self.accumulate, remat=self.remat)
+
+    def placement(self, mesh: Mesh | None = None) -> Placement:
+        """The placement that lays parameters and inputs out so, on this mesh or the plan's own.
+
+        Raises :class:`~meshwright.LayoutError` for a mesh without the plan's axes.
+
+        >>> plan = Plan.from_json(_EXAMPLE)
+        >>> plan.placement().rules[0].pattern, plan.placement().batch
+        ('dense/kernel', ('batch',))
+        """
+        ruled = {_pattern(path): specs for path, specs in self.layouts_of(inputs=False).items()}
+        inputs, targets = self._data()
+        return Placement.of(
+            mesh or self.mesh,
+            ruled,
+            batch=self.batch or None,
+            inputs=inputs or None,
+            targets=targets or None,
+            zero=self.zero,
+            unmatched="replicate",
+            strict=False,
+        )
+
+    def _data(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Specs of inputs and targets by position, where not just their rows are split."""
+        split: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+        for place, specs in enumerate(self.layouts_of(inputs=True).values()):
+            first = len(self.inputs) if self.num_inputs is None else self.num_inputs
+            is_target = place >= first
+            by_rows = [_spec(self.batch), *[UNSHARDED] * (len(specs) - 1)][: len(specs)]
+            if specs != by_rows:
+                split[is_target][place - first if is_target else place] = specs
+        return split
+
+    def to_json(self) -> str:
+        """The plan as text that :meth:`from_json` reads."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What :meth:`to_json` wrote. Raises :class:`~meshwright.PlanError` for anything else."""
+        try:
+            read = json.loads(text)
+            if read.pop("version") != VERSION:
+                raise PlanError(f"the plan is of another version than {VERSION}; plan again.")
+            return cls(**_values(read))
+        except PlanError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"the text holds no plan: {type(error).__name__}: {error}. "
+                "Plan.to_json() writes one."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The plan in a file. Raises :class:`~meshwright.PlanError` if there is none."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"no plan can be read from {str(path)!r}: {error}.") from error
+        return cls.from_json(text)
+
+    def __str__(self) -> str:
+        shown = {"chosen": self.chosen}
+        shown |= {"runner-up": self.runners_up[0]} if self.runners_up else {}
+        shown |= {"data parallel": self.data_parallel} if self.data_parallel else {}
+        title = f"plan for {self.target} by the numbers of {self.hardware}, least {self.objective}"
+        lines = [title, *table(shown, self.limit_bytes), *(f"  {each}" for each in self.why)]
+        return "\n".join(lines + [f"  note: {each}" for each in self.notes])
+
+
+def _spec(axes: tuple[str, ...]) -> Any:
+    return UNSHARDED if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _pattern(path: str) -> str:
+    """The path itself, which a rule names exactly, unless it is no regular expression."""
+    try:
+        re.compile(path)
+    except re.error:
+        return re.escape(path)
+    return path
+
+
+# Reading
+
+
+def _values(read: Mapping[str, Any]) -> dict[str, Any]:
+    known = {each.name for each in fields(Plan)}
+    if unknown := set(read) - known:
+        raise PlanError(f"the plan has keys that nobody knows: {', '.join(sorted(unknown))}.")
+    values = {name: _tuples(value) for name, value in read.items()}
+    values["chosen"] = _option(read["chosen"])
+    values["runners_up"] = tuple(_option(each) for each in read["runners_up"])
+    values["data_parallel"] = None
+    if read["data_parallel"] is not None:
+        values["data_parallel"] = _option(read["data_parallel"])
+    return values
+
+
+def _option(read: Mapping[str, Any]) -> Option:
+    return Option(**{name: _tuples(value) for name, value in read.items()})
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, which JSON makes of tuples, as tuples again."""
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+
+
+_EXAMPLE = """{"version": 1, "target": "h100:8", "hardware": "h100", "objective": "time",
+"limit_bytes": null, "chosen": {"axes": [["batch", 8]], "rules": [["batch", ["batch"]]], "zero": 1,
+"accumulate": 1, "recompute": false, "time_s": 0.1, "compute_s": 0.1, "communication_s": 0.0,
+"peak_bytes": 4}, "runners_up": [], "data_parallel": null, "layouts": [["x", [["batch"]]],
+["dense/kernel", [[], []]]], "inputs": ["x"], "batch": ["batch"], "why": []}"""

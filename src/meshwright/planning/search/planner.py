@@ -1,0 +1,257 @@
+"""From a step to a plan: search, name the axes, dry-run the best, tell why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from ...errors import PlanError
+from ..described import Described
+from ..graph import Graph
+from ..groups import Axes
+from ..hardware import Hardware, hardware_of
+from ..target import Target
+from .answers import Candidate, data_parallel
+from .choices import Layouts
+from .compact import Compact, compact
+from .misses import no_plan
+from .plan import Option, Plan
+from .search import Found, Objective, Space, search
+from .setting import setting_of
+from .words import ms, reasons
+
+if TYPE_CHECKING:
+    from ...mesh import Mesh
+
+
+class Report(Protocol):
+    """What planning asks of a dry run; :class:`~meshwright.DryRun` has it."""
+
+    @property
+    def step_time_s(self) -> float | None: ...
+    @property
+    def peak_bytes(self) -> int | None: ...
+    @property
+    def fits(self) -> bool | None: ...
+
+
+@dataclass(frozen=True)
+class NoReport:
+    """Of a candidate that cannot be dry-run: the model's figures count."""
+
+    step_time_s: float | None = None
+    peak_bytes: int | None = None
+    fits: bool | None = None
+
+
+DryRunOf = Callable[[Plan], Report]
+
+
+def plan_step(
+    step: Graph | Described,
+    target: Target | str,
+    *,
+    objective: Objective = "time",
+    memory_limit: int | None = None,
+    axes: Mesh | Mapping[str, int] | None = None,
+    hardware: Hardware | None = None,
+    zero: tuple[int, ...] = (0, 1, 2, 3),
+    accumulate: tuple[int, ...] = (1, 2, 4, 8),
+    recompute: tuple[bool, ...] = (False, True),
+    max_axes: int = 3,
+    limit_s: float = 10.0,
+    verify: int = 0,
+    dry_run_of: DryRunOf | None = None,
+) -> Plan:
+    """The best plan for a step on a target: mesh, axes of dims, ZeRO, micro-batches, recompute.
+
+    ``objective`` is ``"time"`` of a step or ``"memory"`` at the peak of one device. Nothing takes
+    more than ``memory_limit`` bytes, which is a device's memory where it is left out. ``axes``
+    fixes the mesh, else all up to ``max_axes`` axes are tried, of fewer devices too. ``zero``,
+    ``accumulate`` and ``recompute`` are what may be chosen. After ``limit_s`` seconds the best so
+    far is taken. With ``verify=k`` the best ``k`` are given to ``dry_run_of``, and ranked by what
+    it answers. Raises :class:`~meshwright.PlanError`, with the nearest miss and what would help,
+    where nothing fits.
+
+    >>> from ..graph import GraphDim, GraphTensor, Operation
+    >>> dims = tuple(GraphDim(name, 1024, name) for name in ("batch", "in", "out"))
+    >>> tensors = (GraphTensor("x", (0, 1), (1024, 1024), 4, "input"),
+    ...            GraphTensor("w", (1, 2), (1024, 1024), 4, "parameter"),
+    ...            GraphTensor("y", (0, 2), (1024, 1024), 4))
+    >>> forward = Operation("dot_general", "dense", (0, 1), (2,), 2.0 * 1024**3, summed=(1,))
+    >>> plan = plan_step(Graph(dims, tensors, (forward,)), "h100:4")
+    >>> plan.axes, plan.rules
+    ((('batch', 2), ('model', 2)), {'batch': ('batch',), 'out': ('model',)})
+    """
+    target = Target.of(target)
+    hardware = hardware or hardware_of(target)
+    graph = step if isinstance(step, Graph) else _graph_of(step)
+    limit_bytes = hardware.memory_bytes if memory_limit is None else memory_limit
+    space = Space(_axes(axes, target), max_axes, axes is None, zero, accumulate, recompute)
+    found = search(
+        graph,
+        target,
+        hardware,
+        objective=objective,
+        limit_bytes=limit_bytes,
+        space=space,
+        keep=max(2, verify),
+        limit_s=limit_s,
+    )
+    if not found.candidates:
+        if limit_bytes is None or not found.is_proven:
+            raise PlanError(f"no layout was found within {limit_s:g} s; give more, limit_s=.")
+        raise no_plan(graph, target, hardware, limit_bytes, space)
+    plans = _plans(graph, target, hardware, objective, limit_bytes, space, found)
+    if verify and dry_run_of is not None:
+        plans = reranked(plans[:verify], dry_run_of) + plans[verify:]
+    chosen = plans[0]
+    return replace(chosen, runners_up=tuple(each.chosen for each in plans[1:]))
+
+
+def reranked(plans: list[Plan], dry_run_of: DryRunOf) -> list[Plan]:
+    """The plans by what their dry runs say: those that fit first, then the objective.
+
+    A figure that a dry run does not have counts as the model's.
+    """
+    verified = []
+    for each in plans:
+        report = dry_run_of(each)
+        option = replace(
+            each.chosen,
+            dry_run_time_s=report.step_time_s,
+            dry_run_peak_bytes=report.peak_bytes,
+        )
+        verified.append((report.fits is False, replace(each, chosen=option)))
+    verified.sort(key=lambda pair: (pair[0], _rank(pair[1])))
+    first_fails, first = verified[0]
+    if first_fails:
+        raise PlanError(
+            f"none of the {len(plans)} best plans fits by its dry run; the nearest: "
+            f"{first.chosen}. Verify more, verify=, or say a lower memory_limit=."
+        )
+    model = plans[0].chosen.time_s
+    if first.chosen.axes != plans[0].chosen.axes or first.chosen.rules != plans[0].chosen.rules:
+        note = f"the dry run preferred this to the model's first, {ms(model)} by the model"
+        verified[0] = (False, replace(first, notes=(*first.notes, note)))
+    return [each for _, each in verified]
+
+
+def _rank(plan: Plan) -> tuple[float, float]:
+    option = plan.chosen
+    time_s = option.dry_run_time_s if option.dry_run_time_s is not None else option.time_s or 0.0
+    peak = option.dry_run_peak_bytes
+    peak = option.peak_bytes if peak is None else peak
+    return (time_s, peak) if plan.objective == "time" else (peak, time_s)
+
+
+def _graph_of(described: Described) -> Graph:
+    from ..infer import graph_of_step  # heavy, and not needed for graphs that are there
+
+    return cast(Graph, graph_of_step(described))
+
+
+def _axes(axes: Mesh | Mapping[str, int] | None, target: Target) -> Axes | None:
+    if axes is None:
+        return None
+    found: Axes = tuple(axes.items()) if isinstance(axes, Mapping) else axes.axes
+    size = 1
+    for _, each in found:
+        size *= each
+    if size > target.num_devices or size < 1:
+        raise PlanError(
+            f"the mesh {dict(found)} takes {size} devices, and {target} has {target.num_devices}."
+        )
+    return found
+
+
+# Plans of what was found
+
+
+def _plans(
+    graph: Graph,
+    target: Target,
+    hardware: Hardware,
+    objective: Objective,
+    limit_bytes: int | None,
+    space: Space,
+    found: Found,
+) -> list[Plan]:
+    problem = compact(graph)
+    parallel = data_parallel(graph, target, hardware, space.axes)
+    plans = []
+    for each in found.candidates:
+        setting = setting_of(each.layouts.axes, target, hardware)
+        plans.append(
+            Plan(
+                target=str(target),
+                hardware=hardware.name,
+                objective=objective,
+                limit_bytes=limit_bytes,
+                chosen=_option(each),
+                runners_up=(),
+                data_parallel=None if parallel is None else _option(parallel),
+                layouts=_layouts(problem, each.layouts),
+                inputs=tuple(t.path for t in graph.tensors if t.role == "input"),
+                batch=_batch(problem, each.layouts),
+                why=reasons(problem, setting, each.layouts),
+                notes=_notes(target, each, parallel, found),
+                is_proven=found.is_proven,
+            )
+        )
+    return plans
+
+
+def _batch(problem: Compact, layouts: Layouts) -> tuple[str, ...]:
+    return () if problem.batch is None else layouts.of(problem.units[problem.batch].family)
+
+
+def _option(candidate: Candidate) -> Option:
+    layouts, cost = candidate
+    return Option(
+        axes=layouts.axes,
+        rules=layouts.rules,
+        zero=layouts.choices.zero,
+        accumulate=layouts.choices.accumulate,
+        recompute=layouts.choices.recompute,
+        time_s=cost.time_s,
+        compute_s=cost.compute_s,
+        communication_s=cost.communication_s,
+        peak_bytes=cost.peak_bytes,
+    )
+
+
+def _layouts(problem: Compact, layouts: Layouts) -> tuple[tuple[str, Any], ...]:
+    """The axes of each dim of every parameter and input."""
+    along = [layouts.of(unit.family) for unit in problem.units]
+    return tuple(
+        (
+            tensor.path,
+            tuple(() if dim is None else along[problem.unit_of[dim]] for dim in tensor.dims),
+        )
+        for tensor in problem.graph.tensors
+        if tensor.role in ("parameter", "input")
+    )
+
+
+def _notes(
+    target: Target, candidate: Candidate, parallel: Candidate | None, found: Found
+) -> tuple[str, ...]:
+    said = []
+    used = 1
+    for _, size in candidate.layouts.axes:
+        used *= size
+    if used == 1 < target.num_devices:
+        said.append("one device is fastest: to share the step out costs more than it saves")
+    elif used < target.num_devices:
+        said.append(
+            f"{used} of {target.num_devices} devices are used: more are not faster, or do not "
+            "divide what there is to split"
+        )
+    if parallel is None and target.num_devices > 1:
+        said.append("data parallel is left out: the batch does not divide")
+    if not found.is_proven:
+        said.append("the seconds ran out before all was looked at; limit_s= gives more")
+    said.append("by the planner's model, which takes nothing to overlap; a dry run says more")
+    return tuple(said)

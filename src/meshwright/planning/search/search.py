@@ -1,0 +1,260 @@
+"""The search: meshes, axes of dims and other choices together, the most promising first.
+
+Each mesh with each set of choices has a bound that no assignment can beat; what cannot beat the
+best answers so far is never solved (best-first branch and bound, Land and Doig 1960).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ..graph import Graph
+from ..groups import Axes
+from ..hardware import Hardware
+from ..target import Target
+from .answers import Candidate, in_words, plain, simplified
+from .choices import Choices, Cost, Layouts
+from .compact import Compact, compact
+from .cost import cost_of, divides, masks_of
+from .meshes import meshes
+from .model import Tables, tables_of
+from .setting import Setting, require_times, setting_of
+from .solve import solve_memory, solve_time
+
+Objective = Literal["time", "memory"]
+_CLOSE = 0.995  # what cannot be better than this share of the best is not looked for
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: ``axes`` fixes the mesh; the others are what may be chosen."""
+
+    axes: Axes | None = None
+    max_axes: int = 3
+    fewer_devices: bool = True
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    accumulate: tuple[int, ...] = (1, 2, 4, 8)
+    recompute: tuple[bool, ...] = (False, True)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Answers that keep within the memory, the best first, and whether nothing better can be.
+
+    ``tables`` and ``solved`` say how much was looked at, ``seconds`` how long it took.
+    """
+
+    candidates: tuple[Candidate, ...]
+    is_proven: bool
+    tables: int = field(compare=False)
+    solved: int = field(compare=False)
+    seconds: float = field(compare=False)
+
+
+def search(
+    graph: Graph,
+    target: Target,
+    hardware: Hardware,
+    *,
+    objective: Objective = "time",
+    limit_bytes: int | None = None,
+    space: Space = Space(),
+    keep: int = 2,
+    limit_s: float = 10.0,
+) -> Found:
+    """The best layouts of a step on a target, at most one per mesh and set of choices.
+
+    Nothing that is left out is better than the first by more than 1 %, under the model of
+    :func:`cost`, unless ``is_proven`` is false: then the seconds ran out. Raises
+    :class:`~meshwright.TargetError` where the hardware's constants do not tell times.
+    """
+    problem = compact(graph)
+    run = _Search(problem, target, hardware, objective, limit_bytes, space, keep)
+    return run(limit_s)
+
+
+class _Node(NamedTuple):
+    bound: float
+    order: int  # of equals, the first that was thought of
+    axes: Axes
+    choices: Choices
+    tables: Tables | None
+
+
+@dataclass
+class _Search:
+    problem: Compact
+    target: Target
+    hardware: Hardware
+    objective: Objective
+    limit_bytes: int | None
+    space: Space
+    keep: int
+    heap: list[_Node] = field(default_factory=list)
+    best: dict[Layouts, Cost] = field(default_factory=dict)
+    order: Iterator[int] = field(default_factory=itertools.count)
+    built: int = 0
+    solved: int = 0
+    is_proven: bool = True
+
+    def __call__(self, limit_s: float) -> Found:
+        begun = time.monotonic()
+        deadline_s = begun + limit_s
+        for axes in self._meshes():
+            self._push_mesh(axes)
+        while self.heap and self._can_help(self.heap[0].bound):
+            if time.monotonic() > deadline_s:
+                self.is_proven = False
+                break
+            self._visit(heapq.heappop(self.heap), deadline_s)
+        ranked = sorted(self.best.items(), key=lambda pair: self._rank(pair[1]))
+        return Found(
+            tuple(Candidate(layouts, cost) for layouts, cost in ranked[: self.keep]),
+            self.is_proven,
+            self.built,
+            self.solved,
+            time.monotonic() - begun,
+        )
+
+    def _meshes(self) -> Iterable[Axes]:
+        if self.space.axes is not None:
+            return (self.space.axes,)
+        return meshes(self.target, self.hardware, self.space.max_axes, self.space.fewer_devices)
+
+    def _setting(self, axes: Axes) -> Setting:
+        return setting_of(axes, self.target, self.hardware)
+
+    def _push_mesh(self, axes: Axes) -> None:
+        setting = self._setting(axes)
+        if self.objective == "time":
+            require_times(setting, self.target, self.hardware)
+            bound = _least_s(self.problem, setting)
+            for zero in self._levels(axes):
+                self._push(bound, axes, self._base(zero))
+            return
+        for choices in self._choices(axes):
+            self._push(0.0, axes, choices)
+
+    def _base(self, zero: int) -> Choices:
+        """The choices that take the least time at a level of ZeRO."""
+        return Choices(zero, min(self.space.accumulate), min(self.space.recompute))
+
+    def _levels(self, axes: Axes) -> Sequence[int]:
+        """Levels of ZeRO, which need something to share state out over."""
+        batch = self.problem.batch
+        everything = range(1, 2 ** len(axes))
+        can = batch is not None and any(
+            divides(self.problem, axes, batch, mask, 1) for mask in everything
+        )
+        return self.space.zero if can else (min(self.space.zero),)
+
+    def _choices(self, axes: Axes) -> Iterator[Choices]:
+        every = itertools.product(self._levels(axes), self.space.accumulate, self.space.recompute)
+        return (choices for each in every if self._is_possible(choices := Choices(*each)))
+
+    def _is_possible(self, choices: Choices) -> bool:
+        batch = self.problem.batch
+        if choices.accumulate == 1:
+            return True
+        return batch is not None and self.problem.units[batch].size % choices.accumulate == 0
+
+    def _push(
+        self, bound: float, axes: Axes, choices: Choices, tables: Tables | None = None
+    ) -> None:
+        heapq.heappush(self.heap, _Node(bound, next(self.order), axes, choices, tables))
+
+    def _visit(self, node: _Node, deadline_s: float) -> None:
+        """Give a node its true bound, or solve it."""
+        if node.tables is None:
+            self.built += 1
+            tables = tables_of(self.problem, self._setting(node.axes), node.choices)
+            is_time = self.objective == "time"
+            least = tables.least_time_s if is_time else float(tables.least_bytes)
+            self._push(max(node.bound, least), node.axes, node.choices, tables)
+        elif self.objective == "time":
+            self._solve_time(node, node.tables, deadline_s)
+        else:
+            self._solve_memory(node.tables, deadline_s)
+
+    def _solve_time(self, node: _Node, tables: Tables, deadline_s: float) -> None:
+        self.solved += 1
+        free = solve_time(tables, None, deadline_s, self._worst())
+        self.is_proven &= free.is_proven
+        if free.masks is None:
+            return
+        found = cost_of(self.problem, tables.setting, free.masks, tables.choices)
+        if self.limit_bytes is None or found.peak_bytes <= self.limit_bytes:
+            self._keep(tables, free.masks)
+            return
+        self._push_children(node, found.time_s or 0.0)
+        if tables.least_bytes > self.limit_bytes:
+            return
+        fits = solve_time(tables, self.limit_bytes, deadline_s, self._worst())
+        self.is_proven &= fits.is_proven
+        if fits.masks is not None:
+            self._keep(tables, fits.masks)
+
+    def _push_children(self, node: _Node, least_s: float) -> None:
+        """More micro-batches, or recomputing, take more time; they only help what does not fit."""
+        base = self._base(node.choices.zero)
+        if node.choices != base:
+            return
+        for choices in self._choices(node.axes):
+            if choices.zero == base.zero and choices != base:
+                self._push(least_s * _CLOSE, node.axes, choices)
+
+    def _solve_memory(self, tables: Tables, deadline_s: float) -> None:
+        self.solved += 1
+        worst = self._worst()
+        found = solve_memory(tables, deadline_s, None if worst is None else int(worst))
+        self.is_proven &= found.is_proven
+        if found.masks is not None:
+            self._keep(tables, found.masks)
+
+    def _keep(self, tables: Tables, masks: Mapping[int, int]) -> None:
+        fixed = self.space.axes is not None
+        layouts = plain(self.problem, tables, masks, fixed)
+        found = self._cost(layouts)
+        for simpler in [] if fixed else simplified(self.problem, layouts):
+            other = self._cost(simpler)
+            if self._rank(other) <= self._rank(found):
+                layouts, found = simpler, other
+        if not fixed:
+            layouts = in_words(self.problem, layouts)
+        if self.limit_bytes is None or found.peak_bytes <= self.limit_bytes:
+            self.best[layouts] = found
+
+    def _cost(self, layouts: Layouts) -> Cost:
+        masks = masks_of(self.problem, layouts.axes, dict(layouts.rules))
+        return cost_of(self.problem, self._setting(layouts.axes), masks, layouts.choices)
+
+    def _rank(self, cost: Cost) -> tuple[float, float]:
+        time_s = cost.time_s or 0.0
+        return (time_s, cost.peak_bytes) if self.objective == "time" else (cost.peak_bytes, time_s)
+
+    def _worst(self) -> float | None:
+        """The last of the answers that are kept; ``None`` while there is room for more."""
+        if len(self.best) < self.keep:
+            return None
+        return sorted(self._rank(cost)[0] for cost in self.best.values())[self.keep - 1]
+
+    def _can_help(self, bound: float) -> bool:
+        worst = self._worst()
+        return worst is None or bound < _CLOSE * worst
+
+
+def _least_s(problem: Compact, setting: Setting) -> float:
+    """Arithmetic and memory traffic alone, shared by all devices of the mesh."""
+    every, pieces, total = float(np.max(setting.size_of)), problem.pieces, 0.0
+    for work, count in zip(problem.works, problem.counts, strict=True):
+        moved = sum(pieces[place].nbytes for place in (*work.reads, *work.writes))
+        flops_s = work.flops * setting.seconds_per_flop.get(work.dtype, 0.0)
+        total += count * work.times * max(flops_s, moved * setting.seconds_per_byte)
+    return total / every

@@ -1,0 +1,107 @@
+"""A mesh as numbers: what each set of its axes multiplies to, and what collectives over it take."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import TargetError
+from ..collectives import Collective
+from ..groups import Axes
+from ..hardware import Hardware
+from ..hlo import Array
+from ..links import AxisLink, collective_s, links_of
+from ..schedule import Clock
+from ..target import Target
+
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+_PROBE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What costs depend on beside the graph.
+
+    A set of axes is a number, bit ``i`` for the ``i``-th axis of the mesh. ``size_of`` gives the
+    devices of each set, ``rate_s_per_byte`` and ``delay_s`` per kind what a collective over it
+    takes. ``seconds_per_flop`` is ``None``, as are the others, where a constant is not known.
+    """
+
+    axes: Axes
+    size_of: np.ndarray
+    rate_s_per_byte: dict[str, np.ndarray]
+    delay_s: dict[str, np.ndarray]
+    seconds_per_flop: dict[str, float]
+    seconds_per_byte: float
+    missing: tuple[str, ...]
+
+    @property
+    def everything(self) -> int:
+        """The set of all axes."""
+        return len(self.size_of) - 1
+
+
+@functools.lru_cache(maxsize=512)
+def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
+    """The numbers of a mesh, from the closed forms of ``links.py``."""
+    links = links_of(target, hardware, axes)
+    clock = Clock(hardware, target.platform, links)
+    sets = range(2 ** len(axes))
+    size_of = np.array([_size(axes, mask) for mask in sets], np.int64)
+    probes = {kind: [_probe(kind, axes, mask, links) for mask in sets] for kind in _KINDS}
+    speeds = {each: clock.peak(each, "") for each in ("int8", "bfloat16", "float32", "float64")}
+    fallback = speeds["float32"] or speeds["bfloat16"]
+    missing = [] if fallback else ["peak_flops_per_s.float32"]
+    if hardware.memory_bandwidth_bytes_per_s is None:
+        missing.append("memory_bandwidth_bytes_per_s")
+    missing += [
+        f"links.{each.link.kind}.bytes_per_s" for each in links if each.link.bytes_per_s is None
+    ]
+    return Setting(
+        axes=axes,
+        size_of=size_of,
+        rate_s_per_byte={kind: np.array([p[0] for p in each]) for kind, each in probes.items()},
+        delay_s={kind: np.array([p[1] for p in each]) for kind, each in probes.items()},
+        seconds_per_flop={
+            dtype: 1.0 / (speed or fallback or float("inf")) for dtype, speed in speeds.items()
+        },
+        seconds_per_byte=1.0 / (hardware.memory_bandwidth_bytes_per_s or float("inf")),
+        missing=tuple(dict.fromkeys(missing)),
+    )
+
+
+def require_times(setting: Setting, target: Target, hardware: Hardware) -> None:
+    """Raise :class:`~meshwright.TargetError` where times cannot be told."""
+    if setting.missing:
+        measured = (
+            f"hardware=mw.calibrate({str(target)!r})"
+            if target.platform == "cpu"
+            else ("hardware=load_hardware(path), with a file of your own")
+        )
+        raise TargetError(
+            f"nobody says of {hardware.name!r}: {', '.join(setting.missing)}. Without, no layout "
+            f"can be told to be fast. Give {measured}, or say objective='memory'."
+        )
+
+
+def _size(axes: Axes, mask: int) -> int:
+    size = 1
+    for bit, (_, each) in enumerate(axes):
+        size *= each if mask >> bit & 1 else 1
+    return size
+
+
+def _probe(kind: str, axes: Axes, mask: int, links: tuple[AxisLink, ...]) -> tuple[float, float]:
+    """Seconds per byte and seconds besides of one collective: they are linear in its bytes."""
+    names = tuple(name for bit, (name, _) in enumerate(axes) if mask >> bit & 1)
+
+    def seconds(nbytes: int) -> float:
+        members = tuple(range(_size(axes, mask)))
+        array = Array("int8", (nbytes,), 8)
+        one = Collective(kind, (array,), (members,), names, 1, "", 0, 0)
+        return collective_s(one, links) or 0.0
+
+    delay = seconds(0)
+    return (seconds(_PROBE_BYTES) - delay) / _PROBE_BYTES, delay

@@ -1,0 +1,186 @@
+"""The best assignment on one mesh, by CP-SAT over booleans (Perron and Furnon, OR-tools).
+
+One boolean per unit and set of axes, one per row of a clique; costs are linear in them. Limits of
+memory are added where an answer breaks them, and the answer sought again, as few moments matter.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...errors import PlanError
+from .model import Clique, Tables
+
+_STEPS = 10**9  # into which the largest time is cut: the solver wants whole numbers
+_GAP = 0.002  # of the objective: closer than the model is
+
+
+@dataclass(frozen=True)
+class Solved:
+    """``masks`` per unit, ``None`` where there is no such assignment; whether that is proven."""
+
+    masks: dict[int, int] | None
+    is_proven: bool
+
+
+def solve_time(
+    tables: Tables, limit_bytes: int | None, deadline_s: float, below_s: float | None = None
+) -> Solved:
+    """The fastest assignment whose peak is within a limit, and that takes less than ``below_s``."""
+    task = _Task(tables)
+    times = task.whole_times()
+    if below_s is not None:
+        task.add(times <= int(below_s / task.unit_s) + 1)
+    task.minimize(times)
+    return _until_true(task, deadline_s, limit_bytes)
+
+
+def solve_memory(tables: Tables, deadline_s: float, below: int | None = None) -> Solved:
+    """The assignment of the smallest peak; of those the fastest, or the most split."""
+    task = _Task(tables)
+    peak = task.peak()
+    if below is not None:
+        task.add(peak <= below)
+    task.minimize(peak)
+    first = _until_true(task, deadline_s, None)
+    if first.masks is None:
+        return first
+    least = int(tables.peaks(first.masks).max())
+    task.add(peak <= least)
+    task.minimize(-task.splits() if tables.setting.missing else task.whole_times())
+    second = _until_true(task, deadline_s, least)
+    return second if second.masks is not None else first
+
+
+def _until_true(task: _Task, deadline_s: float, limit_bytes: int | None) -> Solved:
+    """Solve, add the moment that the answer forgot, and solve again until none is left."""
+    while True:
+        found = task.solve(deadline_s)
+        if found.masks is None:
+            return found
+        peaks = task.tables.peaks(found.masks)
+        most = task.allowed(limit_bytes)
+        worst = int(np.argmax(peaks))
+        if most is None or peaks[worst] <= most:
+            return found
+        if not task.limit(worst, limit_bytes):
+            return Solved(None, is_proven=False)
+
+
+@dataclass
+class _Task:
+    """A CP-SAT model of one mesh's tables."""
+
+    tables: Tables
+    model: Any = None
+    chosen: dict[tuple[int, int], Any] = field(default_factory=dict)
+    rows: list[list[Any]] = field(default_factory=list)
+    unit_s: float = 1.0
+    top: Any = None
+    solver: Any = None
+    told: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        cp_model = solver_module()
+        self.model = cp_model.CpModel()
+        for unit, masks in self.tables.options.items():
+            for mask in masks:
+                self.chosen[unit, mask] = self.model.new_bool_var(f"u{unit}_{mask}")
+            self.model.add_exactly_one(self.chosen[unit, mask] for mask in masks)
+        self.rows = [self._rows(place, c) for place, c in enumerate(self.tables.cliques)]
+        most = sum(float(c.time_s.max()) for c in self.tables.cliques)
+        self.unit_s = max(self.tables.least_time_s, most / 1e6, 1e-15) / _STEPS
+
+    def _rows(self, place: int, clique: Clique) -> list[Any]:
+        if len(clique.units) == 1:
+            return [self.chosen[clique.units[0], int(mask)] for (mask,) in clique.masks]
+        rows = [self.model.new_bool_var(f"c{place}_{row}") for row in range(len(clique.masks))]
+        self.model.add_exactly_one(rows)
+        for column, unit in enumerate(clique.units):
+            for mask in self.tables.options[unit]:
+                lying = np.nonzero(clique.masks[:, column] == mask)[0]
+                self.model.add(sum(rows[row] for row in lying) == self.chosen[unit, mask])
+        return rows
+
+    def add(self, constraint: Any) -> None:
+        self.model.add(constraint)
+
+    def minimize(self, objective: Any) -> None:
+        self.model.minimize(objective)
+
+    def whole_times(self) -> Any:
+        """The time of an assignment in units of ``unit_s``."""
+        pairs = [
+            (row, int(seconds / self.unit_s))
+            for clique, rows in zip(self.tables.cliques, self.rows, strict=True)
+            for seconds, row in zip(clique.time_s - clique.time_s.min(), rows, strict=True)
+        ]
+        return _sum(pairs) + int(self.tables.least_time_s / self.unit_s)
+
+    def splits(self) -> Any:
+        """How many axes lie along dims, all dims together."""
+        return _sum([(chosen, mask.bit_count()) for (_, mask), chosen in self.chosen.items()])
+
+    def peak(self) -> Any:
+        """A variable for the peak, which moments are added to as they are met."""
+        self.top = self.model.new_int_var(self.tables.least_bytes, 2**60, "peak")
+        return self.top
+
+    def allowed(self, limit_bytes: int | None) -> int | None:
+        """What the peak of the answer may be."""
+        if limit_bytes is not None or self.top is None:
+            return limit_bytes
+        return int(self.solver.value(self.top))
+
+    def limit(self, moment: int, limit_bytes: int | None) -> bool:
+        """Demand that a moment keeps within the limit; whether that is new."""
+        if moment in self.told:
+            return False
+        self.told.add(moment)
+        counts = self.tables.alive[moment]
+        held: list[tuple[Any, int]] = []
+        for clique, rows in zip(self.tables.cliques, self.rows, strict=True):
+            nbytes = counts[list(clique.columns)] @ clique.bytes_of if clique.columns else []
+            held += [(row, int(each)) for each, row in zip(nbytes, rows, strict=False) if each]
+        most = self.top if limit_bytes is None or self.top is not None else limit_bytes
+        self.model.add(_sum(held) <= most)
+        return True
+
+    def solve(self, deadline_s: float) -> Solved:
+        cp_model = solver_module()
+        self.solver = cp_model.CpSolver()
+        self.solver.parameters.num_workers = 1  # more would not answer the same each time
+        self.solver.parameters.random_seed = 1
+        self.solver.parameters.relative_gap_limit = _GAP if self.top is None else 0.0
+        self.solver.parameters.max_time_in_seconds = max(0.05, deadline_s - time.monotonic())
+        status = self.solver.solve(self.model)
+        if status in (cp_model.INFEASIBLE, cp_model.UNKNOWN):
+            return Solved(None, is_proven=status == cp_model.INFEASIBLE)
+        masks = {
+            unit: mask
+            for (unit, mask), chosen in self.chosen.items()
+            if self.solver.boolean_value(chosen)
+        }
+        return Solved(masks, is_proven=status == cp_model.OPTIMAL)
+
+
+def _sum(pairs: list[tuple[Any, int]]) -> Any:
+    """A linear expression of ``(boolean, weight)``."""
+    expression = solver_module().LinearExpr
+    return expression.weighted_sum([each for each, _ in pairs], [by for _, by in pairs])
+
+
+def solver_module() -> Any:
+    """OR-tools' CP-SAT. Raises :class:`~meshwright.PlanError` with the pip command."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise PlanError(
+            "searching for a plan takes OR-tools, which is not installed: "
+            "pip install 'meshwright[plan]'"
+        ) from error
+    return cp_model

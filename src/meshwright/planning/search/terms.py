@@ -1,0 +1,283 @@
+"""The closed forms: what work and pieces cost, for many assignments of axes at once.
+
+``Lay`` holds, for each unit, an array of sets of axes (see :class:`Setting`); every function
+answers with an array of the same length, so that one assignment and a table of all are one code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ...zero import SMALL_ELEMENTS
+from .choices import Choices
+from .compact import Compact, Move, Piece, Work
+from .setting import Setting
+
+Values = np.ndarray
+
+
+class Spent(NamedTuple):
+    """Seconds of a term, and the bytes of its collectives."""
+
+    compute_s: Values
+    communication_s: Values
+    bytes_per_device: Values
+
+
+@dataclass(frozen=True, eq=False)
+class Lay:
+    """Assignments: ``masks`` per unit, each an array of sets of axes; others lie along none."""
+
+    problem: Compact
+    setting: Setting
+    choices: Choices
+    masks: Mapping[int, Values]
+    rows: int
+    memo: dict[object, Values] = field(default_factory=dict)  # the same is asked again and again
+
+    def mask(self, unit: int) -> Values:
+        """The axes of a unit."""
+        found = self.masks.get(unit)
+        return self.nothing if found is None else found
+
+    @functools.cached_property
+    def nothing(self) -> Values:
+        """No axes."""
+        return np.zeros(self.rows, np.int64)
+
+    def along(self, unit: int) -> Values:
+        """Into how many pieces a unit is cut."""
+        if unit not in self.memo:
+            self.memo[unit] = self.size(self.mask(unit))
+        return self.memo[unit]
+
+    def union(self, units: frozenset[int]) -> Values:
+        """The axes that any of these units lies along."""
+        return functools.reduce(np.bitwise_or, map(self.mask, units), self.nothing)
+
+    def size(self, mask: Values) -> Values:
+        return self.setting.size_of[mask]
+
+    @property
+    def batch(self) -> Values:
+        """The axes of the batch's rows."""
+        if self.problem.batch is None:
+            return self.nothing
+        return self.mask(self.problem.batch)
+
+    def loops(self, piece: Piece) -> int:
+        """Into how many micro-batches a piece is cut."""
+        has_rows = self.problem.batch in piece.scope and piece.kind == "activation"
+        return self.choices.accumulate if has_rows else 1
+
+
+# Bytes
+
+
+def shards(lay: Lay, piece: Piece) -> Values:
+    """Into how many pieces an array is cut by the axes of its units."""
+    key = ("shards", piece.units)
+    if key not in lay.memo:
+        lay.memo[key] = _shards(lay, piece)
+    return lay.memo[key]
+
+
+def _shards(lay: Lay, piece: Piece) -> Values:
+    product = np.ones(lay.rows, np.int64)
+    for unit in piece.units:
+        if unit is not None:
+            product = product * lay.along(unit)
+    return product
+
+
+def replicas_sharing(lay: Lay, piece: Piece) -> Values:
+    """Among how many replicas ZeRO shares an array out, as :func:`meshwright.zero.share_out`."""
+    key = ("replicas", piece.units, piece.shape)
+    if key not in lay.memo:
+        lay.memo[key] = _replicas_sharing(lay, piece)
+    return lay.memo[key]
+
+
+def _replicas_sharing(lay: Lay, piece: Piece) -> Values:
+    replicas = lay.size(lay.batch)
+    elements = np.ones(lay.rows, np.int64)
+    divides = np.zeros(lay.rows, bool)
+    for unit, size in zip(piece.units, piece.shape, strict=True):
+        local = size // lay.along(unit) if unit is not None else np.full(lay.rows, size)
+        divides |= local % replicas == 0
+        elements = elements * local
+    free = (lay.union(piece.scope) & lay.batch) == 0
+    return np.where(divides & free & (elements > SMALL_ELEMENTS), replicas, 1)
+
+
+def is_shared(piece: Piece, zero: int) -> bool:
+    """Whether this level of ZeRO shares such pieces out while they rest."""
+    level = {"parameter": 3, "gradient": 2, "update": 1, "slot": 1, "accumulator": 2}
+    return zero >= level.get(piece.kind, 4)
+
+
+def resting_bytes(lay: Lay, piece: Piece) -> Values:
+    """Bytes of one device's part of an array while nobody works on it."""
+    divisor = shards(lay, piece) * lay.loops(piece)
+    if is_shared(piece, lay.choices.zero):
+        divisor = divisor * replicas_sharing(lay, piece)
+    return -(-piece.nbytes // divisor)
+
+
+def used_bytes(lay: Lay, piece: Piece, work: Work) -> Values:
+    """Bytes of an array as an operation takes it: what it wants whole is gathered."""
+    moves = tuple(move for move in work.moves if lay.problem.pieces[move.piece] == piece)
+    key = ("used", piece, piece.scope & work.whole, moves)
+    if key not in lay.memo:
+        wanted = {move.given: move.wanted for move in moves}
+        divisor = np.full(lay.rows, lay.loops(piece), np.int64)
+        for unit in piece.scope - work.whole:
+            divisor = divisor * lay.along(wanted.get(unit, unit))
+        lay.memo[key] = -(-piece.nbytes // divisor)
+    return lay.memo[key]
+
+
+def room_bytes(lay: Lay, work: Work) -> Values:
+    """Bytes of the copies that an operation holds while it runs."""
+    total = np.zeros(lay.rows, np.int64)
+    moved = {move.piece for move in work.moves}
+    pieces = lay.problem.pieces
+    for place in dict.fromkeys(work.operands):
+        piece = pieces[place]
+        copied = np.zeros(lay.rows, bool)
+        if piece.scope & work.whole:
+            copied |= lay.union(piece.scope & work.whole) != 0
+        for move in work.moves:
+            if place in moved and move.piece == place:
+                copied |= (lay.mask(move.given) & ~lay.mask(move.wanted)) != 0
+        if piece.kind == "parameter" and lay.choices.zero == 3 and not _updates(lay, work):
+            copied |= replicas_sharing(lay, piece) > 1
+        if copied.any():
+            total = total + np.where(copied, used_bytes(lay, piece, work), 0)
+    for place in work.results:
+        if pieces[place].kind == "gradient" and lay.choices.zero >= 2:
+            shared = replicas_sharing(lay, pieces[place]) > 1
+            total = total + np.where(shared, used_bytes(lay, pieces[place], work), 0)
+    return total
+
+
+# Seconds
+
+
+def work_spent(lay: Lay, work: Work) -> Spent:
+    """What all runs of one operation take in a step."""
+    setting, choices = lay.setting, lay.choices
+    runs = work.times * (2 if choices.recompute and work.is_again else 1)
+    loops = choices.accumulate if _has_rows(lay, work) else 1
+    divisor = lay.size(lay.union(work.units)).astype(float)
+    updates = _updates(lay, work)
+    if updates:
+        divisor = divisor * _pieces(lay, lay.problem.pieces[work.results[0]])
+    flops_s = work.flops * setting.seconds_per_flop.get(work.dtype, 0.0) / divisor
+    moved = np.zeros(lay.rows)
+    for place in (*work.reads, *work.writes):
+        piece = lay.problem.pieces[place]
+        cut = _pieces(lay, piece) if updates else 1
+        moved = moved + loops * used_bytes(lay, piece, work) / cut
+    compute_s = np.maximum(flops_s, moved * setting.seconds_per_byte)
+    talk_s, nbytes = _talk(lay, work, loops)
+    return Spent(runs * compute_s, runs * talk_s, runs * nbytes)
+
+
+def parameter_spent(lay: Lay, piece: Piece) -> Spent:
+    """What ZeRO gathers of one parameter in a step.
+
+    Levels 1 and 2 gather the new value once; level 3 the parameter for the forward and again for
+    the backward pass of each micro-batch (Rajbhandari et al. 2020).
+    """
+    none = np.zeros(lay.rows)
+    zero = lay.choices.zero
+    if zero == 0:
+        return Spent(none, none, none)
+    times = 2 * lay.choices.accumulate if zero == 3 else 1
+    over = np.where(replicas_sharing(lay, piece) > 1, lay.batch, 0)
+    each = piece.nbytes / shards(lay, piece)
+    talk_s, nbytes = _collective(lay, "all-gather", over, each)
+    return Spent(none, times * talk_s, times * nbytes)
+
+
+def _talk(lay: Lay, work: Work, loops: int) -> tuple[Values, Values]:
+    """Seconds and bytes of an operation's collectives."""
+    parts = [_moved(lay, work, move) for move in work.moves]
+    parts += [
+        _gathered(lay, work, place)
+        for place in dict.fromkeys(work.operands)
+        if lay.problem.pieces[place].scope & work.whole
+    ]
+    talk_s = loops * sum((seconds for seconds, _ in parts), np.zeros(lay.rows))
+    nbytes = loops * sum((moved for _, moved in parts), np.zeros(lay.rows))
+    if work.summed:
+        for seconds, moved in _sums(lay, work, loops):
+            talk_s, nbytes = talk_s + seconds, nbytes + moved
+    return talk_s, nbytes
+
+
+def _moved(lay: Lay, work: Work, move: Move) -> tuple[Values, Values]:
+    """From the axes of ``given`` to those of ``wanted``: what is lost is gathered, what is new is
+    cut for nothing."""
+    piece = lay.problem.pieces[move.piece]
+    lost = lay.mask(move.given) & ~lay.mask(move.wanted)
+    kept = lay.size(lay.mask(move.given) & lay.mask(move.wanted))
+    others = shards(lay, piece) // lay.size(lay.mask(move.given))
+    return _collective(lay, "all-gather", lost, piece.nbytes / (others * kept * lay.loops(piece)))
+
+
+def _gathered(lay: Lay, work: Work, place: int) -> tuple[Values, Values]:
+    piece = lay.problem.pieces[place]
+    lost = lay.union(piece.scope & work.whole)
+    return _collective(lay, "all-gather", lost, used_bytes(lay, piece, work).astype(float))
+
+
+def _sums(lay: Lay, work: Work, loops: int) -> list[tuple[Values, Values]]:
+    """Sums over devices; of gradients once per step, but in pieces and each time from level 2 on.
+
+    That is what the step does, see ``step/accumulate.py``.
+    """
+    over = lay.union(work.summed)
+    plain, once, found = np.zeros(lay.rows), np.zeros(lay.rows), []
+    for place in work.results:
+        piece = lay.problem.pieces[place]
+        nbytes = piece.nbytes / (shards(lay, piece) * lay.loops(piece))
+        if piece.kind != "gradient":
+            plain = plain + nbytes
+        elif lay.choices.zero < 2:
+            once = once + nbytes
+        else:
+            rows = np.where(replicas_sharing(lay, piece) > 1, over & lay.batch, 0)
+            for kind, axes in (("reduce-scatter", rows), ("all-reduce", over & ~rows)):
+                found.append((loops, *_collective(lay, kind, axes, nbytes)))
+    for times, nbytes in ((loops, plain), (1, once)):
+        if np.any(nbytes):
+            found.append((times, *_collective(lay, "all-reduce", over, nbytes)))
+    return [(times * seconds, times * moved) for times, seconds, moved in found]
+
+
+def _collective(lay: Lay, kind: str, over: Values, nbytes: Values) -> tuple[Values, Values]:
+    rate, delay = lay.setting.rate_s_per_byte[kind], lay.setting.delay_s[kind]
+    return nbytes * rate[over] + delay[over], np.where(lay.size(over) > 1, nbytes, 0.0)
+
+
+def _pieces(lay: Lay, piece: Piece) -> Values | int:
+    """Into how many pieces ZeRO, at any level, cuts what is updated."""
+    shares = piece.is_shareable and lay.choices.zero
+    return replicas_sharing(lay, piece) if shares else 1
+
+
+def _has_rows(lay: Lay, work: Work) -> bool:
+    batch = lay.problem.batch
+    return batch in work.units or batch in work.whole or batch in work.summed
+
+
+def _updates(lay: Lay, work: Work) -> bool:
+    kinds = {lay.problem.pieces[place].kind for place in work.results}
+    return bool(kinds) and kinds <= {"update", "parameter", "slot"}

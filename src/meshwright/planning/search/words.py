@@ -1,0 +1,157 @@
+"""A plan in words: the options side by side, and what each choice brings and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .choices import Choices, Layouts
+from .compact import Compact
+from .cost import bytes_by_kind, cost_of, masks_of
+from .setting import Setting
+
+if TYPE_CHECKING:
+    from .plan import Option
+
+_SMALL_SHARE = 1e-3  # of the step, or of the peak: what is less is not worth a word
+
+
+def table(options: Mapping[str, Option], limit_bytes: int | None) -> list[str]:
+    """The options as columns."""
+    rows = [_cells("", list(options))]
+    rows += [
+        _cells("devices", [str(each.num_devices) for each in options.values()]),
+        _cells("mesh", [_mesh(each) for each in options.values()]),
+    ]
+    families = dict.fromkeys(family for each in options.values() for family, _ in each.rules)
+    for family in families:
+        along = [dict(each.rules).get(family, ()) for each in options.values()]
+        rows.append(_cells(family, ["+".join(axes) or "-" for axes in along]))
+    rows += [
+        _cells("ZeRO", [str(each.zero) for each in options.values()]),
+        _cells("micro-batches", [str(each.accumulate) for each in options.values()]),
+        _cells("recompute", ["yes" if each.recompute else "no" for each in options.values()]),
+    ]
+    for label, name in (("step", "time_s"), ("compute", "compute_s"), ("talk", "communication_s")):
+        rows.append(_cells(label, [ms(getattr(each, name)) for each in options.values()]))
+    rows.append(_cells("peak", [nbytes(each.peak_bytes) for each in options.values()]))
+    rows += _dry_runs(options)
+    if limit_bytes is not None:
+        fits = [each.peak_bytes <= limit_bytes for each in options.values()]
+        label = f"fits {nbytes(limit_bytes)}"
+        rows.append(_cells(label, ["yes" if each else "no" for each in fits]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _dry_runs(options: Mapping[str, Option]) -> Iterator[list[str]]:
+    every = list(options.values())
+    if any(each.dry_run_time_s is not None for each in every):
+        yield _cells("dry run: step", [ms(each.dry_run_time_s) for each in every])
+    if any(each.dry_run_peak_bytes is not None for each in every):
+        yield _cells("dry run: peak", [nbytes(each.dry_run_peak_bytes) for each in every])
+
+
+def _cells(label: str, cells: list[str]) -> list[str]:
+    return [label, *cells]
+
+
+def _mesh(option: Option) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in option.axes)
+
+
+def ms(time_s: float | None) -> str:
+    """Seconds as milliseconds, or as microseconds where that is little.
+
+    >>> ms(0.0123456), ms(0.0000123)
+    ('12.346 ms', '12.3 us')
+    """
+    if time_s is None:
+        return "unknown"
+    return f"{1e3 * time_s:,.3f} ms" if time_s >= 1e-3 else f"{1e6 * time_s:,.1f} us"
+
+
+def nbytes(count: int | None) -> str:
+    """Bytes in the unit that suits.
+
+    >>> nbytes(3_100_000_000), nbytes(999)
+    ('3.1 GB', '999 B')
+    """
+    if count is None:
+        return "unknown"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+# Reasons: each choice beside the same without it
+
+
+def reasons(problem: Compact, setting: Setting, layouts: Layouts) -> tuple[str, ...]:
+    """What each choice of an answer brings and costs: the model with it and without it."""
+    said = [
+        f"{family} over {'+'.join(axes)}: "
+        + _difference(problem, setting, _without(layouts, family), layouts)
+        for family, axes in layouts.rules
+    ]
+    choices = layouts.choices
+    others = {
+        f"ZeRO {choices.zero}": Choices(0, choices.accumulate, choices.recompute),
+        f"{choices.accumulate} micro-batches": Choices(choices.zero, 1, choices.recompute),
+        "recompute": Choices(choices.zero, choices.accumulate, False),
+    }
+    for name, other in others.items():
+        if other != choices:
+            before = Layouts(layouts.axes, layouts.rules, other)
+            said.append(f"{name}: {_difference(problem, setting, before, layouts)}")
+    return tuple(said)
+
+
+def _without(layouts: Layouts, family: str) -> Layouts:
+    rules = tuple(pair for pair in layouts.rules if pair[0] != family)
+    return Layouts(layouts.axes, rules, layouts.choices)
+
+
+def _difference(problem: Compact, setting: Setting, before: Layouts, after: Layouts) -> str:
+    """What changes from one answer to another."""
+    old, new = _measured(problem, setting, before), _measured(problem, setting, after)
+    parts = [*_of_bytes(old, new), *_of_time(old, new)]
+    return ", ".join(parts) or "changes next to nothing"
+
+
+def _measured(problem: Compact, setting: Setting, layouts: Layouts) -> dict[str, Any]:
+    masks = masks_of(problem, layouts.axes, dict(layouts.rules))
+    cost = cost_of(problem, setting, masks, layouts.choices)
+    talk: dict[str, float] = {}
+    for term in cost.terms:
+        talk[term.collective] = talk.get(term.collective, 0.0) + term.communication_s
+    kinds = bytes_by_kind(problem, setting, masks, layouts.choices)
+    return {"cost": cost, "talk": talk, "kinds": kinds}
+
+
+def _of_bytes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    saved = old["cost"].peak_bytes - new["cost"].peak_bytes
+    if abs(saved) <= _SMALL_SHARE * old["cost"].peak_bytes:
+        return
+    kinds = {kind: old["kinds"].get(kind, 0) - new["kinds"].get(kind, 0) for kind in old["kinds"]}
+    most = max(kinds, key=lambda kind: kinds[kind] * (1 if saved > 0 else -1))
+    named = {"copy": "copies", "state": "state"}.get(most, f"{most}s")
+    yield f"{'saves' if saved > 0 else 'takes'} {nbytes(abs(saved))}, most of it {named}"
+
+
+def _of_time(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    if old["cost"].time_s is None or new["cost"].time_s is None:
+        return
+    small = _SMALL_SHARE * old["cost"].time_s
+    computed = old["cost"].compute_s - new["cost"].compute_s
+    if abs(computed) > small:
+        yield f"{'saves' if computed > 0 else 'costs'} {ms(abs(computed))} of compute"
+    for kind in dict.fromkeys([*new["talk"], *old["talk"]]):
+        spent = new["talk"].get(kind, 0.0) - old["talk"].get(kind, 0.0)
+        if kind and abs(spent) > small:
+            yield f"{'costs' if spent > 0 else 'saves'} {ms(abs(spent))} of {kind}"

@@ -1,0 +1,404 @@
+"""The plan: a value that explains itself, goes to JSON and back, and lays a model out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_graphs import Builder, mlp, transformer
+
+import meshwright as mw
+from meshwright.errors import PlanError
+from meshwright.placement import ParamInfo
+from meshwright.planning import compile_ahead
+from meshwright.planning.estimate import estimate
+from meshwright.planning.hardware import Hardware, Link
+from meshwright.planning.search import Choices, Option, Plan, cost, plan_step, reranked, solve
+
+U = mw.UNSHARDED
+CPU = Hardware(
+    "measured",
+    peak_flops_per_s=(("float32", 1e11),),
+    memory_bytes=10**9,
+    memory_bandwidth_bytes_per_s=1e10,
+    links=(Link("shared", "shared", 1e9, 1e-6),),
+)
+
+
+def big():
+    """Sixteen blocks of 50M parameters."""
+    return transformer(32, 512, 2048, 16, 128, 8192, 32000, 16)
+
+
+def test_a_plan_shows_what_it_decided_against():
+    plan = plan_step(big(), "h100:8")
+    text = str(plan)
+    assert plan.runners_up
+    assert plan.data_parallel is not None
+    for word in ("chosen", "runner-up", "data parallel", "fits 80.0 GB", "micro-batches", "saves"):
+        assert word in text
+    assert plan.chosen.time_s <= plan.runners_up[0].time_s
+    assert plan.chosen.time_s <= plan.data_parallel.time_s
+    assert plan.why[0].startswith("batch over batch: saves ")
+    assert " of all-reduce" in text
+
+
+def test_reasons_are_differences_of_the_model():
+    """What a line says is the cost with and without, not a phrase."""
+    graph = mlp(1024, 512, 2048)
+    axes = {"batch": 2, "model": 4}
+    plan = plan_step(graph, "cpu:8", hardware=CPU, axes=axes)
+    assert plan.rules == {"batch": ("batch",), "hidden": ("model",)}
+    (line,) = [line for line in plan.why if line.startswith("hidden over model")]
+    mesh = tuple(axes.items())
+    choices = Choices(plan.zero, plan.accumulate, plan.recompute)
+    with_it, without = (
+        cost(graph, mesh, each, choices, target="cpu:8", hardware=CPU)
+        for each in ({"batch": ["batch"], "hidden": ["model"]}, {"batch": ["batch"]})
+    )
+    saved = (without.peak_bytes - with_it.peak_bytes) / 1e6
+    assert f"saves {saved:.1f} MB" in line
+    assert without.compute_s is not None
+    assert with_it.compute_s is not None
+    assert f"saves {1e3 * (without.compute_s - with_it.compute_s):,.3f} ms of compute" in line
+
+
+def test_a_plan_is_a_value():
+    first, second = (plan_step(mlp(), "v5e:2x4") for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != replace(first, target="v5e:1x1")
+
+
+def test_one_device_is_said_to_be_fastest():
+    plan = plan_step(mlp(), "v5e:2x4")
+    assert plan.axes == (("batch", 1),)
+    assert "one device is fastest" in str(plan)
+    assert plan.placement().batch is None
+
+
+def test_layouts_of_parameters_and_inputs():
+    axes = {"rows": 2, "cols": 4}
+    plan = plan_step(mlp(1024, 512, 2048), "cpu:8", hardware=CPU, axes=axes)
+    assert plan.rules == {"batch": ("rows",), "hidden": ("cols",)}
+    assert plan.layouts_of(inputs=False) == {"w": [U, "cols"], "v": ["cols", U]}
+    assert plan.layouts_of(inputs=True) == {"x": ["rows", U]}
+    placement = plan.placement()
+    infos = [
+        ParamInfo(path, (path,), dims, "float32", 4)
+        for path, dims in [("w", (512, 2048)), ("v", (2048, 512))]
+    ]
+    placed = placement.with_zero(0).place(infos)
+    assert [str(each.layout.unbound()) for each in placed] == [
+        "[unsharded, cols]",
+        "[cols, unsharded]",
+    ]
+    assert placement.batch_axes == ("rows",)
+    bound = plan.placement(mw.create_mesh(axes))
+    assert not bound.mesh.is_abstract
+
+
+def test_inputs_that_are_split_otherwise_than_by_rows():
+    """A batch (tokens, labels), both split along their length too."""
+    plan = plan_step(mlp(64, 256, 4096), "cpu:8", hardware=CPU, axes={"rows": 2, "cols": 4})
+    lies = (("rows",), ("cols",))
+    plan = replace(plan, layouts=(("input/0", lies), ("input/1", lies)), batch=("rows",))
+    plan = replace(plan, inputs=("input/0", "input/1"))
+    both = plan.placement()
+    assert str(both.input_layout(None, 1, (8, 8)).unbound()) == "[rows, cols]"
+    keras = replace(plan, num_inputs=1).placement()
+    assert dict(keras.inputs).keys() == dict(keras.targets).keys() == {0}
+    assert str(keras.target_layout(None, 0, (8, 8)).unbound()) == "[rows, cols]"
+
+
+# JSON
+
+names = st.text("abc/._[]'0", min_size=1, max_size=8)
+along = st.lists(names, max_size=2).map(tuple)
+numbers = st.none() | st.floats(0, 1e6)
+options = st.builds(
+    Option,
+    axes=st.lists(st.tuples(names, st.integers(1, 512)), max_size=3).map(tuple),
+    rules=st.lists(st.tuples(names, along), max_size=3).map(tuple),
+    zero=st.integers(0, 3),
+    accumulate=st.integers(1, 64),
+    recompute=st.booleans(),
+    time_s=numbers,
+    compute_s=numbers,
+    communication_s=numbers,
+    peak_bytes=st.integers(0, 2**50),
+    dry_run_time_s=numbers,
+    dry_run_peak_bytes=st.none() | st.integers(0, 2**50),
+)
+texts = st.lists(st.text(max_size=20), max_size=3).map(tuple)
+plans = st.builds(
+    Plan,
+    target=names,
+    hardware=names,
+    objective=st.sampled_from(["time", "memory"]),
+    limit_bytes=st.none() | st.integers(0, 2**50),
+    chosen=options,
+    runners_up=st.lists(options, max_size=2).map(tuple),
+    data_parallel=st.none() | options,
+    layouts=st.lists(st.tuples(names, st.lists(along, max_size=3).map(tuple)), max_size=3).map(
+        tuple
+    ),
+    inputs=st.lists(names, max_size=2).map(tuple),
+    batch=along,
+    why=texts,
+    notes=texts,
+    is_proven=st.booleans(),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans)
+def test_json_keeps_all_of_a_plan(plan):
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_file_keeps_a_plan(tmp_path):
+    plan = plan_step(mlp(), "v5e:2x4")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    with pytest.raises(PlanError, match=r"no plan can be read from .*other\.json"):
+        Plan.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda read: read | {"version": 0}, "another version than 1"),
+        (lambda read: read | {"colour": 1}, "keys that nobody knows: colour"),
+        (lambda read: {k: v for k, v in read.items() if k != "chosen"}, "KeyError: 'chosen'"),
+        (lambda read: [], r"holds no plan.*Plan.to_json\(\) writes one"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change, said):
+    read = json.loads(plan_step(mlp(), "v5e:2x4").to_json())
+    with pytest.raises(PlanError, match=said):
+        Plan.from_json(json.dumps(change(read)))
+
+
+# When nothing fits
+
+
+def test_the_nearest_miss_and_what_would_make_it_fit():
+    graph = mlp(64, 1024, 4096)
+    # Weights and their slots of Adam take 100 MB; the gradients come on top.
+    with pytest.raises(PlanError) as caught:
+        plan_step(
+            graph,
+            "h100:2",
+            memory_limit=40_000_000,
+            axes={"batch": 2},
+            zero=(0,),
+            accumulate=(1,),
+            recompute=(False,),
+        )
+    error = caught.value
+    assert error.available_bytes == 40_000_000 < error.needed_bytes
+    assert "no layout keeps within 40.0 MB on h100:2. The nearest takes" in str(error)
+    with pytest.raises(PlanError) as caught:
+        plan_step(graph, "h100:2", memory_limit=40_000_000, zero=(0,), accumulate=(1,))
+    more = [each for each in caught.value.remedies if each.startswith("more devices, h100:")]
+    assert len(more) == 1
+    # The remedy is true: with those devices there is a plan, with half of them there is not.
+    found = more[0].partition(",")[2].partition(":")[2].partition(":")[0]
+    count = int(found)
+    enough = {"memory_limit": 40_000_000, "zero": (0,), "accumulate": (1,)}
+    assert plan_step(graph, f"h100:{count}", **enough).chosen.peak_bytes <= 40_000_000
+    with pytest.raises(PlanError):
+        plan_step(graph, f"h100:{count // 2}", **enough)
+
+
+NOTHING = {"zero": (0,), "accumulate": (1,), "recompute": (False,)}
+
+
+@pytest.mark.parametrize(
+    ("remedy", "graph", "axes", "change"),
+    [
+        ("ZeRO", mlp(1024, 512, 1024), {"batch": 8}, {"zero": (0, 1, 2, 3)}),
+        ("recompute", transformer(8, blocks=4), {"batch": 2}, {"recompute": (False, True)}),
+        ("accumulate", transformer(8, blocks=4), {"batch": 2}, {"accumulate": (1, 4)}),
+        ("another mesh", mlp(21, 64, 4096), {"batch": 7}, {"axes": None}),
+    ],
+)
+def test_each_remedy_is_found_where_it_helps(remedy, graph, axes, change):
+    def least(**more):
+        plan = plan_step(graph, "h100:8", objective="memory", **({"axes": axes} | NOTHING | more))
+        return plan.chosen.peak_bytes
+
+    limit = (least() + least(**change)) // 2
+    assert limit < least()
+    with pytest.raises(PlanError) as caught:
+        plan_step(graph, "h100:8", memory_limit=limit, axes=axes, **NOTHING)
+    assert any(each.startswith(remedy) for each in caught.value.remedies), caught.value
+    found = plan_step(graph, "h100:8", memory_limit=limit, **({"axes": axes} | NOTHING | change))
+    assert found.chosen.peak_bytes <= limit
+
+
+def test_a_smaller_batch_is_said_with_its_rows():
+    with pytest.raises(PlanError) as caught:
+        plan_step(
+            mlp(4096, 64, 128), "h100:8", memory_limit=2_000_000, axes={"batch": 1}, **NOTHING
+        )
+    assert any(each.startswith("smaller batch, 512 rows") for each in caught.value.remedies)
+    found = plan_step(
+        mlp(512, 64, 128), "h100:8", memory_limit=2_000_000, axes={"batch": 1}, **NOTHING
+    )
+    assert found.chosen.peak_bytes <= 2_000_000
+
+
+def test_nothing_helps_where_one_array_is_too_large():
+    builder = Builder()
+    builder.dim("odd", 1_000_003)
+    builder.tensor("x", "odd", "input")
+    builder.add("sort", "x", "y", "odd", whole="odd")
+    with pytest.raises(PlanError, match="were tried, and none is enough"):
+        plan_step(builder.graph(), "h100:2", memory_limit=1000)
+
+
+def test_a_mesh_too_large_is_refused():
+    with pytest.raises(PlanError, match="takes 16 devices, and h100:8 has 8"):
+        plan_step(mlp(), "h100:8", axes={"batch": 16})
+
+
+def test_or_tools_missing_names_the_command(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ortools.sat.python", None)
+    with pytest.raises(PlanError, match=r"pip install 'meshwright\[plan\]'"):
+        solve.solver_module()
+
+
+# Verified by dry runs
+
+
+def dry_run_of_mlp(plan):
+    """A real compile of the two layers, laid out as the plan says, for eight CPU devices."""
+    mesh = plan.mesh
+    layouts = plan.layouts_of(inputs=False) | plan.layouts_of(inputs=True)
+    shapes = {"x": (64, 256), "w": (256, 4096), "v": (4096, 256)}
+    arguments = [
+        jax.ShapeDtypeStruct(
+            shapes[path], jnp.float32, sharding=mw.Layout(layouts[path], mesh).sharding
+        )
+        for path in ("x", "w", "v")
+    ]
+
+    def step(x, w, v):
+        def loss(w, v):
+            return jnp.sum(jnp.square(jax.nn.relu(x @ w) @ v - x))
+
+        slopes = jax.grad(loss, (0, 1))(w, v)
+        return w - slopes[0], v - slopes[1]
+
+    compiled = compile_ahead(jax.jit(step), arguments, f"cpu:{mesh.size}")
+    found = estimate(compiled, CPU)
+
+    class Report:
+        step_time_s = found.step_time_s
+        peak_bytes = compiled.argument_bytes + compiled.temporary_bytes
+        fits = peak_bytes <= 10**9
+
+    return Report()
+
+
+@pytest.mark.alone
+def test_the_best_are_compiled_and_ranked_again():
+    asked = []
+
+    def dry_run_of(plan):
+        asked.append(plan.axes)
+        return dry_run_of_mlp(plan)
+
+    plan = plan_step(
+        mlp(64, 256, 4096, adam=False),
+        "cpu:8",
+        hardware=CPU,
+        zero=(0,),
+        accumulate=(1,),
+        recompute=(False,),
+        verify=3,
+        dry_run_of=dry_run_of,
+    )
+    assert len(asked) == 3
+    times = [each.dry_run_time_s for each in (plan.chosen, *plan.runners_up)]
+    assert None not in times
+    assert times == sorted(times)
+    assert "dry run: step" in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_dry_run_has_the_last_word():
+    plans = [
+        replace(plan, runners_up=())
+        for plan in (
+            plan_step(mlp(64, 256, 4096), "cpu:8", hardware=CPU, axes=axes)
+            for axes in ({"batch": 8}, {"model": 8}, {"batch": 2, "model": 4})
+        )
+    ]
+    seconds = dict(zip([plan.axes for plan in plans], [3.0, 1.0, 2.0], strict=True))
+    fits = dict(zip([plan.axes for plan in plans], [True, False, True], strict=True))
+
+    class Report:
+        def __init__(self, plan):
+            self.step_time_s, self.peak_bytes = seconds[plan.axes], 5
+            self.fits = fits[plan.axes]
+
+    ranked = reranked(plans, Report)
+    assert [plan.chosen.dry_run_time_s for plan in ranked] == [2.0, 3.0, 1.0]
+    assert "the dry run preferred this" in str(ranked[0])
+    fits.update(dict.fromkeys(fits, False))
+    with pytest.raises(PlanError, match="none of the 3 best plans fits by its dry run"):
+        reranked(plans, Report)
+
+
+# A real model, inferred, planned, trained
+
+
+def test_a_plan_of_a_keras_model_trains_it():
+    import keras
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input([64]),
+                keras.layers.Dense(512, activation="relu", name="up"),
+                keras.layers.Dense(8, name="down"),
+            ]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(32, 64)).astype("f"), rng.normal(size=(32, 8)).astype("f")
+    with mw.abstract():
+        plan = mw.plan(build(), (x, y), target="cpu:8", hardware=CPU, axes={"batch": 2, "model": 4})
+    assert plan.how.accumulate == plan.accumulate
+    assert plan.num_inputs == 1
+    assert mw.Plan.from_json(plan.to_json()) == plan
+    assert {"up/kernel", "down/kernel"} <= set(plan.layouts_of(inputs=False))
+    strategy = plan.strategy()
+    assert strategy.placement == plan.placement(mw.create_mesh({"batch": 2, "model": 4}))
+    with strategy.scope():
+        model = build()
+    rows = 32 // plan.accumulate
+    losses = strategy.fit(model, x, y, batch_size=rows, epochs=3, verbose=0).history["loss"]
+    single = build()
+    wanted = single.fit(x, y, batch_size=32, epochs=3, verbose=0, shuffle=False).history["loss"]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
+    if plan.rules:
+        split = [w.value.sharding.spec for w in model.weights if "kernel" in w.path]
+        assert any("model" in str(spec) for spec in split)
+
+
+def test_seconds_that_run_out_are_told():
+    with pytest.raises(PlanError, match=r"no layout was found within 0 s; give more, limit_s="):
+        plan_step(mlp(), "h100:8", limit_s=0.0)
