@@ -73,6 +73,7 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-targets: pyproject.toml $(VENV)/.installed-dev
-	@echo "Installing the TPU compiler into $(VENV) ..."
-	@$(PIP) install --editable ".[dev,tpu]"
+	@echo "Installing the TPU compiler and what drives a browser into $(VENV) ..."
+	@$(PIP) install --editable ".[dev,tpu,browser]"
+	@command -v chromium > /dev/null || echo "Tests in a browser are left out: apt-get install chromium"
 	@touch $@

@@ -1,0 +1,85 @@
+"""The top of the page: does it fit, how long does it take, what bounds it; notes at its foot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .grid import Column, grid
+from .markup import Child, Html, section, tag
+from .words import UNKNOWN, bytes_cell, flops_text, in_words, ms, percent
+
+if TYPE_CHECKING:
+    from ..dry_run import DryRun
+
+
+def head(run: DryRun) -> Html:
+    """Name, verdict and the figures that people ask for first."""
+    axes = " × ".join(f"{axis}={size}" for axis, size in run.axes)
+    devices = run.target.num_devices
+    return tag(
+        "header",
+        tag("p", "Meshwright dry run", class_="over"),
+        tag("h1", run.name),
+        tag("p", tag("b", str(run.target)), f", {devices:,} devices, mesh {axes}", class_="under"),
+        _verdict(run),
+        tag("dl", [tag("div", tag("dt", n), tag("dd", *v)) for n, v in _figures(run)]),
+    )
+
+
+def _verdict(run: DryRun) -> Html:
+    free = run.memory.free_bytes
+    if run.fits is None:
+        said = "? Whether it fits is not known, as the memory of a device is not"
+        return tag("p", said, class_="verdict maybe")
+    if run.fits:
+        return tag("p", f"✓ Fits, with {in_words(free or 0)} to spare", class_="verdict good")
+    by = "" if free is None else f", by {in_words(-free)}"
+    return tag("p", f"✗ Does not fit{by}", class_="verdict bad")
+
+
+def _figures(run: DryRun) -> list[tuple[str, list[Child]]]:
+    memory = run.memory
+    of = "" if memory.available_bytes is None else f"of {in_words(memory.available_bytes)}"
+    figures = [
+        ("peak of a device", bytes_cell(memory.peak_bytes), of),
+        ("time of a step", ms(run.step_time_s), "estimated" if run.step_time_s else ""),
+        ("MFU", percent(run.mfu), "of the peak FLOP/s" if run.mfu is not None else ""),
+        ("bound by", run.bound_by or UNKNOWN, ""),
+        ("FLOPs of a device", UNKNOWN if run.flops is None else flops_text(run.flops), "in a step"),
+    ]
+    if run.compiled is not None:
+        found = len(run.unexpected)
+        says = "see their remedies" if found else "all asked for"
+        figures.append(("unexpected collectives", str(found), says))
+    return [
+        (name, [tag("b", value), tag("small", more) if more else None])
+        for name, value, more in figures
+    ]
+
+
+def notes_section(run: DryRun) -> Html | None:
+    """What was assumed, and where the numbers of the hardware are from."""
+    said = [*run.notes]
+    if run.estimate is not None:
+        said += run.estimate.assumptions
+    sources = () if run.hardware is None else run.hardware.sources
+    if not said and not sources:
+        return None
+    columns = (Column("number"), Column("source", "path"))
+    rows = [(name, source) for name, source in sources]
+    table = None
+    if rows and run.hardware is not None:
+        caption = f"The numbers of {run.hardware.name}, and where they are from"
+        table = grid("sources-table", caption, columns, rows, shown=None)
+    return section(
+        "notes",
+        "Notes",
+        tag("ul", [tag("li", _sentence(each)) for each in said]) if said else None,
+        tag("details", tag("summary", "Sources of the hardware's numbers"), table)
+        if table
+        else None,
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}".rstrip(".") + "."

@@ -1,0 +1,90 @@
+"""FLOPs of each layer, by the part of the step, and the instructions that take longest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .bars import Part, bar, key
+from .grid import Cell, Column, grid
+from .markup import Html, breakable, section, tag
+from .words import flops_text, in_words, ms, percent
+
+if TYPE_CHECKING:
+    from ..costs import LayerCost
+    from ..estimate import Estimate, Heavy
+
+# What belongs to no pass is chiefly the update of the parameters.
+PAINTS = (("forward", "blue"), ("backward", "orange"), ("recompute", "pink"), ("other", "grey"))
+
+
+def layers_section(found: Estimate | None) -> Html | None:
+    """The section on the work of the layers."""
+    if found is None or not found.layers:
+        return None
+    whole = max(1.0, *(each.flops for each in found.layers))
+    columns = (
+        Column("layer", "path"),
+        Column("FLOPs", "num"),
+        Column("of all", "num"),
+        Column("by pass"),
+        Column("bytes", "num"),
+    )
+    rows = [_row(each, whole, found.flops) for each in found.layers]
+    said = f"{flops_text(found.flops)}s of products and convolutions in one device and one step"
+    if found.recompute_flops:
+        said += f", {flops_text(found.recompute_flops)}s of them computed again"
+    if found.replicated_share is not None:
+        said += f"; {percent(found.replicated_share)} of the FLOPs of all devices are replicated"
+    return section(
+        "layers",
+        "FLOPs of the layers",
+        tag("p", f"{said}."),
+        key(PAINTS),
+        grid("layers-table", "FLOPs and bytes read and written, of one device", columns, rows),
+        _heaviest(found.heaviest),
+    )
+
+
+def _row(each: LayerCost, whole: float, total: float) -> tuple[Cell, ...]:
+    sizes = (each.forward_flops, each.backward_flops, each.recompute_flops, each.other_flops)
+    parts = [
+        Part(name, size, flops_text(size), paint)
+        for (name, paint), size in zip(PAINTS, sizes, strict=True)
+    ]
+    return (
+        Cell(breakable(each.layer or "-")),
+        Cell(flops_text(each.flops), each.flops),
+        Cell(f"{each.flops / total if total else 0.0:.1%}", each.flops),
+        Cell(bar(parts, whole, "FLOPs"), each.flops),
+        Cell(in_words(each.bytes), each.bytes),
+    )
+
+
+def _heaviest(heaviest: Sequence[Heavy]) -> Html:
+    columns = (
+        Column("instruction", "path"),
+        Column("layer", "path"),
+        Column("when"),
+        Column("count", "num"),
+        Column("time", "num"),
+        Column("FLOPs", "num"),
+        Column("bytes", "num"),
+    )
+    rows = [
+        (
+            Cell(each.opcode),
+            Cell(breakable(each.layer or "-")),
+            Cell(each.phase),
+            Cell("?" if each.count is None else f"{each.count:,}", each.count or 0),
+            Cell(ms(each.time_s) if each.time_s else "-", each.time_s),
+            Cell(flops_text(each.flops) if each.flops else "-", each.flops),
+            Cell(in_words(each.bytes), each.bytes),
+        )
+        for each in heaviest
+    ]
+    return tag(
+        "details",
+        tag("summary", f"The {len(rows)} heaviest instructions"),
+        grid("heaviest-table", "Heaviest instructions, all their runs together", columns, rows),
+    )

@@ -1,0 +1,426 @@
+"""The report as one page: well formed, as full as the report, and safe from what it holds."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import math
+import re
+import sys
+import time
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import jax
+import jax.numpy as jnp
+import keras
+import optax
+import pytest
+from keras import layers
+
+import meshwright as mw
+from meshwright import plan_command
+from meshwright.drawing.canvas import text_width
+from meshwright.frontends.keras.abstract import abstract
+from meshwright.placement import ParamInfo, Placed
+from meshwright.planning import Target
+from meshwright.planning.collectives import Collective
+from meshwright.planning.costs import Loop, Operation
+from meshwright.planning.dry_run import DryRun, Memory, dry_run
+from meshwright.planning.hardware import Hardware, Link
+from meshwright.planning.hlo import Array
+from meshwright.planning.links import AxisLink
+from meshwright.planning.page.layouts import alike
+from meshwright.planning.page.memory import parts_of
+from meshwright.planning.page.meshes import mesh_picture
+from meshwright.planning.page.moments import COMPUTE, MEMORY, Span, moments_of, record
+from meshwright.planning.page.timeline import SLOTS, slots_of
+from meshwright.planning.schedule import Clock, run
+
+MESH = mw.Mesh({"batch": 4, "model": 2})
+GUESS = Hardware(
+    "guess",
+    (("float32", 1e9),),
+    memory_bytes=1 << 30,
+    memory_bandwidth_bytes_per_s=1e9,
+    links=(Link("shared", "shared", 1e9),),
+    sources=(("memory_bytes", "a <guess> & no more"),),
+)
+EVIL = "<script>alert('1')</script>&amp;"
+
+
+def shapes(*dims):
+    return jax.ShapeDtypeStruct(dims, "float32")
+
+
+@functools.cache
+def report() -> DryRun:
+    """Of a model with a gather that nobody asked for and a layer of an evil name."""
+    with abstract():
+        model = keras.Sequential(
+            [
+                keras.Input([16]),
+                layers.Dense(32, activation="relu", use_bias=False, name="w"),
+                layers.Dense(16, use_bias=False, name="v"),
+                layers.Dense(16, name="<script>"),
+            ],
+            name="<b>net",
+        )
+        model.compile("adam", "mse")
+    strategy = mw.Sharded(MESH, {"w/kernel": [None, "model"]})
+    batch = shapes(64, 16), shapes(64, 16)
+    return dry_run(model, batch, strategy=strategy, target="cpu:8", hardware=GUESS)
+
+
+@functools.cache
+def looped() -> DryRun:
+    """Of a step with a loop over layers."""
+
+    def loss(params, x):
+        def layer(x, kernel):
+            return jnp.tanh(x @ kernel), None
+
+        return jnp.mean(jax.lax.scan(layer, x, params["kernels"])[0] ** 2)
+
+    program = mw.jax_program(loss, {"kernels": shapes(6, 64, 64)}, optax.sgd(0.1))
+    placement = mw.Placement.of(mw.Mesh({"batch": 8}), zero=3)
+    return dry_run(program, shapes(32, 64), strategy=placement, target="cpu:8", hardware=GUESS)
+
+
+def bare(**more) -> DryRun:
+    """A report without a compilation."""
+    memory = Memory(6, 12, 1, 1, 6, **more)
+    return DryRun("net", Target.of("v5e:2x4"), (("batch", 8),), memory)
+
+
+def page(found: DryRun) -> ElementTree.Element:
+    """The page as a tree; raises for one that is not well formed."""
+    return ElementTree.fromstring(found.to_html())
+
+
+def text(element: ElementTree.Element) -> str:
+    """What a reader sees: texts without scripts, styles, and the words of pictures."""
+    if element.tag in ("script", "style", "head"):
+        return ""
+    own = element.text or ""
+    return own + "".join(f"{text(child)}{child.tail or ''}" for child in element)
+
+
+def rows_of(tree: ElementTree.Element, name: str) -> list[list[str]]:
+    (box,) = (each for each in tree.iter("div") if each.get("id") == name)
+    (body,) = box.iter("tbody")
+    return [[text(cell).strip() for cell in row] for row in body]
+
+
+# The page as a whole
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        report,
+        looped,
+        bare,
+        lambda: bare(peak_bytes=1 << 40, available_bytes=1 << 34),
+        lambda: replace(bare(), refusal=f"Used 40G of 16G {EVIL}"),
+        lambda: replace(report(), axes=(("a", 2), ("b", 2), ("c", 2))),
+    ],
+    ids=["report", "loop", "bare", "too large", "refused", "floors"],
+)
+def test_it_is_well_formed_and_its_links_lead_somewhere(found):
+    tree = page(found())
+    ids = [each.get("id") for each in tree.iter() if each.get("id")]
+    assert len(ids) == len(set(ids))
+    for each in tree.iter():
+        if (link := each.get("href") or "").startswith("#"):
+            assert link[1:] in ids
+        if labelled := each.get("aria-labelledby"):
+            assert labelled in ids
+        for name in re.findall(r"url\(#([\w-]+)\)", " ".join(each.attrib.values())):
+            assert name in ids
+
+
+def test_it_asks_nothing_of_a_network_and_runs_its_own_script_alone():
+    tree = page(report())
+    for each in tree.iter():
+        assert each.tag not in ("img", "iframe", "object")
+        assert "src" not in each.attrib
+        assert re.match("#|data:", each.get("href", "#"))
+        assert not [key for key in each.attrib if key.startswith("on")]
+    (script,) = tree.iter("script")
+    digest = base64.b64encode(hashlib.sha256((script.text or "").encode()).digest()).decode()
+    (policy,) = (meta.get("content") or "" for meta in tree.iter("meta") if meta.get("http-equiv"))
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    (style,) = tree.iter("style")
+    assert not re.search(r"@import|url\((?!#)", style.text or "")
+
+
+def test_the_same_report_gives_the_same_page():
+    assert report().to_html() == replace(report()).to_html()
+
+
+def test_it_is_saved_as_a_file(tmp_path):
+    report().save(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == report().to_html()
+
+
+def test_a_file_that_cannot_be_written_is_an_error_with_a_way_out(tmp_path):
+    with pytest.raises(mw.DataError, match=r"cannot be written to '.*no/report.html'.*Name a file"):
+        report().save(tmp_path / "no" / "report.html")
+
+
+JOB = """
+import keras, numpy as np
+
+def build():
+    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(4)])
+    model.compile("adam", "mse")
+    return model, (np.zeros([16, 16]), np.zeros([16, 4]))
+"""
+
+
+def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
+    mw.create_mesh({"batch": 8})  # before the command can ask for one device alone
+    (tmp_path / "job_of_a_page.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "job_of_a_page", raising=False)
+    monkeypatch.setattr(plan_command, "dry_run", lambda *_, **__: report())
+    asked = ("job_of_a_page.py:build", "cpu:8", "batch=8", [], None, None, {}, 60.0)
+    assert plan_command.run(*asked, html_path="report.html") is report()
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == report().to_html()
+
+
+def test_the_command_says_before_it_compiles_that_there_is_no_such_folder():
+    asked = ("no_such_module:build", "cpu:8", None, [], None, None, {}, 60.0)
+    with pytest.raises(mw.DataError, match=r"'no/report.html', as there is no such folder. Make"):
+        plan_command.run(*asked, html_path="no/report.html")
+
+
+@pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
+def test_every_number_of_the_terminal_is_in_the_page(found):
+    shown = text(page(found()))
+    told = re.findall(r"\d[\d,.]*(?: (?:[KMGT]?i?B|ms|GFLOP)\b|%)?", str(found()))
+    assert len(told) > 40
+    assert [each for each in told if each.rstrip(".,") not in shown] == []
+
+
+def test_whatever_comes_from_the_user_is_escaped():
+    info = ParamInfo(EVIL, (EVIL,), (4, 8), "float32", 4)
+    placed = Placed(info, mw.Layout([None, "model"], MESH), EVIL)
+    transfer = replace(report().unexpected[0], paths=(EVIL,), variables=(EVIL,), remedy=EVIL)
+    found = replace(
+        report(),
+        name=EVIL,
+        notes=(EVIL,),
+        refusal=EVIL,
+        placed=(placed, placed._replace(info=replace(info, path=f"{EVIL}2"))),
+        collectives=(transfer,),
+        tensors=tuple(replace(t, origin=replace(t.origin, path=EVIL)) for t in report().tensors),
+    )
+    assert len(list(page(found).iter("script"))) == 1
+    assert text(page(found)).count(EVIL) > 6
+    assert found.to_html().count("<script>") == 1
+
+
+def test_a_layer_with_an_evil_name_is_shown_by_its_name():
+    assert "<script>/kernel" in text(page(report()))
+    assert "<b>net" in text(page(report()))
+    assert "<b>net" not in report().to_html()
+
+
+# Its parts
+
+
+def test_what_fits_and_what_does_not_is_said_in_words():
+    fits = text(page(bare(peak_bytes=2048, available_bytes=4096)))
+    assert "Fits, with 2.00 KiB to spare" in fits
+    assert "Does not fit, by 1.00 KiB" in text(page(bare(peak_bytes=5120, available_bytes=4096)))
+    assert "Whether it fits is not known" in text(page(bare(peak_bytes=5120)))
+
+
+def test_the_parts_of_the_memory_add_up_to_the_peak():
+    found = report()
+    assert sum(part.size for part in parts_of(found.memory)) == found.peak_bytes
+    rows = {row[0]: row[1] for row in rows_of(page(found), "memory-table")}
+    assert rows["parameters"] == f"{found.parameter_bytes:,}"
+    assert rows["peak"] == f"{found.peak_bytes:,}"
+
+
+def test_collectives_nobody_asked_for_stand_out_with_their_remedy():
+    assert report().unexpected
+    tree = page(report())
+    marked = [row for row in tree.iter("tr") if row.get("class") == "marked"]
+    assert marked
+    assert all("! unexpected" in text(row) for row in marked)
+    assert all(each.remedy in text(tree) for each in report().unexpected)
+
+
+def test_the_collectives_of_the_table_are_all_there_are():
+    found = looped()
+    rows = rows_of(page(found), "collectives-table")
+    assert sum(int(row[5].replace(",", "")) for row in rows) == sum(
+        each.count for each in found.collectives
+    )
+
+
+def test_layers_are_those_of_the_estimate():
+    found = report().estimate
+    rows = rows_of(page(report()), "layers-table")
+    assert [row[0] for row in rows] == [each.layer or "-" for each in found.layers]
+
+
+def test_numbers_sort_by_what_they_are_and_not_by_how_they_look():
+    tree = page(report())
+    cells = [cell for cell in tree.iter("td") if cell.get("data-of") == "bytes per device"]
+    keys = [float(cell.get("data-v") or "nan") for cell in cells]
+    assert len(keys) > 5
+    assert all(key >= 0 for key in keys)
+
+
+def test_variables_of_equal_blocks_share_a_row():
+    def placed(path, specs):
+        info = ParamInfo(path, (path,), (8, 8), "float32", 4)
+        return Placed(info, mw.Layout(specs, MESH), f"rule {path!r}")
+
+    split = [placed(f"block_{n}/up_1", [None, "model"]) for n in range(24)]
+    whole = [placed("block_3/up_1", [None, None])]
+    found = alike([*split, *whole])
+    assert [(each.pattern, len(each.members)) for each in found] == [
+        ("block_*/up_1", 24),
+        ("block_3/up_1", 1),
+    ]
+    assert found[0].bytes_per_device == 24 * 8 * 8 * 4 // 2
+    shown = text(page(replace(report(), placed=(*split, *whole))))
+    assert all(each.info.path in shown for each in split)  # where a search finds them
+
+
+# The time line
+
+
+@pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
+def test_the_time_line_is_as_long_as_the_estimate_and_as_busy(found):
+    moments = moments_of(found())
+    estimate = found().estimate
+    assert moments.length_s == pytest.approx(estimate.step_time_s)
+
+    def busy(lane):
+        return sum(span.end_s - span.begin_s for span in moments.spans if span.lane == lane)
+
+    for axes, time_s in estimate.communication_s:
+        assert busy(axes) == pytest.approx(time_s)
+    # One thing at a time: what the device does and waits for is all of the step.
+    assert busy(COMPUTE) + busy(MEMORY) + estimate.waiting_s == pytest.approx(moments.length_s)
+
+
+def product(name, **more):
+    return Operation(name, "dot", f"jvp({name})/dot", flops=1e9, dtype="float32", **more)
+
+
+def test_a_collective_that_is_begun_early_runs_beside_other_work():
+    array = Array("float32", (250_000_000,), 32)
+    talk = Collective("all-gather", (array,), ((0, 1),), ("batch",), 1, "jvp(gathered)/x", 0, 0)
+    program = (
+        Operation("start", "all-gather-start", "", collectives=(talk,)),
+        product("first"),
+        Operation("done", "all-gather-done", "", ends="start"),
+        Loop("loop", 3, (product("inner"),)),
+    )
+    clock = Clock(GUESS, "cpu", (AxisLink("batch", 2, Link("shared", "shared", 1e9)),))
+    found = record(program, clock)
+    assert found.length_s == pytest.approx(run(program, clock).length) == pytest.approx(4.0)
+    assert found.spans[0] == Span(("batch",), 0.0, 0.5, "gathered", "forward")
+    assert [(each.layer, each.begin_s, each.end_s) for each in found.spans[1:]] == [
+        ("first", 0.0, 1.0),
+        ("inner", 1.0, 2.0),
+        ("inner", 2.0, 3.0),
+        ("inner", 3.0, 4.0),
+    ]
+
+
+def test_a_long_loop_is_drawn_once_and_stays_as_long():
+    clock = Clock(GUESS, "cpu", ())
+    found = record((Loop("loop", 100_000, (product("inner"),)),), clock)
+    assert found.spans == (Span(COMPUTE, 0.0, 100_000.0, "inner", "forward"),)
+
+
+def test_the_columns_of_a_lane_hold_all_of_its_time():
+    spans = [Span(COMPUTE, 0.1, 0.35, "a", "forward"), Span(COMPUTE, 0.35, 0.9, "b", "backward")]
+    slots = slots_of(spans, 1.0)
+    held = [sum(slot.shares.get(p, 0.0) for slot in slots) for p in ("forward", "backward")]
+    assert held == pytest.approx([0.25 * SLOTS, 0.55 * SLOTS])
+    assert all(sum(slot.shares.values()) <= 1 + 1e-9 for slot in slots)
+
+
+def test_without_the_numbers_of_the_hardware_the_missing_ones_are_named():
+    found = replace(report(), hardware=Hardware("bare"))
+    unknown = replace(report().estimate, step_time_s=None, missing=("links.shared.bytes_per_s",))
+    shown = text(page(replace(found, estimate=unknown)))
+    assert "There is no time line" in shown
+    assert "links.shared.bytes_per_s" in shown
+
+
+# Large ones
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"x": 1},
+        {"batch": 512},
+        {"batch": 64, "model": 8},
+        {"replica": 8, "batch": 8, "model": 8},
+        {"a": 2, "b": 4, "c": 8, "d": 8},
+        {"batch": 256, "model": 24},
+    ],
+    ids=str,
+)
+def test_meshes_of_any_size_are_drawn_in_a_picture_of_one_size(axes):
+    tree = ElementTree.fromstring(mesh_picture(mw.Mesh(axes)))
+    assert float(tree.get("width") or 0) < 480
+    assert float(tree.get("height") or 0) < 400
+    words = text(tree)
+    assert all(f"{axis} = {size}" in words for axis, size in axes.items())
+    texts = [each.text or "" for each in tree.iter("{http://www.w3.org/2000/svg}text")]
+    numbers = [int(n) for each in texts if re.fullmatch(r"[\d–]+", each) for n in each.split("–")]
+    assert min(numbers) == 0
+    assert max(numbers) < math.prod(axes.values())
+    assert len(numbers) == len(set(numbers))
+
+
+def test_long_names_of_axes_make_the_picture_wider_and_are_not_cut():
+    axes = {"replicas": 2, "rows_of_the_batch_in_a_host": 4, "a_model_axis_of_a_very_long_name": 2}
+    tree = ElementTree.fromstring(mesh_picture(mw.Mesh(axes)))
+    for each in tree.iter("{http://www.w3.org/2000/svg}text"):
+        if not each.get("transform") and each.get("text-anchor") is None:
+            end = float(each.get("x") or 0) + text_width(each.text or "", 13)
+            assert end < float(tree.get("width") or 0)
+
+
+def test_a_report_of_24_blocks_on_512_devices_stays_small_and_is_made_at_once():
+    mesh = mw.Mesh({"replica": 8, "batch": 8, "model": 8})
+    ways = [[None, "model"], ["model", None], [("replica", "batch"), "model"], ["batch", "model"]]
+    ways += [[("model", "replica"), "batch"], [None, ("batch", "model")], [None, None]]
+    placed = []
+    for block in range(24):
+        for number in range(48):
+            path = f"block_{block}/part_{'abcdefgh'[number % 8]}{'xyzuvw'[number // 8]}/kernel"
+            info = ParamInfo(path, (path,), (4096, 4096), "float32", 4)
+            placed.append(Placed(info, mw.Layout(ways[number % 7], mesh), "rule"))
+    found = replace(
+        report(),
+        axes=mesh.axes,
+        placed=tuple(placed),
+        collectives=tuple(
+            replace(each, variables=(f"block_{block}/{number}/kernel",))
+            for block in range(24)
+            for number, each in enumerate(report().collectives)
+        ),
+    )
+    begin = time.process_time()
+    made = found.to_html()
+    assert time.process_time() - begin < 1.0
+    assert len(made.encode()) < 1_000_000
+    ElementTree.fromstring(made)
