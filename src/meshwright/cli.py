@@ -306,6 +306,14 @@ def _option(text: str) -> tuple[str, Any]:
     "--timeout", type=click.FloatRange(0, min_open=True), default=3600.0, help="Seconds to compile."
 )
 @click.option("--no-cache", is_flag=True, help="Compile anew, and do not keep the answer.")
+@click.option("--html", metavar="FILE", help="Write the report as a page for a browser, too.")
+@click.option("--save", metavar="FILE", help="Write what was found to a JSON file, for --check.")
+@click.option("--check", metavar="FILE", help="Fail if anything got worse than in such a file.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    help="The share by which bytes may grow under --check; else 0, and 0.01 for the compiler's.",
+)
 @_traceback_option
 def plan(
     build: str,
@@ -317,6 +325,10 @@ def plan(
     option_texts: tuple[str, ...],
     timeout: float,
     no_cache: bool,
+    html: str | None,
+    save: str | None,
+    check: str | None,
+    tolerance: float | None,
 ) -> None:
     """Compile the training step of a model for machines that one does not have; tell what it costs.
 
@@ -327,13 +339,18 @@ def plan(
     \b
     meshwright plan train:build --target v5p:2x2x2 --mesh batch=4,model=2
     meshwright plan train.py:build --target cpu:8 --zero 3 --batch-size 1024
+    meshwright plan train:build --target h100:8 --save plan.json
+    meshwright plan train:build --target h100:8 --check plan.json
 
-    Ends with status 0 if the step fits, or if nobody knows, and with 1 if it does not.
+    Ends with status 0 if the step fits, or if nobody knows, and with 1 if it does not, or if
+    anything got worse than in the file of --check.
     """
     if no_cache:
         os.environ["MESHWRIGHT_CACHE"] = "off"
-    from .plan_command import run
+    from .plan_command import checked, run
+    from .planning.lock import Lock, lock_of
 
+    before = None if check is None else Lock.load(check)  # before minutes of compiling
     click.echo(f"compiling for {target} ...", err=True)
     report = run(
         build,
@@ -344,9 +361,15 @@ def plan(
         batch_size,
         dict(_option(text) for text in option_texts),
         timeout,
+        html,
     )
     click.echo(str(report))
-    raise SystemExit(1 if report.fits is False else 0)
+    words, is_worse = ("", False) if before is None else checked(report, before, tolerance)
+    if words:
+        click.echo(f"\n{words}")
+    if save is not None:
+        lock_of(report).save(save)
+    raise SystemExit(1 if is_worse or report.fits is False else 0)
 
 
 # doctor

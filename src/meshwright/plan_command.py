@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _compat
 from .equivalence.cases import Case, case_of, setups
 from .equivalence.finding import find_build
-from .errors import BatchError, LayoutError, ModelError
+from .errors import BatchError, DataError, LayoutError, ModelError
 from .layout import Layout
 from .mesh import Mesh
 from .placement import Placement
 from .planning import Target
+from .planning.changes import compare, notes
 from .planning.dry_run import dry_run
+from .planning.lock import Lock, lock_of
 from .program import Program
 from .topology import virtual_devices
 
@@ -30,8 +33,18 @@ def run(
     batch_size: int | None,
     options: Mapping[str, Any],
     timeout_s: float,
+    html_path: str | None = None,
 ) -> DryRun:
-    """The dry run of the model that ``build`` makes, on a mesh over all devices of a target."""
+    """The dry run of the model that ``build`` makes, on a mesh over all devices of a target.
+
+    The report is written to ``html_path``, too, as a page for a browser.
+    """
+    if html_path is not None and not Path(html_path).absolute().parent.is_dir():
+        # Said before minutes of compiling, not after.
+        raise DataError(
+            f"the report cannot be written to {html_path!r}, as there is no such folder. Make the "
+            "folder, or name another."
+        )
     target = Target.of(target_text)
     mesh = Mesh({"batch": target.num_devices}) if mesh_text is None else Mesh.from_string(mesh_text)
     if "layouts" in options:
@@ -44,7 +57,21 @@ def run(
     setup = setups(case, [mesh.abstract()])[0]
     batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
     strategy = _strategy(case, setup)
-    return dry_run(case.model, batch, strategy=strategy, target=target, timeout_s=timeout_s)
+    report = dry_run(case.model, batch, strategy=strategy, target=target, timeout_s=timeout_s)
+    if html_path is not None:
+        report.save(html_path)
+    return report
+
+
+def checked(report: DryRun, before: Lock, tolerance: float | None) -> tuple[str, bool]:
+    """What changed since a plan was kept, in words, and whether any of it got worse."""
+    now = lock_of(report)
+    found = compare(before, now, tolerance)
+    count = sum(each.verdict == "worse" for each in found)
+    things = "1 thing" if count == 1 else f"{count} things"
+    verdict = f"{things} got worse than the plan" if count else "nothing got worse"
+    said = [*(f"  {each}" for each in found), *(f"note: {each}" for each in notes(before, now))]
+    return "\n".join([f"{verdict} (written for {before.target}, {before.name})", *said]), count > 0
 
 
 def _built(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -> Case:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright import _compat
-from meshwright.planning import Compiled, compile_ahead, compile_step
+from meshwright.planning import Compiled, compile_ahead, compile_step, gpu
 from meshwright.planning.collectives import read_collectives
 from meshwright.testing import run_in_fresh_process
 
@@ -210,8 +210,9 @@ def test_a_step_that_calls_back_into_python_is_an_error():
         compile_ahead(jax.jit(noisy), [x], "cpu:8")
 
 
-def test_gpus_are_named_and_not_compiled_for_yet():
-    with pytest.raises(mw.TargetError, match="not yet for GPUs such as h200:8"):
+def test_without_the_compiler_for_gpus_the_error_names_the_command(monkeypatch):
+    monkeypatch.setattr(gpu, "_PLUGINS", ("no-such-plugin",))
+    with pytest.raises(mw.TargetError, match=r"pip install 'meshwright\[cuda\]'"):
         compile_ahead(jax.jit(train), arguments(mw.Mesh(MESH)), "h200:8")
 
 

@@ -64,6 +64,8 @@ def test_two_dims_of_a_torus_carry_twice_as_much_and_a_slow_link_decides():
         ("h100:16", (("data", 2), ("model", 8)), ["network", "nvlink"]),
         ("h100:16", (("data", 4), ("model", 4)), ["network", "nvlink"]),
         ("h100:8", (("data", 4), ("model", 2)), ["nvlink", "nvlink"]),
+        ("h100:2x4", (("data", 2), ("model", 4)), ["network", "nvlink"]),
+        ("h100:2x4", (("model", 8),), ["network"]),
         ("cpu:8", (("data", 4), ("model", 2)), ["shared", "shared"]),
     ],
 )

@@ -151,7 +151,11 @@ def test_without_a_mesh_all_devices_share_the_batch(job, asked):
             "over 8 devices (batch=4, model=2), and the target",
         ),
         (["build", "--target", "cpu:8", "--mesh", "batch"], "batch"),
-        (["build", "--target", "h100:8", *MESH], "not yet for GPUs such as h100:8"),
+        (["build", "--target", "h100:12", *MESH], "laid out over 8 devices"),
+        (
+            ["build", "--target", "cpu:8", "--check", "no.json"],
+            "no plan can be read from 'no.json'",
+        ),
         (["build", "--target", "cpu:8", *MESH, "--batch-size", "6"], "does not divide over axis"),
         (
             ["build", "--target", "cpu:8", *MESH, "--batch-size", 8, "--option", "accumulate=3"],
@@ -172,6 +176,26 @@ def test_what_is_wrong_is_said_in_one_sentence(job, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_plan_is_kept_and_what_gets_worse_fails(job, asked):
+    _, available = asked
+    available[0] = 4096
+    to = ["planned_job:build", "--target", "cpu:8", *MESH]
+    assert run(*to, "--save", "plan.json").exit_code == 0
+    kept = run(*to, "--check", "plan.json")
+    assert kept.exit_code == 0
+    assert "nothing got worse (written for cpu:8, net)" in kept.stdout
+    text = (job / "plan.json").read_text()
+    (job / "plan.json").write_text(text.replace('"peak_bytes": 2048', '"peak_bytes": 2000'))
+    grown = run(*to, "--check", "plan.json")
+    assert grown.exit_code == 1
+    assert "1 thing got worse than the plan" in grown.stdout
+    assert "worse   memory      peak: 1.95 KiB -> 2.00 KiB (+2.4%)" in grown.stdout
+    assert run(*to, "--check", "plan.json", "--tolerance", "0.03").exit_code == 0
+    other = run("planned_job:build", "--target", "v5e:2x4", *MESH, "--check", "plan.json")
+    assert other.exit_code == 2
+    assert "for the target cpu:8, and this dry run for v5e:2x4" in other.stderr
 
 
 def test_a_report_of_what_does_not_fit_is_no_error(job, asked, monkeypatch):

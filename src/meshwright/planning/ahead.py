@@ -16,6 +16,7 @@ from typing import Any
 from .. import _compat
 from ..errors import CompileError, DoesNotFitError, TargetError
 from ..step.accumulate import accumulating_on
+from . import gpu
 from .asking import ask
 from .collectives import Collective, read_collectives
 from .described import Described, Describes, describe
@@ -126,10 +127,6 @@ def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, 
     """The serialized step, flat in arguments and results, and what the child has to know of it."""
     import jax
 
-    if target.platform == "cuda":
-        raise TargetError(
-            f"steps are compiled for CPU and TPU targets, not yet for GPUs such as {target}."
-        )
     abstract = jax.tree.map(_abstract, tuple(args))
     mesh = _mesh_of(abstract)
     if mesh.size != target.num_devices:
@@ -138,6 +135,7 @@ def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, 
             f"the step is laid out over {mesh.size} devices ({axes}), and the target {target} has "
             f"{target.num_devices}. Make a mesh of {target.num_devices}, or choose another target."
         )
+    gpus = gpu.described(target) if target.platform == "cuda" else None
     with _compat.keras_sees(target.platform), accumulating_on(target.platform):
         traced = jitted.trace(*abstract)
         exported = _export(jitted, abstract, target)
@@ -151,6 +149,8 @@ def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, 
     kinds = [kind.name for kind in mesh.axis_types]
     axes = [[*pair, kind] for pair, kind in zip(mesh.shape.items(), kinds, strict=True)]
     job = {"kind": target.kind, "topology": target.topology, "axes": axes, "donated": donated}
+    if gpus is not None:
+        job["gpus"] = gpus
     return bytes(flat.serialize()), job
 
 

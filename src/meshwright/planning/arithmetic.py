@@ -24,6 +24,10 @@ _NO_PRODUCTS = re.compile(
 )
 
 
+_GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")  # XLA for GPU; convolutions of cuDNN likewise
+_CONVOLUTIONS = ("__cudnn$convForward", "__cudnn$convBias", "__cudnn$convBackward")
+
+
 @dataclass(frozen=True)
 class Work:
     """Arithmetic: FLOPs of products, elements of everything else; the heaviest of the products."""
@@ -49,9 +53,11 @@ class Work:
 
 def work_of(each: Instruction, inside: Computation, module: Module) -> Work:
     """The arithmetic of an instruction and of the computation that is fused into it."""
-    if each.opcode in ("dot", "convolution"):
-        flops = (_dot if each.opcode == "dot" else _convolution)(each, inside)
-        return _product(each, inside, flops)
+    if each.opcode == "dot":
+        return _product(each, inside, _dot(each, inside))
+    if each.opcode == "convolution":
+        image, kernel = (_results(name, inside)[0] for name in each.operands[:2])
+        return _product(each, inside, _convolution(each, image, kernel, each.results[0]))
     if each.opcode == "custom-call":
         return _custom_call(each, inside)
     total = Work(elements=_elements(each, inside))
@@ -72,14 +78,13 @@ def _dot(each: Instruction, inside: Computation) -> float:
     return 2.0 * depth * each.results[0].elements
 
 
-def _convolution(each: Instruction, inside: Computation) -> float:
+def _convolution(each: Instruction, of: Array, by: Array, made: Array) -> float:
     """As ``HloCostAnalysis`` counts: one product per place of a window that lies on an element.
 
     TPUs spell every product as a convolution, the dims of a batch as windows of which one place
     at a time lies on the image: to count whole windows would be wrong many times over.
     """
-    image, kernel = (_results(name, inside)[0].dims for name in each.operands[:2])
-    out = each.results[0].dims
+    image, kernel, out = of.dims, by.dims, made.dims
     labels = each.attribute(r"dim_labels=([\w?]+_[\w?]+->[\w?]+)") or ""
     of_image, of_kernel, of_out = re.split(r"_|->", labels)
     total = 2.0 * kernel[of_kernel.index("i")]
@@ -124,12 +129,40 @@ def _places(
 
 
 def _custom_call(each: Instruction, inside: Computation) -> Work:
-    """Kernels written by hand: Pallas notes their FLOPs; of others nothing is known."""
+    """Kernels of libraries, and those written by hand: Pallas notes their FLOPs; of others nothing
+    is known."""
     told = each.attribute(r'"flops"\s*:\s*"?(\d+)')
     if told is not None:
         return _product(each, inside, float(told))
-    target = each.attribute(r'custom_call_target="([^"]*)"') or ""
+    target = _kernel(each)
+    if target.startswith(_GEMMS):
+        return _product(each, inside, _gemm(each, inside))
+    if target.startswith(_CONVOLUTIONS):
+        return _product(each, inside, _library_convolution(each, inside))
     return Work() if _NO_PRODUCTS.search(target) else Work(uncounted=(target,))
+
+
+def _gemm(each: Instruction, inside: Computation) -> float:
+    """A product that cuBLAS computes; its other results are room to work in."""
+    (left,) = _results(each.operands[0], inside)
+    dims = _numbers(each, r'"lhs_contracting_dimensions":\[([^\]]*)')
+    return 2.0 * math.prod(left.dims[dim] for dim in dims) * each.results[0].elements
+
+
+def _library_convolution(each: Instruction, inside: Computation) -> float:
+    """A convolution that cuDNN computes: labels and window of its gradients are those forwards."""
+    first, second = (_results(name, inside)[0] for name in each.operands[:2])
+    made = each.results[0]
+    if "BackwardInput" in _kernel(each):  # of the result's gradient and the kernel
+        return _convolution(each, made, second, first)
+    if "BackwardFilter" in _kernel(each):  # of the image and the result's gradient
+        return _convolution(each, first, made, second)
+    return _convolution(each, first, second, made)
+
+
+def _kernel(each: Instruction) -> str:
+    """The name of what a custom call runs; empty for every other instruction."""
+    return each.attribute(r'custom_call_target="([^"]*)"') or ""
 
 
 def _elements(each: Instruction, inside: Computation) -> int:
@@ -204,7 +237,8 @@ def _written(each: Instruction, inside: Computation) -> int:
     if each.opcode in ("dynamic-update-slice", "scatter"):
         place = 1 if each.opcode == "dynamic-update-slice" else 2
         return sum(array.nbytes for array in _results(each.operands[place], inside))
-    return sum(array.nbytes for array in each.results)
+    is_library = _kernel(each).startswith((*_GEMMS, *_CONVOLUTIONS))  # the rest is room to work in
+    return sum(array.nbytes for array in each.results[: 1 if is_library else None])
 
 
 def _results(name: str, inside: Computation) -> tuple[Array, ...]:

@@ -32,7 +32,7 @@ def _compile(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     names, shape, kinds = zip(*job["axes"], strict=True)
-    devices = np.array(_devices(job["kind"], job["topology"], shape))
+    devices = np.array(_devices(job, shape))
     types = tuple(jax.sharding.AxisType[kind] for kind in kinds)
     mesh = jax.sharding.Mesh(devices.reshape(shape), names, axis_types=types)
     exported = jax.export.deserialize(bytearray((folder / "step.bin").read_bytes()))
@@ -56,17 +56,20 @@ def _compile(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     return {"memory": _memory(compiled.memory_analysis())}
 
 
-def _devices(kind: str, grid: list[int], shape: tuple[int, ...]) -> list[Any]:
+def _devices(job: dict[str, Any], shape: tuple[int, ...]) -> list[Any]:
     """The target's devices in the order that a mesh of this shape has there."""
     import jax
 
-    if kind == "cpu":
+    if job["kind"] == "cpu":
         return jax.devices("cpu")
     from jax.experimental import topologies
 
-    name = f"{kind}:{'x'.join(map(str, grid))}"
-    described = topologies.get_topology_desc(name, platform="tpu")
-    return topology.in_mesh_order(shape, described.devices)
+    name, platform, details = f"{job['kind']}:{'x'.join(map(str, job['topology']))}", "tpu", {}
+    if gpus := job.get("gpus"):
+        platform = "cuda"
+        details = {"topology": gpus["topology"], "target_config": gpus["config"]}
+    there = topologies.get_topology_desc(name, platform=platform, **details)
+    return topology.in_mesh_order(shape, there.devices)
 
 
 def _text(compiled: Any, dump: Path) -> str | None:

@@ -174,7 +174,8 @@ def collective_of(
     each = seen.instruction
     kind = each.opcode.removesuffix("-start")
     groups = _groups(each, axes)
-    made = [(name, array) for name in each.operands for array in _results(seen.inside, name)]
+    joined = [piece for name in each.operands for piece in sources.joined(seen.inside, name)]
+    made = [(name, array) for name in joined for array in _results(seen.inside, name)]
     arrays = tuple(array for _, array in made)
     found = [sources.of(seen.inside, name) for name, _ in made]
     dim = None

@@ -7,6 +7,7 @@ for some targets. FLOPs are those of products and convolutions, as is usual for 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,8 @@ class Operation:
     ``dtype`` and ``precision`` are those of what its products take. ``elements`` counts results of
     elementwise work and what reductions take. ``count`` says how often one step runs it, ``None``
     where a loop does not tell. ``collectives`` begin with it. ``ends`` names the instruction that
-    began what this one waits for.
+    began what this one waits for. ``again`` is what the compiler itself runs a second time, to hold
+    less.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Operation:
     count: int | None = 1
     collectives: tuple[Collective, ...] = ()
     ends: str = ""
+    again: bool = False
 
     @property
     def bytes(self) -> int:
@@ -133,13 +136,15 @@ class Costs:
     def replicated_share(self, model_flops: float, num_devices: int) -> float:
         """The share of all devices' FLOPs that one device, with all of the step, would not do.
 
-        ``model_flops`` are those of the step before it was split: ``step.flops.model_flops`` of
-        its trace. Zero where nothing is done twice; 1 - 1/n where n devices all do the same.
+        What the compiler runs again to hold less does not count. ``model_flops`` are those of the
+        step before it was split: ``step.flops.model_flops`` of its trace. Zero where nothing is
+        done twice; 1 - 1/n where n devices all do the same.
 
         >>> Costs((Operation("dot", "dot", "", flops=100.0),)).replicated_share(400.0, 8)
         0.5
         """
-        return max(0.0, 1.0 - model_flops / (num_devices * self.flops)) if self.flops else 0.0
+        once = sum(each.times * each.flops for each in self.operations if not each.again)
+        return max(0.0, 1.0 - model_flops / (num_devices * once)) if once else 0.0
 
 
 @functools.lru_cache(maxsize=16)
@@ -177,6 +182,7 @@ class _Walk:
         self.module = module
         self.axes = axes
         self.sources = Sources(module)
+        self.met: set[str] = set()  # names, without what marks a copy of the compiler's own
         self.begun: dict[object, str] = {}  # a collective -> the operation that began it
         self.unknown_loops: list[str] = []
         self.uncounted: list[str] = []
@@ -209,7 +215,7 @@ class _Walk:
 
     def _operation(self, each: Instruction, inside: Computation, count: int | None) -> Operation:
         path = op_name_of(each) or self.sources.of(inside, each.name)[1]
-        bare = Operation(each.name, each.opcode, path, count=count)
+        bare = Operation(each.name, each.opcode, path, count=count, again=self._is_again(each.name))
         if each.opcode.endswith(("-done", "-update")):
             return replace(bare, ends=each.operands[0])
         begins, ends = self._collectives(each, inside, count)
@@ -230,6 +236,14 @@ class _Walk:
             collectives=begins,
             ends=ends,
         )
+
+    def _is_again(self, name: str) -> bool:
+        """XLA names the copies of ``dot.8`` that it runs instead of keeping its result
+        ``dot.8.remat``, ``dot.8.remat2``, of which the first may be all that is left of it."""
+        base = re.sub(r"\.remat\d*(?=\.|$)", "", name)
+        is_again = base != name and base in self.met
+        self.met.add(base)
+        return is_again
 
     def _collectives(
         self, each: Instruction, inside: Computation, count: int | None
@@ -281,5 +295,6 @@ def _weight(program: tuple[Operation | Loop, ...]) -> tuple[float, int]:
 
 def _precision(product: Instruction | None) -> str:
     """The highest precision that a product's operands are asked for; empty for the default."""
-    asked = (product.attribute(r"operand_precision=\{([^}]*)\}") or "") if product else ""
+    spelled = r'operand_precision"?[=:][{\[]([^}\]]*)'  # the second way in calls of cuBLAS
+    asked = ((product.attribute(spelled) if product else None) or "").lower().replace('"', "")
     return next((word for word in ("highest", "high") if word in asked.split(",")), "")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ..errors import DoesNotFitError
+from ..errors import DataError, DoesNotFitError
 from ..mesh import Mesh
 from ..placement import Placed, Placement
 from ..program import Batch, TrainState
 from ..step.flops import model_flops
-from . import tables
+from . import gpu, tables
 from .ahead import Compiled, compile_described, trace
 from .alive import LiveTensor, alive_at_peak
 from .described import Described, Describes, describe
@@ -69,7 +70,8 @@ class DryRun:
     known. ``collectives`` are in the order in which they are issued. ``tensors`` are the largest
     temporary arrays alive at the peak and ``alive_bytes`` is the sum of all, by our own reading of
     the schedule. ``refusal`` is what the compiler said of a step that does
-    not fit, of which there is no more to tell. ``estimate`` says how long the step would take.
+    not fit, of which there is no more to tell. ``estimate`` says how long the step would take, by
+    the numbers of ``hardware``. ``placed`` says where every variable lies and why.
     """
 
     name: str
@@ -83,6 +85,8 @@ class DryRun:
     notes: tuple[str, ...] = ()
     refusal: str = field(default="", repr=False)
     compiled: Compiled | None = field(default=None, repr=False, compare=False)
+    placed: tuple[Placed, ...] = field(default=(), repr=False)
+    hardware: Hardware | None = field(default=None, repr=False)
 
     @property
     def fits(self) -> bool | None:
@@ -132,6 +136,27 @@ class DryRun:
 
     def __str__(self) -> str:
         return tables.of_dry_run(self)
+
+    def to_html(self) -> str:
+        """The report as one HTML page that needs no network: sortable tables and pictures.
+
+        >>> run = DryRun("net", Target.of("v5e:2x4"), (("batch", 8),), Memory(6, 12, 1, 1, 6))
+        >>> run.to_html().startswith("<!DOCTYPE html>")
+        True
+        """
+        from . import page  # which draws, and is not needed to compile
+
+        return page.of_dry_run(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the page of :meth:`to_html`. Raises :class:`~meshwright.DataError` if it cannot."""
+        try:
+            Path(path).write_text(self.to_html(), encoding="utf-8")
+        except OSError as error:
+            raise DataError(
+                f"the report cannot be written to {str(path)!r}: {error.strerror}. Name a file in "
+                "a folder that exists and can be written to."
+            ) from error
 
 
 def dry_run(
@@ -203,6 +228,8 @@ def read(described: Described, compiled: Compiled, hardware: Hardware) -> DryRun
         estimate=estimate(compiled, hardware, model_flops=_model_flops(described, compiled.target)),
         notes=_notes(compiled.target),
         compiled=compiled,
+        placed=described.placed,
+        hardware=hardware,
     )
 
 
@@ -222,6 +249,8 @@ def refused(
         ),
         notes=_notes(target),
         refusal=error.breakdown,
+        placed=described.placed,
+        hardware=hardware,
     )
 
 
@@ -282,6 +311,8 @@ def _peak(compiled: Compiled) -> tuple[int, str]:
 
 
 def _notes(target: Target) -> tuple[str, ...]:
+    if target.platform == "cuda":
+        return (gpu.NOT_TUNED,)
     if target.platform != "cpu":
         return ()
     return ("compiled by XLA for CPU, which orders and fuses otherwise than for an accelerator",)

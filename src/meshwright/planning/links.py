@@ -57,7 +57,7 @@ def links_of(target: Target, hardware: Hardware, axes: Axes) -> tuple[AxisLink, 
             for (axis, size), lanes in zip(axes, _lanes(target, axes), strict=True)
         )
     network = hardware.link("network") or Link("network")
-    node = hardware.devices_per_node or target.num_devices
+    node = target.devices_per_node or hardware.devices_per_node or target.num_devices
     reach = [math.prod(size for _, size in axes[place:]) for place in range(len(axes))]
     return tuple(
         AxisLink(axis, size, link if size == 1 or spans <= node else network)

@@ -107,6 +107,27 @@ class Sources:
             at = self._before(inside, made)
         return None, told
 
+    def joined(self, inside: Computation, name: str) -> tuple[str, ...]:
+        """The values that a value is put together from end to end, as XLA for GPUs does before it
+        sums several at once; else the value itself."""
+        made = inside.by_name.get(name)
+        if made is None or made.opcode != "fusion":
+            return (name,)
+        fused = self._module.computations[made.called[0]]
+        parts = [fused.by_name[part] for part in fused.root.operands if part in fused.by_name]
+        plain = fused.root.opcode == "concatenate" and len(fused.root.results[0].dims) == 1
+        if not plain or any(part.opcode != "parameter" for part in parts):
+            return (name,)
+        return tuple(self._flat(inside, made.operands[int(part.operands[0])]) for part in parts)
+
+    def _flat(self, inside: Computation, name: str) -> str:
+        """The value of which this is another view, with dims of its own."""
+        made = inside.by_name.get(name)
+        while made is not None and made.opcode == "bitcast" and made.operands[0] in inside.by_name:
+            name = made.operands[0]
+            made = inside.by_name[name]
+        return name
+
     def of_result(
         self, inside: Computation, made: Instruction, place: int
     ) -> tuple[int | None, str]:

@@ -1,0 +1,178 @@
+"""What changed between two dry runs of the same target and mesh, and what of it got worse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import TargetError
+from .lock import COMPILED, Lock, LockedCollective
+from .tables import in_words
+
+_LINES = {
+    "parameter": "parameters",
+    "slot": "slots",
+    "state": "other state",
+    "input": "inputs",
+    "gradient": "gradients",
+    "padding": "padding of tiles",
+    "temporary": "temporaries",
+}
+_TOLERANCE = 0.01  # of what the compiler says; what we count ourselves is exact
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it was, and whether that is ``"worse"``, ``"better"`` or just
+    ``"changed"``.
+
+    ``before`` and ``now`` are bytes of one device, or for the unit ``"count"`` how often a step
+    runs a collective; ``None`` is not known. ``detail`` says what numbers do not.
+    """
+
+    verdict: str
+    what: str  # "fit", "memory", "collective" or "layout"
+    name: str
+    before: int | None
+    now: int | None
+    unit: str = "bytes"
+    detail: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.verdict:8}{self.what:12}{self.name}: "
+        if self.unit == "none":
+            return text + self.detail
+        text += f"{_told(self.before, self.unit)} -> {_told(self.now, self.unit)}"
+        if self.before and self.now is not None:
+            text += f" ({(self.now - self.before) / self.before:+.1%})"
+        return text + (f", {self.detail}" if self.detail else "")
+
+
+def worse(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Finding, ...]:
+    """What got worse, all of it: memory, collectives, layouts, and whether the step fits at all.
+
+    ``tolerance`` is the share by which bytes may grow; without it nothing for those that follow
+    from layouts and shapes, and 1 % for those that the compiler says. Counts are exact. Raises
+    :class:`~meshwright.TargetError` where the two are of different targets or meshes.
+
+    >>> from meshwright.planning.lock import Lock
+    >>> before = Lock("net", "cpu:8", (("batch", 8),), (), True, (("slot_bytes", 100),), (), ())
+    >>> now = Lock("net", "cpu:8", (("batch", 8),), (), True, (("slot_bytes", 150),), (), ())
+    >>> print(*worse(before, now))
+    worse   memory      slots: 100 B -> 150 B (+50.0%)
+    """
+    return tuple(each for each in compare(before, now, tolerance) if each.verdict == "worse")
+
+
+def compare(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Finding, ...]:
+    """Everything that differs, what got worse first; see :func:`worse`."""
+    for name, old, new in (
+        ("target", before.target, now.target),
+        ("mesh", _mesh(before), _mesh(now)),
+    ):
+        if old != new:
+            raise TargetError(
+                f"the plan in the file is for the {name} {old}, and this dry run for {new}. Ask "
+                "for the same, or write another file with --save."
+            )
+    exact = tolerance or 0.0
+    compiled = _TOLERANCE if tolerance is None else tolerance
+    found = [
+        *_fit(before, now),
+        *_memory(before, now, exact, compiled),
+        *_collectives(before, now, compiled),
+        *_layouts(before, now, exact),
+    ]
+    order = ("worse", "better", "changed")
+    return tuple(sorted(found, key=lambda each: order.index(each.verdict)))
+
+
+def notes(before: Lock, now: Lock) -> tuple[str, ...]:
+    """What makes a comparison less sure: other versions of what compiles, another model's name."""
+    old, new = dict(before.versions), dict(now.versions)
+    said = [
+        f"the file was written with {package} {old.get(package, 'absent')}, this is "
+        f"{new.get(package, 'absent')}"
+        for package in dict.fromkeys((*old, *new))
+        if old.get(package) != new.get(package)
+    ]
+    if before.name != now.name:
+        said.append(f"the file is about {before.name!r}, this is {now.name!r}")
+    return tuple(said)
+
+
+def _mesh(lock: Lock) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in lock.mesh)
+
+
+def _fit(before: Lock, now: Lock) -> Iterator[Finding]:
+    if before.fits != now.fits:
+        verdict = {False: "worse", True: "better", None: "changed"}[now.fits]
+        words = {False: "does not fit", True: "fits", None: "nobody knows whether it fits"}
+        detail = f"{words[before.fits]} -> {words[now.fits]}"
+        yield Finding(verdict, "fit", "the step", None, None, "none", detail)
+
+
+def _memory(before: Lock, now: Lock, exact: float, compiled: float) -> Iterator[Finding]:
+    old, new = dict(before.memory), dict(now.memory)
+    for line in dict.fromkeys((*old, *new)):
+        was, holds = old.get(line), new.get(line)
+        if was is None or holds is None:
+            continue  # of a step that the compiler refused, which is said by itself
+        verdict = _verdict(was, holds, compiled if line in COMPILED else exact)
+        if verdict:
+            name = line.removesuffix("_bytes")
+            yield Finding(verdict, "memory", _LINES.get(name, name), was, holds)
+
+
+def _collectives(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
+    if before.collectives is None or now.collectives is None:
+        return
+    old, new = (
+        {(e.kind, e.axes, e.path, e.unexpected): e for e in lock.collectives or ()}
+        for lock in (before, now)
+    )
+    for key in dict.fromkeys((*old, *new)):
+        none = LockedCollective(*key, count=0, bytes_per_step=0)
+        was, runs = old.get(key, none), new.get(key, none)
+        counted = _verdict(was.count, runs.count, 0.0)
+        moved = _verdict(was.bytes_per_step, runs.bytes_per_step, share)
+        if moved:
+            moves = was.bytes_per_step, runs.bytes_per_step
+            detail = f"{_told(was.count, 'count')} -> {_told(runs.count, 'count')}"
+            yield Finding(moved, "collective", str(runs), *moves, detail=detail * bool(counted))
+        if counted and counted != moved:
+            yield Finding(counted, "collective", str(runs), was.count, runs.count, "count")
+
+
+def _layouts(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
+    old, new = ({each.path: each for each in lock.layouts} for lock in (before, now))
+    for path in dict.fromkeys((*old, *new)):
+        if path not in old or path not in new:
+            one = (old.get(path) or new[path]).layout
+            said = f"new, {one}" if path in new else f"gone, was {one}"
+            yield Finding("changed", "layout", path, None, None, "none", said)
+            continue
+        was, lies = old[path], new[path]
+        verdict = _verdict(was.bytes_per_device, lies.bytes_per_device, share)
+        if verdict or was.layout != lies.layout:
+            held = was.bytes_per_device, lies.bytes_per_device
+            moved = f"{was.layout} -> {lies.layout}"
+            yield Finding(verdict or "changed", "layout", path, *held, detail=moved)
+
+
+def _verdict(before: int | None, now: int | None, share: float) -> str:
+    """What is not known counts as more than anything that is."""
+    old, new = (math.inf if each is None else each for each in (before, now))
+    if old == new:
+        return ""
+    if math.isinf(new) or new - old > share * old:
+        return "worse"
+    return "better" if math.isinf(old) or old - new > share * old else ""
+
+
+def _told(number: int | None, unit: str) -> str:
+    if number is None:
+        return "unknown"
+    return in_words(number) if unit == "bytes" else f"{number} x"

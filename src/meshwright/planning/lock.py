@@ -1,0 +1,246 @@
+"""A lock file for layouts: what a dry run said, kept as JSON; ``changes.py`` says what got worse.
+
+The idea is that of lock files of package managers: the file is checked in, a change of it is read
+as a diff, and continuous integration fails where a step came to cost more than the file says.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DataError
+
+if TYPE_CHECKING:
+    from .dry_run import DryRun
+
+FORMAT = 1
+EXACT = ("parameter_bytes", "slot_bytes", "state_bytes", "input_bytes", "gradient_bytes")
+COMPILED = ("padding_bytes", "temporary_bytes", "peak_bytes")
+_COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
+
+
+@dataclass(frozen=True, order=True)
+class LockedCollective:
+    """All collectives of one kind, over the same axes, for the same place in the model.
+
+    ``count`` is how many of them one step runs and ``bytes_per_step`` what they move in one device,
+    both ``None`` where a loop does not tell.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    path: str
+    unexpected: bool
+    count: int | None
+    bytes_per_step: int | None
+
+    def __str__(self) -> str:
+        over = f" over {', '.join(self.axes)}" if self.axes else ""
+        asked = "unexpected " if self.unexpected else ""
+        return f"{asked}{self.kind}{over}" + (f" for {self.path}" if self.path else "")
+
+
+@dataclass(frozen=True, order=True)
+class LockedLayout:
+    """Where a parameter lies, and the bytes that one device holds of it."""
+
+    path: str
+    layout: str  # "[unsharded, model]"
+    bytes_per_device: int
+
+
+@dataclass(frozen=True)
+class Lock:
+    """What a dry run said, for a file. ``memory`` holds the bytes of one device, line by line.
+
+    ``collectives`` is ``None`` for a step that the compiler refused.
+    """
+
+    name: str
+    target: str
+    mesh: tuple[tuple[str, int], ...]
+    versions: tuple[tuple[str, str], ...]
+    fits: bool | None
+    memory: tuple[tuple[str, int | None], ...]
+    collectives: tuple[LockedCollective, ...] | None
+    layouts: tuple[LockedLayout, ...]
+
+    def to_json(self) -> str:
+        """The text of a file: one line for each thing that may change, in a stable order.
+
+        >>> lock = Lock("net", "cpu:8", (("batch", 8),), (), True, (("peak_bytes", 5),), (), ())
+        >>> Lock.from_json(lock.to_json()) == lock
+        True
+        """
+        head = {
+            "meshwright_plan": FORMAT,
+            "name": self.name,
+            "target": self.target,
+            "mesh": dict(self.mesh),
+            "versions": dict(self.versions),
+            "fits": self.fits,
+        }
+        lines = [_pair(key, value) for key, value in head.items()]
+        lines.append(_block("memory", "{}", [_pair(*line) for line in self.memory]))
+        rows = [json.dumps(vars(each)) for each in self.collectives or ()]
+        told = self.collectives is not None
+        lines.append(_block("collectives", "[]", rows) if told else _pair("collectives", None))
+        lines.append(_block("layouts", "{}", [_locked_layout(each) for each in self.layouts]))
+        return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Lock:
+        """What :meth:`to_json` wrote. Raises :class:`~meshwright.DataError` for anything else."""
+        try:
+            return _lock(json.loads(text))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"this is no plan that `meshwright plan --save` wrote ({_reason(error)}). Write it "
+                "anew with --save, or take it from version control."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the file. Raises :class:`~meshwright.DataError` if it cannot be written."""
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise DataError(
+                f"the plan cannot be written to {str(path)!r}: {error.strerror}. Name a file in a "
+                "folder that exists and can be written to."
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Lock:
+        """Read a file. Raises :class:`~meshwright.DataError` if there is none, or a broken one."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(
+                f"no plan can be read from {str(path)!r}: {error.strerror}. Write one with "
+                "`meshwright plan ... --save FILE`."
+            ) from error
+        except (UnicodeDecodeError, DataError) as error:
+            raise DataError(f"{str(path)!r}: {error}") from error
+
+
+def lock_of(run: DryRun) -> Lock:
+    """What is kept of a dry run."""
+    memory = tuple((line, getattr(run.memory, line)) for line in (*EXACT, *COMPILED))
+    layouts = sorted(
+        LockedLayout(
+            each.info.path,
+            str(each.layout.unbound()),
+            each.bytes_per_device,
+        )
+        for each in run.placed
+        if each.info.role == "parameter"
+    )
+    return Lock(
+        name=run.name,
+        target=str(run.target),
+        mesh=run.axes,
+        versions=_versions(run.target.platform),
+        fits=run.fits,
+        memory=memory,
+        collectives=None if run.refusal else _grouped(run),
+        layouts=tuple(layouts),
+    )
+
+
+def _grouped(run: DryRun) -> tuple[LockedCollective, ...]:
+    alike: dict[tuple[str, tuple[str, ...], str, bool], list[Any]] = {}
+    for each in run.collectives:
+        key = each.kind, each.axes, each.path, each.is_unexpected
+        alike.setdefault(key, []).append(each)
+    return tuple(
+        LockedCollective(
+            *key,
+            count=_sum(each.count for each in alike[key]),
+            bytes_per_step=_sum(each.bytes_per_step for each in alike[key]),
+        )
+        for key in sorted(alike)
+    )
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    known = list(numbers)
+    return None if None in known else sum(each or 0 for each in known)
+
+
+def _versions(platform: str) -> tuple[tuple[str, str], ...]:
+    found = {}
+    for package in ("jax", "jaxlib", *_COMPILERS.get(platform, ())):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(found.items())
+
+
+# The file
+
+
+def _pair(key: str, value: Any) -> str:
+    return f"{json.dumps(key)}: {json.dumps(value)}"
+
+
+def _locked_layout(each: LockedLayout) -> str:
+    return _pair(each.path, {"layout": each.layout, "bytes_per_device": each.bytes_per_device})
+
+
+def _block(name: str, brackets: str, rows: Sequence[str]) -> str:
+    begin, end = brackets
+    inner = ",".join(f"\n    {row}" for row in rows) + "\n  " * bool(rows)
+    return f"{json.dumps(name)}: {begin}{inner}{end}"
+
+
+def _lock(read: Any) -> Lock:
+    if not isinstance(read, dict) or "meshwright_plan" not in read:
+        raise ValueError("it has no 'meshwright_plan'")
+    if read["meshwright_plan"] != FORMAT:
+        raise ValueError(f"its format is {read['meshwright_plan']!r}, and {FORMAT} is known here")
+    return Lock(
+        name=_as(str, read["name"]),
+        target=_as(str, read["target"]),
+        mesh=tuple((axis, _as(int, size)) for axis, size in read["mesh"].items()),
+        versions=tuple((each, _as(str, version)) for each, version in read["versions"].items()),
+        fits=None if read["fits"] is None else _as(bool, read["fits"]),
+        memory=tuple((line, _number(read["memory"][line])) for line in read["memory"]),
+        collectives=None
+        if read["collectives"] is None
+        else tuple(_read_collective(each) for each in read["collectives"]),
+        layouts=tuple(
+            LockedLayout(path, _as(str, each["layout"]), _as(int, each["bytes_per_device"]))
+            for path, each in read["layouts"].items()
+        ),
+    )
+
+
+def _read_collective(each: Mapping[str, Any]) -> LockedCollective:
+    return LockedCollective(
+        kind=_as(str, each["kind"]),
+        axes=tuple(_as(str, axis) for axis in each["axes"]),
+        path=_as(str, each["path"]),
+        unexpected=_as(bool, each["unexpected"]),
+        count=_number(each["count"]),
+        bytes_per_step=_number(each["bytes_per_step"]),
+    )
+
+
+def _as(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} stands where {kind.__name__} is meant")
+    return value
+
+
+def _number(value: Any) -> int | None:
+    return None if value is None else _as(int, value)
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else f"{error}".rstrip(".")
