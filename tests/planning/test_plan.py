@@ -270,6 +270,41 @@ def test_a_mesh_too_large_is_refused():
         plan_step(mlp(), "h100:8", axes={"batch": 16})
 
 
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ({"objective": "speed"}, "objective='speed': say 'time'"),
+        ({"memory_limit": 0}, "memory_limit=0: say bytes of one device"),
+        ({"verify": -1}, "verify=-1: say how many plans"),
+    ],
+)
+def test_wishes_that_cannot_be_are_refused(wish, said):
+    with pytest.raises(PlanError, match=said):
+        plan_step(mlp(), "h100:8", **wish)
+
+
+def test_a_mesh_may_be_a_text():
+    axes = plan_step(mlp(1024, 512, 2048), "h100:8", axes="batch=4,model=2").axes
+    assert dict(axes) == {"batch": 4, "model": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "error", "said"),
+    [
+        (5, ((8, 4), (8, 2)), mw.ModelError, "a compiled Keras model or a Program is planned"),
+        (None, None, mw.BatchError, r"a batch of a Keras model is \(x, y\)"),
+    ],
+)
+def test_what_is_no_model_and_no_batch(model, batch, error, said):
+    import keras
+
+    if model is None:
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    with pytest.raises(error, match=said):
+        mw.plan(model, batch, target="h100:8")
+
+
 def test_or_tools_missing_names_the_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ortools.sat.python", None)
     with pytest.raises(PlanError, match=r"pip install 'meshwright\[plan\]'"):

@@ -72,3 +72,8 @@ def test_targets_are_read_without_jax():
         """
     )
     assert out == "512 False\n"
+
+
+def test_a_kind_that_there_is_not_is_told_the_nearest():
+    with pytest.raises(mw.TargetError, match=r"no target of kind 'h10'. Did you mean 'h100'"):
+        Target.of("h10:8")

@@ -50,7 +50,7 @@ def plan(
     target: Target | str,
     objective: Objective = "time",
     memory_limit: int | None = None,
-    axes: Mesh | Mapping[str, int] | None = None,
+    axes: Mesh | Mapping[str, int] | str | None = None,
     hardware: Hardware | None = None,
     verify: int = 0,
     limit_s: float = 10.0,
@@ -61,9 +61,10 @@ def plan(
     Mesh, the axes that dims lie along, ZeRO, accumulation and recompute are chosen together, for
     the least time of a step or, with ``objective="memory"``, the least bytes at the peak of one
     device. Nothing takes more than ``memory_limit`` bytes, or a device's memory if it is left out.
-    ``axes`` fixes the mesh. ``model`` and ``batch`` are those of :func:`~meshwright.dry_run`: dims
-    are inferred from the traced step. The search ends after ``limit_s`` seconds; with ``verify=k``
-    the best ``k`` are compiled after that, and ranked by their dry runs. Raises
+    ``axes`` fixes the mesh, ``"batch=4,model=2"``. ``model`` and ``batch`` are those of
+    :func:`~meshwright.dry_run`: dims are inferred from the traced step. The search ends after
+    ``limit_s`` seconds; with ``verify=k`` the best ``k`` are compiled after that, and ranked by
+    their dry runs. Raises
     :class:`~meshwright.PlanError`, with the nearest miss and what would help, if nothing fits.
     (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 

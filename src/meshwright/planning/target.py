@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from dataclasses import dataclass
@@ -55,8 +56,10 @@ class Target:
     def __post_init__(self) -> None:
         known = _KINDS.get(self.kind)
         if known is None:
+            near = difflib.get_close_matches(self.kind, _KINDS, n=2, cutoff=0.5)
+            meant = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
             raise TargetError(
-                f"there is no target of kind {self.kind!r}. Known are {', '.join(_KINDS)}."
+                f"there is no target of kind {self.kind!r}. {meant}Known are {', '.join(_KINDS)}."
             )
         ranks = (known.rank, known.rank + known.comes_in_nodes)
         if len(self.topology) not in ranks or min(self.topology) < 1:

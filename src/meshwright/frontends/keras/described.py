@@ -10,7 +10,7 @@ import jax
 import keras
 
 from ... import _compat
-from ...errors import ModelError
+from ...errors import BatchError, ModelError
 from ...placement import Placed
 from ...planning.described import Described, batch_of, state_of
 from ...program import Batch
@@ -27,8 +27,17 @@ if TYPE_CHECKING:
 def described(strategy: Sharded, model: keras.Model, batch: Batch) -> Described:
     """The training step of a compiled model under a strategy whose mesh is abstract.
 
-    Raises :class:`ModelError` if the model is not compiled.
+    Raises :class:`ModelError` if the model is not compiled, or none.
     """
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            f"a compiled Keras model or a Program is planned with; received {model!r}."
+        )
+    if not isinstance(batch, tuple | list) or not batch:
+        raise BatchError(
+            f"a batch of a Keras model is (x, y) or (x, y, sample_weight); received {batch!r}. "
+            "Shapes will do: jax.ShapeDtypeStruct((64, 784), 'float32')."
+        )
     if not model.compiled:
         raise ModelError(
             f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast, get_args
 
 from ...errors import PlanError
+from ...mesh import Mesh
 from ..described import Described
 from ..graph import Graph
 from ..groups import Axes
@@ -20,9 +21,6 @@ from .plan import Option, Plan
 from .search import Found, Objective, Space, search
 from .setting import setting_of
 from .words import ms, reasons
-
-if TYPE_CHECKING:
-    from ...mesh import Mesh
 
 
 class Report(Protocol):
@@ -54,7 +52,7 @@ def plan_step(
     *,
     objective: Objective = "time",
     memory_limit: int | None = None,
-    axes: Mesh | Mapping[str, int] | None = None,
+    axes: Mesh | Mapping[str, int] | str | None = None,
     hardware: Hardware | None = None,
     zero: tuple[int, ...] = (0, 1, 2, 3),
     accumulate: tuple[int, ...] = (1, 2, 4, 8),
@@ -86,6 +84,7 @@ def plan_step(
     """
     target = Target.of(target)
     hardware = hardware or hardware_of(target)
+    _check(objective, memory_limit, verify)
     graph = step if isinstance(step, Graph) else _graph_of(step)
     limit_bytes = hardware.memory_bytes if memory_limit is None else memory_limit
     space = Space(_axes(axes, target), max_axes, axes is None, zero, accumulate, recompute)
@@ -108,6 +107,22 @@ def plan_step(
         plans = reranked(plans[:verify], dry_run_of) + plans[verify:]
     chosen = plans[0]
     return replace(chosen, runners_up=tuple(each.chosen for each in plans[1:]))
+
+
+def _check(objective: str, memory_limit: int | None, verify: int) -> None:
+    """Raise :class:`~meshwright.PlanError` for every wish that cannot be."""
+    faults = []
+    if objective not in get_args(Objective):
+        faults.append(
+            f"objective={objective!r}: say 'time' for the least time of a step, or 'memory' for "
+            "the least bytes at the peak."
+        )
+    if memory_limit is not None and memory_limit < 1:
+        faults.append(f"memory_limit={memory_limit!r}: say bytes of one device, from 1 on.")
+    if verify < 0:
+        faults.append(f"verify={verify!r}: say how many plans are compiled, from 0 on.")
+    if faults:
+        raise PlanError("\n".join(faults))
 
 
 def reranked(plans: list[Plan], dry_run_of: DryRunOf) -> list[Plan]:
@@ -152,9 +167,11 @@ def _graph_of(described: Described) -> Graph:
     return cast(Graph, graph_of_step(described))
 
 
-def _axes(axes: Mesh | Mapping[str, int] | None, target: Target) -> Axes | None:
+def _axes(axes: Mesh | Mapping[str, int] | str | None, target: Target) -> Axes | None:
     if axes is None:
         return None
+    if isinstance(axes, str):
+        axes = Mesh.from_string(axes)
     found: Axes = tuple(axes.items()) if isinstance(axes, Mapping) else axes.axes
     size = 1
     for _, each in found:
