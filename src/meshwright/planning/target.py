@@ -56,7 +56,7 @@ class Target:
     def __post_init__(self) -> None:
         known = _KINDS.get(self.kind)
         if known is None:
-            near = difflib.get_close_matches(self.kind, _KINDS, n=2, cutoff=0.5)
+            near = difflib.get_close_matches(self.kind, _KINDS, n=2, cutoff=0.6)
             meant = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
             raise TargetError(
                 f"there is no target of kind {self.kind!r}. {meant}Known are {', '.join(_KINDS)}."
