@@ -55,7 +55,9 @@ def test_help_and_version_load_nothing_heavy():
 def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in ("demo", "show", "check", "plan", "doctor"))
+    assert all(
+        name in result.output for name in ("demo", "show", "check", "plan", "choose", "doctor")
+    )
 
 
 def test_version_is_that_of_the_package():

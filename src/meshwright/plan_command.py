@@ -21,6 +21,7 @@ from .program import Program
 from .topology import virtual_devices
 
 if TYPE_CHECKING:
+    from .frontends.plans import Plan
     from .planning.dry_run import DryRun
 
 
@@ -61,6 +62,37 @@ def run(
     if html_path is not None:
         report.save(html_path)
     return report
+
+
+def choose(
+    build: str,
+    target_text: str,
+    mesh_text: str | None,
+    batch_size: int | None,
+    *,
+    objective: Any,
+    memory_limit: int | None,
+    verify: int,
+    limit_s: float,
+    timeout_s: float,
+) -> Plan:
+    """The planner's layout of the model that ``build`` makes, whatever layouts it comes with."""
+    from .frontends.plans import plan
+
+    if not _compat.jax_is_running():
+        virtual_devices(1)
+    case = _built(build, {}, {})
+    return plan(
+        case.model,
+        _micro_batch(case.batches[0], batch_size, 1),
+        target=target_text,
+        objective=objective,
+        memory_limit=memory_limit,
+        axes=mesh_text,
+        verify=verify,
+        limit_s=limit_s,
+        timeout_s=timeout_s,
+    )
 
 
 def checked(report: DryRun, before: Lock, tolerance: float | None) -> tuple[str, bool]:

@@ -209,3 +209,33 @@ def test_a_report_of_what_does_not_fit_is_no_error(job, asked, monkeypatch):
     assert result.exit_code == 1
     assert "does not fit" in result.stdout
     assert "Used 40G of 16G hbm" in result.stdout
+
+
+# The planner
+
+
+def test_the_planner_is_asked_and_its_plan_is_kept(job, tmp_path):
+    path = tmp_path / "plan.json"
+    done = CliRunner().invoke(
+        main, ["choose", "planned_job:build", "--target", "h100:8", "--save", str(path)]
+    )
+    assert done.exit_code == 0, done.output
+    kept = mw.Plan.load(path)
+    assert str(kept) in done.output
+    assert kept.num_inputs == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--memory-gb", "0.000001"], "no layout keeps within 1.0 kB on h100:8"),
+        (["--mesh", "batch=16"], "takes 16 devices, and h100:8 has 8"),
+        (["--save", "no/such/folder.json"], "no plan can be written to 'no/such/folder.json'"),
+    ],
+)
+def test_what_the_planner_cannot_do_is_one_sentence(job, arguments, says):
+    done = CliRunner().invoke(
+        main, ["choose", "planned_job:build", "--target", "h100:8", *arguments]
+    )
+    assert done.exit_code == 2
+    assert says in " ".join(done.output.split())

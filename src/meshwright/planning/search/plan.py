@@ -178,15 +178,22 @@ class Plan:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan to a file. Raises :class:`~meshwright.PlanError` if it cannot."""
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise PlanError(
+                f"no plan can be written to {str(path)!r}: {error.strerror}."
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The plan in a file. Raises :class:`~meshwright.PlanError` if there is none."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise PlanError(f"no plan can be read from {str(path)!r}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
             raise PlanError(f"no plan can be read from {str(path)!r}: {error}.") from error
         return cls.from_json(text)
 
