@@ -965,6 +965,7 @@ print("done")
 """
 
 
+@pytest.mark.full
 def test_everything_holds_across_two_processes():
     with socket.socket() as free:
         free.bind(("localhost", 0))

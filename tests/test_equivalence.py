@@ -54,6 +54,7 @@ def linear(loss: Any = None) -> Any:
 # What is the same
 
 
+@pytest.mark.full
 def test_a_keras_model_is_the_same_under_every_mesh() -> None:
     def build() -> Any:
         return dense(keras.layers.Dropout(0.2)), (X, Y)

@@ -156,6 +156,7 @@ def test_without_the_guard_overlapping_max_pooling_is_wrong(cube: mw.Mesh) -> No
 # The table
 
 
+@pytest.mark.full
 def test_gradients_through_uneven_intermediates_are_one_devices(two_by_four: mw.Mesh) -> None:
     cases = [
         uneven_case(rows, kind, stride, 3, padding, how)

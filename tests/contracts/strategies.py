@@ -51,7 +51,7 @@ class Row:
     batch: Any = "batch"
     inputs: Any = None
     zero: int = 0
-    core: bool = False  # in the part that always runs; others are marked ``full``
+    core: bool = False  # asked with every optimizer
 
     @property
     def is_asked_all(self) -> bool:
@@ -227,11 +227,15 @@ STRATEGIES = [
 ]
 
 
+# What always runs: other rows are marked ``full``.
+QUICK = ("model-dense", "spatial-images", "zero3-model-wide")
+
+
 def rows(
     *, always: tuple[str, ...] | None = None, only: Callable[[Row], bool] = lambda row: True
 ) -> list[Any]:
-    """Every row as a parameter of a test; those outside ``always``, or the core, are ``full``."""
-    names = always if always is not None else [row.name for row in STRATEGIES if row.core]
+    """Every row as a parameter of a test; those outside ``always``, or ``QUICK``, are ``full``."""
+    names = QUICK if always is None else always
     return [
         pytest.param(row, id=row.name, marks=() if row.name in names else pytest.mark.full)
         for row in STRATEGIES

@@ -206,7 +206,12 @@ def warning(case: Case) -> contextlib.AbstractContextManager[Any]:
     return pytest.warns(mw.MeshwrightWarning, match="batch of 12 .*8 and 16.*padded to 16 rows")
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("dense", "BatchNormalization", "an added loss")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in CASES]
+)
 def test_the_numbers_are_those_of_one_device_on_the_true_rows(name: str) -> None:
     with warning(CASES[name]):
         actual = run(strategy(), CASES[name])

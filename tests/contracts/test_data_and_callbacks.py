@@ -138,7 +138,16 @@ CALLBACKS: dict[str, Callable[[Path], callbacks.Callback]] = {
 }
 
 
-@pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
+QUICK = ("ModelCheckpoint", "BackupAndRestore", "changes weights")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=() if name in QUICK else pytest.mark.full)
+        for name, make in CALLBACKS.items()
+    ],
+)
 def test_a_callback_does_what_it_does_in_keras(
     make: Callable[[Path], callbacks.Callback], tmp_path: Path
 ) -> None:

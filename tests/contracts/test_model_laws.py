@@ -282,17 +282,9 @@ STRATEGIES = {
 ALWAYS = {
     "own train_step",
     "dict of inputs",
-    "outputs and losses by name",
     "sample_weight with a rest",
-    "class_weight",
     "add_loss and dropout",
-    "regularisers",
-    "global_clipnorm",
-    "EMA",
-    "shared layer",
     "frozen layer",
-    "state of a recurrent layer",
-    "learning-rate schedule",
 }
 
 

@@ -66,11 +66,12 @@ class Every(keras.callbacks.Callback):
 @pytest.mark.parametrize(
     ("strategy", "fit"),
     [
-        ({}, {}),
-        ({"zero": 2}, {"callbacks": [Every()]}),
-        ({"accumulate": 2}, {"batch_size": 8}),
+        pytest.param({}, {}, id="four steps at once", marks=pytest.mark.full),
+        pytest.param({"zero": 2}, {"callbacks": [Every()]}, id="one by one, zero=2"),
+        pytest.param(
+            {"accumulate": 2}, {"batch_size": 8}, id="accumulate=2", marks=pytest.mark.full
+        ),
     ],
-    ids=["four steps at once", "one by one, zero=2", "accumulate=2"],
 )
 def test_a_bad_row_is_found_and_the_values_before_are_kept(
     strategy: dict[str, Any], fit: dict[str, Any]

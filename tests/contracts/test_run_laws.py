@@ -18,8 +18,6 @@ from keras import optimizers
 from oracle import Native, OneDevice, compiled, largest_gap, made, weights
 from strategies import STRATEGIES, SUBJECTS, Row, rows
 
-pytestmark = pytest.mark.alone
-
 FULL_MARK = pytest.mark.full
 
 
@@ -89,13 +87,15 @@ def sharded(name: str, way: str) -> Run:
 
 def _runs() -> list[Any]:
     found = []
-    for param in rows(always=("model-dense", "vocabulary-tokens", "spatial-images")):
+    for param in rows(always=("model-dense",)):
         row: Row = param.values[0]
-        found.append(pytest.param(row, "strategy.fit", id=f"{row.name}-fit", marks=param.marks))
+        group = pytest.mark.xdist_group(row.name)  # one process: what is asked shares its run
+        marks = (*param.marks, group)
+        found.append(pytest.param(row, "strategy.fit", id=f"{row.name}-fit", marks=marks))
         # Keras' loops cannot lay inputs out one by one, and refuse.
         if row.inputs is None and row.is_asked_all:
             always = row.name in ("model-dense",)
-            marks = () if always else FULL_MARK
+            marks = (group,) if always else (FULL_MARK, group)
             found.append(pytest.param(row, "native", id=f"{row.name}-native", marks=marks))
     return found
 

@@ -50,6 +50,7 @@ def test_weights_are_got_set_saved_and_loaded(row: Row, tmp_path: Path) -> None:
     _lies_as_told(strategy, model)
 
 
+@pytest.mark.full
 def test_a_saved_model_goes_on_where_it_was(row: Row, tmp_path: Path) -> None:
     """Loaded in scope, or loaded outside and placed: the next epoch is the same, slots and all."""
     strategy, model = _trained(row)

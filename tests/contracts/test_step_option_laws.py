@@ -83,7 +83,9 @@ def one_device(batch_size: int, reduction: str = "sum_over_batch_size") -> Train
 
 
 @pytest.mark.parametrize("way", ["side by side", "written out", "in a loop"])
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parametrize(
+    "reduction", ["sum_over_batch_size", pytest.param("sum", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("name", table("dp8"))
 def test_four_micro_batches_are_one_batch_of_all_their_rows(
     name: str, reduction: str, way: Way
@@ -139,7 +141,7 @@ class Looks(keras.callbacks.Callback):
         pass
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_steps_that_are_taken_together_are_those_taken_alone_bit_for_bit(accumulate: int) -> None:
     """A run that is resumed, or whose source is slow, groups its steps otherwise."""
     found = []

@@ -22,7 +22,7 @@ from oracle import (
     relative,
     train,
 )
-from strategies import BATCH, STRATEGIES, SUBJECTS, Row, rows
+from strategies import BATCH, QUICK, STRATEGIES, SUBJECTS, Row, rows
 
 # The largest difference allowed after six steps: of any weight or slot, and of any loss
 # (relative). The largest measured over all rows was 5e-16 in double precision, whatever the
@@ -45,7 +45,7 @@ OPTIMIZERS = {
     "adafactor": (lambda: optimizers.Adafactor(1e-2), SINGLE),
 }
 
-ALWAYS = [("float64", "adam"), ("float32", "momentum")]  # on the core rows
+ALWAYS = [("float64", "adam"), ("float32", "momentum")]  # on the quick rows
 
 # Optimizers that divide a gradient by its size, or take its sign, make a step of the rounding
 # noise that one device computes for weights whose exact gradient is zero (strategies.py:
@@ -78,7 +78,7 @@ def _cases() -> list[object]:
     ):
         some = ("sgd", "momentum", "adam") if row.is_asked_all else ("momentum", "adam")
         if optimizer in some or row.core:
-            always = row.core and (precision, optimizer) in ALWAYS
+            always = row.name in QUICK and (precision, optimizer) in ALWAYS
             marks = () if always else pytest.mark.full
             name = f"{precision}-{row.name}-{optimizer}"
             found.append(pytest.param(row, optimizer, precision, id=name, marks=marks))

@@ -527,6 +527,7 @@ def in_plain_keras(script: str, *arguments: Any) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_saved_model_loads_in_plain_keras_and_computes_the_same(
     tmp_path: Path, model: keras.Model
 ) -> None:

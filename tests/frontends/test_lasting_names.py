@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 import meshwright as mw
@@ -54,6 +55,7 @@ def names(model: keras.Model) -> list[list[str]]:
     return [list(part.values()) for part in found.of_parts]
 
 
+@pytest.mark.full
 def test_every_copy_has_the_same_names() -> None:
     first = names(build(STRATEGY))
     assert names(build(STRATEGY)) == first
@@ -67,6 +69,7 @@ def test_every_copy_has_the_same_names() -> None:
     assert "adam/dense/kernel/momentum" in slots
 
 
+@pytest.mark.full
 def test_a_copy_goes_on_in_the_same_process(tmp_path: Path) -> None:
     options = {"batch_size": 8, "verbose": 0}
     whole = STRATEGY.fit(build(STRATEGY), X, Y, epochs=4, **options)

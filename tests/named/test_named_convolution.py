@@ -218,7 +218,7 @@ def rows(case: Case) -> list[Any]:
             case,
             kind,
             id=f"{case}-{kind}",
-            marks=[] if kind in ("none", "3-D") or str(case) in FEW else pytest.mark.full,
+            marks=[] if kind == "3-D" or str(case) in FEW else pytest.mark.full,
         )
         for kind in KINDS
     ]

@@ -470,12 +470,19 @@ def test_a_result_in_another_order():
         mn.multiply(x, y, out="a:2")
 
 
-def test_functions_of_numpy_are_refused_and_its_numbers_are_not():
-    x = mn.named(np.ones(2, "float32"), "a:2")
-    with pytest.raises(TypeError, match="__array_ufunc__"):
-        np.sin(x)  # it would lose the names
-    assert (np.float32(2) * x).dims == (x / np.float32(2)).dims == x.dims
-    np.testing.assert_array_equal(np.float32(2) * x, [2, 2])
+def test_functions_of_numpy_keep_names_or_are_refused():
+    x = mn.named(np.array([1, 4], "float32"), "a:2")
+    y = mn.named(np.ones(3, "float32"), "b:3")
+    for found in (np.sqrt(x), np.float32(2) * x, x / np.float32(2), np.negative(x)):
+        assert found.dims == x.dims
+    np.testing.assert_array_equal(np.sqrt(x), [1, 2])
+    assert np.add(x, y).dims == mn.as_dims("a:2 b:3")
+    assert np.any(x > 3)
+    assert not np.all(x > 3)
+    assert np.sum(x) == 5
+    for wrong in (lambda: np.sum(x, axis=0), lambda: np.matmul(x, x), lambda: np.add.outer(x, x)):
+        with pytest.raises(TypeError, match="__array_ufunc__"):
+            wrong()
 
 
 def test_one_name_with_two_sizes_is_refused():

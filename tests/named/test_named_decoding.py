@@ -242,6 +242,7 @@ def test_a_model_decodes_the_same_under_the_rules_of_the_paper() -> None:
     np.testing.assert_array_equal(found[0].array[:, :3], prompt.array)
 
 
+@pytest.mark.full
 def test_a_translator_writes_what_it_finds_likeliest() -> None:
     model = models.EncoderDecoder(DIMS)
     params = plain.parameters(model)

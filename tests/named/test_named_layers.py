@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import KINDS, Case, check
+from named_laws import USUAL, Case, check
 
 import meshwright as mw
 import meshwright.named as mn
@@ -125,10 +125,6 @@ CASES = [
          lambda x, w: (x * w[:, None] ** 2).sum() / (4 * (w**2).sum()),
          ["batch:8 length:4", "batch:8"], ("batch", "length"), slopes=(0, 1)),
 ]  # fmt: skip
-
-
-# What layers are made of obeys the laws under every kind of rules; that need not be asked anew.
-USUAL = [pytest.param(kind, marks=[] if kind == "3-D" else [pytest.mark.full]) for kind in KINDS]
 
 
 @pytest.mark.parametrize("kind", USUAL)

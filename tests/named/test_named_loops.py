@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import KINDS, Case, check
+from named_laws import USUAL, Case, check
 
 import meshwright as mw
 import meshwright.named as mn
@@ -90,7 +90,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_laws(case: Case, kind: str) -> None:
     check(case, kind)

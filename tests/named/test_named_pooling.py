@@ -102,7 +102,7 @@ TABLE = [
         case,
         kind,
         id=f"{case}-{kind}",
-        marks=[] if kind in ("none", "3-D") or str(case) in FEW else pytest.mark.full,
+        marks=[] if kind == "3-D" or str(case) in FEW else pytest.mark.full,
     )
     for case in CASES
     for kind in KINDS

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import KINDS, Case, check, of_each
+from named_laws import USUAL, Case, check, of_each
 
 import meshwright as mw
 import meshwright.named as mn
@@ -85,7 +85,7 @@ SHAPES = [
 CASES = [*RESHAPES, *SHAPES]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_laws(case: Case, kind: str) -> None:
     check(case, kind)

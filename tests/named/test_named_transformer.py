@@ -112,6 +112,7 @@ def test_losses_over_five_steps_are_those_of_the_plain_twin(
         assert not gathered  # no table, no logits, no weight
 
 
+@pytest.mark.full
 def test_an_encoder_decoder_is_the_plain_twin_under_the_rules_of_the_paper() -> None:
     model = models.EncoderDecoder(SMALL, shared_embedding=False)
     params = plain.parameters(model)
@@ -245,6 +246,7 @@ def test_activations_are_of_the_dtype_and_losses_of_float32(params: Any) -> None
     np.testing.assert_allclose(loss, jax.jit(ONE.loss)(params, tokens), rtol=0.02)
 
 
+@pytest.mark.full
 def test_dropout_draws_the_same_under_any_rules(params: Any) -> None:
     model = models.Transformer(SMALL, dropout=0.5)
     tokens = mn.named(TOKENS, "batch:8 length:8")

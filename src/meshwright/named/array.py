@@ -26,7 +26,6 @@ class NamedArray:
     """
 
     __slots__ = ("_dims", "_laid", "array")
-    __array_ufunc__ = None  # NumPy to the left of an operator leaves the word to us
     array: Any
     _dims: Dims
     _laid: BoundRules | None  # the rules that the array is known to lie by
@@ -100,6 +99,7 @@ class NamedArray:
     __hash__ = None  # type: ignore[assignment]
 
     if TYPE_CHECKING:  # operators, which elementwise.py gives, and x[...], which indexing.py does
+        __array_ufunc__: Any
 
         def __add__(self, other: Any) -> NamedArray: ...
         def __sub__(self, other: Any) -> NamedArray: ...

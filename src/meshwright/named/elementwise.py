@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..dim_rules import Dims, DimsLike, as_dims, text_of
 from ..errors import DimError
@@ -175,6 +176,17 @@ def _give_operators() -> None:
         setattr(NamedArray, f"__r{name}__", _backward(function))
     for name, function in {"neg": negative, "abs": absolute, "invert": logical_not}.items():
         setattr(NamedArray, f"__{name}__", lambda self, function=function: function(self))
+    NamedArray.__array_ufunc__ = _of_numpy  # also what a NumPy number left of an operator asks
+
+
+def _of_numpy(self: NamedArray, ufunc: Any, method: str, *xs: Any, **options: Any) -> Any:
+    """NumPy's functions: those of each element by name, as here; of all elements, their number."""
+    function = getattr(jnp, ufunc.__name__, None)
+    if method == "__call__" and function and ufunc.signature is None and not options:
+        return elementwise(function, *xs)
+    if method == "reduce" and options.get("axis") is None:
+        return ufunc.reduce(np.asarray(self), **options)
+    return NotImplemented
 
 
 def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
