@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import meshwright as mw
 
 os.environ["MESHWRIGHT_CACHE"] = "off"  # what is compiled here is not kept for anybody
 mw.virtual_devices(8)
+
+# A shell ignores interrupts for what it starts in the background; tests of Ctrl-C need them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
