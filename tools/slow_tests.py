@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-SLOW_S, KEPT_S = 2.0, 3.5
+SLOW_S, KEPT_S = 1.5, 3.0
 LIST = Path(__file__).parent.parent / "tests" / "slow.txt"
 HEAD = "# Tests that `make test` leaves to `make test-full`; made by tools/slow_tests.py.\n"
 LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown) +(tests/\S.*?)(?:@.*)?\n")
