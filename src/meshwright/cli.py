@@ -347,9 +347,10 @@ def plan(
     """
     if no_cache:
         os.environ["MESHWRIGHT_CACHE"] = "off"
-    from .plan_command import checked, run
+    from .plan_command import check_folders, checked, run
     from .planning.lock import Lock, lock_of
 
+    check_folders(html, save)
     before = None if check is None else Lock.load(check)  # before minutes of compiling
     click.echo(f"compiling for {target} ...", err=True)
     report = run(
@@ -423,8 +424,10 @@ def choose(
     meshwright choose train:build --target h100:8
     meshwright choose train:build --target v5e:4x4 --memory-gb 14 --verify 3 --save plan.json
     """
+    from .plan_command import check_folders
     from .plan_command import choose as chosen
 
+    check_folders(plan=save)
     found = chosen(
         build,
         target,

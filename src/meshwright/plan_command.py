@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _compat
 from .equivalence.cases import Case, case_of, setups
 from .equivalence.finding import find_build
-from .errors import BatchError, DataError, LayoutError, ModelError
+from .errors import BatchError, LayoutError, ModelError
 from .layout import Layout
 from .mesh import Mesh
 from .placement import Placement
 from .planning import Target
 from .planning.changes import compare, notes
 from .planning.dry_run import dry_run
+from .planning.files import check_folder
 from .planning.lock import Lock, lock_of
 from .program import Program
 from .topology import virtual_devices
@@ -23,6 +23,13 @@ from .topology import virtual_devices
 if TYPE_CHECKING:
     from .frontends.plans import Plan
     from .planning.dry_run import DryRun
+
+
+def check_folders(report: str | None = None, plan: str | None = None) -> None:
+    """Raise :class:`~meshwright.DataError` for a file that could not be written in the end."""
+    for path, what in ((report, "the report"), (plan, "the plan")):
+        if path is not None:
+            check_folder(path, what)
 
 
 def run(
@@ -40,12 +47,6 @@ def run(
 
     The report is written to ``html_path``, too, as a page for a browser.
     """
-    if html_path is not None and not Path(html_path).absolute().parent.is_dir():
-        # Said before minutes of compiling, not after.
-        raise DataError(
-            f"the report cannot be written to {html_path!r}, as there is no such folder. Make the "
-            "folder, or name another."
-        )
     target = Target.of(target_text)
     mesh = Mesh({"batch": target.num_devices}) if mesh_text is None else Mesh.from_string(mesh_text)
     if "layouts" in options:

@@ -286,7 +286,7 @@ def test_a_broken_or_foreign_file_says_so_and_the_way_out(tmp_path, text, messag
 def test_files_that_are_not_there_or_cannot_be_written(tmp_path):
     with pytest.raises(mw.DataError, match=r"no plan can be read from .*none.json.*--save FILE"):
         Lock.load(tmp_path / "none.json")
-    with pytest.raises(mw.DataError, match=r"cannot be written .* a folder that exists"):
+    with pytest.raises(mw.DataError, match=r"cannot be written .* as there is no such folder"):
         LOCK.save(tmp_path / "none" / "plan.json")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(mw.DataError, match="bytes"):

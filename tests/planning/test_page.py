@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import keras
 import optax
 import pytest
+from click.testing import CliRunner
 from keras import layers
 
 import meshwright as mw
 from meshwright import plan_command
+from meshwright.cli import main
 from meshwright.drawing.canvas import text_width
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.placement import ParamInfo, Placed
@@ -167,8 +169,10 @@ def test_it_is_saved_as_a_file(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_an_error_with_a_way_out(tmp_path):
-    with pytest.raises(mw.DataError, match=r"cannot be written to '.*no/report.html'.*Name a file"):
+    with pytest.raises(mw.DataError, match=r"the report cannot .* as there is no such folder"):
         report().save(tmp_path / "no" / "report.html")
+    with pytest.raises(mw.DataError, match=r"cannot be written to .*: Is a directory. Name a file"):
+        report().save(tmp_path)
 
 
 JOB = """
@@ -193,10 +197,12 @@ def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == report().to_html()
 
 
-def test_the_command_says_before_it_compiles_that_there_is_no_such_folder():
-    asked = ("no_such_module:build", "cpu:8", None, [], None, None, {}, 60.0)
-    with pytest.raises(mw.DataError, match=r"'no/report.html', as there is no such folder. Make"):
-        plan_command.run(*asked, html_path="no/report.html")
+@pytest.mark.parametrize("option", ["--html", "--save"])
+def test_the_command_says_before_it_compiles_that_there_is_no_such_folder(option):
+    asked = ["plan", "no_such_module:build", "--target", "cpu:8", option, "no/file"]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 2
+    assert "cannot be written to 'no/file', as there is no such folder. Make" in done.output
 
 
 @pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])

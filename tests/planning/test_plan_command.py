@@ -230,7 +230,10 @@ def test_the_planner_is_asked_and_its_plan_is_kept(job, tmp_path):
     [
         (["--memory-gb", "0.000001"], "no layout keeps within 1.0 kB on h100:8"),
         (["--mesh", "batch=16"], "takes 16 devices, and h100:8 has 8"),
-        (["--save", "no/such/folder.json"], "no plan can be written to 'no/such/folder.json'"),
+        (
+            ["--save", "no/such/folder.json"],
+            "the plan cannot be written to 'no/such/folder.json', as there is no such folder",
+        ),
     ],
 )
 def test_what_the_planner_cannot_do_is_one_sentence(job, arguments, says):

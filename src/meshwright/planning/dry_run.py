@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, DoesNotFitError
+from ..errors import DoesNotFitError
 from ..mesh import Mesh
 from ..placement import Placed, Placement
 from ..program import Batch, TrainState
@@ -18,6 +18,7 @@ from .ahead import Compiled, compile_described, trace
 from .alive import LiveTensor, alive_at_peak
 from .described import Described, Describes, describe
 from .estimate import Estimate, estimate
+from .files import write
 from .hardware import Hardware, hardware_of
 from .hlo import parse
 from .target import Target
@@ -150,13 +151,7 @@ class DryRun:
 
     def save(self, path: str | Path) -> None:
         """Write the page of :meth:`to_html`. Raises :class:`~meshwright.DataError` if it cannot."""
-        try:
-            Path(path).write_text(self.to_html(), encoding="utf-8")
-        except OSError as error:
-            raise DataError(
-                f"the report cannot be written to {str(path)!r}: {error.strerror}. Name a file in "
-                "a folder that exists and can be written to."
-            ) from error
+        write(path, self.to_html(), "the report")
 
 
 def dry_run(

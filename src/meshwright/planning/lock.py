@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
+from .files import write
 
 if TYPE_CHECKING:
     from .dry_run import DryRun
@@ -106,13 +107,7 @@ class Lock:
 
     def save(self, path: str | Path) -> None:
         """Write the file. Raises :class:`~meshwright.DataError` if it cannot be written."""
-        try:
-            Path(path).write_text(self.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise DataError(
-                f"the plan cannot be written to {str(path)!r}: {error.strerror}. Name a file in a "
-                "folder that exists and can be written to."
-            ) from error
+        write(path, self.to_json(), "the plan")
 
     @classmethod
     def load(cls, path: str | Path) -> Lock:

@@ -48,8 +48,9 @@ def _verdict(run: DryRun) -> str:
     return "does not fit" + ("" if free is None else f", by {in_words(-free)}")
 
 
-def _memory(memory: Memory) -> str:
-    rows = [
+def memory_rows(memory: Memory) -> list[tuple[str, int | None, str]]:
+    """Each figure of the memory of a device: its name, its bytes, and what it is."""
+    return [
         ("parameters", memory.parameter_bytes, "exact"),
         ("slots", memory.slot_bytes, "exact"),
         ("other state", memory.state_bytes, "exact"),
@@ -58,8 +59,12 @@ def _memory(memory: Memory) -> str:
         ("temporaries", memory.temporary_bytes, "the compiler's temp_size_in_bytes"),
         ("gradients", memory.gradient_bytes, "if all live at once, among the temporaries"),
         ("peak", memory.peak_bytes, memory.peak_is),
-        ("available", memory.available_bytes, ""),
+        ("available", memory.available_bytes, "in one device"),
     ]
+
+
+def _memory(memory: Memory) -> str:
+    rows = memory_rows(memory)
     told = [(name, f"{n:,}", in_words(n), why) for name, n, why in rows if n is not None]
     return _table(told, right=(1, 2))
 

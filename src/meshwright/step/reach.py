@@ -15,32 +15,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .united import United
+
 Cut = tuple[tuple[str, int], ...]  # axes that cut a dim together, each into how many pieces
 Cuts = frozenset[Cut]
 
 
-class Factor:
+class Factor(United):
     """A factor of the size of some dim; united with others, it shares the cuts that reach it.
 
     ``sure`` cuts come along the data; ``feeble`` ones come backwards into what a reshape or a
     contraction merged, and give way where their axis already cuts another dim of the same value.
     """
 
-    __slots__ = ("feeble", "parent", "size", "sure")
+    __slots__ = ("feeble", "size", "sure")
 
     def __init__(self, size: int, sure: Cuts = frozenset()) -> None:
+        super().__init__()
         self.size = size
         self.sure = sure
         self.feeble: Cuts = frozenset()
-        self.parent = self
-
-    def root(self) -> Factor:
-        """What stands for all factors that this one is united with."""
-        here = self
-        while here.parent is not here:
-            here.parent = here.parent.parent
-            here = here.parent
-        return here
 
 
 Dim = tuple[Factor, ...]  # slowest first; the product of their sizes is the dim's

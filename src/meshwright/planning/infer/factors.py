@@ -10,26 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from ...step.united import United
 
-class Factor:
+
+class Factor(United):
     """A factor of the size of some dim; united with others, or made of smaller ones."""
 
-    __slots__ = ("apart", "number", "parent", "parts", "size")
+    __slots__ = ("apart", "number", "parts", "size")
 
     def __init__(self, size: int, number: int) -> None:
+        super().__init__()
         self.size = size
         self.number = number  # in the order in which they were met
-        self.parent = self
         self.parts: tuple[Factor, Factor] | None = None
         self.apart: set[Factor] = set()  # roots that some array has beside this one
-
-    def root(self) -> Factor:
-        """What stands for all factors that this one is united with."""
-        here = self
-        while here.parent is not here:
-            here.parent = here.parent.parent
-            here = here.parent
-        return here
 
 
 Dim = tuple[Factor, ...]  # empty: never split

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..tables import memory_rows
 from .bars import Part, bar, swatch
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
@@ -70,18 +71,9 @@ def _bar(memory: Memory) -> Html:
 
 def _numbers(memory: Memory) -> Html:
     paints = {part.name: part.paint for part in parts_of(memory)}
-    rows = [
-        ("parameters", memory.parameter_bytes, "exact"),
-        ("slots", memory.slot_bytes, "exact"),
-        ("other state", memory.state_bytes, "exact"),
-        ("inputs", memory.input_bytes, "exact"),
-        ("padding of tiles", memory.padding_bytes, "what the device adds to these"),
-        (REST, _rest(memory), "the peak without all of the above"),
-        ("peak", memory.peak_bytes, memory.peak_is),
-        ("available", memory.available_bytes, "in one device"),
-        ("temporaries", memory.temporary_bytes, "the compiler's temp_size_in_bytes"),
-        ("gradients", memory.gradient_bytes, "if all live at once, among the temporaries"),
-    ]
+    rows = memory_rows(memory)
+    at = 1 + [name for name, *_ in rows].index("padding of tiles")
+    rows.insert(at, (REST, _rest(memory), "the peak without all of the above"))
     told = [
         (
             Cell([swatch(paints[name]) if name in paints else None, name]),

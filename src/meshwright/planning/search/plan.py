@@ -14,6 +14,7 @@ from ...layout import UNSHARDED
 from ...mesh import Mesh
 from ...placement import Placement
 from ...step.options import StepOptions
+from ..files import write
 from ..groups import Axes
 from .words import table
 
@@ -178,13 +179,8 @@ class Plan:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file. Raises :class:`~meshwright.PlanError` if it cannot."""
-        try:
-            Path(path).write_text(self.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise PlanError(
-                f"no plan can be written to {str(path)!r}: {error.strerror}."
-            ) from error
+        """Write the plan to a file. Raises :class:`~meshwright.DataError` if it cannot."""
+        write(path, self.to_json(), "the plan")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
