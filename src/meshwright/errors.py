@@ -16,6 +16,14 @@
     ├── CompileError         RuntimeError  a step that does not compile for its target
     │   └── DoesNotFitError                because it needs more memory than a device has
     ├── PlanError            RuntimeError  no layout fits, or none can be searched for or read
+    ├── ClusterError         ValueError    a cluster, or a task of one, that is not described rightly
+    ├── TaskError            RuntimeError  a task that could not do what it was asked
+    │   ├── UnreachableError ConnectionError  it does not answer, or is gone
+    │   ├── ProtocolError                  it speaks another version, has another key, or is fenced
+    │   └── ScheduledError                 a scheduled function raised there
+    ├── CancelledError       RuntimeError  a scheduled function that another's error has cancelled
+    ├── ShippingError        TypeError     a function or value that cannot travel between tasks
+    ├── ExhaustedError       DataError     a dataset that has no more elements
     ├── NotFiniteError       FloatingPointError  a loss or a gradient that is infinite or NaN
     ├── TracingError         RuntimeError  something that has no meaning inside jit
     └── BackendError         RuntimeError  Keras is set to another backend than JAX
@@ -134,6 +142,42 @@ class NotFiniteError(MeshwrightError, FloatingPointError):
         self.step = step
         self.epoch = epoch
         self.variables = variables
+
+
+class ClusterError(MeshwrightError, ValueError):
+    """A cluster, or a task of one, is not described rightly."""
+
+
+class TaskError(MeshwrightError, RuntimeError):
+    """A task of a cluster could not do what it was asked; ``task`` names it, as in ``"worker:1"``."""
+
+    def __init__(self, message: str, task: str = "") -> None:
+        super().__init__(message)
+        self.task = task
+
+
+class UnreachableError(TaskError, ConnectionError):
+    """A task does not answer, or is gone."""
+
+
+class ProtocolError(TaskError):
+    """A task speaks another version of the protocol, has another key, or was declared dead."""
+
+
+class ScheduledError(TaskError):
+    """A scheduled function raised, in a worker, an error that has no class here."""
+
+
+class CancelledError(MeshwrightError, RuntimeError):
+    """A scheduled function was cancelled, as another one had raised an error."""
+
+
+class ShippingError(MeshwrightError, TypeError):
+    """A function or a value cannot travel from one task to another."""
+
+
+class ExhaustedError(DataError):
+    """A dataset has no more elements."""
 
 
 class TracingError(MeshwrightError, RuntimeError):

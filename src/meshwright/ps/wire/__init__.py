@@ -1,0 +1,1 @@
+"""What tasks say to each other, and how it travels."""

@@ -1,0 +1,38 @@
+"""A channel to one task: ask, and have the answer; or send first and gather answers later."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .message import Message
+
+
+class Channel(Protocol):
+    """How a task speaks with one server; not for several threads at once.
+
+    An answer of kind ``"error"`` is raised by ``wait`` as the error that it tells of, see
+    :mod:`meshwright.ps.wire.failures`.
+    """
+
+    peer: str  # the task at the other end, such as "ps:0"
+
+    def send(self, message: Message) -> int:
+        """Send a message; the number is what :meth:`wait` takes."""
+        ...
+
+    def wait(self, number: int, timeout_s: float | None = None) -> Message:
+        """The answer to the message of this number.
+
+        A request that got no answer is sent again where the peer came back after a restart, so
+        what it asks for must be harmless when done twice (a push carries the id of its step).
+        Raises :class:`~meshwright.errors.UnreachableError` after ``timeout_s``.
+        """
+        ...
+
+    def ask(self, message: Message, timeout_s: float | None = None) -> Message:
+        """Send, and wait for the answer."""
+        ...
+
+    def close(self) -> None:
+        """Let go of sockets and shared memory; twice does no harm."""
+        ...
