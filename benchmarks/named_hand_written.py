@@ -1,12 +1,14 @@
 """The peer: the same steps by hand in plain JAX, ``jax.jit`` and ``NamedSharding``.
 
 ``--way`` chooses how gradients are summed: ``plain`` leaves it to XLA; ``scattered`` sums them to
-pieces, updates each piece where it lies and gathers the parameters again.
+pieces, updates each piece where it lies and gathers the parameters again; ``in_rows`` splits what
+lies between the products of a model-parallel block over its rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from named_jobs import DATA, JOBS, LEARNING_RATE, PARAMETERS, NamedJob, initial,
 from named_protocol import measure
 from protocol import eight_jax_devices
 
-WAYS = ("plain", "scattered")
+WAYS = ("plain", "scattered", "in_rows")
 
 
 def mlp(p: dict[str, Any], x: Any, split: Any) -> Any:
@@ -41,6 +43,43 @@ def block(p: dict[str, Any], x: Any, split: Any) -> Any:
     hidden = jax.nn.relu(split(jnp.einsum("bld,df->blf", inner, p["wi"]), "batch length d_ff"))
     return x + jnp.einsum("blf,fd->bld", hidden, p["wo"])
 
+
+def block_in_rows(p: dict[str, Any], x: Any, split: Any) -> Any:
+    def rows(x: Any) -> Any:
+        return split(x, "rows length d_model")
+
+    def whole(x: Any) -> Any:
+        return split(x, "batch length d_model")
+
+    x = rows(x)
+    kernel = jnp.stack([p[name] for name in "qkv"])
+    inner = whole(normalised(x, p["scale_1"]))
+    q, k, v = product("bld,sdhk->sbhlk", "bld,sbhlk->sdhk", inner, kernel)
+    scores = jnp.einsum("bhlk,bhmk->bhlm", q * q.shape[-1] ** -0.5, k)
+    mixed = jnp.einsum("bhlm,bhmk->bhlk", jax.nn.softmax(scores, -1), v)
+    x = x + rows(whole(product("bhlk,hkd->bld", "bhlk,bld->hkd", mixed, p["o"])))
+    inner = whole(normalised(x, p["scale_2"]))
+    hidden = jax.nn.relu(product("bld,df->blf", "bld,blf->df", inner, p["wi"]))
+    return whole(x + rows(whole(product("blf,fd->bld", "blf,bld->fd", hidden, p["wo"]))))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def product(forward: str, of_kernel: str, x: Any, kernel: Any) -> Any:
+    """A product whose kernel's gradient comes the way round in which it is wanted."""
+    return jnp.einsum(forward, x, kernel)
+
+
+def _product_forward(forward: str, of_kernel: str, x: Any, kernel: Any) -> Any:
+    return jnp.einsum(forward, x, kernel), (x, kernel)
+
+
+def _product_backward(forward: str, of_kernel: str, saved: Any, gradient: Any) -> Any:
+    x, kernel = saved
+    _, back = jax.vjp(lambda x: jnp.einsum(forward, x, kernel), x)
+    return *back(gradient), jnp.einsum(of_kernel, x, gradient)
+
+
+product.defvjp(_product_forward, _product_backward)
 
 PROGRAMS = {"mlp": mlp, "block": block}
 
@@ -67,7 +106,8 @@ def make(job: NamedJob, way: str) -> tuple[Any, Any, Any]:
     axes = {axis: int(size) for axis, size in layout(job.mesh).items()}
     auto = (jax.sharding.AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto)
-    rules = layout(job.layout)
+    rules = layout(job.layout) | ({"rows": "all"} if way == "in_rows" else {})
+    program = block_in_rows if way == "in_rows" else PROGRAMS[job.program]
 
     def lies(dims: str) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(rules.get(dim) for dim in dims.split())))
@@ -81,13 +121,13 @@ def make(job: NamedJob, way: str) -> tuple[Any, Any, Any]:
     data = tuple(jax.device_put(value, lies(DATA[job.program])) for value in (x, y))
 
     def loss(p: dict[str, Any], x: Any, y: Any) -> Any:
-        return jnp.mean(jnp.square(PROGRAMS[job.program](p, x, split) - y))
+        return jnp.mean(jnp.square(program(p, x, split) - y))
 
     def plain(p: dict[str, Any], x: Any, y: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(p, x, y)
         return {name: p[name] - LEARNING_RATE * grads[name] for name in p}, value
 
-    step = plain if way == "plain" else scattered(mesh, rules, job)
+    step = scattered(mesh, rules, job) if way == "scattered" else plain
     return params, data, jax.jit(step, donate_argnums=0)
 
 

@@ -25,7 +25,10 @@ def normalised(x: mn.NamedArray, scale: mn.NamedArray) -> mn.NamedArray:
 
 
 def attention(p: Params, x: mn.NamedArray) -> mn.NamedArray:
-    q, k, v = (mn.einsum([x, p[name]]) for name in "qkv")
+    return attended(p, *(mn.einsum([x, p[name]]) for name in "qkv"))
+
+
+def attended(p: Params, q: mn.NamedArray, k: mn.NamedArray, v: mn.NamedArray) -> mn.NamedArray:
     k, v = (mn.rename(each, "length", "memory") for each in (k, v))
     out = [*(q.dim(name) for name in ("batch", "heads", "length")), k.dim("memory")]
     weights = mn.softmax(mn.einsum([q * q.dim("d_kv").size ** -0.5, k], out), "memory")
@@ -38,7 +41,35 @@ def block(p: Params, x: mn.NamedArray) -> mn.NamedArray:
     return x + mn.einsum([hidden, p["wo"]])
 
 
+def block_in_rows(p: Params, x: mn.NamedArray) -> mn.NamedArray:
+    """The same, with what lies between the products split over its ``rows`` by a rule of their own.
+
+    Renaming a dim is all that it takes: norms and sums are then of a piece on each device, and not
+    of everything on all of them (sequence parallelism, Korthikanti et al. 2022). Queries, keys and
+    values are one product, so that what comes back from them is summed once.
+    """
+
+    def split(x: mn.NamedArray) -> mn.NamedArray:
+        return mn.rename(x, "batch", "rows")
+
+    def whole(x: mn.NamedArray) -> mn.NamedArray:
+        return mn.rename(x, "rows", "batch")
+
+    x = split(x)
+    x = x + split(attention_of_one_product(p, whole(normalised(x, p["scale_1"]))))
+    hidden = mn.relu(mn.einsum([whole(normalised(x, p["scale_2"])), p["wi"]]))
+    return whole(x + split(mn.einsum([hidden, p["wo"]])))
+
+
+def attention_of_one_product(p: Params, x: mn.NamedArray) -> mn.NamedArray:
+    kernel = mn.stack([p[name] for name in "qkv"], "which")
+    heads, d_kv = (p["q"].dim(name) for name in ("heads", "d_kv"))
+    out = [kernel.dim("which"), x.dim("batch"), heads, x.dim("length"), d_kv]
+    return attended(p, *mn.unstack(mn.einsum([x, kernel], out), "which"))
+
+
 PROGRAMS = {"mlp": mlp, "block": block}
+IN_ROWS = {"block": block_in_rows}
 
 
 def dims(job: NamedJob, text: str) -> list[mn.Dim]:
@@ -49,22 +80,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", choices=sorted(JOBS))
     parser.add_argument("--zero", type=int, default=0, help="1: each device updates its piece")
+    parser.add_argument("--in-rows", action="store_true", help="split what is between products")
     given = parser.parse_args()
     mw.virtual_devices(DEVICES)
     job = JOBS[given.job]
-    trainer, batch = make(job, given.zero)
+    trainer, batch = make(job, given.zero, given.in_rows)
     state = [trainer.init()]
 
     def one() -> Any:
         state[0], logs = trainer.step(state[0], batch)
         return logs["loss"]
 
-    measure(f"ours_zero_{given.zero}", job, one, float)
+    way = "_in_rows" if given.in_rows else ""
+    measure(f"ours_zero_{given.zero}{way}", job, one, float)
 
 
-def make(job: NamedJob, zero: int) -> tuple[mw.Trainer, Any]:
+def make(job: NamedJob, zero: int, in_rows: bool = False) -> tuple[mw.Trainer, Any]:
     """The trainer, and the batch where it lies."""
-    program = PROGRAMS[job.program]
+    program = (IN_ROWS if in_rows else PROGRAMS)[job.program]
+    rules = f"{job.layout};rows:all" if in_rows else job.layout
 
     def loss(p: Params, batch: tuple[mn.NamedArray, mn.NamedArray]) -> mn.NamedArray:
         x, y = batch
@@ -78,7 +112,7 @@ def make(job: NamedJob, zero: int) -> tuple[mw.Trainer, Any]:
     names = DATA[job.program]
     placement = mw.Placement.of(
         mw.create_mesh({dim.name: dim.size for dim in mn.as_dims(job.mesh)}),
-        rules=job.layout,
+        rules=rules,
         zero=zero,
     )
     trainer = mw.Trainer(

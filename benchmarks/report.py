@@ -17,13 +17,20 @@ RESULTS = Path(__file__).parent / "results"
 COMMAND = "python benchmarks/run.py"
 FEATURES_COMMAND = "python benchmarks/features.py"
 NAMED_SIDES = (
-    ("ours", "ours_zero_1"),
-    ("hand_written_plain", "hand_written_scattered"),
+    ("ours", "ours_zero_1", "ours_in_rows"),
+    ("hand_written_plain", "hand_written_scattered", "hand_written_in_rows"),
     ("mesh_tensorflow",),
 )
-WAYS = {"ours_zero_1": "zero=1 ", "hand_written_scattered": "scattered "}
+WAYS = {
+    "ours_zero_1": "zero=1 ",
+    "hand_written_scattered": "scattered ",
+    "ours_in_rows": "rows:all ",
+    "hand_written_in_rows": "rows split ",
+}
+SERVERS_SIDES = ("ours", "tensorflow")
 NAMED_COMMAND = "python benchmarks/named.py"
 TRACING_COMMAND = "python benchmarks/named_tracing.py"
+SERVERS_COMMAND = "python benchmarks/parameter_server.py"
 
 NAMES = {
     "ours": "Meshwright `strategy.fit`",
@@ -122,6 +129,7 @@ def write_page() -> Path:
     found = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     features, named = found.pop("features", []), found.pop("named", [])
     tracing = found.pop("named_tracing", [])
+    servers = found.pop("parameter_server", [])
     jobs = [found[name] for name in JOBS if name in found]
     parts = [
         "# Results",
@@ -138,7 +146,9 @@ def write_page() -> Path:
         parts += [f"Made by `{NAMED_COMMAND}`:", named_table(named)]
     if tracing:
         parts += [f"Made by `{TRACING_COMMAND}`:", features_table(tracing)]
-    parts.append(_facts([*found.values(), *features, *named, *tracing], jobs))
+    if servers:
+        parts += [f"Made by `{SERVERS_COMMAND}`:", servers_table(servers)]
+    parts.append(_facts([*found.values(), *features, *named, *tracing, *servers], jobs))
     page = RESULTS / "README.md"
     page.write_text("\n\n".join(part for part in parts if part) + "\n")
     return page
@@ -233,6 +243,25 @@ def named_table(named: list[dict[str, Any]]) -> str:
         *("step", "layout", "ours", "by hand", "Mesh-TensorFlow"),
         *("ours ÷ best by hand", "limit", "best by hand ÷ Mesh-TensorFlow (≤ 1)"),
         *("ours ÷ Mesh-TensorFlow", ""),
+    )
+    return _table(heads, rows)
+
+
+def servers_table(servers: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            each["says"],
+            *(f"{each['steps_per_s'][side]:,.0f}" for side in SERVERS_SIDES),
+            *(f"{each['cpu_ms_per_step'][side]:.2f} ms" for side in SERVERS_SIDES),
+            _spread(each["ratio_by_round"]),
+            f"≥ {each['at_least']:.0f}",
+            "met" if each["ratio"] >= each["at_least"] else "**missed**",
+        )
+        for each in servers
+    ]
+    heads = (
+        *("scheduled step", "ours: steps/s", "TensorFlow: steps/s"),
+        *("CPU of all five, ours", "TensorFlow", "steps/s, ours ÷ TensorFlow", "target", ""),
     )
     return _table(heads, rows)
 
