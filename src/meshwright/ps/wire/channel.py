@@ -11,7 +11,9 @@ class Channel(Protocol):
     """How a task speaks with one server; not for several threads at once.
 
     An answer of kind ``"error"`` is raised by ``wait`` as the error that it tells of, see
-    :mod:`meshwright.ps.wire.failures`.
+    :mod:`meshwright.ps.wire.failures`. A message's head goes with one more entry, ``"id"``, its
+    number. The arrays of a message are not to be written to, nor those that were sent before the
+    answer has come.
     """
 
     peer: str  # the task at the other end, such as "ps:0"
@@ -31,6 +33,14 @@ class Channel(Protocol):
 
     def ask(self, message: Message, timeout_s: float | None = None) -> Message:
         """Send, and wait for the answer."""
+        ...
+
+    def tell(self, message: Message) -> None:
+        """Send a message that gets no answer, and is not sent again."""
+        ...
+
+    def receive_nowait(self) -> Message | None:
+        """The next message that nobody asked for, or ``None``."""
         ...
 
     def close(self) -> None:

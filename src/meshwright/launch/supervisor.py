@@ -1,0 +1,235 @@
+"""Keeps the processes of tasks running: starts them, notices their end, starts them again."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import ClusterError, TaskError
+from .logs import LogPump
+from .processes import Child, Command, end_all
+from .spec import Task
+from .supervision import Event, Restarts, told
+
+_TRY_AGAIN_S = 1.0
+_AFTER_STOP_S = 0.2
+_LOOK_EVERY_S = 0.1  # where the system does not tell of a process's end
+
+
+@dataclass
+class _Kept:
+    """One task: its process, or when it is started again, or how it came to its end."""
+
+    command: Callable[[int], Command]  # by generation
+    restarts: Restarts | None
+    child: Child
+    started_s: float
+    generation: int = 0
+    counted: int = 0  # restarts that count against it
+    due_s: float | None = None
+    over: str = ""
+
+
+class Supervisor:
+    """The processes of some tasks, and a thread that watches over them.
+
+    Everything that happens to them is an :class:`Event`.
+    """
+
+    def __init__(self, logs: LogPump) -> None:
+        self._logs = logs
+        self._begun_s = time.monotonic()
+        self._lock = threading.RLock()
+        self._kept: dict[Task, _Kept] = {}
+        self._events: list[Event] = []
+        self._closing = False
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="task supervisor", daemon=True)
+        self._thread.start()
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All that has happened so far."""
+        with self._lock:
+            return tuple(self._events)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that are kept, dead ones too."""
+        with self._lock:
+            return tuple(self._kept)
+
+    def start(
+        self, task: Task, command: Callable[[int], Command], restarts: Restarts | None
+    ) -> None:
+        """Start a task, and again whenever it has ended; ``restarts=None``: only this once."""
+        with self._lock:
+            self._check_open()
+            child = self._child(task, command(0))
+            self._kept[task] = _Kept(command, restarts, child, time.monotonic())
+            self._note(task, "started")
+        self._wake()
+
+    def pid(self, task: Task) -> int:
+        """The number of the task's process, or of its last one."""
+        with self._lock:
+            return self._of(task).child.pid
+
+    def generation(self, task: Task) -> int:
+        """How often the task was started again."""
+        with self._lock:
+            return self._of(task).generation
+
+    def send_signal(self, task: Task, number: int) -> None:
+        """Send a signal to the task's process."""
+        with self._lock:
+            self._check_open()
+            self._of(task).child.send_signal(number)
+        self._wake()  # the process may have been found ended just now
+
+    def restart(self, task: Task) -> None:
+        """End the task's process at once, and start it again."""
+        with self._lock:
+            self._check_open()
+            kept = self._of(task)
+            kept.child.kill()
+            kept.counted = 0
+            self._start_again(task, kept)
+        self._wake()
+
+    def remove(self, task: Task, grace_s: float) -> None:
+        """End a task for good, and forget it."""
+        with self._lock:
+            kept = self._of(task)
+            kept.due_s, kept.over = None, "stopped"  # the thread lets it be from now on
+        end_all([kept.child], grace_s)
+        with self._lock:
+            del self._kept[task]
+            self._note(task, "stopped", kept.child.exit_code)
+
+    def check(self) -> None:
+        """Raise :class:`TaskError` if a task has ended and is not started again; names them all."""
+        with self._lock:
+            lost = [(t, k) for t, k in self._kept.items() if k.over in ("given up", "died")]
+        if lost:
+            raise TaskError(
+                "\n".join(self._obituary(task, kept) for task, kept in lost), str(lost[0][0])
+            )
+
+    def close(self, grace_s: float) -> None:
+        """End everything, all at the same time; what has not ended after ``grace_s`` is killed."""
+        with self._lock:
+            self._closing = True
+        self._wake()
+        try:
+            self._thread.join()
+        finally:  # a second Ctrl-C comes while waiting
+            running = [k.child for k in self._kept.values() if not k.over and k.due_s is None]
+            end_all(running, grace_s)
+            for task, kept in self._kept.items():
+                if kept.child in running:
+                    self._note(task, "stopped", kept.child.exit_code)
+            for descriptor in (self._wake_read, self._wake_write):
+                os.close(descriptor)
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            with self._lock:
+                timeout_s = self._look()
+                watched = [k.child.exit_descriptor for k in self._kept.values() if not k.over]
+            _wait([d for d in watched if d is not None], self._wake_read, timeout_s)
+
+    def _look(self) -> float | None:
+        """Take note of what has ended and start what is due; returns when to look again."""
+        for task, kept in self._kept.items():
+            if kept.over or self._closing:
+                continue
+            if kept.due_s is None and kept.child.poll() is not None:
+                self._note_end(task, kept)
+            if kept.due_s is not None and kept.due_s <= time.monotonic():
+                self._start_again(task, kept)
+        waits = [k.due_s - time.monotonic() for k in self._kept.values() if k.due_s is not None]
+        if any(k.child.exit_descriptor is None and not k.over for k in self._kept.values()):
+            waits.append(_LOOK_EVERY_S)
+        return max(0.0, min(waits)) if waits else None
+
+    def _note_end(self, task: Task, kept: _Kept) -> None:
+        code = kept.child.exit_code or 0
+        self._note(task, "died" if code else "ended", code)
+        if kept.restarts is None:
+            kept.over = "died" if code else "ended"
+            if code:
+                self._tell(task, f"has died ({told(code)}), and is not started again")
+            return
+        now_s = time.monotonic()
+        kept.counted = kept.restarts.count(kept.counted, now_s - kept.started_s)
+        delay_s = kept.restarts.delay_s(kept.counted)
+        if delay_s is None:
+            kept.over = "given up"
+            self._note(task, "given up", code)
+            self._tell(task, f"has ended again ({told(code)}), and is given up")
+            return
+        # What was told to stop may well see its cluster closed next.
+        kept.due_s = now_s + (delay_s if code else max(delay_s, _AFTER_STOP_S))
+        kept.counted += 1
+        if code:
+            self._tell(task, f"has died ({told(code)}); it is started again")
+
+    def _start_again(self, task: Task, kept: _Kept) -> None:
+        kept.due_s, kept.over, kept.started_s = None, "", time.monotonic()
+        try:
+            kept.child = self._child(task, kept.command(kept.generation + 1))
+        except OSError as error:  # the machine is full; it may not stay so
+            kept.due_s = time.monotonic() + _TRY_AGAIN_S
+            self._tell(task, f"cannot be started again yet: {error}")
+            return
+        kept.generation += 1
+        self._note(task, "restarted")
+
+    # Parts
+
+    def _child(self, task: Task, command: Command) -> Child:
+        child = Child(command)
+        self._logs.add(str(task), child.output)
+        return child
+
+    def _of(self, task: Task) -> _Kept:
+        if task not in self._kept:
+            told_tasks = ", ".join(map(str, self._kept)) or "none"
+            raise ClusterError(f"no {task} is kept running here; there are: {told_tasks}.")
+        return self._kept[task]
+
+    def _tell(self, task: Task, line: str) -> None:
+        self._logs.tell(str(task), line)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ClusterError("the cluster is closed: nothing can be done to its tasks any more.")
+
+    def _note(self, task: Task, what: str, exit_code: int | None = None) -> None:
+        self._events.append(Event(time.monotonic() - self._begun_s, task, what, exit_code))
+
+    def _obituary(self, task: Task, kept: _Kept) -> str:
+        code = kept.child.exit_code or 0
+        times = f" after {kept.generation} restarts" if kept.generation else ""
+        lines = self._logs.last_lines(str(task), wait_s=1.0)
+        last = "".join(f"\n    {line}" for line in lines) or " none"
+        return f"{task} has ended ({told(code)}){times}. Its last lines:{last}"
+
+    def _wake(self) -> None:
+        os.write(self._wake_write, b".")
+
+
+def _wait(descriptors: list[int], wake: int, timeout_s: float | None) -> None:
+    poller = select.poll()
+    for descriptor in (wake, *descriptors):
+        poller.register(descriptor, select.POLLIN)
+    ready = poller.poll(None if timeout_s is None else timeout_s * 1000)
+    if any(descriptor == wake for descriptor, _ in ready):
+        os.read(wake, 1 << 12)

@@ -1,0 +1,106 @@
+"""Errors as messages: what one task raises is raised again, as the same class, where it was asked.
+
+Only Python's own exceptions and those of :mod:`meshwright.errors` are rebuilt, by name and from
+plain values. Every other one becomes a :class:`~meshwright.errors.ScheduledError` that names its
+type. Nothing is unpickled, so a task cannot be made to run a peer's code by an error.
+"""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from typing import Any, NoReturn
+
+from ... import errors
+from .message import Message
+
+KIND = "error"
+_ROOMS = {"builtins": builtins, "meshwright.errors": errors}
+_MOST_LETTERS = 20_000  # of a traceback; its end says most
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def failure(error: BaseException, task: str = "") -> Message:
+    """The message that tells of an error; ``task`` is the one in which it was raised.
+
+    >>> told = failure(KeyError("depth"), "worker:1")
+    >>> raise_failure(told)
+    Traceback (most recent call last):
+    ...
+    KeyError: 'depth'
+    in worker:1:
+      KeyError: 'depth'
+    """
+    kind = type(error)
+    head: dict[str, Any] = {
+        "room": kind.__module__,
+        "type": kind.__qualname__,
+        "text": str(error),
+        "task": task,
+        "traceback": "".join(traceback.format_exception(error))[-_MOST_LETTERS:].rstrip(),
+    }
+    if all(_is_plain(value) for value in _arguments(error)):
+        head["args"] = _arguments(error)
+    head["attributes"] = {
+        name: value for name, value in vars(error).items() if _is_plain(_without_tuple(value))
+    }
+    return Message(KIND, head)
+
+
+def raise_failure(message: Message) -> NoReturn:
+    """Raise the error that a message tells of, with the remote traceback as a note."""
+    raise rebuilt(message)
+
+
+def rebuilt(message: Message) -> Exception:
+    """The error that a message of kind ``"error"`` tells of, to be raised or kept."""
+    head = message.head
+    task = str(head.get("task", ""))
+    error = _of_the_same_class(head)
+    if error is None:
+        where = f" in {task}" if task else ""
+        error = errors.ScheduledError(
+            f"{head.get('room')}.{head.get('type')} was raised{where}: {head.get('text')}. "
+            "This class is not rebuilt here; the note below is the traceback of that task.",
+            task,
+        )
+    told = "\n  ".join(str(head.get("traceback", "")).splitlines())
+    error.add_note(f"in {task or 'another task'}:\n  {told}")
+    return error
+
+
+def _of_the_same_class(head: Any) -> Exception | None:
+    room = _ROOMS.get(str(head.get("room")))
+    kind = getattr(room, str(head.get("type")), None) if room else None
+    if not (isinstance(kind, type) and issubclass(kind, Exception)) or "args" not in head:
+        return None  # not SystemExit and its like: they would end the task that asked
+    try:
+        if room is builtins:
+            return kind(*head["args"])
+        # Ours may ask more of __init__ than the message; an OSError is not made as others are.
+        error = (OSError if issubclass(kind, OSError) else kind).__new__(kind)
+        error.args = tuple(head["args"])
+        error.__dict__.update(
+            (str(name), tuple(value) if isinstance(value, list) else value)
+            for name, value in head.get("attributes", {}).items()
+        )
+    except Exception:
+        return None
+    return error
+
+
+def _arguments(error: BaseException) -> list[Any]:
+    """What the class is to be called with: an ``OSError`` keeps its file apart from ``args``."""
+    if isinstance(error, OSError) and len(error.args) == 2 and error.filename is not None:
+        return [*error.args, error.filename, None, error.filename2]
+    return list(error.args)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(one) for one in value)
+    return type(value) in _PLAIN and not (isinstance(value, int) and abs(value) >= 1 << 63)
+
+
+def _without_tuple(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,78 @@
+"""CURVE on ZeroMQ's sockets: who may speak with a task, and what the others get (nothing).
+
+The keys are ZeroMQ's own (Curve25519, as in CurveCP and ZMTP 3's RFC 26). A listener asks the
+handler below about each key, by ZAP (ZeroMQ's RFC 27).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Protocol
+
+import zmq
+from zmq.utils import z85
+
+_ZAP = "inproc://zeromq.zap.01"
+
+
+class Keys(Protocol):
+    """The keys of one task, as Z85 texts."""
+
+    @property
+    def public(self) -> str:
+        """The public half of this task's own pair."""
+        ...
+
+    @property
+    def secret(self) -> str:
+        """The secret half of it."""
+        ...
+
+    @property
+    def server_public(self) -> str:
+        """The public key of the tasks that this one connects to."""
+        ...
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """The public keys that a listener of this task accepts."""
+        ...
+
+
+def secure_client(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Let a socket that will connect speak only with the holder of ``keys.server_public``."""
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
+    socket.curve_serverkey = keys.server_public.encode()
+
+
+def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Let a socket that will bind speak only with the holders of the allowed keys."""
+    socket.curve_server = True
+    socket.curve_secretkey = keys.secret.encode()
+    socket.zap_domain = b"meshwright"
+    socket.zap_enforce_domain = True  # with no handler, nobody gets in
+
+
+class Doorkeeper:
+    """Answers, for the listeners of one context, whether a key may come in.
+
+    It has a thread, which sleeps until somebody knocks: so the listener's own loop waits for
+    messages alone, and a task that is busy still lets others in. It ends with the context.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
+        self._allowed = frozenset(z85.decode(key) for key in keys.allowed)
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(_ZAP)
+        threading.Thread(target=self._answer, name="doorkeeper", daemon=True).start()
+
+    def _answer(self) -> None:
+        with self._socket, contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                version, request, _, _, _, mechanism, *given = self._socket.recv_multipart()
+                known = mechanism == b"CURVE" and given[:1] != [] and given[0] in self._allowed
+                status = (b"200", b"OK") if known else (b"400", b"unknown key")
+                self._socket.send_multipart([version, request, *status, b"", b""])

@@ -1,0 +1,31 @@
+"""Looking at processes from outside, and waiting for what they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process is running or stopped; one that has ended and is not noted is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def within(seconds: float, true: Callable[[], bool]) -> bool:
+    """Whether this becomes true in so many seconds."""
+    until = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def all_gone(pids: Iterable[int]) -> Callable[[], bool]:
+    """Tells whether none of these processes is there any more."""
+    numbers = list(pids)
+    return lambda: not any(map(is_there, numbers))

@@ -1,0 +1,108 @@
+"""Errors that travel: the same class with the same words, where it may be rebuilt."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+import pytest
+
+from meshwright import errors
+from meshwright.errors import DoesNotFitError, NotFiniteError, ScheduledError, UnreachableError
+from meshwright.ps.wire.failures import failure, raise_failure, rebuilt
+from meshwright.ps.wire.message import Message, decode, encode
+
+BUILTIN = [
+    ValueError("no such row"),
+    KeyError("depth"),
+    KeyError(3),
+    OSError(2, "No such file", "weights.npz"),
+    FileNotFoundError(2, "No such file"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    ZeroDivisionError("division by zero"),
+    StopIteration(4),
+    AssertionError(),
+    Exception("a", 1, 2.5, None),
+]
+
+
+def travelled(error: BaseException) -> Exception:
+    return rebuilt(decode(encode(failure(error, "worker:1"))))
+
+
+@pytest.mark.parametrize("error", BUILTIN, ids=repr)
+def test_pythons_own_errors_come_back_as_they_were(error: Exception) -> None:
+    got = travelled(error)
+    assert type(got) is type(error)
+    assert (str(got), got.args) == (str(error), error.args)
+
+
+OURS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, Exception) and not issubclass(kind, Warning)
+]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_errors_of_meshwright_come_back_as_they_were(kind: type[Exception]) -> None:
+    error = kind("no", 8, 4, "b") if kind is DoesNotFitError else kind("no")
+    got = travelled(error)
+    assert type(got) is kind
+    assert (str(got), got.args) == (str(error), error.args)
+    assert {**vars(got), "__notes__": None} == {**vars(error), "__notes__": None}
+
+
+def test_what_an_error_knows_travels_with_it() -> None:
+    got = travelled(UnreachableError("gone", "ps:1"))
+    assert isinstance(got, UnreachableError)
+    assert got.task == "ps:1"
+    lost = travelled(NotFiniteError("NaN", 3, 1, ("dense/kernel",)))
+    assert isinstance(lost, NotFiniteError)
+    assert (lost.step, lost.epoch, lost.variables) == (3, 1, ("dense/kernel",))
+
+
+class OwnError(ValueError):
+    """A class that the asking task cannot be sure to have."""
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OwnError("broken"), r"test_wire_failures\.OwnError was raised in worker:1: broken\. "),
+        (json.JSONDecodeError("bad", "{", 1), r"json\.decoder\.JSONDecodeError was raised"),
+        (ValueError(object()), r"builtins\.ValueError was raised in worker:1: <object"),
+        (SystemExit(3), r"builtins\.SystemExit was raised in worker:1: 3"),
+        (KeyboardInterrupt(), r"builtins\.KeyboardInterrupt was raised in worker:1"),
+        (errors.Preempted("end"), r"meshwright\.errors\.Preempted was raised"),
+        (ExceptionGroup("two", [ValueError("x")]), r"builtins\.ExceptionGroup was raised"),
+    ],
+)
+def test_every_other_error_is_named(error: BaseException, named: str) -> None:
+    with pytest.raises(ScheduledError, match=named) as caught:
+        raise_failure(failure(error, "worker:1"))
+    assert caught.value.task == "worker:1"
+
+
+def test_the_traceback_travels_as_a_note() -> None:
+    def inner_function() -> None:
+        raise ValueError("deep")
+
+    with pytest.raises(ValueError, match="deep") as caught:
+        inner_function()
+    (note,) = travelled(caught.value).__notes__
+    assert note.startswith("in worker:1:\n")
+    assert "inner_function" in note
+
+
+@pytest.mark.parametrize("name", ["open", "eval", "SystemExit", "__import__", "no_such", "int", 3])
+def test_no_name_makes_a_peer_do_more_than_raise(name: object) -> None:
+    told = Message("error", {"room": "builtins", "type": name, "text": "t", "args": ["1"]})
+    with pytest.raises(ScheduledError):
+        raise_failure(told)
+
+
+@pytest.mark.parametrize("head", [{}, {"room": ["x"]}, {"attributes": 3, "args": 1}])
+def test_a_broken_telling_still_raises(head: dict[str, object]) -> None:
+    with pytest.raises(ScheduledError):
+        raise_failure(Message("error", head))
