@@ -1,0 +1,270 @@
+"""A parameter server without its sockets: it takes messages, and answers them.
+
+Nothing here looks at a clock or starts a thread, and files are touched only by the messages that
+name one; so everything that a server promises can be tested without a process.
+
+    hello      task, incarnation                  who the server is, and what it holds
+    create     name, shape, dtype, init           a variable, or a table with hashed keys
+    read       names, round, at_least             values; it may wait until they are new enough
+    lookup     name, make; rows or keys           some rows
+    push       updates, step, then_read, ...      changes and gradients: all or nothing, once
+    optimizer  group, config, names               what gradients of these variables mean
+    rate       group, learning_rate               in the place of the optimizer's own
+    slots      names                              the optimizer's arrays
+    load       values, tables, slots, steps       what a checkpoint holds
+    keys       name                               those of a hash table, in the order of its rows
+    round      round, of                          a round gets fewer gradients than was said
+    fence      incarnation                        nothing of this one is taken any more
+    snapshot, restore   path                      all of the state, to or from a file
+    stats, stop                                   counts; and the end
+
+Every answer tells the server's ``version``, the count of pushes that it has applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...errors import ArrayError, ProtocolError, TaskError
+from ..wire.failures import failure
+from ..wire.message import Message
+from .groups import answer_of
+from .loading import load
+from .pushes import push
+from .shards import HashShard
+from .snapshot import read, restore, snapshot_of, write
+from .state import State
+from .waiting import Waiting
+
+
+class ServerCore:
+    """The core of server ``ps:<index>``; not for several threads at once.
+
+    ``generation`` counts its restarts, ``memory_bytes`` bounds what variables and slots may take.
+    With ``copy_reads=False`` the arrays of an answer are the variables' own memory, which the
+    next message may change: for a transport that has copied them by then.
+
+    >>> core = ServerCore()
+    >>> zeros = {"name": "w", "shape": [2], "dtype": "float32", "init": {"kind": "zeros"}}
+    >>> core.handle("worker:0", Message("create", zeros)).head["made"]
+    True
+    >>> add = {"step": 0, "updates": [["w", "add", 1, {}]], "then_read": ["w"]}
+    >>> core.handle("worker:0", Message("push", add, (np.ones(2),))).arrays
+    (array([1., 1.], dtype=float32),)
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        generation: int = 0,
+        memory_bytes: int | None = None,
+        copy_reads: bool = True,
+    ) -> None:
+        self.task = f"ps:{index}"
+        self.state = State(self.task, generation, memory_bytes)
+        self.stopped = False
+        self.copy_reads = copy_reads
+        self._waiting = Waiting()
+        self._later: list[tuple[str, int, Message]] = []
+
+    def handle(self, peer: str, message: Message) -> Message | None:
+        """The answer to a message; ``None``: it comes later, out of :meth:`ready`.
+
+        What goes wrong is an answer of kind ``"error"``.
+        """
+        counts = self.state.counts
+        counts.bytes_in += message.num_bytes
+        try:
+            answer = self._answer(peer, message)
+        except KeyError as error:
+            fault = ProtocolError(
+                f"message {message.kind!r} to {self.task} lacks {error}.", self.task
+            )
+            fault.__cause__ = error
+            answer = failure(fault, self.task)
+        except Exception as error:
+            answer = failure(error, self.task)
+        if answer is None:
+            return None
+        if answer.kind == "error":
+            counts.refused += 1
+        counts.bytes_out += answer.num_bytes
+        return answer
+
+    def ready(self) -> list[tuple[str, int, Message]]:
+        """Answers that have become due: peer, the request's number, and the answer."""
+        for peer, message in self._waiting.due(self.state):
+            answer = self._read(peer, message)
+            self.state.counts.bytes_out += answer.num_bytes
+            self._later.append((peer, int(message.head.get("id") or 0), answer))
+        later, self._later = self._later, []
+        return later
+
+    def _answer(self, peer: str, message: Message) -> Message | None:
+        kind = _KINDS.get(message.kind)
+        if kind is None:
+            raise ProtocolError(
+                f"{self.task} does not know what {message.kind!r} asks for. It answers "
+                f"{', '.join(sorted(_KINDS))}.",
+                self.task,
+            )
+        if message.kind != "fence":
+            self.state.fences.check(message.head.get("incarnation"), self.task)
+        return kind(self, peer, message)
+
+    def _ok(self, head: Mapping[str, Any], *arrays: np.ndarray) -> Message:
+        return Message("ok", {"version": self.state.version, **head}, arrays)
+
+    # What messages ask for, by kind
+
+    def _hello(self, peer: str, message: Message) -> Message:
+        state = self.state
+        return self._ok(
+            {
+                "task": self.task,
+                "generation": state.generation,
+                "names": state.store.names,
+                "snapshot": state.snapshot_head(),
+                "rounds": state.rounds.applied,
+            }
+        )
+
+    def _create(self, peer: str, message: Message) -> Message:
+        head = message.head
+        made = self.state.store.create(
+            head["name"], head["shape"], head["dtype"], head["init"], message.arrays
+        )
+        self.state.reshaped = self.state.reshaped or made
+        return self._ok({"made": made})
+
+    def _read_or_wait(self, peer: str, message: Message) -> Message | None:
+        self.state.store.get(message.head["names"])
+        if self._waiting.must_wait(self.state, message):
+            self._waiting.add(peer, message)
+            return None
+        return self._read(peer, message)
+
+    def _read(self, peer: str, message: Message) -> Message:
+        names = message.head["names"]
+        arrays = self._values(peer, names)
+        self.state.counts.reads += 1
+        return self._ok({"versions": [self.state.version] * len(names)}, *arrays)
+
+    def _values(self, peer: str, names: list[str]) -> list[np.ndarray]:
+        shards = self.state.store.get(names)
+        for shard in shards:
+            self.state.backups.keep(peer, shard)
+        return [shard.values.copy() if self.copy_reads else shard.values for shard in shards]
+
+    def _lookup(self, peer: str, message: Message) -> Message:
+        (shard,) = self.state.store.get([message.head["name"]])
+        if len(message.arrays) != 1:
+            raise ArrayError(
+                f"a lookup of {shard.name!r} takes one array of rows, not {len(message.arrays)}."
+            )
+        rows = message.arrays[0]
+        self.state.counts.lookups += 1
+        return self._ok({}, shard.lookup(rows, make=bool(message.head.get("make", True))))
+
+    def _push(self, peer: str, message: Message) -> Message:
+        told = push(self.state, peer, message)
+        names = message.head.get("then_read") or []
+        return self._ok(told, *(self._values(peer, names) if names else ()))
+
+    def _optimizer(self, peer: str, message: Message) -> Message:
+        group, made = self.state.groups.set(self.state.store, message.head)
+        self.state.reshaped = self.state.reshaped or made
+        if group.compensated:
+            self.state.backups.keep_all(group.names)
+        return self._ok(answer_of(group, made))
+
+    def _rate(self, peer: str, message: Message) -> Message:
+        rate = message.head["learning_rate"]
+        self.state.groups.set_rate(message.head["group"], rate)
+        return self._ok({"learning_rate": float(rate)})
+
+    def _slots(self, peer: str, message: Message) -> Message:
+        shards = self.state.store.get(message.head["names"])
+        arrays = [shard.slot(name) for shard in shards for name in shard.slots]
+        head = {
+            "slots": [[shard.name, list(shard.slots)] for shard in shards],
+            "steps": {shard.name: shard.steps for shard in shards},
+        }
+        return self._ok(head, *([a.copy() for a in arrays] if self.copy_reads else arrays))
+
+    def _load(self, peer: str, message: Message) -> Message:
+        load(self.state.store, message)
+        self.state.reshaped = True
+        return self._ok({})
+
+    def _keys(self, peer: str, message: Message) -> Message:
+        (shard,) = self.state.store.get([message.head["name"]])
+        if not isinstance(shard, HashShard):
+            raise TaskError(
+                f"variable {shard.name!r} is no hash table, and has no keys.", self.task
+            )
+        return self._ok({}, shard.keys)
+
+    def _fence(self, peer: str, message: Message) -> Message:
+        new = self.state.fences.add(str(message.head["incarnation"]))
+        self.state.fenced = self.state.fenced or new
+        return self._ok({"new": new})
+
+    def _round(self, peer: str, message: Message) -> Message:
+        self.state.rounds.resize(int(message.head["round"]), int(message.head["of"]))
+        self.state.apply_rounds()
+        return self._ok({"rounds": self.state.rounds.applied})
+
+    def _stats(self, peer: str, message: Message) -> Message:
+        state = self.state
+        told = {
+            **state.counts.as_dict(),
+            "task": self.task,
+            "generation": state.generation,
+            "variables": len(state.store.names),
+            "variable_bytes": state.store.variable_bytes,
+            "slot_bytes": state.store.slot_bytes,
+            "rounds": state.rounds.applied,
+            "kept_steps": len(state.applied),
+            "snapshot": state.snapshot_head(),
+        }
+        return self._ok(told)
+
+    def _snapshot(self, peer: str, message: Message) -> Message:
+        taken = snapshot_of(self.state, self.state.snapshot.number + 1)
+        write(taken, message.head["path"])
+        return self._ok({"path": message.head["path"], "num_bytes": taken.num_bytes})
+
+    def _restore(self, peer: str, message: Message) -> Message:
+        state = self.state
+        self.state = restore(read(message.head["path"]), state.generation, state.store.memory_bytes)
+        self.state.reshaped = True
+        return self._ok({"names": self.state.store.names})
+
+    def _stop(self, peer: str, message: Message) -> Message:
+        self.stopped = True
+        return self._ok({})
+
+
+_KINDS: dict[str, Callable[[ServerCore, str, Message], Message | None]] = {
+    "hello": ServerCore._hello,
+    "create": ServerCore._create,
+    "read": ServerCore._read_or_wait,
+    "lookup": ServerCore._lookup,
+    "push": ServerCore._push,
+    "optimizer": ServerCore._optimizer,
+    "rate": ServerCore._rate,
+    "slots": ServerCore._slots,
+    "load": ServerCore._load,
+    "keys": ServerCore._keys,
+    "fence": ServerCore._fence,
+    "round": ServerCore._round,
+    "stats": ServerCore._stats,
+    "snapshot": ServerCore._snapshot,
+    "restore": ServerCore._restore,
+    "stop": ServerCore._stop,
+}

@@ -1,0 +1,125 @@
+"""Synchronous training: the gradients of a round are applied once, together, or come too late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .rows import add_rows, aggregate
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient that is ready to be applied: of a whole shard, or of ``rows`` of it."""
+
+    name: str
+    values: np.ndarray
+    rows: np.ndarray | None = None
+    scale: float = 1.0
+    compensation: float = 0.0
+
+
+@dataclass
+class _Round:
+    of: int
+    steps: dict[int, tuple[Gradient, ...]] = field(default_factory=dict)
+
+
+class Rounds:
+    """Rounds count from 0; round r is applied when ``of`` different steps have given to it.
+
+    Those that come later are dropped, as with the backup workers of Chen and others, 2016.
+    """
+
+    def __init__(self, applied: int = 0) -> None:
+        self.applied = applied
+        self._open: dict[int, _Round] = {}
+
+    def offer(self, number: int, of: int, step: int, gradients: Sequence[Gradient]) -> bool:
+        """Give a step's gradients to a round; ``False``: too late, they are dropped.
+
+        The gradients are kept until the round is applied, so they must be nobody else's memory.
+        """
+        if number < self.applied:
+            return False
+        found = self._open.setdefault(number, _Round(of))
+        if len(found.steps) >= found.of:
+            return False
+        found.steps[step] = tuple(gradients)
+        return True
+
+    def resize(self, number: int, of: int) -> None:
+        """A round needs as many steps, not what was said before."""
+        if number >= self.applied:
+            self._open.setdefault(number, _Round(of)).of = of
+
+    def due(self) -> list[Gradient] | None:
+        """The mean of the next round's gradients, if the round is complete; it then counts."""
+        found = self._open.get(self.applied)
+        if found is None or len(found.steps) < found.of:
+            return None
+        del self._open[self.applied]
+        self.applied += 1
+        # Where the round was made smaller these may be more than it needs: they were accepted.
+        taken = sorted(found.steps)
+        return _means([found.steps[step] for step in taken], max(len(taken), 1))
+
+    def held(self) -> list[tuple[int, int, int, Gradient]]:
+        """What waits: round, of, step, gradient; for a snapshot."""
+        return [
+            (number, found.of, step, gradient)
+            for number, found in self._open.items()
+            for step, gradients in found.steps.items()
+            for gradient in gradients
+        ]
+
+    def sizes(self) -> list[tuple[int, int, list[int]]]:
+        """The open rounds: number, how many steps are needed, and the ids of those that gave."""
+        return [(number, found.of, sorted(found.steps)) for number, found in self._open.items()]
+
+
+def _means(steps: Sequence[Sequence[Gradient]], count: int) -> list[Gradient]:
+    """One gradient for each variable: their sum in the order of the steps, by the count."""
+    by_name: dict[str, list[Gradient]] = {}
+    for gradients in steps:
+        for gradient in gradients:
+            by_name.setdefault(gradient.name, []).append(gradient)
+    return [_mean(gradients, count) for gradients in by_name.values()]
+
+
+def _mean(gradients: Sequence[Gradient], count: int) -> Gradient:
+    first = gradients[0]
+    dense = [gradient.values for gradient in gradients if gradient.rows is None]
+    sparse = [gradient for gradient in gradients if gradient.rows is not None]
+    if not dense:
+        rows = np.concatenate([np.asarray(gradient.rows) for gradient in sparse])
+        rows, values = aggregate(rows, np.concatenate([gradient.values for gradient in sparse]))
+        return Gradient(first.name, values / count, rows, first.scale)
+    total = dense[0].copy()
+    for values in dense[1:]:
+        total += values
+    for gradient in sparse:
+        add_rows(total, np.asarray(gradient.rows), gradient.values)
+    total /= count
+    return Gradient(first.name, total, None, first.scale)
+
+
+def restored(
+    applied: int,
+    sizes: Sequence[tuple[int, int, Sequence[int]]],
+    held: Sequence[tuple[int, int, Gradient]],
+) -> Rounds:
+    """The rounds that a snapshot tells of."""
+    rounds = Rounds(applied)
+    gradients: Mapping[tuple[int, int], list[Gradient]] = {
+        (number, step): [] for number, _, steps in sizes for step in steps
+    }
+    for number, step, gradient in held:
+        gradients[number, step].append(gradient)
+    for number, of, steps in sizes:
+        for step in steps:
+            rounds.offer(number, of, step, gradients[number, step])
+        rounds.resize(number, of)
+    return rounds

@@ -1,0 +1,124 @@
+"""When a server's snapshots are taken, and a thread that writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from pathlib import Path
+
+from ...errors import CheckpointError, MeshwrightWarning
+from .core import ServerCore
+from .snapshot import Snapshot, read, restore, snapshot_of, write
+from .state import SnapshotInfo
+
+COPY_BYTES = 48 << 20  # a larger state is not held twice: the server waits while it is written
+
+
+class Saver:
+    """Keeps a server's snapshots in ``directory``: one file for each server, and one of fences.
+
+    One is taken every ``every`` applied pushes, and when variables were made and the server has
+    nothing to do, or has its first push. A small state is copied and written by a thread; a large
+    one is written at once, in the time that its bytes take. With no ``directory`` nothing is kept.
+    """
+
+    def __init__(self, core: ServerCore, directory: str | None, every: int | None) -> None:
+        self._core = core
+        self._every = every
+        name = core.task.replace(":", "")
+        self.path = None if directory is None else Path(directory) / f"{name}.snapshot"
+        self._fences = None if directory is None else Path(directory) / f"{name}.fences"
+        self._writing: threading.Thread | None = None
+        self._written: Snapshot | None = None
+        self._number = 0
+        self._tried = 0  # the version last tried: a full disk is not tried at every push
+
+    def begin(self) -> None:
+        """Put aside what another cluster has left: it is not to be restored in this one."""
+        if self.path is not None and self.path.exists():
+            self.path.replace(self.path.with_suffix(".former"))
+        if self._fences is not None:
+            self._fences.unlink(missing_ok=True)
+
+    def restore(self) -> bool:
+        """Take the state of the last snapshot, and the fences; tells whether there was one."""
+        state = self._core.state
+        found = self.path is not None and self.path.exists()
+        if self.path is not None and found:
+            self._core.state = restore(read(self.path), state.generation, state.store.memory_bytes)
+            self._number = self._core.state.snapshot.number
+        if self._fences is not None and self._fences.exists():
+            for incarnation in json.loads(self._fences.read_text(encoding="utf-8")):
+                self._core.state.fences.add(incarnation)
+        return found
+
+    def tick(self, idle: bool) -> None:
+        """To be called after every message, or when there was none: ``idle``."""
+        state = self._core.state
+        if self.path is None:
+            return
+        self._collect()
+        if self._writing is not None:
+            return
+        news = state.version - max(self._tried, state.snapshot.version)
+        due = self._every is not None and news >= self._every
+        if due or (state.reshaped and (idle or news > 0)):
+            self.save()
+
+    def save(self) -> None:
+        """Take a snapshot now; a thread may still be writing it when this returns."""
+        self.wait()
+        state = self._core.state
+        taken = snapshot_of(state, self._number + 1)
+        self._number += 1
+        self._tried = state.version
+        state.reshaped = False
+        if taken.num_bytes > COPY_BYTES:
+            self._write(taken)
+            self._collect()
+            return
+        self._writing = threading.Thread(
+            target=self._write, args=(taken.copied(),), name="snapshot", daemon=True
+        )
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Until no snapshot is being written."""
+        if self._writing is not None:
+            self._writing.join()
+        self._collect()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        assert self.path is not None
+        try:
+            write(snapshot, self.path)
+            self._written = snapshot
+        except CheckpointError as error:
+            warnings.warn(str(error), MeshwrightWarning, stacklevel=2)
+
+    def _collect(self) -> None:
+        if self._writing is not None and not self._writing.is_alive():
+            self._writing = None
+        if self._writing is None and self._written is not None:
+            state = self._core.state
+            state.snapshot = SnapshotInfo(self._written.number, self._written.version)
+            state.counts.snapshots += 1
+            self._written = None
+
+    def keep_fences(self) -> None:
+        """Write down new fences; to be called before they are acknowledged.
+
+        They must outlive a crash before the next snapshot, or the dead could push again.
+        """
+        if self._fences is None or not self._core.state.fenced:
+            return
+        aside = self._fences.with_name(f".{self._fences.name}.{os.getpid()}")
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("w", encoding="utf-8") as file:
+            json.dump(sorted(self._core.state.fences.fenced), file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self._fences)
+        self._core.state.fenced = False

@@ -1,0 +1,237 @@
+"""A server's state in one file: written aside and renamed, so that it is there whole or not.
+
+After a mark and a check sum comes a head in msgpack, then every array as it lies in memory. Nothing
+is pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from ...errors import CheckpointError
+from .applied import AppliedSteps, Fences
+from .groups import Group
+from .optimizers import twin_of
+from .rounds import Gradient, restored
+from .shards import HashShard, Shard
+from .state import SnapshotInfo, State
+
+_MARK = b"meshwright-ps-snapshot/1\n"
+_LENGTHS = struct.Struct("<QI")  # of the head, and its check sum
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What goes into a file: plain values, and arrays.
+
+    The arrays are the server's own memory until :meth:`copied`.
+    """
+
+    head: dict[str, Any]
+    arrays: tuple[np.ndarray, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def version(self) -> int:
+        return self.head["version"]
+
+    @property
+    def number(self) -> int:
+        return self.head["number"]
+
+    def copied(self) -> Snapshot:
+        """The same, in memory of its own."""
+        return Snapshot(self.head, tuple(array.copy() for array in self.arrays))
+
+
+def snapshot_of(state: State, number: int) -> Snapshot:
+    """What a snapshot of this state holds."""
+    arrays: list[np.ndarray] = []
+    shards = [_shard_head(shard, arrays) for shard in state.store]
+    held = [_held_head(one, arrays) for one in state.rounds.held()]
+    head = {
+        "task": state.task,
+        "generation": state.generation,
+        "number": number,
+        "version": state.version,
+        "shards": shards,
+        "groups": [_group_head(group) for group in state.groups],
+        "below": state.applied.below,
+        "applied": [list(pair) for pair in state.applied.versions.items()],
+        "fenced": sorted(state.fences.fenced),
+        "rounds": {"applied": state.rounds.applied, "sizes": state.rounds.sizes(), "held": held},
+    }
+    described = [(array.dtype.str, list(array.shape)) for array in arrays]
+    return Snapshot({**head, "arrays": described}, tuple(arrays))
+
+
+def write(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
+    """Write a snapshot to a file, in the place of one that is there.
+
+    Raises :class:`~meshwright.errors.CheckpointError` where it cannot be written; the former file
+    is then as it was.
+    """
+    target = Path(path)
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            packed = bytes(msgpack.packb(snapshot.head) or b"")
+            file.write(_MARK + _LENGTHS.pack(len(packed), zlib.crc32(packed)) + packed)
+            for array in snapshot.arrays:
+                check = 0
+                for piece in _pieces(array):
+                    check = zlib.crc32(piece, check)
+                    file.write(piece)
+                file.write(struct.pack("<I", check))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"the snapshot of {snapshot.head['task']} ({snapshot.num_bytes / 1e6:.3g} MB) cannot "
+            f"be written to {target}: {error.strerror or error}. The one before is still there."
+        ) from error
+
+
+def read(path: str | os.PathLike[str]) -> Snapshot:
+    """Read a snapshot; raises :class:`~meshwright.errors.CheckpointError` for what is none."""
+    target = Path(path)
+    try:
+        with target.open("rb") as file:
+            if file.read(len(_MARK)) != _MARK:
+                raise CheckpointError(f"{target} is no snapshot of a server of this version.")
+            length, check = _LENGTHS.unpack(file.read(_LENGTHS.size))
+            if length > os.fstat(file.fileno()).st_size:
+                raise ValueError("it ends too early")
+            packed = file.read(length)
+            if zlib.crc32(packed) != check:
+                raise ValueError("its head is damaged")
+            head = msgpack.unpackb(packed, strict_map_key=False)
+            arrays = [_array(file, dtype, shape) for dtype, shape in head["arrays"]]
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, struct.error, msgpack.UnpackException) as error:
+        raise CheckpointError(f"{target} is damaged: {error}. It cannot be used.") from error
+    return Snapshot(head, tuple(arrays))
+
+
+def restore(snapshot: Snapshot, generation: int = 0, memory_bytes: int | None = None) -> State:
+    """The state that a snapshot tells of, in its arrays."""
+    head, arrays = snapshot.head, iter(snapshot.arrays)
+    state = State(head["task"], generation, memory_bytes)
+    for told in head["shards"]:
+        state.store.put(_shard(told, arrays))
+    for told in head["groups"]:
+        state.groups.put(_group(told))
+        if told["compensated"]:
+            state.backups.keep_all(told["names"])
+    state.version = head["version"]
+    state.applied = AppliedSteps(head["below"], dict(head["applied"]))
+    state.fences = Fences(frozenset(head["fenced"]))
+    rounds = head["rounds"]
+    held = [_held(told, arrays) for told in rounds["held"]]
+    state.rounds = restored(rounds["applied"], rounds["sizes"], held)
+    state.snapshot = SnapshotInfo(head["number"], head["version"])
+    return state
+
+
+def _shard_head(shard: Shard, arrays: list[np.ndarray]) -> dict[str, Any]:
+    is_hash = isinstance(shard, HashShard)
+    if is_hash:
+        arrays.append(shard.keys)
+    arrays.append(shard.values)
+    arrays.extend(shard.slot(name) for name in shard.slots)
+    return {
+        "name": shard.name,
+        "init": shard.init,
+        "hash": is_hash,
+        "slots": list(shard.slots),
+        "steps": shard.steps,
+        "first": shard.first if isinstance(shard, HashShard) else {},
+    }
+
+
+def _shard(told: dict[str, Any], arrays: Iterator[np.ndarray]) -> Shard:
+    if told["hash"]:
+        keys, values = next(arrays), next(arrays)
+        slots = {name: next(arrays) for name in told["slots"]}
+        shard = HashShard(told["name"], values.shape[1:], values.dtype, told["init"])
+        shard.load(keys, values, slots)
+        shard.first = told["first"]
+    else:
+        shard = Shard(told["name"], next(arrays), told["init"])
+        shard.slots = {name: next(arrays) for name in told["slots"]}
+    shard.steps = told["steps"]
+    return shard
+
+
+def _group_head(group: Group) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "config": dict(group.config),
+        "names": list(group.names),
+        "no_decay": sorted(group.no_decay),
+        "compensated": group.compensated,
+        "rate": group.rate,
+    }
+
+
+def _group(told: dict[str, Any]) -> Group:
+    return Group(
+        told["name"],
+        told["config"],
+        twin_of(told["config"]),
+        tuple(told["names"]),
+        frozenset(told["no_decay"]),
+        told["compensated"],
+        told["rate"],
+    )
+
+
+def _held_head(
+    one: tuple[int, int, int, Gradient], arrays: list[np.ndarray]
+) -> tuple[int, int, str, bool, float]:
+    number, _, step, gradient = one
+    if gradient.rows is not None:
+        arrays.append(gradient.rows)
+    arrays.append(gradient.values)
+    return number, step, gradient.name, gradient.rows is not None, gradient.scale
+
+
+def _held(told: tuple, arrays: Iterator[np.ndarray]) -> tuple[int, int, Gradient]:
+    number, step, name, by_rows, scale = told
+    rows = next(arrays) if by_rows else None
+    return number, step, Gradient(name, next(arrays), rows, scale)
+
+
+def _pieces(array: np.ndarray) -> Iterator[memoryview]:
+    whole = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    for start in range(0, array.nbytes, _PIECE_BYTES):
+        yield whole[start : start + _PIECE_BYTES]
+
+
+def _array(file: Any, dtype: str, shape: list[int]) -> np.ndarray:
+    array = np.empty(shape, np.dtype(dtype))
+    check = 0
+    for piece in _pieces(array):
+        if file.readinto(piece) != len(piece):
+            raise ValueError("it ends too early")
+        check = zlib.crc32(piece, check)
+    if struct.unpack("<I", file.read(4))[0] != check:
+        raise ValueError("an array in it is damaged")
+    return array

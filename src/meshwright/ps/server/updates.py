@@ -1,0 +1,209 @@
+"""The updates of one push: checked before anything is changed, then applied one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import ArrayError, ModelError, ProtocolError, TaskError
+from .codecs import decode_gradient
+from .groups import Group, Groups
+from .rounds import Gradient
+from .rows import add_rows, subtract_rows
+from .shards import Shard
+from .stepping import Stepper
+from .store import Store
+
+
+@dataclass(frozen=True)
+class Change:
+    """One checked update that is no gradient."""
+
+    op: str
+    shard: Shard
+    values: np.ndarray
+    rows: np.ndarray | None = None
+
+    def apply(self) -> None:
+        """Change the variable, in place."""
+        OPS[self.op](self.shard.full() if self.rows is not None else self.shard.values, self)
+
+
+def _assign(table: np.ndarray, change: Change) -> None:
+    np.copyto(table, change.values, casting="same_kind")
+
+
+def _add(table: np.ndarray, change: Change) -> None:
+    np.add(table, change.values, out=table, casting="same_kind")
+
+
+def _sub(table: np.ndarray, change: Change) -> None:
+    np.subtract(table, change.values, out=table, casting="same_kind")
+
+
+def _rows_assign(table: np.ndarray, change: Change) -> None:
+    table[change.rows] = change.values
+
+
+def _rows_add(table: np.ndarray, change: Change) -> None:
+    assert change.rows is not None
+    add_rows(table, change.rows, change.values)
+
+
+def _rows_sub(table: np.ndarray, change: Change) -> None:
+    assert change.rows is not None
+    subtract_rows(table, change.rows, change.values)
+
+
+OPS: dict[str, Callable[[np.ndarray, Change], None]] = {
+    "assign": _assign,
+    "add": _add,
+    "sub": _sub,
+    "rows_assign": _rows_assign,
+    "rows_add": _rows_add,
+    "rows_sub": _rows_sub,
+}
+GRADIENTS = ("gradient", "rows_gradient")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a push asks for, all of it possible."""
+
+    changes: tuple[Change, ...]
+    gradients: tuple[Gradient, ...]
+
+
+def check_updates(
+    store: Store,
+    groups: Groups,
+    updates: Sequence[Sequence[Any]],
+    arrays: Sequence[np.ndarray],
+    staleness: int,
+) -> Checked:
+    """Check every update of a push against the store; changes nothing but to make hashed rows.
+
+    Each update is [name, op, number of arrays, options], and takes its arrays in turn. Raises
+    an error that names all that is wrong.
+    """
+    if sum(int(update[2]) for update in updates) != len(arrays):
+        raise ProtocolError(
+            f"a push of {len(updates)} updates brings {len(arrays)} arrays, and says that they "
+            f"are {sum(int(update[2]) for update in updates)}."
+        )
+    shards = store.get(update[0] for update in updates)
+    changes: list[Change] = []
+    gradients: list[Gradient] = []
+    faults: list[Exception] = []
+    taken = 0
+    for shard, (_, op, count, options) in zip(shards, updates, strict=True):
+        given = arrays[taken : taken + count]
+        taken += count
+        try:
+            if op in GRADIENTS:
+                gradients.append(_gradient(groups, shard, op, given, options or {}, staleness))
+            else:
+                changes.append(_change(shard, op, given))
+        except (ArrayError, ModelError, TaskError) as fault:
+            faults.append(fault)
+    if faults:
+        raise _all_of(faults)
+    return Checked(tuple(changes), tuple(gradients))
+
+
+def apply_gradient(
+    stepper: Stepper, group: Group, shard: Shard, gradient: Gradient, backup: np.ndarray | None
+) -> None:
+    """Run the group's optimizer on the shard."""
+    if gradient.rows is None:
+        stepper.dense(group, shard, gradient.values, gradient.scale, gradient.compensation, backup)
+    else:
+        stepper.rows(group, shard, gradient.rows, gradient.values, gradient.scale)
+
+
+def _change(shard: Shard, op: str, arrays: Sequence[np.ndarray]) -> Change:
+    if op not in OPS:
+        raise TaskError(f"{op!r} is no way to change a variable. Ways are {', '.join(_ALL)}.")
+    by_rows = op.startswith("rows_")
+    if len(arrays) != 1 + by_rows:
+        raise ArrayError(f"{op} of {shard.name!r} takes {1 + by_rows} arrays, not {len(arrays)}.")
+    values = arrays[-1]
+    if not np.can_cast(values.dtype, shard.dtype, "same_kind"):
+        raise ArrayError(
+            f"{op} of {shard.name!r}, which is {shard.dtype}, came with {values.dtype}."
+        )
+    if by_rows:
+        rows = _rows(shard, arrays[0], values)
+        return Change(op, shard, values, rows)
+    _check_shape(shard, op, values)
+    return Change(op, shard, values)
+
+
+def _check_shape(shard: Shard, op: str, values: np.ndarray) -> None:
+    if values.shape == shard.shape:
+        return
+    try:
+        fits = np.broadcast_shapes(values.shape, shard.shape) == shard.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ArrayError(
+            f"{op} of {shard.name!r}, which has shape {list(shard.shape)} here, came with shape "
+            f"{list(values.shape)}."
+        )
+
+
+def _rows(shard: Shard, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    if values.shape != (len(rows) if rows.ndim else 0, *shard.row_shape):
+        raise ArrayError(
+            f"{rows.size} rows of {shard.name!r} came with values of shape {list(values.shape)}; "
+            f"one row has shape {list(shard.row_shape)}."
+        )
+    return shard.positions(rows)
+
+
+def _gradient(
+    groups: Groups,
+    shard: Shard,
+    op: str,
+    arrays: Sequence[np.ndarray],
+    options: Mapping[str, Any],
+    staleness: int,
+) -> Gradient:
+    if groups.of(shard.name) is None:
+        raise ModelError(
+            f"variable {shard.name!r} has no optimizer here, so a gradient means nothing to it. "
+            "Send the optimizer first."
+        )
+    scale = float(options.get("scale", 1.0))
+    if options.get("staleness"):
+        scale /= max(1, staleness)
+    codec, compensation = options.get("codec"), float(options.get("compensation") or 0.0)
+    # Rows go uncompensated: what a worker saw of each is not kept, and two seldom meet in one.
+    if op == "gradient":
+        values = decode_gradient(codec, arrays, shard.shape)
+        _check_float(shard, op, values)
+        return Gradient(shard.name, values, None, scale, compensation)
+    if not arrays or not shard.shape:
+        raise ArrayError(f"{op} of {shard.name!r} takes rows and their values.")
+    values = decode_gradient(codec, arrays[1:], (len(arrays[0]), *shard.row_shape))
+    _check_float(shard, op, values)
+    return Gradient(shard.name, values, _rows(shard, arrays[0], values), scale)
+
+
+def _check_float(shard: Shard, op: str, values: np.ndarray) -> None:
+    if values.dtype.kind != "f":
+        raise ArrayError(f"{op} of {shard.name!r} came with {values.dtype}, not with floats.")
+
+
+def _all_of(faults: Sequence[Exception]) -> Exception:
+    if len(faults) == 1:
+        return faults[0]
+    told = "\n".join(f"- {fault}" for fault in faults)
+    return ArrayError(f"a push is refused as a whole, for {len(faults)} of its updates:\n{told}")
+
+
+_ALL = (*OPS, *GRADIENTS)
