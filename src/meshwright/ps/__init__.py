@@ -1,4 +1,38 @@
 """Parameter servers: asynchronous training with the parameters on servers of their own.
 
-``wire`` and ``server`` need NumPy, ZeroMQ and msgpack alone: a server never loads JAX or Keras.
+``wire`` and ``server`` need NumPy, ZeroMQ and msgpack alone: a server never loads JAX or Keras, so
+what people use of this room is imported when it is first asked for.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .coordinator.values import PerWorkerDataset as PerWorkerDataset
+    from .coordinator.values import PerWorkerValues as PerWorkerValues
+    from .coordinator.values import RemoteValue as RemoteValue
+    from .training import Embedding as Embedding
+    from .training import Half as Half
+    from .training import InputContext as InputContext
+    from .training import TopK as TopK
+    from .variables import Variable as Variable
+
+_LAZY = {  # name -> the part of this room that it lives in
+    **dict.fromkeys(("PerWorkerDataset", "PerWorkerValues", "RemoteValue"), "coordinator.values"),
+    **dict.fromkeys(("Embedding", "Half", "InputContext", "TopK"), "training"),
+    "Variable": "variables",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,327 @@
+"""The servers of a cluster as one: variables read and changed across their shards.
+
+Every operation is sent to all servers that it touches before the first answer is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import TaskError
+from .cutting import assembled, by_server, checked_rows, rows_of, split, split_rows
+from .placing import VariableSpec
+from .wire.channel import Channel
+from .wire.message import Message
+from .worker.updates import Update
+
+_AGAIN_S = 0.05  # between two tries while a restarted server is given its variables again
+_REFILL_S = 30.0  # how long such tries go on
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Whose push it is: what lets a server apply each step once.
+
+    ``step`` is ``None`` for what is applied every time. ``done_below``: every step below has
+    ended. ``round`` and ``of`` are those of synchronous training.
+    """
+
+    step: int | None = None
+    attempt: int = 0
+    incarnation: str = ""
+    done_below: int = 0
+    round: int | None = None
+    of: int = 0
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What one server says to a push; ``version`` is the one at which it was applied.
+
+    ``generation`` counts the restarts of the server that said so, and ``base`` is the version
+    that it had when this client connected to it after the last one.
+    """
+
+    server: int
+    applied: bool
+    version: int
+    staleness: int
+    dropped: bool = False
+    generation: int = 0
+    base: int = 0
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """What the servers say to a push, and the variables that were to be read after it."""
+
+    servers: tuple[Applied, ...]
+    values: tuple[np.ndarray, ...] = ()
+
+
+@dataclass(eq=False)
+class Pending:
+    """A push that is on its way; :meth:`Servers.settle` waits for it."""
+
+    sent: list[tuple[int, int, Message]] = field(default_factory=list)  # server, number, message
+    then_read: tuple[VariableSpec, ...] = ()
+
+
+class Servers:
+    """All servers of a cluster, over one channel each; not for several threads at once.
+
+    ``timeout_s`` is how long one answer is waited for: a server that restarts is waited for as
+    long as that. Raises :class:`~meshwright.errors.UnreachableError` after it.
+    """
+
+    def __init__(self, channels: Sequence[Channel], timeout_s: float = 120.0) -> None:
+        self.channels = list(channels)
+        self.timeout_s = timeout_s
+        self.num_bytes = 0  # of arrays, sent and received
+        self._connections = [1] * len(self.channels)
+        # Version of each server when something was last read from it.
+        self._seen: list[int | None] = [None] * len(self.channels)
+
+    def __len__(self) -> int:
+        return len(self.channels)
+
+    def close(self) -> None:
+        """Close every channel."""
+        for channel in self.channels:
+            channel.close()
+
+    # Asking
+
+    def ask(self, server: int, message: Message) -> Message:
+        """One answer of one server."""
+        return self._gather([(server, message)])[0]
+
+    def ask_all(self, message: Message) -> list[Message]:
+        """The answers of all servers to the same message, in their order."""
+        return self._gather([(server, message) for server in range(len(self))])
+
+    def _gather(self, asked: Sequence[tuple[int, Message]]) -> list[Message]:
+        sent = [(server, self._send(server, message), message) for server, message in asked]
+        return [self._owned(server, answer) for server, answer in self._wait_all(sent)]
+
+    def _send(self, server: int, message: Message) -> int:
+        self.num_bytes += message.num_bytes
+        return self.channels[server].send(message)
+
+    def _wait_all(self, sent: list[tuple[int, int, Message]]) -> list[tuple[int, Message]]:
+        answers: list[tuple[int, Message]] = []
+        errors: list[Exception] = []
+        for server, number, message in sent:
+            try:
+                answers.append((server, self._wait(server, number, message)))
+            except Exception as error:  # every answer is fetched, whatever one of them says
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
+
+    def _wait(self, server: int, number: int, message: Message) -> Message:
+        """An answer; while a restarted server lacks the variables, the question is repeated."""
+        channel = self.channels[server]
+        until = time.monotonic() + _REFILL_S
+        while True:
+            try:
+                return channel.wait(number, self.timeout_s)
+            except TaskError as error:
+                if not _lacks_variable(error) or time.monotonic() >= until:
+                    raise
+                if not self.generation(server):
+                    raise
+            time.sleep(_AGAIN_S)
+            number = channel.send(message)
+
+    def generation(self, server: int) -> int:
+        """How often a server was started again, as it said when it was last connected to."""
+        return self._greeting(server).get("generation", 0)
+
+    def _greeting(self, server: int) -> Mapping[str, Any]:
+        welcome = getattr(self.channels[server], "welcome", None)
+        return {} if welcome is None else welcome.head
+
+    def _owned(self, server: int, answer: Message) -> Message:
+        if answer.arrays and "version" in answer.head:
+            self._seen[server] = answer.head["version"]
+        self.num_bytes += answer.num_bytes
+        # A received array is a view that the next message may overwrite.
+        return Message(answer.kind, answer.head, tuple(array.copy() for array in answer.arrays))
+
+    # Variables
+
+    def create(
+        self,
+        spec: VariableSpec,
+        init: Mapping[str, Any],
+        value: np.ndarray | None = None,
+        only: int | None = None,
+    ) -> bool:
+        """Make a variable, each shard on its server; tells whether it was not there before.
+
+        ``init`` is how values are made, as servers know it; with ``"value"``, ``value`` is cut
+        into shards. ``only`` names one server, where the others have theirs.
+        """
+        asked = []
+        for shard in spec.shards:
+            if only is not None and shard.server != only:
+                continue
+            how = {**init, "rows": [shard.start, shard.stop], "full_shape": list(spec.shape)}
+            if spec.is_hash:
+                how |= {"rows": None, "hash": True}
+            head = {
+                "name": shard.name,
+                "shape": list(spec.shard_shape(shard)),
+                "dtype": spec.dtype,
+                "init": how,
+            }
+            arrays = () if value is None else (rows_of(spec, shard, value),)
+            asked.append((shard.server, Message("create", head, arrays)))
+        return all(answer.head.get("made", False) for answer in self._gather(asked))
+
+    def read(self, specs: Sequence[VariableSpec], **more: Any) -> list[np.ndarray]:
+        """Whole variables; ``more`` goes into the question, as ``round=3`` of a barrier."""
+        wanted = by_server((shard.server, shard.name) for spec in specs for shard in spec.shards)
+        asked = [(server, Message("read", {"names": n, **more})) for server, n in wanted.items()]
+        return assembled(specs, wanted, self._gather(asked))
+
+    def lookup(self, spec: VariableSpec, rows: np.ndarray) -> np.ndarray:
+        """Some rows of a variable, in the order in which they are asked for."""
+        rows = checked_rows(spec, rows)
+        parts = list(split_rows(spec, rows))
+        asked = [
+            (shard.server, Message("lookup", {"name": shard.name}, (local,)))
+            for shard, _, local in parts
+        ]
+        found = np.empty((len(rows), *spec.shape[1:]), np.dtype(spec.dtype))
+        for (_, at, _), answer in zip(parts, self._gather(asked), strict=True):
+            found[at] = answer.arrays[0]
+        return found
+
+    # Changing
+
+    def push(
+        self,
+        updates: Iterable[Update],
+        stamp: Stamp | None = None,
+        then_read: Sequence[VariableSpec] = (),
+        everywhere: bool = False,
+    ) -> Acknowledged:
+        """Send updates, one message to each server that they touch, and wait for the answers."""
+        return self.settle(self.start_push(updates, stamp, then_read, everywhere))
+
+    def start_push(
+        self,
+        updates: Iterable[Update],
+        stamp: Stamp | None = None,
+        then_read: Sequence[VariableSpec] = (),
+        everywhere: bool = False,
+    ) -> Pending:
+        """Send updates and do not wait. ``everywhere``: also to servers that they do not touch."""
+        stamp = stamp or Stamp()
+        parts: dict[int, _Push] = {}
+        if everywhere:
+            parts = {server: _Push() for server in range(len(self))}
+        for update in updates:
+            for server, name, arrays in split(update):
+                parts.setdefault(server, _Push()).add(update, name, arrays)
+        for spec in then_read:
+            for shard in spec.shards:
+                parts.setdefault(shard.server, _Push()).then_read.append(shard.name)
+        pending = Pending(then_read=tuple(then_read))
+        for server, part in parts.items():
+            message = part.message(stamp, self._seen[server])
+            number = self._send(server, message)
+            pending.sent.append((server, number, message))
+        return pending
+
+    def settle(self, pending: Pending) -> Acknowledged:
+        """Wait until every server has answered a push."""
+        answers = self._wait_all(pending.sent)
+        applied = tuple(_applied(s, answer, self._greeting(s)) for s, answer in answers)
+        if not pending.then_read:
+            return Acknowledged(applied)
+        owned = [self._owned(server, answer) for server, answer in answers]
+        wanted = {server: sent.head.get("then_read", []) for server, _, sent in pending.sent}
+        return Acknowledged(applied, tuple(assembled(pending.then_read, wanted, owned)))
+
+    def reconnected(self) -> set[int]:
+        """The servers that were connected to anew since this was asked last.
+
+        An answer that came meanwhile may be from before or after a restart: nobody can say.
+        """
+        found: set[int] = set()
+        for server, channel in enumerate(self.channels):
+            channel.receive_nowait()  # takes in what has happened to the connection
+            count = getattr(channel, "connections", 1)
+            if count > self._connections[server]:
+                found.add(server)
+                self._connections[server] = count
+        return found
+
+    def again(self, pending: Pending, servers: set[int]) -> Acknowledged:
+        """Ask some servers again for the same push: it is applied where it was lost."""
+        messages = [(server, message) for server, _, message in pending.sent if server in servers]
+        sent = [(server, self._send(server, message), message) for server, message in messages]
+        return self.settle(Pending(sent))
+
+    def resize_rounds(self, rounds: Iterable[Sequence[int]]) -> None:
+        """Rounds that were broken off: each is applied with as many gradients as it got."""
+        for number, of in rounds:
+            self.ask_all(Message("round", {"round": number, "of": of}))
+
+    def fence(self, incarnation: str) -> None:
+        """No server takes a push of this incarnation of a worker any more."""
+        self.ask_all(Message("fence", {"incarnation": incarnation}))
+
+
+class _Push:
+    """What one server gets of a push."""
+
+    def __init__(self) -> None:
+        self.updates: list[list[Any]] = []
+        self.arrays: list[np.ndarray] = []
+        self.then_read: list[str] = []
+
+    def add(self, update: Update, name: str, arrays: tuple[np.ndarray, ...]) -> None:
+        self.updates.append([name, update.op, len(arrays), dict(update.options)])
+        self.arrays.extend(arrays)
+
+    def message(self, stamp: Stamp, seen: int | None) -> Message:
+        head: dict[str, Any] = {
+            "step": stamp.step,
+            "attempt": stamp.attempt,
+            "incarnation": stamp.incarnation,
+            "done_below": stamp.done_below,
+            "updates": self.updates,
+            "seen": seen,
+            "round": stamp.round,
+            "of": stamp.of,
+        }
+        if self.then_read:
+            head["then_read"] = self.then_read
+        return Message("push", head, tuple(self.arrays))
+
+
+def _applied(server: int, answer: Message, greeting: Mapping[str, Any]) -> Applied:
+    head = answer.head
+    return Applied(
+        server,
+        head["applied"],
+        head["applied_at"],
+        head["staleness"],
+        head.get("dropped", False),
+        greeting.get("generation", 0),
+        greeting.get("snapshot", {}).get("version", 0),
+    )
+
+
+def _lacks_variable(error: TaskError) -> bool:
+    return "has no variable" in str(error)

@@ -1,0 +1,82 @@
+"""Which cluster a strategy is for, and channels to its servers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ClusterError
+from ..launch.addresses import to_connect
+from ..launch.joining import keys_from
+from ..launch.keys import Keys
+from ..launch.spec import ClusterSpec
+from .client import Servers
+from .server.core import ServerCore
+from .wire.memory import MemoryChannel
+from .wire.message import Message
+from .wire.sockets import SocketChannel
+
+
+def connect(spec: ClusterSpec, keys: Keys | None, role: str) -> Servers:
+    """Channels to all servers of a cluster."""
+    incarnation = uuid.uuid4().hex[:16]
+    hello = Message("hello", {"role": role, "task": role, "incarnation": incarnation})
+    return Servers(
+        [
+            SocketChannel(
+                to_connect(spec.task_address("ps", index)),
+                keys,
+                f"ps:{index}",
+                identity=f"{role}/{incarnation}",
+                hello=hello,
+            )
+            for index in spec.task_indices("ps")
+        ]
+    )
+
+
+def connect_here(cores: Sequence[ServerCore]) -> Servers:
+    """Channels to servers in this process."""
+    identity = uuid.uuid4().hex[:16]
+    return Servers(
+        [MemoryChannel(core, f"ps:{index}", identity=identity) for index, core in enumerate(cores)]
+    )
+
+
+def spec_and_keys(cluster: Any) -> tuple[ClusterSpec | None, Keys | None]:
+    """The tasks and keys of whatever a user gives as a cluster; ``None``: this process.
+
+    Raises :class:`~meshwright.errors.ClusterError` for what is none, or has no chief.
+    """
+    if cluster is None:
+        return None, None
+    keys = getattr(cluster, "keys", None)
+    if isinstance(cluster, tuple) and len(cluster) == 2:
+        cluster, keys = cluster
+    spec: Any = cluster
+    if hasattr(spec, "cluster_spec"):
+        spec = spec.cluster_spec()
+        if keys is None:
+            keys = keys_from(spec)
+    if not isinstance(spec, ClusterSpec):
+        raise ClusterError(
+            "cluster is a LocalCluster, a ClusterSpec, a pair of a ClusterSpec and Keys, a "
+            f"resolver, or None; received {cluster!r}."
+        )
+    if "chief" not in spec.jobs:
+        raise ClusterError(
+            "there must be one chief in the cluster, and there is none: workers join it there. "
+            "Give it an address, such as {'chief': ['host:8887'], ...}."
+        )
+    return spec, keys
+
+
+def checked_times(heartbeat_s: float, dead_after_s: float) -> tuple[float, float]:
+    """Both, or :class:`~meshwright.errors.ClusterError` where they do not go together."""
+    if not 0 < heartbeat_s < dead_after_s:
+        raise ClusterError(
+            f"heartbeat_s={heartbeat_s!r} and dead_after_s={dead_after_s!r}: a worker must be able "
+            "to say that it lives before it is declared dead."
+        )
+    return heartbeat_s, dead_after_s

@@ -1,0 +1,1 @@
+"""What schedules functions onto workers, and keeps count of every one."""

@@ -1,0 +1,74 @@
+"""What a coordinator counts, and what it knows of the servers' losses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from .losses import Ledger, Loss
+
+
+@dataclass(eq=False)
+class Counts:
+    """Counts since the coordinator was made."""
+
+    scheduled: int = 0
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    retried: int = 0
+    passed_on: int = 0
+    duplicates: int = 0  # pushes of a step that a server had applied before
+    dropped: int = 0  # gradients that came too late for their round
+    workers_lost: int = 0
+    result_bytes: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+
+
+class Book:
+    """Counts, and a ledger for each server; ``untold`` are losses that the user must hear of."""
+
+    def __init__(self, num_servers: int) -> None:
+        self.counts = Counts()
+        self.servers_can_die = True
+        self._losses: dict[tuple[str, int], Loss] = {}
+        self.untold: list[Loss] = []
+        self._ledgers = [Ledger(f"ps:{index}") for index in range(num_servers)]
+
+    def acknowledged(self, number: int, servers: list[list[Any]]) -> None:
+        """A step is done: what each server that it touched said of it."""
+        for server, applied, version, staleness, dropped, generation, base in servers:
+            if applied:
+                self.counts.staleness[staleness] += 1
+            self.counts.dropped += dropped
+            self.counts.duplicates += not applied and not dropped
+            if self.servers_can_die and (applied or not dropped):
+                self._enter(self._ledgers[server], number, version, generation, base)
+
+    def _enter(self, ledger: Ledger, number: int, version: int, generation: int, base: int) -> None:
+        ledger.began(generation, base)
+        late = ledger.acknowledged(number, version, generation)
+        if late is not None:
+            self._lost(late)
+
+    def server_state(self, server: int, generation: int, snapshot: int) -> None:
+        """A server's restarts, and the version of its last snapshot."""
+        ledger = self._ledgers[server]
+        if generation > ledger.generation:
+            self._lost(ledger.restored(generation, snapshot))
+        else:
+            ledger.snapshot(snapshot, generation)
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """One for each death of a server, in their order."""
+        return tuple(self._losses.values())
+
+    def _lost(self, loss: Loss) -> None:
+        key = (loss.server, loss.generation)
+        before = self._losses[key].steps if key in self._losses else ()
+        steps = tuple(sorted({*before, *loss.steps}))  # some are acknowledged late
+        self._losses[key] = Loss(loss.server, loss.generation, steps)
+        if loss.steps:
+            self.untold.append(loss)  # the user's thread tells: a warning may be an error

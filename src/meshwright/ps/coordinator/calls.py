@@ -1,0 +1,120 @@
+"""Scheduled calls as they are sent: functions and arguments packed once, iterators replaced."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import ShippingError
+from ..worker.iterators import worker_iterator
+from .data import Source
+from .shipping import Packed, is_iterator, key_of, name_of, pack
+from .values import PerWorkerDataset, PerWorkerValues, RemoteValue
+
+_MOST_FUNCTIONS = 1024  # of which the bytes are kept here
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A function as it travels; ``iterators`` are those that it closes over."""
+
+    key: str
+    name: str
+    packed: Packed
+    iterators: Mapping[str, Any]
+    original: Any  # kept, so that its identity is not given to another one
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """What the queue's steps carry."""
+
+    function: Function
+    packed: Packed
+    iterators: tuple[str, ...]
+    value: RemoteValue
+    kept: Mapping[str, Any]  # the iterators themselves, for as long as the step is to be done
+
+
+class Packer:
+    """Packs functions and arguments, and knows every iterator that was met in them.
+
+    A function is packed when it is first scheduled: what it closes over is taken then.
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[str, Source] = {}
+        self.datasets: dict[str, tuple[Function, str]] = {}  # iterator -> what makes it, sharding
+        self.dropped: list[str] = []  # iterators of workers that nobody can use any more
+        self._functions: dict[Any, Function] = {}
+        self._shared: dict[int, tuple[str, Any]] = {}
+        self._numbers = itertools.count()
+
+    def function(self, function: Callable[..., Any]) -> Function:
+        """The function, packed; raises :class:`~meshwright.errors.ShippingError` if it cannot."""
+        identity = _identity(function)
+        known = self._functions.get(identity)
+        if known is not None:
+            return known
+        if not callable(function):
+            raise ShippingError(f"{function!r} cannot be scheduled: it is not callable.")
+        name = name_of(function)
+        met: dict[str, Any] = {}
+        packed = pack(function, lambda one: self._replaced(one, met), f"function {name!r}")
+        made = Function(key_of(*packed), name, packed, met, function)
+        if len(self._functions) >= _MOST_FUNCTIONS:
+            del self._functions[next(iter(self._functions))]
+        self._functions[identity] = made
+        return made
+
+    def arguments(
+        self, function: Function, args: Any, kwargs: Any
+    ) -> tuple[Packed, dict[str, Any]]:
+        """The arguments of one call, packed, and all iterators that the call may use."""
+        met = dict(function.iterators)
+        what = f"an argument of {function.name!r}"
+        packed = pack((args, kwargs), lambda one: self._replaced(one, met), what)
+        return packed, met
+
+    def begin(self, dataset: PerWorkerDataset, num_workers: int) -> PerWorkerValues:
+        """A new iterator over a dataset of the workers."""
+        made = self.function(dataset.dataset_fn)
+        key = f"iterator {next(self._numbers)} over {made.name}"
+        self.sources[key] = Source(dataset.sharding, num_workers=num_workers)
+        self.datasets[key] = (made, dataset.sharding)
+        values = PerWorkerValues(key, dataset.sharding)
+        weakref.finalize(values, self.dropped.append, key)
+        return values
+
+    def forget(self, key: str) -> None:
+        """Drop an iterator over a dataset of the workers."""
+        del self.sources[key], self.datasets[key]
+
+    def _replaced(self, value: Any, met: dict[str, Any]) -> Any:
+        if isinstance(value, PerWorkerValues):
+            key = value.key
+        elif isinstance(value, PerWorkerDataset):
+            raise ShippingError("pass iter(dataset) to a scheduled function, not the dataset.")
+        elif is_iterator(value):
+            key = self._key_of(value)
+        else:
+            return None
+        met[key] = value
+        return worker_iterator, (key,)
+
+    def _key_of(self, iterator: Iterator[Any]) -> str:
+        if id(iterator) not in self._shared:
+            key = f"shared iterator {next(self._numbers)} ({type(iterator).__name__})"
+            self.sources[key] = Source("shared", iterator)
+            self._shared[id(iterator)] = (key, iterator)
+        return self._shared[id(iterator)][0]
+
+
+def _identity(function: Any) -> Any:
+    # A bound method is made anew each time that it is asked for.
+    owner = getattr(function, "__self__", None)
+    inner = getattr(function, "__func__", None)
+    return (id(owner), id(inner)) if owner is not None and inner is not None else id(function)

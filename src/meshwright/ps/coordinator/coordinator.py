@@ -1,0 +1,260 @@
+"""The coordinator: functions are scheduled onto workers, with TensorFlow's names and rules."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ClusterError, MeshwrightWarning, TaskError, UnreachableError
+from .calls import Packer, Scheduled
+from .data import check_sharding
+from .dispatcher import Dispatcher
+from .losses import Loss
+from .values import PerWorkerDataset, PerWorkerValues, RemoteValue
+
+if TYPE_CHECKING:
+    from ..strategy import ParameterServer
+
+_MOST_QUEUED = 262_144  # as in TensorFlow: then schedule waits
+_REPORT_EVERY_S = 60.0  # a wait in which nothing happens is reported so often
+_ALONE_S = 120.0  # a wait without any worker ends after so long
+
+
+class ClusterCoordinator:
+    """Schedules functions onto the workers of a strategy; there is one per strategy.
+
+    The first error of a function is raised by the next :meth:`schedule`, :meth:`join` or
+    :meth:`done`: nothing runs then any more, what was queued is cancelled, and the coordinator
+    can be used again. The names and the rule are those of TensorFlow's ``ClusterCoordinator``.
+
+    >>> import meshwright.ps.strategy
+    >>> strategy = meshwright.ps.strategy.ParameterServer()
+    >>> coordinator, total = ClusterCoordinator(strategy), strategy.variable(0.0)
+    >>> for x in (1.0, 2.0, 3.0, 4.0, 5.0):
+    ...     _ = coordinator.schedule(total.assign_add, args=(x,))
+    >>> coordinator.join()
+    >>> print(total.read())
+    15.0
+    >>> strategy.close()
+    """
+
+    def __new__(cls, strategy: ParameterServer) -> ClusterCoordinator:
+        if not hasattr(strategy, "coordinator_made"):
+            raise ClusterError(f"a coordinator takes a ParameterServer; received {strategy!r}.")
+        known = strategy.coordinator_made
+        return super().__new__(cls) if known is None else known
+
+    def __init__(self, strategy: ParameterServer) -> None:
+        if strategy.coordinator_made is self:
+            return
+        self.strategy = strategy
+        self._packer = Packer()
+        self._dispatcher = Dispatcher(strategy.terms(), self._packer, strategy.refill)
+        self._changed = self._dispatcher.changed
+        self._queue = self._dispatcher.queue
+        strategy.coordinator_made = self
+        strategy.start_dispatcher(self._dispatcher)
+
+    # Scheduling
+
+    def schedule(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Queue a call, to be run by any worker, and return what will hold its result.
+
+        Iterators among the arguments stay here: the function gets their elements one by one. An
+        ``iter()`` of :meth:`create_per_worker_dataset` becomes the worker's own. What a
+        function closes over is taken when it is first scheduled.
+
+        Raises a pending error of an earlier function, and
+        :class:`~meshwright.errors.ShippingError` where something cannot be sent.
+        """
+        with self._changed:
+            self._raise_error()
+            made = self._packer.function(function)
+            if self._queue.num_queued >= _MOST_QUEUED:
+                self._wait(lambda: self._queue.num_queued < _MOST_QUEUED, None)
+                self._raise_error()
+            packed, iterators = self._packer.arguments(made, tuple(args), dict(kwargs or {}))
+            value = RemoteValue(self._changed, self._queue.next_number, made.name)
+            self._queue.add(Scheduled(made, packed, tuple(iterators), value, iterators))
+            self._dispatcher.book.counts.scheduled += 1
+            self._dispatcher.wake()
+        return value
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until every scheduled function has ended.
+
+        Raises the first error of a function, and :class:`~meshwright.errors.UnreachableError`
+        after ``timeout_s``, which tells what every task does.
+        """
+        with self._changed:
+            self._dispatcher.waiting += 1
+            try:
+                self._dispatcher.wake()
+                self._wait(lambda: self._queue.idle, timeout_s)
+            finally:
+                self._dispatcher.waiting -= 1
+            self._raise_error()
+
+    def done(self) -> bool:
+        """Whether every scheduled function has ended; raises the first error of one."""
+        with self._changed:
+            self._raise_error()
+            return self._queue.idle
+
+    def fetch(self, nest: Any, timeout_s: float | None = None) -> Any:
+        """The same nest of tuples, lists and dicts, with results in the place of RemoteValues."""
+        if isinstance(nest, RemoteValue):
+            with self._changed:
+                self._dispatcher.waiting += 1
+                self._dispatcher.wake()
+            try:
+                return nest.fetch(timeout_s)
+            finally:
+                with self._changed:
+                    self._dispatcher.waiting -= 1
+        if isinstance(nest, tuple | list):
+            values = [self.fetch(one, timeout_s) for one in nest]
+            return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
+        if isinstance(nest, dict):
+            return {key: self.fetch(one, timeout_s) for key, one in nest.items()}
+        return nest
+
+    def create_per_worker_dataset(
+        self, dataset_fn: Callable[[], Any] | Any, sharding: str = "dynamic"
+    ) -> PerWorkerDataset:
+        """A dataset that every worker makes by calling ``dataset_fn``; ``iter()`` begins it.
+
+        ``sharding``: ``"dynamic"`` gives each element to one step, on demand; ``"static"`` gives
+        worker i of n every n-th one, and passes a step on where nothing is left; ``"copy"`` gives
+        every worker all of them, as TensorFlow does. The dataset must come in the same order each
+        time that it is made.
+        """
+        check_sharding(sharding)
+        make = dataset_fn if callable(dataset_fn) else _Made(dataset_fn)
+        return PerWorkerDataset(make, sharding, self._begin)
+
+    # What is going on
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """What servers that died have lost: for each death, the ids of the steps."""
+        with self._changed:
+            return self._dispatcher.book.losses
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of steps, workers and bytes; ``staleness`` of the updates as a histogram.
+
+        ``parameter_bytes`` are those of variables that went through this process: 0, but for what
+        the program itself reads or assigns here, or gives as a first value.
+        """
+        with self._changed:
+            told = dict(vars(self._dispatcher.book.counts))
+            told["staleness"] = dict(sorted(told["staleness"].items()))
+            told["parameter_bytes"] = self.strategy.parameter_bytes
+            told["queued"], told["running"] = self._queue.num_queued, self._queue.num_running
+            told["workers"] = {
+                worker.task: {
+                    "pid": worker.pid,
+                    "done": worker.num_done,
+                    "step_s": worker.step_s,
+                }
+                for worker in self._dispatcher.workers.values()
+            }
+        return told
+
+    def report(self) -> str:
+        """What every task does now, line by line."""
+        with self._changed:
+            return "\n".join(self._dispatcher.lines())
+
+    def close(self, stop_workers: bool = False) -> None:
+        """End the coordinator; the workers wait for another one, or are told to stop."""
+        self._dispatcher.stop(stop_workers)
+        if self._dispatcher.guardian is not None:
+            self._dispatcher.guardian.close()
+
+    def _begin(self, dataset: PerWorkerDataset) -> PerWorkerValues:
+        with self._changed:
+            workers = [worker.task for worker in self._dispatcher.workers.values()]
+            num_workers = max(1, self.strategy.num_workers)
+            values = self._packer.begin(dataset, num_workers)
+            for index in range(num_workers):
+                if f"worker:{index}" not in workers:
+                    self._packer.sources[values.key].leave(f"worker:{index}")
+            return values
+
+    # Waiting, under the lock
+
+    def _raise_error(self) -> None:
+        """Raise the pending error, if there is one, as soon as nothing runs any more."""
+        if self._dispatcher.broken is not None:
+            raise TaskError(
+                f"the coordinator has broken down: {self._dispatcher.broken!r}"
+            ) from self._dispatcher.broken
+        self._tell_losses()
+        if self._queue.error is None:
+            return
+        self._dispatcher.wake()
+        self._wait(lambda: not self._queue.num_running, None)
+        error = self._queue.take_error()
+        if error is not None:
+            raise error
+
+    def _tell_losses(self) -> None:
+        book = self._dispatcher.book
+        untold, book.untold = book.untold, []
+        for loss in untold:
+            warnings.warn(str(loss), MeshwrightWarning, stacklevel=4)
+
+    def _wait(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        begun_s = time.monotonic()
+        alone_s = reported_s = begun_s
+        before = self._dispatcher.book.counts.done
+        while not (done() or self._dispatcher.broken is not None):
+            now_s = time.monotonic()
+            if timeout_s is not None and now_s - begun_s >= timeout_s:
+                raise self._late(f"join has waited for {timeout_s:.1f} s")
+            if self._dispatcher.workers:
+                alone_s = now_s
+            else:
+                self.strategy.check_tasks()
+            if now_s - alone_s >= _ALONE_S:
+                raise self._late(f"there has been no worker for {_ALONE_S:.0f} s")
+            if self._dispatcher.book.counts.done != before:
+                before, reported_s = self._dispatcher.book.counts.done, now_s
+            elif now_s - reported_s >= _REPORT_EVERY_S:
+                reported_s = now_s
+                self._warn()
+            left_s = 1.0 if timeout_s is None else timeout_s - (now_s - begun_s)
+            self._changed.wait(max(0.001, min(1.0, left_s)))
+
+    def _late(self, what: str) -> UnreachableError:
+        return UnreachableError("\n  ".join([f"{what}:", *self._dispatcher.lines()]))
+
+    def _warn(self) -> None:
+        told = "\n  ".join(self._dispatcher.lines())
+        warnings.warn(
+            f"no step has ended for {_REPORT_EVERY_S:.0f} s:\n  {told}",
+            MeshwrightWarning,
+            stacklevel=4,
+        )
+
+    def __repr__(self) -> str:
+        return f"ClusterCoordinator({self.strategy!r})"
+
+
+class _Made:
+    """A dataset that is there already, as a function that returns it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __call__(self) -> Any:
+        return self._dataset

@@ -1,0 +1,160 @@
+"""Which step gets which element: every element goes to one step, also when workers die.
+
+An element is bound to the step that it was handed to. A step that is done again elsewhere gets the
+same ones, and what a step did not take goes to the next. Pure, but for the user's own iterators.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import ClusterError
+
+SHARDINGS = ("dynamic", "static", "copy")
+
+
+class Stream:
+    """Elements one by one, of which some may come back."""
+
+    def __init__(self, draw: Iterator[Any]) -> None:
+        self._draw = draw
+        self._returned: deque[Any] = deque()
+        self._end: int | None = None
+        self.ended = False  # nothing more can be drawn; some may still come back
+
+    def take(self, most: int) -> list[Any]:
+        """The next elements, fewer (or none) at the end."""
+        taken: list[Any] = []
+        while len(taken) < most:
+            if self._returned:
+                taken.append(self._returned.popleft())
+                continue
+            try:
+                taken.append(next(self._draw))
+            except StopIteration:
+                self.ended = True
+                break
+        return taken
+
+    def put_back(self, element: Any) -> None:
+        """An element that was not used; an index behind the end does not come back."""
+        if self._end is None or element < self._end:
+            self._returned.appendleft(element)
+
+    def stop_at(self, index: int) -> None:
+        """There is no element of this index or above: for streams of indices."""
+        self._draw, self._end, self.ended = iter(()), index, True
+        self._returned = deque(one for one in self._returned if one < index)
+
+    @property
+    def dry(self) -> bool:
+        return self.ended and not self._returned
+
+
+class Source:
+    """Where the steps that use one iterator get their elements from.
+
+    ``sharding`` is ``"shared"`` for an iterator of the coordinator's own. For iterators that each
+    worker makes, the elements here are indices: ``"dynamic"`` hands them out on demand,
+    ``"static"`` gives worker i of n every n-th, and ``"copy"`` gives each worker all.
+
+    >>> source = Source("dynamic")
+    >>> source.more(7, "worker:0"), source.more(8, "worker:1")
+    ([0], [1])
+    """
+
+    def __init__(
+        self, sharding: str, draw: Iterator[Any] | None = None, num_workers: int = 1
+    ) -> None:
+        self.sharding = sharding
+        self._whole = Stream(itertools.count() if draw is None else draw)
+        self._streams: dict[str, Stream] = {}
+        if sharding == "static":
+            counts = (itertools.count(index, num_workers) for index in range(num_workers))
+            self._streams = {f"worker:{i}": Stream(count) for i, count in enumerate(counts)}
+        self._gone: list[str] = []  # workers whose static share others may take
+        self._bound: dict[int, list[tuple[Stream, Any]]] = {}
+        self._usual = 0  # how many the last step took: so many are sent along with the next
+
+    def ahead(self, step: int, worker: str) -> list[Any]:
+        """What goes along with a call: what is bound to the step, or as many as the last took."""
+        if step not in self._bound:
+            self._take(step, worker, self._usual)
+        return [element for _, element in self._bound.get(step, [])]
+
+    def more(self, step: int, worker: str, ended_at: int | None = None) -> list[Any]:
+        """One more element for a step, or none at the end.
+
+        ``ended_at`` tells that the worker found no element of that index.
+        """
+        if ended_at is not None:
+            self._stop(step, ended_at)
+        return self._take(step, worker, 1)
+
+    def freed(self, step: int) -> None:
+        """A step has left its worker undone. Its elements wait for it, unless they are local."""
+        if self.sharding in ("static", "copy"):
+            self._return(self._bound.pop(step, []))
+
+    def ended(self, step: int, num_used: int) -> None:
+        """A step has ended, and took so many of its elements."""
+        self._usual = num_used
+        self._return(self._bound.pop(step, [])[num_used:])
+
+    def leave(self, worker: str) -> None:
+        """A worker is gone: what it had to do of a static share may go to others."""
+        if worker not in self._gone:
+            self._gone.append(worker)
+
+    def enter(self, worker: str) -> None:
+        if worker in self._gone:
+            self._gone.remove(worker)
+
+    def dry(self, worker: str) -> bool:
+        """Whether this worker, as far as is known, can get nothing more."""
+        return all(stream.dry for stream in self._of(worker))
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether a step that finds nothing on one worker may find something on another."""
+        return self.sharding in ("static", "copy")
+
+    def _of(self, worker: str) -> list[Stream]:
+        if self.sharding == "copy":
+            return [self._streams.setdefault(worker, Stream(itertools.count()))]
+        if self.sharding == "static":
+            names = [worker, *(name for name in self._gone if name != worker)]
+            return [self._streams[name] for name in names if name in self._streams]
+        return [self._whole]
+
+    def _take(self, step: int, worker: str, most: int) -> list[Any]:
+        taken: list[Any] = []
+        for stream in self._of(worker):
+            found = stream.take(most - len(taken))
+            self._bound.setdefault(step, []).extend((stream, element) for element in found)
+            taken.extend(found)
+        return taken
+
+    def _stop(self, step: int, index: int) -> None:
+        bound = self._bound.get(step, [])
+        for stream in [stream for stream, element in bound if element == index]:
+            stream.stop_at(index)
+        # What is not there was never handed out.
+        self._bound[step] = [pair for pair in bound if pair[1] < index]
+
+    def _return(self, pairs: list[tuple[Stream, Any]]) -> None:
+        for stream, element in reversed(pairs):
+            stream.put_back(element)
+
+
+def check_sharding(sharding: str) -> str:
+    """``sharding`` itself, or :class:`~meshwright.errors.ClusterError`."""
+    if sharding not in SHARDINGS:
+        raise ClusterError(
+            f"sharding={sharding!r}: say 'dynamic' (each element to one step, on demand), 'static' "
+            "(worker i of n takes every n-th) or 'copy' (each worker takes all, as TensorFlow)."
+        )
+    return sharding

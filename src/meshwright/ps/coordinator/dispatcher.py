@@ -1,0 +1,383 @@
+"""The thread that hands out steps and takes in what became of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import ExhaustedError, MeshwrightError, TaskError
+from ..client import Servers
+from ..consistency import Async, Stale
+from ..wire.failures import KIND, rebuilt
+from ..wire.message import Message
+from ..wire.values import unpack_value
+from .balancing import MOST_ATTEMPTS, fits, given_up, ran_dry, steps_to_recall
+from .book import Book
+from .calls import Packer
+from .guardian import Guardian
+from .links import Links
+from .members import Worker, silent
+from .queue import Step, StepQueue
+from .report import lines
+from .sending import messages_for, packed_elements
+from .terms import Terms
+
+_TICK_S = 0.05
+_PAUSE_S = 0.5
+
+
+class Dispatcher:
+    """Everything that the coordinator knows, under one lock; its thread speaks with workers."""
+
+    def __init__(
+        self, terms: Terms, packer: Packer, refill: Callable[[int, Servers], None]
+    ) -> None:
+        self.terms = terms
+        self.packer = packer
+        self.changed = threading.Condition(threading.RLock())
+        first = time.time_ns() // 1_000_000 << 20  # above every id of an earlier coordinator
+        self.queue = StepQueue(first, terms.consistency, terms.num_workers)
+        self.session = f"{os.getpid()}-{first}"
+        self.workers: dict[str, Worker] = {}
+        self.book = Book(terms.num_servers)
+        self.waiting = 0  # threads that wait until all is done: rounds need not be full then
+        self.broken: BaseException | None = None
+        self.links: Links | None = None
+        self.guardian: Guardian | None = None
+        self._refill = refill
+        self._sent_s: dict[int, float] = {}
+        self._recalled: set[int] = set()
+        self._lost_names: set[str] = set()
+        self._closing = self._stop_workers = False
+        self._sleeping = False
+        self._ticked_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="meshwright-dispatcher", daemon=True)
+
+    def start(self, links: Links, guardian: Guardian | None) -> None:
+        """Begin to speak with workers."""
+        self.links, self.guardian = links, guardian
+        self.book.servers_can_die = guardian is not None
+        self._thread.start()
+
+    def stop(self, stop_workers: bool) -> None:
+        """End the thread, and the workers if they are to end."""
+        self._closing, self._stop_workers = True, stop_workers
+        self.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    def wake(self) -> None:
+        """There is something to hand out."""
+        if self._sleeping and self.links is not None:
+            self._sleeping = False
+            self.links.wake()
+
+    # The thread
+
+    def _run(self) -> None:
+        assert self.links is not None
+        try:
+            while not self._closing:
+                with self.changed:
+                    batches = self._batches()
+                    self._sleeping = True
+                for worker, messages in batches:
+                    for message in messages:
+                        self.links.send(worker.name, message)
+                for peer, message in self.links.poll(_TICK_S):
+                    self._take(peer, message)
+                self._tick(time.monotonic())
+        except BaseException as error:
+            with self.changed:
+                self.broken = error
+                self.changed.notify_all()
+        finally:
+            for worker in list(self.workers.values()) if self._stop_workers else ():
+                self.links.send(worker.name, Message("stop"))
+            self.links.close()
+
+    def _take(self, peer: str, message: Message) -> None:
+        now_s = time.monotonic()
+        with self.changed:
+            self._sleeping = False
+            if message.kind == "join":
+                self._join(peer, message, now_s)
+                return
+            worker = self.workers.get(peer.removesuffix("/alive"))
+            if worker is None:
+                self._not_known(peer, message)
+                return
+            worker.heard(now_s)
+            handler = _HANDLERS.get(message.kind)
+            if handler is not None:
+                handler(self, worker, message)
+
+    def _not_known(self, peer: str, message: Message) -> None:
+        assert self.links is not None
+        number = message.head.get("id")
+        if peer.removesuffix("/alive") in self._lost_names:
+            self.links.send(peer, Message("unknown"))
+        elif number is not None:
+            self.links.send(peer, Message("ok", {"session": self.session}), number)
+
+    def _tick(self, now_s: float) -> None:
+        pause_s = now_s - self._ticked_s
+        if pause_s < _TICK_S:
+            return
+        self._ticked_s = now_s
+        with self.changed:
+            workers = list(self.workers.values())
+            if pause_s > _PAUSE_S:  # this process was held up: it could hear nobody
+                for worker in workers:
+                    worker.heard_s += pause_s
+            self._forget_iterators()
+            for worker in silent(workers, now_s, self.terms.dead_after_s):
+                self._lose(worker)
+            for worker in list(self.workers.values()):
+                if self.terms.gone(worker.task, worker.pid):
+                    self._lose(worker)
+            self._recall(now_s)
+            self._fail_if_dry()
+
+    # Workers come and go
+
+    def _join(self, peer: str, message: Message, now_s: float) -> None:
+        assert self.links is not None
+        head = message.head
+        if not str(head.get("task", "")).startswith("worker:"):
+            self.links.send(peer, Message("ok", {"session": self.session}), head.get("id"))
+            return
+        for other in [one for one in self.workers.values() if one.task == head["task"]]:
+            self._lose(other)
+        if peer in self._lost_names:
+            # It greets again, as its connection was cut: what was on the way may be lost, so it
+            # has to come as a new one.
+            self.links.send(peer, Message("unknown"))
+            return
+        worker = Worker(peer, head["task"], head["incarnation"], head["pid"], head["host"], now_s)
+        worker.since_s = now_s
+        self.workers[peer] = worker
+        self.queue.enter(peer, worker.window)
+        for source in self.packer.sources.values():
+            source.enter(worker.task)
+        terms = self.terms
+        welcome = {"session": self.session, "settings": terms.settings, "at_once": terms.at_once}
+        self.links.send(peer, Message("welcome", welcome), head.get("id"))
+        self.changed.notify_all()
+
+    def _lose(self, worker: Worker) -> None:
+        del self.workers[worker.name]
+        self._lost_names.add(worker.name)
+        self.book.counts.workers_lost += 1
+        self.queue.lose(worker.name)
+        if self.guardian is None:
+            self._release(worker.name)
+        else:
+            self.guardian.fence(worker.name, worker.incarnation)
+
+    def fenced(self, name: str) -> None:
+        """See :class:`~.guardian.Ward`."""
+        with self.changed:
+            self._release(name)
+            self.wake()
+
+    def _release(self, name: str) -> None:
+        steps = self.queue.release(name)
+        task = name.partition("/")[0]
+        self.book.counts.retried += len(steps)
+        for step in steps:
+            self._freed(step)
+            if step.attempt >= MOST_ATTEMPTS and not self.queue.error:
+                self._give_up(step, given_up(step, task))
+        if all(worker.task != task for worker in self.workers.values()):
+            for source in self.packer.sources.values():
+                source.leave(task)
+        self._tell_ended()
+
+    def _give_up(self, step: Step, error: TaskError | ExhaustedError) -> None:
+        self.queue.drop(step)
+        self._ended(step, error)
+        self.queue.abort(error)
+        self._tell_ended()
+
+    def _forget_iterators(self) -> None:
+        """Iterators that nobody can use any more are dropped on the workers as well."""
+        assert self.links is not None
+        while self.packer.dropped:
+            key = self.packer.dropped.pop()
+            self.packer.forget(key)
+            for worker in self.workers.values():
+                if key in worker.iterators:
+                    worker.iterators.remove(key)
+                    self.links.send(worker.name, Message("forget", {"key": key}))
+
+    def server_state(self, server: int, generation: int, snapshot: int, rounds: int) -> int:
+        """See :class:`~.guardian.Ward`."""
+        with self.changed:
+            self.book.server_state(server, generation, snapshot)
+            return self.queue.rounds_done
+
+    def refill(self, server: int, servers: Servers) -> None:
+        """See :class:`~.guardian.Ward`."""
+        self._refill(server, servers)
+
+    # Steps go out
+
+    def _batches(self) -> list[tuple[Worker, list[Message]]]:
+        if not self.queue.num_queued or not self.workers:
+            return []
+        for worker in self.workers.values():
+            self.queue.members[worker.name].window = self._window(worker)
+        given: dict[str, list[Step]] = {}
+        for step in self.queue.assign(self.waiting > 0, self._fits):
+            assert step.worker is not None
+            given.setdefault(step.worker, []).append(step)
+        return [(self.workers[name], self._messages(name, steps)) for name, steps in given.items()]
+
+    def _messages(self, name: str, steps: list[Step]) -> list[Message]:
+        now_s, queue = time.monotonic(), self.queue
+        self._sent_s.update((step.number, now_s) for step in steps)
+        messages, failures = messages_for(
+            self.packer, self.workers[name], steps, queue.done_below, queue.broken_rounds
+        )
+        for step, error in failures:
+            self._ended(queue.fail(name, step.number, step.attempt, error), error)
+            self._tell_ended()
+        return messages
+
+    def _window(self, worker: Worker) -> int:
+        return worker.window if isinstance(self.terms.consistency, Async | Stale) else 1
+
+    def _fits(self, step: Step, name: str) -> bool:
+        return fits(self.packer.sources, step, self.workers[name].task)
+
+    def _fail_if_dry(self) -> None:
+        """Every worker has run dry: the next step can be done by none."""
+        step = self.queue.next_step()
+        if step is None or self.queue.num_running or not self.workers:
+            return
+        if not any(self._fits(step, name) for name in self.workers):
+            self._give_up(step, ran_dry(step))
+
+    def _recall(self, now_s: float) -> None:
+        assert self.links is not None
+        wanted = steps_to_recall(self.queue, self._sent_s, self._recalled, now_s)
+        for name, steps in wanted.items():
+            self._recalled.update(step.number for step in steps)
+            told = [[step.number, step.attempt] for step in steps]
+            self.links.send(f"{name}/alive", Message("recall", {"steps": told}))
+
+    # Steps come back
+
+    def _results(self, worker: Worker, message: Message) -> None:
+        for number, attempt, head, span, servers, used, seconds, notes in message.head["results"]:
+            for note in notes:
+                self.terms.noted(note)
+            step = self.queue.finish(worker.name, number, attempt)
+            if step is None:
+                continue
+            worker.measured(seconds)
+            self.book.counts.done += 1
+            self.book.acknowledged(number, servers)
+            arrays = tuple(array.copy() for array in message.arrays[slice(*span)])
+            self.book.counts.result_bytes += sum(array.nbytes for array in arrays)
+            self._used(number, used)
+            try:
+                step.call.value.set_value(unpack_value(head, arrays))
+            except MeshwrightError as error:
+                step.call.value.set_error(error)
+        self._tell_ended()
+
+    def _failed(self, worker: Worker, message: Message) -> None:
+        head = message.head
+        error = rebuilt(Message(KIND, head["error"]))
+        step = self.queue.fail(worker.name, head["step"], head["attempt"], error)
+        if step is not None:
+            self._used(step.number, head["used"])
+        self._ended(step, error)
+        self._tell_ended()
+
+    def _ended(self, step: Step | None, error: BaseException) -> None:
+        if step is not None:
+            self.book.counts.failed += 1
+            step.call.value.set_error(error)
+
+    def _passed(self, worker: Worker, message: Message) -> None:
+        self.book.counts.passed_on += 1
+        for step in self.queue.give_back(worker.name, [message.head["step"]]):
+            self._freed(step)
+        self._tell_ended()
+
+    def _given_back(self, worker: Worker, message: Message) -> None:
+        for step in self.queue.give_back(worker.name, message.head["steps"]):
+            self._freed(step)
+        self._tell_ended()
+
+    def _next(self, worker: Worker, message: Message) -> None:
+        assert self.links is not None
+        head = message.head
+        key, number = head["key"], head["step"]
+        try:
+            elements = self.more(worker.name, key, number, head["missing"])
+            packed = packed_elements(self.packer, key, elements)
+            answer = {"key": key, "step": number, "elements": packed}
+        except Exception as error:  # the user's own iterator raised
+            step = self.queue.members[worker.name].steps.get(number)
+            attempt = 0 if step is None else step.attempt
+            self._ended(self.queue.fail(worker.name, number, attempt, error), error)
+            answer = {"key": key, "step": number, "elements": []}
+            self._tell_ended()
+        self.links.send(worker.name, Message("element", answer))
+
+    def more(self, name: str, key: str, number: int, missing: int | None) -> list[Any]:
+        """One more element of an iterator for a step, or none at its end."""
+        with self.changed:
+            worker = self.workers.get(name)
+            if worker is None:
+                raise TaskError(f"{name} was declared dead.")
+            return self.packer.sources[key].more(number, worker.task, missing)
+
+    def _alive(self, worker: Worker, message: Message) -> None:
+        worker.heard(time.monotonic(), dict(message.head))
+        assert self.links is not None
+        self.links.send(f"{worker.name}/alive", Message("ok", {"session": self.session}))
+
+    # Book-keeping
+
+    def lines(self) -> list[str]:
+        """What every task does."""
+        waits_for = self.guardian.waits_for if self.guardian is not None else ""
+        return lines(self.queue, self.workers, waits_for, time.monotonic())
+
+    def _freed(self, step: Step) -> None:
+        self._recalled.discard(step.number)
+        for key in step.call.iterators:
+            self.packer.sources[key].freed(step.number)
+
+    def _used(self, number: int, used: list[list[Any]]) -> None:
+        self._sent_s.pop(number, None)
+        self._recalled.discard(number)
+        for key, num_used in used:
+            self.packer.sources[key].ended(number, num_used)
+
+    def _tell_ended(self) -> None:
+        """Cancelled steps are told so, and whoever waits looks again."""
+        for step in self.queue.cancelled:
+            self.book.counts.cancelled += 1
+            step.call.value.cancel()
+            self._used(step.number, [[key, 0] for key in step.call.iterators])
+        self.queue.cancelled.clear()
+        self.changed.notify_all()
+
+
+_HANDLERS: dict[str, Callable[[Dispatcher, Worker, Message], None]] = {
+    "results": Dispatcher._results,
+    "failed": Dispatcher._failed,
+    "passed": Dispatcher._passed,
+    "recalled": Dispatcher._given_back,
+    "next": Dispatcher._next,
+    "alive": Dispatcher._alive,
+}

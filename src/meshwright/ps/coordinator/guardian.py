@@ -1,0 +1,125 @@
+"""Looks after the servers: fences workers, notices restarts, and gives a server what it lost."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...errors import MeshwrightError, UnreachableError
+from ..client import Servers
+from ..wire.message import Message
+
+_ANSWER_S = 5.0
+_CLOSE_S = 3.0
+
+
+class Ward(Protocol):
+    """Whom a guardian tells what happens; called in its thread."""
+
+    def fenced(self, name: str) -> None:
+        """No server takes anything from this worker any more."""
+        ...
+
+    def server_state(self, server: int, generation: int, snapshot: int, rounds: int) -> int:
+        """A server's state: restarts, version of its last snapshot, rounds applied.
+
+        Returns how many rounds ought to have been applied there.
+        """
+        ...
+
+    def refill(self, server: int, servers: Servers) -> None:
+        """A server came back: give it the variables that it may lack."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Fence:
+    name: str
+    incarnation: str
+
+
+class Guardian:
+    """A thread with its own channels to the servers, so that nobody else waits for one."""
+
+    def __init__(self, connect: Callable[[], Servers], ward: Ward, heartbeat_s: float) -> None:
+        self.waits_for = ""  # what it waits for, for reports
+        self._ward = ward
+        self._heartbeat_s = heartbeat_s
+        self._asked: queue.SimpleQueue[_Fence | None] = queue.SimpleQueue()
+        self._fences: list[_Fence] = []  # all that were ever asked for
+        self._generations: dict[int, int] = {}
+        self._closing = False
+        self._connect = connect
+        self._thread = threading.Thread(target=self._run, name="meshwright-guardian", daemon=True)
+        self._thread.start()
+
+    def fence(self, name: str, incarnation: str) -> None:
+        """Let no server take anything from this worker; :meth:`Ward.fenced` tells when."""
+        self._asked.put(_Fence(name, incarnation))
+
+    def close(self) -> None:
+        """Stop looking after them."""
+        self._closing = True
+        self._asked.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        servers = self._connect()
+        servers.timeout_s = _ANSWER_S
+        looked_s = 0.0
+        try:
+            while not self._closing:
+                if time.monotonic() - looked_s >= self._heartbeat_s:
+                    self._look(servers)
+                    looked_s = time.monotonic()
+                self._fence_next(servers)
+        finally:
+            servers.close()
+
+    def _fence_next(self, servers: Servers) -> None:
+        try:
+            fence = self._asked.get(timeout=self._heartbeat_s)
+        except queue.Empty:
+            return
+        if fence is None:
+            return
+        self._fences.append(fence)
+        while not self._closing:
+            try:
+                servers.fence(fence.incarnation)
+            except UnreachableError as error:  # a server restarts: nothing may go on before
+                self.waits_for = f"{error.task}, to fence {fence.name}"
+                continue
+            break
+        self.waits_for = ""
+        self._ward.fenced(fence.name)
+
+    def _look(self, servers: Servers) -> None:
+        for server in range(len(servers)):
+            if self._closing:
+                return
+            try:
+                self._look_at(server, servers)
+            except MeshwrightError as error:
+                self.waits_for = f"ps:{server} ({error})"
+            else:
+                self.waits_for = ""
+
+    def _look_at(self, server: int, servers: Servers) -> None:
+        told: Any = servers.ask(server, Message("stats")).head
+        generation = told["generation"]
+        known = self._generations.setdefault(server, 0)
+        if generation > known:
+            for fence in self._fences:
+                servers.ask(server, Message("fence", {"incarnation": fence.incarnation}))
+            self._ward.refill(server, servers)
+            self._generations[server] = generation
+        snapshot = told["snapshot"]["version"]
+        wanted = self._ward.server_state(server, generation, snapshot, told["rounds"])
+        for number in range(told["rounds"], wanted if generation else 0):
+            # Gradients that the server has lost will not come again.
+            servers.ask(server, Message("round", {"round": number, "of": 0}))

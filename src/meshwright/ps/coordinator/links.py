@@ -1,0 +1,164 @@
+"""How a coordinator and its workers reach each other: sockets, or a worker in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import zmq
+
+from ..client import Servers
+from ..wire.message import Message, decode, encode
+from ..wire.sockets import Keys, Listener
+from ..worker.loop import calls_of
+from ..worker.runner import Runner
+
+LOCAL_TASK = "worker:0"
+_INCARNATION = "local"
+
+
+class Links(Protocol):
+    """Messages from and to workers, and a way to wake whoever waits for one."""
+
+    def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
+        """What has come, with the peers' names; waits at most so long."""
+        ...
+
+    def send(self, peer: str, message: Message, number: int | None = None) -> bool:
+        """Send; with a number, as the answer to that request. ``False``: the peer is gone."""
+        ...
+
+    def wake(self) -> None:
+        """End a wait in another thread."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class SocketLinks:
+    """Workers in processes of their own, which connect to ``address``."""
+
+    def __init__(self, address: str, keys: Keys | None) -> None:
+        self._listener = Listener(address, keys, task="chief:0")
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        os.set_blocking(self._writing, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._reading, zmq.POLLIN)
+        for socket in self._listener.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
+        """See :meth:`Links.poll`."""
+        if not self._listener.has_messages:
+            events = dict(self._poller.poll(round(1000 * timeout_s)))
+            if self._reading in events:
+                _drain(self._reading)
+        return [(peer.decode(errors="replace"), m) for peer, m in self._listener.poll(0.0)]
+
+    def send(self, peer: str, message: Message, number: int | None = None) -> bool:
+        """See :meth:`Links.send`."""
+        return self._listener.answer(peer.encode(), message, number)
+
+    def wake(self) -> None:
+        """See :meth:`Links.wake`."""
+        _ring(self._writing)
+
+    def close(self) -> None:
+        """See :meth:`Links.close`."""
+        self._listener.close()
+        os.close(self._reading)
+        os.close(self._writing)
+
+
+class LocalLinks:
+    """One worker in this process: it runs what it is sent when the coordinator polls.
+
+    What it is sent goes through ``encode`` and ``decode``, as on a wire.
+    """
+
+    def __init__(self, servers: Servers, more: Callable[..., list[Any]]) -> None:
+        self.name = f"{LOCAL_TASK}/{_INCARNATION}"
+        self._servers = servers
+        self._runner = Runner(
+            servers, LOCAL_TASK, 0, lambda key, step, missing: more(self.name, key, step, missing)
+        )
+        head = {"task": LOCAL_TASK, "incarnation": _INCARNATION, "pid": os.getpid(), "host": "here"}
+        self._coming: deque[tuple[str, Message]] = deque([(self.name, Message("join", head))])
+        self._calls: deque[Any] = deque()
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        os.set_blocking(self._writing, False)
+
+    def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
+        """See :meth:`Links.poll`."""
+        if self._calls:
+            self._runner.run(self._calls.popleft())
+            told = self._runner.settle()
+            self._coming.extend((self.name, _sent(one)) for one in told)
+            if any(message.kind == "failed" for message in told):
+                self._give_back([call.step for call in self._calls])
+        elif not self._coming:
+            select.select([self._reading], [], [], timeout_s)
+        _drain(self._reading)
+        coming, self._coming = list(self._coming), deque()
+        return coming
+
+    def send(self, peer: str, message: Message, number: int | None = None) -> bool:
+        """See :meth:`Links.send`."""
+        message = _sent(message)
+        head = message.head
+        if message.kind == "calls":
+            self._servers.resize_rounds(head["broken"])
+            self._calls.extend(calls_of(message, _INCARNATION))
+        elif message.kind == "function":
+            for key in head.get("forget", ()):
+                self._runner.forget(key)
+            self._runner.learn(head["key"], head["packed"], message.arrays)
+        elif message.kind == "iterator":
+            self._runner.learn_dataset(head["key"], head["function"], head["sharding"])
+        elif message.kind == "forget":
+            self._runner.forget_dataset(head["key"])
+        elif message.kind == "welcome":
+            self._runner.context.settings = dict(head["settings"])
+            self._runner.context.at_once = head["at_once"]
+        elif message.kind == "recall":
+            self._recall(head["steps"])
+        return True
+
+    def wake(self) -> None:
+        """See :meth:`Links.wake`."""
+        _ring(self._writing)
+
+    def close(self) -> None:
+        """See :meth:`Links.close`."""
+        os.close(self._reading)
+        os.close(self._writing)
+
+    def _recall(self, steps: list[list[int]]) -> None:
+        wanted = {step for step, _ in steps}
+        self._give_back([call.step for call in self._calls if call.step in wanted])
+
+    def _give_back(self, steps: list[int]) -> None:
+        self._calls = deque(call for call in self._calls if call.step not in steps)
+        self._coming.append((self.name, Message("recalled", {"steps": steps})))
+
+
+def _sent(message: Message) -> Message:
+    return decode(encode(message))
+
+
+def _ring(writing: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # it is ringing already
+        os.write(writing, b"!")
+
+
+def _drain(reading: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.read(reading, 4096)

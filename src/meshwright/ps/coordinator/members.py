@@ -1,0 +1,90 @@
+"""The workers of a coordinator: when each was last heard, and what it does. Pure: time comes in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+_MOST_FUNCTIONS = 256  # that a worker keeps
+_AHEAD_S = 0.01  # a worker is given as many steps ahead as take about so long
+_WINDOW = (2, 32)  # least and most of them
+_LEARNING = 0.2  # how fast the measured time per step follows
+
+
+@dataclass(eq=False)
+class Worker:
+    """One incarnation of a worker; ``name`` is that of its channel."""
+
+    name: str
+    task: str
+    incarnation: str
+    pid: int
+    host: str
+    heard_s: float
+    what: str = "waits for work"
+    step: int | None = None
+    since_s: float = 0.0
+    step_s: float | None = None  # measured time per step
+    num_done: int = 0
+    functions: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    iterators: set[str] = field(default_factory=set)
+    broken_rounds: int = 0  # how many of them it was told
+
+    @property
+    def peer(self) -> bytes:
+        return self.name.encode()
+
+    @property
+    def pulse(self) -> bytes:
+        """The channel on which it says that it is alive."""
+        return f"{self.name}/alive".encode()
+
+    def heard(self, now_s: float, head: dict[str, Any] | None = None) -> None:
+        """Something came from it; ``head`` tells what it does."""
+        self.heard_s = now_s
+        if head is not None:
+            self.what, self.step = head["what"], head["step"]
+            self.since_s = now_s - head["for_s"]
+
+    def measured(self, seconds: float) -> None:
+        """A step took so long."""
+        self.num_done += 1
+        if self.step_s is None:
+            self.step_s = seconds
+        self.step_s += _LEARNING * (seconds - self.step_s)
+
+    @property
+    def window(self) -> int:
+        """How many steps it may have at once, so that it never waits for the next one.
+
+        >>> worker = Worker("worker:0/a", "worker:0", "a", 1, "host", 0.0, step_s=0.001)
+        >>> worker.window
+        10
+        """
+        least, most = _WINDOW
+        if self.step_s is None:
+            return least
+        return max(least, min(most, round(_AHEAD_S / max(self.step_s, 1e-6))))
+
+    def teach(self, function: str) -> tuple[bool, list[str]]:
+        """A function will be called: whether it must be sent, and which ones are dropped for it."""
+        if function in self.functions:
+            self.functions.move_to_end(function)
+            return False, []
+        self.functions[function] = None
+        extra = len(self.functions) - _MOST_FUNCTIONS
+        return True, [self.functions.popitem(last=False)[0] for _ in range(extra)]
+
+    def told(self, now_s: float) -> str:
+        """One line for a report."""
+        doing = self.what if self.step is None else f"{self.what}: step {self.step}"
+        return (
+            f"{self.task} (pid {self.pid} on {self.host}) {doing}, for {now_s - self.since_s:.1f} s"
+            f"; last heard {now_s - self.heard_s:.1f} s ago"
+        )
+
+
+def silent(workers: list[Worker], now_s: float, dead_after_s: float) -> list[Worker]:
+    """The workers of which nothing was heard for so long."""
+    return [worker for worker in workers if now_s - worker.heard_s > dead_after_s]

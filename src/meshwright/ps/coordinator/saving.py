@@ -1,0 +1,144 @@
+"""Checkpoints of variables and slots, written and read by a worker: none of it comes by here.
+
+The files are those of synchronous training (:mod:`meshwright.checkpoint`): whole arrays by name,
+so that any number of servers may read them. They lie where the workers see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointError
+from ..client import Servers
+from ..placing import VariableSpec
+from ..wire.message import Message
+from ..worker.context import current
+from ..worker.gradients import tell_optimizer
+from ..worker.updates import Update
+
+Optimizer = Sequence[Any]  # config, names of variables, options of their gradients
+_NOTE = "parameter_server"  # where among a checkpoint's notes
+_KEYS = "keys"  # of a hash table: the key of each row
+
+
+def save_here(
+    directory: str,
+    step: int,
+    specs: Sequence[VariableSpec],
+    optimizers: Sequence[Optimizer],
+    layout: str,
+) -> str:
+    """On a worker: write all variables and slots; returns the path of the checkpoint."""
+    from ...checkpoint import Checkpoints
+    from ...program import TrainState
+    from ..training.slots import read_slots
+
+    servers = _servers()
+    by_name = {spec.name: spec for spec in specs}
+    values = dict(zip(by_name, servers.read(specs), strict=True))
+    slots, steps = read_slots(servers, by_name)
+    state = {}
+    for spec in specs:
+        if spec.is_hash:
+            keys = _keys(servers, spec)
+            order = np.argsort(keys)
+            values[spec.name] = values[spec.name][order]
+            slots[spec.name] = {kind: _by(array, order) for kind, array in slots[spec.name].items()}
+            state[f"{spec.name}/{_KEYS}"] = keys[order]
+    flat = {f"{name}/{kind}": a for name, own in slots.items() for kind, a in own.items()}
+    notes = {_NOTE: {"optimizers": [list(one) for one in optimizers], "steps": steps}}
+    with Checkpoints(directory, keep=None) as checkpoints:
+        checkpoints.save(step, TrainState(values, state, flat, {}), layout=layout, notes=notes)
+        checkpoints.wait()
+        latest = checkpoints.latest
+    assert latest is not None
+    return str(latest.directory)
+
+
+def restore_here(directory: str, specs: Sequence[VariableSpec]) -> int:
+    """On a worker: give the servers what a checkpoint holds; returns its step."""
+    from ...checkpoint import read_checkpoint, restore_state
+    from ...program import TrainState
+    from ..training.slots import load_slots
+
+    servers = _servers()
+    info = read_checkpoint(directory)
+    parts: dict[str, dict[str, np.ndarray]] = {"params": {}, "state": {}, "slots": {}}
+    for each in info.arrays:
+        parts[each.part][each.path] = np.broadcast_to(np.zeros((), each.dtype), each.dims)
+    found = restore_state(info, TrainState(**parts, metrics={}))
+    notes = info.notes.get(_NOTE, {"optimizers": [], "steps": 0})
+    by_name = {spec.name: spec for spec in specs}
+    for name, value in found.params.items():
+        _give(servers, by_name[name], np.asarray(value), found.state.get(f"{name}/{_KEYS}"))
+    for config, names, options in notes["optimizers"]:
+        tell_optimizer(servers, {}, config, [by_name[name] for name in names], options)
+    slots: dict[str, dict[str, np.ndarray]] = {}
+    for path, value in found.slots.items():
+        name, _, kind = path.rpartition("/")
+        slots.setdefault(name, {})[kind] = np.asarray(value)
+    own = {name: by_name[name] for name in slots}
+    load_slots(servers, own, slots, notes["steps"])
+    return info.step
+
+
+def check_fits(directory: str | Path, specs: Mapping[str, VariableSpec]) -> list[Optimizer]:
+    """The optimizers of a checkpoint that fits these variables; reads no array.
+
+    Raises :class:`~meshwright.errors.CheckpointError` that lists every variable that is missing
+    on either side, or has another shape or dtype.
+    """
+    from ...checkpoint import read_checkpoint
+
+    info = read_checkpoint(directory)
+    saved = {each.path: each for each in info.arrays if each.part == "params"}
+    faults = [f"{name} is not in the checkpoint" for name in specs if name not in saved]
+    for name, each in saved.items():
+        spec = specs.get(name)
+        if spec is None:
+            faults.append(f"{name} is in the checkpoint, and no variable has this name")
+        elif spec.dtype != each.dtype or not _same_shape(spec, each.dims):
+            faults.append(
+                f"{name} is {each.dtype}{list(each.dims)} in the checkpoint, and "
+                f"{spec.dtype}{list(spec.shape)} here"
+            )
+    if faults:
+        listed = "\n  ".join(faults)
+        raise CheckpointError(
+            f"{info.directory} does not fit the variables:\n  {listed}\n"
+            "Make the variables with the names and shapes that they were saved with."
+        )
+    return list(info.notes.get(_NOTE, {"optimizers": []})["optimizers"])
+
+
+def _give(servers: Servers, spec: VariableSpec, value: np.ndarray, keys: np.ndarray | None) -> None:
+    if spec.is_hash:
+        assert keys is not None
+        servers.push([Update(spec, "rows_assign", (np.asarray(keys), value))])
+    else:
+        servers.push([Update(spec, "assign", (value,))])
+
+
+def _keys(servers: Servers, spec: VariableSpec) -> np.ndarray:
+    answers = [
+        servers.ask(shard.server, Message("keys", {"name": shard.name})) for shard in spec.shards
+    ]
+    return np.concatenate([answer.arrays[0] for answer in answers])
+
+
+def _by(array: np.ndarray, order: np.ndarray) -> np.ndarray:
+    return array[order] if array.ndim else array
+
+
+def _same_shape(spec: VariableSpec, dims: Sequence[int]) -> bool:
+    return tuple(dims[1:]) == spec.shape[1:] if spec.is_hash else tuple(dims) == spec.shape
+
+
+def _servers() -> Servers:
+    context = current()
+    assert context is not None
+    return context.servers

@@ -1,0 +1,106 @@
+"""What ``schedule`` returns, and what stands for the workers' own iterators."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ...errors import CancelledError, ShippingError, TaskError, UnreachableError
+
+
+class RemoteValue:
+    """The result of a scheduled function, which may not be there yet."""
+
+    def __init__(self, changed: threading.Condition, step: int, name: str) -> None:
+        self.step = step  # the id of the step
+        self._changed = changed
+        self._name = name
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether the function has ended, in whichever way."""
+        return self._done
+
+    def fetch(self, timeout_s: float | None = None) -> Any:
+        """Wait for the function's result, and return it: arrays are NumPy's.
+
+        Raises what the function raised; :class:`~meshwright.errors.CancelledError` where another
+        one's error cancelled it; :class:`~meshwright.errors.UnreachableError` after ``timeout_s``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._done, timeout_s):
+                raise UnreachableError(
+                    f"step {self.step} ({self._name}) has not ended after {timeout_s:.1f} s. "
+                    "coordinator.report() tells what each worker does."
+                )
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    get = fetch
+
+    def set_value(self, value: Any) -> None:
+        """The coordinator's, under its lock."""
+        self._value, self._done = value, True
+
+    def set_error(self, error: BaseException) -> None:
+        """The coordinator's, under its lock."""
+        self._error, self._done = error, True
+
+    def cancel(self) -> None:
+        """The coordinator's, under its lock."""
+        self.set_error(
+            CancelledError(
+                f"step {self.step} ({self._name}) was cancelled, as another step raised an error. "
+                "Schedule it again once that error has been handled."
+            )
+        )
+
+    def __repr__(self) -> str:
+        state = "waits" if not self._done else "failed" if self._error is not None else "ready"
+        return f"RemoteValue(step {self.step}, {self._name}, {state})"
+
+    def __reduce__(self) -> NoReturn:
+        raise ShippingError(
+            f"{self!r} cannot be an argument of a scheduled function: fetch() it first, and pass "
+            "the value."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PerWorkerValues:
+    """One value on each worker: here, an iterator over a dataset that each worker makes.
+
+    Pass it to ``schedule``: a function gets its own worker's.
+    """
+
+    key: str
+    sharding: str
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise TaskError(
+            f"the elements of {self.key} are on the workers: call next() in a scheduled function "
+            "that gets this iterator as an argument."
+        )
+
+    def __repr__(self) -> str:
+        return f"PerWorkerValues({self.key!r}, sharding={self.sharding!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class PerWorkerDataset:
+    """A dataset that each worker makes itself; ``iter()`` begins it anew on every worker."""
+
+    dataset_fn: Callable[[], Any]
+    sharding: str
+    begin: Callable[[PerWorkerDataset], PerWorkerValues]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin(self)

@@ -1,0 +1,403 @@
+"""``ParameterServer``: where a user's variables live, and how their changes are applied."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from ..errors import ClusterError, MeshwrightError, TaskError
+from ..launch.addresses import to_bind
+from .client import Servers, Stamp
+from .connecting import checked_times, connect, connect_here, spec_and_keys
+from .consistency import Async, Consistency, Stale, consistency
+from .coordinator.dispatcher import Dispatcher
+from .coordinator.guardian import Guardian
+from .coordinator.links import LocalLinks, SocketLinks
+from .coordinator.queue import StepQueue
+from .coordinator.saving import check_fits, restore_here, save_here
+from .coordinator.terms import Terms
+from .initial import initial
+from .partitioners import Partitioner, num_shards
+from .placing import VariableSpec, placed, placing
+from .server.core import ServerCore
+from .variables import Variable
+from .wire.message import Message
+from .worker.context import current
+from .worker.gradients import (
+    WorkerStrategy,
+    config_of,
+    gradient_updates,
+    tell_optimizer,
+    worker_strategy,
+)
+
+if TYPE_CHECKING:
+    from .coordinator.coordinator import ClusterCoordinator
+
+T = TypeVar("T")
+_scopes: list[ParameterServer] = []
+
+
+class ParameterServer:
+    """Variables on parameter servers, changed by functions that run on workers.
+
+    ``cluster`` is a ``LocalCluster``, a resolver, a ``ClusterSpec`` (or a pair of one and
+    its keys), or ``None``: then everything runs in this process, by the same rules.
+    ``partitioner`` cuts variables into shards, ``placement`` puts each on the server with the
+    fewest ``"bytes"``, or ``"round_robin"``. ``consistency`` is ``"async"``, ``"sync"``,
+    ``Stale(bound)`` or ``Backup(spare)``. With ``at_least_once=True`` changes are sent at once,
+    and are made twice where a function had to be run twice. A worker of which nothing is heard
+    for ``dead_after_s`` is declared dead, and its work given to others. Servers are waited for
+    ``timeout_s`` at first.
+
+    Raises :class:`~meshwright.errors.ClusterError` for a cluster that cannot be used so, and
+    :class:`~meshwright.errors.UnreachableError` for servers that do not answer.
+    """
+
+    def __init__(
+        self,
+        cluster: Any = None,
+        *,
+        partitioner: Partitioner | None = None,
+        placement: str = "bytes",
+        consistency: str | Consistency = "async",
+        at_least_once: bool = False,
+        heartbeat_s: float = 1.0,
+        dead_after_s: float = 10.0,
+        worker: Any = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.cluster = cluster
+        self.partitioner = partitioner
+        self.consistency = _consistency(consistency)
+        self.at_least_once = at_least_once
+        self.worker = worker
+        self.coordinator_made: ClusterCoordinator | None = None
+        self._place = placing(placement)
+        self._heartbeat_s, self._dead_after_s = checked_times(heartbeat_s, dead_after_s)
+        self._spec, self._keys = spec_and_keys(cluster)
+        self._lock = threading.RLock()
+        self._names = itertools.count()
+        self._loads_bytes = [0] * self.num_servers
+        self._num_placed = 0
+        self._made: dict[str, tuple[VariableSpec, Mapping[str, Any], np.ndarray | None]] = {}
+        self._optimizers: dict[str, Message] = {}
+        self._noted_optimizers: list[Sequence[Any]] = []  # config, names, options
+        self._cores = [ServerCore()] if self._spec is None else []
+        self._servers = self.connect("chief:0")
+        self._finalizer = weakref.finalize(self, self._servers.close)
+        self._check_servers(timeout_s)
+
+    # Variables
+
+    def variable(
+        self,
+        value: Any,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: Any = None,
+        name: str | None = None,
+    ) -> Variable:
+        """A variable on the servers, with a value or by an initializer.
+
+        ``value`` is a number or an array; or, with ``shape``, the name of an initializer
+        (``"zeros"``, ``"normal"``, ``"glorot_uniform"``...), one of Keras', or a mapping as servers
+        know it: then each server makes its own rows. A variable of this ``name`` that is there
+        already keeps its value. Raises :class:`~meshwright.errors.ArrayError` where it is there
+        with another shape or dtype.
+        """
+        init, array, full_shape, full_dtype = initial(value, shape, dtype)
+        is_unnamed = name is None
+        name = name or f"variable_{next(self._names)}"
+        spec = self._placed(name, full_shape, full_dtype)
+        made = self.create(spec, init, array)
+        variable = Variable(spec, self)
+        if not made and is_unnamed and array is not None:
+            variable.assign(array)  # one of an earlier coordinator's, of which nobody thinks here
+        return variable
+
+    def create(
+        self, spec: VariableSpec, init: Mapping[str, Any], value: np.ndarray | None = None
+    ) -> bool:
+        """Make a variable as this spec says; tells whether it was not there before.
+
+        What was made is made again on a server that has lost it.
+        """
+        with self._lock:
+            made = self._servers.create(spec, init, value)
+            self._made[spec.name] = (spec, init, value)
+        return made
+
+    def place(
+        self, name: str, shape: Sequence[int], dtype: Any, *, is_hash: bool = False
+    ) -> VariableSpec:
+        """Where a variable of this shape would lie: cut by the partitioner, placed by the rule."""
+        return self._placed(name, tuple(shape), np.dtype(dtype).name, is_hash)
+
+    def optimizer(self, head: Mapping[str, Any], server: int) -> Message:
+        """Give variables of one server their optimizer, now and after a restart."""
+        with self._lock:
+            message = Message("optimizer", dict(head))
+            answer = self._servers.ask(server, message)
+            self._optimizers[f"{server}/{head['group']}"] = message
+        return answer
+
+    def apply_gradients(self, optimizer: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Let the servers' optimizer take gradients: ``[(gradient, variable), ...]``.
+
+        For use in scheduled functions, where they are sent when the function returns, and as the
+        strategy's ``consistency`` says. A gradient is an array, or a pair of row numbers and values
+        (only those rows are changed). ``optimizer`` is one of Keras', or its serialized form,
+        ``{"class_name": "Adam", "config": {"learning_rate": 0.001}}``.
+
+        Raises :class:`~meshwright.errors.ModelError` for an optimizer that servers do not have.
+        """
+        if self.coordinator_made is not None and current() is not None:
+            WorkerStrategy().apply_gradients(optimizer, pairs)
+            return
+        options = self.terms().settings["gradient_options"]
+        config, listed = config_of(optimizer), list(pairs)
+        with self._lock:
+            known: dict[Any, Any] = {}
+            servers = self._servers
+            servers.push(gradient_updates(servers, known, config, listed, options))
+
+    def with_servers(self, do: Callable[[Servers], T]) -> T:
+        """Do something with this process' own channels to the servers."""
+        with self._lock:
+            return do(self._servers)
+
+    # Training and checkpoints
+
+    def fit(self, model: Any, x: Any, y: Any = None, **options: Any) -> Any:
+        """Train a compiled Keras model: see :func:`meshwright.ps.training.fit`."""
+        from .training import fit
+
+        return fit(self, model, x, y, **options)
+
+    def evaluate(self, model: Any, x: Any, y: Any = None, **options: Any) -> Any:
+        """Evaluate a compiled Keras model: see :func:`meshwright.ps.training.evaluate`."""
+        from .training import evaluate
+
+        return evaluate(self, model, x, y, **options)
+
+    def save(self, directory: str | Path, step: int = 0) -> Path:
+        """Wait for all scheduled functions, and let a worker write all variables and their slots.
+
+        The checkpoint is one of :mod:`meshwright.checkpoint`, in a directory that the workers see;
+        ``read_checkpoint`` describes it. No array comes through this process. Returns its path.
+        """
+        coordinator = self._coordinator()
+        coordinator.join()
+        specs = [spec for spec, _, _ in self._made.values()]
+        args = (str(directory), step, specs, self._noted_optimizers, repr(self))
+        return Path(coordinator.fetch(coordinator.schedule(save_here, args=args)))
+
+    def restore(self, directory: str | Path) -> int:
+        """Let a worker give the servers the newest checkpoint; returns its step.
+
+        The variables must have been made, by the same names; the number of servers and shards may
+        be another. Raises :class:`~meshwright.errors.CheckpointError` that lists all that does
+        not fit, before anything is changed.
+        """
+        coordinator = self._coordinator()
+        coordinator.join()
+        specs = {name: spec for name, (spec, _, _) in self._made.items()}
+        for optimizer in check_fits(directory, specs):
+            self._noted(optimizer)
+        args = (str(directory), list(specs.values()))
+        return coordinator.fetch(coordinator.schedule(restore_here, args=args))
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of variables that have come through this process."""
+        return self._servers.num_bytes
+
+    def _coordinator(self) -> ClusterCoordinator:
+        from .coordinator.coordinator import ClusterCoordinator
+
+        return ClusterCoordinator(self)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[ParameterServer]:
+        """Inside, this is the strategy in use (:func:`current_strategy`)."""
+        _scopes.append(self)
+        try:
+            yield self
+        finally:
+            _scopes.remove(self)
+
+    # The cluster
+
+    @property
+    def num_servers(self) -> int:
+        return 1 if self._spec is None else self._spec.num_tasks("ps")
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that the cluster is described with; more may join."""
+        if self._spec is None:
+            return 1
+        spec = getattr(self.cluster, "spec", self._spec)
+        return spec.num_tasks("worker")
+
+    def connect(self, role: str) -> Servers:
+        """New channels to all servers, for one thread."""
+        if self._spec is None:
+            return connect_here(self._cores)
+        return connect(self._spec, self._keys, role)
+
+    def close(self, stop_tasks: bool = False) -> None:
+        """End the coordinator, if there is one, and let go of the servers.
+
+        The tasks wait for the next coordinator; with ``stop_tasks`` they end as well.
+        """
+        if self.coordinator_made is not None:
+            self.coordinator_made.close(stop_tasks)
+        if stop_tasks and self._finalizer.alive:
+            self.with_servers(lambda servers: servers.ask_all(Message("stop")))
+        self._finalizer()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What the coordinator asks
+
+    def terms(self) -> Terms:
+        """What the dispatcher must know."""
+        kind = self.consistency
+        options: dict[str, Any] = {}
+        if isinstance(kind, Async | Stale):
+            if kind.by_staleness:
+                options["staleness"] = True
+            if kind.compensation:
+                options["compensation"] = kind.compensation
+        return Terms(
+            self.num_servers,
+            self.num_workers,
+            kind,
+            self._heartbeat_s,
+            self._dead_after_s,
+            {"gradient_options": options},
+            self.at_least_once,
+            self._noted,
+            self._gone,
+        )
+
+    def start_dispatcher(self, dispatcher: Dispatcher) -> None:
+        """Let a coordinator's dispatcher speak with the workers."""
+        self.with_servers(lambda servers: _begin(servers, dispatcher.queue))
+        if self._spec is None:
+            dispatcher.start(LocalLinks(self.connect("worker:0"), dispatcher.more), None)
+            return
+        links = SocketLinks(to_bind(self._spec.task_address("chief", 0)), self._keys)
+        guardian = Guardian(lambda: self.connect("guardian"), dispatcher, self._heartbeat_s)
+        dispatcher.start(links, guardian)
+
+    def check_tasks(self) -> None:
+        """Raise :class:`~meshwright.errors.TaskError` where a local cluster has given up tasks."""
+        check = getattr(self.cluster, "check", None)
+        if check is not None:
+            check()
+
+    def refill(self, server: int, servers: Servers) -> None:
+        """Make again, on a server that came back, what it may have lost."""
+        for spec, init, value in list(self._made.values()):
+            if any(shard.server == server for shard in spec.shards):
+                servers.create(spec, init, value, only=server)
+        for key, message in list(self._optimizers.items()):
+            if key.startswith(f"{server}/"):
+                servers.ask(server, message)
+        for config, names, options in list(self._noted_optimizers):
+            specs = [self._made[name][0] for name in names]
+            tell_optimizer(servers, {}, config, specs, options, only=server)
+
+    def _noted(self, optimizer: Sequence[Any]) -> None:
+        if optimizer not in self._noted_optimizers:
+            self._noted_optimizers.append(optimizer)
+
+    def _gone(self, task: str, pid: int) -> bool:
+        """Whether the cluster, if it is this machine's, has seen a worker's process end."""
+        pid_of = getattr(self.cluster, "pid", None)
+        if pid_of is None:
+            return False
+        try:
+            os.kill(pid, 0)
+            return pid_of(task) != pid
+        except (ProcessLookupError, ClusterError):  # it ended, or was removed
+            return True
+        except TaskError:  # the cluster is closed
+            return False
+
+    def _placed(
+        self, name: str, shape: tuple[int, ...], dtype: str, is_hash: bool = False
+    ) -> VariableSpec:
+        with self._lock:
+            if name in self._made:
+                return self._made[name][0]
+            count = num_shards(self.partitioner, shape, np.dtype(dtype))
+            spec = placed(
+                name,
+                shape,
+                dtype,
+                num_shards=count,
+                loads_bytes=self._loads_bytes,
+                rule=self._place,
+                num_placed=self._num_placed,
+                is_hash=is_hash,
+            )
+            self._num_placed += count
+            for shard in spec.shards:
+                size = int(np.prod(spec.shard_shape(shard))) * np.dtype(dtype).itemsize
+                self._loads_bytes[shard.server] += max(1, size)
+        return spec
+
+    def _check_servers(self, timeout_s: float) -> None:
+        for channel in self._servers.channels:
+            connect = getattr(channel, "connect", None)
+            if connect is None:
+                continue
+            try:
+                connect(timeout_s)
+            except MeshwrightError:
+                self._finalizer()
+                raise
+
+    def __reduce__(self) -> Any:
+        return worker_strategy, ()
+
+    def __repr__(self) -> str:
+        where = "this process" if self._spec is None else f"{self.num_servers} servers"
+        return f"ParameterServer({where}, {self.consistency!r})"
+
+
+def current_strategy() -> ParameterServer | None:
+    """The strategy whose scope is entered, if one is."""
+    return _scopes[-1] if _scopes else None
+
+
+def _begin(servers: Servers, queue: StepQueue) -> None:
+    """What an earlier coordinator began is over: its steps and rounds change nothing any more."""
+    servers.push([], Stamp(done_below=queue.done_below), everywhere=True)
+    if isinstance(queue.consistency, Async | Stale):
+        return
+    rounds = [answer.head["rounds"] for answer in servers.ask_all(Message("stats"))]
+    for server, first in enumerate(rounds):
+        for number in range(first, max(rounds) + 1):
+            servers.ask(server, Message("round", {"round": number, "of": 0}))
+    queue.begin_rounds(max(rounds) + 1)
+
+
+def _consistency(choice: str | Consistency) -> Consistency:
+    return consistency(choice)

@@ -1,0 +1,1 @@
+"""What runs on a worker: scheduled functions, and what they find around them."""

@@ -1,0 +1,156 @@
+"""Gradients for the servers' optimizers, as updates: dense, or by rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import ArrayError, ModelError, TaskError
+from ..client import Servers
+from ..placing import VariableSpec
+from ..wire.message import Message
+from .context import current
+from .updates import Update
+
+NORMS = ("clipnorm", "global_clipnorm")
+
+
+class WorkerStrategy:
+    """What a strategy is inside a scheduled function."""
+
+    def apply_gradients(self, optimizer: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """See :meth:`~meshwright.ps.strategy.ParameterServer.apply_gradients`."""
+        context = current()
+        if context is None:
+            raise TaskError("this strategy is a worker's: use it in a scheduled function.")
+        options = context.settings.get("gradient_options", {})
+        config, listed = config_of(optimizer), list(pairs)
+        for update in gradient_updates(context.servers, context.cache, config, listed, options):
+            context.change(update)
+        inner = {name: one for name, one in config["config"].items() if name not in NORMS}
+        names = [variable.spec.name for _, variable in listed]
+        context.note_once([{**config, "config": inner}, names, dict(options)])
+
+
+def config_of(optimizer: Any) -> dict[str, Any]:
+    """An optimizer as plain values: a mapping with ``class_name`` and ``config``, or one of Keras'.
+
+    Raises :class:`~meshwright.errors.ModelError` for anything else.
+
+    >>> config_of({"class_name": "SGD", "config": {"learning_rate": 0.1}})["class_name"]
+    'SGD'
+    """
+    if isinstance(optimizer, Mapping) and "class_name" in optimizer:
+        return {"class_name": optimizer["class_name"], "config": dict(optimizer.get("config", {}))}
+    get_config: Any = getattr(optimizer, "get_config", None)
+    if get_config is not None and hasattr(optimizer, "apply_gradients"):
+        return {"class_name": type(optimizer).__name__, "config": dict(get_config())}
+    raise ModelError(
+        f"{optimizer!r} is no optimizer: give one of Keras', or a mapping such as "
+        "{'class_name': 'SGD', 'config': {'learning_rate': 0.1}}."
+    )
+
+
+def gradient_updates(
+    servers: Servers,
+    known: dict[Any, Any],
+    config: Mapping[str, Any],
+    pairs: Sequence[tuple[Any, Any]],
+    options: Mapping[str, Any],
+) -> list[Update]:
+    """The updates for (gradient, variable) pairs, whose optimizer the servers know afterwards.
+
+    ``known`` remembers what was told to which servers. A gradient by rows is a pair of rows and
+    values. Clipping by norms needs whole gradients, so it is done here.
+    """
+    specs = [variable.spec for _, variable in pairs]
+    inner = dict(config["config"])
+    norms = {name: inner.pop(name, None) for name in NORMS}
+    tell_optimizer(servers, known, {**config, "config": inner}, specs, options)
+    gradients = [_arrays(gradient, spec) for (gradient, _), spec in zip(pairs, specs, strict=True)]
+    gradients = _clipped(gradients, norms["clipnorm"], norms["global_clipnorm"])
+    return [
+        Update(spec, "gradient" if len(arrays) == 1 else "rows_gradient", arrays, options)
+        for spec, arrays in zip(specs, gradients, strict=True)
+    ]
+
+
+def tell_optimizer(
+    servers: Servers,
+    known: dict[Any, Any],
+    config: Mapping[str, Any],
+    specs: Sequence[VariableSpec],
+    options: Mapping[str, Any],
+    only: int | None = None,
+) -> None:
+    """Let the servers know an optimizer, unless they do: after a restart they are told again.
+
+    ``only`` names one server.
+    """
+    names = sorted(spec.name for spec in specs)
+    told = json.dumps([config, names], sort_keys=True, default=str)
+    group = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    generations = tuple(map(servers.generation, range(len(servers))))
+    if known.get(("optimizer", group)) == generations:
+        return
+    shards: dict[int, list[str]] = {}
+    for spec in specs:
+        for shard in spec.shards:
+            shards.setdefault(shard.server, []).append(shard.name)
+    for server, own in shards.items():
+        if only is not None and server != only:
+            continue
+        head = {
+            "group": group,
+            "config": dict(config),
+            "names": own,
+            "compensation": "compensation" in options,
+        }
+        servers.ask(server, Message("optimizer", head))
+    known["optimizer", group] = generations
+
+
+def _arrays(gradient: Any, spec: VariableSpec) -> tuple[np.ndarray, ...]:
+    if isinstance(gradient, tuple):
+        rows, values = (np.asarray(part) for part in gradient)
+        if values.shape != (*rows.shape, *spec.shape[1:]) or rows.ndim != 1:
+            raise ArrayError(
+                f"a gradient of {spec.name!r} (shape {spec.shape}) by rows is a pair of row "
+                f"numbers and values of shape (rows, *{spec.shape[1:]}); received {rows.shape} and "
+                f"{values.shape}."
+            )
+        return rows.astype(np.int64), values
+    array = np.asarray(gradient)
+    if array.shape != spec.shape:
+        raise ArrayError(
+            f"the gradient of {spec.name!r} has shape {array.shape}, the variable {spec.shape}."
+        )
+    return (array,)
+
+
+def _clipped(
+    gradients: list[tuple[np.ndarray, ...]], each: float | None, together: float | None
+) -> list[tuple[np.ndarray, ...]]:
+    """As Keras clips: each gradient to a norm, or all of them together."""
+    if each is None and together is None:
+        return gradients
+    squares = [float(np.sum(np.square(arrays[-1], dtype=np.float64))) for arrays in gradients]
+    if each is not None:
+        return [_to_norm(g, s**0.5, each) for g, s in zip(gradients, squares, strict=True)]
+    assert together is not None
+    return [_to_norm(arrays, sum(squares) ** 0.5, together) for arrays in gradients]
+
+
+def _to_norm(arrays: tuple[np.ndarray, ...], norm: float, most: float) -> tuple[np.ndarray, ...]:
+    if norm <= most:
+        return arrays
+    return (*arrays[:-1], (arrays[-1] * (most / norm)).astype(arrays[-1].dtype))
+
+
+def worker_strategy() -> WorkerStrategy:
+    """What a strategy becomes on a worker: unpickling calls this."""
+    return WorkerStrategy()

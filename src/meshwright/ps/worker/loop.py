@@ -1,0 +1,219 @@
+"""A worker's process: joins its coordinator, runs what that sends, and joins anew when fenced."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import uuid
+from collections import deque
+from typing import Any
+
+import zmq
+
+from ...errors import UnreachableError
+from ...launch.addresses import to_connect
+from ...launch.settings import TaskSettings
+from ..client import Servers, Stamp
+from ..coordinator.shipping import unpack
+from ..wire.message import Message
+from ..wire.sockets import SocketChannel
+from .inbox import Inbox
+from .pulse import Pulse
+from .runner import Call, Fenced, Runner
+
+_LOOK_UP_MS = 500  # how often a worker that waits looks whether it is still wanted
+_REPORT_S = 0.005  # results are kept together at most as long
+_MORE_TIMEOUT_S = 600.0  # for an element that the coordinator's own iterator has to make
+_SERVERS_TIMEOUT_S = 120.0
+
+
+def work(settings: TaskSettings) -> None:
+    """Work until the coordinator says stop, or is gone for ``orphan_s``."""
+    while _Life(settings).live():
+        pass
+
+
+class _Life:
+    """One incarnation of a worker, from joining until it is fenced or told to stop."""
+
+    def __init__(self, settings: TaskSettings) -> None:
+        self.settings = settings
+        self.task = str(settings.task)
+        self.incarnation = uuid.uuid4().hex[:16]
+        self._inbox = Inbox()
+        self._batches: deque[int] = deque()
+        self._control = self._channel(settings.chief_address, "chief:0", "", self._join())
+        self._servers = Servers(self._server_channels(), _SERVERS_TIMEOUT_S)
+        self._runner = Runner(self._servers, self.task, settings.task.index, self._more)
+        self._pulse = Pulse(
+            lambda: self._channel(settings.chief_address, "chief:0", "/alive", None),
+            self._doing,
+            settings.heartbeat_s,
+        )
+        self._pulse.inbox = self._inbox
+        self._poller = zmq.Poller()
+        for socket in self._control.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        self._elements: dict[tuple[int, str], list[Any]] = {}
+        self._stopped = False
+        self._reported_s = time.monotonic()
+        self._session: str | None = None
+
+    def live(self) -> bool:
+        """Work; tells whether to join again, as a new incarnation."""
+        try:
+            while not self._stopped and not self._orphaned():
+                if self._pulse.unwelcome:
+                    return True
+                self._hear()
+                self._work()
+        except Fenced:
+            return True
+        finally:
+            self._pulse.stop()
+            self._servers.close()
+            self._control.close()
+        return False
+
+    def _orphaned(self) -> bool:
+        limit_s = self.settings.orphan_s
+        return limit_s is not None and self._pulse.silent_s > limit_s
+
+    def _work(self) -> None:
+        call = self._inbox.begin()
+        if call is not None:
+            self._runner.run(call)
+        if not self._runner.num_open:
+            return
+        late = time.monotonic() - self._reported_s >= _REPORT_S
+        if late or not len(self._inbox) or self._runner.num_open >= self._batch:
+            self._report(self._runner.settle())
+
+    def _report(self, messages: list[Message]) -> None:
+        for message in messages:
+            self._control.tell(message)
+        if any(message.kind == "failed" for message in messages):
+            # An error cancels what comes after it.
+            self._control.tell(Message("recalled", {"steps": self._inbox.empty()}))
+        self._reported_s = time.monotonic()
+
+    @property
+    def _batch(self) -> int:
+        # Half of what the coordinator sent is told of while the other half is still to do.
+        return max(1, (len(self._inbox) + self._runner.num_open) // 2)
+
+    def _hear(self) -> None:
+        busy = len(self._inbox) or self._runner.num_open
+        if not busy and not self._control.has_messages:
+            self._poller.poll(_LOOK_UP_MS)
+            self._reported_s = time.monotonic()
+        self._take_in()
+
+    def _take_in(self) -> None:
+        while (message := self._control.receive_nowait()) is not None:
+            self._act_on(message)
+        welcome = self._control.welcome
+        if welcome is not None and welcome.head.get("session") != self._session:
+            self._enter_session(welcome)
+
+    def _enter_session(self, welcome: Message) -> None:
+        if self._session is not None:  # another coordinator: nothing of the last one's holds
+            raise Fenced
+        self._session = welcome.head.get("session")
+        self._runner.context.settings = dict(welcome.head.get("settings", {}))
+        self._runner.context.at_once = bool(welcome.head.get("at_once", False))
+
+    def _act_on(self, message: Message) -> None:
+        head = message.head
+        if message.kind == "calls":
+            self._servers.resize_rounds(head["broken"])
+            for call in calls_of(message, self.incarnation):
+                self._inbox.put(call)
+        elif message.kind == "function":
+            for key in head.get("forget", ()):
+                self._runner.forget(key)
+            self._runner.learn(head["key"], head["packed"], message.arrays)
+        elif message.kind == "iterator":
+            self._runner.learn_dataset(head["key"], head["function"], head["sharding"])
+        elif message.kind == "forget":
+            self._runner.forget_dataset(head["key"])
+        elif message.kind == "element":
+            self._elements[head["step"], head["key"]] = elements_of(head["elements"])
+        elif message.kind == "unknown":
+            self._pulse.unwelcome = True
+        elif message.kind == "stop":
+            self._stopped = True
+
+    def _more(self, key: str, step: int, missing: int | None) -> list[Any]:
+        """Ask the coordinator for one more element, and wait for it."""
+        head = {"key": key, "step": step, "missing": missing}
+        self._control.tell(Message("next", head))
+        until = time.monotonic() + _MORE_TIMEOUT_S
+        while (step, key) not in self._elements:
+            self._poller.poll(_LOOK_UP_MS)
+            self._take_in()
+            if self._stopped or self._pulse.unwelcome:
+                raise Fenced  # nobody will ask what became of this step
+            if time.monotonic() > until:
+                raise UnreachableError(
+                    f"the chief has sent no element of {key} for {_MORE_TIMEOUT_S:.0f} s.",
+                    "chief:0",
+                )
+        return self._elements.pop((step, key))
+
+    def _join(self) -> Message:
+        head = {
+            "task": self.task,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            "host": platform.node(),
+        }
+        return Message("join", head)
+
+    def _doing(self) -> dict[str, Any]:
+        doing = self._runner.doing
+        return {
+            "task": self.task,
+            "incarnation": self.incarnation,
+            "what": doing.what,
+            "step": doing.step,
+            "for_s": time.monotonic() - doing.since_s,
+        }
+
+    def _server_channels(self) -> list[SocketChannel]:
+        spec = self.settings.spec
+        hello = Message(
+            "hello", {"role": "worker", "task": self.task, "incarnation": self.incarnation}
+        )
+        return [
+            self._channel(spec.task_address("ps", index), f"ps:{index}", "", hello)
+            for index in spec.task_indices("ps")
+        ]
+
+    def _channel(
+        self, address: str, peer: str, suffix: str, hello: Message | None
+    ) -> SocketChannel:
+        return SocketChannel(
+            to_connect(address),
+            self.settings.keys,
+            peer,
+            identity=f"{self.task}/{self.incarnation}{suffix}",
+            hello=hello,
+        )
+
+
+def calls_of(message: Message, incarnation: str) -> list[Call]:
+    """The calls that a message holds."""
+    calls = []
+    done_below = message.head["done_below"]
+    for step, attempt, key, packed, span, elements, round_, of in message.head["calls"]:
+        stamp = Stamp(step, attempt, incarnation, done_below, round_, of)
+        found = tuple((name, elements_of(each)) for name, each in elements)
+        calls.append(Call(stamp, key, packed, message.arrays[slice(*span)], found))
+    return calls
+
+
+def elements_of(packed: Any) -> list[Any]:
+    """Elements as they travel: indices as they are, the user's own objects packed."""
+    return unpack(packed) if isinstance(packed, bytes) else list(packed)

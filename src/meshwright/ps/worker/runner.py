@@ -1,0 +1,298 @@
+"""Runs scheduled functions, one after the other, and sends what they changed.
+
+A step's updates go out when its function returns, and the next function begins before they are
+acknowledged; a step is reported as done only when every server it touched has answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import ProtocolError, TaskError
+from ..client import Acknowledged, Pending, Servers, Stamp
+from ..coordinator.shipping import unpack
+from ..placing import VariableSpec
+from ..wire.failures import failure
+from ..wire.message import Message
+from ..wire.values import pack_value
+from .context import Context, entered
+from .iterators import Elements, LocalElements, PassedOn, exhausted
+from .updates import Update
+
+# (iterator's key, step, index that is not there) -> more elements, or none at the end
+AskMore = Callable[[str, int, int | None], list[Any]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One step as it came: a function's key, its packed arguments, and elements for iterators."""
+
+    stamp: Stamp
+    key: str
+    packed: bytes
+    buffers: tuple[Any, ...] = ()
+    elements: tuple[tuple[str, list[Any]], ...] = ()
+
+    @property
+    def step(self) -> int:
+        assert self.stamp.step is not None
+        return self.stamp.step
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a worker does, for reports: since when (its own clock), and which step."""
+
+    what: str
+    step: int | None
+    since_s: float
+
+
+@dataclass(eq=False)
+class _Open:
+    """A function that has returned, and whose updates are on their way."""
+
+    call: Call
+    value: Any
+    pending: Pending
+    used: list[list[Any]]
+    seconds: float
+    acknowledged: Acknowledged | None = None  # where the function itself has waited for it
+
+
+class Fenced(BaseException):
+    """This worker was declared dead: what it had is others' now. Not the user's to catch."""
+
+
+class Runner:
+    """A worker without its sockets to the coordinator.
+
+    ``more`` asks the coordinator for elements. :meth:`run` runs a call, :meth:`settle` waits for
+    the servers, and returns messages for the coordinator.
+    """
+
+    def __init__(self, servers: Servers, task: str, index: int, more: AskMore) -> None:
+        self.context = Context(servers, task, index, iterator=self._iterator)
+        self.context.push_now = self._push_now
+        self.doing = Doing("waits for work", None, time.monotonic())
+        self._servers = servers
+        self._more = more
+        self._functions: dict[str, Any] = {}
+        self._packed: dict[str, tuple[bytes, tuple[Any, ...]]] = {}
+        self._datasets: dict[str, tuple[str, str]] = {}
+        self._iterators: dict[str, Elements] = {}
+        self._open: list[_Open] = []
+        self._failed: list[Message] = []
+        self._call: Call | None = None
+        self._pushed: tuple[Pending, Acknowledged] | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Steps that have run and are not reported yet."""
+        return len(self._open) + len(self._failed)
+
+    def learn(self, key: str, packed: bytes, buffers: Sequence[Any] = ()) -> None:
+        """Keep a function; it is unpacked with the first call that wants it."""
+        self._packed[key] = (packed, tuple(bytes(buffer) for buffer in buffers))
+
+    def forget(self, key: str) -> None:
+        """Drop a function."""
+        self._packed.pop(key, None)
+        self._functions.pop(key, None)
+
+    def learn_dataset(self, iterator: str, function: str, sharding: str) -> None:
+        """An iterator of this key runs over what the function makes, here on the worker."""
+        self._datasets[iterator] = (function, sharding)
+
+    def forget_dataset(self, iterator: str) -> None:
+        """Drop an iterator, and the dataset that it runs over."""
+        self._datasets.pop(iterator, None)
+        self._iterators.pop(iterator, None)
+
+    def run(self, call: Call) -> None:
+        """Run one call; its updates are sent, and what it raises is kept to be reported."""
+        self._call, self._pushed = call, None
+        self.context.step = call.step
+        self.context.round, self.context.of = call.stamp.round, call.stamp.of
+        begun_s = time.monotonic()
+        self.doing = Doing("runs", call.step, begun_s)
+        for key, elements in call.elements:
+            self._iterator(key).begin(elements)
+        try:
+            with entered(self.context):
+                function = self._function(call.key)
+                args, kwargs = unpack(call.packed, call.buffers)
+                value = pack_value(function(*args, **kwargs))
+            self._close(call, value, begun_s)
+        except PassedOn:
+            self._drop(call, Message("passed", self._head(call)))
+        except Exception as error:
+            self._fail(call, self._explained(error))
+        finally:
+            self.context.step = None
+            self.doing = Doing("waits for work", None, time.monotonic())
+
+    def settle(self) -> list[Message]:
+        """Wait for the servers, and tell of all steps that have run since the last time.
+
+        Raises :class:`Fenced` where a server says that this worker was declared dead.
+        """
+        if not self._open and not self._failed:
+            return []
+        results: list[list[Any]] = []
+        arrays: list[Any] = []
+        for one, acknowledged in self._settled():
+            results.append([*_result(one, acknowledged, len(arrays)), self.context.notes])
+            self.context.notes = []
+            arrays.extend(one.value[1])
+        failed, self._failed = self._failed, []
+        if any(message.kind == "fenced" for message in failed):
+            raise Fenced
+        done = [Message("results", {"results": results}, tuple(arrays))] if results else []
+        return done + failed
+
+    def _settled(self) -> list[tuple[_Open, Acknowledged]]:
+        """The steps that all servers have answered for, and their answers."""
+        opened, self._open = self._open, []
+        settled = self._each(opened, lambda one: one.acknowledged or self._wait_for(one))
+        while changed := self._servers.reconnected():
+            # Of an answer that came about now, nobody knows from which life of the server it is.
+            again = self._each(
+                [one for one, _ in settled],
+                lambda one: self._servers.again(one.pending, changed),
+            )
+            before = dict(settled)
+            settled = [(one, _merged(before[one], newer)) for one, newer in again]
+        return settled
+
+    def _wait_for(self, one: _Open) -> Acknowledged:
+        return self._servers.settle(one.pending)
+
+    def _each(
+        self, opened: list[_Open], ask: Callable[[_Open], Acknowledged]
+    ) -> list[tuple[_Open, Acknowledged]]:
+        settled: list[tuple[_Open, Acknowledged]] = []
+        for one in opened:
+            with self._waiting_for_servers(one):
+                try:
+                    settled.append((one, ask(one)))
+                except Exception as error:
+                    self._fail(one.call, error)
+        return settled
+
+    def _close(self, call: Call, value: Any, begun_s: float) -> None:
+        updates = self.context.updates.take()
+        in_round = call.stamp.round is not None
+        acknowledged = None
+        if self._pushed is not None:
+            if updates:
+                raise TaskError(_TWICE, self.context.task)
+            pending, acknowledged = self._pushed
+        else:
+            pending = self._servers.start_push(updates, call.stamp, everywhere=in_round)
+        seconds = time.monotonic() - begun_s
+        self._open.append(_Open(call, value, pending, self._used(call), seconds, acknowledged))
+
+    def _push_now(
+        self, updates: Sequence[Update], then_read: Sequence[VariableSpec]
+    ) -> Acknowledged:
+        call = self._call
+        if call is None or self._pushed is not None:
+            raise TaskError(_TWICE, self.context.task)
+        in_round = call.stamp.round is not None
+        asked = [*self.context.updates.take(), *updates]
+        pending = self._servers.start_push(asked, call.stamp, then_read, everywhere=in_round)
+        acknowledged = self._servers.settle(pending)
+        self._pushed = (pending, Acknowledged(acknowledged.servers))
+        return acknowledged
+
+    def _fail(self, call: Call, error: Exception) -> None:
+        if isinstance(error, ProtocolError) and "declared dead" in str(error):
+            self._drop(call, Message("fenced"))
+            return
+        told = failure(error, self.context.task)
+        self._drop(call, Message("failed", {**self._head(call), "error": dict(told.head)}))
+
+    def _drop(self, call: Call, message: Message) -> None:
+        self.context.updates.take()
+        self._failed.append(message)
+
+    def _head(self, call: Call) -> dict[str, Any]:
+        return {"step": call.step, "attempt": call.stamp.attempt, "used": self._used(call)}
+
+    def _used(self, call: Call) -> list[list[Any]]:
+        return [[key, self._iterators[key].used] for key, _ in call.elements]
+
+    def _explained(self, error: Exception) -> Exception:
+        if isinstance(error, StopIteration):
+            dry = [one for one in self._iterators.values() if one.ran_dry]
+            if dry:
+                return exhausted(dry[0].key, dry[0].used)
+        return error
+
+    def _function(self, key: str) -> Any:
+        if key not in self._functions:
+            packed, buffers = self._packed[key]
+            self._functions[key] = unpack(packed, buffers)
+        return self._functions[key]
+
+    def _iterator(self, key: str) -> Elements:
+        if key not in self._iterators:
+            self._iterators[key] = self._made(key)
+        return self._iterators[key]
+
+    def _made(self, key: str) -> Elements:
+        if key not in self._datasets:
+            return Elements(key, self._ask_more)
+        function, sharding = self._datasets[key]
+        return LocalElements(
+            key, self._ask_more, lambda: self._function(function)(), sharding != "dynamic"
+        )
+
+    def _ask_more(self, key: str, missing: int | None) -> list[Any]:
+        if self._call is None:
+            raise TaskError("an iterator can be used while a scheduled function runs, only.")
+        return self._more(key, self._call.step, missing)
+
+    @contextmanager
+    def _waiting_for_servers(self, one: _Open) -> Iterator[None]:
+        names = ", ".join(self._servers.channels[server].peer for server, *_ in one.pending.sent)
+        self.doing = Doing(f"waits for {names}", one.call.step, time.monotonic())
+        try:
+            yield
+        finally:
+            self.doing = Doing("waits for work", None, time.monotonic())
+
+
+def _merged(before: Acknowledged, newer: Acknowledged) -> Acknowledged:
+    by_server = {said.server: said for said in (*before.servers, *newer.servers)}
+    return Acknowledged(tuple(by_server.values()))
+
+
+def _result(one: _Open, acknowledged: Acknowledged, first_array: int) -> list[Any]:
+    servers = [
+        [
+            said.server,
+            said.applied,
+            said.version,
+            said.staleness,
+            said.dropped,
+            said.generation,
+            said.base,
+        ]
+        for said in acknowledged.servers
+    ]
+    head, arrays = one.value
+    stamp = one.call.stamp
+    span = [first_array, first_array + len(arrays)]
+    return [stamp.step, stamp.attempt, head, span, servers, one.used, one.seconds]
+
+
+_TWICE = (
+    "a step pushes once: its updates were sent by context.push already. Make all changes before "
+    "it, or give them to it."
+)

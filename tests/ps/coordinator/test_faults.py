@@ -1,0 +1,215 @@
+"""Workers and servers that die, freeze and come back: totals stay exact."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+
+import pytest
+from clusters import WAIT_S, trained_on, wait_for_workers
+
+from meshwright.errors import MeshwrightWarning, TaskError, UnreachableError
+from meshwright.launch.spec import ClusterSpec
+from meshwright.ps.strategy import ParameterServer
+
+pytestmark = pytest.mark.alone
+
+
+class Totals:
+    """Two variables on two servers, and two inputs: every step adds to all."""
+
+    def __init__(self, strategy, coordinator, pause_s: float = 0.0, delay_s: float = 0.0) -> None:
+        self.coordinator = coordinator
+        self.first = strategy.variable(0, dtype="int64", name="first")
+        self.second = strategy.variable(0, dtype="int64", name="second")
+        self.shared = strategy.variable(0, dtype="int64", name="shared")
+        self.local = strategy.variable(0, dtype="int64", name="local")
+        servers = [v.shards[0].server for v in (self.first, self.second)]
+        assert servers == [0, 1]
+        self.count = 0
+        self._shared = iter(range(10**9))
+        self._local = iter(coordinator.create_per_worker_dataset(lambda: range(10**9)))
+        first, second, shared, local = self.first, self.second, self.shared, self.local
+
+        def step(numbers, own_numbers):
+            if delay_s:
+                slow_down(delay_s)
+            time.sleep(pause_s)
+            first.assign_add(1)
+            second.assign_add(1)
+            shared.assign_add(next(numbers))
+            local.assign_add(next(own_numbers))
+
+        self._step = step
+
+    def schedule(self, count: int) -> None:
+        for _ in range(count):
+            self.coordinator.schedule(self._step, args=(self._shared, self._local))
+        self.count += count
+
+    def check(self) -> None:
+        """Every step was applied once on each server, and got an element of its own."""
+        self.coordinator.join(WAIT_S)
+        n = self.count
+        assert self.first.read() == self.second.read() == n
+        assert self.shared.read() == self.local.read() == n * (n - 1) // 2
+
+
+def slow_down(delay_s: float) -> None:
+    """On a worker: wait between the pushes to the first and to the second server."""
+    from meshwright.ps.worker.context import current
+
+    channel = current().servers.channels[1]
+    if getattr(channel, "slowed", False):
+        return
+    send = channel.send
+
+    def later(message):
+        if message.kind == "push":
+            time.sleep(delay_s)
+        return send(message)
+
+    channel.send, channel.slowed = later, True
+
+
+def wait_for(done, limit_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not done() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert done()
+
+
+def run_with_kills(workers: int, num_kills: int, seed: int, delay_s: float) -> dict:
+    """Kill workers that have joined, each once, at random instants of their work."""
+    lots = random.Random(seed)
+    with trained_on(workers, limit_s=550) as (cluster, strategy, coordinator):
+        totals = Totals(strategy, coordinator, 0.001, delay_s)
+        killed: set[int] = set()
+        while len(killed) < num_kills:
+            if coordinator.stats()["queued"] < 100:
+                totals.schedule(20)
+            time.sleep(lots.random() * 0.2)
+            told = coordinator.stats()["workers"].items()
+            at_work = [(w, one["pid"]) for w, one in told if one["done"]]
+            at_work = [(w, pid) for w, pid in at_work if pid == cluster.pid(w)]
+            if at_work:
+                chosen, pid = lots.choice(at_work)
+                cluster.restart(chosen)  # SIGKILL; and no growing delay before the next start
+                killed.add(pid)
+        totals.check()
+        wait_for(lambda: coordinator.stats()["workers_lost"] >= num_kills)
+        return coordinator.stats()
+
+
+def test_a_few_kills():
+    assert run_with_kills(2, num_kills=3, seed=1, delay_s=0.0)["retried"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_hundred_kills_some_between_the_pushes_to_two_servers(workers):
+    stats = run_with_kills(workers, num_kills=100, seed=workers, delay_s=0.01)
+    assert stats["duplicates"] > 0  # a step of a dead worker had reached one server
+
+
+def test_a_frozen_worker_is_noticed_and_finds_itself_refused_when_it_wakes():
+    with trained_on(2, dead_after_s=1.0) as (cluster, strategy, coordinator):
+        totals = Totals(strategy, coordinator, 0.002)
+        wait_for_workers(coordinator, 2)
+        totals.schedule(100)
+        time.sleep(0.1)
+        frozen = cluster.pid("worker:0")
+        os.kill(frozen, signal.SIGSTOP)
+        totals.schedule(100)
+        begun_s = time.monotonic()
+        totals.check()
+        assert time.monotonic() - begun_s < 10  # dead_after_s=1.0, and the work
+        wait_for(lambda: coordinator.stats()["workers_lost"] == 1)
+        assert set(coordinator.stats()["workers"]) == {"worker:1"}
+        os.kill(frozen, signal.SIGCONT)
+        wait_for_workers(coordinator, 2)
+        totals.schedule(200)
+        totals.check()
+        assert cluster.pid("worker:0") == frozen
+        assert coordinator.stats()["workers"]["worker:0"]["done"] > 0  # a new incarnation
+
+
+@pytest.mark.full
+def test_a_server_that_dies_is_restored_and_what_was_lost_is_told_exactly():
+    with trained_on(2, snapshot_every=50) as (cluster, strategy, coordinator):
+        first = strategy.variable(0, dtype="int64")
+        second = strategy.variable(0, dtype="int64")
+
+        def step():
+            time.sleep(0.001)
+            first.assign_add(1)
+            second.assign_add(1)
+
+        count = 0
+        for kill in range(4):
+            for _ in range(300):
+                coordinator.schedule(step)
+            count += 300
+            while coordinator.stats()["done"] < count - 100:
+                time.sleep(0.01)
+            cluster.kill(f"ps:{kill % 2}", signal.SIGKILL)
+            time.sleep(1.0)
+            with contextlib.suppress(MeshwrightWarning):
+                coordinator.join(WAIT_S)
+        lost = {"ps:0": set(), "ps:1": set()}
+        for loss in coordinator.losses:
+            assert not lost[loss.server] & set(loss.steps)
+            lost[loss.server] |= set(loss.steps)
+            assert len(loss.steps) <= 2 * 50
+        assert len(coordinator.losses) == 4
+        assert lost["ps:0"] | lost["ps:1"]  # else this test shows nothing
+        assert first.read() == count - len(lost["ps:0"])
+        assert second.read() == count - len(lost["ps:1"])
+
+
+def test_a_server_that_does_not_answer_is_named():
+    with trained_on(1, 1) as (cluster, strategy, coordinator):
+        total = strategy.variable(0)
+        add = total.assign_add
+        coordinator.schedule(add, args=(1,))
+        coordinator.join(WAIT_S)
+        frozen = cluster.pid("ps:0")
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            coordinator.schedule(add, args=(1,))
+            with pytest.raises(
+                UnreachableError, match=r"(?s)join has waited.*waits for ps:0: step"
+            ):
+                coordinator.join(2.0)
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        coordinator.join(WAIT_S)
+        assert total.read() == 2
+
+
+@pytest.mark.full
+def test_a_function_that_ends_its_workers_is_found_out():
+    with trained_on(2, 1) as (_, strategy, coordinator):
+        total = strategy.variable(0)
+
+        def deadly():
+            total.assign_add(100)
+            os._exit(3)
+
+        value = coordinator.schedule(deadly)
+        with pytest.raises(TaskError, match=r"deadly\) was begun 10 times"):
+            coordinator.join(WAIT_S)
+        with pytest.raises(TaskError):
+            value.fetch(WAIT_S)
+        coordinator.schedule(total.assign_add, args=(1,))
+        coordinator.join(WAIT_S)
+        assert total.read() == 1
+
+
+def test_a_server_that_is_not_there_is_named():
+    spec = ClusterSpec({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]})
+    with pytest.raises(UnreachableError, match=r"ps:0 at tcp://127\.0\.0\.1:3 .* 0\.5 s"):
+        ParameterServer(spec, timeout_s=0.5)

@@ -1,0 +1,324 @@
+"""Programs with no cluster: the same rules, in this process."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import numpy as np
+import pytest
+
+from meshwright.errors import (
+    ArrayError,
+    CancelledError,
+    ClusterError,
+    ExhaustedError,
+    ShippingError,
+    TaskError,
+    UnreachableError,
+)
+from meshwright.ps.coordinator.coordinator import ClusterCoordinator
+from meshwright.ps.partitioners import FixedShardsPartitioner
+from meshwright.ps.strategy import ParameterServer, current_strategy
+from meshwright.ps.worker.context import current
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def strategy():
+    with ParameterServer() as made:
+        yield made
+
+
+@pytest.fixture
+def coordinator(strategy):
+    return ClusterCoordinator(strategy)
+
+
+def test_the_classic_sample_with_one_shared_iterator(strategy, coordinator):
+    total = strategy.variable(0.0)
+    numbers = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+
+    def step(numbers):
+        total.assign_add(next(numbers))
+
+    for _ in range(5):
+        coordinator.schedule(step, args=(numbers,))
+    coordinator.join(WAIT_S)
+    assert total.read() == 15.0
+
+
+@pytest.mark.parametrize("sharding", ["dynamic", "static", "copy"])
+def test_the_classic_sample_with_data_of_the_workers(strategy, coordinator, sharding):
+    total = strategy.variable(0.0)
+    dataset = coordinator.create_per_worker_dataset(lambda: [1.0, 2.0, 3.0, 4.0, 5.0], sharding)
+    numbers = iter(dataset)
+
+    def step(numbers):
+        total.assign_add(next(numbers))
+
+    for _ in range(5):
+        coordinator.schedule(step, args=(numbers,))
+    coordinator.join(WAIT_S)
+    assert total.read() == 15.0
+    coordinator.schedule(step, args=(numbers,))
+    with pytest.raises(ExhaustedError, match="no more elements"):
+        coordinator.join(WAIT_S)
+
+
+def test_a_loop_takes_what_is_left_and_a_new_iterator_begins_anew(strategy, coordinator):
+    dataset = coordinator.create_per_worker_dataset([1, 2, 3])
+
+    def all_of(numbers):
+        return sum(numbers)
+
+    first = iter(dataset)
+    values = [coordinator.schedule(all_of, args=(it,)) for it in (first, first, iter(dataset))]
+    assert coordinator.fetch(values, WAIT_S) == [6, 0, 6]
+
+
+def test_results_keep_their_nesting(coordinator):
+    def nested(x):
+        return {"a": (x, [None, np.arange(3) * x]), "b": "text"}
+
+    value = coordinator.schedule(nested, kwargs={"x": 2})
+    found = coordinator.fetch(({"one": value}, 7), WAIT_S)
+    assert found[1] == 7
+    assert found[0]["one"]["a"][0] == 2
+    np.testing.assert_array_equal(found[0]["one"]["a"][1][1], [0, 2, 4])
+    assert value.get() is value.fetch()
+    assert "ready" in repr(value)
+
+
+def test_the_first_error_surfaces_once_and_the_queue_is_cancelled(strategy, coordinator):
+    total = strategy.variable(0.0)
+
+    def good():
+        total.assign_add(1.0)
+
+    def bad(text):
+        time.sleep(0.1)  # so that both are queued before the first has failed
+        total.assign_add(100.0)
+        raise ValueError(text)
+
+    values = [coordinator.schedule(bad, args=(text,)) for text in ("first", "second")]
+    with pytest.raises(ValueError, match="first"):
+        coordinator.join(WAIT_S)
+    assert total.read() == 0.0  # what a function that raised has asked for is not done
+    with pytest.raises(ValueError, match="first"):
+        values[0].fetch(WAIT_S)
+    with pytest.raises(CancelledError, match="cancelled, as another step"):
+        values[1].fetch(WAIT_S)
+    coordinator.schedule(good)
+    coordinator.join(WAIT_S)
+    assert coordinator.done()
+    assert total.read() == 1.0
+
+
+@pytest.mark.parametrize("ask", ["schedule", "done"])
+def test_an_error_surfaces_at_whatever_is_called_next(coordinator, ask):
+    def bad():
+        raise KeyError("here")
+
+    value = coordinator.schedule(bad)
+    with pytest.raises(KeyError):
+        value.fetch(WAIT_S)
+    with pytest.raises(KeyError):
+        coordinator.schedule(bad) if ask == "schedule" else coordinator.done()
+    assert coordinator.done()
+
+
+def test_an_iterator_that_raises_fails_its_step(coordinator):
+    def numbers():
+        yield 1
+        raise OSError("disk")
+
+    shared = numbers()
+    values = [coordinator.schedule(next, args=(shared,)) for _ in range(2)]
+    assert values[0].fetch(WAIT_S) == 1
+    with pytest.raises(OSError, match="disk"):
+        coordinator.join(WAIT_S)
+
+
+def test_a_function_sees_its_own_changes_and_others_only_when_it_has_ended(strategy, coordinator):
+    w = strategy.variable(np.zeros((4, 2), "float32"))
+    n = strategy.variable(3, dtype="int64")
+
+    def step():
+        n.assign_add(2)
+        w.assign(np.ones((4, 2)))
+        w.rows_add([1, 1], np.full((2, 2), 10.0))
+        w.rows_assign([3], [[7.0, 7.0]])
+        w.assign_sub(1.0)
+        seen = current().servers.read([w.spec])[0]
+        return n.read(), w.read(), w.lookup([3, 1]), seen
+
+    n_seen, w_seen, rows, servers_value = coordinator.schedule(step).fetch(WAIT_S)
+    wanted = np.array([[0, 0], [20, 20], [0, 0], [6, 6]], "float32")
+    assert n_seen == n.read() == 5
+    np.testing.assert_array_equal(w_seen, wanted)
+    np.testing.assert_array_equal(rows, wanted[[3, 1]])
+    np.testing.assert_array_equal(servers_value, np.zeros((4, 2)))
+    np.testing.assert_array_equal(w.read(), wanted)
+
+
+def test_at_least_once_sends_changes_at_once():
+    with ParameterServer(at_least_once=True) as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        total = strategy.variable(0.0)
+
+        def bad():
+            total.assign_add(1.0)
+            raise ValueError
+
+        coordinator.schedule(bad)
+        with pytest.raises(ValueError):  # noqa: PT011
+            coordinator.join(WAIT_S)
+        assert total.read() == 1.0
+
+
+class Counting:
+    """A callable with a state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, by: int) -> int:
+        self.calls += by
+        return self.calls
+
+
+def test_a_callable_keeps_its_state_on_the_worker(coordinator):
+    counting = Counting()
+    step = functools.partial(counting, 2)
+    values = [coordinator.schedule(step) for _ in range(3)]
+    assert coordinator.fetch(values, WAIT_S) == [2, 4, 6]
+    assert counting.calls == 0
+
+
+def test_what_cannot_be_shipped_is_named(strategy, coordinator):
+    lock = strategy._lock
+    with pytest.raises(ShippingError, match=r"an argument of 'len' cannot be sent.*RLock"):
+        coordinator.schedule(len, args=(lock,))
+    with pytest.raises(ShippingError, match="not callable"):
+        coordinator.schedule(3)
+    value = coordinator.schedule(len, args=("abc",))
+    with pytest.raises(ShippingError, match=r"fetch\(\) it first"):
+        coordinator.schedule(len, args=(value,))
+    with pytest.raises(ShippingError, match="pass iter"):
+        coordinator.schedule(len, args=(coordinator.create_per_worker_dataset([1]),))
+    coordinator.schedule(object)
+    with pytest.raises(ShippingError, match="a result cannot travel"):
+        coordinator.join(WAIT_S)
+
+
+def test_elements_are_not_taken_here(coordinator):
+    with pytest.raises(TaskError, match=r"call next\(\) in a scheduled function"):
+        next(iter(coordinator.create_per_worker_dataset([1])))
+
+
+def test_join_says_what_is_being_done_when_it_is_late(coordinator):
+    def sleepy():
+        time.sleep(1.0)
+
+    coordinator.schedule(sleepy)
+    with pytest.raises(UnreachableError, match=r"(?s)join has waited for 0\.2 s.*worker:0.*sleepy"):
+        coordinator.join(0.2)
+    coordinator.join(WAIT_S)
+
+
+def test_one_coordinator_for_a_strategy(strategy, coordinator):
+    assert ClusterCoordinator(strategy) is coordinator
+    with pytest.raises(ClusterError, match="takes a ParameterServer"):
+        ClusterCoordinator("strategy")
+
+
+def test_variables_outside_of_functions(strategy):
+    with strategy.scope():
+        assert current_strategy() is strategy
+        w = strategy.variable("glorot_uniform", shape=(6, 3), name="w")
+    assert current_strategy() is None
+    assert np.abs(w.read()).max() > 0
+    w.assign(0.0)
+    w.rows_add([2, 2], np.ones((2, 3)))
+    assert w.read().sum() == 6
+    assert strategy.variable("zeros", shape=(6, 3), name="w").read().sum() == 6
+    with pytest.raises(ArrayError, match="has shape"):
+        w.assign(np.zeros((5, 3)))
+    with pytest.raises(ArrayError, match="takes one dim of row numbers"):
+        w.rows_add([1], np.zeros(3))
+    with pytest.raises(ArrayError, match="needs a shape"):
+        strategy.variable("zeros")
+
+
+def test_a_partitioner_cuts_and_nobody_sees_it():
+    with ParameterServer(partitioner=FixedShardsPartitioner(3)) as strategy:
+        w = strategy.variable(np.arange(14.0).reshape(7, 2))
+        assert [(s.start, s.stop) for s in w.shards] == [(0, 3), (3, 5), (5, 7)]
+        w.assign_add(np.ones((7, 2)))
+        np.testing.assert_array_equal(w.read(), np.arange(14.0).reshape(7, 2) + 1)
+
+
+def test_statistics_and_no_parameter_bytes_through_here(strategy, coordinator):
+    w = strategy.variable(np.zeros(1000, "float32"))
+
+    def step():
+        w.assign_add(np.ones(1000, "float32"))
+
+    before = strategy.parameter_bytes  # the first value
+    for _ in range(4):
+        coordinator.schedule(step)
+    coordinator.join(WAIT_S)
+    stats = coordinator.stats()
+    assert (stats["scheduled"], stats["done"], stats["failed"]) == (4, 4, 0)
+    assert stats["parameter_bytes"] == before
+    assert stats["result_bytes"] == 0
+    assert stats["staleness"] == {0: 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"cluster": "host:1"}, "received 'host:1'"),
+        ({"placement": "random"}, "no way to place"),
+        ({"heartbeat_s": 3.0, "dead_after_s": 1.0}, "heartbeat_s=3.0"),
+        ({"consistency": "later"}, "'later' is unknown"),
+    ],
+)
+def test_wrong_settings_are_refused(arguments, told):
+    with pytest.raises(ClusterError, match=told):
+        ParameterServer(**arguments)
+
+
+def test_a_dataset_is_let_go_when_nobody_can_use_its_iterator(strategy, coordinator):
+    def alive():
+        import gc
+
+        gc.collect()
+        return sum(type(one).__name__ == "Tracked" for one in gc.get_objects())
+
+    class Tracked(list):
+        pass
+
+    def first(numbers):
+        return next(numbers)
+
+    def made():
+        return Tracked([1, 2])
+
+    numbers = iter(coordinator.create_per_worker_dataset(made))
+    assert coordinator.schedule(first, args=(numbers,)).fetch(WAIT_S) == 1
+    before = alive()
+    del numbers
+    deadline_s = time.monotonic() + WAIT_S
+    while alive() >= before and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert alive() < before
+
+
+def test_a_second_strategy_begins_with_its_own_first_values(strategy):
+    first = strategy.variable(1.0)
+    first.assign_add(5.0)
+    again = strategy.variable(1.0)
+    assert (first.read(), again.read()) == (6.0, 1.0)

@@ -1,0 +1,128 @@
+"""Tasks that somebody else starts: they outlive their coordinator, and a cut connection."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clusters import HEARTBEAT_S, WAIT_S, Relay, free_ports, task_process, wait_for_workers
+
+from meshwright.launch.spec import ClusterSpec
+from meshwright.ps.coordinator.coordinator import ClusterCoordinator
+from meshwright.ps.strategy import ParameterServer
+
+pytestmark = pytest.mark.alone
+
+
+def spec_of(chief: int, servers: list[int], workers: int) -> ClusterSpec:
+    jobs = {
+        "chief": [f"127.0.0.1:{chief}"],
+        "ps": [f"127.0.0.1:{port}" for port in servers],
+        # Nobody connects to a worker: its address says only that it is there.
+        "worker": [f"127.0.0.1:{20_000 + index}" for index in range(workers)],
+    }
+    return ClusterSpec(jobs)
+
+
+@contextlib.contextmanager
+def coordinated(spec: ClusterSpec) -> Iterator[tuple[ParameterServer, ClusterCoordinator]]:
+    with ParameterServer(spec, heartbeat_s=HEARTBEAT_S, dead_after_s=1.0) as strategy:
+        yield strategy, ClusterCoordinator(strategy)
+
+
+def test_a_worker_whose_connections_are_cut_loses_nothing_and_comes_back():
+    chief, server = free_ports(2)
+    relays = [Relay(chief), Relay(server)]
+    spec = spec_of(chief, [server], 2)
+    seen_by_one = spec_of(relays[0].port, [relays[1].port], 2)
+    with (
+        task_process(spec, "ps:0"),
+        task_process(spec, "worker:0"),
+        task_process(seen_by_one, "worker:1"),
+        coordinated(spec) as (strategy, coordinator),
+    ):
+        total = strategy.variable(0, dtype="int64")
+        numbers = iter(range(10**6))
+
+        def step(numbers):
+            time.sleep(0.002)
+            total.assign_add(next(numbers))
+
+        wait_for_workers(coordinator, 2)
+        for _ in range(400):
+            coordinator.schedule(step, args=(numbers,))
+        time.sleep(0.2)
+        for relay in relays:
+            relay.cut()
+        coordinator.join(WAIT_S)
+        assert total.read() == 400 * 399 // 2
+        wait_for_workers(coordinator, 1)
+        for relay in relays:
+            relay.mend()
+        wait_for_workers(coordinator, 2)
+        for _ in range(400):
+            coordinator.schedule(step, args=(numbers,))
+        for relay in relays:  # for so short a time that nobody is declared dead for it
+            time.sleep(0.1)
+            relay.cut()
+            relay.mend()
+        coordinator.join(WAIT_S)
+        assert total.read() == 800 * 799 // 2
+        for relay in relays:
+            relay.close()
+
+
+FIRST_CHIEF = """
+import os, signal, sys, time
+from meshwright.launch.spec import ClusterSpec
+from meshwright.ps.coordinator.coordinator import ClusterCoordinator
+from meshwright.ps.strategy import ParameterServer
+
+strategy = ParameterServer(ClusterSpec.from_json(sys.argv[1]), heartbeat_s=0.2, dead_after_s=1.0)
+coordinator = ClusterCoordinator(strategy)
+total = strategy.variable(0, dtype="int64", name="total")
+
+def slow():
+    total.assign_add(1)
+    time.sleep(0.05)
+
+for _ in range(10_000):
+    coordinator.schedule(slow)
+while total.read() < 10:
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_coordinator_takes_over_the_tasks_and_old_steps_change_nothing(tmp_path: Path):
+    chief, *servers = free_ports(3)
+    spec = spec_of(chief, servers, 2)
+    script = tmp_path / "chief.py"
+    script.write_text(FIRST_CHIEF)
+    with (
+        task_process(spec, "ps:0"),
+        task_process(spec, "ps:1"),
+        task_process(spec, "worker:0"),
+        task_process(spec, "worker:1"),
+    ):
+        first = subprocess.run([sys.executable, script, spec.to_json()], timeout=60, check=False)
+        assert first.returncode == -9
+        with coordinated(spec) as (strategy, coordinator):
+            total = strategy.variable(0, dtype="int64", name="total")
+            assert total.read() >= 10  # the servers have kept it
+            total.assign(1000)
+
+            def step():
+                total.assign_add(1)
+
+            for _ in range(50):
+                coordinator.schedule(step)
+            coordinator.join(WAIT_S)
+            time.sleep(0.5)  # for anything late of the first one
+            assert total.read() == 1050
+            assert set(coordinator.stats()["workers"]) <= {"worker:0", "worker:1"}

@@ -1,0 +1,88 @@
+"""The whole path with processes: the classic sample, errors, elastic workers."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+from clusters import WAIT_S, trained_on, wait_for_workers
+
+from meshwright.errors import ExhaustedError, UnreachableError
+from meshwright.ps.worker.context import current
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_classic_sample(workers):
+    with trained_on(workers) as (_, strategy, coordinator):
+        total = strategy.variable(0.0)
+
+        def step(numbers):
+            total.assign_add(next(numbers))
+
+        shared = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+        for _ in range(5):
+            coordinator.schedule(step, args=(shared,))
+        coordinator.join(WAIT_S)
+        assert total.read() == 15.0
+        for sharding in ("dynamic", "static"):
+            total.assign(0.0)
+            numbers = iter(
+                coordinator.create_per_worker_dataset(lambda: [1.0, 2.0, 3.0, 4.0, 5.0], sharding)
+            )
+            for _ in range(5):
+                coordinator.schedule(step, args=(numbers,))
+            coordinator.join(WAIT_S)
+            assert total.read() == 15.0
+            coordinator.schedule(step, args=(numbers,))
+            with pytest.raises(ExhaustedError, match="no more elements"):
+                coordinator.join(WAIT_S)
+
+
+def test_errors_large_values_long_steps_and_one_more_worker():
+    with trained_on(2) as (cluster, strategy, coordinator):
+        total = strategy.variable(0.0)
+        big = np.arange(300_000, dtype="float32")
+
+        def where(array):
+            total.assign_add(1.0)
+            return current().index, array[::-1]
+
+        index, turned = coordinator.schedule(where, args=(big,)).fetch(WAIT_S)
+        assert index in (0, 1)
+        np.testing.assert_array_equal(turned, big[::-1])
+
+        def bad():
+            total.assign_add(100.0)
+            raise ZeroDivisionError("on purpose")
+
+        def sleepy(seconds):
+            time.sleep(seconds)
+            return os.getpid()
+
+        coordinator.schedule(bad)
+        with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+            coordinator.join(WAIT_S)
+        assert "in worker:" in caught.value.__notes__[0]
+        assert total.read() == 1.0
+
+        # A step that waits behind a long one goes to the worker that has nothing to do.
+        begun_s = time.monotonic()
+        long = coordinator.schedule(sleepy, args=(3.0,))
+        short = [coordinator.schedule(sleepy, args=(0.05,)) for _ in range(5)]
+        coordinator.fetch(short, WAIT_S)
+        assert time.monotonic() - begun_s < 2.5
+        with pytest.raises(UnreachableError, match=r"(?s)worker:\d.*step \d+.*sleepy"):
+            coordinator.join(0.1)
+        assert long.fetch(WAIT_S) in {cluster.pid("worker:0"), cluster.pid("worker:1")}
+
+        cluster.add_worker()
+        wait_for_workers(coordinator, 3)
+        pids = coordinator.fetch([coordinator.schedule(sleepy, args=(0.3,)) for _ in range(3)])
+        assert len(set(pids)) == 3
+        cluster.remove_worker()
+        coordinator.schedule(sleepy, args=(0.0,)).fetch(WAIT_S)
+        assert coordinator.stats()["parameter_bytes"] == 8  # the first value, and one read
