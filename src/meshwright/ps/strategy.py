@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..errors import ClusterError, MeshwrightError, TaskError
+from ..errors import ArrayError, ClusterError, MeshwrightError, TaskError
 from ..launch.addresses import to_bind
 from .client import Servers, Stamp
 from .connecting import checked_times, connect, connect_here, spec_and_keys
@@ -345,7 +345,7 @@ class ParameterServer:
     ) -> VariableSpec:
         with self._lock:
             if name in self._made:
-                return self._made[name][0]
+                return _same(self._made[name][0], shape, dtype)
             count = num_shards(self.partitioner, shape, np.dtype(dtype))
             spec = placed(
                 name,
@@ -380,6 +380,15 @@ class ParameterServer:
     def __repr__(self) -> str:
         where = "this process" if self._spec is None else f"{self.num_servers} servers"
         return f"ParameterServer({where}, {self.consistency!r})"
+
+
+def _same(spec: VariableSpec, shape: tuple[int, ...], dtype: str) -> VariableSpec:
+    if (spec.shape, spec.dtype) != (shape, dtype):
+        raise ArrayError(
+            f"variable {spec.name!r} is there already with shape {spec.shape} and {spec.dtype}; "
+            f"asked for was {shape} and {dtype}. Give another name, or the same shape."
+        )
+    return spec
 
 
 def current_strategy() -> ParameterServer | None:

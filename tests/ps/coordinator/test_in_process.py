@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+import meshwright as mw
 from meshwright.errors import (
     ArrayError,
     CancelledError,
@@ -322,3 +323,37 @@ def test_a_second_strategy_begins_with_its_own_first_values(strategy):
     first.assign_add(5.0)
     again = strategy.variable(1.0)
     assert (first.read(), again.read()) == (6.0, 1.0)
+
+
+def test_an_exhausted_dataset_is_named_and_not_one_before_it():
+    coordinator = mw.ClusterCoordinator(mw.ParameterServer())
+    shared, dataset = iter([1.0]), coordinator.create_per_worker_dataset(lambda: [1, 2])
+    for elements, name in ((shared, "shared iterator"), (iter(dataset), r"over .*<lambda>")):
+        for _ in range(3):
+            coordinator.schedule(_take, args=(elements,))
+        with pytest.raises(mw.ExhaustedError, match=f"no more elements: .*{name}"):
+            coordinator.join()
+
+
+def _take(elements):
+    return next(elements)
+
+
+def test_a_name_that_has_another_shape_is_refused():
+    strategy = mw.ParameterServer()
+    strategy.variable(np.zeros([4, 2]), name="table")
+    with pytest.raises(mw.ArrayError, match=r"'table' is there already with shape \(4, 2\)"):
+        strategy.variable(np.zeros(3), name="table")
+
+
+@pytest.mark.parametrize("args", [5, "text"])
+def test_arguments_are_a_tuple(args):
+    coordinator = mw.ClusterCoordinator(mw.ParameterServer())
+    with pytest.raises(mw.ShippingError, match=r"as a tuple, args=\(x,\)"):
+        coordinator.schedule(_take, args=args)
+
+
+def test_what_is_no_dataset_is_refused_at_once():
+    coordinator = mw.ClusterCoordinator(mw.ParameterServer())
+    with pytest.raises(mw.DataError, match="5 is no dataset"):
+        coordinator.create_per_worker_dataset(5)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ClusterError, MeshwrightWarning, TaskError, UnreachableError
+from ...errors import (
+    ClusterError,
+    DataError,
+    MeshwrightWarning,
+    ShippingError,
+    TaskError,
+    UnreachableError,
+)
 from .calls import Packer, Scheduled
 from .data import check_sharding
 from .dispatcher import Dispatcher
@@ -74,6 +81,10 @@ class ClusterCoordinator:
         Raises a pending error of an earlier function, and
         :class:`~meshwright.errors.ShippingError` where something cannot be sent.
         """
+        if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+            raise ShippingError(
+                f"args={args!r}: give the arguments of a scheduled function as a tuple, args=(x,)."
+            )
         with self._changed:
             self._raise_error()
             made = self._packer.function(function)
@@ -134,9 +145,14 @@ class ClusterCoordinator:
         ``sharding``: ``"dynamic"`` gives each element to one step, on demand; ``"static"`` gives
         worker i of n every n-th one, and passes a step on where nothing is left; ``"copy"`` gives
         every worker all of them, as TensorFlow does. The dataset must come in the same order each
-        time that it is made.
+        time that it is made. Raises :class:`~meshwright.DataError` for what is no dataset.
         """
         check_sharding(sharding)
+        if not callable(dataset_fn) and not isinstance(dataset_fn, Iterable):
+            raise DataError(
+                f"{dataset_fn!r} is no dataset: give something to iterate over, or a function that "
+                "makes it on each worker."
+            )
         make = dataset_fn if callable(dataset_fn) else _Made(dataset_fn)
         return PerWorkerDataset(make, sharding, self._begin)
 

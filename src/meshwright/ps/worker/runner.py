@@ -131,7 +131,7 @@ class Runner:
         except PassedOn:
             self._drop(call, Message("passed", self._head(call)))
         except Exception as error:
-            self._fail(call, self._explained(error))
+            self._fail(call, self._explained(error, call))
         finally:
             self.context.step = None
             self.doing = Doing("waits for work", None, time.monotonic())
@@ -227,9 +227,10 @@ class Runner:
     def _used(self, call: Call) -> list[list[Any]]:
         return [[key, self._iterators[key].used] for key, _ in call.elements]
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explained(self, error: Exception, call: Call) -> Exception:
         if isinstance(error, StopIteration):
-            dry = [one for one in self._iterators.values() if one.ran_dry]
+            own = (self._iterators.get(key) for key, _ in call.elements)
+            dry = [one for one in own if one is not None and one.ran_dry]
             if dry:
                 return exhausted(dry[0].key, dry[0].used)
         return error
