@@ -329,10 +329,14 @@ def test_an_exhausted_dataset_is_named_and_not_one_before_it():
     coordinator = mw.ClusterCoordinator(mw.ParameterServer())
     shared, dataset = iter([1.0]), coordinator.create_per_worker_dataset(lambda: [1, 2])
     for elements, name in ((shared, "shared iterator"), (iter(dataset), r"over .*<lambda>")):
-        for _ in range(3):
-            coordinator.schedule(_take, args=(elements,))
         with pytest.raises(mw.ExhaustedError, match=f"no more elements: .*{name}"):
-            coordinator.join()
+            _take_three(coordinator, elements)
+
+
+def _take_three(coordinator, elements):
+    for _ in range(3):
+        coordinator.schedule(_take, args=(elements,))
+    coordinator.join()
 
 
 def _take(elements):
