@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYOUTS = [
     ("all:8", "batch:all"),

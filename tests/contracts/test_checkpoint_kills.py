@@ -21,8 +21,6 @@ import pytest
 
 import meshwright as mw
 
-pytestmark = pytest.mark.alone
-
 SCRIPT = Path(__file__).with_name("killed_run.py")
 MESH = "batch=8"
 UNDER_WAY = ".orbax-checkpoint-tmp"

@@ -71,13 +71,21 @@ def _trained(strategy: object, subject: str, optimizer: str) -> Trained:
 
 
 def _cases() -> list[object]:
-    """Every row with three optimizers, and the core rows with all of them, in both precisions."""
+    """Every row with three optimizers, and the core rows with all of them, in float64.
+
+    There a wrong term shows beyond rounding. In float32, which shows that the wider tolerance is
+    kept, the core rows have the three optimizers and the others the plainest.
+    """
     found = []
     for precision, row, optimizer in itertools.product(
         ("float64", "float32"), STRATEGIES, OPTIMIZERS
     ):
         some = ("sgd", "momentum", "adam") if row.is_asked_all else ("momentum", "adam")
-        if optimizer in some or row.core:
+        if precision == "float32":
+            asked = optimizer in (some if row.core else some[:1])
+        else:
+            asked = optimizer in some or row.core
+        if asked:
             always = row.name in QUICK and (precision, optimizer) in ALWAYS
             marks = () if always else pytest.mark.full
             name = f"{precision}-{row.name}-{optimizer}"
