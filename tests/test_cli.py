@@ -56,7 +56,8 @@ def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
     assert all(
-        name in result.output for name in ("demo", "show", "check", "plan", "choose", "doctor")
+        name in result.output
+        for name in ("demo", "show", "check", "plan", "choose", "launch", "doctor")
     )
 
 

@@ -54,6 +54,7 @@ from .topology import virtual_devices as virtual_devices
 
 if TYPE_CHECKING:
     from . import named as named
+    from . import ps as ps
     from . import testing as testing
     from .arrays import barrier as barrier
     from .arrays import call_with_layout as call_with_layout
@@ -81,11 +82,28 @@ if TYPE_CHECKING:
     from .frontends.named import named_program as named_program
     from .frontends.plans import Plan as Plan
     from .frontends.plans import plan as plan
+    from .launch.keys import Keys as Keys
+    from .launch.local import LocalCluster as LocalCluster
+    from .launch.resolvers import KubernetesResolver as KubernetesResolver
+    from .launch.resolvers import SimpleResolver as SimpleResolver
+    from .launch.resolvers import SlurmResolver as SlurmResolver
+    from .launch.resolvers import TFConfigResolver as TFConfigResolver
+    from .launch.spec import ClusterSpec as ClusterSpec
     from .planning.calibrate import calibrate as calibrate
     from .planning.dry_run import DryRun as DryRun
     from .planning.dry_run import dry_run as dry_run
     from .program import Program as Program
     from .program import TrainState as TrainState
+    from .ps.consistency import Backup as Backup
+    from .ps.consistency import Stale as Stale
+    from .ps.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
+    from .ps.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
+    from .ps.partitioners import MaxSizePartitioner as MaxSizePartitioner
+    from .ps.partitioners import MinSizePartitioner as MinSizePartitioner
+    from .ps.strategy import ParameterServer as ParameterServer
+    from .ps.task import run_task as run_task
+    from .ps.training import DiLoCo as DiLoCo
+    from .ps.training import LocalSGD as LocalSGD
     from .step.options import StepOptions as StepOptions
     from .step.recompute import block_output as block_output
     from .train import Trainer as Trainer
@@ -124,8 +142,23 @@ _LAZY = {  # name -> the room that it lives in
     "jax_program": "frontends.jax",
     "named_program": "frontends.named",
     "show": "drawing",
+    "Keys": "launch.keys",
+    "LocalCluster": "launch.local",
+    **dict.fromkeys(
+        ("KubernetesResolver", "SimpleResolver", "SlurmResolver", "TFConfigResolver"),
+        "launch.resolvers",
+    ),
+    "ClusterSpec": "launch.spec",
+    **dict.fromkeys(("Backup", "Stale"), "ps.consistency"),
+    "ClusterCoordinator": "ps.coordinator.coordinator",
+    **dict.fromkeys(
+        ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"), "ps.partitioners"
+    ),
+    "ParameterServer": "ps.strategy",
+    "run_task": "ps.task",
+    **dict.fromkeys(("DiLoCo", "LocalSGD"), "ps.training"),
 }
-_LAZY_MODULES = {"keras": "frontends.keras", "named": "named", "testing": "testing"}
+_LAZY_MODULES = {"keras": "frontends.keras", "named": "named", "ps": "ps", "testing": "testing"}
 
 
 def __getattr__(name: str) -> Any:

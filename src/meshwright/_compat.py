@@ -581,3 +581,12 @@ def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
     with info.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
         found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def decays(optimizer: Any, parameter: Any) -> bool:
+    """Whether an optimizer lets the weights of a parameter decay.
+
+    Keras 3.15: ``exclude_from_weight_decay`` keeps what it was told under private names
+    (keras/src/optimizers/base_optimizer.py).
+    """
+    return optimizer._use_weight_decay(parameter)

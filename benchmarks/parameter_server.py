@@ -1,0 +1,94 @@
+"""Scheduled steps per second beside TensorFlow's ParameterServerStrategy, in turn.
+
+    python benchmarks/parameter_server.py                  # all three, about 8 minutes
+    python benchmarks/parameter_server.py --jobs counter
+    python benchmarks/parameter_server.py --rounds 1 --dry
+
+Two workers, two servers and a coordinator, five processes on each side. Prints ratios and writes
+``benchmarks/results/parameter_server.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import report
+from environments import TENSORFLOW
+from processes import run_process, say_load
+from ps_protocol import JOBS, PsJob
+
+HERE = Path(__file__).parent
+ROUNDS = 5
+OURS, PEER = "ours", "tensorflow"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--dry", action="store_true", help="write no results")
+    parser.add_argument(
+        "--tensorflow-python",
+        help="an interpreter with TensorFlow 2.21 (or set "
+        f"{TENSORFLOW.variable}); otherwise one is made beside this file",
+    )
+    given = parser.parse_args()
+    peer = TENSORFLOW.python(given.tensorflow_python)
+    if peer is None:
+        return 1
+    say_load()
+    saved = {each["job"]: each for each in report.saved("parameter_server")}
+    for name in given.jobs:
+        saved[name] = job_result(
+            JOBS[name], [one_round(name, peer, n) for n in range(given.rounds)]
+        )
+        print(report.servers_table([saved[name]]).splitlines()[-1], flush=True)
+        if not given.dry:  # after each job: the whole takes long, and may be cut short
+            report.save("parameter_server", [saved[job] for job in JOBS if job in saved])
+            report.write_page()
+    return 0
+
+
+def one_round(job: str, peer: Path, number: int) -> dict[str, dict[str, Any]]:
+    """Both sides once; every other round runs backwards."""
+    commands = {
+        OURS: [sys.executable, str(HERE / "ps_ours.py"), job],
+        PEER: [str(peer), str(HERE / "ps_tensorflow_side.py"), job],
+    }
+    order = list(commands)[:: 1 if number % 2 == 0 else -1]
+    return {side: run_process(commands[side]) for side in order}
+
+
+def job_result(job: PsJob, rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """What is kept of one job."""
+
+    def of(side: str, what: str) -> list[float]:
+        return [each[side][what] for each in rounds]
+
+    ratios = [
+        ours / peer
+        for ours, peer in zip(of(OURS, "steps_per_s"), of(PEER, "steps_per_s"), strict=True)
+    ]
+    return {
+        "job": job.name,
+        "says": job.says,
+        "steps_per_s": {side: statistics.median(of(side, "steps_per_s")) for side in (OURS, PEER)},
+        "cpu_ms_per_step": {
+            side: statistics.median(of(side, "cpu_ms_per_step")) for side in (OURS, PEER)
+        },
+        "check": {side: rounds[0][side]["check"] for side in (OURS, PEER)},
+        "ratio": statistics.median(ratios),
+        "ratio_by_round": ratios,
+        "at_least": job.at_least,
+        "machine": report.machine(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Training on parameter servers: unchanged Keras models, whose steps run on workers.
+
+What needs Keras is imported when it is first asked for: a worker loads this package too, and needs
+JAX alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .compression import Half as Half
+from .compression import TopK as TopK
+from .local import DiLoCo as DiLoCo
+from .local import LocalSGD as LocalSGD
+
+if TYPE_CHECKING:
+    from .data import InputContext as InputContext
+    from .embeddings import Embedding as Embedding
+    from .evaluator import SidecarEvaluator as SidecarEvaluator
+    from .fitting import evaluate as evaluate
+    from .fitting import fit as fit
+    from .known import table_of as table_of
+
+_LAZY = {
+    "InputContext": "data",
+    "Embedding": "embeddings",
+    "evaluate": "fitting",
+    "fit": "fitting",
+    "SidecarEvaluator": "evaluator",
+    "table_of": "known",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value

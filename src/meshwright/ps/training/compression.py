@@ -1,0 +1,127 @@
+"""Gradients made smaller for the wire, on the worker; what is lost now is added to the next.
+
+Half precision as in Horovod. ``TopK`` sends the largest values alone (Deep Gradient Compression,
+Lin and others, 2018). Error feedback (Seide and others, 2014) keeps on the worker what a push left
+out, and adds it to that worker's next gradient, so that nothing is lost for good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import ClusterError
+
+_HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Send only this share of each gradient's values, the largest by magnitude.
+
+    ``feedback`` keeps the rest for the next step.
+
+    >>> TopK(0.01)
+    TopK(share=0.01, feedback=True)
+    """
+
+    share: float
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ClusterError(f"TopK({self.share!r}): give a share above 0, up to 1.")
+
+
+@dataclass(frozen=True)
+class Half:
+    """Send gradients in ``dtype``, ``"float16"`` or ``"bfloat16"``.
+
+    ``feedback`` keeps what rounding took for the next step.
+    """
+
+    dtype: str
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _HALVES:
+            raise ClusterError(f"Half({self.dtype!r}): say 'float16' or 'bfloat16'.")
+
+
+Compression = TopK | Half
+
+
+def compression(choice: str | Compression | None) -> Compression | None:
+    """The value that ``"float16"`` or ``"bfloat16"`` stands for; values as they are.
+
+    Raises :class:`~meshwright.ClusterError` for anything else.
+
+    >>> compression("bfloat16")
+    Half(dtype='bfloat16', feedback=True)
+    """
+    if choice is None or isinstance(choice, TopK | Half):
+        return choice
+    if choice not in _HALVES:
+        raise ClusterError(
+            f"compression={choice!r} is unknown. Say 'float16', 'bfloat16', TopK(share) or None."
+        )
+    return Half(choice)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A gradient as it travels: arrays, the codec that servers undo, and what was left out."""
+
+    arrays: tuple[np.ndarray, ...]
+    options: dict[str, Any]
+    left: np.ndarray | None
+
+
+def pack_gradient(
+    how: Compression, gradient: np.ndarray, before: np.ndarray | None = None
+) -> Packed:
+    """A float32 gradient in fewer bytes; ``before`` is what the last step left out.
+
+    >>> packed = pack_gradient(TopK(0.5), np.array([3, -1, 0.5, -4], "float32"))
+    >>> [array.tolist() for array in packed.arrays], packed.left.tolist()
+    ([[0, 3], [3.0, -4.0]], [0.0, -1.0, 0.5, 0.0])
+    """
+    if before is not None:
+        gradient = gradient + before
+    if isinstance(how, TopK):
+        return _top(how, gradient)
+    return _half(how, gradient)
+
+
+def _top(how: TopK, gradient: np.ndarray) -> Packed:
+    flat = gradient.reshape(-1)
+    count = max(1, round(how.share * flat.size)) if flat.size else 0
+    if count < flat.size:
+        places = np.argpartition(np.abs(flat), flat.size - count)[flat.size - count :]
+        places.sort()
+    else:
+        places = np.arange(flat.size)
+    left = None
+    if how.feedback:
+        left = flat.copy()
+        left[places] = 0
+        left = left.reshape(gradient.shape)
+    return Packed((places.astype(np.int32), flat[places]), {"codec": "topk"}, left)
+
+
+def _half(how: Half, gradient: np.ndarray) -> Packed:
+    import ml_dtypes
+
+    if how.dtype == "float16":
+        # What is too large for it becomes its largest; error feedback brings the rest.
+        most = np.float32(np.finfo(np.float16).max)
+        sent = np.clip(gradient, -most, most).astype(np.float16)
+        arrived = sent.astype(np.float32)
+    else:
+        rounded = gradient.astype(ml_dtypes.bfloat16)
+        arrived = rounded.astype(np.float32)
+        sent = rounded.view(np.uint16)  # servers know NumPy's own types alone
+    left = gradient - arrived if how.feedback else None
+    return Packed((sent,), {"codec": how.dtype}, left)

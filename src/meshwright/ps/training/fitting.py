@@ -1,0 +1,324 @@
+"""``fit`` and ``evaluate`` of a Keras model on parameter servers.
+
+A step is one batch on one worker. ``steps_per_epoch`` counts the steps of all workers together, as
+TensorFlow does. The coordinator schedules the steps of an epoch, waits for all of them, reads the
+metrics off the servers, and calls the callbacks.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from ...checkpoint import Position
+from ...errors import BatchError, DataError, ExhaustedError, ModelError
+from ...frontends.keras.fitting import check_compiled
+from ...program import Logs
+from ..consistency import Async
+from ..coordinator.coordinator import ClusterCoordinator
+from ..coordinator.data import check_sharding
+from .callbacks import callback_list, feed_batch_end, others, saves
+from .compression import Compression
+from .compression import compression as compression_of
+from .embeddings import LEAST_BYTES
+from .feed import Feed, feed_of
+from .known import served
+from .local import Local
+from .numbered import NumberedStep
+from .progress import Watch
+from .saving import TrainingSaver
+from .serving import Served
+from .validating import Validation
+from .validation import MeasureShard, num_shards, validate
+
+
+def fit(
+    strategy: Any,
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    steps_per_epoch: int | None = None,
+    verbose: str | int = "auto",
+    callbacks: Any = None,
+    validation_data: Any = None,
+    validation_steps: int | None = None,
+    validation_freq: int | Sequence[int] = 1,
+    shuffle: bool = True,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    checkpoint: str | Path | None = None,
+    save_every: int | None = None,
+    keep: int | None = 3,
+    resume: str | bool = "auto",
+    sharding: str = "dynamic",
+    embeddings: int | Sequence[str] | None = LEAST_BYTES,
+    local: Local | None = None,
+    compression: str | Compression | None = None,
+    seed: int = 0,
+) -> keras.callbacks.History:
+    """Train a compiled Keras model, as it is, on the workers and servers of a strategy.
+
+    ``x`` is a function that makes a dataset of batches on every worker (it is given an
+    :class:`InputContext`), a dataset that can be sent to them, or arrays with ``y``,
+    ``batch_size``, ``sample_weight`` and ``shuffle`` (by ``seed``). With ``sharding="dynamic"``
+    each batch goes to one worker, on demand. ``steps_per_epoch`` are the steps of all workers
+    together; it must be given for datasets that do not know their length. ``validation_data`` is
+    given like ``x``, or as ``(x, y)``; every element is counted once, also when workers die.
+
+    ``checkpoint`` is a directory that is written to after each epoch, or after ``save_every``
+    steps, and that the run goes on from (``resume``). ``embeddings`` says which Embedding layers
+    travel by rows: those with tables of at least so many bytes, or these names, or ``None``.
+    ``local`` is :class:`LocalSGD` or :class:`DiLoCo`, ``compression`` how gradients are made
+    smaller on their way.
+
+    Raises :class:`~meshwright.ModelError` for a model, an optimizer or a callback that cannot be
+    trained so, and :class:`~meshwright.DataError` where the data ends too soon.
+    """
+    check_compiled(model)
+    check_sharding(sharding)
+    _check_one_device(strategy)
+    how = compression_of(compression)
+    feed = feed_of(
+        x,
+        y,
+        sample_weight,
+        batch_size=batch_size,
+        epochs=epochs,
+        steps=steps_per_epoch,
+        shuffle=shuffle,
+        num_workers=strategy.num_workers,
+        seed=seed,
+    )
+    steps = _steps_of(feed)
+    validation = Validation.of(
+        validation_data, validation_steps, validation_freq, batch_size, strategy.num_workers
+    )
+    called = callback_list(model, callbacks, epochs, steps, verbose)
+    saver = TrainingSaver(checkpoint, save_every, keep, resume)
+    of_model = served(
+        strategy,
+        model,
+        [*feed.examples, *validation.examples(feed)],
+        embeddings=embeddings,
+        local=local,
+        any_rows=not (feed.alike and validation.alike),
+    )
+    saver.restore(model, of_model.variables)
+    run = _Run(strategy, of_model, feed, called, saver, how, local, sharding, epochs, verbose)
+    return run.all_epochs(validation, initial_epoch)
+
+
+def evaluate(
+    strategy: Any,
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    sample_weight: Any = None,
+    steps: int | None = None,
+    embeddings: int | Sequence[str] | None = LEAST_BYTES,
+) -> Logs:
+    """The loss and the metrics of a model over all batches, each counted once.
+
+    The workers of the strategy measure; data is given as to :func:`fit`.
+    """
+    check_compiled(model)
+    workers = strategy.num_workers
+    feed = feed_of(x, y, sample_weight, batch_size=batch_size, steps=steps, num_workers=workers)
+    of_model = served(
+        strategy, model, feed.examples, embeddings=embeddings, any_rows=not feed.alike
+    )
+    of_model.put()
+    step = of_model.step(uuid.uuid4().hex, None, fresh=False)
+    measure = MeasureShard(step, feed.made, num_shards(workers, steps), steps)
+    return of_model.logs_from(validate(ClusterCoordinator(strategy), measure, 0))
+
+
+class _Run:
+    """One run of ``fit``."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        of_model: Served,
+        feed: Feed,
+        callbacks: keras.callbacks.CallbackList,
+        saver: TrainingSaver,
+        compression: Compression | None,
+        local: Local | None,
+        sharding: str,
+        epochs: int,
+        verbose: str | int,
+    ) -> None:
+        self._strategy, self._served, self._feed = strategy, of_model, feed
+        self._callbacks, self._saver, self._sharding = callbacks, saver, sharding
+        self._model, self._epochs = of_model.model, epochs
+        self._coordinator = ClusterCoordinator(strategy)
+        # Only then may a worker keep what its last push has brought.
+        fresh = not isinstance(strategy.consistency, Async)
+        self._step = of_model.step(uuid.uuid4().hex, compression, fresh)
+        self._numbered = NumberedStep(self._step, feed.made)
+        self._measure: MeasureShard | None = None
+        self._every = local.every if local else 1
+        self._edition = 0
+        shown = verbose not in (0, "0")
+        self._watch = Watch(self._coordinator.stats, epochs, per_call=self._every, shown=shown)
+
+    def all_epochs(self, validation: Validation, initial_epoch: int) -> keras.callbacks.History:
+        """Train, and bring everything back into the model."""
+        model, callbacks, saver = self._model, self._callbacks, self._saver
+        first = saver.position.epoch if saver.start else initial_epoch
+        skip = saver.position.batches
+        self._served.put()
+        model.stop_training = False
+        callbacks.on_train_begin()
+        self._put_back_history()
+        logs: Logs = {}
+        try:
+            for epoch in range(first, first if saver.was_stopped else self._epochs):
+                callbacks.on_epoch_begin(epoch)
+                logs = self._epoch(epoch, skip)
+                skip = 0
+                if validation.is_due(epoch):
+                    logs |= self._validated(validation)
+                self._watch.end_epoch(logs)
+                callbacks.on_epoch_end(epoch, logs)
+                ended = model.stop_training or epoch + 1 == self._epochs
+                self._after_epoch(epoch, ended)
+                if model.stop_training:
+                    break
+            if model.stop_training:
+                self._served.take_slots()
+            self._model.optimizer.finalize_variable_values(model.trainable_weights)
+            callbacks.on_train_end(logs=logs)
+        except (DataError, BatchError):
+            self._take()  # what was trained before the data ended, or was no batch, is kept
+            raise
+        finally:
+            self._watch.stop()
+            saver.close()
+        return model.history
+
+    def _epoch(self, epoch: int, skip: int) -> Logs:
+        if self._served.put_changed():
+            self._edition += 1
+        self._served.forget_counts()
+        steps = self._steps
+        self._watch.begin_epoch(epoch, steps, skip)
+        batches, done = self._batches(epoch, skip), skip
+        while done < steps:
+            count = self._saver.until_due(steps - done)
+            self._train(batches, epoch, done, count)
+            done += count
+            self._saver.step += count
+            if self._saver.is_due and done < steps:
+                self._take()
+                self._save(Position(epoch, done))
+        self._watch.trained()
+        logs = self._served.logs()
+        last = epoch + 1 == self._epochs
+        if last or self._saver.is_on or others(self._callbacks):
+            # Slots are large, and only who saves looks at them.
+            self._take(slots=last or self._saver.is_on or saves(self._callbacks))
+        feed_batch_end(self._callbacks, steps - 1, logs)
+        return logs
+
+    def _batches(self, epoch: int, skip: int) -> Any:
+        """The workers' iterators over an epoch, where each worker has a share of its own."""
+        if self._sharding == "dynamic":
+            return None
+        made = self._feed.made_for(epoch, skip)
+        return iter(self._coordinator.create_per_worker_dataset(made, self._sharding))
+
+    def _train(self, batches: Any, epoch: int, first: int, count: int) -> None:
+        """So many steps, and nothing under way after them."""
+        dataset, begin = (0, epoch * self._steps) if self._feed.whole else (epoch, 0)
+        try:
+            for at in range(first, first + count, self._every):
+                size = min(self._every, first + count - at)
+                if batches is None:
+                    args = (dataset, begin + at, self._edition, size)
+                    self._coordinator.schedule(self._numbered, args)
+                else:
+                    self._coordinator.schedule(self._step, (batches, self._edition, size))
+            self._coordinator.join()
+        except ExhaustedError as error:
+            raise ExhaustedError(
+                f"the data ended in epoch {epoch + 1}, which asks for {self._steps} batches "
+                f"(steps_per_epoch): {error} Ask for fewer, or repeat the dataset."
+            ) from error
+
+    def _validated(self, validation: Validation) -> Logs:
+        assert validation.feed is not None  # it is due
+        self._edition += 1  # workers have what they read before other workers' last steps
+        if self._measure is None:
+            shards = num_shards(self._strategy.num_workers, validation.steps)
+            made = validation.feed.made
+            self._measure = MeasureShard(self._step, made, shards, validation.steps)
+        counts = validate(self._coordinator, self._measure, self._edition)
+        logs = self._served.logs_from(counts)
+        return {f"val_{name}": value for name, value in logs.items()}
+
+    def _after_epoch(self, epoch: int, ended: bool) -> None:
+        if self._saver.by_epoch or self._saver.is_due or ended:
+            self._save(Position(epoch + 1, 0), ended=ended)
+        if ended:
+            self._served.move_on(self._steps * (epoch + 1))
+
+    def _take(self, slots: bool = True) -> None:
+        self._served.take(slots)
+
+    def _save(self, position: Position, ended: bool = False) -> None:
+        history = {"epoch": self._history.epoch, "logs": self._history.history}
+        self._saver.save(
+            self._model,
+            self._served.variables,
+            position,
+            layout=repr(self._strategy),
+            notes={
+                "history": history,
+                "stopped": bool(self._model.stop_training),
+                "ended": ended,
+            },
+        )
+
+    def _put_back_history(self) -> None:
+        before = self._saver.history()
+        if before:
+            self._history.epoch = list(before["epoch"])
+            self._history.history = {name: list(v) for name, v in before["logs"].items()}
+
+    @property
+    def _steps(self) -> int:
+        return _steps_of(self._feed)
+
+    @property
+    def _history(self) -> keras.callbacks.History:
+        kind = keras.callbacks.History
+        return next(each for each in self._callbacks.callbacks if isinstance(each, kind))
+
+
+def _check_one_device(strategy: Any) -> None:
+    if strategy.worker is not None:
+        raise ModelError(
+            f"worker={strategy.worker!r}: fit computes a step on one device of a worker, and "
+            "cannot share it out over several yet. Leave worker= out, or start one worker per "
+            "device."
+        )
+
+
+def _steps_of(feed: Feed) -> int:
+    if feed.steps is None:
+        raise DataError(
+            "the dataset does not know its length: give steps_per_epoch=, the steps of all workers "
+            "together in one epoch."
+        )
+    return feed.steps

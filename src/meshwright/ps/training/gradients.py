@@ -1,0 +1,262 @@
+"""What a worker computes in a step, as pure functions of named arrays.
+
+A worker holds no state of its own but random seeds. Parameters come from the servers and their
+gradients go there. State that moves (batch statistics) comes from the servers too, and how far this
+batch moved it goes back to be added, as TensorFlow's workers do; so do the counts of the metrics.
+Whatever a step changes therefore travels in one push, which is applied once or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...errors import ModelError
+from ...program import Arrays, Aux, Batch, Program, TrainState
+from ...step.train import gradient
+from .tables import Lookups, NoLookups, Table
+
+Clip = Callable[[Arrays], Arrays]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which arrays of a program a worker reads and what it returns of each, by path.
+
+    Of ``params`` it returns gradients, of ``moving`` how far they moved, ``frozen`` never change,
+    ``seeds`` are each worker's own. ``tables`` travel by rows. ``metrics`` are counted from 0.
+    """
+
+    params: tuple[str, ...]
+    moving: tuple[str, ...]
+    frozen: tuple[str, ...]
+    seeds: tuple[str, ...]
+    tables: tuple[Table, ...]
+    metrics: tuple[tuple[str, tuple[int, ...]], ...]  # (path, dims), in the order of the counts
+
+    @classmethod
+    def of(cls, program: Program, batch: Any, lookups: Lookups | None = None) -> Parts:
+        """Those of a program for batches like this one (arrays or their shapes).
+
+        Raises :class:`~meshwright.ModelError` for a model that brings its own training step.
+        """
+        if program.own_step is not None:
+            raise ModelError(
+                f"model {program.name!r} brings its own train_step, which computes gradients and "
+                "applies them in one. On parameter servers the optimizer runs elsewhere: write the "
+                "model with compute_loss and a plain train_step, or schedule steps of your own."
+            )
+        lookups = lookups or NoLookups()
+        away = {table.name for table in lookups.tables}
+        seeds = tuple(info.path for info in program.state if info.role == "seed")
+        changed = _changed_state(program, batch, lookups)
+        others = [info.path for info in program.state if info.path not in seeds]
+        return cls(
+            params=tuple(info.path for info in program.params if info.path not in away),
+            moving=tuple(path for path in others if path in changed),
+            frozen=tuple(path for path in others if path not in changed),
+            seeds=seeds,
+            tables=lookups.tables,
+            metrics=tuple((info.path, tuple(info.dims)) for info in program.metrics),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StepFunctions:
+    """The functions that are exported for one program.
+
+    ``base`` is what its metrics begin with and ``clip`` what is done to whole gradients before
+    they are pushed.
+    """
+
+    program: Program
+    parts: Parts
+    base: Mapping[str, Any]
+    lookups: Lookups
+    clip: Clip | None = None
+
+    def gradients(
+        self,
+        params: Arrays,
+        moving: Arrays,
+        frozen: Arrays,
+        seeds: Arrays,
+        rows: Arrays,
+        positions: list[Any],
+        batch: Batch,
+    ) -> tuple[Arrays, Arrays, Arrays, Arrays, Any, Any]:
+        """``(gradients, gradients of rows, moves, new seeds, counts of metrics, loss)``.
+
+        ``rows`` holds for each table the rows that this batch looks up, and ``positions`` for each
+        lookup, in order, where in them it finds what it asks for.
+        """
+        taken = _with_rows(self.program, self.parts, self.lookups, positions)
+        whole = TrainState({}, {**moving, **frozen, **seeds}, self._slots(), dict(self.base))
+        aux, grads = gradient(taken)(
+            {**params, **{_ROWS + t: v for t, v in rows.items()}}, whole, batch
+        )
+        if self.clip is not None:
+            grads = self.clip(grads)
+        counts = self._counts(aux, batch)
+        moves = {path: aux.state[path] - moving[path] for path in self.parts.moving}
+        return (
+            {path: grads[path] for path in self.parts.params},
+            {t.name: grads[_ROWS + t.name] for t in self.parts.tables},
+            moves,
+            {path: aux.state[path] for path in self.parts.seeds},
+            counts,
+            aux.loss,
+        )
+
+    def measures(
+        self, params: Arrays, moving: Arrays, frozen: Arrays, seeds: Arrays, rows: Arrays,
+        positions: list[Any], batch: Batch,
+    ) -> Any:  # fmt: skip
+        """The counts of the metrics over one batch of validation."""
+        taken = _with_rows(self.program, self.parts, self.lookups, positions)
+        whole = TrainState({}, {**moving, **frozen, **seeds}, self._slots(), dict(self.base))
+        values = {**params, **{_ROWS + t: v for t, v in rows.items()}}
+        _, aux = taken.loss(values, whole, batch, False)
+        return self._counts(aux, batch)
+
+    def local(
+        self,
+        params: Arrays,
+        moving: Arrays,
+        frozen: Arrays,
+        seeds: Arrays,
+        slots: Arrays,
+        batch: Batch,
+    ) -> tuple[Arrays, Arrays, Arrays, Arrays, Any, Any]:
+        """A whole step with the model's own optimizer.
+
+        ``(params, moving, seeds, slots, counts, loss)``, all new.
+        """
+        whole = TrainState({}, {**moving, **frozen, **seeds}, slots, dict(self.base))
+        aux, grads = gradient(self.program)(params, whole, batch)
+        new, new_slots = self.program.update(params, grads, slots)
+        return (
+            new,
+            {path: aux.state[path] for path in self.parts.moving},
+            {path: aux.state[path] for path in self.parts.seeds},
+            new_slots,
+            self._counts(aux, batch),
+            aux.loss,
+        )
+
+    def ids(self, values: Arrays, state: Arrays, batch: Batch) -> list[Any]:
+        """The ids of every lookup, in order."""
+        found: list[Any] = []
+
+        def take(name: str, ids: Any) -> Any:
+            found.append(ids)
+            return jnp.zeros((*ids.shape, self._table(name).dim), self._table(name).dtype)
+
+        with self.lookups.taking(take):
+            self.program.loss(
+                {**values, **_hollow(self.parts.tables)},
+                TrainState({}, state, self._slots(), dict(self.base)),
+                batch,
+                True,
+            )
+        return found
+
+    def asked(self, values: Arrays, state: Arrays, batch: Batch) -> list[str]:
+        """The name of the table of every lookup, in order."""
+        names: list[str] = []
+
+        def take(name: str, ids: Any) -> Any:
+            names.append(name)
+            return jnp.zeros((*ids.shape, self._table(name).dim), self._table(name).dtype)
+
+        def run(values: Arrays, state: Arrays, batch: Batch) -> Any:
+            with self.lookups.taking(take):
+                whole = TrainState({}, state, self._slots(), dict(self.base))
+                hollow = _hollow(self.parts.tables)
+                return self.program.loss({**values, **hollow}, whole, batch, True)[0]
+
+        jax.eval_shape(run, values, state, batch)
+        return names
+
+    def loss_reading(self, tables: Arrays, values: Arrays, state: Arrays, batch: Batch) -> Any:
+        """The loss with tables given whole beside caught lookups: who reads them shows here."""
+
+        def take(name: str, ids: Any) -> Any:
+            return jnp.zeros((*ids.shape, self._table(name).dim), self._table(name).dtype)
+
+        with self.lookups.taking(take):
+            whole = TrainState({}, state, self._slots(), dict(self.base))
+            return self.program.loss({**values, **tables}, whole, batch, True)[0]
+
+    def _counts(self, aux: Aux, batch: Batch) -> Any:
+        metrics, _ = self.program.measure(aux.metrics, aux, batch)
+        counted = [
+            jnp.ravel(metrics[path] - self.base[path]).astype(jnp.float32)
+            for path, _ in self.parts.metrics
+        ]
+        return jnp.concatenate(counted) if counted else jnp.zeros([0], jnp.float32)
+
+    def _slots(self) -> Arrays:
+        # A loss reads the optimizer only to scale itself, and such optimizers are refused.
+        return {i.path: jnp.zeros(i.dims, i.dtype) for i in self.program.slots}
+
+    def _table(self, name: str) -> Table:
+        return next(table for table in self.parts.tables if table.name == name)
+
+
+_ROWS = "rows of "  # no path begins so
+
+
+def _with_rows(program: Program, parts: Parts, lookups: Lookups, positions: list[Any]) -> Program:
+    """The program whose tables are given by the rows that a batch looks up."""
+
+    def loss(values: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        left = iter(positions)
+
+        def take(name: str, ids: Any) -> Any:
+            del ids  # the positions say the same of the rows that are there
+            return jnp.take(values[_ROWS + name], next(left), axis=0, mode="clip")
+
+        params = {path: value for path, value in values.items() if not path.startswith(_ROWS)}
+        with lookups.taking(take):
+            return program.loss({**params, **_hollow(parts.tables)}, whole, batch, training)
+
+    return replace(program, loss=loss)
+
+
+def _hollow(tables: tuple[Table, ...]) -> Arrays:
+    """Zeros in place of tables that the model has as parameters; nothing reads them."""
+    return {t.name: jnp.zeros((t.rows or 0, t.dim), t.dtype) for t in tables if t.in_model}
+
+
+def shapes_of(infos: Any) -> Arrays:
+    """Path -> shape and dtype."""
+    return {info.path: jax.ShapeDtypeStruct(tuple(info.dims), info.dtype) for info in infos}
+
+
+def _changed_state(program: Program, batch: Any, lookups: Lookups) -> set[str]:
+    """The paths of the state that a step changes: what it returns is not what it was given."""
+    params = shapes_of(program.params)
+    state = shapes_of(program.state)
+
+    def take(name: str, ids: Any) -> Any:
+        table = next(each for each in lookups.tables if each.name == name)
+        return jnp.zeros((*ids.shape, table.dim), table.dtype)
+
+    def run(state: Arrays, params: Arrays, batch: Any) -> Arrays:
+        slots = {i.path: jnp.zeros(i.dims, i.dtype) for i in program.slots}
+        metrics = {i.path: jnp.zeros(i.dims, i.dtype) for i in program.metrics}
+        with lookups.taking(take):
+            whole = TrainState({}, state, slots, metrics)
+            return program.loss(params, whole, batch, True)[1].state
+
+    jaxpr = jax.make_jaxpr(run)(state, params, batch).jaxpr
+    paths = sorted(state)
+    pairs: Iterator[tuple[str, Any, Any]] = zip(  # noqa: B905 (more inputs than state)
+        paths, jaxpr.invars, jaxpr.outvars
+    )
+    return {path for path, given, returned in pairs if given is not returned}

@@ -1,0 +1,97 @@
+"""Metrics of steps that ran elsewhere: counts that are added up, and read at the end of an epoch.
+
+Every worker counts its batches from 0, and what it counted is added on the servers in the push of
+that step. So nothing is counted twice or lost, whatever happens to a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from ...errors import ModelError
+from ...frontends.keras.program import KerasVariables
+from ...program import Logs
+from .gradients import Parts
+
+
+def check_metrics(metrics: Sequence[Any]) -> None:
+    """Raise :class:`~meshwright.ModelError` for metrics whose counts cannot be added up.
+
+    Keras' own can be; others are asked to: two updates one after the other must count what they
+    count alone, together.
+    """
+    refused = [metric.name for metric in metrics if not _is_kerass(metric) and not adds_up(metric)]
+    if refused:
+        raise ModelError(
+            f"the counts of these metrics cannot be added up over workers: {', '.join(refused)}. A "
+            "metric's variables must begin with 0 and each batch add to them, as in "
+            "keras.metrics.Mean. Measure others with model.evaluate."
+        )
+
+
+def _is_kerass(metric: Any) -> bool:
+    return type(metric).__module__.startswith("keras.")
+
+
+def adds_up(metric: Any) -> bool:
+    """Whether a metric's variables only ever grow by what a batch adds, seen on numbers.
+
+    >>> adds_up(keras.metrics.MeanSquaredError())
+    True
+    """
+    rng = np.random.default_rng(0)
+    pairs = [
+        (rng.integers(0, 2, [8, 1]).astype("float32"), rng.random([8, 1], "float32"))
+        for _ in range(2)
+    ]
+    before = [np.array(v.value) for v in metric.variables]
+    try:
+        alone = [_counted(metric, before, [pair]) for pair in pairs]
+        together = _counted(metric, before, pairs)
+    except Exception:
+        return True  # it wants other shapes than these; what is not known is not refused
+    finally:
+        for variable, value in zip(metric.variables, before, strict=True):
+            variable.assign(value)
+    sums = [a + b - start for a, b, start in zip(*alone, before, strict=True)]
+    return all(np.allclose(a, b, rtol=1e-4) for a, b in zip(sums, together, strict=True))
+
+
+def _counted(metric: Any, before: list[Any], pairs: list[Any]) -> list[Any]:
+    for variable, value in zip(metric.variables, before, strict=True):
+        variable.assign(value)
+    for y_true, y_pred in pairs:
+        metric.update_state(y_true, y_pred)
+    return [np.array(v.value, np.float64) for v in metric.variables]
+
+
+def base_of(model: keras.Model, variables: KerasVariables) -> dict[str, Any]:
+    """What the metrics' variables begin an epoch with, by path."""
+    model.reset_metrics()
+    return {path: jnp.asarray(v.value) for path, v in variables.metrics.items()}
+
+
+def logs_of(
+    model: keras.Model, variables: KerasVariables, parts: Parts, counts: np.ndarray
+) -> Logs:
+    """The metrics as Keras shows them, from what all batches together counted."""
+    model.reset_metrics()
+    at = 0
+    for path, dims in parts.metrics:
+        size = int(np.prod(dims, dtype=int))
+        variable = variables.metrics[path]
+        counted = counts[at : at + size].reshape(dims)
+        variable.assign(np.asarray(variable.value) + counted)
+        at += size
+    results: Any = model.get_metrics_result()
+    return {name: _float(value) for name, value in results.items()}
+
+
+def _float(value: Any) -> Any:
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 else array.tolist()

@@ -1,0 +1,326 @@
+"""A compiled Keras model whose variables lie on the servers while it trains.
+
+``put`` brings the model's values and the optimizer's slots there, ``take`` brings them back.
+Between fits the model is an ordinary Keras model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ... import _compat
+from ...frontends.keras.program import KerasVariables, keras_program
+from ...program import Logs
+from ..client import Servers
+from ..placing import VariableSpec, placed
+from ..worker.updates import Update
+from .compression import Compression
+from .embeddings import KerasLookups, building
+from .export import Exported, export_step
+from .local import Local
+from .metrics import base_of, check_metrics, logs_of
+from .naming import prefix_of
+from .optimizers import TakenApart, take_apart
+from .slots import Slots, load_slots, optimizer_heads, read_slots, set_rate
+from .specs import Specs
+from .worker_step import TrainStep
+
+# The optimizer of state that moves: a step's move is a gradient, and is gone as it is.
+_AS_IT_IS = {"class_name": "SGD", "config": {"learning_rate": 1.0}}
+
+
+class Served:
+    """One model and its variables on the servers of one strategy.
+
+    ``strategy`` makes variables and lends its servers. ``batches`` are one of each shape that is
+    known beforehand. Raises :class:`~meshwright.ModelError` for what cannot be trained so.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        model: keras.Model,
+        batches: Sequence[Any],
+        *,
+        embeddings: int | Sequence[str] | None,
+        local: Local | None = None,
+        any_rows: bool = True,
+    ) -> None:
+        self._strategy, self.model, self._local = strategy, model, local
+        with building():
+            _compat.build_for(model, batches[0])
+        self.variables = KerasVariables.of(model)
+        check_metrics(model.metrics)
+        self._apart = _whole_optimizer(model, self.variables, local)
+        self.lookups = KerasLookups(model, self.variables, embeddings)
+        base = base_of(model, self.variables)
+        self.exported: Exported = export_step(
+            keras_program(model, self.variables),
+            batches,
+            lookups=self.lookups,
+            clip=None if local else self._apart.clip,
+            base=base,
+            any_rows=any_rows,
+            local=local is not None,
+        )
+        self._prefix = prefix_of(strategy, model.name, self.exported.parts, self.variables)
+        self.specs = self._placed()
+        self._written: dict[int, Any] = {}  # id of a variable -> the value that `take` gave it
+        self._rate = _rate_of(model.optimizer)
+
+    def belongs_to(self, strategy: Any) -> bool:
+        """Whether its variables are this strategy's."""
+        return self._strategy is strategy
+
+    # What a step needs
+
+    def step(self, key: str, compression: Compression | None, fresh: bool) -> TrainStep:
+        """The step that workers run."""
+        v = self.variables
+        seeds = {path: np.asarray(v.state[path].value) for path in self.exported.parts.seeds}
+        slots: dict[str, np.ndarray] = {}
+        if self._local:
+            slots = {path: np.asarray(each.value) for path, each in v.slots.items()}
+        local = self._local is not None
+        return TrainStep(key, self.exported, self.specs, seeds, compression, fresh, local, slots)
+
+    # To the servers
+
+    def put(self) -> None:
+        """Give the servers the model's values, the optimizer and its slots."""
+        trained = {**self.specs.params, **self.specs.tables}
+        undecayed = [s for p, s in trained.items() if p in self._apart.without_decay]
+        compensation = bool(getattr(self._strategy.consistency, "compensation", 0))
+        heads = optimizer_heads(
+            self._apart.config,
+            list(trained.values()),
+            self._prefix,
+            without_decay=undecayed,
+            compensation=compensation,
+        )
+        moving = _floats(self.specs.moving.values())
+        moves = optimizer_heads(_AS_IT_IS, moving, f"{self._prefix}/moves")
+        values = [self._assign(path, spec) for path, spec in self._own().items()]
+        self._on_servers(lambda servers: servers.push(values))
+        for server, head in [*heads.items(), *moves.items()]:
+            self._strategy.optimizer(head, server)
+        if not self._local:
+            slots, steps, own = self._slots(), self._iterations(), self._in_model(trained)
+            self._on_servers(lambda servers: load_slots(servers, own, slots, steps))
+        self._note()
+
+    def put_changed(self) -> bool:
+        """Give the servers what a callback has changed in the model since; tells whether it has."""
+        self._put_rate()
+        changed = [
+            self._assign(path, spec)
+            for path, spec in self._own().items()
+            if self._written.get(id(self._variable(path))) is not _raw(self._variable(path))
+        ]
+        if changed:
+            self._on_servers(lambda servers: servers.push(changed))
+            self._note()
+        return bool(changed)
+
+    def _put_rate(self) -> None:
+        """A callback may have set the learning rate."""
+        rate = _rate_of(self.model.optimizer)
+        if rate is None or rate == self._rate:
+            return
+        self._rate = rate
+        if self._local:
+            return  # it is the inner optimizer's
+        trained = [*self.specs.params.values(), *self.specs.tables.values()]
+        self._on_servers(lambda servers: set_rate(servers, rate, trained, self._prefix))
+
+    # From the servers
+
+    def take(self, slots: bool = True) -> None:
+        """Give the model the servers' values, and the optimizer its slots."""
+        own = self._own()
+        values = self._on_servers(lambda servers: servers.read(list(own.values())))
+        for path, value in zip(own, values, strict=True):
+            self._variable(path).assign(value)
+        if slots:
+            self.take_slots()
+        self._note()
+
+    def take_slots(self) -> None:
+        """Give the optimizer its slots; inner slots of local steps stay on the workers."""
+        if self._local:
+            return
+        trained = self._in_model({**self.specs.params, **self.specs.tables})
+        slots, steps = self._on_servers(lambda servers: read_slots(servers, trained))
+        for path, (owner, kind) in self._owners().items():
+            found = slots.get(owner, {}).get(kind)
+            if found is not None:
+                self.variables.slots[path].assign(found)
+        for path, kind in self._shared_scalars().items():
+            self.variables.slots[path].assign(next(iter(slots.values()))[kind])
+        self.set_iterations(steps)
+
+    def logs(self) -> Logs:
+        """The metrics of all batches since :meth:`forget_counts`."""
+        assert self.specs.counts is not None
+        spec = self.specs.counts
+        counts = self._on_servers(lambda servers: servers.read([spec])[0])
+        return self.logs_from(counts)
+
+    def logs_from(self, counts: np.ndarray) -> Logs:
+        """The metrics as Keras shows them, from counts."""
+        return logs_of(self.model, self.variables, self.exported.parts, counts)
+
+    def forget_counts(self) -> None:
+        """Begin to count anew."""
+        assert self.specs.counts is not None
+        update = Update(self.specs.counts, "assign", (np.zeros(self.specs.counts.shape),))
+        self._on_servers(lambda servers: servers.push([update]))
+
+    def move_on(self, steps: int) -> None:
+        """Let the model's seeds stand where so many steps have left them."""
+        for path in self.exported.parts.seeds:
+            variable = self.variables.state[path]
+            seed = np.array(variable.value)
+            seed.reshape(-1)[-1] += np.asarray(steps).astype(seed.dtype)
+            variable.assign(seed)
+
+    def set_iterations(self, steps: int) -> None:
+        """Tell the optimizer how many steps it has made."""
+        self._iteration.assign(steps)
+
+    # How it is done
+
+    def _placed(self) -> Specs:
+        parts, v = self.exported.parts, self.variables
+
+        def place(paths: Sequence[str], part: Mapping[str, Any]) -> dict[str, VariableSpec]:
+            return {path: self._place(path, part[path]) for path in paths}
+
+        count = sum(int(np.prod(dims, dtype=int)) for _, dims in parts.metrics)
+        tables = {
+            table.name: self._place(table.name, v.params[table.name])
+            if table.in_model
+            else self._place_table(table.name)
+            for table in parts.tables
+        }
+        return Specs(
+            place(parts.params, v.params),
+            place(parts.moving, v.state),
+            place(parts.frozen, v.state),
+            tables,
+            self._make("metrics", np.zeros([count])).spec,
+        )
+
+    def _place(self, path: str, variable: Any) -> VariableSpec:
+        return self._make(path, np.asarray(variable.value)).spec
+
+    def _place_table(self, name: str) -> VariableSpec:
+        layer = self.lookups.served[name]
+        is_hash = layer.size == "hash"
+        shape = (0 if is_hash else int(layer.size), layer.dim)
+        full = f"{self._prefix}/{name}"
+        spec = self._spread(full, shape, is_hash)
+        init = {"kind": layer.initializer, "params": {}, "seed": layer.seed}
+        self._strategy.create(spec, init)
+        return spec
+
+    def _spread(self, name: str, shape: tuple[int, int], is_hash: bool) -> VariableSpec:
+        """A table over all servers, unless the strategy has a partitioner that says otherwise."""
+        if self._strategy.partitioner is not None and not is_hash:
+            return self._strategy.place(name, shape, "float32")
+        servers = self._strategy.num_servers
+        num_shards = servers if is_hash else min(servers, shape[0])
+        loads = [0] * servers
+        return placed(
+            name, shape, "float32", num_shards=num_shards, loads_bytes=loads, is_hash=is_hash
+        )
+
+    def _make(self, path: str, value: np.ndarray) -> Any:
+        name = f"{self._prefix}/{path}"
+        return self._strategy.variable(value, dtype=value.dtype, name=name)
+
+    def _own(self) -> dict[str, VariableSpec]:
+        """The variables that the model has too, by path."""
+        specs = self.specs
+        return {**specs.params, **specs.moving, **specs.frozen, **self._in_model(specs.tables)}
+
+    def _in_model(self, specs: Mapping[str, VariableSpec]) -> dict[str, VariableSpec]:
+        return {path: spec for path, spec in specs.items() if path in self.variables.params}
+
+    def _variable(self, path: str) -> Any:
+        v = self.variables
+        return v.params[path] if path in v.params else v.state[path]
+
+    def _assign(self, path: str, spec: VariableSpec) -> Update:
+        return Update(spec, "assign", (np.asarray(self._variable(path).value),))
+
+    def _note(self) -> None:
+        variables = [self._variable(path) for path in self._own()]
+        self._written = {id(variable): _raw(variable) for variable in variables}
+
+    def _owners(self) -> dict[str, tuple[str, str]]:
+        """Path of each slot that belongs to a parameter -> that parameter, and its kind."""
+        v = self.variables
+        infos = {path: v.infos[id(slot)] for path, slot in v.slots.items()}
+        return {
+            path: (info.owner, path.rpartition("/")[2])
+            for path, info in infos.items()
+            if info.owner is not None
+        }
+
+    @property
+    def _iteration(self) -> Any:
+        """What the optimizer counts its steps with; its ``iterations`` may be a part of them."""
+        return next(v for v in self.model.optimizer.variables if v.name == "iteration")
+
+    def _slots(self) -> Slots:
+        found: Slots = {}
+        for path, (owner, kind) in self._owners().items():
+            value = np.asarray(self.variables.slots[path].value)
+            found.setdefault(owner, {})[kind] = value
+        for path, kind in self._shared_scalars().items():
+            for own in found.values():  # on the servers, every part has one of its own
+                own[kind] = np.asarray(self.variables.slots[path].value)
+        return found
+
+    def _shared_scalars(self) -> dict[str, str]:
+        """Path of each number that an optimizer keeps for all parameters -> its kind on servers."""
+        if type(self.model.optimizer) is not keras.optimizers.Nadam:
+            return {}
+        v = self.variables
+        lone = [path for path, slot in v.slots.items() if v.infos[id(slot)].owner is None]
+        known = ("/iteration", "/learning_rate")
+        return {path: "u_product" for path in lone if not path.endswith(known)}
+
+    def _iterations(self) -> int:
+        return int(np.asarray(self._iteration.value))
+
+    def _on_servers(self, do: Callable[[Servers], Any]) -> Any:
+        return self._strategy.with_servers(do)
+
+
+def _whole_optimizer(
+    model: keras.Model, variables: KerasVariables, local: Local | None
+) -> TakenApart:
+    """The servers' optimizer: the model's own, or the outer one where steps are local."""
+    if local is not None:
+        return TakenApart(local.outer, None)
+    return take_apart(model.optimizer, variables.params)
+
+
+def _floats(specs: Any) -> list[VariableSpec]:
+    return [spec for spec in specs if np.dtype(spec.dtype).kind == "f"]
+
+
+def _rate_of(optimizer: Any) -> float | None:
+    """The learning rate where it is a number; a schedule runs on the servers."""
+    scheduled = isinstance(optimizer.get_config().get("learning_rate"), dict)
+    return None if scheduled else float(np.asarray(optimizer.learning_rate))
+
+
+def _raw(variable: Any) -> Any:
+    return _compat.raw_value(variable)

@@ -1,0 +1,79 @@
+"""Validation on the workers: every element is counted once, also when workers die.
+
+The elements are cut into shards by their numbers. A shard is one scheduled function: it counts all
+its elements and returns the counts. If its worker dies, it is done again as a whole elsewhere, and
+only the counts of the attempt that ended are taken. So does TensorFlow's exact evaluation
+(``pss_evaluation_shards``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import DataError
+from .data import Made
+from .worker_step import TrainStep, engine, here
+
+_SHARDS_PER_WORKER = 5  # as TensorFlow: so much is done again at most when a worker dies
+
+
+@dataclass(frozen=True, eq=False)
+class MeasureShard:
+    """Counts every ``num_shards``-th element of a dataset, of the first ``steps`` if given."""
+
+    step: TrainStep
+    made: Made
+    num_shards: int
+    steps: int | None = None
+
+    def __call__(self, shard: int, edition: int) -> tuple[np.ndarray, int]:
+        """The counts of one shard's elements, and how many there were."""
+        measures, context = engine(self.step), here()
+        counts: Any = np.zeros([])
+        number = 0
+        for batch in elements_of(self.made(), shard, self.num_shards, self.steps):
+            counts = counts + measures.measure(context, batch, edition)
+            number += 1
+        return np.atleast_1d(counts), number
+
+
+def elements_of(dataset: Any, shard: int, num_shards: int, steps: int | None) -> Iterator[Any]:
+    """Every ``num_shards``-th element from ``shard`` on, by number where the dataset has them.
+
+    >>> list(elements_of("abcdefg", 1, 3, None)), list(elements_of(iter("abcdefg"), 1, 3, 4))
+    (['b', 'e'], ['b'])
+    """
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        stop = len(dataset) if steps is None else min(steps, len(dataset))
+        return (dataset[number] for number in range(shard, stop, num_shards))
+    return itertools.islice(iter(dataset), shard, steps, num_shards)
+
+
+def num_shards(num_workers: int, steps: int | None) -> int:
+    """Into how many shards a validation is cut.
+
+    >>> num_shards(2, None), num_shards(2, 3)
+    (10, 3)
+    """
+    most = _SHARDS_PER_WORKER * max(1, num_workers)
+    return most if steps is None else max(1, min(most, steps))
+
+
+def validate(coordinator: Any, measure: MeasureShard, edition: int) -> np.ndarray:
+    """The counts of the metrics over all elements.
+
+    The same ``measure`` should be given each time: it travels to a worker once. Raises
+    :class:`~meshwright.DataError` if there are no elements.
+    """
+    shards = range(measure.num_shards)
+    values = [coordinator.schedule(measure, args=(shard, edition)) for shard in shards]
+    coordinator.join()
+    results = coordinator.fetch(values)
+    if not any(elements for _, elements in results):
+        raise DataError("there is nothing to validate on: the data holds no batch.")
+    return sum((counts for counts, elements in results if elements), np.zeros([]))

@@ -1,0 +1,249 @@
+"""One training step on a worker: pull what has changed, compute, push, and pull with the answer.
+
+A :class:`TrainStep` is what ``fit`` schedules. It travels once to each worker, and there keeps what
+it has compiled and the values that it read last in the worker's cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...errors import TaskError
+from ..worker.context import Context, current
+from ..worker.updates import Update
+from .compiled import Compiled, CompiledStep, Looked, padded_rows
+from .compression import Compression, pack_gradient
+from .export import Exported
+from .signature import Signature, on_devices
+from .specs import Specs, by_shard
+
+_MOST_MODELS = 4  # whose compiled code a worker keeps
+_SPREAD = 0x9E3779B9  # the golden ratio: far apart for neighbouring workers
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep:
+    """A step of training, as a function of an iterator over batches; returns the loss.
+
+    ``key`` names the run: what a worker keeps belongs to it. ``seeds`` are the model's own; every
+    worker but the first makes others of them.
+    """
+
+    key: str
+    exported: Exported
+    specs: Specs
+    seeds: Mapping[str, np.ndarray]
+    compression: Compression | None = None
+    fresh: bool = False  # read before each step: others' updates must be seen
+    local: bool = False  # several steps on the worker between two talks with the servers
+    slots: Mapping[str, np.ndarray] = field(default_factory=dict)  # that local steps begin with
+
+    def __call__(self, batches: Iterator[Any], edition: int = 0, count: int = 1) -> float:
+        """Train on the next batch, or with ``local`` on so many.
+
+        ``edition`` changes when somebody else has changed variables.
+        """
+        if not self.local:
+            return engine(self).train(here(), next(batches), edition)
+        taken = [next(batches), *itertools.islice(batches, count - 1)]
+        return engine(self).train_locally(here(), taken, edition)
+
+
+def here() -> Context:
+    """The worker's context. Raises :class:`~meshwright.TaskError` outside of workers."""
+    context = current()
+    if context is None:
+        raise TaskError("a training step runs on workers: schedule it with a ClusterCoordinator.")
+    return context
+
+
+def engine(step: TrainStep) -> Engine:
+    """What this worker keeps of a run; made when first asked for."""
+    cache = here().cache
+    kept = cache.get("training")
+    if kept is None or kept.key != step.key:  # one run at a time: an older one is let go
+        kept = cache["training"] = Engine(step, here().index, compiled_of(step.exported, cache))
+    return kept
+
+
+def compiled_of(exported: Exported, cache: dict[Any, Any]) -> Compiled:
+    """What is compiled of a model; the next run of the same model finds it there."""
+    known: dict[str, Compiled] = cache.setdefault("training code", {})
+    if exported.digest not in known:
+        while len(known) >= _MOST_MODELS:
+            del known[next(iter(known))]
+        known[exported.digest] = Compiled(exported)
+    return known[exported.digest]
+
+
+class Engine:
+    """A worker's side of one run: compiled steps, the values read last, its seeds."""
+
+    def __init__(self, step: TrainStep, index: int, compiled: Compiled) -> None:
+        self.key = step.key
+        self._specs, self._compression = step.specs, step.compression
+        self._compiled = compiled
+        self._slots: Any = dict(step.slots)
+        self._fresh = step.fresh
+        self._seeds: Any = {path: spread(seed, index) for path, seed in step.seeds.items()}
+        self._edition: int | None = None
+        self._pulled: list[Any] = []
+        self._frozen: dict[str, Any] = {}
+        self._left: dict[str, np.ndarray] = {}  # what compression left out
+
+    def train(self, context: Context, batch: Any, edition: int) -> float:
+        """One step; the loss."""
+        step, leaves, host = self._prepared(batch)
+        self._pull(context, edition)
+        params, moving = self._values()
+        looked = step.look(host)
+        rows = self._rows(context, looked)
+        grads, row_grads, moves, seeds, counts, loss = step.gradients(
+            params, moving, self._frozen, self._seeds, rows, looked.positions, leaves
+        )
+        updates = [
+            *self._gradients(grads, context),
+            *self._row_gradients(row_grads, looked, context),
+            *self._additions(moves, counts),
+        ]
+        self._push(context, updates)
+        self._seeds = seeds
+        return float(loss)
+
+    def train_locally(self, context: Context, batches: list[Any], edition: int) -> float:
+        """Several steps on this worker, of which the servers get how far they went; the last loss.
+
+        The way from where they began is what an optimizer's gradient is: SGD with rate 1 goes it.
+        """
+        self._pull(context, edition)
+        before = self._values()
+        params, moving = before
+        total, loss = np.zeros([]), 0.0
+        for batch in batches:
+            step, leaves, _ = self._prepared(batch)
+            params, moving, self._seeds, self._slots, counts, loss = step.local(
+                params, moving, self._frozen, self._seeds, self._slots, leaves
+            )
+            total = total + np.asarray(counts, np.float64)
+        way = {path: before[0][path] - np.asarray(value) for path, value in params.items()}
+        moves = {path: np.asarray(value) - before[1][path] for path, value in moving.items()}
+        updates = [*self._gradients(way, context), *self._additions(moves, total)]
+        self._push(context, updates)
+        return float(loss)
+
+    def measure(self, context: Context, batch: Any, edition: int) -> np.ndarray:
+        """The counts of the metrics over one batch of validation."""
+        step, leaves, host = self._prepared(batch)
+        self._pull(context, edition, trains=False)
+        params, moving = self._values()
+        looked = step.look(host)
+        rows = self._rows(context, looked)
+        counts = step.measures(
+            params, moving, self._frozen, self._seeds, rows, looked.positions, leaves
+        )
+        return np.asarray(counts, np.float64)
+
+    def _prepared(self, batch: Any) -> tuple[CompiledStep, list[Any], list[Any]]:
+        import jax
+
+        batch = as_batch(batch)
+        host = jax.tree.leaves(batch)
+        return self._compiled.step_for(Signature.of(batch)), [on_devices(v) for v in host], host
+
+    def _pull(self, context: Context, edition: int, trains: bool = True) -> None:
+        """Read all, unless the last push has brought it, or nothing has changed since."""
+        if self._edition == edition and not (self._fresh and trains):
+            return
+        specs = self._specs
+        if self._edition is None and specs.frozen:
+            import jax
+
+            values = context.servers.read(list(specs.frozen.values()))
+            self._frozen = dict(zip(specs.frozen, map(jax.device_put, values), strict=True))
+        self._pulled = context.servers.read(list(specs.pulled))
+        self._edition = edition
+
+    def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        count = len(self._specs.params)
+        params = dict(zip(self._specs.params, self._pulled[:count], strict=True))
+        return params, dict(zip(self._specs.moving, self._pulled[count:], strict=True))
+
+    def _rows(self, context: Context, looked: Looked) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        for name, ids in looked.unique.items():
+            rows = context.servers.lookup(self._specs.tables[name], ids)
+            found[name] = padded_rows(rows, looked.num_rows[name])
+        return found
+
+    # What is pushed
+
+    def _push(self, context: Context, updates: list[Update]) -> None:
+        answer = context.push(updates, () if self._fresh else self._specs.pulled)
+        self._pulled = list(answer.values)
+
+    def _gradients(self, grads: Mapping[str, Any], context: Context) -> Iterator[Update]:
+        wanted = context.settings.get("gradient_options", {})
+        for path, spec in self._specs.params.items():
+            gradient = np.asarray(grads[path])
+            if self._compression is None:
+                yield Update(spec, "gradient", (gradient,), wanted)
+                continue
+            for shard, rows in by_shard(spec):
+                part = gradient[rows] if gradient.ndim else gradient
+                packed = pack_gradient(self._compression, part, self._left.get(shard.name))
+                if packed.left is not None:
+                    self._left[shard.name] = packed.left
+                yield Update(shard, "gradient", packed.arrays, {**wanted, **packed.options})
+
+    def _row_gradients(
+        self, grads: Mapping[str, Any], looked: Looked, context: Context
+    ) -> Iterator[Update]:
+        wanted = dict(context.settings.get("gradient_options", {}))
+        wanted.pop("compensation", None)  # which is for whole variables
+        for name, ids in looked.unique.items():
+            values = np.asarray(grads[name])[: len(ids)]
+            yield Update(self._specs.tables[name], "rows_gradient", (ids, values), wanted)
+
+    def _additions(self, moves: Mapping[str, Any], counts: Any) -> Iterator[Update]:
+        for path, spec in self._specs.moving.items():
+            move = np.asarray(moves[path])
+            if move.dtype.kind == "f":
+                # As a gradient for SGD of rate 1, for then a round goes the mean of its moves.
+                yield Update(spec, "gradient", (-move,))
+            else:
+                yield Update(spec, "add", (move,))
+        if self._specs.counts is not None:
+            yield Update(self._specs.counts, "add", (np.asarray(counts, np.float64),))
+
+
+def spread(seed: np.ndarray, index: int) -> np.ndarray:
+    """The seed of worker ``index``: the first keeps the model's own, the others get others.
+
+    >>> spread(np.array([7, 0], "uint32"), 0).tolist()
+    [7, 0]
+    """
+    mixed = np.array(seed)
+    if index:
+        first = int(mixed.reshape(-1)[0])
+        mixed.reshape(-1)[0] = (first + index * _SPREAD) % 2**32
+    return mixed
+
+
+def as_batch(element: Any) -> Any:
+    """An element of a dataset as ``(x, y, sample weights)``, shorter where parts are absent.
+
+    TensorFlow's and PyTorch's tensors become NumPy arrays.
+    """
+    import jax
+
+    def one(leaf: Any) -> Any:
+        return leaf.numpy() if hasattr(leaf, "numpy") else leaf
+
+    if isinstance(element, list):
+        element = tuple(element)
+    return jax.tree.map(one, element)

@@ -1,0 +1,144 @@
+"""Training with real processes: accuracy, deaths, and who talks with whom."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import signal
+import threading
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+import pytest
+from training_models import data, dense, ratings, recommender
+
+from meshwright.launch.local import LocalCluster
+from meshwright.ps.coordinator.coordinator import ClusterCoordinator
+from meshwright.ps.strategy import ParameterServer
+from meshwright.ps.training import Embedding, LocalSGD, evaluate, fit, table_of
+
+pytestmark = pytest.mark.alone
+LIMIT_S = 240.0
+HEARTBEAT_S = 0.2
+
+
+@contextlib.contextmanager
+def trained_on(workers: int = 2, ps: int = 2, **options) -> Iterator[tuple]:
+    """A cluster and a strategy on it; the process ends if that takes too long."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    try:
+        environment = {"JAX_PLATFORMS": "cpu"}
+        with (
+            LocalCluster(
+                workers, ps, heartbeat_s=HEARTBEAT_S, logs=False, env=environment
+            ) as cluster,
+            ParameterServer(
+                cluster, heartbeat_s=HEARTBEAT_S, dead_after_s=5.0, **options
+            ) as strategy,
+        ):
+            yield cluster, strategy
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def test_two_workers_learn_and_no_step_s_parameters_go_through_the_coordinator():
+    x, y = data(640)
+    model = dense(keras.optimizers.Adam(0.01), keras.layers.BatchNormalization())
+    with trained_on() as (_, strategy):
+        how = {"batch_size": 16, "epochs": 6, "verbose": 0, "validation_data": (x, y)}
+        history = fit(strategy, model, x, y, **how).history
+        stats = ClusterCoordinator(strategy).stats()
+        through = []
+        for steps in (10, 30):
+            before = ClusterCoordinator(strategy).stats()["parameter_bytes"]
+            fit(strategy, model, x, y, batch_size=16, steps_per_epoch=steps, verbose=0)
+            through.append(ClusterCoordinator(strategy).stats()["parameter_bytes"] - before)
+        measured = evaluate(strategy, model, x, y, batch_size=16)
+    assert history["val_accuracy"][-1] > 0.93
+    assert measured["loss"] == pytest.approx(model.evaluate(x, y, verbose=0)[0], rel=1e-4)
+    assert through[0] == through[1]  # the model's own values, when a run begins and ends
+    assert stats["result_bytes"] < 6 * 10 * 100  # counts of metrics, by shard of validation
+    assert all(worker["done"] > 0 for worker in stats["workers"].values())
+    assert int(model.optimizer.iterations) == 280
+
+
+@pytest.mark.full
+def test_synchronous_steps_of_two_workers_are_one_big_batch():
+    x, y = data(64)
+    expected, model = (dense(keras.optimizers.SGD(0.5, momentum=0.5)) for _ in range(2))
+    expected.fit(x, y, batch_size=32, shuffle=False, epochs=2, verbose=0)
+    with trained_on(consistency="sync") as (_, strategy):
+        fit(strategy, model, x, y, batch_size=16, shuffle=False, epochs=2, verbose=0)
+    for one, other in zip(expected.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert int(model.optimizer.iterations) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_that_die_lose_no_step_and_no_element(how):
+    x, y = data(1600)
+    model = dense(keras.optimizers.Adam(0.01))
+    with trained_on() as (cluster, strategy):
+        fit(strategy, model, x, y, batch_size=16, steps_per_epoch=20, verbose=0)
+        ended = threading.Event()
+
+        def kill() -> None:
+            while not ended.wait(1.0):
+                cluster.kill("worker:1", how)
+                if how == signal.SIGSTOP:
+                    return
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            options = {"epochs": 5, "verbose": 0, "validation_data": (x, y), "shuffle": False}
+            history = fit(strategy, model, x, y, batch_size=16, **options).history
+        finally:
+            ended.set()
+            killer.join()
+            with contextlib.suppress(Exception):
+                cluster.kill("worker:1", signal.SIGCONT)
+        counts = int(model.optimizer.iterations)
+        lost = ClusterCoordinator(strategy).stats()["workers_lost"]
+    assert lost > 0
+    assert counts == 20 + 5 * 100  # every step was applied once
+    assert history["accuracy"][-1] > 0.9
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert history["val_loss"][-1] == pytest.approx(expected["loss"], rel=1e-4)
+    assert history["val_accuracy"][-1] == pytest.approx(expected["accuracy"], rel=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::meshwright.MeshwrightWarning")  # what was lost is stated
+def test_training_goes_on_when_a_server_dies():
+    x, y = data(640)
+    model = dense(keras.optimizers.Adam(0.01))
+    with trained_on() as (cluster, strategy):
+        fit(strategy, model, x, y, batch_size=16, epochs=1, verbose=0)
+        timer = threading.Timer(0.3, lambda: cluster.kill("ps:0", signal.SIGKILL))
+        timer.start()
+        history = fit(strategy, model, x, y, batch_size=16, epochs=25, verbose=0).history
+        timer.join()
+        restarts = cluster.generation("ps:0")
+    assert restarts == 1
+    assert history["accuracy"][-1] > 0.9
+
+
+@pytest.mark.full
+def test_tables_on_two_servers_and_local_steps():
+    x, y = ratings(256)
+    model = recommender(keras.optimizers.Adam(0.05), Embedding("table", 4, "hash"))
+    with trained_on() as (_, strategy):
+        history = fit(strategy, model, x, y, batch_size=16, epochs=15, verbose=0,
+                      embeddings=["user_table"]).history  # fmt: skip
+        rows = table_of(strategy, model, "table").lookup(np.arange(10))
+        x, y = data(640)
+        averaged = dense(keras.optimizers.SGD(0.3))
+        how = {"batch_size": 16, "epochs": 4, "verbose": 0, "local": LocalSGD(every=5)}
+        local = fit(strategy, averaged, x, y, **how).history
+    assert history["loss"][-1] < 0.95 * history["loss"][0]
+    assert rows.shape == (10, 4)
+    assert np.abs(rows).max() > 0.05  # beyond what they began with: they were trained
+    assert local["accuracy"][-1] > 0.85

@@ -1,0 +1,170 @@
+"""What is exported of a model, and what cannot be."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from training_models import data, dense, ratings, recommender
+
+import meshwright as mw
+from meshwright import _compat
+from meshwright.frontends.keras.program import KerasVariables, keras_program
+from meshwright.ps.training.compiled import Compiled
+from meshwright.ps.training.embeddings import KerasLookups, building
+from meshwright.ps.training.export import export_step
+from meshwright.ps.training.optimizers import take_apart
+from meshwright.ps.training.signature import Signature
+
+
+def exported(model, batch, embeddings=None, **options):
+    with building():
+        _compat.build_for(model, batch)
+    variables = KerasVariables.of(model)
+    lookups = KerasLookups(model, variables, embeddings)
+    return export_step(keras_program(model, variables), [batch], lookups=lookups, **options)
+
+
+def test_state_is_told_apart_by_who_keeps_it():
+    frozen = keras.layers.Dense(4, name="frozen", trainable=False)
+    between = [frozen, keras.layers.BatchNormalization(name="norm"), keras.layers.Dropout(0.1)]
+    parts = exported(dense("sgd", *between), data(8)).parts
+    assert parts.params[:2] == ("hidden/kernel", "hidden/bias")
+    assert parts.moving == ("norm/moving_mean", "norm/moving_variance")
+    assert parts.frozen == ("frozen/kernel", "frozen/bias")
+    assert len(parts.seeds) == 1
+    assert [path for path, _ in parts.metrics][-2:] == ["accuracy/total", "accuracy/count"]
+
+
+def test_one_export_takes_any_number_of_rows():
+    x, y = data()
+    made = exported(dense("sgd"), (x[:8], y[:8]))
+    assert made.code_for(Signature.of((x[:8], y[:8]))) is made.codes[0][1]
+    assert made.code_for(Signature.of((x[:5], y[:5]))) is made.any_rows
+    with pytest.raises(
+        mw.BatchError, match=r"8x7 float32.*exported for 8x6 float32.*number of rows"
+    ):
+        made.code_for(Signature.of((np.zeros([8, 7], "float32"), y[:8])))
+
+
+def test_without_a_free_number_of_rows_batches_must_be_alike():
+    x, y = data()
+    made = exported(dense("sgd"), (x[:8], y[:8]), any_rows=False)
+    with pytest.raises(mw.BatchError, match="drop a smaller last one"):
+        made.code_for(Signature.of((x[:5], y[:5])))
+
+
+RUN = """
+import pickle, sys
+import numpy as np
+made, arguments = pickle.load(open(sys.argv[1], "rb"))
+from meshwright.ps.training.compiled import Compiled
+step = Compiled(made).step_for(made.codes[0][0])
+grads, *_, loss = step.gradients(*arguments)
+assert "keras" not in sys.modules and "tensorflow" not in sys.modules, "a worker needs JAX alone"
+np.savez(sys.argv[2], loss=loss, **{path.replace("/", "."): v for path, v in grads.items()})
+"""
+
+
+@pytest.mark.alone
+def test_exported_code_runs_without_keras_and_gives_the_model_s_gradients(tmp_path: Path):
+    x, y = data(8)
+    model = dense("sgd")
+    made = exported(model, (x, y))
+    params = {path: np.asarray(v.value) for path, v in KerasVariables.of(model).params.items()}
+    arguments = (params, {}, {}, {}, {}, [], [x, y])
+    (tmp_path / "made").write_bytes(pickle.dumps((made, arguments)))
+    run = [sys.executable, "-c", RUN, str(tmp_path / "made"), str(tmp_path / "out.npz")]
+    subprocess.run(run, check=True, timeout=120, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    found = np.load(tmp_path / "out.npz")
+    before = model.get_weights()
+    model.compile(keras.optimizers.SGD(1.0), model.loss)
+    expected = model.train_on_batch(x, y, return_dict=True)
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+    for path, was, now in zip(params, before, model.get_weights(), strict=True):
+        np.testing.assert_allclose(found[path.replace("/", ".")], was - now, atol=1e-6)
+
+
+def test_only_the_rows_of_a_batch_are_taken_and_each_once():
+    x, y = ratings(8)
+    made = exported(recommender("sgd"), (x, y), ["user_table", "item_table"])
+    step = Compiled(made).step_for(Signature.of((x, y)))
+    looked = step.look([x["items"], x["users"], y])
+    assert {name: ids.tolist() for name, ids in looked.unique.items()} == {
+        "user_table/embeddings": np.unique(x["users"]).tolist(),
+        "item_table/embeddings": np.unique(x["items"]).tolist(),
+    }
+    assert looked.num_rows == {"user_table/embeddings": 8, "item_table/embeddings": 24}
+
+
+def test_tables_that_are_read_whole_do_not_travel_by_rows():
+    x, y = ratings(8)
+    model = recommender("sgd", embeddings_regularizer="l2")
+    with pytest.raises(mw.ModelError, match=r"user_table/embeddings.*embeddings="):
+        exported(model, (x, y), ["user_table"])
+    assert "user_table/embeddings" in exported(model, (x, y)).parts.params
+    with pytest.raises(mw.ModelError, match=r"no Embedding layer \['unknown'\]"):
+        exported(model, (x, y), ["unknown"])
+
+
+def test_ids_that_a_model_computes_from_its_weights_are_refused():
+    class Argmax(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.scores = keras.layers.Dense(5)
+            self.table = keras.layers.Embedding(5, 2, name="table")
+
+        def call(self, x):
+            return self.table(keras.ops.argmax(self.scores(x), axis=-1))
+
+    model = Argmax()
+    model.compile("sgd", "mse")
+    batch = np.zeros([4, 3], "float32"), np.zeros([4, 2], "float32")
+    with pytest.raises(mw.ModelError, match="ids it computes from its own weights"):
+        exported(model, batch, ["table"])
+
+
+def test_ids_that_a_model_computes_from_its_batch_are_looked_up():
+    model = keras.Sequential(
+        [
+            keras.Input([], dtype="int32"),
+            keras.layers.Lambda(lambda ids: ids % 5),
+            keras.layers.Embedding(5, 2, name="table"),
+        ]
+    )
+    model.compile("sgd", "mse")
+    batch = np.array([7, 12, 3], "int32"), np.zeros([3, 2], "float32")
+    made = exported(model, batch, ["table"])
+    looked = Compiled(made).step_for(Signature.of(batch)).look(list(batch))
+    assert looked.unique["table/embeddings"].tolist() == [2, 3]
+    assert looked.positions[0].tolist() == [0, 0, 1]
+
+
+def test_a_training_step_of_its_own_is_refused():
+    class Own(keras.Sequential):
+        def train_step(self, state, data):
+            return super().train_step(state, data)
+
+    model = Own([keras.Input([6]), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    with pytest.raises(mw.ModelError, match="brings its own train_step"):
+        exported(model, (np.zeros([4, 6], "float32"), np.zeros([4, 3], "float32")))
+
+
+def test_words_in_a_batch_are_refused():
+    with pytest.raises(mw.BatchError, match="Turn words into numbers"):
+        Signature.of(np.array(["a", "b"]))
+
+
+def test_constraints_are_refused_by_name():
+    layer = keras.layers.Dense(2, kernel_constraint="max_norm")
+    model = keras.Sequential([keras.Input([3]), layer])
+    model.compile("sgd", "mse")
+    with pytest.raises(mw.ModelError, match=r"have a constraint.*layers\.0\.kernel|kernel"):
+        take_apart(model.optimizer, KerasVariables.of(model).params)

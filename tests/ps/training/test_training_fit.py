@@ -1,0 +1,258 @@
+"""``fit``: data, callbacks, checkpoints, and everything it refuses."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from training_models import apart, data, dense
+
+import meshwright as mw
+from meshwright.ps.strategy import ParameterServer
+from meshwright.ps.training import fit
+from meshwright.ps.training.callbacks import check_callbacks
+from meshwright.ps.training.data import ArrayBatches, InputContext, Made
+from meshwright.ps.training.embeddings import Embedding
+from meshwright.ps.training.evaluator import SidecarEvaluator
+from meshwright.ps.training.feed import feed_of
+from meshwright.ps.training.metrics import adds_up, check_metrics
+from meshwright.ps.training.numbered import Numbered
+from meshwright.ps.training.progress import Look, line, stragglers
+from meshwright.ps.training.validation import elements_of, num_shards
+
+HOW = {"batch_size": 16, "shuffle": False, "verbose": 0}
+
+# Data
+
+
+def test_arrays_are_cut_into_epochs_of_batches_in_another_order_each():
+    x = np.arange(10)
+    batches = ArrayBatches((x, -x), batch_size=4, epochs=2, shuffle=True, seed=3)
+    epochs = [[batches[3 * epoch + at] for at in range(3)] for epoch in range(2)]
+    rows = [np.concatenate([x for x, _ in epoch]).tolist() for epoch in epochs]
+    assert rows[0] != rows[1]
+    assert sorted(rows[0]) == sorted(rows[1]) == list(range(10))
+    assert all((x == -y).all() for epoch in epochs for x, y in epoch)
+    again = ArrayBatches((x, -x), batch_size=4, epochs=2, shuffle=True, seed=3)
+    assert again[4][0].tolist() == batches[4][0].tolist()
+    with pytest.raises(mw.DataError, match=r"\[9, 10\] rows"):
+        ArrayBatches((x, x[:9]))
+
+
+@pytest.mark.parametrize("make", [lambda c: list("abcd"), lambda c: iter("abcd")])
+def test_elements_are_found_by_number_in_any_order(make):
+    numbered = Numbered(Made(make))
+    assert [numbered[at] for at in (2, 3, 0, 1, 1)] == list("cdabb")
+    with pytest.raises(mw.ExhaustedError, match="has 4 elements, and number 4"):
+        numbered[4]
+
+
+def test_what_was_trained_on_is_skipped():
+    def make(context: InputContext):
+        return iter("abcd") if context.worker_index == 0 else []
+
+    assert list(Made(make, skip=2)()) == ["c", "d"]
+    by_number = Made(lambda c: "abcd", skip=1)()
+    assert (len(by_number), by_number[0]) == (3, "b")
+
+
+@pytest.mark.parametrize("steps", [None, 5, 0])
+@pytest.mark.parametrize("make", [str, iter])
+def test_shards_of_validation_share_all_elements(make, steps):
+    found = [list(elements_of(make("abcdefgh"), shard, 3, steps)) for shard in range(3)]
+    assert sorted("".join(map("".join, found))) == sorted("abcdefgh"[:steps])
+    assert num_shards(2, steps) <= 10
+
+
+def test_data_that_cannot_be_used_is_refused():
+    x, y = data()
+    with pytest.raises(mw.DataError, match="gives its elements once"):
+        feed_of(batch for batch in [(x, y)])
+    with pytest.raises(mw.DataError, match="without elements"):
+        feed_of(lambda context: [])
+    with pytest.raises(mw.DataError, match="returned int, which cannot be iterated over"):
+        feed_of(lambda context: 7)
+    with pytest.raises(mw.BatchError, match="go with arrays"):
+        feed_of(lambda context: [(x, y)], batch_size=3)
+
+
+def test_workers_of_several_devices_are_refused():
+    x, y = data()
+    four = mw.Sharded(mw.create_mesh({"batch": 4}, devices=[f"cpu:{i}" for i in range(4)]))
+    with (
+        ParameterServer(worker=four) as strategy,
+        pytest.raises(mw.ModelError, match="one worker per device"),
+    ):
+        fit(strategy, dense("sgd"), x, y)
+
+
+# Callbacks and metrics
+
+
+class Batchwise(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
+def test_callbacks_that_look_at_batches_are_refused_by_name():
+    checkpoint = keras.callbacks.ModelCheckpoint("x.keras", save_freq=5)
+    with pytest.raises(mw.ModelError, match=r"Batchwise \(on_train_batch_end\); ModelCheckpoint"):
+        check_callbacks([Batchwise(), checkpoint, keras.callbacks.EarlyStopping()])
+    epochs = [keras.callbacks.ModelCheckpoint("x.keras"), keras.callbacks.TerminateOnNaN()]
+    check_callbacks([*epochs, keras.callbacks.ReduceLROnPlateau()])
+
+
+class Most(keras.metrics.Metric):
+    """Not a sum: the largest value that was seen."""
+
+    def __init__(self):
+        super().__init__(name="most")
+        self.most = self.add_variable((), "zeros", name="most")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
+
+    def result(self):
+        return self.most.value
+
+
+def test_metrics_must_add_up():
+    assert adds_up(keras.metrics.Precision())
+    assert not adds_up(Most())
+    with pytest.raises(mw.ModelError, match=r"cannot be added up over workers: most"):
+        check_metrics([keras.metrics.Mean(), Most()])
+
+
+# Whole runs
+
+
+class Changes(keras.callbacks.Callback):
+    """Looks at the weights, and changes the learning rate, as schedulers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append(np.array(self.model.get_weights()[0]))
+        self.model.optimizer.learning_rate = 0.1 / (epoch + 2)
+        if epoch == 1:
+            self.model.set_weights([w * 0.5 for w in self.model.get_weights()])
+
+
+def test_callbacks_see_and_change_weights_and_learning_rate():
+    x, y = data()
+    expected, model = (dense(keras.optimizers.SGD(0.1, momentum=0.5)) for _ in range(2))
+    theirs, ours = Changes(), Changes()
+    expected.fit(x, y, epochs=3, callbacks=[theirs], **HOW)
+    with ParameterServer() as strategy:
+        history = fit(strategy, model, x, y, epochs=3, callbacks=[ours], **HOW)
+    assert apart(expected, model) < 1e-6
+    assert len(history.history["loss"]) == 3
+    for one, other in zip(theirs.seen, ours.seen, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_an_evaluator_follows_it(tmp_path):
+    x, y = data()
+    whole = dense(keras.optimizers.Adam(0.01))
+    with ParameterServer() as strategy:
+        expected = fit(strategy, whole, x, y, epochs=3, **HOW).history
+        halves, how = dense(keras.optimizers.Adam(0.01)), {"checkpoint": tmp_path, **HOW}
+        fit(strategy, halves, x, y, epochs=1, save_every=2, **how)
+    again = dense("sgd")
+    again.compile(keras.optimizers.Adam(0.01), whole.loss, metrics=["accuracy"])
+    with ParameterServer() as strategy:  # another coordinator, which knows nothing
+        found = fit(strategy, again, x, y, epochs=3, **how).history
+    assert apart(whole, again) < 1e-6
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    beside = dense("sgd")
+    (last,) = SidecarEvaluator(beside, (x, y), tmp_path, timeout_s=5).start()
+    assert (last.step, last.ended) == (9, True)
+    assert apart(whole, beside) < 1e-6
+    assert last.logs == pytest.approx(whole.evaluate(x, y, verbose=0, return_dict=True), rel=1e-5)
+
+
+@pytest.mark.full
+def test_what_servers_have_trained_goes_on_synchronously(tmp_path):
+    x, y = data()
+    model = dense(keras.optimizers.Adam(0.01))
+    with ParameterServer() as strategy:
+        fit(strategy, model, x, y, epochs=1, checkpoint=tmp_path, **HOW)
+    one = mw.Sharded(mw.create_mesh({"batch": 1}, devices=["cpu:0"]))
+    with one.scope():
+        other = dense(keras.optimizers.Adam(0.01))
+    one.fit(other, x, y, epochs=2, batch_size=16, shuffle=False, verbose=0, checkpoint=None)
+    expected = dense(keras.optimizers.Adam(0.01))
+    expected.fit(x, y, epochs=2, **HOW)
+    with one.scope():
+        restored = dense(keras.optimizers.Adam(0.01))
+    one.restore(restored, tmp_path)
+    assert apart(model, restored) == 0
+    one.fit(restored, x, y, epochs=1, **HOW)
+    assert apart(expected, restored) < 1e-5
+
+
+def test_a_dataset_function_is_told_its_worker_and_must_last():
+    x, y = data()
+    told = []
+
+    def dataset(context: InputContext):
+        told.append((context.worker_index, context.num_workers))
+        return [(x[:8], y[:8]), (x[8:16], y[8:16])]
+
+    with ParameterServer() as strategy:
+        history = fit(strategy, dense("sgd"), dataset, epochs=2, verbose=0)
+        assert len(history.history["loss"]) == 2
+        with pytest.raises(mw.ExhaustedError, match=r"ended in epoch 1, which asks for 3 batches"):
+            fit(strategy, dense("sgd"), dataset, steps_per_epoch=3, verbose=0)
+        with pytest.raises(mw.DataError, match="give steps_per_epoch="):
+            fit(strategy, dense("sgd"), lambda context: iter([(x, y)]), verbose=0)
+    assert set(told) == {(0, 1)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sharding", ["static", "copy"])
+def test_workers_may_have_shares_of_their_own(sharding):
+    x, y = data()
+    model = dense("sgd")
+    with ParameterServer() as strategy:
+        fit(strategy, model, x, y, epochs=2, sharding=sharding, **HOW)
+        with pytest.raises(mw.ClusterError, match="sharding='hashed'"):
+            fit(strategy, model, x, y, sharding="hashed", **HOW)
+    assert int(model.optimizer.iterations) == 6
+
+
+def test_a_table_that_is_only_on_the_servers_grows_by_use():
+    model = keras.Sequential(
+        [
+            keras.Input([], dtype="int32"),
+            Embedding("users", 4, "hash", seed=1),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    ids = np.tile(np.array([3, 10**9, 77], "int32"), 16)
+    y = (ids == 77).astype("float32")[:, None]
+    with ParameterServer() as strategy:
+        losses = fit(strategy, model, ids, y, batch_size=12, epochs=30, verbose=0).history["loss"]
+    assert losses[-1] < 0.05 * losses[0]
+    assert [w.shape for w in model.get_weights()] == [(4, 1), (1,)]
+    with pytest.raises(mw.ModelError, match="the table 'users' lies on the servers"):
+        model.predict(ids[:3], verbose=0)
+
+
+# The line
+
+
+def test_the_line_tells_rates_staleness_and_stragglers():
+    first = Look(0.0, 100, {"worker:0": (50, 0.1), "worker:1": (50, 0.1)}, 10, 100)
+    workers = {"worker:0": (130, 0.1), "worker:1": (70, 0.4)}
+    last = Look(10.0, 200, workers, 60, 200, queued=7, retried=2)
+    told = line(1, 3, 100, 200, first, last, None)
+    assert "epoch 2/3" in told
+    assert "100/200  10 steps/s  workers 8 + 2  staleness 0.5  slow worker:1" in told
+    assert "2 done again  7 queued" in told
+    ended = line(1, 3, 200, 200, first, last, {"loss": 0.25})
+    assert "200/200  10s  loss 0.25" in ended
+    assert stragglers({"worker:0": (1, None), "worker:1": (5, 0.1)}) == []

@@ -1,0 +1,147 @@
+"""Laws: one worker, or synchronous training, is what Keras does on one device, step by step."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from training_models import apart, data, dense, ratings, recommender
+
+from meshwright.frontends.keras.program import KerasVariables
+from meshwright.ps.consistency import Async, Backup, Stale
+from meshwright.ps.partitioners import FixedShardsPartitioner
+from meshwright.ps.server.optimizers import TWINS, twin_of
+from meshwright.ps.strategy import ParameterServer
+from meshwright.ps.training import fit
+
+decay = keras.optimizers.schedules.ExponentialDecay
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+    "adamw, all gradients clipped together": lambda: keras.optimizers.AdamW(
+        0.01, weight_decay=0.1, global_clipnorm=0.3
+    ),
+    "rmsprop, each gradient clipped": lambda: keras.optimizers.RMSprop(0.01, clipnorm=0.1),
+    "a schedule, values clipped": lambda: keras.optimizers.Adam(decay(0.1, 2, 0.5), clipvalue=0.1),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "averaged": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5),
+    "loss scaled and clipped": lambda: keras.optimizers.SGD(
+        0.1, loss_scale_factor=8.0, clipnorm=0.1
+    ),
+    "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+}
+HOW = {"batch_size": 16, "shuffle": False, "epochs": 2, "verbose": 0}
+
+
+def same_history(one: dict, other: dict) -> None:
+    assert sorted(one) == sorted(other)
+    for name, values in one.items():
+        assert other[name] == pytest.approx(values, rel=2e-5, abs=1e-6)
+
+
+def slots_apart(one: keras.Model, other: keras.Model) -> float:
+    pairs = zip(one.optimizer.variables, other.optimizer.variables, strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+_FAST = ("adam",)
+_TABLE = [
+    name if name in _FAST else pytest.param(name, marks=pytest.mark.full) for name in OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize("name", _TABLE)
+def test_training_on_servers_is_training_on_one_device(name):
+    x, y = data()
+    layers = keras.layers.BatchNormalization, keras.layers.Dropout
+    between = [] if "clipped" in name else [layers[0](), layers[1](0.2, seed=1)]
+    model = dense(OPTIMIZERS[name](), *between)
+    between = [] if "clipped" in name else [layers[0](), layers[1](0.2, seed=1)]
+    expected = dense(OPTIMIZERS[name](), *between)
+    history = expected.fit(x, y, **HOW).history
+    with ParameterServer(partitioner=FixedShardsPartitioner(2)) as strategy:
+        same_history(history, fit(strategy, model, x, y, **HOW).history)
+        if name == "nadam":
+            expected.fit(x, y, **HOW)
+            fit(strategy, model, x, y, **HOW)
+    assert apart(expected, model) < 1e-6
+    assert slots_apart(expected, model) < 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize(
+    "consistency",
+    ["sync", Stale(1), Backup(1), Async(by_staleness=True, compensation=0.04)],
+    ids=str,
+)
+def test_for_one_worker_every_consistency_is_the_same(consistency, optimizer):
+    """Nothing is stale, nobody is waited for, and no gradient comes late."""
+    x, y = data()
+    model, expected = (dense(OPTIMIZERS[optimizer]()) for _ in range(2))
+    history = expected.fit(x, y, **HOW).history
+    with ParameterServer(consistency=consistency) as strategy:
+        found = fit(strategy, model, x, y, **HOW).history
+    same_history(history, found)
+    assert apart(expected, model) < 1e-6
+
+
+@pytest.mark.parametrize("consistency", [pytest.param("sync", marks=pytest.mark.full), "async"])
+def test_what_was_trained_is_trained_on(consistency):
+    """Fit, fit again, and fit with Keras: slots and steps go on in both directions."""
+    x, y = data()
+    how = {**HOW, "epochs": 1}
+    model, expected = dense(keras.optimizers.Adam(0.01)), dense(keras.optimizers.Adam(0.01))
+    with ParameterServer(consistency=consistency) as strategy:
+        fit(strategy, model, x, y, **how)
+        model.fit(x, y, **how)
+        fit(strategy, model, x, y, **how)
+    for _ in range(3):
+        expected.fit(x, y, **how)
+    assert apart(expected, model) < 1e-6
+    assert int(model.optimizer.iterations) == 9
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_rows_of_tables_train_as_whole_tables_do(clip):
+    """For SGD; optimizers with a memory leave rows alone that a batch does not touch."""
+    x, y = ratings()
+    expected = recommender(keras.optimizers.SGD(0.5, global_clipnorm=clip))
+    model = recommender(keras.optimizers.SGD(0.5, global_clipnorm=clip))
+    history = expected.fit(x, y, **HOW).history
+    tables = ["user_table", "item_table"]
+    with ParameterServer(partitioner=FixedShardsPartitioner(2)) as strategy:
+        same_history(history, fit(strategy, model, x, y, embeddings=tables, **HOW).history)
+        stats = strategy.with_servers(lambda servers: servers.ask_all(_stats()))[0].head
+    assert apart(expected, model) < 1e-6
+    assert stats["lookups"] >= 2 * 2 * 3  # two tables, two epochs, three batches
+
+
+def test_validation_counts_every_element_once():
+    x, y = data(70)
+    model, expected = dense("sgd"), dense("sgd")
+    how = {**HOW, "validation_data": (x[40:], y[40:])}
+    history = expected.fit(x[:40], y[:40], **how).history
+    with ParameterServer() as strategy:
+        same_history(history, fit(strategy, model, x[:40], y[:40], **how).history)
+
+
+def _stats():
+    from meshwright.ps.wire.message import Message
+
+    return Message("stats")
+
+
+def kinds_of(optimizer: keras.optimizers.Optimizer) -> set[str]:
+    model = dense(optimizer)
+    optimizer.build(model.trainable_variables)
+    variables = KerasVariables.of(model)
+    owned = [path for path, slot in variables.slots.items() if variables.infos[id(slot)].owner]
+    return {path.rpartition("/")[2] for path in owned}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_servers_call_the_slots_of_an_optimizer_as_keras_does(name):
+    optimizer = getattr(keras.optimizers, name)()
+    twin = twin_of(keras.optimizers.serialize(optimizer))  # type: ignore[arg-type]
+    assert kinds_of(optimizer) == set(twin.slots)
