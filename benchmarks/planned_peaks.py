@@ -280,7 +280,7 @@ def planned(case: Case) -> int | None:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    few = run(case, "auto")
+    few = run(case, "few")
     if few.blocks is None:
         return {"target": case.target, "not reduced": list(few.notes)}
     whole = run(case, "whole")

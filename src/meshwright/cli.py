@@ -1,4 +1,4 @@
-"""The program ``meshwright``: ``demo``, ``show``, ``check``, ``plan`` and ``doctor``.
+"""The program ``meshwright``: ``demo``, ``show``, ``check``, ``plan``, ``launch`` and ``doctor``.
 
 Whatever is heavy is imported inside the command that needs it, so that ``--help`` is instant.
 """
@@ -352,7 +352,6 @@ def plan(
 
     check_folders(html, save)
     before = None if check is None else Lock.load(check)  # before minutes of compiling
-    click.echo(f"compiling for {target} ...", err=True)
     report = run(
         build,
         target,
@@ -442,6 +441,30 @@ def choose(
     click.echo(str(found))
     if save is not None:
         found.save(save)
+
+
+# launch
+
+
+@main.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+@click.option("--workers", type=int, default=2, show_default=True, help="Workers to start.")
+@click.option("--ps", type=int, default=1, show_default=True, help="Parameter servers to start.")
+@click.option("--evaluator", is_flag=True, help="Run the program as the evaluator, too.")
+@click.option("--quiet", is_flag=True, help="Do not show what the tasks print.")
+@click.option("--max-restarts", type=int, default=10, show_default=True, help="Per task, in a row.")
+@click.argument("program", nargs=-1, required=True, metavar="PROGRAM [ARGUMENTS]...")
+@_traceback_option
+def launch(program: tuple[str, ...], quiet: bool, **numbers: Any) -> None:
+    """Run a Python program as the chief of a cluster on this machine; its exit code is returned.
+
+    The program joins by `mw.ParameterServer(mw.run_task())`. When it ends, all tasks end.
+
+    \b
+    meshwright launch --workers 2 --ps 2 train.py --epochs 3
+    """
+    from .launch.script import run_launched
+
+    raise SystemExit(run_launched(program, logs=not quiet, **numbers))
 
 
 # doctor

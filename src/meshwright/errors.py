@@ -16,7 +16,7 @@
     ├── CompileError         RuntimeError  a step that does not compile for its target
     │   └── DoesNotFitError                because it needs more memory than a device has
     ├── PlanError            RuntimeError  no layout fits, or none can be searched for or read
-    ├── ClusterError         ValueError    a cluster, or a task of one, that is not described rightly
+    ├── ClusterError         ValueError    a cluster or a task that is not described rightly
     ├── TaskError            RuntimeError  a task that could not do what it was asked
     │   ├── UnreachableError ConnectionError  it does not answer, or is gone
     │   ├── ProtocolError                  it speaks another version, has another key, or is fenced
@@ -149,7 +149,7 @@ class ClusterError(MeshwrightError, ValueError):
 
 
 class TaskError(MeshwrightError, RuntimeError):
-    """A task of a cluster could not do what it was asked; ``task`` names it, as in ``"worker:1"``."""
+    """A task of a cluster could not do what it was asked; ``task`` names it: ``"worker:1"``."""
 
     def __init__(self, message: str, task: str = "") -> None:
         super().__init__(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from .layout import Layout
 from .mesh import Mesh
 from .placement import Placement
 from .planning import Target
+from .planning.asking import watching
 from .planning.changes import compare, notes
 from .planning.dry_run import dry_run
 from .planning.files import check_folder
@@ -59,10 +61,37 @@ def run(
     setup = setups(case, [mesh.abstract()])[0]
     batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
     strategy = _strategy(case, setup)
-    report = dry_run(case.model, batch, strategy=strategy, target=target, timeout_s=timeout_s)
+    progress = _Progress(target)
+    try:
+        with watching(progress.told):
+            report = dry_run(
+                case.model, batch, strategy=strategy, target=target, timeout_s=timeout_s
+            )
+    finally:
+        progress.end()
     if html_path is not None:
         report.save(html_path)
     return report
+
+
+class _Progress:
+    """Says on standard error that a compiler is at work, and on a terminal for how long."""
+
+    def __init__(self, target: Target) -> None:
+        self._words = f"compiling for {target} ..."
+        self._is_said = False
+
+    def told(self, elapsed_s: float) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{self._words} {elapsed_s:.0f} s ")
+        elif not self._is_said:
+            sys.stderr.write(f"{self._words}\n")
+        sys.stderr.flush()
+        self._is_said = True
+
+    def end(self) -> None:
+        if self._is_said and sys.stderr.isatty():
+            sys.stderr.write("\n")
 
 
 def choose(

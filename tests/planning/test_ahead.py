@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright import _compat
 from meshwright.planning import Compiled, compile_ahead, compile_step, gpu
+from meshwright.planning.asking import watching
 from meshwright.planning.collectives import read_collectives
 from meshwright.testing import run_in_fresh_process
 
@@ -250,3 +251,21 @@ def test_the_compiling_process_never_loads_keras():
         """
     )
     assert out == "False False\n"
+
+
+def test_wide_numbers_asked_for_in_code_reach_the_compiler():
+    mesh = mw.Mesh(MESH)
+    with jax.enable_x64(True):
+        x = abstract(mesh, (16, 4), ["batch", None], "float64")
+        step = compile_ahead(jax.jit(lambda x: x.sum()), [x], "cpu:8")
+    assert step.argument_bytes == 16 // 4 * 4 * 8
+    assert step.collectives[0].dtypes == ("float64",)
+
+
+def test_whoever_watches_is_told_how_long_it_takes():
+    told: list[float] = []
+    with watching(told.append):
+        x = abstract(mw.Mesh(MESH), (16, 4), ["batch", None])
+        compile_ahead(jax.jit(lambda x: x.sum()), [x], "cpu:8")
+    assert told[0] < 1
+    assert told == sorted(told)

@@ -25,7 +25,8 @@ def report(width: int, depth: int, rows: int, target: str, strategy: mw.Sharded)
             model.add(layers.Dense(4 * width, activation="relu", use_bias=False))
             model.add(layers.Dense(width, use_bias=False))
         model.compile("adam", "mse")
-    return dry_run(model, (shapes(rows, width),) * 2, strategy=strategy, target=target)
+    taken = (shapes(rows, width),) * 2
+    return dry_run(model, taken, strategy=strategy, target=target, blocks="whole")
 
 
 SPLIT = {

@@ -242,3 +242,12 @@ def test_what_the_planner_cannot_do_is_one_sentence(job, arguments, says):
     )
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())
+
+
+def test_it_says_that_it_compiles_once_module_and_mesh_are_right(job):
+    wrong = [("planned_job:absent",), ("planned_job:build", "--mesh", "batch=3")]
+    for arguments in wrong:
+        assert "compiling" not in run(*arguments, "--target", "cpu:8").stderr
+    right = run("planned_job:build", "--target", "cpu:8", *MESH, "--no-cache")
+    assert right.exit_code == 0
+    assert right.stderr.count("compiling for cpu:8 ...") == 1

@@ -46,6 +46,7 @@ class Compiled:
     peak_bytes: int
     code_bytes: int
     text: str = field(repr=False)  # optimized HLO, in the order in which it is issued
+    compile_s: float = field(default=0.0, repr=False, compare=False)  # what compiling took
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -114,7 +115,8 @@ def compile_ahead(
     if "memory" not in answer:
         raise _failure(target, answer)
     axes = tuple((axis, size) for axis, size, _ in job["axes"])
-    return Compiled(target, axes, **answer["memory"], text=answer["text"])
+    took = answer.get("compile_s", 0.0)
+    return Compiled(target, axes, **answer["memory"], text=answer["text"], compile_s=took)
 
 
 def trace(jitted: Any, args: Sequence[Any], target: Target) -> Any:
@@ -151,6 +153,9 @@ def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, 
     job = {"kind": target.kind, "topology": target.topology, "axes": axes, "donated": donated}
     if gpus is not None:
         job["gpus"] = gpus
+    # It may be set in code, and the child sees the environment alone.
+    if jax.dtypes.canonicalize_dtype("float64").itemsize == 8:
+        job["x64"] = True
     return bytes(flat.serialize()), job
 
 

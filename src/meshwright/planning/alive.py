@@ -22,6 +22,10 @@ _IN_PLACE = (
 _NO_MEMORY = ("parameter", "constant", "iota", "partition-id", "replica-id", "after-all", *_VIEWS)
 
 
+_Held = tuple[Computation, Instruction, int]  # and which of its results
+_Alive = list[_Held]
+
+
 @dataclass(frozen=True)
 class LiveTensor:
     """One array that is alive at the peak. ``origin`` is where in the model it was made.
@@ -51,10 +55,13 @@ def alive_at_peak(module: Module) -> tuple[LiveTensor, ...]:
     >>> [(each.array.dims, each.origin.path) for each in alive_at_peak(parse(text))]
     [((8,), 'a')]
     """
-    peaks = _Peaks(module)
-    found = peaks.of(module.computations[module.entry])
-    sources = Sources(module)
-    tensors = (_tensor(inside, each, place, sources) for inside, each, place in found)
+    peaks = Alive(module)
+    return in_words(peaks.of(module.computations[module.entry]), Sources(module))
+
+
+def in_words(held: _Alive, sources: Sources) -> tuple[LiveTensor, ...]:
+    """What is held, the largest first."""
+    tensors = (_tensor(inside, each, place, sources) for inside, each, place in held)
     return tuple(sorted(tensors, key=lambda each: -each.nbytes))
 
 
@@ -64,12 +71,8 @@ def _tensor(inside: Computation, each: Instruction, place: int, sources: Sources
     return LiveTensor(each.results[place], origin, argument)
 
 
-_Held = tuple[Computation, Instruction, int]  # and which of its results
-_Alive = list[_Held]
-
-
-class _Peaks:
-    """The arrays alive at the peak of each computation, those of what it runs included."""
+class Alive:
+    """The arrays alive in each computation, those of what it runs included."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
@@ -81,12 +84,22 @@ class _Peaks:
         return self._known[inside.name]
 
     def _found(self, inside: Computation) -> _Alive:
-        best = max(((nbytes, -at) for at, nbytes, _ in self._states(inside)), default=(0, 0))
+        whole = [held + within for _, held, within in self.at_each(inside)]
+        return self.at(inside, whole.index(max(whole))) if whole else []
+
+    def at(self, inside: Computation, place: int, *, within: bool = True) -> _Alive:
+        """The arrays held at an instruction, and those held within what it runs."""
         for at, _, held in self._states(inside):
-            if at == -best[1]:
+            if at == place:
                 own = [one for some in held.values() for one in some]
-                return own + self._within(inside.instructions[at])
+                return own + (self._within(inside.instructions[at]) if within else [])
         return []
+
+    def at_each(self, inside: Computation) -> Iterator[tuple[Instruction, int, int]]:
+        """``(instruction, bytes held, bytes that what it runs holds besides)``, by the schedule."""
+        for at, nbytes, _ in self._states(inside):
+            each = inside.instructions[at]
+            yield each, nbytes, _nbytes(self._within(each))
 
     def _states(self, inside: Computation) -> Iterator[tuple[int, int, Mapping[str, _Alive]]]:
         """``(place, bytes, what made the arrays that are held)`` at each instruction."""
@@ -103,7 +116,7 @@ class _Peaks:
                 held[each.name] = new
                 dies.setdefault(ends[each.name], []).append(each.name)
                 nbytes += _nbytes(new)
-            yield at, nbytes + _nbytes(self._within(each)), held
+            yield at, nbytes, held
             for name in dies.get(at, ()):
                 nbytes -= _nbytes(held.pop(name, []))
 

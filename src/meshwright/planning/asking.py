@@ -15,13 +15,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from ..errors import CompileError
 from . import cache
 from .target import Target
+
+_EVERY_S = 1.0
+_told: ContextVar[Callable[[float], None]] = ContextVar("told", default=lambda elapsed_s: None)
 
 
 def ask(step: bytes, job: dict[str, Any], target: Target, timeout_s: float) -> dict[str, Any]:
@@ -58,18 +63,43 @@ def _run(folder: Path, target: Target, timeout_s: float, dump: bool) -> dict[str
     environment = _environment(target, folder / "dump" if dump else None)
     words = folder / "words.txt"
     with words.open("wb") as errors, _started(folder, environment, errors) as child:
-        try:
-            ended = child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise CompileError(
-                f"compiling for {target} took longer than {timeout_s:g} s and was stopped. "
-                "Give it more with timeout_s=."
-            ) from None
+        ended = _wait(child, target, timeout_s)
     written = folder / "answer.json"
     if not written.exists():
         said = words.read_text(errors="replace")
         return {"error": f"{_how_it_ended(ended)}\n{said}"}
     return json.loads(written.read_text())
+
+
+def _wait(child: subprocess.Popen[bytes], target: Target, timeout_s: float) -> int:
+    """How the process ended; whoever watches is told about once a second."""
+    told = _told.get()
+    begin = time.monotonic()
+    while True:
+        told(elapsed := time.monotonic() - begin)
+        try:
+            return child.wait(min(_EVERY_S, max(0.0, timeout_s - elapsed)))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() - begin >= timeout_s:
+                raise CompileError(
+                    f"compiling for {target} took longer than {timeout_s:g} s and was stopped. "
+                    "Give it more with timeout_s=."
+                ) from None
+
+
+@contextlib.contextmanager
+def watching(told: Callable[[float], None]) -> Iterator[None]:
+    """Call ``told`` with the seconds that a compiler has been at work: as it begins, then about
+    once a second. What was compiled before is not told of.
+
+    >>> with watching(lambda elapsed_s: print(f"{elapsed_s:.0f} s")):
+    ...     pass
+    """
+    token = _told.set(told)
+    try:
+        yield
+    finally:
+        _told.reset(token)
 
 
 @contextlib.contextmanager

@@ -97,9 +97,16 @@ def notes(before: Lock, now: Lock) -> tuple[str, ...]:
         for package in dict.fromkeys((*old, *new))
         if old.get(package) != new.get(package)
     ]
+    if before.blocks != now.blocks:
+        was, is_now = (_compiled(each.blocks) for each in (before, now))
+        said.append(f"the file was written of a step with {was}, this is of one with {is_now}")
     if before.name != now.name:
         said.append(f"the file is about {before.name!r}, this is {now.name!r}")
     return tuple(said)
+
+
+def _compiled(blocks: int | None) -> str:
+    return "all blocks compiled" if blocks is None else f"one and two of {blocks} blocks compiled"
 
 
 def _mesh(lock: Lock) -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def _compile(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     import jax
     import numpy as np
 
+    if job.get("x64"):
+        jax.config.update("jax_enable_x64", True)
     names, shape, kinds = zip(*job["axes"], strict=True)
     devices = np.array(_devices(job, shape))
     types = tuple(jax.sharding.AxisType[kind] for kind in kinds)
@@ -48,12 +51,14 @@ def _compile(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(exported.in_avals, lie, strict=True)
     ]
+    begin = time.monotonic()
     compiled = step.lower(*args).compile()
+    took = time.monotonic() - begin
     text = _text(compiled, folder / "dump")
     if text is None:
         return {"no_text": True}
     (folder / "hlo.txt").write_text(text)
-    return {"memory": _memory(compiled.memory_analysis())}
+    return {"memory": _memory(compiled.memory_analysis()), "compile_s": took}
 
 
 def _devices(job: dict[str, Any], shape: tuple[int, ...]) -> list[Any]:

@@ -110,6 +110,11 @@ class Costs:
         return sum(each.times * each.flops for each in self.operations)
 
     @property
+    def done_flops(self) -> float:
+        """The same without what the compiler itself runs a second time, to hold less."""
+        return sum(each.times * each.flops for each in self.operations if not each.again)
+
+    @property
     def recompute_flops(self) -> float:
         """Those of them that the backward pass computes a second time."""
         return sum(e.times * e.flops for e in self.operations if e.phase == "recompute")
@@ -143,8 +148,8 @@ class Costs:
         >>> Costs((Operation("dot", "dot", "", flops=100.0),)).replicated_share(400.0, 8)
         0.5
         """
-        once = sum(each.times * each.flops for each in self.operations if not each.again)
-        return max(0.0, 1.0 - model_flops / (num_devices * once)) if once else 0.0
+        done = self.done_flops
+        return max(0.0, 1.0 - model_flops / (num_devices * done)) if done else 0.0
 
 
 @functools.lru_cache(maxsize=16)

@@ -22,12 +22,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
+class Source:
+    """What a step was made of, so that one can be made of a part of it.
+
+    ``state`` are the shapes that ``program`` takes, ``around`` puts a function under the layouts
+    while it is traced, and ``described`` is the same step of another Program, all of whose
+    variables this one has.
+    """
+
+    program: Program
+    state: TrainState
+    around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    described: Callable[[Program], Described]
+
+
+@dataclass(frozen=True, eq=False)
 class Described:
     """A training step and its arguments without values.
 
     ``step`` takes ``state`` and ``batch``, which hold ``jax.ShapeDtypeStruct`` with shardings on
     the mesh of ``placement``; ``batch`` is a tuple of micro-batches where the step accumulates.
-    ``placed`` says of every variable where it lies and why.
+    ``placed`` says of every variable where it lies and why. ``source`` is ``None`` where a front
+    end does not tell.
     """
 
     name: str
@@ -37,6 +53,7 @@ class Described:
     placed: tuple[Placed, ...]
     placement: Placement
     how: StepOptions
+    source: Source | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -77,11 +94,16 @@ def describe(model: Any, batch: Batch, strategy: Describes | Placement) -> Descr
 
 def of_program(program: Program, batch: Batch, placement: Placement, how: StepOptions) -> Described:
     """The step that :class:`~meshwright.Trainer` would take."""
+    placement = unbound(placement)
+    inspect(placement.naming(program.inputs), program.infos, repr(program.name))
+    return _of_part(program, batch, placement, how)
+
+
+def _of_part(program: Program, batch: Batch, placement: Placement, how: StepOptions) -> Described:
+    """The same of a Program that may be a part of the one which the placement was made for."""
     from ..data import Putter
 
-    placement = unbound(placement)
     named = placement.naming(program.inputs)
-    inspect(named, program.infos, repr(program.name))
 
     def layouts(placement: Placement, which: Callable[[Placed], Layout]) -> TrainState:
         placed = {each.info: which(each) for each in placement.place(program.infos)}
@@ -103,7 +125,23 @@ def of_program(program: Program, batch: Batch, placement: Placement, how: StepOp
         placed=placed,
         placement=placement,
         how=how,
+        source=Source(
+            program=program,
+            state=_shapes_of(program),
+            around=functools.partial(program.under, placement),
+            described=lambda part: _of_part(part, batch, placement, how),
+        ),
     )
+
+
+def _shapes_of(program: Program) -> TrainState:
+    import jax
+    import jax.numpy as jnp
+
+    def shape(info: ParamInfo) -> Any:
+        return jax.ShapeDtypeStruct(info.dims, jnp.dtype(info.dtype))
+
+    return TrainState(*({info.path: shape(info) for info in part} for part in _parts(program)))
 
 
 def unbound(placement: Placement) -> Placement:

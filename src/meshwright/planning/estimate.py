@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .ahead import Compiled
 from .costs import Costs, LayerCost, read_costs
 from .hardware import Hardware
 from .links import links_of
-from .schedule import Clock, run
+from .schedule import Clock, Times, run
 from .target import Target
 
 _HEAVIEST = 10
@@ -30,6 +30,32 @@ class Heavy:
     flops: float
     bytes: int
     time_s: float
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What an estimate's shares are made of; each adds up over the parts of a step.
+
+    ``own_flops`` are the model's own in one device, ``split_flops`` with them what is computed
+    again (``None`` where nobody told), as if no two devices did the same; ``done_flops`` are those
+    that a device does, without what the compiler runs twice. ``times`` is where the time goes.
+    """
+
+    own_flops: float
+    split_flops: float | None
+    done_flops: float
+    times: Times = field(hash=False)
+
+    @property
+    def replicated_share(self) -> float | None:
+        if self.split_flops is None:
+            return None
+        return max(0.0, 1.0 - self.split_flops / self.done_flops) if self.done_flops else 0.0
+
+    def mfu(self, peak_flops_per_s: float | None) -> float | None:
+        if not self.times.length or not peak_flops_per_s:
+            return None
+        return self.own_flops / (self.times.length * peak_flops_per_s)
 
 
 @dataclass(frozen=True)
@@ -63,6 +89,8 @@ class Estimate:
     layers: tuple[LayerCost, ...] = field(repr=False)
     assumptions: tuple[str, ...] = field(repr=False)
     missing: tuple[str, ...] = ()
+    sums: Sums | None = field(default=None, repr=False)
+    peak_flops_per_s: float | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -94,14 +122,12 @@ def estimate(
     clock = Clock(hardware, compiled.target.platform, links)
     missing = _missing(costs, clock)
     times = run(costs.program, clock)
-    devices = compiled.target.num_devices
-    own = costs.flops if model_flops is None else model_flops / devices
-    own *= 1.0 - costs.recompute_flops / costs.flops if costs.flops else 1.0
+    split = None if model_flops is None else model_flops / compiled.target.num_devices
+    again = costs.recompute_flops / costs.flops if costs.flops else 0.0
+    own = (costs.flops if split is None else split) * (1.0 - again)
     talk = _communication(costs, clock)
-    known = not missing
     spoken = sum(spent for _, spent in talk if spent is not None)
-    peak = clock.peak("bfloat16", "") or clock.peak("float32", "")
-    return Estimate(
+    found = Estimate(
         target=compiled.target,
         hardware=hardware.name,
         flops=costs.flops,
@@ -110,18 +136,35 @@ def estimate(
         compute_s=_total((clock.compute_s(each), each.times) for each in costs.operations),
         memory_s=_total((clock.memory_s(each), each.times) for each in costs.operations),
         communication_s=talk,
-        waiting_s=times.waiting if known else None,
-        overlap_s=max(0.0, spoken - times.waiting) if known else None,
-        step_time_s=times.length if known else None,
-        mfu=own / (times.length * peak) if known and peak and times.length else None,
-        bound_by=times.bound_by if known else None,
-        replicated_share=None
-        if model_flops is None
-        else costs.replicated_share(model_flops, devices),
+        waiting_s=times.waiting,
+        overlap_s=max(0.0, spoken - times.waiting),
+        step_time_s=times.length,
+        mfu=None,
+        bound_by=None,
+        replicated_share=None,
         heaviest=_heaviest(costs, clock),
         layers=costs.layers,
         assumptions=_assumptions(costs, clock, compiled.target),
         missing=missing,
+        sums=Sums(own, split, costs.done_flops, times),
+        peak_flops_per_s=clock.peak("bfloat16", "") or clock.peak("float32", ""),
+    )
+    return with_shares(found)
+
+
+def with_shares(found: Estimate) -> Estimate:
+    """The estimate with what follows from its sums; without times where a number is missing."""
+    sums = found.sums
+    if sums is None:
+        return found
+    if found.missing:
+        found = replace(found, waiting_s=None, overlap_s=None, step_time_s=None)
+        return replace(found, replicated_share=sums.replicated_share)
+    return replace(
+        found,
+        mfu=sums.mfu(found.peak_flops_per_s),
+        bound_by=sums.times.bound_by,
+        replicated_share=sums.replicated_share,
     )
 
 

@@ -17,7 +17,7 @@ from ..errors import DataError
 from .files import write
 
 if TYPE_CHECKING:
-    from .dry_run import DryRun
+    from .report import DryRun
 
 FORMAT = 1
 EXACT = ("parameter_bytes", "slot_bytes", "state_bytes", "input_bytes", "gradient_bytes")
@@ -59,7 +59,8 @@ class LockedLayout:
 class Lock:
     """What a dry run said, for a file. ``memory`` holds the bytes of one device, line by line.
 
-    ``collectives`` is ``None`` for a step that the compiler refused.
+    ``collectives`` is ``None`` for a step that the compiler refused. ``blocks`` says how many equal
+    blocks there are where one and two of them were compiled, for all; else it is ``None``.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Lock:
     memory: tuple[tuple[str, int | None], ...]
     collectives: tuple[LockedCollective, ...] | None
     layouts: tuple[LockedLayout, ...]
+    blocks: int | None = None
 
     def to_json(self) -> str:
         """The text of a file: one line for each thing that may change, in a stable order.
@@ -86,6 +88,8 @@ class Lock:
             "versions": dict(self.versions),
             "fits": self.fits,
         }
+        if self.blocks is not None:
+            head["blocks"] = self.blocks
         lines = [_pair(key, value) for key, value in head.items()]
         lines.append(_block("memory", "{}", [_pair(*line) for line in self.memory]))
         rows = [json.dumps(vars(each)) for each in self.collectives or ()]
@@ -144,6 +148,7 @@ def lock_of(run: DryRun) -> Lock:
         memory=memory,
         collectives=None if run.refusal else _grouped(run),
         layouts=tuple(layouts),
+        blocks=None if run.blocks is None else run.blocks.count,
     )
 
 
@@ -213,6 +218,7 @@ def _lock(read: Any) -> Lock:
             LockedLayout(path, _as(str, each["layout"]), _as(int, each["bytes_per_device"]))
             for path, each in read["layouts"].items()
         ),
+        blocks=_number(read.get("blocks")),
     )
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .alive import LiveTensor
-    from .dry_run import DryRun, Memory
     from .estimate import Estimate
+    from .report import DryRun, Memory
     from .traffic import Transfer
 
 _ROWS = 12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,8 +12,8 @@ import keras
 from ... import _compat
 from ...errors import BatchError, ModelError
 from ...placement import Placed
-from ...planning.described import Described, batch_of, state_of
-from ...program import Batch
+from ...planning.described import Described, Source, batch_of, state_of
+from ...program import Batch, Program
 from ...step.sharing import Sharing
 from ...step.train import make_train_step
 from .abstract import AbstractRoom
@@ -46,25 +46,53 @@ def described(strategy: Sharded, model: keras.Model, batch: Batch) -> Described:
     strategy._inspect(model)
     variables = KerasVariables.of(model).under(strategy.placement)
     placed = strategy._placed(model)
-    program = keras_program(model, variables)
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        inner = strategy.traced_here(model, function)
+
+        def traced(*args: Any) -> Any:
+            with _lying(placed):
+                return inner(*args)
+
+        return traced
+
+    return _of_program(
+        keras_program(model, variables),
+        tuple(each for _, each in placed),
+        batch_of(batch, putter(strategy.placement, model), strategy.how),
+        strategy,
+        around,
+    )
+
+
+def _of_program(
+    program: Program,
+    placed: tuple[Placed, ...],
+    batch: Any,
+    strategy: Sharded,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Described:
+    """The step of a model's Program, or of a part of it."""
+    parts = program.params, program.state, program.slots, program.metrics
+    by_path = {each.info.path: each for each in placed}
+    infos = tuple(tuple(by_path[info.path].info for info in part) for part in parts)
+    there = tuple(by_path[info.path] for part in infos for info in part)
+    state = state_of(there, infos)
     sharing = Sharing.of(strategy.placement, program.params)
-    step = strategy.traced_here(model, make_train_step(program, sharing, strategy.how))
-
-    def traced(*args: Any) -> Any:
-        with _lying(placed):
-            return step(*args)
-
-    every = tuple(each for _, each in placed)
-    infos = {each.info.path: each.info for each in every}
-    parts = (variables.params, variables.state, variables.slots, variables.metrics)
     return Described(
-        name=model.name,
-        step=traced,
-        state=state_of(every, tuple(tuple(infos[path] for path in part) for part in parts)),
-        batch=batch_of(batch, putter(strategy.placement, model), strategy.how),
-        placed=every,
+        name=program.name,
+        step=around(make_train_step(program, sharing, strategy.how)),
+        state=state,
+        batch=batch,
+        placed=there,
         placement=strategy.placement,
         how=strategy.how,
+        source=Source(
+            program=program,
+            state=state,
+            around=around,
+            described=lambda part: _of_program(part, placed, batch, strategy, around),
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from .markup import Child, Html, breakable, section, tag
 from .words import in_words, ms, spelled
 
 if TYPE_CHECKING:
-    from ..dry_run import DryRun
+    from ..report import DryRun
     from ..traffic import Transfer
 
 _COLOURS = ("blue", "orange", "green", "sky", "grey", "yellow", "pink")

@@ -18,7 +18,7 @@ from .meshes import mesh_section
 from .timeline import time_section
 
 if TYPE_CHECKING:
-    from ..dry_run import DryRun
+    from ..report import DryRun
 
 _NAMES = {
     "mesh": "Mesh",

@@ -9,7 +9,7 @@ from .markup import Child, Html, section, tag
 from .words import UNKNOWN, bytes_cell, flops_text, in_words, ms, percent
 
 if TYPE_CHECKING:
-    from ..dry_run import DryRun
+    from ..report import DryRun
 
 
 def head(run: DryRun) -> Html:

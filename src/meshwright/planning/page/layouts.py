@@ -18,7 +18,7 @@ from .pictures import tiling_picture
 from .words import in_words
 
 if TYPE_CHECKING:
-    from ..dry_run import DryRun
+    from ..report import DryRun
 
 _MOST_PICTURES = 12
 _MOST_PICTURE_CHARACTERS = 400_000

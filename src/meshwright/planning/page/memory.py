@@ -14,7 +14,7 @@ from .words import in_words
 
 if TYPE_CHECKING:
     from ..alive import LiveTensor
-    from ..dry_run import DryRun, Memory
+    from ..report import DryRun, Memory
 
 _SMALL = 0.6  # a peak below this share of the device is shown once more, alone
 REST = "temporaries at the peak"

@@ -18,7 +18,7 @@ from .markup import Html, section, tag
 from .pictures import Picture
 
 if TYPE_CHECKING:
-    from ..dry_run import DryRun
+    from ..report import DryRun
 
 _WIDTH, _HEIGHT = 250.0, 320.0  # of the devices at most
 _TOP = 34.0  # room for the name of the last axis

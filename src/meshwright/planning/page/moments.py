@@ -17,7 +17,7 @@ from ..schedule import _Timeline as Timeline  # its moments are what this file i
 from ..scopes import layer_of, phase_of
 
 if TYPE_CHECKING:
-    from ..dry_run import DryRun
+    from ..report import DryRun
 
 COMPUTE, MEMORY = "compute", "memory"
 _MOST_SPANS = 50_000  # of a loop; beyond, its body is drawn once, as long as all its rounds

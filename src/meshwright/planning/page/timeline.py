@@ -19,8 +19,8 @@ from .moments import COMPUTE, MEMORY, Moments, Span, moments_of
 from .words import in_words, ms, percent, spelled
 
 if TYPE_CHECKING:
-    from ..dry_run import DryRun
     from ..estimate import Estimate
+    from ..report import DryRun
 
 SLOTS = 400
 _WIDE, _HIGH = 2, 40  # of a slot, in the units of the picture
@@ -40,6 +40,12 @@ def time_section(run: DryRun) -> Html | None:
         "time",
         "Time of one step, estimated",
         _missing(run.estimate) if moments is None else _picture(moments),
+        tag(
+            "p",
+            f"The picture shows two of {run.blocks.count} equal blocks, the numbers are of all.",
+        )
+        if run.blocks is not None and moments is not None
+        else None,
         _numbers(run.estimate),
     )
 

@@ -1,0 +1,206 @@
+"""A Program with fewer of its equal blocks: the same in all else, and quick to compile.
+
+The loss is traced whole. What reads the last block is made to read an earlier one, and what nobody
+reads any more is left out; gradients, ZeRO, accumulation, recompute and the optimizer's update are
+then made of what is left, as of any Program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...placement import ParamInfo, Placed
+from ...program import Arrays, Aux, Batch, Program, TrainState
+from ..described import Described
+from ..scopes import layer_of
+from .run import LEAST, NO_RUN, Run, repeated
+from .traced import TracedLoss, evaluated, shortened, traced, training_loss
+
+Paths = tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """The equal blocks of a step, and the step with fewer of them.
+
+    ``blocks`` has the paths of the variables of each, in one order, and ``layers`` the name scopes.
+    ``with_blocks`` describes the step with the first so many.
+    """
+
+    blocks: tuple[Paths, ...]
+    layers: tuple[Paths, ...] = field(repr=False)
+    with_blocks: Callable[[int], Described] = field(repr=False)
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each block: what the paths of its variables begin with, or the first path."""
+        return tuple(_shared_path(paths) for paths in self.blocks)
+
+    def renaming(self, block: int, other: int) -> Callable[[str], str]:
+        """Turns paths of variables and layers of one block into those of another."""
+        both = zip(self.layers[block], self.layers[other], strict=True)
+        known = dict([*both, *zip(self.blocks[block], self.blocks[other], strict=True)])
+        known.pop("", None)
+
+        def renamed(path: str) -> str:
+            begin = path
+            while begin and begin not in known:
+                begin = begin.rpartition("/")[0]
+            return known[begin] + path[len(begin) :] if begin else path
+
+        return renamed
+
+
+def reduced(described: Described, least: int = LEAST) -> tuple[Reduced | None, str]:
+    """The equal blocks of a step, or ``None`` and why it is not made smaller.
+
+    The reason is empty where nothing repeats itself ``least`` times, and where of a model nothing
+    but its whole step is known.
+    """
+    source = described.source
+    if source is None:
+        return None, ""
+    program = source.program
+    if program.own_step is not None:
+        return None, "the model brings its own training step"
+    batch = described.batch[0] if described.how.accumulate > 1 else described.batch
+    trace = source.around(functools.partial(TracedLoss.of, program))
+    loss: TracedLoss = trace(_shapes(source.state), _shapes(batch))
+    found, reason = repeated(loss.jaxpr, loss.params, loss.changed)
+    if found is None or found.run.count < least:
+        return None, reason
+    rows = [[loss.paths.get(var) for var in row] for row in found.own]
+    named = [tuple(path for path in row if path is not None) for row in rows]
+    rows = [row for row in named if len(row) == found.run.count]  # the others are constants
+    if not rows:
+        return None, "equal blocks have no variables of their own"
+    twins = _Twins.of(program, rows)
+    if not twins.lie_alike(described.placed):
+        return None, "equal blocks are laid out differently"
+    run = found.run
+
+    def with_blocks(count: int) -> Described:
+        return source.described(_shorter(program, twins, run, count))
+
+    return Reduced(tuple(zip(*rows, strict=True)), _layers(loss.jaxpr, run), with_blocks), ""
+
+
+def _shapes(tree: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), tree)
+
+
+@dataclass(frozen=True)
+class _Twins:
+    """The variables of equal blocks, by path and block, those of the optimizer included."""
+
+    rows: tuple[Paths, ...]  # one per variable of a block: its path in each block
+
+    @classmethod
+    def of(cls, program: Program, rows: Sequence[Paths]) -> _Twins:
+        slots: dict[str, list[str]] = {}
+        for info in program.slots:
+            if info.owner is not None:
+                slots.setdefault(info.owner, []).append(info.path)
+        of_slots = [zip(*(slots.get(path, ()) for path in row), strict=True) for row in rows]
+        return cls((*rows, *(each for some in of_slots for each in some)))
+
+    def lie_alike(self, placed: Sequence[Placed]) -> bool:
+        """Whether the variables at one place in each block are laid out alike."""
+        by_path = {each.info.path: each for each in placed}
+
+        def seen(path: str) -> Any:
+            each = by_path[path]
+            return each.layout.unbound(), each.info.dims, each.info.dtype
+
+        return all(len({seen(path) for path in row}) == 1 for row in self.rows)
+
+    def left_out(self, count: int) -> dict[str, str]:
+        """The variables of all blocks but the first ``count``, and those that stand for them."""
+        return {path: row[count - 1] for row in self.rows for path in row[count:]}
+
+
+def _shorter(program: Program, twins: _Twins, run: Run, count: int) -> Program:
+    """The Program with the first ``count`` of its blocks.
+
+    Functions of all variables get those of the last block that is there in place of each that is
+    not; what is only computed for the latter is left out.
+    """
+    left_out = twins.left_out(count)
+
+    def all_of(infos: Sequence[ParamInfo], values: Arrays) -> Arrays:
+        paths = [info.path for info in infos]
+        return {path: values[left_out.get(path, path)] for path in paths} if values else values
+
+    def whole_of(whole: TrainState) -> TrainState:
+        parts = (program.params, program.state, program.slots, program.metrics)
+        return TrainState(*map(all_of, parts, whole))
+
+    def fewer(values: Arrays) -> Arrays:
+        return {path: value for path, value in values.items() if path not in left_out}
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        import jax
+
+        args = all_of(program.params, params), whole_of(whole)._replace(params={}), batch
+        closed, tree = traced(training_loss(program, training), *args)
+        closed = shortened(closed, run, count)
+        value, aux = jax.tree.unflatten(tree, closed.jaxpr.outvars)
+        wanted = value, aux._replace(state=fewer(aux.state))
+        results = evaluated(closed, jax.tree.leaves(wanted), args, run)
+        return jax.tree.unflatten(jax.tree.structure(wanted), results)
+
+    def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
+        import jax
+
+        args = all_of(program.params, params), all_of(program.params, grads)
+        args = *args, all_of(program.slots, slots)
+        closed, tree = traced(program.update, *args)
+        new_params, new_slots = jax.tree.unflatten(tree, closed.jaxpr.outvars)
+        wanted = fewer(new_params), fewer(new_slots)
+        results = evaluated(closed, jax.tree.leaves(wanted), args, NO_RUN)
+        return jax.tree.unflatten(jax.tree.structure(wanted), results)
+
+    def those(infos: tuple[ParamInfo, ...]) -> tuple[ParamInfo, ...]:
+        return tuple(info for info in infos if info.path not in left_out)
+
+    return replace(
+        program,
+        params=those(program.params),
+        state=those(program.state),
+        slots=those(program.slots),
+        loss=loss,
+        update=update,
+    )
+
+
+# Names
+
+
+def _layers(jaxpr: Any, run: Run) -> tuple[Paths, ...]:
+    """The name scopes of the equations of each copy, inner ones included, in one order."""
+    found = []
+    for copy in range(run.count):
+        start = run.start + copy * run.period
+        eqns = jaxpr.eqns[start : start + run.period]
+        scopes = [layer_of(f"{each.source_info.name_stack}/") for each in eqns]
+        found.append(tuple(scopes))
+    return tuple(found)
+
+
+def _shared_path(paths: Paths) -> str:
+    """What all paths begin with, or the first of them."""
+    shared: list[str] = []
+    for several in zip(*(path.split("/") for path in paths), strict=False):
+        if len(set(several)) > 1:
+            break
+        shared.append(several[0])
+    return "/".join(shared) or paths[0]

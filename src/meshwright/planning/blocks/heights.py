@@ -1,0 +1,180 @@
+"""How much a step with few blocks holds when, and how much it would hold with all of them.
+
+The most may be held at another moment with many blocks than with few. So three stretches of a step
+are told apart: till the backward pass reaches a block, the last block's backward pass, and what
+comes from the first block's backward pass on. In the first two each block more adds what its
+forward pass keeps, in the third what its backward pass leaves, its gradients for the most part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from ..alive import Alive, LiveTensor, in_words
+from ..arithmetic import work_of
+from ..hlo import Computation, Instruction, Module, parse
+from ..origins import Sources, op_name_of
+from ..scopes import phase_of
+from .marks import marked, without
+
+Held = tuple[tuple[LiveTensor, int | None], ...]  # arrays, and the block of each
+_Place = tuple[tuple[Computation, int], ...]  # an instruction, after the loops around it
+_Product = tuple[int, int | None, str]  # which moment it is, its block, its pass
+
+
+@dataclass(frozen=True)
+class Height:
+    """The most bytes of temporary arrays that a stretch of a step holds, and what they are."""
+
+    nbytes: int
+    held: Held = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Heights:
+    """Those of each stretch; ``turning`` is the last block's backward pass, ``None`` where that is
+    the first block as well. ``kept_bytes`` are held when the first block has been computed, and
+    when the last has, ``left_bytes`` when the backward pass leaves the first one."""
+
+    before: Height
+    turning: Height | None
+    after: Height
+    kept_bytes: tuple[int, int]
+    left_bytes: int
+
+    @property
+    def most(self) -> int:
+        return max(each.nbytes for each in (self.before, self.turning, self.after) if each)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that is held with all blocks: ``held`` with two of them, of which the block
+    ``many`` stands for all others but one."""
+
+    nbytes: int
+    held: Held = field(repr=False)
+    many: int
+
+
+def heights_of(text: str) -> Heights | None:
+    """Those of a compiled step whose blocks are marked; ``None`` where none is to be seen."""
+    return _Walk(parse(text)).heights()
+
+
+def peak_with(one: Heights, two: Heights, count: int) -> Peak:
+    """The peak with so many blocks, from those with one and with two.
+
+    >>> one = Heights(Height(50), None, Height(60), kept_bytes=(30, 30), left_bytes=10)
+    >>> two = Heights(Height(90), Height(95), Height(100), kept_bytes=(28, 60), left_bytes=50)
+    >>> peak_with(one, two, 4).nbytes, peak_with(one, two, 9).nbytes
+    (180, 380)
+    """
+    kept = _kept(one, two) * (count - 2)
+    left = _left(one, two) * (count - 2)
+    turning = two.turning or two.before
+    most = (
+        Peak(two.before.nbytes + kept, two.before.held, 0),
+        Peak(turning.nbytes + kept, turning.held, 0),
+        Peak(two.after.nbytes + left, two.after.held, 1),
+    )
+    return max(most, key=lambda each: each.nbytes)
+
+
+def _kept(one: Heights, two: Heights) -> int:
+    """What a block keeps for its backward pass. A lone block is the first and the last at once, and
+    the compiler orders either a little otherwise than one between: of three views the middle one.
+    """
+    first, last = two.kept_bytes
+    views = (last - one.kept_bytes[1], last - first, two.before.nbytes - one.before.nbytes)
+    return max(0, sorted(views)[1])
+
+
+def _left(one: Heights, two: Heights) -> int:
+    """What a block's backward pass leaves. Of two views the smaller one: the other has something
+    in it that is held for a moment only."""
+    views = (two.left_bytes - one.left_bytes, two.after.nbytes - one.after.nbytes)
+    return max(0, min(views))
+
+
+class _Walk:
+    """Goes through a program in the order of its schedule, into the loops that hold blocks."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.alive = Alive(module)
+        self.sources = Sources(module)
+
+    def heights(self) -> Heights | None:
+        entry = self.module.computations[self.module.entry]
+        moments = list(self._moments(entry, (), 0))
+        held = [nbytes for _, nbytes in moments]
+        products = self._products(moments)
+        # What is computed again may stand anywhere: compilers make one of it and the first time.
+        turns = [(at, block) for at, block, phase in products if phase == "backward"]
+        blocks = [block for _, block in turns if block is not None]
+        if 0 not in blocks:
+            return None
+        latest = max(blocks)
+        last, first = (next(at for at, block in turns if block == some) for some in (latest, 0))
+        kept = [held[_left_at(products, some, last)] for some in (0, latest)]
+        return Heights(
+            before=self._most(moments[:last]),
+            turning=self._most(moments[last:first]) if last < first else None,
+            after=self._most(moments[first:]),
+            kept_bytes=(kept[0], kept[1]),
+            left_bytes=held[max(at for at, block in turns if block == 0)],
+        )
+
+    def _products(self, moments: list[tuple[_Place, int]]) -> list[_Product]:
+        found = [(at, self._product(*place[-1])) for at, (place, _) in enumerate(moments)]
+        return [(at, *product) for at, product in found if product is not None]
+
+    def _most(self, moments: list[tuple[_Place, int]]) -> Height:
+        if not moments:
+            return Height(0)
+        place, nbytes = max(moments, key=lambda moment: moment[1])
+        held = [self.alive.at(*each, within=each is place[-1]) for each in place]
+        tensors = in_words([one for some in held for one in some], self.sources)
+        return Height(
+            nbytes, tuple((_unmarked(each), marked(each.origin.path)) for each in tensors)
+        )
+
+    def _moments(
+        self, inside: Computation, around: _Place, held: int
+    ) -> Iterator[tuple[_Place, int]]:
+        for at, (each, nbytes, within) in enumerate(self.alive.at_each(inside)):
+            body = self._body_with_blocks(each)
+            place = (*around, (inside, at))
+            if body is None:
+                yield place, held + nbytes + within
+            else:
+                yield from self._moments(body, place, held + nbytes)
+
+    def _body_with_blocks(self, each: Instruction) -> Computation | None:
+        if each.opcode not in ("while", "call", "conditional"):
+            return None
+        for body in (self.module.computations[name] for name in each.called):
+            if any(marked(op_name_of(one)) is not None for one in body.instructions):
+                return body
+        return None
+
+    def _product(self, inside: Computation, at: int) -> tuple[int | None, str] | None:
+        """The block and the pass that an instruction is of, if there is a product in it."""
+        each = inside.instructions[at]
+        product = work_of(each, inside, self.module).heaviest
+        if product is None:
+            return None
+        path = op_name_of(product) or op_name_of(each) or self.sources.of(inside, each.name)[1]
+        return marked(path), phase_of(path)
+
+
+def _left_at(products: list[_Product], block: int, end: int) -> int:
+    """The moment before ``end`` when a block has been computed: before the next product."""
+    last = max((at for at, some, _ in products if some == block and at < end), default=0)
+    return max(last, min((at for at, _, _ in products if last < at < end), default=end) - 1)
+
+
+def _unmarked(each: LiveTensor) -> LiveTensor:
+    return replace(each, origin=replace(each.origin, path=without(each.origin.path)))

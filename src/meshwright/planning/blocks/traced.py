@@ -1,0 +1,130 @@
+"""A Program's loss as it is traced, and as it is evaluated with some of it left out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...program import Program, TrainState
+from .marks import mark_of
+from .run import Run, Var
+
+
+def traced(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The closed jaxpr of a call with arrays, or their shapes, and the tree of its results."""
+    import jax
+
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return closed, jax.tree.structure(shapes)
+
+
+def evaluated(closed: Any, results: Sequence[Var], args: Any, run: Run) -> list[Any]:
+    """Some variables of a jaxpr for these arguments; what they do not need is left out.
+
+    The equations of each copy of a run are put under a name scope of their own.
+    """
+    import jax
+
+    needed = {_key(each) for each in results}
+    kept: list[tuple[int, Any]] = []
+    for number, eqn in reversed(list(enumerate(closed.jaxpr.eqns))):
+        if eqn.effects or any(var in needed for var in eqn.outvars):
+            needed.update(each for each in eqn.invars if not hasattr(each, "val"))
+            kept.append((number, eqn))
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
+    later = Counter(var for _, eqn in kept for var in _variables(eqn.invars))
+    later.update(_variables(results))
+    for copy, part in itertools.groupby(kept[::-1], lambda pair: run.copy_of(pair[0])):
+        eqns = [eqn for _, eqn in part]
+        later.subtract(var for eqn in eqns for var in _variables(eqn.invars))
+        with contextlib.nullcontext() if copy is None else jax.named_scope(mark_of(copy)):
+            _run(closed, eqns, values, later)
+    return [each.val if hasattr(each, "val") else values[each] for each in results]
+
+
+def _run(closed: Any, eqns: list[Any], values: dict[Var, Any], later: Counter[Var]) -> None:
+    """Evaluate some equations; of what they make, what is read later is kept."""
+    from jax.extend.core import jaxpr_as_fun
+
+    made = [var for eqn in eqns for var in eqn.outvars]
+    given = dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
+    given = [var for var in given if var not in set(made)]
+    kept = [var for var in made if later[var] > 0]
+    part = closed.jaxpr.replace(constvars=[], invars=given, outvars=kept, eqns=eqns)
+    results = jaxpr_as_fun(closed.replace(jaxpr=part, consts=[]))(*(values[v] for v in given))
+    values.update(zip(kept, results, strict=True))
+
+
+def _variables(atoms: Iterable[Any]) -> list[Var]:
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+def _key(atom: Any) -> Any:
+    return id(atom) if hasattr(atom, "val") else atom  # literals cannot be hashed
+
+
+def shortened(closed: Any, run: Run, count: int) -> Any:
+    """The same with the first ``count`` blocks of a run, after which goes on what came after all.
+
+    The blocks between are still there, and nothing reads them.
+    """
+    eqns = closed.jaxpr.eqns
+    last = run.start + (run.count - 1) * run.period
+    kept = run.start + (count - 1) * run.period
+    instead = {
+        old: new
+        for i in range(run.period)
+        for old, new in zip(eqns[last + i].outvars, eqns[kept + i].outvars, strict=True)
+    }
+
+    def swapped(atoms: Sequence[Any]) -> list[Any]:
+        return [a if hasattr(a, "val") else instead.get(a, a) for a in atoms]
+
+    after = [eqn.replace(invars=swapped(eqn.invars)) for eqn in eqns[run.end :]]
+    jaxpr = closed.jaxpr.replace(
+        eqns=[*eqns[: run.end], *after], outvars=swapped(closed.jaxpr.outvars)
+    )
+    return closed.replace(jaxpr=jaxpr)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedLoss:
+    """The training loss of a Program. ``paths`` are those of arguments that are parameters or
+    state; ``changed`` says which result an argument becomes."""
+
+    jaxpr: Any
+    paths: Mapping[Var, str]
+    params: Collection[Var]
+    changed: Mapping[Var, Var]
+
+    @classmethod
+    def of(cls, program: Program, state: TrainState, batch: Any) -> TracedLoss:
+        """Of arrays, or shapes, such as a step takes."""
+        import jax
+
+        args = state.params, state._replace(params={}), batch
+        closed, results = traced(training_loss(program), *args)
+        jaxpr = closed.jaxpr
+        params, whole, _ = jax.tree.unflatten(jax.tree.structure(args), jaxpr.invars)
+        _, aux = jax.tree.unflatten(results, jaxpr.outvars)
+        given = {**params, **whole.state}
+        return cls(
+            jaxpr=jaxpr,
+            paths={var: path for path, var in given.items()},
+            params=frozenset(params.values()),
+            changed={whole.state[path]: var for path, var in aux.state.items()},
+        )
+
+
+def training_loss(program: Program, training: bool = True) -> Callable[..., Any]:
+    """The loss with its parameters given once."""
+
+    def loss(params: Any, whole: TrainState, batch: Any) -> Any:
+        return program.loss(params, whole._replace(params=params), batch, training)
+
+    return loss

@@ -1,0 +1,184 @@
+"""The report on a step, read from what the compiler made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import DoesNotFitError
+from ..placement import Placed
+from ..program import TrainState
+from ..step.flops import model_flops
+from . import gpu
+from .ahead import Compiled, trace
+from .alive import alive_at_peak
+from .blocks import Blocks, Reduced, heights_of, unmarked
+from .blocks import extended as extending
+from .described import Described
+from .estimate import estimate
+from .hardware import Hardware
+from .hlo import parse
+from .report import DryRun, Memory
+from .target import Target
+from .traffic import transfers
+
+_TENSORS = 32  # that are kept of those alive at the peak
+_NEAR = 0.8  # of a device's memory, from where compilers give up time for room
+
+
+def extended(
+    described: Described,
+    found: Reduced,
+    fewer: Sequence[Described],
+    compiled: Sequence[Compiled],
+    hardware: Hardware,
+) -> DryRun | None:
+    """The report on all equal blocks, from the steps with one of them and with two.
+
+    ``None`` where the compiler's figure for two of them is more than what we see.
+    """
+    bare = [replace(each, text=unmarked(each.text)) for each in compiled]
+    one, two = (read(d, c, hardware, None) for d, c in zip(fewer, bare, strict=True))
+    if not extending.is_understood(two):
+        return None
+    held = [heights_of(each.text) for each in compiled]
+    memory, most, tensors = extending.memory((one, two), held, found)
+    assert one.estimate is not None
+    assert two.estimate is not None
+    blocks = Blocks(found.count, found.names, (compiled[0].compile_s, compiled[1].compile_s))
+    return replace(
+        two,
+        memory=replace(memory, **sizes(described)),
+        collectives=extending.transfers(one.collectives, two.collectives, found),
+        tensors=tensors[:_TENSORS],
+        alive_bytes=most,
+        estimate=extending.estimate(one.estimate, two.estimate, found),
+        notes=(*two.notes, str(blocks), *_pressed(memory)),
+        placed=described.placed,
+        blocks=blocks,
+    )
+
+
+def _pressed(memory: Memory) -> tuple[str, ...]:
+    if memory.available_bytes is None or (memory.peak_bytes or 0) < _NEAR * memory.available_bytes:
+        return ()
+    return (
+        "with so much in a device the compiler computes things again rather than hold them: "
+        'blocks="whole" compiles all blocks, and may find that the step fits',
+    )
+
+
+def read(
+    described: Described, compiled: Compiled, hardware: Hardware, most: int | None = _TENSORS
+) -> DryRun:
+    """The report on a step that was compiled, with so many of the tensors at the peak."""
+    alive = alive_at_peak(parse(compiled.text))
+    known = sizes(described)
+    peak, peak_is = _peak(compiled)
+    return DryRun(
+        name=described.name,
+        target=compiled.target,
+        axes=compiled.axes,
+        memory=Memory(
+            **known,
+            padding_bytes=compiled.argument_bytes - sum(known.values()) + known["gradient_bytes"],
+            temporary_bytes=compiled.temporary_bytes,
+            peak_bytes=peak,
+            peak_is=peak_is,
+            available_bytes=hardware.memory_bytes,
+        ),
+        collectives=transfers(compiled.collectives, arguments(described), described.placement),
+        tensors=alive[:most],
+        alive_bytes=sum(each.nbytes for each in alive),
+        estimate=estimate(compiled, hardware, model_flops=_model_flops(described, compiled.target)),
+        notes=_notes(compiled.target),
+        compiled=compiled,
+        placed=described.placed,
+        hardware=hardware,
+    )
+
+
+def refused(
+    described: Described, target: Target, hardware: Hardware, error: DoesNotFitError
+) -> DryRun:
+    """The report on a step that the compiler found too large."""
+    return DryRun(
+        name=described.name,
+        target=target,
+        axes=described.mesh.axes,
+        memory=Memory(
+            **sizes(described),
+            peak_bytes=error.needed_bytes,
+            peak_is="what the compiler says it needs",
+            available_bytes=error.available_bytes or hardware.memory_bytes,
+        ),
+        notes=_notes(target),
+        refusal=error.breakdown,
+        placed=described.placed,
+        hardware=hardware,
+    )
+
+
+def sizes(described: Described) -> dict[str, int]:
+    """The exact bytes of what a step takes, in one device, and of one gradient per parameter."""
+    by_role = {"parameter": 0, "slot": 0}
+    for each in described.placed:
+        role = each.info.role if each.info.role in by_role else "state"
+        by_role[role] = by_role.get(role, 0) + each.bytes_per_device
+    updated = described.placement.with_zero(3 if described.placement.zero else 0)
+    gradients = updated.place(each.info for each in described.placed)
+    return {
+        "parameter_bytes": by_role["parameter"],
+        "slot_bytes": by_role["slot"],
+        "state_bytes": by_role.get("state", 0),
+        "input_bytes": _bytes_of_batch(described),
+        "gradient_bytes": sum(p.bytes_per_device for p in gradients if p.info.role == "parameter"),
+    }
+
+
+def _model_flops(described: Described, target: Target) -> float | None:
+    """FLOPs of the step as it was written, before it is split over devices."""
+    traced = trace(described.jitted, (described.state, described.batch), target)
+    return model_flops(traced.jaxpr)
+
+
+def _bytes_of_batch(described: Described) -> int:
+    import jax
+
+    return sum(
+        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for array in jax.tree.leaves(described.batch)
+    )
+
+
+def arguments(described: Described) -> Sequence[Placed | None]:
+    """Which variable each argument of the compiled step is; ``None`` for those of the batch."""
+    import jax
+
+    by_path = [{each.info.path: each for each in described.placed}] * len(described.state)
+    named = TrainState(
+        *(
+            {path: known[path] for path in part}
+            for part, known in zip(described.state, by_path, strict=True)
+        )
+    )
+    flat = jax.tree.leaves(named, is_leaf=lambda each: isinstance(each, Placed))
+    return [*flat, *[None] * len(jax.tree.leaves(described.batch))]
+
+
+def _peak(compiled: Compiled) -> tuple[int, str]:
+    """XLA for CPU leaves temporary buffers out of its own figure; there they are added up."""
+    if compiled.target.platform != "cpu":
+        return compiled.peak_bytes, "the compiler's peak_memory_in_bytes"
+    new = compiled.output_bytes - compiled.donated_bytes
+    whole = compiled.argument_bytes + new + compiled.temporary_bytes
+    return whole, "arguments, new outputs and temporaries of the compiler, added up"
+
+
+def _notes(target: Target) -> tuple[str, ...]:
+    if target.platform == "cuda":
+        return (gpu.NOT_TUNED,)
+    if target.platform != "cpu":
+        return ()
+    return ("compiled by XLA for CPU, which orders and fuses otherwise than for an accelerator",)

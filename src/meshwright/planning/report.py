@@ -1,0 +1,147 @@
+"""What a dry run says: a value that prints as tables, and is saved as a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..placement import Placed
+from . import tables
+from .ahead import Compiled
+from .alive import LiveTensor
+from .blocks import Blocks
+from .estimate import Estimate
+from .files import write
+from .hardware import Hardware
+from .target import Target
+from .traffic import Transfer
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device; ``None`` for what only a finished compilation tells.
+
+    ``parameter_bytes``, ``slot_bytes``, ``state_bytes`` (batch statistics, seeds, metrics) and
+    ``input_bytes`` are exact sizes of their pieces. ``padding_bytes`` is what the device's tiles
+    add to them. ``gradient_bytes`` is the size of one gradient for each parameter, in the pieces
+    that are updated; it is part of ``temporary_bytes`` to the extent that they live together.
+    ``peak_bytes`` is the compiler's figure that ``peak_is`` names; ``available_bytes`` is what a
+    device has, ``None`` where that is not known.
+    """
+
+    parameter_bytes: int
+    slot_bytes: int
+    state_bytes: int
+    input_bytes: int
+    gradient_bytes: int
+    padding_bytes: int | None = None
+    temporary_bytes: int | None = None
+    peak_bytes: int | None = None
+    peak_is: str = ""
+    available_bytes: int | None = None
+
+    @property
+    def argument_bytes(self) -> int:
+        """State and inputs as they are, without the device's padding."""
+        return self.parameter_bytes + self.slot_bytes + self.state_bytes + self.input_bytes
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What is left at the peak; below zero if the step does not fit."""
+        if self.peak_bytes is None or self.available_bytes is None:
+            return None
+        return self.available_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one training step would cost on a target; ``print`` it for tables.
+
+    All bytes are those of one device. ``fits`` is ``None`` where the memory of a device is not
+    known. ``collectives`` are in the order in which they are issued. ``tensors`` are the largest
+    temporary arrays alive at the peak and ``alive_bytes`` is the sum of all, by our own reading of
+    the schedule. ``refusal`` is what the compiler said of a step that does
+    not fit, of which there is no more to tell. ``estimate`` says how long the step would take, by
+    the numbers of ``hardware``. ``placed`` says where every variable lies and why. ``blocks`` is
+    set where not all equal blocks of the model were compiled: the figures are extended then from
+    one and two of them, and ``compiled`` is the step with two.
+    """
+
+    name: str
+    target: Target
+    axes: tuple[tuple[str, int], ...]
+    memory: Memory
+    collectives: tuple[Transfer, ...] = ()
+    tensors: tuple[LiveTensor, ...] = ()
+    alive_bytes: int = 0
+    estimate: Estimate | None = None
+    notes: tuple[str, ...] = ()
+    refusal: str = field(default="", repr=False)
+    compiled: Compiled | None = field(default=None, repr=False, compare=False)
+    placed: tuple[Placed, ...] = field(default=(), repr=False)
+    hardware: Hardware | None = field(default=None, repr=False)
+    blocks: Blocks | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a device has the memory for it."""
+        if self.refusal:
+            return False
+        free = self.memory.free_bytes
+        return None if free is None else free >= 0
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that a device holds at one time, as the compiler says."""
+        return self.memory.peak_bytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.memory.parameter_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.memory.slot_bytes
+
+    @property
+    def flops(self) -> float | None:
+        """FLOPs of products and convolutions of one step, in one device."""
+        return None if self.estimate is None else self.estimate.flops
+
+    @property
+    def step_time_s(self) -> float | None:
+        """How long one step would take; ``None`` where too little is known of the hardware."""
+        return None if self.estimate is None else self.estimate.step_time_s
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the hardware's peak that the model's own FLOPs would use."""
+        return None if self.estimate is None else self.estimate.mfu
+
+    @property
+    def bound_by(self) -> str | None:
+        """Where most of the time would go: to compute, memory, communication."""
+        return None if self.estimate is None else self.estimate.bound_by
+
+    @property
+    def unexpected(self) -> tuple[Transfer, ...]:
+        """The collectives that nobody asked for."""
+        return tuple(each for each in self.collectives if each.is_unexpected)
+
+    def __str__(self) -> str:
+        return tables.of_dry_run(self)
+
+    def to_html(self) -> str:
+        """The report as one HTML page that needs no network: sortable tables and pictures.
+
+        >>> run = DryRun("net", Target.of("v5e:2x4"), (("batch", 8),), Memory(6, 12, 1, 1, 6))
+        >>> run.to_html().startswith("<!DOCTYPE html>")
+        True
+        """
+        from . import page  # which draws, and is not needed to compile
+
+        return page.of_dry_run(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the page of :meth:`to_html`. Raises :class:`~meshwright.DataError` if it cannot."""
+        write(path, self.to_html(), "the report")

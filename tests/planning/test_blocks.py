@@ -1,0 +1,277 @@
+"""One and two of a model's equal blocks are compiled, and say what all of them take."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshwright as mw
+from meshwright.planning.blocks import Blocks, reduced
+from meshwright.planning.blocks import extended as extending
+from meshwright.planning.blocks.heights import Height, Heights, peak_with
+from meshwright.planning.described import describe
+from meshwright.planning.dry_run import DryRun, dry_run
+from meshwright.planning.lock import Lock, lock_of
+from meshwright.step.options import StepOptions
+from meshwright.step.train import make_train_step
+
+WIDTH, ROWS, IO = 32, 64, 8
+DATA = mw.Placement.of(mw.Mesh({"batch": 8}))
+BATCH = jax.ShapeDtypeStruct((ROWS, IO), "float32")
+
+
+def shape(*dims):
+    return jax.ShapeDtypeStruct(dims, "float32")
+
+
+def weights(depth, width=WIDTH):
+    block = {"gain": shape(width), "up": shape(width, 4 * width), "down": shape(4 * width, width)}
+    blocks = [dict(block) for _ in range(depth)]
+    return {"embed": shape(IO, width), "blocks": blocks, "head": shape(width, IO)}
+
+
+def block(w, x):
+    scaled = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w["gain"]
+    return x + jax.nn.gelu(scaled @ w["up"]) @ w["down"]
+
+
+def loss(w, x, block=block, named=True):
+    h = x @ w["embed"]
+    for number, each in enumerate(w["blocks"]):
+        with jax.named_scope(f"block_{number}" if named else "blocks"):
+            h = block(each, h)
+    return jnp.mean((h @ w["head"] - x) ** 2)
+
+
+def program(depth=6, loss=loss, optimizer=None, tree=None, **options):
+    of = functools.partial(loss, **options)
+    return mw.jax_program(of, tree or weights(depth), optimizer or optax.adam(0.1))
+
+
+def found(program, placement=DATA):
+    return reduced(describe(program, BATCH, placement))
+
+
+# Recognised by structure
+
+
+def test_blocks_are_found_without_a_word_from_the_author():
+    some, reason = found(program(named=False))
+    assert reason == ""
+    assert some.names == tuple(f"blocks/{number}" for number in range(6))
+    assert some.blocks[2] == ("blocks/2/gain", "blocks/2/up", "blocks/2/down")
+
+
+def test_weights_may_be_cast_before_the_first_block():
+    def narrow(w, x):
+        return loss(jax.tree.map(lambda each: each.astype("bfloat16"), w), x.astype("bfloat16"))
+
+    some, _ = found(program(loss=narrow))
+    assert some.count == 6
+
+
+def test_three_equal_blocks_are_not_worth_it():
+    assert found(program(3)) == (None, "")
+
+
+def test_layers_that_differ_are_not_taken_for_equal():
+    tree = weights(5)
+    for number, each in enumerate(tree["blocks"]):
+        hidden = 64 + 8 * number
+        each |= {"up": shape(WIDTH, hidden), "down": shape(hidden, WIDTH)}
+    assert found(program(tree=tree)) == (None, "")
+
+
+def shared_weights(w, x):
+    h = x @ w["embed"]
+    for each in w["blocks"]:
+        h = block({**each, "gain": w["blocks"][0]["gain"]}, h)
+    return jnp.mean((h @ w["head"] - x) ** 2)
+
+
+def with_long_skips(w, x):
+    h, seen = x @ w["embed"], []
+    for each in w["blocks"]:
+        h = block(each, h)
+        seen.append(h)
+    return jnp.mean((sum(seen) @ w["head"] - x) ** 2)
+
+
+def with_weight_decay(w, x):
+    return loss(w, x) + sum(jnp.sum(each["up"] ** 2) for each in w["blocks"])
+
+
+@pytest.mark.parametrize(
+    ("strange", "why"),
+    [
+        (shared_weights, "share parameters"),
+        (with_long_skips, "read by more than the next one"),
+        (with_weight_decay, "read outside of them too"),
+    ],
+)
+def test_blocks_that_hang_together_otherwise_are_all_compiled(strange, why):
+    some, reason = found(program(loss=strange))
+    assert some is None
+    assert why in reason
+
+
+def test_blocks_that_lie_differently_are_all_compiled_and_the_report_says_so():
+    placement = mw.Placement.of(mw.Mesh({"batch": 4, "model": 2}), {"blocks/3/up": [None, "model"]})
+    report = dry_run(program(4), BATCH, strategy=placement, target="cpu:8", blocks="few")
+    assert report.blocks is None
+    assert "all blocks were compiled: equal blocks are laid out differently" in str(report)
+
+
+# What is left is the model with fewer blocks
+
+
+def test_a_step_with_two_of_its_blocks_is_the_step_of_a_model_with_two():
+    optimizer = optax.chain(optax.clip_by_global_norm(1e9), optax.sgd(0.1, 0.9))
+    six, two = program(6, optimizer=optimizer), program(2, optimizer=optimizer)
+    fewer = found(six)[0].with_blocks(2)
+    small = describe(two, BATCH, DATA)
+    assert jax.tree.map(jnp.shape, fewer.state) == jax.tree.map(jnp.shape, small.state)
+    random = np.random.default_rng(0)
+
+    def value(each):
+        return jnp.asarray(0.1 * random.normal(size=each.shape), each.dtype)
+
+    state, rows = jax.tree.map(value, small.state), value(BATCH)
+    ours, theirs = (
+        jax.jit(make_train_step(each.source.program))(state, rows) for each in (fewer, small)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), ours, theirs)
+
+
+# The figures of all of them
+
+
+SPLIT = {"blocks/.*/up": [None, "model"], "blocks/.*/down": ["model", None]}
+WAYS = {
+    "data parallel": DATA,
+    "zero 2": DATA.with_zero(2),
+    "split": mw.Placement.of(mw.Mesh({"batch": 4, "model": 2}), SPLIT),
+    "zero 3": DATA.with_zero(3),
+}
+SLOW = pytest.mark.full
+
+
+@functools.cache
+def both(way: str, **how) -> tuple[DryRun, DryRun]:
+    from meshwright.frontends.keras import Sharded
+
+    strategy = Sharded.from_placement(WAYS[way], StepOptions(**how)) if how else WAYS[way]
+    build = functools.partial(program, optimizer=optax.adamw(0.1))
+    few = dry_run(build(), BATCH, strategy=strategy, target="cpu:8", blocks="few")
+    whole = dry_run(build(), BATCH, strategy=strategy, target="cpu:8", blocks="whole")
+    assert few.blocks is not None
+    assert whole.blocks is None
+    return few, whole
+
+
+@pytest.mark.parametrize(
+    "way", ["data parallel", "split", *(pytest.param(w, marks=SLOW) for w in ("zero 2", "zero 3"))]
+)
+def test_the_report_is_that_of_the_whole_step(way):
+    few, whole = both(way)
+    assert few.flops == whole.flops
+    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
+    assert few.memory.temporary_bytes == pytest.approx(whole.memory.temporary_bytes, rel=0.05)
+    for exact in ("parameter", "slot", "state", "input", "gradient", "padding"):
+        name = f"{exact}_bytes"
+        assert getattr(few.memory, name) == getattr(whole.memory, name)
+    assert few.placed == whole.placed
+    assert few.estimate.replicated_share == pytest.approx(whole.estimate.replicated_share)
+    assert moved(few) == moved(whole)
+
+
+def moved(report):
+    """How many collectives there are, and what they move, by kind and axes."""
+    sums = {}
+    for each in report.collectives:
+        count, nbytes = sums.get((each.kind, each.axes), (0, 0))
+        sums[each.kind, each.axes] = count + each.count, nbytes + each.bytes_per_step
+    return sums
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [{"remat": "nothing_saveable"}, {"accumulate": 2}])
+def test_so_it_is_with_recompute_and_micro_batches(how):
+    few, whole = both("data parallel", **how)
+    assert few.flops == whole.flops
+    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.05)
+    assert moved(few) == moved(whole)
+
+
+def test_collectives_and_layers_have_the_names_of_their_own_blocks():
+    few, whole = both("split")
+    places = [
+        {(e.kind, e.axes, e.paths) for e in r.collectives if e.axes == ("model",)}
+        for r in both("split")
+    ]
+    assert places[0] == places[1]
+    flops = [{layer.layer: layer.flops for layer in r.estimate.layers} for r in (few, whole)]
+    assert flops[0] == flops[1]
+    assert {"block_0", "block_5"} <= flops[0].keys()
+    assert {each.origin.path for each in few.tensors} == {e.origin.path for e in whole.tensors}
+
+
+def test_every_form_of_the_report_says_what_was_compiled():
+    few, whole = both("data parallel")
+    said = "of 6 equal blocks (blocks/0 … blocks/5), one and two were compiled"
+    assert said in str(few)
+    assert said in few.to_html().replace("Of 6", "of 6")
+    assert "extended from one and two blocks" in str(few)
+    assert "equal blocks" not in str(whole)
+    assert '"blocks": 6' in lock_of(few).to_json()
+    assert "blocks" not in lock_of(whole).to_json().replace("blocks/", "")
+    assert Lock.from_json(lock_of(few).to_json()) == lock_of(few)
+
+
+def test_compiling_less_is_told_in_seconds():
+    blocks = Blocks(12, ("a", "b"), compiled_s=(10.0, 12.0))
+    assert (blocks.whole_s, blocks.saved_s) == (32.0, 10.0)
+    assert Blocks(4, ("a", "b"), compiled_s=(10.0, 10.5)).saved_s == 0
+
+
+# The peak may be at another moment with many blocks
+
+
+def test_the_peak_moves_from_the_head_to_the_gradients_with_more_blocks():
+    one = Heights(Height(100), None, Height(50), kept_bytes=(20, 20), left_bytes=10)
+    two = Heights(Height(102), Height(98), Height(60), kept_bytes=(19, 22), left_bytes=35)
+    assert [peak_with(one, two, count).nbytes for count in (2, 3, 4, 10)] == [102, 104, 106, 140]
+
+
+@pytest.mark.parametrize("rows", [8, pytest.param(512, marks=SLOW)])
+def test_few_rows_hold_gradients_and_many_rows_hold_activations(rows):
+    batch = jax.ShapeDtypeStruct((rows, IO), "float32")
+    few, whole = (
+        dry_run(program(8), batch, strategy=DATA, target="cpu:8", blocks=blocks)
+        for blocks in ("few", "whole")
+    )
+    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.03)
+    assert few.alive_bytes == pytest.approx(whole.alive_bytes, rel=0.05)
+
+
+def test_a_figure_that_the_arrays_do_not_explain_is_not_extended(monkeypatch):
+    """As of a small step on a TPU, most of which lies in the chip's own memory."""
+    monkeypatch.setattr(extending, "is_understood", lambda two: False)
+    report = dry_run(program(4), BATCH, strategy=DATA, target="cpu:8", blocks="few")
+    assert report.blocks is None
+    assert "all blocks were compiled: with one and two of them so little is held" in str(report)
+    assert len([each for each in report.placed if each.info.role == "parameter"]) == 14
+
+
+def test_a_few_blocks_are_compiled_as_they_are_unless_asked():
+    report = dry_run(program(4), BATCH, strategy=DATA, target="cpu:8")
+    assert report.blocks is None
+    assert (
+        report.flops
+        == dry_run(program(4), BATCH, strategy=DATA, target="cpu:8", blocks="few").flops
+    )
