@@ -49,9 +49,9 @@ def dry_run(
     of the step's ``k`` micro-batches. ``mesh`` takes the place of the strategy's, and ``hardware``
     that of what is known of the target's chips. Of sixteen equal blocks or more only one and two
     are compiled, and the difference gives the rest, which the report says; ``blocks="few"`` does so
-    from four on, and ``"whole"`` never. A step that needs more memory than a device has gives a report that says so. Raises
-    :class:`~meshwright.TargetError` for a target that does not go with the mesh, and
-    :class:`~meshwright.CompileError` if the step does not compile.
+    from four on, and ``"whole"`` never. A step that needs more memory than a device has gives a
+    report that says so. Raises :class:`~meshwright.TargetError` for a target that does not go with
+    the mesh, and :class:`~meshwright.CompileError` if the step does not compile.
 
     >>> import jax, keras, meshwright as mw
     >>> with mw.abstract():
