@@ -130,6 +130,7 @@ def write_page() -> Path:
     features, named = found.pop("features", []), found.pop("named", [])
     tracing = found.pop("named_tracing", [])
     servers = found.pop("parameter_server", [])
+    found.pop("planned_peaks", None)  # planned_peaks.py prints it
     jobs = [found[name] for name in JOBS if name in found]
     parts = [
         "# Results",
