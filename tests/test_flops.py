@@ -58,16 +58,18 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
     assert of(several, [4, 4]) == 5 * 2 * 4**3
 
 
-def test_the_pieces_of_a_mesh_are_counted_together() -> None:
-    mesh = mw.create_mesh({"batch": 8})
+@pytest.mark.parametrize("axes", [{"batch": 8}, {"batch": 4, "model": 2}])
+def test_pieces_are_counted_together_and_axes_left_to_the_compiler_make_none(axes) -> None:
+    mesh = mw.create_mesh(axes)
     rows = jax.sharding.PartitionSpec("batch")
     product = jax.shard_map(
         lambda x, w: x @ w,
         mesh=mesh.jax_mesh,
         in_specs=(rows, jax.sharding.PartitionSpec()),
         out_specs=rows,
+        axis_names={"batch"},
     )
-    assert of(product, [16, 4], [4, 4]) == 2 * 16 * 4 * 4
+    assert of(jax.jit(product), [16, 4], [4, 4]) == 2 * 16 * 4 * 4
 
 
 def test_of_branches_the_longest_counts() -> None:

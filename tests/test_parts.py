@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 from keras import layers
 
 import meshwright as mw
+from meshwright.planning.ahead import compile_described
 from meshwright.planning.collectives import read_collectives
+from meshwright.planning.described import describe
 from meshwright.step.accumulate import Way, accumulating_in
 from meshwright.step.parts import Gathered, Pieces, in_parts, sum_parts
 
@@ -211,3 +214,26 @@ def test_level_2_sums_each_micro_batch() -> None:
     """So the measure above can tell one sum from four."""
     together, parameters = reduced_elements(words, 4, zero=2)
     assert together > 3 * parameters
+
+
+SPLITS = {
+    "out": (64, [None, "model"]),
+    "in": (64, ["model", None]),
+    "of what does not divide": (65, [None, "model"]),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_gradient_is_scattered_as_it_lies_along_other_axes(split: str, zero: int) -> None:
+    """None is gathered along the axis that its variable is split over."""
+    rows, specs = SPLITS[split]
+    params = {"w": jnp.zeros([rows, 256])}
+    program = mw.jax_program(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, optax.sgd(0.1))
+    placement = mw.Placement.of(mw.Mesh({"batch": 2, "model": 4}), {"w": specs}, zero=zero)
+    step = describe(program, jax.ShapeDtypeStruct((ROWS, rows), "float32"), placement)
+    large = [each for each in compile_described(step, "cpu:8").collectives if each.elements > 2048]
+    found = {each.kind: (each.axes, each.elements) for each in large}
+    assert found["reduce-scatter"] == (("batch",), rows * 256 // 4)
+    assert found["all-gather"] == (("batch",), rows * 256 // 4)  # of the new value
+    assert len(found) == len(large) == 2

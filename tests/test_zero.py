@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwright as mw
+from meshwright.planning.described import of_program
+from meshwright.step.flops import model_flops
 from meshwright.zero import SMALL_ELEMENTS, share_out
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
@@ -92,3 +99,28 @@ def test_explain_lists_what_stays_replicated() -> None:
     assert str(explained["hidden/kernel"].layout.unbound()) == "[batch, unsharded]"
     assert explained["output/kernel"].layout.is_fully_replicated
     assert explained["output/kernel"].reason.endswith("zero=3: small, or no dim divides")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_recompute_computes_again_at_every_level(zero: int) -> None:
+    def loss(params: dict[str, Any], x: Any) -> Any:
+        for name in ("a", "b", "c"):
+            x = mw.block_output(jnp.tanh(jnp.tanh(x @ params[name]) @ params[name]))
+        return jnp.mean(x)
+
+    params = {name: jax.ShapeDtypeStruct((64, 64), "float32") for name in "abc"}
+    program = mw.jax_program(loss, params, optax.sgd(0.1))
+    rows = jax.ShapeDtypeStruct((8, 64), "float32")
+    placement = mw.Placement.of(mw.Mesh({"batch": 4}), zero=zero)
+
+    def products(remat: str) -> float:
+        step = of_program(program, rows, placement, mw.StepOptions(remat=remat))
+        found = model_flops(jax.make_jaxpr(step.step)(step.state, step.batch))
+        assert found is not None
+        return found / (2 * 8 * 64 * 64)
+
+    assert products("none") == 6 + 11  # nothing needs the gradient of the rows
+    # The last product of a block makes its output, which is kept, and the block itself is not.
+    assert products("block") > products("none")
+    assert products("nothing_saveable") > products("none")
+    assert products("everything_saveable") == products("none")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -468,6 +469,33 @@ def name_scope(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def frames_of(eqn: Any) -> Iterator[tuple[str, str, int]]:
+    """File, function and line of what was called when an equation was traced, the innermost first.
+
+    JAX 0.10.2: as for :func:`name_scope`; what is JAX's own is left out.
+    """
+    from jax._src import source_info_util as info
+
+    for frame in info.user_frames(eqn.source_info.traceback):
+        yield frame.file_name, frame.function_name, frame.start_line
+
+
+def under_scope(eqn: Any, name: str) -> Any:
+    """The equation as if it had been traced under one more name scope; JAX 0.10.2, as above."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
+
+
+def without_lines() -> contextlib.AbstractContextManager[Any]:
+    """Lower without files and lines of the source, which would make equal programs differ.
+
+    JAX 0.10.2: the option is public, only its use for a while is not.
+    """
+    from jax._src import config
+
+    return config.traceback_in_locations_limit(0)
+
+
 @contextlib.contextmanager
 def keras_sees(platform: str) -> Iterator[None]:
     """Let Keras choose its attention kernels for another platform than that of the devices here.
@@ -581,6 +609,15 @@ def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
     with info.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
         found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def devices_by_hand(shard_map: Any) -> int:
+    """Over how many devices an equation of ``jax.shard_map`` maps; other axes are left to XLA.
+
+    JAX 0.10.2: ``newly_manual_axes`` among the parameters of the primitive has no page.
+    """
+    mesh = shard_map.params["mesh"]
+    return math.prod(mesh.shape[axis] for axis in shard_map.params["newly_manual_axes"])
 
 
 def decays(optimizer: Any, parameter: Any) -> bool:

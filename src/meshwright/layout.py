@@ -417,7 +417,14 @@ def _indivisible(name: str, dims: Sequence[int], dim: int, layout: Layout) -> st
 
 
 def _are_sizes(dims: Sequence[int]) -> bool:
-    return all(hasattr(size, "__index__") and size >= 0 for size in dims)
+    return all(size >= 0 if hasattr(size, "__index__") else _is_symbol(size) for size in dims)
+
+
+def _is_symbol(size: Any) -> bool:
+    """Whether it stands for any size, as in a step that is exported for any number of rows."""
+    from jax.export import is_symbolic_dim
+
+    return is_symbolic_dim(size)
 
 
 def _whole_rank(rank: int) -> int:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from .errors import MeshwrightWarning, TopologyError
 
 _THREADS_PER_DEVICE = 2  # 16 for 8 devices and 32 for 16 were never seen to lock up; 8 for 8 were
 _POOL_VARIABLE = "NPROC"  # read by XLA's DefaultThreadPoolSize, in place of the number of cores
+_FLAGS = "XLA_FLAGS"
 
 
 def virtual_devices(count: int) -> None:
@@ -53,6 +54,24 @@ def virtual_devices(count: int) -> None:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(count))
     _size_pool_for(int(count))
+
+
+def virtual_device_variables(count: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make ``count`` CPU devices in a process yet to be started.
+
+    ``environment`` is what it gets beside them; accelerators are left to others.
+
+    >>> variables = virtual_device_variables(4, {"XLA_FLAGS": "--xla_dump_to=here"})
+    >>> sorted(set(variables) - {"NPROC"})
+    ['JAX_NUM_CPU_DEVICES', 'JAX_PLATFORMS', 'XLA_FLAGS']
+    """
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", environment.get(_FLAGS, ""))
+    return {
+        "JAX_NUM_CPU_DEVICES": str(count),
+        "JAX_PLATFORMS": "cpu",
+        _FLAGS: flags,  # JAX refuses to be told the number in two ways
+        _POOL_VARIABLE: str(_threads_for(count)),
+    }
 
 
 def settle_cpu_pool() -> None:
@@ -122,15 +141,19 @@ def warn_if_cpu_pool_is_small(count: int) -> None:
 def _size_pool_for(count: int) -> None:
     if count < 2 or _compat.jax_is_running():
         return
-    wanted = max(_THREADS_PER_DEVICE * count, os.cpu_count() or 1)
+    wanted = _threads_for(count)
     present = os.environ.get(_POOL_VARIABLE, "")
     if not present.isdigit() or int(present) < wanted:
         os.environ[_POOL_VARIABLE] = str(wanted)
 
 
+def _threads_for(count: int) -> int:
+    return max(_THREADS_PER_DEVICE * count, os.cpu_count() or 1)
+
+
 def _requested_cpu_devices() -> int:
     """How many CPU devices JAX's options ask for, by configuration or environment."""
-    flags = os.environ.get("XLA_FLAGS", "")
+    flags = os.environ.get(_FLAGS, "")
     by_flag = max(map(int, re.findall(r"host_platform_device_count=(\d+)", flags)), default=0)
     if "jax" in sys.modules:
         import jax

@@ -161,16 +161,20 @@ class Putter:
         import jax
 
         flat, tree = jax.tree.flatten(batch)
-        grows = [not inputs_only or label.kind == "input" for label in self._label(batch)]
+        grows, layouts = zip(*self.padded_layouts(batch, inputs_only), strict=True)
         flat = [
             _cycled(value, rows) if more else _as_array(value, self._copy)
             for value, more in zip(flat, grows, strict=True)
         ]
-        spread, whole = self._for_any_rows(batch), self._by(_whole_rows(self._placement), batch)
-        layouts = [a if more else b for a, b, more in zip(spread, whole, grows, strict=True)]
         put = _put_all(flat, [layout.sharding for layout in layouts])
         mesh = self._placement.mesh.jax_mesh
         return Padded(jax.tree.unflatten(tree, put), row_count(batch), mesh)
+
+    def padded_layouts(self, batch: Batch, inputs_only: bool = True) -> list[tuple[bool, Layout]]:
+        """Of each array of a padded batch, whether it has more rows, and how it lies."""
+        spread, whole = self._for_any_rows(batch), self._by(_whole_rows(self._placement), batch)
+        grows = [not inputs_only or label.kind == "input" for label in self._label(batch)]
+        return [(g, a if g else b) for g, a, b in zip(grows, spread, whole, strict=True)]
 
     def _for_any_rows(self, batch: Batch) -> list[Layout]:
         """The layouts of a batch like this one whose rows divide."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .._compat import devices_by_hand
 from .jaxprs import jaxprs_inside
 
-_PIECES = ("shard_map",)
 _UNSEEN = ("custom_call", "ffi_call", "pallas_call")
 
 
@@ -49,8 +49,9 @@ def _of_equation(eqn: Any) -> float | None:
         return 0.0 if sum(known) == 0 else None
     if name == "cond":
         return max(known, default=0.0)
-    times = params["length"] if name == "scan" else params["mesh"].size if name in _PIECES else 1
-    return times * sum(known)
+    if name == "shard_map":
+        return devices_by_hand(eqn) * sum(known)
+    return (params["length"] if name == "scan" else 1) * sum(known)
 
 
 def product_flops(eqn: Any) -> float:

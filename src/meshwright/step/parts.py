@@ -154,14 +154,19 @@ def sum_parts(gradient: Any, ndim: int) -> Any:
     return gradient.sum(0) if gradient.ndim > ndim else gradient
 
 
-def scatter_parts(gradient: Any, mesh: Any, axes: tuple[str, ...], dim: int) -> Any:
+def scatter_parts(
+    gradient: Any, mesh: Any, axes: tuple[str, ...], dim: int, lies: Sequence[tuple[str, ...]]
+) -> Any:
     """The sum of a gradient's parts, of which each device gets its piece along ``dim`` alone.
 
-    Half of what :func:`sum_parts` sends, and an operation that not all of XLA's compilers find.
+    ``lies`` says along which axes each dim of the sum is split besides. Half of what
+    :func:`sum_parts` sends, and an operation that not all of XLA's compilers find. All these axes
+    are taken by hand: of one that is left to XLA it gathers every gradient first.
     """
     import jax
 
     spec = jax.sharding.PartitionSpec
+    after = [(*along, *axes) if at == dim else along for at, along in enumerate(lies)]
 
     def scatter(part: Any) -> Any:
         return jax.lax.psum_scatter(part[0], axes, scatter_dimension=dim, tiled=True)
@@ -169,9 +174,9 @@ def scatter_parts(gradient: Any, mesh: Any, axes: tuple[str, ...], dim: int) -> 
     return jax.shard_map(
         scatter,
         mesh=mesh,
-        in_specs=spec(axes),
-        out_specs=spec(*[None] * dim, axes),
-        axis_names=set(axes),
+        in_specs=spec(axes, *(along or None for along in lies)),
+        out_specs=spec(*(along or None for along in after)),
+        axis_names={*axes, *(axis for along in lies for axis in along)},
         check_vma=False,
     )(gradient)
 

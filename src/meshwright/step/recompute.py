@@ -36,7 +36,7 @@ def recomputing(program: Program, remat: str) -> Program:
         def of_arrays(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
             return program.loss(params, whole, batch, training)
 
-        return jax.checkpoint(of_arrays, policy=_policy(remat))(params, whole, batch)
+        return jax.checkpoint(of_arrays, policy=policy_of(remat))(params, whole, batch)
 
     return replace(program, loss=loss)
 
@@ -59,8 +59,12 @@ def check_remat(remat: str) -> list[str]:
     ]
 
 
-def _policy(remat: str) -> Any:
+def policy_of(remat: str) -> Any:
+    """What is kept for the backward pass, as ``jax.checkpoint`` takes it; everything for "none"."""
     import jax
+
+    if remat == "none":
+        return jax.checkpoint_policies.everything_saveable
 
     policies = jax.checkpoint_policies
     return policies.save_only_these_names(_BLOCK) if remat == "block" else getattr(policies, remat)

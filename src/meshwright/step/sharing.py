@@ -10,6 +10,7 @@ from typing import Any
 from ..placement import ParamInfo, Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .parts import Pieces, in_parts, scatter_parts, sum_parts
+from .recompute import policy_of, recomputing
 
 Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
 GATHERED = "gathered parameter"  # is made again for the backward pass at level 3
@@ -81,15 +82,15 @@ class Sharing:
         """One gradient, of so many dims, that may be in parts: summed to what will be updated."""
         import jax
 
-        split = [
-            dim
-            for dim in range(ndim)
-            if self.level and self.shared[path].dim_axes(dim) == self.axes
-        ]
-        if gradient.ndim == ndim or not split:
+        if gradient.ndim == ndim or not self.level:
+            return sum_parts(gradient, ndim)
+        lies = [self.whole[path].dim_axes(dim) for dim in range(ndim)]
+        shared = [self.shared[path].dim_axes(dim) for dim in range(ndim)]
+        split = [dim for dim in range(ndim) if shared[dim] == (*lies[dim], *self.axes)]
+        if not split:
             return sum_parts(gradient, ndim)
         with jax.named_scope(path):  # what a dry run calls the collective
-            return scatter_parts(gradient, self.mesh, self.axes, split[0])
+            return scatter_parts(gradient, self.mesh, self.axes, split[0], lies)
 
     def accumulate(self, grads: Arrays) -> Arrays:
         """Gradients while they are accumulated: in pieces from level 2 on."""
@@ -111,12 +112,14 @@ class Sharing:
         return _laid(params, self.whole) if self.level in (1, 2) else self.share(params)
 
 
-def shared(program: Program, sharing: Sharing) -> Program:
-    """The program with ZeRO: the same numbers, and less on every device.
+def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
+    """The program with ZeRO, recomputed as ``remat`` says: the same numbers, and less on a device.
 
     At level 3 a gathered parameter lives no longer than the operations that use it: it is not kept
     for the backward pass but gathered again there, as PyTorch's FSDP does.
     """
+    if sharing.level < 3:
+        program = recomputing(program, remat)
     if sharing.level == 0:
         return program
 
@@ -131,7 +134,9 @@ def shared(program: Program, sharing: Sharing) -> Program:
 
         if sharing.level < 3:
             return of_pieces(params, whole, batch)
-        return jax.checkpoint(of_pieces, policy=_all_but_gathered)(params, whole, batch)
+        # Of two checkpoints, one in the other, the outer one's policy would keep what is in both.
+        policy = _but_gathered(policy_of(remat))
+        return jax.checkpoint(of_pieces, policy=policy)(params, whole, batch)
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
         new, new_slots = program.update(sharing.share(params), sharing.share(grads), slots)
@@ -172,9 +177,14 @@ def _gathered(value: Any, whole: Any, shared: Any) -> Any:
     return gather(value)
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Which residuals may be kept: every one but gathered parameters."""
-    if primitive.name != "custom_vjp_call":
-        return True
-    inside = params["call_jaxpr"].eqns
-    return not any(eqn.params.get("name") == GATHERED for eqn in inside)
+def _but_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """The same policy of what is kept, but for gathered parameters."""
+
+    def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
+        if primitive.name == "custom_vjp_call":
+            inside = params["call_jaxpr"].eqns
+            if any(eqn.params.get("name") == GATHERED for eqn in inside):
+                return False
+        return policy(primitive, *args, **params)
+
+    return keeps

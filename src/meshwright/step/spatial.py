@@ -25,7 +25,7 @@ from .. import _compat
 from ..errors import LayoutError
 from ..layout import Layout
 from ..mesh import Mesh
-from . import reach, windows
+from . import lines, reach, windows
 from .reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
 
 Layouts = Any  # per argument, a pytree prefix of Layout or None, as jit's in_shardings
@@ -88,6 +88,7 @@ def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
         from jax.extend.core import jaxpr_as_fun
 
         closed, tree = _trace(function, args, kwargs)
+        closed = lines.noted(closed)
         edited = _Edit(mesh).closed(closed, _follow(closed, layouts, args, kwargs))
         # Inlined where it is traced; compiled as a whole, as a constraint must be, where it is not.
         run = jax.jit(jaxpr_as_fun(edited), inline=True)

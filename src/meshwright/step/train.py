@@ -11,7 +11,6 @@ from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .accumulate import accumulating_step
 from .options import PLAIN, StepOptions
 from .products import in_order
-from .recompute import recomputing
 from .sharing import Gradient, Sharing, shared
 from .spatial import guard
 from .sums import summed_in
@@ -32,7 +31,7 @@ def make_train_step(
     if program.own_step is not None:
         how.refuse_own_step(program.name)
         return program.own_step
-    program = shared(recomputing(program, how.remat), sharing)
+    program = shared(program, sharing, how.remat)
     if how.accumulate > 1:
         return accumulating_step(program, partial(gradient, sums=how.sums), sharing)
     differentiate = gradient(program, sums=how.sums)

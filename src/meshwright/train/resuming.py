@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import CheckpointInfo, Checkpoints, Position
+from ..checkpoint.asked import check_every
 from ..checkpoint.randomness import read_randomness, write_randomness
 from ..errors import CheckpointError
 from ..program import Batch, Logs, TrainState
@@ -27,8 +28,7 @@ def train_saving(
     layout: str,
 ) -> tuple[TrainState, Logs]:
     """Train on every batch once over all runs; see :meth:`Trainer.train`."""
-    if every is not None and every < 1:
-        raise CheckpointError(f"save_every={every!r}: a number of steps, at least 1.")
+    check_every(every)
     start = checkpoints.latest
     if start is not None:
         state = trainer.padded(checkpoints.restore(trainer.unpadded(state), start))
