@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ArrayError, TaskError
-from meshwright.ps.client import Servers, Stamp
+from meshwright.ps.client import Servers
 from meshwright.ps.placing import placed
+from meshwright.ps.pushing import Stamp
 from meshwright.ps.server.core import ServerCore
+from meshwright.ps.wire.failures import failure
 from meshwright.ps.wire.memory import MemoryChannel
 from meshwright.ps.worker.updates import Update
 
@@ -111,6 +113,24 @@ def test_an_error_of_one_server_leaves_no_answer_behind():
     with pytest.raises(TaskError, match="has no variable"):
         servers.read([spec, missing])
     np.testing.assert_array_equal(servers.read([spec])[0], [0, 0])
+
+
+def test_a_push_that_one_server_refuses_tells_who_has_applied_it():
+    servers = Servers([MemoryChannel(ServerCore(i, memory_bytes=m), f"ps:{i}")
+                       for i, m in enumerate((None, 20_000))])  # fmt: skip
+    spec = placed("h", (0, 3), "float32", num_shards=2, loads_bytes=[0, 0], is_hash=True)
+    servers.create(spec, {"kind": "zeros", "params": {}, "seed": 0})
+    many = np.arange(4000)
+    update = Update(spec, "rows_add", (many, np.ones((4000, 3), "float32")))
+    with pytest.raises(TaskError, match=r"takes .* more on ps:1") as caught:
+        servers.push([update], Stamp(7))
+    told = "This push of step 7 was applied on ps:0, and not on ps:1: made again, it counts twice"
+    assert told in caught.value.__notes__[-1]
+    assert told in str(failure(caught.value).head["traceback"])  # as the coordinator shows it
+    refused = placed("none", (2,), "float32", num_shards=1, loads_bytes=[0, 9])
+    with pytest.raises(TaskError) as caught:
+        servers.push([Update(refused, "add", (np.ones(2, "float32"),))])
+    assert "applied on" not in "".join(caught.value.__notes__)
 
 
 def test_staleness_counts_what_others_applied_since_the_last_read():

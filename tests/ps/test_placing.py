@@ -61,6 +61,7 @@ def test_consistency_is_a_value(choice, value):
         (lambda: Stale(True), r"Stale\(True\)"),
         (lambda: Backup(0), r"Backup\(0\)"),
         (lambda: Async(compensation=-1.0), "compensation=-1.0"),
+        (lambda: Stale(1, adaptive=True), "give compensation= too"),
     ],
 )
 def test_wrong_consistency_is_refused(make, told):

@@ -15,6 +15,7 @@ from .spec import ClusterSpec, Task
 
 KEYS = "MESHWRIGHT_KEYS"  # a file
 GENERATION = "MESHWRIGHT_GENERATION"
+WORKER_DEVICES = "MESHWRIGHT_WORKER_DEVICES"  # tells a chief how many were made in each worker
 _SNAPSHOTS = "MESHWRIGHT_SNAPSHOTS"  # a folder
 _NUMBERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "heartbeat_s": ("MESHWRIGHT_HEARTBEAT_S", float),

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import ClusterError
-from .joining import cluster_variables, variables_of
+from ..topology import virtual_device_variables
+from .joining import WORKER_DEVICES, cluster_variables, variables_of
 from .keys import Keys
 from .logs import LogPump
 from .private_folder import PrivateFolder
@@ -39,8 +40,9 @@ class LocalCluster:
     A server that ends is started again at the same address, and restores its last snapshot,
     which is written after every ``snapshot_every`` pushes (``None``: never). A worker is started
     again, too, with growing delays. Both at most ``max_restarts`` times in a row; then
-    :meth:`check` raises. ``env`` holds variables for the tasks. ``evaluator`` is a Python program
-    with its arguments, to be run beside them as the evaluator.
+    :meth:`check` raises. ``env`` holds variables for the tasks. ``worker_devices`` makes so many
+    CPU devices in each worker; without it a worker has those that JAX finds. ``evaluator`` is a
+    Python program with its arguments, to be run beside them as the evaluator.
 
     Raises :class:`~meshwright.errors.ClusterError` for numbers that make no cluster.
     """
@@ -59,8 +61,10 @@ class LocalCluster:
         restart_servers: bool = True,
         max_restarts: int = 10,
         heartbeat_s: float = 1.0,
+        worker_devices: int | None = None,
     ) -> None:
-        _check(workers, ps, evaluator, max_restarts, snapshot_every, heartbeat_s)
+        _check(workers, ps, evaluator, max_restarts, snapshot_every, heartbeat_s, worker_devices)
+        self.worker_devices = worker_devices
         self._env = dict(env or {})
         self._evaluator = tuple(evaluator)
         self._snapshot_every, self._heartbeat_s = snapshot_every, heartbeat_s
@@ -136,7 +140,9 @@ class LocalCluster:
 
     def chief_variables(self) -> dict[str, str]:
         """The variables with which another process is the chief of this cluster."""
-        return cluster_variables(self._spec, self.task(), self._keys_path)
+        made = "" if self.worker_devices is None else str(self.worker_devices)
+        variables = cluster_variables(self._spec, self.task(), self._keys_path)
+        return {**variables, WORKER_DEVICES: made}
 
     # What can be done to it
 
@@ -237,8 +243,9 @@ class LocalCluster:
             snapshot_every=self._snapshot_every,
             generation=generation,
         )
-        variables = variables_of(settings, self._keys_path)
-        env = {**self._env, **variables}
+        env = {**self._env, **variables_of(settings, self._keys_path)}
+        if task.job == "worker" and self.worker_devices is not None:
+            env |= virtual_device_variables(self.worker_devices, {**os.environ, **env})
         if task.job == "evaluator":
             return program(self._evaluator, env)
         return own_module(self._arguments, env)
@@ -255,6 +262,7 @@ def _check(
     max_restarts: int,
     snapshot_every: int | None,
     heartbeat_s: float,
+    worker_devices: int | None,
 ) -> None:
     faults = [
         f"{name}={value!r}: a whole number from {least} up."
@@ -263,6 +271,7 @@ def _check(
             ("ps", ps, 1),
             ("max_restarts", max_restarts, 0),
             ("snapshot_every", 1 if snapshot_every is None else snapshot_every, 1),
+            ("worker_devices", 1 if worker_devices is None else worker_devices, 1),
         )
         if type(value) is not int or value < least
     ]

@@ -15,7 +15,7 @@ from ..errors import ClusterError
 from . import tie
 from .local import LocalCluster
 
-_PATIENCE_S = 5.0  # for the program to end after Ctrl-C
+_PATIENCE_S = 60.0  # for the program to end after Ctrl-C: it may be saving; a second one kills
 
 
 def run_launched(arguments: Sequence[str], *, evaluator: bool = False, **options: Any) -> int:

@@ -6,8 +6,9 @@ what people use of this room is imported when it is first asked for.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import lazily
 
 if TYPE_CHECKING:
     from .coordinator.values import PerWorkerDataset as PerWorkerDataset
@@ -30,12 +31,7 @@ _LAZY = {  # name -> the part of this room that it lives in
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

@@ -7,69 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..errors import TaskError
+from .clipping import Told, next_to_clip
 from .cutting import assembled, by_server, checked_rows, rows_of, split, split_rows
 from .placing import VariableSpec
+from .pushing import Acknowledged, Pending, Push, Stamp, applied_of
 from .wire.channel import Channel
 from .wire.message import Message
 from .worker.updates import Update
 
 _AGAIN_S = 0.05  # between two tries while a restarted server is given its variables again
 _REFILL_S = 30.0  # how long such tries go on
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """Whose push it is: what lets a server apply each step once.
-
-    ``step`` is ``None`` for what is applied every time. ``done_below``: every step below has
-    ended. ``round`` and ``of`` are those of synchronous training.
-    """
-
-    step: int | None = None
-    attempt: int = 0
-    incarnation: str = ""
-    done_below: int = 0
-    round: int | None = None
-    of: int = 0
-
-
-@dataclass(frozen=True)
-class Applied:
-    """What one server says to a push; ``version`` is the one at which it was applied.
-
-    ``generation`` counts the restarts of the server that said so, and ``base`` is the version
-    that it had when this client connected to it after the last one.
-    """
-
-    server: int
-    applied: bool
-    version: int
-    staleness: int
-    dropped: bool = False
-    generation: int = 0
-    base: int = 0
-
-
-@dataclass(frozen=True)
-class Acknowledged:
-    """What the servers say to a push, and the variables that were to be read after it."""
-
-    servers: tuple[Applied, ...]
-    values: tuple[np.ndarray, ...] = ()
-
-
-@dataclass(eq=False)
-class Pending:
-    """A push that is on its way; :meth:`Servers.settle` waits for it."""
-
-    sent: list[tuple[int, int, Message]] = field(default_factory=list)  # server, number, message
-    then_read: tuple[VariableSpec, ...] = ()
 
 
 class Servers:
@@ -114,16 +66,22 @@ class Servers:
         return self.channels[server].send(message)
 
     def _wait_all(self, sent: list[tuple[int, int, Message]]) -> list[tuple[int, Message]]:
+        answers, errors = self._answers(sent)
+        if errors:
+            raise next(iter(errors.values()))
+        return answers
+
+    def _answers(
+        self, sent: list[tuple[int, int, Message]]
+    ) -> tuple[list[tuple[int, Message]], dict[int, Exception]]:
         answers: list[tuple[int, Message]] = []
-        errors: list[Exception] = []
+        errors: dict[int, Exception] = {}
         for server, number, message in sent:
             try:
                 answers.append((server, self._wait(server, number, message)))
             except Exception as error:  # every answer is fetched, whatever one of them says
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return answers
+                errors[server] = error
+        return answers, errors
 
     def _wait(self, server: int, number: int, message: Message) -> Message:
         """An answer; while a restarted server lacks the variables, the question is repeated."""
@@ -226,15 +184,15 @@ class Servers:
     ) -> Pending:
         """Send updates and do not wait. ``everywhere``: also to servers that they do not touch."""
         stamp = stamp or Stamp()
-        parts: dict[int, _Push] = {}
+        parts: dict[int, Push] = {}
         if everywhere:
-            parts = {server: _Push() for server in range(len(self))}
+            parts = {server: Push() for server in range(len(self))}
         for update in updates:
             for server, name, arrays in split(update):
-                parts.setdefault(server, _Push()).add(update, name, arrays)
+                parts.setdefault(server, Push()).add(update, name, arrays)
         for spec in then_read:
             for shard in spec.shards:
-                parts.setdefault(shard.server, _Push()).then_read.append(shard.name)
+                parts.setdefault(shard.server, Push()).then_read.append(shard.name)
         pending = Pending(then_read=tuple(then_read))
         for server, part in parts.items():
             message = part.message(stamp, self._seen[server])
@@ -243,14 +201,37 @@ class Servers:
         return pending
 
     def settle(self, pending: Pending) -> Acknowledged:
-        """Wait until every server has answered a push."""
-        answers = self._wait_all(pending.sent)
-        applied = tuple(_applied(s, answer, self._greeting(s)) for s, answer in answers)
+        """Wait until every server has answered a push.
+
+        What one server refuses others may have applied: then a note to the error says who has.
+        """
+        answers, errors = self._answers(pending.sent)
+        if errors:
+            raise self._half_applied(pending, answers, errors)
+        applied = tuple(applied_of(s, answer, self._greeting(s)) for s, answer in answers)
+        self._clip_after(answers)
         if not pending.then_read:
             return Acknowledged(applied)
         owned = [self._owned(server, answer) for server, answer in answers]
         wanted = {server: sent.head.get("then_read", []) for server, _, sent in pending.sent}
         return Acknowledged(applied, tuple(assembled(pending.then_read, wanted, owned)))
+
+    def _half_applied(
+        self,
+        pending: Pending,
+        answers: Sequence[tuple[int, Message]],
+        errors: Mapping[int, Exception],
+    ) -> Exception:
+        error = next(iter(errors.values()))
+        applied = [self.channels[s].peer for s, answer in answers if answer.head.get("applied")]
+        if applied:
+            step = pending.sent[0][2].head.get("step")
+            refused = ", ".join(self.channels[server].peer for server in errors)
+            error.add_note(
+                f"This push{'' if step is None else f' of step {step}'} was applied on "
+                f"{', '.join(applied)}, and not on {refused}: made again, it counts twice there."
+            )
+        return error
 
     def reconnected(self) -> set[int]:
         """The servers that were connected to anew since this was asked last.
@@ -276,51 +257,35 @@ class Servers:
         """Rounds that were broken off: each is applied with as many gradients as it got."""
         for number, of in rounds:
             self.ask_all(Message("round", {"round": number, "of": of}))
+            self.clip_rounds()
+
+    def clip_rounds(self) -> None:
+        """Let servers apply the rounds that are complete on all, and wait to be clipped."""
+        self._clip(self._told(self.ask_all(Message("norms"))))
+
+    def _clip_after(self, answers: Sequence[tuple[int, Message]]) -> None:
+        """The second phase of a push in a round, if there is one, and it is this client's turn."""
+        told = self._told([answer for _, answer in answers if "clipping" in answer.head])
+        if not any(one.waits for one in told):
+            return
+        # One whose answer came early may have got another worker's gradient since.
+        if len(told) < len(self) or (next_to_clip(told) is None and len(self) > 1):
+            self.clip_rounds()
+        else:
+            self._clip(told)
+
+    def _clip(self, told: Sequence[Told]) -> None:
+        while (due := next_to_clip(told)) is not None:
+            number, totals = due
+            head = {"round": number, "totals": totals}
+            told = self._told(self.ask_all(Message("clip", head)))
+
+    def _told(self, answers: Iterable[Message]) -> list[Told]:
+        return [Told.of(answer.head["clipping"]) for answer in answers]
 
     def fence(self, incarnation: str) -> None:
         """No server takes a push of this incarnation of a worker any more."""
         self.ask_all(Message("fence", {"incarnation": incarnation}))
-
-
-class _Push:
-    """What one server gets of a push."""
-
-    def __init__(self) -> None:
-        self.updates: list[list[Any]] = []
-        self.arrays: list[np.ndarray] = []
-        self.then_read: list[str] = []
-
-    def add(self, update: Update, name: str, arrays: tuple[np.ndarray, ...]) -> None:
-        self.updates.append([name, update.op, len(arrays), dict(update.options)])
-        self.arrays.extend(arrays)
-
-    def message(self, stamp: Stamp, seen: int | None) -> Message:
-        head: dict[str, Any] = {
-            "step": stamp.step,
-            "attempt": stamp.attempt,
-            "incarnation": stamp.incarnation,
-            "done_below": stamp.done_below,
-            "updates": self.updates,
-            "seen": seen,
-            "round": stamp.round,
-            "of": stamp.of,
-        }
-        if self.then_read:
-            head["then_read"] = self.then_read
-        return Message("push", head, tuple(self.arrays))
-
-
-def _applied(server: int, answer: Message, greeting: Mapping[str, Any]) -> Applied:
-    head = answer.head
-    return Applied(
-        server,
-        head["applied"],
-        head["applied_at"],
-        head["staleness"],
-        head.get("dropped", False),
-        greeting.get("generation", 0),
-        greeting.get("snapshot", {}).get("version", 0),
-    )
 
 
 def _lacks_variable(error: TaskError) -> bool:

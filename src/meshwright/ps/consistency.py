@@ -17,14 +17,16 @@ class Async:
     """Every update is applied as it comes.
 
     ``by_staleness`` divides the learning rate by an update's staleness (Zhang et al. 2016), and
-    ``compensation`` is the factor of delay compensation (DC-ASGD, Zheng et al. 2017).
+    ``compensation`` is the factor of delay compensation (DC-ASGD, Zheng et al. 2017); with
+    ``adaptive`` it is divided by the root of the running mean of the gradient's square (DC-ASGD-a).
     """
 
     by_staleness: bool = False
     compensation: float = 0.0
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
-        _check_options(self.compensation)
+        _check_options(self.compensation, self.adaptive)
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,17 @@ class Stale:
     """No worker starts a step when it is more than ``bound`` steps ahead of the slowest one.
 
     >>> Stale(3)
-    Stale(bound=3, by_staleness=False, compensation=0.0)
+    Stale(bound=3, by_staleness=False, compensation=0.0, adaptive=False)
     """
 
     bound: int
     by_staleness: bool = False
     compensation: float = 0.0
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         _check_whole("Stale", self.bound, least=0)
-        _check_options(self.compensation)
+        _check_options(self.compensation, self.adaptive)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,10 @@ def _check_whole(name: str, number: object, least: int) -> None:
         raise ClusterError(f"{name}({number!r}): give a whole number from {least}.")
 
 
-def _check_options(compensation: float) -> None:
+def _check_options(compensation: float, adaptive: bool) -> None:
     if not compensation >= 0:
         raise ClusterError(f"compensation={compensation!r}: give a number from 0.")
+    if adaptive and not compensation:
+        raise ClusterError(
+            "adaptive=True is how delays are compensated: give compensation= too, 2.0 for example."
+        )

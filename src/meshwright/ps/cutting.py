@@ -91,4 +91,6 @@ def assembled(
 
 
 def _whole(spec: VariableSpec, parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0].reshape(spec.shape) if spec.is_whole else np.concatenate(parts)
+    if spec.is_whole:
+        return parts[0] if spec.is_hash else parts[0].reshape(spec.shape)  # of keys there are many
+    return np.concatenate(parts)

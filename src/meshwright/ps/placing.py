@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +92,11 @@ class VariableSpec:
 
     def shard_shape(self, shard: ShardPlace) -> tuple[int, ...]:
         return (shard.stop - shard.start, *self.shape[1:]) if self.shape else ()
+
+
+def wholes_of(specs: Iterable[VariableSpec]) -> dict[str, str]:
+    """For each shard of a variable that is cut, which variable it is a part of."""
+    return {shard.name: s.name for s in specs if not s.is_whole for shard in s.shards}
 
 
 def placed(

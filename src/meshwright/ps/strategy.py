@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..errors import ArrayError, ClusterError, MeshwrightError, TaskError
 from ..launch.addresses import to_bind
-from .client import Servers, Stamp
+from .client import Servers
 from .connecting import checked_times, connect, connect_here, spec_and_keys
 from .consistency import Async, Consistency, Stale, consistency
 from .coordinator.dispatcher import Dispatcher
@@ -27,6 +28,7 @@ from .coordinator.terms import Terms
 from .initial import initial
 from .partitioners import Partitioner, num_shards
 from .placing import VariableSpec, placed, placing
+from .pushing import Stamp
 from .server.core import ServerCore
 from .variables import Variable
 from .wire.message import Message
@@ -38,6 +40,7 @@ from .worker.gradients import (
     tell_optimizer,
     worker_strategy,
 )
+from .worker_devices import checked_worker
 
 if TYPE_CHECKING:
     from .coordinator.coordinator import ClusterCoordinator
@@ -55,8 +58,9 @@ class ParameterServer:
     fewest ``"bytes"``, or ``"round_robin"``. ``consistency`` is ``"async"``, ``"sync"``,
     ``Stale(bound)`` or ``Backup(spare)``. With ``at_least_once=True`` changes are sent at once,
     and are made twice where a function had to be run twice. A worker of which nothing is heard
-    for ``dead_after_s`` is declared dead, and its work given to others. Servers are waited for
-    ``timeout_s`` at first.
+    for ``dead_after_s`` is declared dead, and its work given to others. ``worker`` is the strategy
+    by which ``fit`` lays a step out over the devices of each worker, ``mw.Sharded(mesh, rules)``;
+    without it one device computes. Servers are waited for ``timeout_s`` at first.
 
     Raises :class:`~meshwright.errors.ClusterError` for a cluster that cannot be used so, and
     :class:`~meshwright.errors.UnreachableError` for servers that do not answer.
@@ -79,7 +83,7 @@ class ParameterServer:
         self.partitioner = partitioner
         self.consistency = _consistency(consistency)
         self.at_least_once = at_least_once
-        self.worker = worker
+        self.worker = checked_worker(worker, cluster)
         self.coordinator_made: ClusterCoordinator | None = None
         self._place = placing(placement)
         self._heartbeat_s, self._dead_after_s = checked_times(heartbeat_s, dead_after_s)
@@ -283,6 +287,7 @@ class ParameterServer:
                 options["staleness"] = True
             if kind.compensation:
                 options["compensation"] = kind.compensation
+                options["adaptive"] = kind.adaptive
         return Terms(
             self.num_servers,
             self.num_workers,
@@ -293,6 +298,7 @@ class ParameterServer:
             self.at_least_once,
             self._noted,
             self._gone,
+            self._replace,
         )
 
     def start_dispatcher(self, dispatcher: Dispatcher) -> None:
@@ -339,6 +345,20 @@ class ParameterServer:
             return True
         except TaskError:  # the cluster is closed
             return False
+
+    def _replace(self, task: str, pid: int) -> bool:
+        """Let a cluster on this machine start a frozen server anew; tells whether it does."""
+        kill = getattr(self.cluster, "kill", None)
+        pid_of = getattr(self.cluster, "pid", None)
+        if kill is None or pid_of is None:
+            return False  # whoever has started it is another's: errors name it
+        try:
+            if pid_of(task) != pid:  # it was started anew by now, and is not ready yet
+                return False
+            kill(task, signal.SIGKILL)
+        except (ClusterError, TaskError):  # the cluster is closed
+            return False
+        return True
 
     def _placed(
         self, name: str, shape: tuple[int, ...], dtype: str, is_hash: bool = False
@@ -405,6 +425,7 @@ def _begin(servers: Servers, queue: StepQueue) -> None:
     for server, first in enumerate(rounds):
         for number in range(first, max(rounds) + 1):
             servers.ask(server, Message("round", {"round": number, "of": 0}))
+    servers.clip_rounds()
     queue.begin_rounds(max(rounds) + 1)
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import warnings
 
 import pytest
 from clusters import WAIT_S, trained_on, wait_for_workers
@@ -137,17 +138,22 @@ def test_a_frozen_worker_is_noticed_and_finds_itself_refused_when_it_wakes():
         assert coordinator.stats()["workers"]["worker:0"]["done"] > 0  # a new incarnation
 
 
+def two_counters(strategy):
+    """A variable on each of two servers, and a function that adds one to both."""
+    first, second = (strategy.variable(0, dtype="int64") for _ in range(2))
+
+    def step():
+        time.sleep(0.001)
+        first.assign_add(1)
+        second.assign_add(1)
+
+    return first, second, step
+
+
 @pytest.mark.full
 def test_a_server_that_dies_is_restored_and_what_was_lost_is_told_exactly():
     with trained_on(2, snapshot_every=50) as (cluster, strategy, coordinator):
-        first = strategy.variable(0, dtype="int64")
-        second = strategy.variable(0, dtype="int64")
-
-        def step():
-            time.sleep(0.001)
-            first.assign_add(1)
-            second.assign_add(1)
-
+        first, second, step = two_counters(strategy)
         count = 0
         for kill in range(4):
             for _ in range(300):
@@ -171,7 +177,7 @@ def test_a_server_that_dies_is_restored_and_what_was_lost_is_told_exactly():
 
 
 def test_a_server_that_does_not_answer_is_named():
-    with trained_on(1, 1) as (cluster, strategy, coordinator):
+    with trained_on(1, 1, dead_after_s=60.0) as (cluster, strategy, coordinator):
         total = strategy.variable(0)
         add = total.assign_add
         coordinator.schedule(add, args=(1,))
@@ -188,6 +194,41 @@ def test_a_server_that_does_not_answer_is_named():
             os.kill(frozen, signal.SIGCONT)
         coordinator.join(WAIT_S)
         assert total.read() == 2
+
+
+@pytest.mark.full
+def test_a_frozen_server_is_noticed_and_replaced_and_what_was_lost_is_told_exactly():
+    with trained_on(2, snapshot_every=50, dead_after_s=1.5) as (cluster, strategy, coordinator):
+        first, second, step = two_counters(strategy)
+        count = 0
+        while count < 200:
+            count += schedule_and_wait(coordinator, step, 40)
+        frozen = cluster.pid("ps:0")
+        wait_for(lambda: "ps:0" in coordinator._dispatcher._beats._heard)
+        begun_s = time.monotonic()
+        os.kill(frozen, signal.SIGSTOP)
+        for _ in range(400):
+            coordinator.schedule(step)
+        wait_for(lambda: cluster.generation("ps:0") == 1)
+        assert time.monotonic() - begun_s < 5  # dead_after_s, and a beat or two
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            coordinator.join(WAIT_S)
+            wait_for(lambda: coordinator.losses)
+        assert any("ps:0 (pid" in str(one.message) for one in told)
+        assert any("killed, and is started again" in str(one.message) for one in told)
+        count += 400
+        lost = {step for loss in coordinator.losses for step in loss.steps}
+        assert first.read() == count - len(lost)
+        assert second.read() == count
+        assert cluster.pid("ps:0") != frozen
+
+
+def schedule_and_wait(coordinator, function, count: int) -> int:
+    for _ in range(count):
+        coordinator.schedule(function)
+    coordinator.join(WAIT_S)
+    return count
 
 
 @pytest.mark.full

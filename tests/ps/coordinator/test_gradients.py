@@ -79,7 +79,15 @@ def test_wrong_gradients_are_named():
 
 
 @pytest.mark.parametrize(
-    "consistency", ["async", "sync", Stale(1), Async(by_staleness=True), Async(compensation=0.1)]
+    "consistency",
+    [
+        "async",
+        "sync",
+        Stale(1),
+        Async(by_staleness=True),
+        Async(compensation=0.1),
+        Stale(1, compensation=0.1, adaptive=True),
+    ],
 )
 def test_one_worker_trains_alike_with_any_consistency(consistency):
     with ParameterServer(consistency=consistency) as strategy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import numpy as np
@@ -86,3 +87,24 @@ def test_errors_large_values_long_steps_and_one_more_worker():
         cluster.remove_worker()
         coordinator.schedule(sleepy, args=(0.0,)).fetch(WAIT_S)
         assert coordinator.stats()["parameter_bytes"] == 8  # the first value, and one read
+
+
+@pytest.mark.full
+def test_a_worker_that_is_told_to_end_finishes_what_it_does_and_leaves():
+    with trained_on(1, 1, dead_after_s=60.0) as (cluster, strategy, coordinator):
+        total = strategy.variable(np.int64(0))
+
+        def slowly():
+            time.sleep(0.02)
+            total.assign_add(1)
+
+        wait_for_workers(coordinator, 1)
+        for _ in range(60):
+            coordinator.schedule(slowly)
+        time.sleep(0.3)
+        cluster.kill("worker:0", signal.SIGTERM)
+        coordinator.join(WAIT_S)
+        assert total.read() == 60
+        ends = [event for event in cluster.events if event.what in ("ended", "died")]
+        assert [(event.what, event.exit_code) for event in ends] == [("ended", 0)]
+        assert not [line for line in cluster._logs.last_lines("worker:0") if "Traceback" in line]

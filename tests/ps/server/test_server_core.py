@@ -8,7 +8,7 @@ from asking import Asking
 
 import meshwright as mw
 from meshwright.ps.server.core import ServerCore
-from meshwright.ps.server.state import MOST_PEERS
+from meshwright.ps.server.delays import EPSILON, KEEP, MOST_PEERS
 from meshwright.ps.wire.memory import MemoryChannel
 from meshwright.ps.wire.message import Message
 
@@ -173,6 +173,52 @@ def test_delay_is_compensated_by_what_the_worker_read() -> None:
     rows = [np.array([0]), np.ones(1)]
     server.push(("w", "rows_gradient", rows, {"compensation": factor}), peer="b")
     np.testing.assert_allclose(server.read("w")[0], before - [rate, 0], rtol=1e-12)
+
+
+def test_the_adaptive_factor_goes_by_the_mean_square_of_the_gradient() -> None:
+    """DC-ASGD-a: the mean square runs over all workers' gradients."""
+    server, rate, factor = Asking(), 0.5, 2.0
+    server.value("w", np.array([1.0, -2.0]))
+    config = {"class_name": "SGD", "config": {"learning_rate": rate}}
+    server.ask("optimizer", group="g", config=config, names=["w"], compensation=True)
+    read = {peer: server.ask("read", names=["w"], peer=peer).arrays[0] for peer in ("a", "b")}
+    now, mean = read["a"].copy(), np.zeros(2)
+    for peer, gradient in (("a", [1.0, 2.0]), ("b", [3.0, -1.0]), ("b", [0.5, 0.0])):
+        gradient = np.array(gradient)
+        options = {"compensation": factor, "adaptive": True}
+        server.push(("w", "gradient", [gradient], options), peer=peer)
+        mean = KEEP * mean + (1 - KEEP) * gradient**2
+        own = factor / np.sqrt(mean + EPSILON)
+        now -= rate * (gradient + own * gradient**2 * (now - read[peer]))
+        np.testing.assert_allclose(server.read("w", peer="c")[0], now, rtol=1e-12)
+
+
+@pytest.mark.parametrize("init", [{}, {"hash": True}], ids=["dense", "hash"])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_rows_are_compensated_by_what_the_worker_looked_up(init, adaptive) -> None:
+    server, rate, factor = Asking(), 0.5, 0.3
+    server.table("t", (0 if init else 5, 2), "float64", **init)
+    config = {"class_name": "SGD", "config": {"learning_rate": rate}}
+    server.ask("optimizer", group="g", config=config, names=["t"], compensation=True)
+    rows, options = np.array([1, 3]), {"compensation": factor, "adaptive": adaptive}
+    read = {p: server.ask("lookup", rows, name="t", peer=p).arrays[0] for p in ("a", "b")}
+    now, mean = read["a"].copy(), np.zeros((2, 2))
+    for seed, peer in enumerate("ab"):
+        gradient = np.random.default_rng(seed).normal(size=(2, 2))
+        server.push(("t", "rows_gradient", [rows, gradient], options), peer=peer)
+        mean = KEEP * mean + (1 - KEEP) * gradient**2
+        own = factor / np.sqrt(mean + EPSILON) if adaptive else factor
+        now -= rate * (gradient + own * gradient**2 * (now - read[peer]))
+        np.testing.assert_allclose(
+            server.ask("lookup", rows, name="t", peer="c").arrays[0], now, rtol=1e-12
+        )
+    # Other rows than those that it looked up last, and rows that come twice, go as they are.
+    for others in ([3, 1], [3, 3]):
+        before = server.ask("lookup", np.array([3, 1]), name="t", peer="c").arrays[0]
+        server.push(("t", "rows_gradient", [np.array(others), np.ones((2, 2))], options), peer="b")
+        after = server.ask("lookup", np.array([3, 1]), name="t", peer="c").arrays[0]
+        moved = [[rate, rate]] if others == [3, 1] else [[2 * rate, 0]]
+        np.testing.assert_allclose(before - after, np.array(moved).T * np.ones((2, 2)), rtol=1e-9)
 
 
 def test_what_was_read_is_kept_of_the_last_peers_alone() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from training_models import data, dense, ratings, recommender
+from training_models import apart, data, dense, ratings, recommender
 
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
+from meshwright.ps.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import Embedding, LocalSGD, evaluate, fit, table_of
 
@@ -63,16 +67,39 @@ def test_two_workers_learn_and_no_step_s_parameters_go_through_the_coordinator()
     assert int(model.optimizer.iterations) == 280
 
 
+CLIPPED = {"global_clipnorm": 0.2}, {"clipnorm": 0.1}, {"clipvalue": 0.02}
+
+
 @pytest.mark.full
 def test_synchronous_steps_of_two_workers_are_one_big_batch():
-    x, y = data(64)
-    expected, model = (dense(keras.optimizers.SGD(0.5, momentum=0.5)) for _ in range(2))
-    expected.fit(x, y, batch_size=32, shuffle=False, epochs=2, verbose=0)
-    with trained_on(consistency="sync") as (_, strategy):
-        fit(strategy, model, x, y, batch_size=16, shuffle=False, epochs=2, verbose=0)
-    for one, other in zip(expected.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    assert int(model.optimizer.iterations) == 4
+    """Clipping by norms too, of variables that are cut over two servers, while workers die."""
+    x, y = data(256)
+    ended = threading.Event()
+    with trained_on(consistency="sync", partitioner=FixedShardsPartitioner(2)) as (
+        cluster,
+        strategy,
+    ):
+        killer = threading.Thread(target=_kill_now_and_then, args=(cluster, ended))
+        killer.start()
+        try:
+            for clipped in ({}, *CLIPPED):
+                expected, model = (
+                    dense(keras.optimizers.SGD(0.2, momentum=0.5, **clipped)) for _ in range(2)
+                )
+                expected.fit(x, y, batch_size=32, shuffle=False, epochs=2, verbose=0)
+                fit(strategy, model, x, y, batch_size=16, shuffle=False, epochs=2, verbose=0)
+                assert apart(expected, model) < 2e-6, clipped
+                assert int(model.optimizer.iterations) == 16
+        finally:
+            ended.set()
+            killer.join()
+        lost = ClusterCoordinator(strategy).stats()["workers_lost"]
+    assert lost > 0
+
+
+def _kill_now_and_then(cluster: LocalCluster, ended: threading.Event) -> None:
+    while not ended.wait(3.0):
+        cluster.kill("worker:1", signal.SIGKILL)
 
 
 @pytest.mark.full
@@ -142,3 +169,59 @@ def test_tables_on_two_servers_and_local_steps():
     assert rows.shape == (10, 4)
     assert np.abs(rows).max() > 0.05  # beyond what they began with: they were trained
     assert local["accuracy"][-1] > 0.85
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_run_with_tables_goes_on_with_another_number_of_servers(tmp_path, servers):
+    x, y = ratings(128)
+    how = {"batch_size": 16, "shuffle": False, "verbose": 0}
+
+    def model():
+        return recommender(keras.optimizers.Adam(0.05), Embedding("table", 4, "hash"))
+
+    with ParameterServer() as strategy:
+        expected = model()
+        fit(strategy, expected, x, y, epochs=2, **how)
+        rows = table_of(strategy, expected, "table").lookup(np.arange(10))
+    with trained_on(1, 2) as (_, strategy):
+        fit(strategy, model(), x, y, epochs=1, checkpoint=tmp_path, **how)
+    with trained_on(1, servers) as (_, strategy):
+        found = model()
+        fit(strategy, found, x, y, epochs=2, checkpoint=tmp_path, **how)
+        table = table_of(strategy, found, "table")
+        assert len(table.shards) == servers
+        np.testing.assert_allclose(table.lookup(np.arange(10)), rows, atol=1e-6)
+    assert apart(expected, found) < 1e-6
+
+
+@pytest.mark.full
+def test_twenty_fits_leave_no_more_behind_than_two():
+    """Their steps, and the arrays that these brought to the workers."""
+    x, y = data(64_000)
+    model = dense("sgd")
+    with trained_on() as (cluster, strategy):
+        coordinator = ClusterCoordinator(strategy)
+        bytes_after = {}
+        for number in range(1, 21):
+            fit(strategy, model, x + number, y, batch_size=16, steps_per_epoch=8, verbose=0)
+            if number in (4, 20):
+                _wait_until(lambda: not coordinator._packer.forgotten)
+                assert len(coordinator._packer._functions) <= 1
+                assert all(len(w.functions) <= 1 for w in coordinator._dispatcher.workers.values())
+                bytes_after[number] = [_resident_bytes(cluster.pid(f"worker:{w}")) for w in (0, 1)]
+    # One fit's arrays are 1.8 MB: sixteen of them would be 28 MB.
+    for before, after in zip(bytes_after[4], bytes_after[20], strict=True):
+        assert after - before < 12 << 20
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -76,16 +76,6 @@ def test_data_that_cannot_be_used_is_refused():
         feed_of(lambda context: [(x, y)], batch_size=3)
 
 
-def test_workers_of_several_devices_are_refused():
-    x, y = data()
-    four = mw.Sharded(mw.create_mesh({"batch": 4}, devices=[f"cpu:{i}" for i in range(4)]))
-    with (
-        ParameterServer(worker=four) as strategy,
-        pytest.raises(mw.ModelError, match="one worker per device"),
-    ):
-        fit(strategy, dense("sgd"), x, y)
-
-
 # Callbacks and metrics
 
 

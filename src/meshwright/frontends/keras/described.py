@@ -46,22 +46,12 @@ def described(strategy: Sharded, model: keras.Model, batch: Batch) -> Described:
     strategy._inspect(model)
     variables = KerasVariables.of(model).under(strategy.placement)
     placed = strategy._placed(model)
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        inner = strategy.traced_here(model, function)
-
-        def traced(*args: Any) -> Any:
-            with _lying(placed):
-                return inner(*args)
-
-        return traced
-
     return _of_program(
         keras_program(model, variables),
         tuple(each for _, each in placed),
         batch_of(batch, putter(strategy.placement, model), strategy.how),
         strategy,
-        around,
+        lambda function: traced_lying(strategy, model, placed, function),
     )
 
 
@@ -105,6 +95,22 @@ def _build(strategy: Sharded, model: keras.Model, batch: Batch) -> None:
     shapes = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), parts)
     with strategy.in_force(model), AbstractRoom().open():
         _compat.build_for(model, shapes if lacks_batch else None)
+
+
+def traced_lying(
+    strategy: Sharded,
+    model: keras.Model,
+    placed: list[tuple[Any, Placed]],
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The function, traced under the strategy with the model's variables where they will lie."""
+    inner = strategy.traced_here(model, function)
+
+    def traced(*args: Any) -> Any:
+        with _lying(placed):
+            return inner(*args)
+
+    return traced
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -237,3 +237,11 @@ def _groups(
 
 def _copied(batch: Any) -> Any:
     return jax.tree.map(lambda v: np.array(v) if isinstance(v, np.ndarray) else v, batch)
+
+
+def is_due(freq: int | Sequence[int], epoch: int) -> bool:
+    """Whether what comes every ``freq`` epochs, or after those of these numbers from 1, is due.
+
+    ``epoch`` counts from 0.
+    """
+    return (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq

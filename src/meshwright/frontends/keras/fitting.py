@@ -26,7 +26,7 @@ from ...step.several import Together
 from .backlog import Backlog
 from .batches import abstract
 from .compiled import Functions, functions_of
-from .epochs import Epochs, chunk_size
+from .epochs import Epochs, chunk_size, is_due
 from .finite import FiniteGuard, NanGuard, check_nan_guard
 from .program import KerasVariables, read_state, take_state, write_state
 from .progress import Progress
@@ -355,11 +355,7 @@ class _Validation:
     freq: Any
 
     def is_due(self, epoch: int) -> bool:
-        if self.data is None:
-            return False
-        if isinstance(self.freq, int):
-            return (epoch + 1) % self.freq == 0
-        return epoch + 1 in self.freq
+        return self.data is not None and is_due(self.freq, epoch)
 
     def run(self, strategy: Sharded, model: keras.Model, callbacks: Any) -> Logs:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(self.data)

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -22,6 +22,8 @@ from ...checkpoint import (
     read_checkpoint,
     restore_state,
 )
+from ...checkpoint.asked import Resume as Resume
+from ...checkpoint.asked import checkpoints_of, to_go_on_from
 from ...checkpoint.randomness import read_randomness, write_randomness
 from ...errors import CheckpointError, MeshwrightWarning, Preempted
 from ...program import Logs, TrainState
@@ -32,8 +34,6 @@ from .program import KerasVariables, read_state, write_state
 if TYPE_CHECKING:
     from .epochs import Epochs
     from .sharded import Sharded
-
-Resume = Literal["auto"] | bool
 
 
 def saver_for(
@@ -47,36 +47,10 @@ def saver_for(
 
     Raises :class:`CheckpointError` if they contradict each other or what the directory holds.
     """
-    if directory is None:
-        if save_every is not None:
-            raise CheckpointError(f"save_every={save_every!r} needs checkpoint=<directory>.")
+    checkpoints = checkpoints_of(directory, save_every, keep)
+    if checkpoints is None:
         return Saver(strategy)
-    if save_every is not None and save_every < 1:
-        raise CheckpointError(f"save_every={save_every!r}: a number of steps, at least 1.")
-    checkpoints = Checkpoints(directory, keep)
-    return Saver(strategy, checkpoints, save_every, _chosen(checkpoints, resume))
-
-
-def _chosen(checkpoints: Checkpoints, resume: Resume) -> CheckpointInfo | None:
-    """The checkpoint to go on from."""
-    if resume not in ("auto", True, False):
-        raise CheckpointError(
-            f"resume={resume!r}. Say 'auto' (go on if there is a checkpoint), True (there must be "
-            "one) or False (there must be none)."
-        )
-    latest = checkpoints.latest
-    if resume is True and latest is None:
-        raise CheckpointError(
-            f"resume=True, but {checkpoints.directory} holds no complete checkpoint. Say "
-            "resume='auto' to begin a new run there."
-        )
-    if resume is False and latest is not None:
-        raise CheckpointError(
-            f"resume=False, but {checkpoints.directory} holds checkpoints up to step "
-            f"{latest.step}, which are not written over. Name another directory, remove this one, "
-            "or say resume='auto' to go on from there."
-        )
-    return latest
+    return Saver(strategy, checkpoints, save_every, to_go_on_from(checkpoints, resume))
 
 
 def save_model(strategy: Sharded, model: keras.Model, directory: str | Path, step: int) -> None:

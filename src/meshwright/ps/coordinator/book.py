@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from .beats import Silent
 from .losses import Ledger, Loss
 
 
@@ -27,13 +28,13 @@ class Counts:
 
 
 class Book:
-    """Counts, and a ledger for each server; ``untold`` are losses that the user must hear of."""
+    """Counts, and a ledger for each server; ``untold`` is what the user must hear of."""
 
     def __init__(self, num_servers: int) -> None:
         self.counts = Counts()
         self.servers_can_die = True
         self._losses: dict[tuple[str, int], Loss] = {}
-        self.untold: list[Loss] = []
+        self.untold: list[Loss | Silent] = []
         self._ledgers = [Ledger(f"ps:{index}") for index in range(num_servers)]
 
     def acknowledged(self, number: int, servers: list[list[Any]]) -> None:

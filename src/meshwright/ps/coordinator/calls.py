@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ class Function:
     name: str
     packed: Packed
     iterators: Mapping[str, Any]
-    original: Any  # kept, so that its identity is not given to another one
+    original: Any = None  # kept where its end cannot be noticed, so that no other gets its identity
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +43,17 @@ class Scheduled:
 class Packer:
     """Packs functions and arguments, and knows every iterator that was met in them.
 
-    A function is packed when it is first scheduled: what it closes over is taken then.
+    A function is packed when it is first scheduled: what it closes over is taken then. It is
+    forgotten when the program has no more of it; steps that are under way keep what they need.
     """
 
     def __init__(self) -> None:
         self.sources: dict[str, Source] = {}
         self.datasets: dict[str, tuple[Function, str]] = {}  # iterator -> what makes it, sharding
         self.dropped: list[str] = []  # iterators of workers that nobody can use any more
+        self.forgotten: list[str] = []  # functions that workers need keep no longer
         self._functions: dict[Any, Function] = {}
+        self._num_alive: Counter[str] = Counter()  # functions of one key: equal bytes
         self._shared: dict[int, tuple[str, Any]] = {}
         self._numbers = itertools.count()
 
@@ -64,11 +68,39 @@ class Packer:
         name = name_of(function)
         met: dict[str, Any] = {}
         packed = pack(function, lambda one: self._replaced(one, met), f"function {name!r}")
-        made = Function(key_of(*packed), name, packed, met, function)
+        key = key_of(*packed)
+        watched = self._watch(function, identity, key)
+        made = Function(key, name, packed, met, None if watched else function)
         if len(self._functions) >= _MOST_FUNCTIONS:
-            del self._functions[next(iter(self._functions))]
+            self._forget(next(iter(self._functions)))
         self._functions[identity] = made
+        self._num_alive[key] += 1
         return made
+
+    def _watch(self, function: Any, identity: Any, key: str) -> bool:
+        """Forget a function when it is gone; ``False`` where nobody can tell when."""
+        is_method = hasattr(function, "__func__")
+        owner, packer = function.__self__ if is_method else function, weakref.ref(self)
+
+        def gone() -> None:
+            mine = packer()
+            if mine is not None and identity in mine._functions:
+                mine._forget(identity, key)
+
+        try:
+            weakref.finalize(owner, gone).atexit = False
+        except TypeError:
+            return False
+        return True
+
+    def _forget(self, identity: Any, key: str | None = None) -> None:
+        if key is not None and self._functions[identity].key != key:
+            return
+        key = self._functions.pop(identity).key
+        self._num_alive[key] -= 1
+        if not self._num_alive[key]:
+            del self._num_alive[key]
+            self.forgotten.append(key)
 
     def arguments(
         self, function: Function, args: Any, kwargs: Any

@@ -105,13 +105,22 @@ class ClusterCoordinator:
         after ``timeout_s``, which tells what every task does.
         """
         with self._changed:
-            self._dispatcher.waiting += 1
-            try:
-                self._dispatcher.wake()
-                self._wait(lambda: self._queue.idle, timeout_s)
-            finally:
-                self._dispatcher.waiting -= 1
+            self._wait_until_idle(timeout_s)
             self._raise_error()
+
+    def join_unless(self, asked: Callable[[], bool]) -> int:
+        """The same; but once ``asked()`` is true, what was not begun is dropped: how many.
+
+        It is looked at about once a second, and what was begun is waited for.
+        """
+        with self._changed:
+            self._wait_until_idle(None, asked)
+            dropped = 0
+            if not self._queue.idle and self._dispatcher.broken is None:
+                dropped = self._dispatcher.drop_waiting()
+                self._wait_until_idle(None)
+            self._raise_error()
+        return dropped
 
     def done(self) -> bool:
         """Whether every scheduled function has ended; raises the first error of one."""
@@ -226,8 +235,8 @@ class ClusterCoordinator:
     def _tell_losses(self) -> None:
         book = self._dispatcher.book
         untold, book.untold = book.untold, []
-        for loss in untold:
-            warnings.warn(str(loss), MeshwrightWarning, stacklevel=4)
+        for each in untold:
+            warnings.warn(str(each), MeshwrightWarning, stacklevel=4)
 
     def _wait(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         begun_s = time.monotonic()
@@ -250,6 +259,16 @@ class ClusterCoordinator:
                 self._warn()
             left_s = 1.0 if timeout_s is None else timeout_s - (now_s - begun_s)
             self._changed.wait(max(0.001, min(1.0, left_s)))
+
+    def _wait_until_idle(
+        self, timeout_s: float | None, asked: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._dispatcher.waiting += 1
+        try:
+            self._dispatcher.wake()
+            self._wait(lambda: self._queue.idle or asked(), timeout_s)
+        finally:
+            self._dispatcher.waiting -= 1
 
     def _late(self, what: str) -> UnreachableError:
         return UnreachableError("\n  ".join([f"{what}:", *self._dispatcher.lines()]))

@@ -15,8 +15,10 @@ from ..wire.failures import KIND, rebuilt
 from ..wire.message import Message
 from ..wire.values import unpack_value
 from .balancing import MOST_ATTEMPTS, fits, given_up, ran_dry, steps_to_recall
+from .beats import Beats
 from .book import Book
 from .calls import Packer
+from .forgetting import forgotten
 from .guardian import Guardian
 from .links import Links
 from .members import Worker, silent
@@ -48,6 +50,7 @@ class Dispatcher:
         self.links: Links | None = None
         self.guardian: Guardian | None = None
         self._refill = refill
+        self._beats = Beats()
         self._sent_s: dict[int, float] = {}
         self._recalled: set[int] = set()
         self._lost_names: set[str] = set()
@@ -108,15 +111,19 @@ class Dispatcher:
                 return
             worker = self.workers.get(peer.removesuffix("/alive"))
             if worker is None:
-                self._not_known(peer, message)
+                self._not_known(peer, message, now_s)
                 return
             worker.heard(now_s)
             handler = _HANDLERS.get(message.kind)
             if handler is not None:
                 handler(self, worker, message)
 
-    def _not_known(self, peer: str, message: Message) -> None:
+    def _not_known(self, peer: str, message: Message, now_s: float) -> None:
         assert self.links is not None
+        head = message.head
+        if message.kind == "alive" and str(head.get("task", "")).startswith("ps:"):
+            every_s = float(head.get("every_s", 0.0))
+            self._beats.heard(head["task"], int(head.get("pid", 0)), every_s, now_s)
         number = message.head.get("id")
         if peer.removesuffix("/alive") in self._lost_names:
             self.links.send(peer, Message("unknown"))
@@ -124,6 +131,7 @@ class Dispatcher:
             self.links.send(peer, Message("ok", {"session": self.session}), number)
 
     def _tick(self, now_s: float) -> None:
+        assert self.links is not None
         pause_s = now_s - self._ticked_s
         if pause_s < _TICK_S:
             return
@@ -133,12 +141,17 @@ class Dispatcher:
             if pause_s > _PAUSE_S:  # this process was held up: it could hear nobody
                 for worker in workers:
                     worker.heard_s += pause_s
-            self._forget_iterators()
+                self._beats.paused(pause_s)
+            for name, told in forgotten(self.packer, self.queue, self.workers.values()):
+                self.links.send(name, told)
             for worker in silent(workers, now_s, self.terms.dead_after_s):
                 self._lose(worker)
             for worker in list(self.workers.values()):
                 if self.terms.gone(worker.task, worker.pid):
                     self._lose(worker)
+            for server in self._beats.silent(now_s, self.terms.dead_after_s):
+                if self.terms.replace(server.task, server.pid):
+                    self.book.untold.append(server)
             self._recall(now_s)
             self._fail_if_dry()
 
@@ -203,16 +216,15 @@ class Dispatcher:
         self.queue.abort(error)
         self._tell_ended()
 
-    def _forget_iterators(self) -> None:
-        """Iterators that nobody can use any more are dropped on the workers as well."""
-        assert self.links is not None
-        while self.packer.dropped:
-            key = self.packer.dropped.pop()
-            self.packer.forget(key)
-            for worker in self.workers.values():
-                if key in worker.iterators:
-                    worker.iterators.remove(key)
-                    self.links.send(worker.name, Message("forget", {"key": key}))
+    def drop_waiting(self) -> int:
+        """Cancel the steps that were not begun; how many they are."""
+        dropped = self.queue.drop_waiting()
+        self._tell_ended()
+        return dropped
+
+    def _leave(self, worker: Worker, message: Message) -> None:
+        """It was told to end, and has reported everything that it has done."""
+        self._lose(worker)
 
     def server_state(self, server: int, generation: int, snapshot: int, rounds: int) -> int:
         """See :class:`~.guardian.Ward`."""
@@ -380,4 +392,5 @@ _HANDLERS: dict[str, Callable[[Dispatcher, Worker, Message], None]] = {
     "recalled": Dispatcher._given_back,
     "next": Dispatcher._next,
     "alive": Dispatcher._alive,
+    "leave": Dispatcher._leave,
 }

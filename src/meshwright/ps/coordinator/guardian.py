@@ -123,3 +123,4 @@ class Guardian:
         for number in range(told["rounds"], wanted if generation else 0):
             # Gradients that the server has lost will not come again.
             servers.ask(server, Message("round", {"round": number, "of": 0}))
+            servers.clip_rounds()

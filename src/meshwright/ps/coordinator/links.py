@@ -114,17 +114,11 @@ class LocalLinks:
         """See :meth:`Links.send`."""
         message = _sent(message)
         head = message.head
-        if message.kind == "calls":
+        if self._runner.learn(message):
+            pass
+        elif message.kind == "calls":
             self._servers.resize_rounds(head["broken"])
             self._calls.extend(calls_of(message, _INCARNATION))
-        elif message.kind == "function":
-            for key in head.get("forget", ()):
-                self._runner.forget(key)
-            self._runner.learn(head["key"], head["packed"], message.arrays)
-        elif message.kind == "iterator":
-            self._runner.learn_dataset(head["key"], head["function"], head["sharding"])
-        elif message.kind == "forget":
-            self._runner.forget_dataset(head["key"])
         elif message.kind == "welcome":
             self._runner.context.settings = dict(head["settings"])
             self._runner.context.at_once = head["at_once"]

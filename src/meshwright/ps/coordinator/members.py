@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,13 @@ class Worker:
         self.functions[function] = None
         extra = len(self.functions) - _MOST_FUNCTIONS
         return True, [self.functions.popitem(last=False)[0] for _ in range(extra)]
+
+    def forget(self, functions: Collection[str]) -> list[str]:
+        """Functions that will not be called any more; those that it has."""
+        known = [key for key in functions if key in self.functions]
+        for key in known:
+            del self.functions[key]
+        return known
 
     def told(self, now_s: float) -> str:
         """One line for a report."""

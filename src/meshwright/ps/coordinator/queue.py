@@ -214,6 +214,14 @@ class StepQueue:
         waiting = self._ready or self._queued
         return waiting[0] if waiting else None
 
+    def drop_waiting(self) -> int:
+        """Cancel what nobody has begun, but for the rest of a round that is under way; how many."""
+        left = deque(step for step in self._queued if step.attempt)
+        waiting = [step for step in self._queued if not step.attempt]
+        self._queued = left
+        self._cancel(waiting)
+        return len(waiting)
+
     def drop(self, step: Step) -> None:
         """End a step that no worker has, and that none can do."""
         (self._queued if step in self._queued else self._ready).remove(step)
@@ -222,6 +230,11 @@ class StepQueue:
     def running(self) -> list[Step]:
         """What live workers have."""
         return [step for member in self.live() for step in member.steps.values()]
+
+    def under_way(self) -> list[Step]:
+        """All steps that have not ended."""
+        having = [step for member in self.members.values() for step in member.steps.values()]
+        return [*self._queued, *self._ready, *having]
 
     @property
     def rounds_done(self) -> int:

@@ -22,3 +22,4 @@ class Terms:
     at_once: bool = False
     noted: Callable[[Any], None] = lambda note: None  # a worker has told servers an optimizer
     gone: Callable[[str, int], bool] = lambda task, pid: False  # the launcher saw a process end
+    replace: Callable[[str, int], bool] = lambda task, pid: False  # the launcher starts a new one

@@ -13,7 +13,11 @@ name one; so everything that a server promises can be tested without a process.
     slots      names                              the optimizer's arrays
     load       values, tables, slots, steps       what a checkpoint holds
     keys       name                               those of a hash table, in the order of its rows
+    piece      name, start, stop                  some rows of a table, with their slots
+    put        name, slots, scalars, steps        rows of a table and their slots, from a piece
     round      round, of                          a round gets fewer gradients than was said
+    norms                                         of the round that waits to be clipped
+    clip       round, totals                      apply it; the squares of all servers together
     fence      incarnation                        nothing of this one is taken any more
     snapshot, restore   path                      all of the state, to or from a file
     stats, stop                                   counts; and the end
@@ -33,6 +37,7 @@ from ..wire.failures import failure
 from ..wire.message import Message
 from .groups import answer_of
 from .loading import load
+from .pieces import piece_of, put_piece
 from .pushes import push
 from .shards import HashShard
 from .snapshot import read, restore, snapshot_of, write
@@ -168,7 +173,11 @@ class ServerCore:
             )
         rows = message.arrays[0]
         self.state.counts.lookups += 1
-        return self._ok({}, shard.lookup(rows, make=bool(message.head.get("make", True))))
+        make = bool(message.head.get("make", True))
+        values = shard.lookup(rows, make=make)
+        if make:
+            self.state.backups.keep_rows(peer, shard, rows, values)
+        return self._ok({}, values)
 
     def _push(self, peer: str, message: Message) -> Message:
         told = push(self.state, peer, message)
@@ -209,6 +218,18 @@ class ServerCore:
             )
         return self._ok({}, shard.keys)
 
+    def _piece(self, peer: str, message: Message) -> Message:
+        head = message.head
+        (shard,) = self.state.store.get([head["name"]])
+        told, arrays = piece_of(shard, int(head["start"]), int(head["stop"]))
+        return self._ok(told, *([a.copy() for a in arrays] if self.copy_reads else arrays))
+
+    def _put(self, peer: str, message: Message) -> Message:
+        (shard,) = self.state.store.get([message.head["name"]])
+        put_piece(shard, message.head, message.arrays)
+        self.state.reshaped = True
+        return self._ok({})
+
     def _fence(self, peer: str, message: Message) -> Message:
         new = self.state.fences.add(str(message.head["incarnation"]))
         self.state.fenced = self.state.fenced or new
@@ -218,6 +239,13 @@ class ServerCore:
         self.state.rounds.resize(int(message.head["round"]), int(message.head["of"]))
         self.state.apply_rounds()
         return self._ok({"rounds": self.state.rounds.applied})
+
+    def _norms(self, peer: str, message: Message) -> Message:
+        return self._ok({"clipping": self.state.clipping_head()})
+
+    def _clip(self, peer: str, message: Message) -> Message:
+        self.state.clip_round(int(message.head["round"]), message.head["totals"])
+        return self._ok({"clipping": self.state.clipping_head()})
 
     def _stats(self, peer: str, message: Message) -> Message:
         state = self.state
@@ -261,8 +289,12 @@ _KINDS: dict[str, Callable[[ServerCore, str, Message], Message | None]] = {
     "slots": ServerCore._slots,
     "load": ServerCore._load,
     "keys": ServerCore._keys,
+    "piece": ServerCore._piece,
+    "put": ServerCore._put,
     "fence": ServerCore._fence,
     "round": ServerCore._round,
+    "norms": ServerCore._norms,
+    "clip": ServerCore._clip,
     "stats": ServerCore._stats,
     "snapshot": ServerCore._snapshot,
     "restore": ServerCore._restore,

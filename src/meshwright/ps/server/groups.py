@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ class Group:
 
     ``rate`` is a learning rate that was set while training, and goes before the optimizer's own.
     ``no_decay`` are variables whose weights do not decay; ``compensated``: the server keeps for
-    every peer what it last read of these variables (DC-ASGD).
+    every peer what it last read of these variables (DC-ASGD). ``wholes`` tells of a shard which
+    variable it is a part of.
     """
 
     name: str
@@ -32,6 +33,12 @@ class Group:
     no_decay: frozenset[str] = frozenset()
     compensated: bool = False
     rate: float | None = None
+    wholes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped by a norm, which may go over several servers."""
+        return phase(self.twin) == "two-phase"
 
     def rate_at(self, steps: int) -> float:
         """The learning rate after as many steps."""
@@ -72,6 +79,7 @@ class Groups:
         if there is not None and _same(there, group):
             former, group.rate = there.names, there.rate
             group.no_decay |= there.no_decay
+            group.wholes = {**there.wholes, **group.wholes}
         elif there is not None:
             shards += [shard for shard in store.get(there.names) if shard not in shards]
             self._drop(there)
@@ -132,6 +140,7 @@ def _group_of(head: Mapping[str, Any]) -> Group:
         tuple(head["names"]),
         frozenset(head.get("exclude_from_weight_decay", ())),
         bool(head.get("compensation", False)),
+        wholes=dict(head.get("wholes", {})),
     )
 
 

@@ -105,7 +105,13 @@ def _heartbeats(core: ServerCore, settings: Settings) -> Heartbeats | None:
     except ClusterError:
         return None  # a cluster that names no chief: nobody to tell
     incarnation = secrets.token_hex(8)
-    told = {"task": core.task, "incarnation": incarnation, "generation": settings.generation}
+    told = {
+        "task": core.task,
+        "incarnation": incarnation,
+        "generation": settings.generation,
+        "pid": os.getpid(),
+        "every_s": settings.heartbeat_s,
+    }
     return Heartbeats(
         address,
         settings.keys,

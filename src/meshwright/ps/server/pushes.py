@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def push(state: State, peer: str, message: Message) -> dict[str, Any]:
     if step is not None and step in state.applied:
         state.counts.duplicates += 1
         version = state.applied.version_of(step)
-        told = {"applied": False, "duplicate": True, "staleness": 0}
+        told = {"applied": False, "duplicate": True, "staleness": 0, **_rounds(state, head)}
         return _told(state, told, state.version if version is None else version)
     seen = head.get("seen")
     staleness = max(0, state.version - seen) if seen is not None else 0
@@ -62,7 +63,7 @@ def _push_round(
     _count(state, step, 0, applied)
     version = state.version
     state.apply_rounds()
-    told = {"applied": applied, "staleness": 0, "dropped": not taken}
+    told = {"applied": applied, "staleness": 0, "dropped": not taken, **_rounds(state, head)}
     return _told(state, told, version)
 
 
@@ -73,6 +74,10 @@ def _count(state: State, step: int | None, staleness: int, applied: bool) -> Non
         state.counts.stale(staleness)
     if step is not None:
         state.applied.add(step, state.version)
+
+
+def _rounds(state: State, head: Mapping[str, Any]) -> dict[str, Any]:
+    return {} if head.get("round") is None else {"clipping": state.clipping_head()}
 
 
 def _told(state: State, told: dict[str, Any], version: int) -> dict[str, Any]:
@@ -88,6 +93,4 @@ def _check_then_read(state: State, head: Mapping[str, Any]) -> None:
 def _owned(gradient: Gradient) -> Gradient:
     """The same, in memory that the next message does not overwrite."""
     rows = None if gradient.rows is None else np.array(gradient.rows)
-    return Gradient(
-        gradient.name, np.array(gradient.values), rows, gradient.scale, gradient.compensation
-    )
+    return replace(gradient, values=np.array(gradient.values), rows=rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,13 +12,18 @@ from .rows import add_rows, aggregate
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient that is ready to be applied: of a whole shard, or of ``rows`` of it."""
+    """A gradient that is ready to be applied: of a whole shard, or of ``rows`` of it.
+
+    ``together`` names those with which it is clipped by their common norm; empty: its group.
+    """
 
     name: str
     values: np.ndarray
     rows: np.ndarray | None = None
     scale: float = 1.0
     compensation: float = 0.0
+    together: str = ""
+    adaptive: bool = False
 
 
 @dataclass
@@ -35,7 +40,14 @@ class Rounds:
 
     def __init__(self, applied: int = 0) -> None:
         self.applied = applied
+        self.last: dict[str, float] = {}  # the squares that the round before was clipped with
         self._open: dict[int, _Round] = {}
+        self._means: list[Gradient] | None = None  # of the next round, once it is complete
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some round has begun, and was not applied."""
+        return bool(self._open)
 
     def offer(self, number: int, of: int, step: int, gradients: Sequence[Gradient]) -> bool:
         """Give a step's gradients to a round; ``False``: too late, they are dropped.
@@ -54,17 +66,25 @@ class Rounds:
         """A round needs as many steps, not what was said before."""
         if number >= self.applied:
             self._open.setdefault(number, _Round(of)).of = of
+            self._means = None
 
-    def due(self) -> list[Gradient] | None:
-        """The mean of the next round's gradients, if the round is complete; it then counts."""
+    def complete(self) -> list[Gradient] | None:
+        """The mean of the next round's gradients, if it has all of them."""
         found = self._open.get(self.applied)
         if found is None or len(found.steps) < found.of:
             return None
+        if self._means is None:
+            # Where the round was made smaller these may be more than it needs: they were accepted.
+            taken = sorted(found.steps)
+            self._means = _means([found.steps[step] for step in taken], max(len(taken), 1))
+        return self._means
+
+    def end(self, squares: Mapping[str, float]) -> None:
+        """The next round was applied, whose gradients to be clipped had these squares here."""
         del self._open[self.applied]
+        self._means = None
         self.applied += 1
-        # Where the round was made smaller these may be more than it needs: they were accepted.
-        taken = sorted(found.steps)
-        return _means([found.steps[step] for step in taken], max(len(taken), 1))
+        self.last = dict(squares)
 
     def held(self) -> list[tuple[int, int, int, Gradient]]:
         """What waits: round, of, step, gradient; for a snapshot."""
@@ -96,23 +116,25 @@ def _mean(gradients: Sequence[Gradient], count: int) -> Gradient:
     if not dense:
         rows = np.concatenate([np.asarray(gradient.rows) for gradient in sparse])
         rows, values = aggregate(rows, np.concatenate([gradient.values for gradient in sparse]))
-        return Gradient(first.name, values / count, rows, first.scale)
+        return replace(first, values=values / count, rows=rows, compensation=0.0)
     total = dense[0].copy()
     for values in dense[1:]:
         total += values
     for gradient in sparse:
         add_rows(total, np.asarray(gradient.rows), gradient.values)
     total /= count
-    return Gradient(first.name, total, None, first.scale)
+    return replace(first, values=total, rows=None, compensation=0.0)
 
 
 def restored(
     applied: int,
     sizes: Sequence[tuple[int, int, Sequence[int]]],
     held: Sequence[tuple[int, int, Gradient]],
+    last: Mapping[str, float],
 ) -> Rounds:
     """The rounds that a snapshot tells of."""
     rounds = Rounds(applied)
+    rounds.last = dict(last)
     gradients: Mapping[tuple[int, int], list[Gradient]] = {
         (number, step): [] for number, _, steps in sizes for step in steps
     }

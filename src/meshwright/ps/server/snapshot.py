@@ -73,6 +73,7 @@ def snapshot_of(state: State, number: int) -> Snapshot:
         "applied": [list(pair) for pair in state.applied.versions.items()],
         "fenced": sorted(state.fences.fenced),
         "rounds": {"applied": state.rounds.applied, "sizes": state.rounds.sizes(), "held": held},
+        "clipped": state.rounds.last,
     }
     described = [(array.dtype.str, list(array.shape)) for array in arrays]
     return Snapshot({**head, "arrays": described}, tuple(arrays))
@@ -145,7 +146,7 @@ def restore(snapshot: Snapshot, generation: int = 0, memory_bytes: int | None = 
     state.fences = Fences(frozenset(head["fenced"]))
     rounds = head["rounds"]
     held = [_held(told, arrays) for told in rounds["held"]]
-    state.rounds = restored(rounds["applied"], rounds["sizes"], held)
+    state.rounds = restored(rounds["applied"], rounds["sizes"], held, head.get("clipped", {}))
     state.snapshot = SnapshotInfo(head["number"], head["version"])
     return state
 
@@ -188,6 +189,7 @@ def _group_head(group: Group) -> dict[str, Any]:
         "no_decay": sorted(group.no_decay),
         "compensated": group.compensated,
         "rate": group.rate,
+        "wholes": group.wholes,
     }
 
 
@@ -200,23 +202,25 @@ def _group(told: dict[str, Any]) -> Group:
         frozenset(told["no_decay"]),
         told["compensated"],
         told["rate"],
+        told.get("wholes", {}),
     )
 
 
 def _held_head(
     one: tuple[int, int, int, Gradient], arrays: list[np.ndarray]
-) -> tuple[int, int, str, bool, float]:
+) -> tuple[int, int, str, bool, float, str]:
     number, _, step, gradient = one
     if gradient.rows is not None:
         arrays.append(gradient.rows)
     arrays.append(gradient.values)
-    return number, step, gradient.name, gradient.rows is not None, gradient.scale
+    by_rows = gradient.rows is not None
+    return number, step, gradient.name, by_rows, gradient.scale, gradient.together
 
 
 def _held(told: tuple, arrays: Iterator[np.ndarray]) -> tuple[int, int, Gradient]:
-    number, step, name, by_rows, scale = told
+    number, step, name, by_rows, scale, *together = told  # an older one does not tell the last
     rows = next(arrays) if by_rows else None
-    return number, step, Gradient(name, next(arrays), rows, scale)
+    return number, step, Gradient(name, next(arrays), rows, scale, 0.0, *together)
 
 
 def _pieces(array: np.ndarray) -> Iterator[memoryview]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .applied import AppliedSteps, Fences
+from .clipping import Due, Squares, clipped, due_of
 from .counts import Counts
+from .delays import Backups
 from .groups import Groups
 from .rounds import Gradient, Rounds
-from .shards import Shard
 from .stepping import Stepper
 from .store import Store
 from .updates import apply_gradient
-
-MOST_PEERS = 64  # of which is kept what they read, so that those who are gone are forgotten
 
 
 @dataclass(frozen=True)
@@ -28,35 +26,6 @@ class SnapshotInfo:
 
     number: int = 0
     version: int = 0
-
-
-class Backups:
-    """What each peer last read of some variables: where its next gradient is taken (DC-ASGD)."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self._kept: dict[str, dict[str, np.ndarray]] = {}  # by peer, the one heard last at the end
-
-    def keep_all(self, names: Iterable[str]) -> None:
-        """From now on, keep what is read of these variables."""
-        self.names.update(names)
-
-    def keep(self, peer: str, shard: Shard) -> None:
-        """A peer reads a variable."""
-        if shard.name not in self.names:
-            return
-        own = self._kept.pop(peer, {})
-        self._kept[peer] = own
-        if len(self._kept) > MOST_PEERS:
-            del self._kept[next(iter(self._kept))]
-        if shard.name in own and own[shard.name].shape == shard.shape:
-            np.copyto(own[shard.name], shard.values)
-        else:
-            own[shard.name] = shard.values.copy()
-
-    def get(self, peer: str, name: str) -> np.ndarray | None:
-        """What the peer read, if that was kept."""
-        return self._kept.get(peer, {}).get(name)
 
 
 class State:
@@ -81,24 +50,62 @@ class State:
         self.reshaped = False
         self.fenced = False
         self._stepper = Stepper()
+        self._due: Due | None = None
 
     def apply_gradient(self, gradient: Gradient, peer: str | None = None) -> None:
         """Run the optimizer of a variable; ``peer`` is who took the gradient."""
         group = self.groups.of(gradient.name)
         assert group is not None  # checked when the push came
         (shard,) = self.store.get([gradient.name])
-        backup = None
+        delay = None
         if gradient.compensation and peer is not None:
             self.backups.keep_all([gradient.name])
-            backup = self.backups.get(peer, gradient.name)
-        apply_gradient(self._stepper, group, shard, gradient, backup)
+            how = gradient.compensation, gradient.adaptive
+            if gradient.rows is None:
+                delay = self.backups.delay(peer, shard, *how)
+            else:
+                values = self.backups.corrected_rows(
+                    peer, shard, gradient.rows, gradient.values, *how
+                )
+                gradient = replace(gradient, values=values)
+        apply_gradient(self._stepper, group, shard, gradient, delay)
 
     def apply_rounds(self) -> None:
-        """Apply every round that is complete."""
-        while (gradients := self.rounds.due()) is not None:
-            for gradient in gradients:
-                self.apply_gradient(gradient)
-            self.version += 1
+        """Apply every round that is complete, up to one that is to be clipped by norms."""
+        while (due := self._due_round()) is not None and not due.squares:
+            self._apply_round(due.means, {})
+
+    def clip_round(self, number: int, totals: Squares) -> None:
+        """Apply a round that waits for the squares of all servers; the second time does nothing."""
+        due = self._due_round()
+        if due is not None and number == self.rounds.applied:
+            self._apply_round(clipped(self.groups, due.means, totals), due.squares)
+            self.apply_rounds()
+
+    def clipping_head(self) -> dict[str, Any]:
+        """What :class:`~meshwright.ps.clipping.Told` is made of, for an answer."""
+        due = self._due_round()
+        waits = self.rounds.is_open and any(group.clips for group in self.groups)
+        return {
+            "applied": self.rounds.applied,
+            "waits": waits,
+            "due": None if due is None else due.squares,
+            "last": self.rounds.last,
+        }
+
+    def _due_round(self) -> Due | None:
+        means = self.rounds.complete()
+        if means is None:
+            self._due = None
+        elif self._due is None or self._due.means is not means:
+            self._due = due_of(self.groups, means)
+        return self._due
+
+    def _apply_round(self, means: Iterable[Gradient], squares: Squares) -> None:
+        for gradient in means:
+            self.apply_gradient(gradient)
+        self.rounds.end(squares)
+        self.version += 1
 
     def snapshot_head(self) -> dict[str, int]:
         """The last complete snapshot, for an answer."""

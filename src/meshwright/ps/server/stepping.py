@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from .delays import Delay
 from .groups import ACCUMULATOR, AVERAGE, TOUCHED, Group
-from .optimizers import Twin
+from .optimizers import Block, Moment, Twin
 from .rows import add_rows, aggregate
 from .shards import Shard
 
@@ -30,7 +31,6 @@ class _Plan:
     does: str
     constants: tuple[Any, ...]
     unscale: Any  # None: nothing
-    compensation: Any
     divide_by: int | None  # gradients that were accumulated
     decay: Any  # of the weights, times the learning rate
     average_keep: Any  # None: no average is kept
@@ -46,7 +46,7 @@ class _Walked:
     slots: tuple[np.ndarray, ...]
     accumulator: np.ndarray | None = None
     average: np.ndarray | None = None
-    backup: np.ndarray | None = None
+    delay: Delay | None = None
 
 
 class Stepper:
@@ -61,15 +61,13 @@ class Stepper:
         shard: Shard,
         gradient: np.ndarray,
         scale: float = 1.0,
-        compensation: float = 0.0,
-        backup: np.ndarray | None = None,
+        delay: Delay | None = None,
     ) -> None:
         """One step with the gradient of the whole shard.
 
-        ``scale`` multiplies the learning rate. With ``backup``, what the gradient was computed
-        at, the step corrects the delay by ``compensation`` (DC-ASGD; Zheng and others, 2017).
+        ``scale`` multiplies the learning rate, and ``delay`` corrects the gradient.
         """
-        plan = _plan(group, shard, scale, compensation if backup is not None else 0.0)
+        plan = _plan(group, shard, scale)
         accumulator = shard.slots.get(ACCUMULATOR)
         average = shard.slots.get(AVERAGE)
         walked = _Walked(
@@ -78,7 +76,7 @@ class Stepper:
             tuple(shard.slot(name).reshape(-1) for name in group.twin.slots),
             None if accumulator is None else shard.slot(ACCUMULATOR).reshape(-1),
             None if average is None else shard.slot(AVERAGE).reshape(-1),
-            None if backup is None else backup.reshape(-1),
+            delay,
         )
         self._walk(plan, walked)
         if plan.divide_by and TOUCHED in shard.slots:
@@ -93,7 +91,7 @@ class Stepper:
         For optimizers with a memory that is the "lazy" step: rows that had no gradient stand
         still, where the dense optimizer would move them on.
         """
-        plan = _plan(group, shard, scale, 0.0)
+        plan = _plan(group, shard, scale)
         rows, values = aggregate(rows, values.astype(shard.dtype, copy=False))
         if ACCUMULATOR in shard.slots:
             plan, rows, values = _accumulated(plan, shard, rows, values)
@@ -121,7 +119,7 @@ class Stepper:
         return self._rooms[dtype]
 
 
-def _plan(group: Group, shard: Shard, scale: float, compensation: float) -> _Plan:
+def _plan(group: Group, shard: Shard, scale: float) -> _Plan:
     twin, one = group.twin, shard.dtype.type
     every = twin.gradient_accumulation_steps
     count = shard.steps // every if every else shard.steps
@@ -133,9 +131,8 @@ def _plan(group: Group, shard: Shard, scale: float, compensation: float) -> _Pla
     return _Plan(
         twin,
         does,
-        twin.constants(count, rate, scalars, one) if does == _STEP else (),
+        twin.constants(Moment(count, rate, scalars, one)) if does == _STEP else (),
         one(twin.loss_scale_factor) if twin.loss_scale_factor is not None else None,
-        one(compensation) if compensation else None,
         every if does == _STEP else None,
         one(decay) * rate if decay is not None else None,
         (one(twin.ema_momentum) if count else one(0)) if twin.use_ema else None,
@@ -169,18 +166,18 @@ def _without_unscale(plan: _Plan) -> _Plan:
 def _block(plan: _Plan, walked: _Walked, here: slice, room: Sequence[np.ndarray]) -> None:
     value = walked.value[here]
     accumulator = None if walked.accumulator is None else walked.accumulator[here]
-    backup = None if walked.backup is None else walked.backup[here]
+    delay = None if walked.delay is None else walked.delay.part(here)
     if plan.does == _ADD:
         if accumulator is not None:
-            accumulator += _raw(plan, value, walked.gradient[here], backup, room)
+            accumulator += _raw(plan, value, walked.gradient[here], delay, room)
     else:
-        gradient = _raw(plan, value, walked.gradient[here], backup, room)
+        gradient = _raw(plan, value, walked.gradient[here], delay, room)
         gradient = _clipped(plan, gradient, accumulator, room[0])
         if plan.decay is not None:
             np.multiply(value, plan.decay, out=room[1])
             value -= room[1]
         slots = [slot[here] for slot in walked.slots]
-        plan.twin.update(value, gradient, slots, room[1:], plan.constants)
+        plan.twin.update(Block(value, gradient, slots, room[1:], plan.constants))
     if walked.average is not None:
         _average(plan, value, walked.average[here], room[1])
 
@@ -189,23 +186,17 @@ def _raw(
     plan: _Plan,
     value: np.ndarray,
     gradient: np.ndarray,
-    backup: np.ndarray | None,
+    delay: Delay | None,
     room: Sequence[np.ndarray],
 ) -> np.ndarray:
     """The gradient in the variable's dtype, unscaled, its delay compensated."""
-    mine, work, _ = room
+    mine = room[0]
     if gradient.dtype != mine.dtype:
         np.copyto(mine, gradient, casting="same_kind")
         gradient = mine
     if plan.unscale is not None:
         gradient = np.divide(gradient, plan.unscale, out=mine)
-    if plan.compensation is not None and backup is not None:
-        np.subtract(value, backup, out=work)
-        work *= gradient
-        work *= gradient
-        work *= plan.compensation
-        gradient = np.add(gradient, work, out=mine)
-    return gradient
+    return gradient if delay is None else delay.corrected(value, gradient)
 
 
 def _clipped(

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError, ProtocolError, TaskError
 from .codecs import decode_gradient
+from .delays import Delay
 from .groups import Group, Groups
 from .rounds import Gradient
 from .rows import add_rows, subtract_rows
@@ -115,11 +116,11 @@ def check_updates(
 
 
 def apply_gradient(
-    stepper: Stepper, group: Group, shard: Shard, gradient: Gradient, backup: np.ndarray | None
+    stepper: Stepper, group: Group, shard: Shard, gradient: Gradient, delay: Delay | None
 ) -> None:
     """Run the group's optimizer on the shard."""
     if gradient.rows is None:
-        stepper.dense(group, shard, gradient.values, gradient.scale, gradient.compensation, backup)
+        stepper.dense(group, shard, gradient.values, gradient.scale, delay)
     else:
         stepper.rows(group, shard, gradient.rows, gradient.values, gradient.scale)
 
@@ -173,7 +174,8 @@ def _gradient(
     options: Mapping[str, Any],
     staleness: int,
 ) -> Gradient:
-    if groups.of(shard.name) is None:
+    group = groups.of(shard.name)
+    if group is None:
         raise ModelError(
             f"variable {shard.name!r} has no optimizer here, so a gradient means nothing to it. "
             "Send the optimizer first."
@@ -182,16 +184,19 @@ def _gradient(
     if options.get("staleness"):
         scale /= max(1, staleness)
     codec, compensation = options.get("codec"), float(options.get("compensation") or 0.0)
-    # Rows go uncompensated: what a worker saw of each is not kept, and two seldom meet in one.
+    together, adaptive = str(options.get("together") or ""), bool(options.get("adaptive"))
     if op == "gradient":
         values = decode_gradient(codec, arrays, shard.shape)
         _check_float(shard, op, values)
-        return Gradient(shard.name, values, None, scale, compensation)
+        return Gradient(shard.name, values, None, scale, compensation, together, adaptive)
     if not arrays or not shard.shape:
         raise ArrayError(f"{op} of {shard.name!r} takes rows and their values.")
     values = decode_gradient(codec, arrays[1:], (len(arrays[0]), *shard.row_shape))
     _check_float(shard, op, values)
-    return Gradient(shard.name, values, _rows(shard, arrays[0], values), scale)
+    rows = _rows(shard, arrays[0], values)
+    if not adaptive:  # rows are corrected before they are unscaled
+        compensation /= group.twin.loss_scale_factor or 1.0
+    return Gradient(shard.name, values, rows, scale, compensation, together, adaptive)
 
 
 def _check_float(shard: Shard, op: str, values: np.ndarray) -> None:

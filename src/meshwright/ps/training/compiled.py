@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .export import Code, Exported
+from ...mesh import Mesh
+from .devices import OnDevices, here
+from .exported import Code, Exported
 from .signature import Signature, on_devices
+
+_FROZEN = 2  # which argument of a step they are
 
 
 class Looked(NamedTuple):
@@ -27,28 +31,40 @@ class Looked(NamedTuple):
 class CompiledStep:
     """One exported step for one signature of batches."""
 
-    def __init__(self, exported: Exported, code: Code) -> None:
-        self._asked, self._code = exported.asked, code
+    def __init__(self, exported: Exported, code: Code, mesh: Mesh | None = None) -> None:
+        self._asked, self._code, self._mesh = exported.asked, code, mesh
         self._tables = exported.parts.tables
 
     @functools.cached_property
     def gradients(self) -> Callable[..., Any]:
         """See :meth:`StepFunctions.gradients`; compiled when first asked for, as all of these."""
-        return _function(self._code.gradients)
+        return OnDevices(self._code.gradients, self._mesh).call
 
     @functools.cached_property
     def measures(self) -> Callable[..., Any]:
         """See :meth:`StepFunctions.measures`."""
-        return _function(self._code.measures)
+        return self._measures.call
 
     @functools.cached_property
     def local(self) -> Callable[..., Any]:
         """See :meth:`StepFunctions.local`."""
-        return _function(self._code.local)
+        return OnDevices(self._code.local, self._mesh).call
+
+    def filled(self, leaves: list[Any]) -> list[Any]:
+        """The arrays of a batch as the step takes them."""
+        return leaves if self._code.filling is None else self._code.filling(leaves)
+
+    def put_frozen(self, values: dict[str, Any]) -> Any:
+        """What never changes on the devices, once for all steps; it lies there alike in each."""
+        return self._measures.put(_FROZEN, values)
+
+    @functools.cached_property
+    def _measures(self) -> OnDevices:
+        return OnDevices(self._code.measures, self._mesh)
 
     @functools.cached_property
     def _ids(self) -> Callable[..., Any]:
-        return _function(self._code.ids)
+        return OnDevices(self._code.ids, None).call
 
     def look(self, leaves: list[Any]) -> Looked:
         """Which rows a batch asks for; its arrays as they are on the host."""
@@ -80,6 +96,7 @@ class Compiled:
 
     def __init__(self, exported: Exported) -> None:
         self._exported = exported
+        self._mesh = None if exported.mesh is None else here(exported.mesh)
         self._steps: dict[Signature, CompiledStep] = {}
 
     def step_for(self, signature: Signature) -> CompiledStep:
@@ -87,7 +104,8 @@ class Compiled:
         if signature not in self._steps:
             code = self._exported.code_for(signature)
             same = [step for step in self._steps.values() if step._code is code]
-            self._steps[signature] = same[0] if same else CompiledStep(self._exported, code)
+            made = CompiledStep(self._exported, code, self._mesh)
+            self._steps[signature] = same[0] if same else made
         return self._steps[signature]
 
 
@@ -96,10 +114,3 @@ def padded_rows(rows: np.ndarray, count: int) -> np.ndarray:
     whole = np.zeros((count, *rows.shape[1:]), rows.dtype)
     whole[: len(rows)] = rows
     return whole
-
-
-def _function(code: bytes) -> Callable[..., Any]:
-    import jax
-    from jax import export as jax_export
-
-    return jax.jit(jax_export.deserialize(bytearray(code)).call)

@@ -6,88 +6,25 @@ where the model allows that.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import export as jax_export
 
-from ...errors import BatchError, ModelError
+from ...errors import ModelError
 from ...program import Batch, Program
+from .exported import Code, Exported
 from .gradients import Clip, Parts, StepFunctions, shapes_of
 from .signature import Signature
 from .tables import Lookups, NoLookups
 
+if TYPE_CHECKING:
+    from .laying import Laying  # which needs Keras, and a worker has none
+
 _ROWS = "rows"  # the symbol for the number of rows
-
-
-@dataclass(frozen=True)
-class Code:
-    """The step for one signature of batches; ``ids`` is empty where no table travels by rows.
-
-    ``leaves`` says of each lookup which array of the batch its ids are, where they are one as it
-    is; then nothing need run to find them.
-    """
-
-    gradients: bytes
-    measures: bytes
-    ids: bytes = b""
-    leaves: tuple[int | None, ...] = ()
-    local: bytes = b""  # a whole step with the model's own optimizer, where that was asked for
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A program's step, exported; a value that may travel.
-
-    ``any_rows`` is the step for any number of rows; where there is none, ``why_not`` says why.
-    ``asked`` names the table of every lookup, in order.
-    """
-
-    name: str
-    parts: Parts
-    codes: tuple[tuple[Signature, Code], ...]
-    asked: tuple[str, ...] = ()
-    any_rows: Code | None = None
-    why_not: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all code."""
-        return sum(map(len, self._code))
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """Equal for equal code."""
-        return hashlib.blake2b(b"".join(self._code), digest_size=16).hexdigest()
-
-    @property
-    def _code(self) -> list[bytes]:
-        codes = [code for _, code in self.codes] + ([self.any_rows] if self.any_rows else [])
-        return [part for c in codes for part in (c.gradients, c.measures, c.ids, c.local)]
-
-    def code_for(self, signature: Signature) -> Code:
-        """The code for batches like this. Raises :class:`~meshwright.BatchError` if none fits."""
-        for known, code in self.codes:
-            if known == signature:
-                return code
-        first = self.codes[0][0]
-        if self.any_rows is not None and signature.rows is not None:
-            if signature == first.with_rows(signature.rows):
-                return self.any_rows
-            raise BatchError(
-                f"a batch holds {signature} ({signature.tree}), but model {self.name!r} was "
-                f"exported for {first} ({first.tree}). Only the number of rows may differ."
-            )
-        raise BatchError(
-            f"a batch holds {signature}, but model {self.name!r} was exported for {first}"
-            + (f", and cannot be for any number of rows: {self.why_not}" if self.why_not else "")
-            + ". Make all batches alike, and drop a smaller last one in dataset_fn."
-        )
 
 
 def export_step(
@@ -100,13 +37,15 @@ def export_step(
     any_rows: bool = True,
     local: bool = False,
     platforms: Sequence[str] | None = None,
+    laying: Laying | None = None,
 ) -> Exported:
     """Export a program's step for batches like these.
 
     ``base`` is what its metrics begin with (0, if not given). With ``local`` the whole step with
     the program's own optimizer is exported, not its gradients. ``platforms`` are those of the
-    workers (``"cpu"``, ``"cuda"``, ``"tpu"``), else that of this process. Raises
-    :class:`~meshwright.ModelError` for a model that cannot be exported or split.
+    workers (``"cpu"``, ``"cuda"``, ``"tpu"``), else that of this process. ``laying`` is for workers
+    of several devices. Raises :class:`~meshwright.ModelError` for a model that cannot be exported
+    or split.
 
     >>> import optax, numpy as np
     >>> from meshwright import jax_program
@@ -120,20 +59,32 @@ def export_step(
     first = shapes(batches[0])
     parts = Parts.of(program, first, lookups)
     base = base or {i.path: jnp.zeros(i.dims, i.dtype) for i in program.metrics}
-    functions = StepFunctions(program, parts, base, lookups, clip)
+    laid = laying and laying.program(program)
+    sums = laying and laying.strategy.how.sums
+    functions = StepFunctions(program, parts, base, lookups, clip, laid, sums)
     if local and parts.tables:
         names = ", ".join(table.name for table in parts.tables)
         raise ModelError(
             f"tables that travel by rows ({names}) cannot be trained by several local steps: the "
             "rows of later batches are not there. Use embeddings=None, or no local=."
         )
-    made = _Exporter(program, functions, tuple(platforms or (jax.default_backend(),)), local)
+    platforms = tuple(platforms or (jax.default_backend(),))
+    made = _Exporter(program, functions, platforms, local, laying)
     if parts.tables:
         made.check_tables(first)
     codes = {Signature.of(batch): made.code(shapes(batch)) for batch in batches}
-    open_code, why_not = made.open_code(Signature.of(batches[0]), first, any_rows)
     asked = functions.asked(made.params, made.state, first) if parts.tables else []
-    return Exported(program.name, parts, tuple(codes.items()), tuple(asked), open_code, why_not)
+    exported = Exported(program.name, parts, tuple(codes.items()), tuple(asked))
+    row_shards = laying.row_shards(first) if laying else 1
+    if laying:
+        exported = replace(exported, mesh=laying.mesh, row_shards=row_shards)
+    if not any_rows:
+        return exported
+    even, why_not = made.open_code(Signature.of(batches[0]), first, row_shards)
+    if row_shards == 1:
+        return replace(exported, any_rows=even, why_not=why_not)
+    uneven, why_not_uneven = made.open_code(Signature.of(batches[0]), first, 1)
+    return replace(exported, any_rows=even, uneven=uneven, why_not=why_not or why_not_uneven)
 
 
 def shapes(batch: Batch) -> Any:
@@ -152,8 +103,9 @@ class _Exporter:
         functions: StepFunctions,
         platforms: tuple[str, ...],
         local: bool,
+        laying: Laying | None,
     ) -> None:
-        self._local = local
+        self._local, self._laying = local, laying
         self._slots = shapes_of(program.slots)
         self._functions, self._parts = functions, functions.parts
         self._name, self._platforms = program.name, platforms
@@ -172,9 +124,17 @@ class _Exporter:
             looking = self._looking(tree)
             found = jax.eval_shape(looking, leaves)
             at = _as_they_are(looking, leaves)
-            ids = self._export(looking, leaves)
+            ids = self._export(looking, (leaves,))
         positions = [jax.ShapeDtypeStruct(each.shape, jnp.int32) for each in found]
         rows = self._rows(found, batch)
+        functions, parts, laying = self._functions, self._parts, self._laying
+        # What is looked up is known of the true rows only.
+        filling = laying.filling(batch) if laying and not parts.tables else None
+        if filling is not None:
+            leaves = [
+                _with_rows(leaf, filling.rows) if more else leaf
+                for leaf, more in zip(leaves, filling.grow, strict=True)
+            ]
         state = self.state
         given = (
             self.params,
@@ -186,26 +146,32 @@ class _Exporter:
             leaves,
         )
 
-        def unflattened(function: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args: function(*args[:-1], jax.tree.unflatten(tree, args[-1]))
+        def whole(leaves: list[Any]) -> Any:
+            unflattened = jax.tree.unflatten(tree, leaves)
+            return laying.padded(unflattened, batch) if laying and filling else unflattened
 
-        functions = self._functions
-        measures = self._export(unflattened(functions.measures), *given)
+        def unflattened(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: function(*args[:-1], whole(args[-1]))
+
+        lies = laying and laying.given(parts, tuple(rows), positions, batch, filling)
+        to_measure = laying and (lies, laying.whole)
+        measures = self._export(unflattened(functions.measures), given, to_measure)
         if self._local:
             stepped = (*given[:4], self._slots, leaves)
-            return Code(b"", measures, local=self._export(unflattened(functions.local), *stepped))
-        gradients = self._export(unflattened(functions.gradients), *given)
-        return Code(gradients, measures, ids, at)
+            lies = laying and laying.local(parts, self._slots, batch, filling)
+            local = self._export(unflattened(functions.local), stepped, lies)
+            return Code(b"", measures, local=local, filling=filling)
+        to_push = laying and (lies, laying.returned(parts))
+        gradients = self._export(unflattened(functions.gradients), given, to_push)
+        return Code(gradients, measures, ids, at, filling=filling)
 
-    def open_code(self, signature: Signature, batch: Any, asked: bool) -> tuple[Code | None, str]:
-        """The step for any number of rows, or why there is none."""
-        if not asked:
-            return None, ""
+    def open_code(self, signature: Signature, batch: Any, multiple: int) -> tuple[Code | None, str]:
+        """The step for any number of rows that is such a multiple, or why there is none."""
         if signature.rows is None:
             return None, "the arrays of a batch differ in their first dims"
-        (rows,) = jax_export.symbolic_shape(_ROWS)
+        (rows,) = jax_export.symbolic_shape(_ROWS if multiple == 1 else f"{multiple}*{_ROWS}")
         leaves, tree = jax.tree.flatten(batch)
-        free = [jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        free = [_with_rows(leaf, rows) for leaf in leaves]
         try:
             return self.code(jax.tree.unflatten(tree, free)), ""
         except Exception as error:  # whatever a model does with a number that it does not know
@@ -259,15 +225,28 @@ class _Exporter:
             rows[table.name] = jax.ShapeDtypeStruct((size, table.dim), table.dtype)
         return rows
 
-    def _export(self, function: Callable[..., Any], *given: Any) -> bytes:
+    def _export(
+        self, function: Callable[..., Any], given: tuple[Any, ...], lies: Any = None
+    ) -> bytes:
+        """``lies`` are the shardings of arguments and results, on several devices."""
+        if lies is None:
+            jitted = jax.jit(function)
+        else:
+            assert self._laying is not None
+            around = self._laying.around(function)
+            jitted = jax.jit(around, in_shardings=lies[0], out_shardings=lies[1])
         try:
-            exported = jax_export.export(jax.jit(function), platforms=self._platforms)(*given)
+            exported = jax_export.export(jitted, platforms=self._platforms)(*given)
             return bytes(exported.serialize())
         except (ValueError, NotImplementedError) as error:
             raise ModelError(
                 f"model {self._name!r} cannot be exported for workers: {error} Schedule steps of "
                 "your own that build the model on the worker."
             ) from error
+
+
+def _with_rows(leaf: Any, rows: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
 
 
 def _as_they_are(looking: Any, leaves: list[Any]) -> tuple[int | None, ...]:

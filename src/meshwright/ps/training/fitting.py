@@ -10,12 +10,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
 from ...checkpoint import Position
-from ...errors import BatchError, DataError, ExhaustedError, ModelError
+from ...checkpoint.asked import Resume
+from ...errors import BatchError, DataError, ExhaustedError
 from ...frontends.keras.fitting import check_compiled
 from ...program import Logs
 from ..consistency import Async
@@ -56,7 +57,7 @@ def fit(
     checkpoint: str | Path | None = None,
     save_every: int | None = None,
     keep: int | None = 3,
-    resume: str | bool = "auto",
+    resume: Resume = "auto",
     sharding: str = "dynamic",
     embeddings: int | Sequence[str] | None = LEAST_BYTES,
     local: Local | None = None,
@@ -83,7 +84,6 @@ def fit(
     """
     check_compiled(model)
     check_sharding(sharding)
-    _check_one_device(strategy)
     how = compression_of(compression)
     feed = feed_of(
         x,
@@ -139,7 +139,9 @@ def evaluate(
     of_model.put()
     step = of_model.step(uuid.uuid4().hex, None, fresh=False)
     measure = MeasureShard(step, feed.made, num_shards(workers, steps), steps)
-    return of_model.logs_from(validate(ClusterCoordinator(strategy), measure, 0))
+    counts = validate(ClusterCoordinator(strategy), measure, 0)
+    assert counts is not None  # nobody breaks it off
+    return of_model.logs_from(counts)
 
 
 class _Run:
@@ -173,11 +175,16 @@ class _Run:
         self._watch = Watch(self._coordinator.stats, epochs, per_call=self._every, shown=shown)
 
     def all_epochs(self, validation: Validation, initial_epoch: int) -> keras.callbacks.History:
-        """Train, and bring everything back into the model."""
+        """Train, and bring everything back into the model; signals are heard meanwhile."""
+        with self._saver.stopping:
+            return self._all_epochs(validation, initial_epoch)
+
+    def _all_epochs(self, validation: Validation, initial_epoch: int) -> keras.callbacks.History:
         model, callbacks, saver = self._model, self._callbacks, self._saver
         first = saver.position.epoch if saver.start else initial_epoch
         skip = saver.position.batches
         self._served.put()
+        saver.restore_tables(self._coordinator, self._served.tables_away)
         model.stop_training = False
         callbacks.on_train_begin()
         self._put_back_history()
@@ -188,11 +195,13 @@ class _Run:
                 logs = self._epoch(epoch, skip)
                 skip = 0
                 if validation.is_due(epoch):
-                    logs |= self._validated(validation)
+                    logs |= self._validated(validation, epoch)
                 self._watch.end_epoch(logs)
                 callbacks.on_epoch_end(epoch, logs)
                 ended = model.stop_training or epoch + 1 == self._epochs
                 self._after_epoch(epoch, ended)
+                if saver.stopping.is_asked:
+                    self._stop(Position(epoch + 1, 0))
                 if model.stop_training:
                     break
             if model.stop_training:
@@ -210,15 +219,17 @@ class _Run:
     def _epoch(self, epoch: int, skip: int) -> Logs:
         if self._served.put_changed():
             self._edition += 1
-        self._served.forget_counts()
+        self._served.forget_counts(self._saver.take_counts())
         steps = self._steps
         self._watch.begin_epoch(epoch, steps, skip)
         batches, done = self._batches(epoch, skip), skip
         while done < steps:
             count = self._saver.until_due(steps - done)
-            self._train(batches, epoch, done, count)
-            done += count
-            self._saver.step += count
+            trained = self._train(batches, epoch, done, count)
+            done += trained
+            self._saver.step += trained
+            if self._saver.stopping.is_asked:
+                self._stop(Position(epoch, done))
             if self._saver.is_due and done < steps:
                 self._take()
                 self._save(Position(epoch, done))
@@ -231,6 +242,12 @@ class _Run:
         feed_batch_end(self._callbacks, steps - 1, logs)
         return logs
 
+    def _stop(self, position: Position) -> NoReturn:
+        """A signal has come: keep what there is, and end as it wants."""
+        self._take()
+        self._save(position)
+        raise self._saver.stopping.error()
+
     def _batches(self, epoch: int, skip: int) -> Any:
         """The workers' iterators over an epoch, where each worker has a share of its own."""
         if self._sharding == "dynamic":
@@ -238,32 +255,42 @@ class _Run:
         made = self._feed.made_for(epoch, skip)
         return iter(self._coordinator.create_per_worker_dataset(made, self._sharding))
 
-    def _train(self, batches: Any, epoch: int, first: int, count: int) -> None:
-        """So many steps, and nothing under way after them."""
+    def _train(self, batches: Any, epoch: int, first: int, count: int) -> int:
+        """So many steps, and nothing under way after them; how many, where a signal came."""
         dataset, begin = (0, epoch * self._steps) if self._feed.whole else (epoch, 0)
+        scheduled, stopping = 0, self._saver.stopping
         try:
             for at in range(first, first + count, self._every):
+                if stopping.is_asked:
+                    break
+                scheduled += 1
                 size = min(self._every, first + count - at)
                 if batches is None:
                     args = (dataset, begin + at, self._edition, size)
                     self._coordinator.schedule(self._numbered, args)
                 else:
                     self._coordinator.schedule(self._step, (batches, self._edition, size))
-            self._coordinator.join()
+            dropped = self._coordinator.join_unless(lambda: stopping.is_asked)
         except ExhaustedError as error:
             raise ExhaustedError(
                 f"the data ended in epoch {epoch + 1}, which asks for {self._steps} batches "
                 f"(steps_per_epoch): {error} Ask for fewer, or repeat the dataset."
             ) from error
+        return min(count, (scheduled - dropped) * self._every)
 
-    def _validated(self, validation: Validation) -> Logs:
+    def _validated(self, validation: Validation, epoch: int) -> Logs:
         assert validation.feed is not None  # it is due
         self._edition += 1  # workers have what they read before other workers' last steps
         if self._measure is None:
             shards = num_shards(self._strategy.num_workers, validation.steps)
             made = validation.feed.made
             self._measure = MeasureShard(self._step, made, shards, validation.steps)
-        counts = validate(self._coordinator, self._measure, self._edition)
+        stopping = self._saver.stopping
+        counts = validate(
+            self._coordinator, self._measure, self._edition, lambda: stopping.is_asked
+        )
+        if counts is None:
+            self._stop(Position(epoch, self._steps))
         logs = self._served.logs_from(counts)
         return {f"val_{name}": value for name, value in logs.items()}
 
@@ -278,6 +305,9 @@ class _Run:
 
     def _save(self, position: Position, ended: bool = False) -> None:
         history = {"epoch": self._history.epoch, "logs": self._history.history}
+        # An epoch that is saved in its midst goes on with what its metrics have counted.
+        counts = {"counts": self._served.counts().tolist()} if position.batches else {}
+        tables = self._saver.save_tables(self._coordinator, self._served.tables_away)
         self._saver.save(
             self._model,
             self._served.variables,
@@ -287,6 +317,8 @@ class _Run:
                 "history": history,
                 "stopped": bool(self._model.stop_training),
                 "ended": ended,
+                **counts,
+                **tables,
             },
         )
 
@@ -304,15 +336,6 @@ class _Run:
     def _history(self) -> keras.callbacks.History:
         kind = keras.callbacks.History
         return next(each for each in self._callbacks.callbacks if isinstance(each, kind))
-
-
-def _check_one_device(strategy: Any) -> None:
-    if strategy.worker is not None:
-        raise ModelError(
-            f"worker={strategy.worker!r}: fit computes a step on one device of a worker, and "
-            "cannot share it out over several yet. Leave worker= out, or start one worker per "
-            "device."
-        )
 
 
 def _steps_of(feed: Feed) -> int:

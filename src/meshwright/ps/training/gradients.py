@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ...errors import ModelError
 from ...program import Arrays, Aux, Batch, Program, TrainState
+from ...step.options import Sums
 from ...step.train import gradient
 from .tables import Lookups, NoLookups, Table
 
@@ -70,7 +71,8 @@ class StepFunctions:
     """The functions that are exported for one program.
 
     ``base`` is what its metrics begin with and ``clip`` what is done to whole gradients before
-    they are pushed.
+    they are pushed. ``laid`` is the program as it is computed on a worker of several devices, and
+    ``sums`` the type in which they sum gradients, where it is not that of the gradients.
     """
 
     program: Program
@@ -78,6 +80,8 @@ class StepFunctions:
     base: Mapping[str, Any]
     lookups: Lookups
     clip: Clip | None = None
+    laid: Program | None = None
+    sums: Sums = None
 
     def gradients(
         self,
@@ -94,9 +98,9 @@ class StepFunctions:
         ``rows`` holds for each table the rows that this batch looks up, and ``positions`` for each
         lookup, in order, where in them it finds what it asks for.
         """
-        taken = _with_rows(self.program, self.parts, self.lookups, positions)
+        taken = _with_rows(self._computed, self.parts, self.lookups, positions)
         whole = TrainState({}, {**moving, **frozen, **seeds}, self._slots(), dict(self.base))
-        aux, grads = gradient(taken)(
+        aux, grads = gradient(taken, sums=self.sums)(
             {**params, **{_ROWS + t: v for t, v in rows.items()}}, whole, batch
         )
         if self.clip is not None:
@@ -117,7 +121,7 @@ class StepFunctions:
         positions: list[Any], batch: Batch,
     ) -> Any:  # fmt: skip
         """The counts of the metrics over one batch of validation."""
-        taken = _with_rows(self.program, self.parts, self.lookups, positions)
+        taken = _with_rows(self._computed, self.parts, self.lookups, positions)
         whole = TrainState({}, {**moving, **frozen, **seeds}, self._slots(), dict(self.base))
         values = {**params, **{_ROWS + t: v for t, v in rows.items()}}
         _, aux = taken.loss(values, whole, batch, False)
@@ -137,8 +141,8 @@ class StepFunctions:
         ``(params, moving, seeds, slots, counts, loss)``, all new.
         """
         whole = TrainState({}, {**moving, **frozen, **seeds}, slots, dict(self.base))
-        aux, grads = gradient(self.program)(params, whole, batch)
-        new, new_slots = self.program.update(params, grads, slots)
+        aux, grads = gradient(self._computed, sums=self.sums)(params, whole, batch)
+        new, new_slots = self._computed.update(params, grads, slots)
         return (
             new,
             {path: aux.state[path] for path in self.parts.moving},
@@ -191,6 +195,10 @@ class StepFunctions:
         with self.lookups.taking(take):
             whole = TrainState({}, state, self._slots(), dict(self.base))
             return self.program.loss({**values, **tables}, whole, batch, True)[0]
+
+    @property
+    def _computed(self) -> Program:
+        return self.laid or self.program
 
     def _counts(self, aux: Aux, batch: Batch) -> Any:
         metrics, _ = self.program.measure(aux.metrics, aux, batch)

@@ -6,6 +6,7 @@ asked for on the way, and one worker sees the batches in the order of the datase
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from ...errors import DataError, ExhaustedError
 from .data import Made
 from .worker_step import TrainStep, engine, here
 
-_MOST_KEPT = 2  # datasets of runs and epochs that a worker keeps
+_MOST_KEPT = 2  # datasets of epochs that a worker keeps of a run
 
 
 class Numbered:
@@ -75,13 +76,14 @@ class NumberedStep:
 
     def __call__(self, dataset: int, number: int, edition: int = 0, count: int = 1) -> float:
         """Train on ``count`` elements from ``number`` on; ``dataset`` changes with the epoch."""
-        kept: dict[Any, Numbered] = here().cache.setdefault("training data", {})
-        key = (self.step.key, dataset)
-        if key not in kept:
+        # When the coordinator says that the run is over, the function goes, and its data with it.
+        runs: Any = here().cache.setdefault("training data", weakref.WeakKeyDictionary())
+        kept: dict[int, Numbered] = runs.setdefault(self, {})
+        if dataset not in kept:
             while len(kept) >= _MOST_KEPT:
                 del kept[next(iter(kept))]
-            kept[key] = Numbered(self.made)
-        elements = [kept[key][at] for at in range(number, number + count)]
+            kept[dataset] = Numbered(self.made)
+        elements = [kept[dataset][at] for at in range(number, number + count)]
         if self.step.local:
             return engine(self.step).train_locally(here(), elements, edition)
         return engine(self.step).train(here(), elements[0], edition)

@@ -1,7 +1,8 @@
 """A Keras optimizer taken apart: what its servers do, and what is done before gradients are pushed.
 
 The servers run the optimizer's own rule on the shards that they hold. Clipping by norms needs whole
-gradients, which only a worker has, so it is done there.
+gradients, which only a worker has, so it is done there; but where a round of gradients makes one
+update, it is their mean that is clipped, and the servers do it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import keras
 from ... import _compat
 from ...errors import ModelError
 from ...program import Arrays
+from ..server.optimizers import twin_of
 
 _NORMS = ("clipnorm", "global_clipnorm")
 
@@ -29,8 +31,8 @@ class TakenApart:
     without_decay: frozenset[str] = field(default_factory=frozenset)  # paths of parameters
 
 
-def take_apart(optimizer: Any, params: dict[str, Any]) -> TakenApart:
-    """An optimizer of Keras for parameters by path.
+def take_apart(optimizer: Any, params: dict[str, Any], *, in_rounds: bool = False) -> TakenApart:
+    """An optimizer of Keras for parameters by path; ``in_rounds``: for means of gradients.
 
     Raises :class:`~meshwright.ModelError` that names all parameters with constraints: those are
     applied after the update, where only parts of a parameter are seen.
@@ -42,9 +44,13 @@ def take_apart(optimizer: Any, params: dict[str, Any]) -> TakenApart:
         )
     written: Any = keras.optimizers.serialize(optimizer)
     config = dict(written["config"])
-    clip = _clip(
-        config.get("clipnorm"), config.get("global_clipnorm"), config.get("loss_scale_factor")
-    )
+    if any(config.get(norm) for norm in _NORMS) and config.get("gradient_accumulation_steps"):
+        twin_of(written)  # refuses it, and says why
+    clip = None
+    if not in_rounds:
+        clip = _clip(
+            config.get("clipnorm"), config.get("global_clipnorm"), config.get("loss_scale_factor")
+        )
     if clip is not None:
         config.update(dict.fromkeys((*_NORMS, "loss_scale_factor")))
     decayed = _decays(optimizer, params)

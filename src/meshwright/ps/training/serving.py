@@ -16,11 +16,15 @@ from ... import _compat
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Logs
 from ..client import Servers
+from ..consistency import Backup, Sync
 from ..placing import VariableSpec, placed
 from ..worker.updates import Update
+from ..worker_devices import platforms_of
 from .compression import Compression
 from .embeddings import KerasLookups, building
-from .export import Exported, export_step
+from .export import export_step, shapes
+from .exported import Exported
+from .laying import Laying, laying_of
 from .local import Local
 from .metrics import base_of, check_metrics, logs_of
 from .naming import prefix_of
@@ -55,9 +59,13 @@ class Served:
             _compat.build_for(model, batches[0])
         self.variables = KerasVariables.of(model)
         check_metrics(model.metrics)
-        self._apart = _whole_optimizer(model, self.variables, local)
+        in_rounds = isinstance(strategy.consistency, Sync | Backup)
+        self._apart = _whole_optimizer(model, self.variables, local, in_rounds)
         self.lookups = KerasLookups(model, self.variables, embeddings)
         base = base_of(model, self.variables)
+        laying = self._laying()
+        if laying is not None:
+            laying.warn_of_rows(shapes(batches[0]))
         self.exported: Exported = export_step(
             keras_program(model, self.variables),
             batches,
@@ -66,11 +74,19 @@ class Served:
             base=base,
             any_rows=any_rows,
             local=local is not None,
+            platforms=platforms_of(strategy.cluster),
+            laying=laying,
         )
         self._prefix = prefix_of(strategy, model.name, self.exported.parts, self.variables)
         self.specs = self._placed()
         self._written: dict[int, Any] = {}  # id of a variable -> the value that `take` gave it
         self._rate = _rate_of(model.optimizer)
+
+    @property
+    def tables_away(self) -> dict[str, VariableSpec]:
+        """The tables that the model itself does not have, by the names of their layers."""
+        tables = self.specs.tables.items()
+        return {name: spec for name, spec in tables if name not in self.variables.params}
 
     def belongs_to(self, strategy: Any) -> bool:
         """Whether its variables are this strategy's."""
@@ -165,19 +181,25 @@ class Served:
 
     def logs(self) -> Logs:
         """The metrics of all batches since :meth:`forget_counts`."""
+        return self.logs_from(self.counts())
+
+    def counts(self) -> np.ndarray:
+        """What the metrics have counted since then."""
         assert self.specs.counts is not None
         spec = self.specs.counts
-        counts = self._on_servers(lambda servers: servers.read([spec])[0])
-        return self.logs_from(counts)
+        return self._on_servers(lambda servers: servers.read([spec])[0])
 
     def logs_from(self, counts: np.ndarray) -> Logs:
         """The metrics as Keras shows them, from counts."""
         return logs_of(self.model, self.variables, self.exported.parts, counts)
 
-    def forget_counts(self) -> None:
-        """Begin to count anew."""
+    def forget_counts(self, before: Sequence[float] | None = None) -> None:
+        """Begin to count anew, or go on from what was counted before a checkpoint."""
         assert self.specs.counts is not None
-        update = Update(self.specs.counts, "assign", (np.zeros(self.specs.counts.shape),))
+        value = np.zeros(self.specs.counts.shape)
+        if before is not None and len(before) == len(value):
+            value[:] = before
+        update = Update(self.specs.counts, "assign", (value,))
         self._on_servers(lambda servers: servers.push([update]))
 
     def move_on(self, steps: int) -> None:
@@ -193,6 +215,13 @@ class Served:
         self._iteration.assign(steps)
 
     # How it is done
+
+    def _laying(self) -> Laying | None:
+        worker = self._strategy.worker
+        if worker is None:
+            return None
+        tables = [table.name for table in self.lookups.tables]
+        return laying_of(worker, self.model, self.variables, tables)
 
     def _placed(self) -> Specs:
         parts, v = self.exported.parts, self.variables
@@ -304,12 +333,12 @@ class Served:
 
 
 def _whole_optimizer(
-    model: keras.Model, variables: KerasVariables, local: Local | None
+    model: keras.Model, variables: KerasVariables, local: Local | None, in_rounds: bool
 ) -> TakenApart:
     """The servers' optimizer: the model's own, or the outer one where steps are local."""
     if local is not None:
         return TakenApart(local.outer, None)
-    return take_apart(model.optimizer, variables.params)
+    return take_apart(model.optimizer, variables.params, in_rounds=in_rounds)
 
 
 def _floats(specs: Any) -> list[VariableSpec]:

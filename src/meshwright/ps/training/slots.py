@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..client import Servers
-from ..placing import ShardPlace, VariableSpec
+from ..placing import ShardPlace, VariableSpec, wholes_of
 from ..wire.message import Message
 
 Slots = dict[str, dict[str, np.ndarray]]  # parameter -> kind ("momentum") -> whole array
@@ -23,6 +23,7 @@ def optimizer_heads(
     compensation: bool = False,
 ) -> dict[int, dict[str, Any]]:
     """What each server that holds a part of these variables is told of their optimizer."""
+    wholes = wholes_of(specs)
     undecayed = {shard.name for spec in without_decay for shard in spec.shards}
     heads: dict[int, dict[str, Any]] = {}
     for server, shards in _by_server(specs).items():
@@ -33,6 +34,7 @@ def optimizer_heads(
             "names": names,
             "exclude_from_weight_decay": [name for name in names if name in undecayed],
             "compensation": compensation,
+            "wholes": wholes,
         }
     return heads
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...frontends.keras.epochs import is_due
 from .feed import Feed, feed_of
 from .signature import Signature
 
@@ -49,8 +50,4 @@ class Validation:
 
     def is_due(self, epoch: int) -> bool:
         """Whether this epoch, counted from 0, ends with a validation."""
-        if self.feed is None:
-            return False
-        if isinstance(self.freq, int):
-            return (epoch + 1) % self.freq == 0
-        return epoch + 1 in self.freq
+        return self.feed is not None and is_due(self.freq, epoch)

@@ -9,7 +9,7 @@ only the counts of the attempt that ended are taken. So does TensorFlow's exact 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,15 +64,21 @@ def num_shards(num_workers: int, steps: int | None) -> int:
     return most if steps is None else max(1, min(most, steps))
 
 
-def validate(coordinator: Any, measure: MeasureShard, edition: int) -> np.ndarray:
-    """The counts of the metrics over all elements.
+def validate(
+    coordinator: Any,
+    measure: MeasureShard,
+    edition: int,
+    asked: Callable[[], bool] = lambda: False,
+) -> np.ndarray | None:
+    """The counts of the metrics over all elements; ``None`` where it was ``asked`` to stop.
 
     The same ``measure`` should be given each time: it travels to a worker once. Raises
     :class:`~meshwright.DataError` if there are no elements.
     """
     shards = range(measure.num_shards)
     values = [coordinator.schedule(measure, args=(shard, edition)) for shard in shards]
-    coordinator.join()
+    if coordinator.join_unless(asked):
+        return None
     results = coordinator.fetch(values)
     if not any(elements for _, elements in results):
         raise DataError("there is nothing to validate on: the data holds no batch.")

@@ -18,7 +18,7 @@ from ..worker.context import Context, current
 from ..worker.updates import Update
 from .compiled import Compiled, CompiledStep, Looked, padded_rows
 from .compression import Compression, pack_gradient
-from .export import Exported
+from .exported import Exported
 from .signature import Signature, on_devices
 from .specs import Specs, by_shard
 
@@ -99,7 +99,7 @@ class Engine:
     def train(self, context: Context, batch: Any, edition: int) -> float:
         """One step; the loss."""
         step, leaves, host = self._prepared(batch)
-        self._pull(context, edition)
+        self._pull(context, edition, step)
         params, moving = self._values()
         looked = step.look(host)
         rows = self._rows(context, looked)
@@ -120,12 +120,12 @@ class Engine:
 
         The way from where they began is what an optimizer's gradient is: SGD with rate 1 goes it.
         """
-        self._pull(context, edition)
+        prepared = [self._prepared(batch) for batch in batches]
+        self._pull(context, edition, prepared[0][0])
         before = self._values()
         params, moving = before
         total, loss = np.zeros([]), 0.0
-        for batch in batches:
-            step, leaves, _ = self._prepared(batch)
+        for step, leaves, _ in prepared:
             params, moving, self._seeds, self._slots, counts, loss = step.local(
                 params, moving, self._frozen, self._seeds, self._slots, leaves
             )
@@ -139,7 +139,7 @@ class Engine:
     def measure(self, context: Context, batch: Any, edition: int) -> np.ndarray:
         """The counts of the metrics over one batch of validation."""
         step, leaves, host = self._prepared(batch)
-        self._pull(context, edition, trains=False)
+        self._pull(context, edition, step, trains=False)
         params, moving = self._values()
         looked = step.look(host)
         rows = self._rows(context, looked)
@@ -153,18 +153,19 @@ class Engine:
 
         batch = as_batch(batch)
         host = jax.tree.leaves(batch)
-        return self._compiled.step_for(Signature.of(batch)), [on_devices(v) for v in host], host
+        step = self._compiled.step_for(Signature.of(batch))
+        return step, step.filled([on_devices(leaf) for leaf in host]), host
 
-    def _pull(self, context: Context, edition: int, trains: bool = True) -> None:
+    def _pull(
+        self, context: Context, edition: int, step: CompiledStep, trains: bool = True
+    ) -> None:
         """Read all, unless the last push has brought it, or nothing has changed since."""
         if self._edition == edition and not (self._fresh and trains):
             return
         specs = self._specs
         if self._edition is None and specs.frozen:
-            import jax
-
             values = context.servers.read(list(specs.frozen.values()))
-            self._frozen = dict(zip(specs.frozen, map(jax.device_put, values), strict=True))
+            self._frozen = step.put_frozen(dict(zip(specs.frozen, values, strict=True)))
         self._pulled = context.servers.read(list(specs.pulled))
         self._edition = edition
 
@@ -203,8 +204,7 @@ class Engine:
     def _row_gradients(
         self, grads: Mapping[str, Any], looked: Looked, context: Context
     ) -> Iterator[Update]:
-        wanted = dict(context.settings.get("gradient_options", {}))
-        wanted.pop("compensation", None)  # which is for whole variables
+        wanted = context.settings.get("gradient_options", {})
         for name, ids in looked.unique.items():
             values = np.asarray(grads[name])[: len(ids)]
             yield Update(self._specs.tables[name], "rows_gradient", (ids, values), wanted)

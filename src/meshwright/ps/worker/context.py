@@ -12,8 +12,9 @@ from ...errors import TaskError
 from .updates import Update, Updates
 
 if TYPE_CHECKING:
-    from ..client import Acknowledged, Servers
+    from ..client import Servers
     from ..placing import VariableSpec
+    from ..pushing import Acknowledged
 
 Push = Callable[[Sequence[Update], Sequence["VariableSpec"]], "Acknowledged"]
 

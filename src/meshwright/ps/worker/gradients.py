@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError, TaskError
 from ..client import Servers
-from ..placing import VariableSpec
+from ..placing import VariableSpec, wholes_of
 from ..wire.message import Message
 from .context import current
 from .updates import Update
@@ -29,11 +29,13 @@ class WorkerStrategy:
             raise TaskError("this strategy is a worker's: use it in a scheduled function.")
         options = context.settings.get("gradient_options", {})
         config, listed = config_of(optimizer), list(pairs)
-        for update in gradient_updates(context.servers, context.cache, config, listed, options):
+        in_round = context.round is not None and not context.at_once
+        for update in gradient_updates(
+            context.servers, context.cache, config, listed, options, in_round
+        ):
             context.change(update)
-        inner = {name: one for name, one in config["config"].items() if name not in NORMS}
         names = [variable.spec.name for _, variable in listed]
-        context.note_once([{**config, "config": inner}, names, dict(options)])
+        context.note_once([config, names, dict(options)])
 
 
 def config_of(optimizer: Any) -> dict[str, Any]:
@@ -61,18 +63,22 @@ def gradient_updates(
     config: Mapping[str, Any],
     pairs: Sequence[tuple[Any, Any]],
     options: Mapping[str, Any],
+    in_round: bool = False,
 ) -> list[Update]:
     """The updates for (gradient, variable) pairs, whose optimizer the servers know afterwards.
 
     ``known`` remembers what was told to which servers. A gradient by rows is a pair of rows and
-    values. Clipping by norms needs whole gradients, so it is done here.
+    values. Clipping by norms needs whole gradients, so it is done here; in a round it is the mean
+    that is clipped, by the servers.
     """
     specs = [variable.spec for _, variable in pairs]
-    inner = dict(config["config"])
-    norms = {name: inner.pop(name, None) for name in NORMS}
-    tell_optimizer(servers, known, {**config, "config": inner}, specs, options)
+    norms = [config["config"].get(name) for name in NORMS]
+    together = tell_optimizer(servers, known, config, specs, options)
     gradients = [_arrays(gradient, spec) for (gradient, _), spec in zip(pairs, specs, strict=True)]
-    gradients = _clipped(gradients, norms["clipnorm"], norms["global_clipnorm"])
+    if in_round and norms != [None, None]:
+        options = {**options, "together": together}
+    else:
+        gradients = _clipped(gradients, *norms)
     return [
         Update(spec, "gradient" if len(arrays) == 1 else "rows_gradient", arrays, options)
         for spec, arrays in zip(specs, gradients, strict=True)
@@ -86,17 +92,17 @@ def tell_optimizer(
     specs: Sequence[VariableSpec],
     options: Mapping[str, Any],
     only: int | None = None,
-) -> None:
+) -> str:
     """Let the servers know an optimizer, unless they do: after a restart they are told again.
 
-    ``only`` names one server.
+    ``only`` names one server. Returns the name of the group of these variables.
     """
     names = sorted(spec.name for spec in specs)
     told = json.dumps([config, names], sort_keys=True, default=str)
     group = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
     generations = tuple(map(servers.generation, range(len(servers))))
     if known.get(("optimizer", group)) == generations:
-        return
+        return group
     shards: dict[int, list[str]] = {}
     for spec in specs:
         for shard in spec.shards:
@@ -109,9 +115,11 @@ def tell_optimizer(
             "config": dict(config),
             "names": own,
             "compensation": "compensation" in options,
+            "wholes": wholes_of(specs),
         }
         servers.ask(server, Message("optimizer", head))
     known["optimizer", group] = generations
+    return group
 
 
 def _arrays(gradient: Any, spec: VariableSpec) -> tuple[np.ndarray, ...]:

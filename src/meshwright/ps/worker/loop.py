@@ -14,10 +14,12 @@ import zmq
 from ...errors import UnreachableError
 from ...launch.addresses import to_connect
 from ...launch.settings import TaskSettings
-from ..client import Servers, Stamp
+from ..client import Servers
 from ..coordinator.shipping import unpack
+from ..pushing import Stamp
 from ..wire.message import Message
 from ..wire.sockets import SocketChannel
+from .ending import Ending
 from .inbox import Inbox
 from .pulse import Pulse
 from .runner import Call, Fenced, Runner
@@ -29,16 +31,18 @@ _SERVERS_TIMEOUT_S = 120.0
 
 
 def work(settings: TaskSettings) -> None:
-    """Work until the coordinator says stop, or is gone for ``orphan_s``."""
-    while _Life(settings).live():
-        pass
+    """Work until the coordinator says stop, or is gone for ``orphan_s``, or until SIGTERM."""
+    with Ending() as ending:
+        while _Life(settings, ending).live() and not ending.asked:
+            pass
 
 
 class _Life:
     """One incarnation of a worker, from joining until it is fenced or told to stop."""
 
-    def __init__(self, settings: TaskSettings) -> None:
+    def __init__(self, settings: TaskSettings, ending: Ending) -> None:
         self.settings = settings
+        self._ending = ending
         self.task = str(settings.task)
         self.incarnation = uuid.uuid4().hex[:16]
         self._inbox = Inbox()
@@ -63,11 +67,13 @@ class _Life:
     def live(self) -> bool:
         """Work; tells whether to join again, as a new incarnation."""
         try:
-            while not self._stopped and not self._orphaned():
+            while not self._stopped and not self._orphaned() and not self._ending.asked:
                 if self._pulse.unwelcome:
                     return True
                 self._hear()
                 self._work()
+            if self._ending.asked:
+                self._leave()
         except Fenced:
             return True
         finally:
@@ -75,6 +81,12 @@ class _Life:
             self._servers.close()
             self._control.close()
         return False
+
+    def _leave(self) -> None:
+        """Tell what was done, and give back the rest: others need not wait to miss this worker."""
+        self._report(self._runner.settle())
+        self._control.tell(Message("recalled", {"steps": self._inbox.empty()}))
+        self._control.tell(Message("leave"))
 
     def _orphaned(self) -> bool:
         limit_s = self.settings.orphan_s
@@ -126,18 +138,12 @@ class _Life:
 
     def _act_on(self, message: Message) -> None:
         head = message.head
-        if message.kind == "calls":
+        if self._runner.learn(message):
+            pass
+        elif message.kind == "calls":
             self._servers.resize_rounds(head["broken"])
             for call in calls_of(message, self.incarnation):
                 self._inbox.put(call)
-        elif message.kind == "function":
-            for key in head.get("forget", ()):
-                self._runner.forget(key)
-            self._runner.learn(head["key"], head["packed"], message.arrays)
-        elif message.kind == "iterator":
-            self._runner.learn_dataset(head["key"], head["function"], head["sharding"])
-        elif message.kind == "forget":
-            self._runner.forget_dataset(head["key"])
         elif message.kind == "element":
             self._elements[head["step"], head["key"]] = elements_of(head["elements"])
         elif message.kind == "unknown":
@@ -153,7 +159,7 @@ class _Life:
         while (step, key) not in self._elements:
             self._poller.poll(_LOOK_UP_MS)
             self._take_in()
-            if self._stopped or self._pulse.unwelcome:
+            if self._stopped or self._pulse.unwelcome or self._ending.asked:
                 raise Fenced  # nobody will ask what became of this step
             if time.monotonic() > until:
                 raise UnreachableError(

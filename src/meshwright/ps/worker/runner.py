@@ -7,15 +7,16 @@ acknowledged; a step is reported as done only when every server it touched has a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ProtocolError, TaskError
-from ..client import Acknowledged, Pending, Servers, Stamp
+from ..client import Servers
 from ..coordinator.shipping import unpack
 from ..placing import VariableSpec
+from ..pushing import Acknowledged, Pending, Stamp
 from ..wire.failures import failure
 from ..wire.message import Message
 from ..wire.values import pack_value
@@ -95,23 +96,29 @@ class Runner:
         """Steps that have run and are not reported yet."""
         return len(self._open) + len(self._failed)
 
-    def learn(self, key: str, packed: bytes, buffers: Sequence[Any] = ()) -> None:
-        """Keep a function; it is unpacked with the first call that wants it."""
-        self._packed[key] = (packed, tuple(bytes(buffer) for buffer in buffers))
+    def learn(self, message: Message) -> bool:
+        """Take in what the coordinator tells of functions and datasets; whether it was that.
 
-    def forget(self, key: str) -> None:
-        """Drop a function."""
-        self._packed.pop(key, None)
-        self._functions.pop(key, None)
+        A function is unpacked with the first call that wants it.
+        """
+        head = message.head
+        if message.kind == "function":
+            self._forget(head.get("forget", ()))
+            buffers = tuple(bytes(buffer) for buffer in message.arrays)
+            self._packed[head["key"]] = (head["packed"], buffers)
+        elif message.kind == "iterator":
+            self._datasets[head["key"]] = (head["function"], head["sharding"])
+        elif message.kind == "forget":
+            self._forget(head.get("functions", ()))
+            iterator = head.get("key", "")
+            self._datasets.pop(iterator, None)
+            self._iterators.pop(iterator, None)
+        return message.kind in ("function", "iterator", "forget")
 
-    def learn_dataset(self, iterator: str, function: str, sharding: str) -> None:
-        """An iterator of this key runs over what the function makes, here on the worker."""
-        self._datasets[iterator] = (function, sharding)
-
-    def forget_dataset(self, iterator: str) -> None:
-        """Drop an iterator, and the dataset that it runs over."""
-        self._datasets.pop(iterator, None)
-        self._iterators.pop(iterator, None)
+    def _forget(self, functions: Iterable[str]) -> None:
+        for key in functions:
+            self._packed.pop(key, None)
+            self._functions.pop(key, None)
 
     def run(self, call: Call) -> None:
         """Run one call; its updates are sent, and what it raises is kept to be reported."""

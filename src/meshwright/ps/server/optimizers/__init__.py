@@ -1,5 +1,7 @@
 """Keras' optimizers in NumPy, for servers that load no Keras."""
 
+from .base import Block as Block
+from .base import Moment as Moment
 from .base import Twin as Twin
 from .schedules import Schedule as Schedule
 from .table import REFUSED as REFUSED

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .base import Arrays, Twin, toward, toward_square
+from .base import Block, Moment, Twin, toward, toward_square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,30 +32,21 @@ class Adam(_Moments):
     def slots(self) -> dict[str, float]:
         return {**super().slots, **({"velocity_hat": 0.0} if self.amsgrad else {})}
 
-    def constants(
-        self, step: int, rate: Any, scalars: Mapping[str, np.ndarray], one: type
-    ) -> tuple[Any, ...]:
-        first, second = one(self.beta_1) ** one(step + 1), one(self.beta_2) ** one(step + 1)
-        return (rate * np.sqrt(one(1) - second) / (one(1) - first),)
+    def constants(self, at: Moment) -> tuple[Any, ...]:
+        one, step = at.one, at.one(at.step + 1)
+        first, second = one(self.beta_1) ** step, one(self.beta_2) ** step
+        return (at.rate * np.sqrt(one(1) - second) / (one(1) - first),)
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
-        momentum, velocity = slots[:2]
-        work = room[0]
+    def update(self, on: Block) -> None:
+        value, gradient, (momentum, velocity, *largest), (work, _), (rate,) = on
         toward(momentum, gradient, 1 - self.beta_1, work)
         toward_square(velocity, gradient, 1 - self.beta_2, work)
         if self.amsgrad:
-            velocity = np.maximum(slots[2], velocity, out=slots[2])
+            velocity = np.maximum(largest[0], velocity, out=largest[0])
         np.sqrt(velocity, out=work)
         work += self.epsilon
         np.divide(momentum, work, out=work)
-        work *= constants[0]
+        work *= rate
         value -= work
 
 
@@ -75,22 +65,11 @@ class Adamax(_Moments):
     def slots(self) -> dict[str, float]:
         return {"momentum": 0.0, "norm": 0.0}
 
-    def constants(
-        self, step: int, rate: Any, scalars: Mapping[str, np.ndarray], one: type
-    ) -> tuple[Any, ...]:
-        return rate, one(1) - one(self.beta_1) ** one(step + 1)
+    def constants(self, at: Moment) -> tuple[Any, ...]:
+        return at.rate, at.one(1) - at.one(self.beta_1) ** at.one(at.step + 1)
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
-        rate, correction = constants
-        momentum, norm = slots
-        work, move = room
+    def update(self, on: Block) -> None:
+        value, gradient, (momentum, norm), (work, move), (rate, correction) = on
         toward(momentum, gradient, 1 - self.beta_1, work)
         norm *= self.beta_2
         np.abs(gradient, out=work)
@@ -110,9 +89,8 @@ class Nadam(_Moments):
     def scalars(self) -> dict[str, float]:
         return {"u_product": 1.0}
 
-    def constants(
-        self, step: int, rate: Any, scalars: Mapping[str, np.ndarray], one: type
-    ) -> tuple[Any, ...]:
+    def constants(self, at: Moment) -> tuple[Any, ...]:
+        step, rate, scalars, one = at
         beta, half, decay = one(self.beta_1), one(0.5), one(0.96)
         now = beta * (one(1) - half * decay ** one(step + 1))
         then = beta * (one(1) - half * decay ** one(step + 2))
@@ -122,17 +100,9 @@ class Nadam(_Moments):
         correction = one(1) - one(self.beta_2) ** one(step + 1)
         return rate, then / ahead, (one(1) - now) / here, correction
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
+    def update(self, on: Block) -> None:
+        value, gradient, (momentum, velocity), (move, work), constants = on
         rate, of_momentum, of_gradient, correction = constants
-        momentum, velocity = slots
-        move, work = room
         toward(momentum, gradient, 1 - self.beta_1, work)
         toward_square(velocity, gradient, 1 - self.beta_2, work)
         np.multiply(momentum, of_momentum, out=move)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .base import Arrays, Twin, mixed, mixed_square
+from .base import Block, Moment, Twin, mixed, mixed_square, root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,27 +28,17 @@ class RMSprop(Twin):
             **({"average_gradient": 0.0} if self.centered else {}),
         }
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
-        velocity, work, move = slots[0], *room
+    def update(self, on: Block) -> None:
+        value, gradient, slots, (work, move), (rate,) = on
+        velocity = slots[0]
         mixed_square(velocity, gradient, self.rho, 1 - self.rho, work)
         if self.centered:
             mean = slots[-1]
             mixed(mean, gradient, self.rho, 1 - self.rho, work)
             np.multiply(mean, mean, out=work)
-            np.subtract(velocity, work, out=work)
-            work += self.epsilon
-        else:
-            np.add(velocity, self.epsilon, out=work)
-        np.sqrt(work, out=work)
-        np.multiply(gradient, constants[0], out=move)
-        move /= work
+            velocity = np.subtract(velocity, work, out=work)
+        np.multiply(gradient, rate, out=move)
+        move /= root(velocity, self.epsilon, work)
         if self.momentum > 0:
             speed = slots[1]
             speed *= self.momentum
@@ -70,22 +59,12 @@ class Adagrad(Twin):
     def slots(self) -> dict[str, float]:
         return {"accumulator": self.initial_accumulator_value}
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
-        (accumulator,) = slots
-        work, move = room
+    def update(self, on: Block) -> None:
+        value, gradient, (accumulator,), (work, move), (rate,) = on
         np.multiply(gradient, gradient, out=work)
         accumulator += work
-        np.add(accumulator, self.epsilon, out=work)
-        np.sqrt(work, out=work)
-        np.multiply(gradient, constants[0], out=move)
-        move /= work
+        np.multiply(gradient, rate, out=move)
+        move /= root(accumulator, self.epsilon, work)
         value -= move
 
 
@@ -101,25 +80,14 @@ class Adadelta(Twin):
     def slots(self) -> dict[str, float]:
         return {"accumulated_grad": 0.0, "accumulated_delta_var": 0.0}
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
-        squares, moves = slots
-        work, move = room
+    def update(self, on: Block) -> None:
+        value, gradient, (squares, moves), (work, move), (rate,) = on
         mixed_square(squares, gradient, self.rho, 1 - self.rho, work)
-        np.add(moves, self.epsilon, out=move)
-        np.sqrt(move, out=move)
+        root(moves, self.epsilon, move)
         move *= gradient
-        np.add(squares, self.epsilon, out=work)
-        np.sqrt(work, out=work)
-        move /= work
+        move /= root(squares, self.epsilon, work)
         mixed_square(moves, move, self.rho, 1 - self.rho, work)
-        move *= constants[0]
+        move *= rate
         value -= move
 
 
@@ -139,23 +107,13 @@ class Ftrl(Twin):
     def slots(self) -> dict[str, float]:
         return {"accumulator": self.initial_accumulator_value, "linear": 0.0}
 
-    def constants(
-        self, step: int, rate: Any, scalars: Mapping[str, np.ndarray], one: type
-    ) -> tuple[Any, ...]:
+    def constants(self, at: Moment) -> tuple[Any, ...]:
+        one, rate = at.one, at.rate
         l2 = one(self.l2_regularization_strength) + one(self.beta) / (one(2) * rate)
         return rate, one(2) * l2
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
-        rate, twice_l2 = constants
-        accumulator, linear = slots
-        squares, quadratic = room
+    def update(self, on: Block) -> None:
+        value, gradient, (accumulator, linear), (squares, quadratic), (rate, twice_l2) = on
         power, l1 = -self.learning_rate_power, self.l1_regularization_strength
         np.multiply(gradient, gradient, out=squares)
         squares += accumulator

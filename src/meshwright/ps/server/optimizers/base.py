@@ -10,21 +10,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .schedules import Schedule
 
-Arrays = Sequence[np.ndarray]
+
+class Moment(NamedTuple):
+    """When a step is taken: ``step`` counts those before.
+
+    ``rate`` is the learning rate as ``one``, the type that the variable's elements have.
+    """
+
+    step: int
+    rate: Any
+    scalars: Mapping[str, np.ndarray]
+    one: type
+
+
+class Block(NamedTuple):
+    """What a step changes, flat arrays of one size; ``room`` is two more to work in."""
+
+    value: np.ndarray
+    gradient: np.ndarray  # not to be changed
+    slots: Sequence[np.ndarray]
+    room: Sequence[np.ndarray]
+    constants: tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
     """Settings that every Keras optimizer has; subclasses add their own, by Keras' names.
 
-    ``clipnorm`` and ``global_clipnorm`` are kept but not done here: they need whole gradients,
-    which the worker holds; it clips before it pushes.
+    ``clipnorm`` and ``global_clipnorm`` are kept but not done here: they need whole gradients. The
+    worker clips before it pushes, or :mod:`..clipping` does, in a round.
     """
 
     learning_rate: float | Schedule
@@ -48,28 +68,15 @@ class Twin:
         """Slots that are one number for the whole variable, and their first value."""
         return {}
 
-    def constants(
-        self, step: int, rate: Any, scalars: Mapping[str, np.ndarray], one: type
-    ) -> tuple[Any, ...]:
+    def constants(self, at: Moment) -> tuple[Any, ...]:
         """Numbers of one step, computed once for the whole variable.
 
-        ``step`` counts the steps before, ``rate`` is the learning rate as ``one``, the type that
-        the variable's elements have. Changes ``scalars`` in place.
+        Changes the moment's ``scalars`` in place.
         """
-        return (rate,)
+        return (at.rate,)
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
-        """Change ``value`` and ``slots`` in place; ``room`` is two arrays to work in.
-
-        The gradient is not to be changed.
-        """
+    def update(self, on: Block) -> None:
+        """Change the block's ``value`` and ``slots`` in place."""
         raise NotImplementedError
 
 
@@ -103,3 +110,9 @@ def mixed_square(
     np.multiply(target, target, out=room)
     room *= share
     slot += room
+
+
+def root(squares: np.ndarray, epsilon: float, out: np.ndarray) -> np.ndarray:
+    """The root of ``squares`` and a little more."""
+    np.add(squares, epsilon, out=out)
+    return np.sqrt(out, out=out)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .base import Arrays, Twin, mixed
+from .base import Block, Moment, Twin, mixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +22,11 @@ class SGD(Twin):
     def slots(self) -> dict[str, float]:
         return {"momentum": 0.0} if self.momentum else {}
 
-    def constants(
-        self, step: int, rate: Any, scalars: Mapping[str, np.ndarray], one: type
-    ) -> tuple[Any, ...]:
-        return rate, one(self.momentum)
+    def constants(self, at: Moment) -> tuple[Any, ...]:
+        return at.rate, at.one(self.momentum)
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
-        rate, momentum = constants
-        move, ahead = room
+    def update(self, on: Block) -> None:
+        value, gradient, slots, (move, ahead), (rate, momentum) = on
         np.multiply(gradient, rate, out=move)
         if not self.momentum:
             value -= move
@@ -65,23 +54,14 @@ class Lion(Twin):
     def slots(self) -> dict[str, float]:
         return {"momentum": 0.0}
 
-    def constants(
-        self, step: int, rate: Any, scalars: Mapping[str, np.ndarray], one: type
-    ) -> tuple[Any, ...]:
+    def constants(self, at: Moment) -> tuple[Any, ...]:
+        one = at.one
         first, second = one(self.beta_1), one(self.beta_2)
-        return rate, first, one(1) - first, second, one(1) - second
+        return at.rate, first, one(1) - first, second, one(1) - second
 
-    def update(
-        self,
-        value: np.ndarray,
-        gradient: np.ndarray,
-        slots: Arrays,
-        room: Arrays,
-        constants: tuple[Any, ...],
-    ) -> None:
+    def update(self, on: Block) -> None:
+        value, gradient, (momentum,), (other, sign), constants = on
         rate, first, not_first, second, not_second = constants
-        (momentum,) = slots
-        other, sign = room
         np.multiply(momentum, first, out=sign)
         np.multiply(gradient, not_first, out=other)
         other += sign

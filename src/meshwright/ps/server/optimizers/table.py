@@ -1,7 +1,9 @@
 """Which optimizers run on a server, how far each can alone, and which are refused, with the reason.
 
 ``shard-local``: every element is updated by itself, so a shard needs nothing of the others.
-``two-phase``: clipping by a norm needs the whole gradient; the worker, who holds it, clips first.
+``two-phase``: clipping by a norm needs the whole gradient. One worker's, applied as it comes, is
+clipped by that worker before it pushes; the mean of a round is held by no one, and its servers say
+the squares of their parts before they apply it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _IGNORED = ("name", "jit_compile", "is_legacy_optimizer")
 
 
 def phase(twin: Twin) -> str:
-    """``"shard-local"``, or ``"two-phase"`` where the worker must clip by a norm first.
+    """``"shard-local"``, or ``"two-phase"`` where gradients are clipped by a norm first.
 
     >>> phase(twin_of({"class_name": "SGD", "config": {"clipnorm": 1.0}}))
     'two-phase'
@@ -96,5 +98,5 @@ def _check_clipping(name: str, twin: Twin) -> None:
     if phase(twin) == "two-phase" and twin.gradient_accumulation_steps:
         raise ModelError(
             f"{name} clips by a norm the mean of {twin.gradient_accumulation_steps} gradients, "
-            "which no worker holds. Use clipvalue, or leave out gradient_accumulation_steps."
+            "which nobody holds whole. Use clipvalue, or leave out gradient_accumulation_steps."
         )

@@ -1,0 +1,108 @@
+"""An exported step, as a value that travels: the coordinator makes it, and workers run it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import BatchError
+from ...mesh import Mesh
+from .gradients import Parts
+from .signature import Signature
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How a batch is filled up that does not divide: those arrays that ``grow`` get ``rows``."""
+
+    rows: int
+    grow: tuple[bool, ...]
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arrays with their first rows behind them: whatever is finite stays so.
+
+        >>> Filling(4, (True, False))([np.array([1, 2, 3]), np.array([7, 8, 9])])
+        [array([1, 2, 3, 1]), array([7, 8, 9])]
+        """
+        return [
+            np.take(leaf, np.arange(self.rows) % len(leaf), axis=0) if grows else leaf
+            for leaf, grows in zip(leaves, self.grow, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Code:
+    """The step for one signature of batches; ``ids`` is empty where no table travels by rows.
+
+    ``leaves`` says of each lookup which array of the batch its ids are, where they are one as it
+    is; then nothing need run to find them. ``filling`` is done to a batch first, where it is given.
+    """
+
+    gradients: bytes
+    measures: bytes
+    ids: bytes = b""
+    leaves: tuple[int | None, ...] = ()
+    local: bytes = b""  # a whole step with the model's own optimizer, where that was asked for
+    filling: Filling | None = None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A program's step, exported; a value that may travel.
+
+    ``any_rows`` is the step for any number of rows; where there is none, ``why_not`` says why.
+    ``asked`` names the table of every lookup, in order. With a ``mesh`` the step is for several
+    devices: ``any_rows`` is for multiples of ``row_shards``, and ``uneven`` for other numbers.
+    """
+
+    name: str
+    parts: Parts
+    codes: tuple[tuple[Signature, Code], ...]
+    asked: tuple[str, ...] = ()
+    any_rows: Code | None = None
+    why_not: str = ""
+    mesh: Mesh | None = None
+    row_shards: int = 1
+    uneven: Code | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all code."""
+        return sum(map(len, self._code))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Equal for equal code on equal devices."""
+        told = [*self._code, repr(self.mesh).encode()]
+        return hashlib.blake2b(b"".join(told), digest_size=16).hexdigest()
+
+    @property
+    def _code(self) -> list[bytes]:
+        codes = [code for _, code in self.codes]
+        codes += [code for code in (self.any_rows, self.uneven) if code]
+        return [part for c in codes for part in (c.gradients, c.measures, c.ids, c.local)]
+
+    def code_for(self, signature: Signature) -> Code:
+        """The code for batches like this. Raises :class:`~meshwright.BatchError` if none fits."""
+        for known, code in self.codes:
+            if known == signature:
+                return code
+        first, rows = self.codes[0][0], signature.rows
+        free = self.uneven if rows is not None and rows % self.row_shards else self.any_rows
+        if free is not None and rows is not None:
+            if signature == first.with_rows(rows):
+                return free
+            raise BatchError(
+                f"a batch holds {signature} ({signature.tree}), but model {self.name!r} was "
+                f"exported for {first} ({first.tree}). Only the number of rows may differ."
+            )
+        raise BatchError(
+            f"a batch holds {signature}, but model {self.name!r} was exported for {first}"
+            + (f", and cannot be for any number of rows: {self.why_not}" if self.why_not else "")
+            + ". Make all batches alike, and drop a smaller last one in dataset_fn."
+        )

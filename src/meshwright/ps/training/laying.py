@@ -1,0 +1,205 @@
+"""How a worker's step lies on the worker's own devices, as the worker's strategy says.
+
+The coordinator needs none of these devices: the step is traced and exported for the same mesh
+without devices, and a worker runs it on the mesh that it makes of its own (see ``devices.py``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+
+from ...data.putting import Putter, row_count
+from ...errors import MeshwrightWarning, ModelError
+from ...frontends.keras.batches import putter
+from ...frontends.keras.described import traced_lying
+from ...frontends.keras.program import KerasVariables
+from ...frontends.keras.rowwise import RowWise
+from ...layout_map import find_rule
+from ...mesh import Mesh
+from ...placement import ParamInfo, Placed, Placement
+from ...program import Batch, Program
+from ...step.padding import Padded
+from ...step.sharing import Sharing, shared
+from ...strict import inspect
+from .exported import Filling
+
+if TYPE_CHECKING:
+    from ...frontends.keras.sharded import Sharded
+    from .gradients import Parts
+
+_PIECES = 2  # from this level of ZeRO on, gradients are summed in the pieces that are updated
+
+
+@dataclass(frozen=True, eq=False)
+class Laying:
+    """The shardings of a step's arrays, on a mesh without devices.
+
+    ``arrays`` holds those of parameters, state and slots by path, ``gradients`` those in which
+    gradients leave the step; ``put`` knows those of batches, and ``row_wise`` whether their rows
+    leave each other alone. ``around`` puts a function under the strategy while it is traced, and
+    ``mesh`` is what workers make theirs like.
+    """
+
+    mesh: Mesh
+    arrays: Mapping[str, Any]
+    gradients: Mapping[str, Any]
+    put: Putter
+    row_wise: RowWise
+    around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    strategy: Sharded
+
+    @property
+    def whole(self) -> Any:
+        """The sharding of what every device has whole."""
+        return self._sharding()
+
+    def given(
+        self,
+        parts: Parts,
+        rows: Sequence[str],
+        positions: Sequence[Any],
+        batch: Batch,
+        filling: Filling | None,
+    ) -> tuple[Any, ...]:
+        """What lies how of the arguments of :meth:`StepFunctions.gradients`, in their order.
+
+        ``rows`` names tables of which it takes rows, ``positions`` are shapes. A batch that does
+        not divide is filled up, or whole on every device.
+        """
+        layouts = jax.tree.leaves(self.put.layouts(batch))
+        if filling is not None:
+            layouts = [layout for _, layout in self.put.padded_layouts(batch)]
+        leaves = [layout.sharding for layout in layouts]
+        num_rows, along = jax.tree.leaves(batch)[0].shape[:1], leaves[0].spec[:1]
+        return (
+            self._of(parts.params),
+            self._of(parts.moving),
+            self._of(parts.frozen),
+            self._of(parts.seeds),
+            dict.fromkeys(rows, self.whole),
+            [self._sharding(*along) if p.shape[:1] == num_rows else self.whole for p in positions],
+            leaves,
+        )
+
+    def returned(self, parts: Parts) -> tuple[Any, ...]:
+        """The same of its results."""
+        gradients = {path: self.gradients[path] for path in parts.params}
+        moves, seeds = self._of(parts.moving), self._of(parts.seeds)
+        return gradients, self.whole, moves, seeds, self.whole, self.whole
+
+    def local(
+        self, parts: Parts, slots: Iterable[str], batch: Batch, filling: Filling | None
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The arguments of :meth:`StepFunctions.local`, and its results, which lie as they did."""
+        params, moving, frozen, seeds, *_, leaves = self.given(parts, (), (), batch, filling)
+        of_slots = self._of(slots)
+        given = params, moving, frozen, seeds, of_slots, leaves
+        return given, (params, moving, seeds, of_slots, self.whole, self.whole)
+
+    def row_shards(self, batch: Batch) -> int:
+        """Into how many pieces the rows of such batches are cut, where they divide."""
+        one = jax.tree.map(lambda v: jax.ShapeDtypeStruct((1, *v.shape[1:]), v.dtype), batch)
+        return self.put.padded_rows(one)
+
+    def filling(self, batch: Batch) -> Filling | None:
+        """How a batch is filled up that does not divide; ``None`` if it is taken as it is."""
+        rows = row_count(batch)
+        alike = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)} == {(rows,)}
+        if not isinstance(rows, int) or not alike or rows % self.row_shards(batch) == 0:
+            return None
+        padded = self.put.padded_rows(batch)
+        if any(self.row_wise.why_not(kind, batch, rows, padded) for kind in ("train", "test")):
+            return None
+        return Filling(padded, tuple(grows for grows, _ in self.put.padded_layouts(batch)))
+
+    def padded(self, filled: Batch, batch: Batch) -> Padded:
+        """A filled batch, of which the rows of ``batch`` count."""
+        return Padded(filled, row_count(batch), self.strategy.mesh.jax_mesh)
+
+    def warn_of_rows(self, batch: Batch) -> None:
+        """Say what becomes of batches that do not divide, where the first one is so."""
+        shards, rows = self.row_shards(batch), row_count(batch)
+        if rows % shards:
+            filling, below = self.filling(batch), rows // shards * shards
+            becomes = f"each is padded to {filling.rows}" if filling else "each computes all rows"
+            warnings.warn(
+                f"batches of {rows} rows do not divide over the {shards} devices of a worker that "
+                f"they lie along: {becomes}. The numbers are right, and time is lost. Take "
+                f"{f'{below} or ' if below else ''}{below + shards}.",
+                MeshwrightWarning,
+                stacklevel=6,
+            )
+
+    def program(self, program: Program) -> Program:
+        """The program as it is computed there: recomputed, and shared out by ZeRO."""
+        sharing = Sharing.of(self.strategy.placement, program.params)
+        return shared(program, sharing, self.strategy.how.remat)
+
+    def _of(self, paths: Iterable[str]) -> dict[str, Any]:
+        return {path: self.arrays[path] for path in paths}
+
+    def _sharding(self, *along: Any) -> Any:
+        spec = jax.sharding.PartitionSpec(*along)
+        return jax.sharding.NamedSharding(self.strategy.mesh.jax_mesh, spec)
+
+
+def laying_of(
+    worker: Sharded, model: keras.Model, variables: KerasVariables, tables: Sequence[str]
+) -> Laying:
+    """How a model's step lies by the strategy of a worker; ``tables`` travel by rows.
+
+    Raises :class:`~meshwright.PlacementError` for rules that place nothing and variables that
+    cannot lie as they are told, and :class:`~meshwright.ModelError` for rules of such tables.
+    """
+    here = worker if worker.mesh.is_abstract else worker.on(worker.mesh.abstract())
+    placement = here.placement
+    infos = list(dict.fromkeys(variables.infos[id(v)] for v in variables.all))
+    kept = [info for info in infos if info.path not in tables]
+    _refuse_tables(placement, infos, kept)
+    inspect(placement, kept, f"model {model.name!r}")
+    placed = {each.info.path: each for each in placement.place(infos)}
+    everywhere = [(v, placed[variables.infos[id(v)].path]) for v in variables.all]
+
+    return Laying(
+        mesh=worker.mesh,
+        arrays=_shardings(placed.values()),
+        gradients=_shardings(_summed(placement, kept)),
+        put=putter(placement, model),
+        row_wise=RowWise(model, variables),
+        around=lambda function: traced_lying(here, model, everywhere, function),
+        strategy=here,
+    )
+
+
+def _summed(placement: Placement, infos: list[ParamInfo]) -> list[Placed]:
+    """Where gradients are summed to."""
+    params = [info for info in infos if info.role == "parameter"]
+    level = 3 if placement.zero >= _PIECES else 0
+    return placement.with_zero(level).place(params) if params else []
+
+
+def _shardings(placed: Iterable[Placed]) -> dict[str, Any]:
+    # Arrays come and go in their own dims, so what a step would pad is whole along such dims.
+    return {each.info.path: each.unpadded.sharding for each in placed}
+
+
+def _refuse_tables(placement: Placement, infos: list[ParamInfo], kept: list[ParamInfo]) -> None:
+    placing = {find_rule(placement.rules, info.spellings) for info in kept}
+    away = [info for info in infos if info not in kept and info.role == "parameter"]
+    rules = {info.path: find_rule(placement.rules, info.spellings) for info in away}
+    if faults := [
+        f"  rule {rule.pattern!r} lays out {path!r}"
+        for path, rule in rules.items()
+        if rule is not None and rule not in placing
+    ]:
+        raise ModelError(
+            "tables that travel by rows have no layout, for a worker has the rows of its batch "
+            "and never the table:\n" + "\n".join(faults) + "\nTake the rules out, or keep the "
+            "tables whole with embeddings=None."
+        )

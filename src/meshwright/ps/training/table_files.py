@@ -1,0 +1,189 @@
+"""Tables that are on servers alone, in files beside a checkpoint: written and read by a worker.
+
+A table may be larger than the memory of any worker, and none of it comes through the coordinator:
+so it goes in pieces of some rows, each array of a piece a NumPy file. A directory of such files
+gets its name when it is complete. Any number of servers may read it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointError
+from ..client import Servers
+from ..cutting import split_rows
+from ..placing import ShardPlace, VariableSpec
+from ..wire.message import Message
+from .worker_step import here
+
+PIECE_BYTES = 32 << 20  # of values and slots that a worker holds at once
+_INDEX = "tables.json"
+_ROWS, _VALUES = "rows", "values"
+
+Tables = Mapping[str, VariableSpec]  # by the names of their layers
+
+
+def save_tables_here(directory: str, tables: Tables) -> str:
+    """On a worker: write all tables into a new directory; returns its path."""
+    target = Path(directory)
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        aside.mkdir(parents=True)
+        index = {
+            name: {**_described(spec), "shards": _write(aside / f"table{number}", spec)}
+            for number, (name, spec) in enumerate(tables.items())
+        }
+        (aside / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+        aside.rename(target)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if not (target / _INDEX).exists():  # else a worker that was lost had written it all
+            raise CheckpointError(
+                f"tables {', '.join(tables)} cannot be written to {target}: "
+                f"{error.strerror or error}. Workers write them: the directory must be theirs too."
+            ) from error
+    return str(target)
+
+
+def restore_tables_here(directory: str, tables: Tables) -> None:
+    """On a worker: give the servers all rows and slots of all tables, and no others."""
+    source, index = Path(directory), read_index(directory)
+    for number, name in enumerate(index):
+        if name in tables:
+            _read(source / f"table{number}", index[name], tables[name])
+
+
+def read_index(directory: str | Path) -> dict[str, Any]:
+    """What a directory of tables holds, by their names.
+
+    Raises :class:`~meshwright.CheckpointError` where it is not there.
+    """
+    path = Path(directory) / _INDEX
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}. It holds the tables of a "
+            "checkpoint, whose directory all workers and the coordinator must see."
+        ) from error
+
+
+def check_tables(index: Mapping[str, Any], tables: Tables, where: object) -> None:
+    """Raise :class:`~meshwright.CheckpointError` that lists all tables that differ."""
+    faults = [f"{name} is not in the checkpoint" for name in tables if name not in index]
+    for name, spec in tables.items():
+        there = {key: index.get(name, {}).get(key) for key in _described(spec)}
+        if name in index and there != _described(spec):
+            faults.append(f"{name} was saved as {there}, and is {_described(spec)} here")
+    if faults:
+        listed = "\n  ".join(faults)
+        raise CheckpointError(
+            f"the tables of {where} differ from the model's; nothing was changed.\n  {listed}\n"
+            "Build the model as it was, or name another directory."
+        )
+
+
+def _described(spec: VariableSpec) -> dict[str, Any]:
+    num_rows = "hash" if spec.is_hash else spec.shape[0]
+    return {"num_rows": num_rows, "row": list(spec.shape[1:]), "dtype": spec.dtype}
+
+
+# Writing
+
+
+def _write(directory: Path, spec: VariableSpec) -> list[dict[str, Any]]:
+    directory.mkdir()
+    return [_write_shard(directory, number, spec, s) for number, s in enumerate(spec.shards)]
+
+
+def _write_shard(
+    directory: Path, number: int, spec: VariableSpec, shard: ShardPlace
+) -> dict[str, Any]:
+    start, pieces, step = 0, [], 1
+    while True:
+        head, arrays = _piece(shard, start, start + step)
+        if not start:
+            step = _rows_of(arrays)
+            head, arrays = _piece(shard, 0, step)
+        stop = start + len(arrays[-1])
+        rows = arrays.pop(0) if spec.is_hash else np.arange(start, stop) + shard.start
+        named = dict(zip((_ROWS, _VALUES, *head["slots"]), (rows, *arrays), strict=True))
+        for kind, array in named.items():
+            _save(_file(directory, number, len(pieces), kind), array)
+        pieces.append(list(named))
+        start = stop
+        if start >= head["num_rows"] or not len(rows):
+            return {"pieces": pieces, "scalars": head["scalars"], "steps": head["steps"]}
+
+
+def _piece(shard: ShardPlace, start: int, stop: int) -> tuple[Mapping[str, Any], list[np.ndarray]]:
+    head = {"name": shard.name, "start": start, "stop": stop}
+    answer = here().servers.ask(shard.server, Message("piece", head))
+    return answer.head, list(answer.arrays)
+
+
+def _rows_of(arrays: list[np.ndarray]) -> int:
+    """How many rows a piece may have, going by the first one."""
+    row_bytes = sum(a.dtype.itemsize * math.prod(a.shape[1:]) for a in arrays)
+    return max(1, PIECE_BYTES // max(1, row_bytes))
+
+
+def _file(directory: Path, shard: int, piece: int, kind: str) -> Path:
+    return directory / f"{shard}.{piece}.{kind}.npy"
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    with path.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# Reading
+
+
+def _read(directory: Path, told: Mapping[str, Any], spec: VariableSpec) -> None:
+    servers = here().servers
+    _empty(servers, spec)
+    for piece in _pieces(directory, told, len(spec.shards)):
+        head, rows, arrays = piece
+        for shard, at, local in split_rows(spec, rows):
+            own = (local, *(array[at] for array in arrays))
+            servers.ask(shard.server, Message("put", {"name": shard.name, **head}, own))
+
+
+def _pieces(
+    directory: Path, told: Mapping[str, Any], num_shards: int
+) -> Iterator[tuple[dict[str, Any], np.ndarray, list[np.ndarray]]]:
+    """A head for each piece, its rows, its values and slots."""
+    # Cut anew, rows of shards that have made different numbers of steps come together.
+    steps = None if num_shards == len(told["shards"]) else max(s["steps"] for s in told["shards"])
+    for shard, own in enumerate(told["shards"]):
+        for number, kinds in enumerate(own["pieces"]):
+            files = [_file(directory, shard, number, kind) for kind in kinds]
+            try:
+                rows, *arrays = (np.load(file, allow_pickle=False) for file in files)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{files[0]} and its like are damaged: {error}.") from error
+            head = {
+                "slots": kinds[2:],
+                "scalars": own["scalars"],
+                "steps": own["steps"] if steps is None else steps,
+            }
+            yield head, rows, arrays
+
+
+def _empty(servers: Servers, spec: VariableSpec) -> None:
+    """Take all rows out of a hash table; a dense one gets every row anew."""
+    none = np.zeros([0], np.int64), np.zeros([0, *spec.shape[1:]], spec.dtype)
+    for shard in spec.shards if spec.is_hash else ():
+        servers.ask(shard.server, Message("load", {"tables": [shard.name]}, none))
