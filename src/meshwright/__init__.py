@@ -6,8 +6,7 @@ first asked for, so that ``import meshwright`` stays fast.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .backend import settle_keras_backend as _settle_keras_backend
 from .dim_names import DimNames as DimNames
@@ -45,6 +44,7 @@ from .layout import MATCH as MATCH
 from .layout import UNSHARDED as UNSHARDED
 from .layout import Layout as Layout
 from .layout_map import LayoutMap as LayoutMap
+from .lazy import lazily as _lazily
 from .mesh import Mesh as Mesh
 from .mesh import create_mesh as create_mesh
 from .placement import ParamInfo as ParamInfo
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from .frontends.keras import DataParallel as DataParallel
     from .frontends.keras import Sharded as Sharded
     from .frontends.keras.abstract import abstract as abstract
+    from .frontends.measures import measure as measure
     from .frontends.named import named_program as named_program
     from .frontends.plans import Plan as Plan
     from .frontends.plans import plan as plan
@@ -92,8 +93,10 @@ if TYPE_CHECKING:
     from .planning.calibrate import calibrate as calibrate
     from .planning.dry_run import DryRun as DryRun
     from .planning.dry_run import dry_run as dry_run
+    from .planning.measured import Measured as Measured
     from .program import Program as Program
     from .program import TrainState as TrainState
+    from .ps.consistency import Async as Async
     from .ps.consistency import Backup as Backup
     from .ps.consistency import Stale as Stale
     from .ps.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
@@ -133,6 +136,8 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("DryRun", "dry_run"), "planning.dry_run"),
     **dict.fromkeys(("Plan", "plan"), "frontends.plans"),
     "calibrate": "planning.calibrate",
+    "Measured": "planning.measured",
+    "measure": "frontends.measures",
     **dict.fromkeys(("Program", "TrainState"), "program"),
     "abstract": "frontends.keras.abstract",
     "StepOptions": "step.options",
@@ -149,7 +154,7 @@ _LAZY = {  # name -> the room that it lives in
         "launch.resolvers",
     ),
     "ClusterSpec": "launch.spec",
-    **dict.fromkeys(("Backup", "Stale"), "ps.consistency"),
+    **dict.fromkeys(("Async", "Backup", "Stale"), "ps.consistency"),
     "ClusterCoordinator": "ps.coordinator.coordinator",
     **dict.fromkeys(
         ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"), "ps.partitioners"
@@ -160,16 +165,9 @@ _LAZY = {  # name -> the room that it lives in
 }
 _LAZY_MODULES = {"keras": "frontends.keras", "named": "named", "ps": "ps", "testing": "testing"}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY_MODULES:
-        value = importlib.import_module(f".{_LAZY_MODULES[name]}", __name__)
-    elif name in _LAZY:
-        value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+__getattr__ = _lazily(
+    __name__, {**_LAZY, **{name: f"{room}:" for name, room in _LAZY_MODULES.items()}}
+)
 
 
 def __dir__() -> list[str]:

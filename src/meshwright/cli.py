@@ -307,6 +307,7 @@ def _option(text: str) -> tuple[str, Any]:
 )
 @click.option("--no-cache", is_flag=True, help="Compile anew, and do not keep the answer.")
 @click.option("--html", metavar="FILE", help="Write the report as a page for a browser, too.")
+@click.option("--measure", is_flag=True, help="Run the step here, too; for targets such as cpu:8.")
 @click.option("--save", metavar="FILE", help="Write what was found to a JSON file, for --check.")
 @click.option("--check", metavar="FILE", help="Fail if anything got worse than in such a file.")
 @click.option(
@@ -326,6 +327,7 @@ def plan(
     timeout: float,
     no_cache: bool,
     html: str | None,
+    measure: bool,
     save: str | None,
     check: str | None,
     tolerance: float | None,
@@ -338,7 +340,7 @@ def plan(
 
     \b
     meshwright plan train:build --target v5p:2x2x2 --mesh batch=4,model=2
-    meshwright plan train.py:build --target cpu:8 --zero 3 --batch-size 1024
+    meshwright plan train.py:build --target cpu:8 --zero 3 --batch-size 1024 --measure
     meshwright plan train:build --target h100:8 --save plan.json
     meshwright plan train:build --target h100:8 --check plan.json
 
@@ -347,12 +349,12 @@ def plan(
     """
     if no_cache:
         os.environ["MESHWRIGHT_CACHE"] = "off"
-    from .plan_command import check_folders, checked, run
+    from .plan_command import Asked, check_folders, checked, run, run_here
     from .planning.lock import Lock, lock_of
 
     check_folders(html, save)
     before = None if check is None else Lock.load(check)  # before minutes of compiling
-    report = run(
+    asked = Asked(
         build,
         target,
         mesh_text,
@@ -360,10 +362,12 @@ def plan(
         zero,
         batch_size,
         dict(_option(text) for text in option_texts),
-        timeout,
-        html,
     )
+    here = run_here(asked, timeout, html) if measure else (run(asked, timeout, html), None)
+    report, beside = here
     click.echo(str(report))
+    if beside is not None:
+        click.echo(f"\n{beside}")
     words, is_worse = ("", False) if before is None else checked(report, before, tolerance)
     if words:
         click.echo(f"\n{words}")
@@ -401,6 +405,7 @@ def plan(
 @click.option(
     "--timeout", type=click.FloatRange(0, min_open=True), default=3600.0, help="Seconds to compile."
 )
+@click.option("--html", metavar="FILE", help="Write the alternatives as a page for a browser, too.")
 @click.option("--save", metavar="FILE", help="Write the plan to a JSON file, for mw.Plan.load.")
 @_traceback_option
 def choose(
@@ -413,6 +418,7 @@ def choose(
     verify: int,
     seconds: float,
     timeout: float,
+    html: str | None,
     save: str | None,
 ) -> None:
     """Choose mesh, layouts, ZeRO, micro-batches and recompute for a model on a machine; tell why.
@@ -425,8 +431,9 @@ def choose(
     """
     from .plan_command import check_folders
     from .plan_command import choose as chosen
+    from .planning.files import write
 
-    check_folders(plan=save)
+    check_folders(html, save)
     found = chosen(
         build,
         target,
@@ -439,6 +446,8 @@ def choose(
         timeout_s=timeout,
     )
     click.echo(str(found))
+    if html is not None:
+        write(html, found.to_html(), "the page")
     if save is not None:
         found.save(save)
 
@@ -452,6 +461,7 @@ def choose(
 @click.option("--evaluator", is_flag=True, help="Run the program as the evaluator, too.")
 @click.option("--quiet", is_flag=True, help="Do not show what the tasks print.")
 @click.option("--max-restarts", type=int, default=10, show_default=True, help="Per task, in a row.")
+@click.option("--worker-devices", type=int, help="CPU devices to make in each worker.")
 @click.argument("program", nargs=-1, required=True, metavar="PROGRAM [ARGUMENTS]...")
 @_traceback_option
 def launch(program: tuple[str, ...], quiet: bool, **numbers: Any) -> None:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _compat
 from .equivalence.cases import Case, case_of, setups
 from .equivalence.finding import find_build
-from .errors import BatchError, LayoutError, ModelError
+from .errors import BatchError, LayoutError, ModelError, TargetError
 from .layout import Layout
-from .mesh import Mesh
+from .mesh import Mesh, create_mesh
 from .placement import Placement
 from .planning import Target
 from .planning.asking import watching
 from .planning.changes import compare, notes
 from .planning.dry_run import dry_run
+from .planning.faults import told_as
 from .planning.files import check_folder
 from .planning.lock import Lock, lock_of
+from .planning.target import check_size
 from .program import Program
 from .topology import virtual_devices
 
 if TYPE_CHECKING:
     from .frontends.plans import Plan
+    from .planning.beside import Comparison
     from .planning.dry_run import DryRun
 
 
@@ -34,44 +37,91 @@ def check_folders(report: str | None = None, plan: str | None = None) -> None:
             check_folder(path, what)
 
 
-def run(
-    build: str,
-    target_text: str,
-    mesh_text: str | None,
-    rules: Sequence[tuple[str, str]],
-    zero: int | None,
-    batch_size: int | None,
-    options: Mapping[str, Any],
-    timeout_s: float,
-    html_path: str | None = None,
-) -> DryRun:
+class Asked(NamedTuple):
+    """What ``meshwright plan`` is asked, in the words of its options."""
+
+    build: str
+    target: str
+    mesh: str | None
+    rules: Sequence[tuple[str, str]]
+    zero: int | None
+    batch_size: int | None
+    options: Mapping[str, Any]
+
+
+def run(asked: Asked, timeout_s: float, html_path: str | None = None) -> DryRun:
     """The dry run of the model that ``build`` makes, on a mesh over all devices of a target.
 
     The report is written to ``html_path``, too, as a page for a browser.
     """
-    target = Target.of(target_text)
-    mesh = Mesh({"batch": target.num_devices}) if mesh_text is None else Mesh.from_string(mesh_text)
-    if "layouts" in options:
-        raise LayoutError("--option layouts is an option of the command: --layout.")
-    asked = dict(options) if zero is None else {**options, "zero": zero}
-    layouts = {pattern: Layout.from_string(f"[{axes}]") for pattern, axes in rules}
-    if not _compat.jax_is_running():
-        virtual_devices(1)  # an accelerator that is here, or its driver, is not woken up
-    case = _built(build, layouts, asked)
-    setup = setups(case, [mesh.abstract()])[0]
-    batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
-    strategy = _strategy(case, setup)
-    progress = _Progress(target)
-    try:
-        with watching(progress.told):
-            report = dry_run(
-                case.model, batch, strategy=strategy, target=target, timeout_s=timeout_s
-            )
-    finally:
-        progress.end()
+    return _saved(_case(asked).dry_run(timeout_s), html_path)
+
+
+def run_here(
+    asked: Asked, timeout_s: float, html_path: str | None = None
+) -> tuple[DryRun, Comparison]:
+    """The same for a CPU target, by the numbers of this machine, and beside it the step as it runs.
+
+    Raises :class:`~meshwright.TargetError` for other targets.
+    """
+    from .frontends.measures import measure
+    from .planning.calibrate import calibrate
+
+    target = Target.of(asked.target)
+    if target.platform != "cpu":
+        raise TargetError(
+            f"--measure runs the step on CPU devices of this machine, and {target} is another. "
+            "Where it is, mw.measure(...) does so after strategy.fit(...)."
+        )
+    case = _case(asked, here=True)
+    report = _saved(case.dry_run(timeout_s, hardware=calibrate(target)), html_path)
+    strategy = case.strategy.on(create_mesh(dict(case.mesh.axes)))
+    return report, report.beside(measure(case.model, case.batch, strategy=strategy))
+
+
+def _saved(report: DryRun, html_path: str | None) -> DryRun:
     if html_path is not None:
         report.save(html_path)
     return report
+
+
+class _Case(NamedTuple):
+    """What is dry-run."""
+
+    model: Any
+    batch: Any
+    strategy: Any
+    mesh: Mesh
+    target: Target
+
+    def dry_run(self, timeout_s: float, **more: Any) -> DryRun:
+        """Its report; meanwhile it is said that a compiler is at work."""
+        how = {"strategy": self.strategy, "target": self.target, "timeout_s": timeout_s, **more}
+        progress = _Progress(self.target)
+        try:
+            with watching(progress.told):
+                return dry_run(self.model, self.batch, **how)
+        finally:
+            progress.end()
+
+
+def _case(asked: Asked, here: bool = False) -> _Case:
+    """What the options of the command mean; with ``here`` the devices are made, too."""
+    build, target_text, mesh_text, rules, zero, batch_size, options = asked
+    target = Target.of(target_text)
+    mesh = Mesh({"batch": target.num_devices}) if mesh_text is None else Mesh.from_string(mesh_text)
+    check_size(mesh, target)
+    if "layouts" in options:
+        raise LayoutError("--option layouts is an option of the command: --layout.")
+    given = dict(options) if zero is None else {**options, "zero": zero}
+    layouts = {pattern: Layout.from_string(f"[{axes}]") for pattern, axes in rules}
+    if not _compat.jax_is_running():
+        # An accelerator that is here, or its driver, is not woken up.
+        virtual_devices(target.num_devices if here else 1)
+    case = _built(build, layouts, given)
+    setup = setups(case, [mesh.abstract()])[0]
+    batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
+    return _Case(case.model, batch, _strategy(case, setup), mesh, target)
 
 
 class _Progress:
@@ -108,14 +158,19 @@ def choose(
 ) -> Plan:
     """The planner's layout of the model that ``build`` makes, whatever layouts it comes with."""
     from .frontends.plans import plan
+    from .planning.calibrate import calibrate
 
+    target = Target.of(target_text)
     if not _compat.jax_is_running():
         virtual_devices(1)
     case = _built(build, {}, {})
+    # Nobody publishes what a CPU can do, and without that no layout is faster than another.
+    measured = calibrate(target) if (target.platform, objective) == ("cpu", "time") else None
     return plan(
         case.model,
         _micro_batch(case.batches[0], batch_size, 1),
-        target=target_text,
+        target=target,
+        hardware=measured,
         objective=objective,
         memory_limit=memory_limit,
         axes=mesh_text,
@@ -141,8 +196,9 @@ def _built(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -
     from .frontends.keras.abstract import abstract
 
     function = find_build(build)
-    with abstract():
-        case = case_of(function(), layouts, options)
+    with told_as(f"{build} cannot build the model", " (--traceback shows all of it)"), abstract():
+        built = function()
+    case = case_of(built, layouts, options)
     if not isinstance(case.model, Program) and not hasattr(case.model, "compiled"):
         raise ModelError(
             f"build() returned a {type(case.model).__name__} for a model; it is a compiled Keras "

@@ -17,9 +17,14 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
+from meshwright.placement import ParamInfo, Placed
 from meshwright.planning import Compiled, Target, compile_step, gpu
+from meshwright.planning.collectives import Collective
 from meshwright.planning.dry_run import DryRun, Memory, dry_run
 from meshwright.planning.hardware import Hardware
+from meshwright.planning.hlo import Array
+from meshwright.planning.origins import Origin
+from meshwright.planning.remedies import remedy
 
 AXES = {"batch": 4, "model": 2}
 ROWS, IO, HIDDEN = 64, 16, 32
@@ -333,6 +338,33 @@ def test_an_activation_that_is_gathered_is_marked():
     )
     asked = dry_run(program, shapes(32, 64), strategy=quiet, target="cpu:8")
     assert asked.unexpected == ()  # somebody asked for it
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ([None, None], "Split that, too: layouts['block/kernel'] = ['model', None]"),
+        ([None, "batch"], "Split that, too: layouts['block/kernel'] = ['model', 'batch']"),
+        ([None, "model"], "Say how it lies: activations={'block': [...]}"),
+    ],
+    ids=str,
+)
+def test_no_remedy_puts_an_axis_on_two_dims_of_a_weight(layout, says):
+    info = ParamInfo("block/kernel", ("block/kernel",), (64, 128), "float32", 4)
+    placed = Placed(info, mw.Layout(layout, mw.Mesh(AXES)), "rule")
+    array = Array("float32", (8, 64), 32)
+    gathered = Collective(
+        "all-gather", (array,), ((0, 1),), ("model",), 1, "", 0, 0, gathered_dim=1
+    )
+    found = remedy(
+        gathered,
+        Origin("block", "forward"),
+        None,
+        None,
+        [placed],
+        mw.Placement.of(mw.Mesh(AXES), {"block/kernel": layout}, batch="batch"),
+    )
+    assert says in found
 
 
 def test_a_weight_that_is_gathered_against_its_layout_is_marked():

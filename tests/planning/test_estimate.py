@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.planning import Compiled, Target, compile_ahead
+from meshwright.planning import Compiled, Target, compile_ahead, reading
 from meshwright.planning.calibrate import calibrate, hardware_from
 from meshwright.planning.collectives import Collective
 from meshwright.planning.estimate import estimate
@@ -261,3 +262,39 @@ def test_only_cpus_are_measured_and_not_for_ever():
         calibrate("v5e:2x4")
     with pytest.raises(mw.CompileError, match=r"measuring cpu:2 took longer than 0\.01 s"):
         calibrate("cpu:2", timeout_s=0.01)
+
+
+# In words
+
+
+def kernels(*targets):
+    """A step that calls kernels of these names."""
+    calls = "".join(
+        f'  %k{i} = f32[8]{{0}} custom-call(%x), custom_call_target="{each}"\n'
+        for i, each in enumerate(targets)
+    )
+    text = (
+        "HloModule jit_step, is_scheduled=true\n\nENTRY %main (x: f32[8]) -> f32[8] {\n"
+        f"  %x = f32[8]{{0}} parameter(0)\n{calls}  ROOT %y = f32[8]{{0}} negate(%x)\n}}\n"
+    )
+    return Compiled(Target.of("v5e:2x4"), (("data", 8),), 100, 0, 0, 0, 200, 0, text)
+
+
+def test_kernels_of_the_users_are_unknown_and_those_around_collectives_are_not():
+    found = estimate(kernels("AsyncCollectiveStart", "my_kernel"), hardware_of("v5e"))
+    unknown = [each for each in found.assumptions if "nothing is known" in each]
+    assert unknown == ["Of the kernel my_kernel nothing is known: it takes no time."]
+
+
+def test_where_numbers_are_missing_it_says_how_to_know_them():
+    step = replace(kernels(), target=Target.of("cpu:8"))
+    bare = str(estimate(step, Hardware("cpu")))
+    assert "hardware=mw.calibrate('cpu:8'), or --measure in the terminal, measures them" in bare
+    assert "unknown    1 x negate" in bare  # and not that it takes no time
+    assert "Give them: hardware=." in str(estimate(kernels(), Hardware("mine")))
+
+
+def test_a_peak_that_is_more_than_its_parts_is_explained():
+    assert reading._besides(kernels())[0].startswith("the compiler's peak has 100 B that no other")
+    assert reading._besides(replace(kernels(), temporary_bytes=90)) == ()
+    assert reading._besides(replace(kernels(), target=Target.of("cpu:8"))) == ()

@@ -39,6 +39,7 @@ from meshwright.planning.page.meshes import mesh_picture
 from meshwright.planning.page.moments import COMPUTE, MEMORY, Span, moments_of, record
 from meshwright.planning.page.timeline import SLOTS, slots_of
 from meshwright.planning.schedule import Clock, run
+from meshwright.planning.search.plan import Option, Plan
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
 GUESS = Hardware(
@@ -192,8 +193,16 @@ def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "job_of_a_page", raising=False)
     monkeypatch.setattr(plan_command, "dry_run", lambda *_, **__: report())
-    asked = ("job_of_a_page.py:build", "cpu:8", "batch=8", [], None, None, {}, 60.0)
-    assert plan_command.run(*asked, html_path="report.html") is report()
+    asked = plan_command.Asked(
+        "job_of_a_page.py:build",
+        "cpu:8",
+        "batch=8",
+        rules=[],
+        zero=None,
+        batch_size=None,
+        options={},
+    )
+    assert plan_command.run(asked, 60.0, "report.html") is report()
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == report().to_html()
 
 
@@ -208,7 +217,7 @@ def test_the_command_says_before_it_compiles_that_there_is_no_such_folder(option
 @pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
 def test_every_number_of_the_terminal_is_in_the_page(found):
     shown = text(page(found()))
-    told = re.findall(r"\d[\d,.]*(?: (?:[KMGT]?i?B|ms|GFLOP)\b|%)?", str(found()))
+    told = re.findall(r"\d[\d,.]*(?: (?:[KMGT]?i?B|ms|[kMGTP]?FLOP)\b|%)?", str(found()))
     assert len(told) > 40
     assert [each for each in told if each.rstrip(".,") not in shown] == []
 
@@ -231,10 +240,129 @@ def test_whatever_comes_from_the_user_is_escaped():
     assert found.to_html().count("<script>") == 1
 
 
+def test_lines_stand_beside_collectives_and_remedies_where_they_are_known():
+    transfer = replace(report().unexpected[0], lines=("model.py:7", "model.py:9", "<b>.py:1"))
+    tree = page(replace(report(), collectives=(transfer, *report().collectives)))
+    columns = [text(each) for each in tree.iter("th")]
+    assert "written in" in columns
+    assert any(
+        row[-1] == "model.py:7, model.py:9, <b>.py:1" for row in rows_of(tree, "collectives-table")
+    )
+    assert "Written in model.py:7, model.py:9 and 1 more." in text(tree)
+    assert "written in" not in text(page(report()))
+
+
 def test_a_layer_with_an_evil_name_is_shown_by_its_name():
     assert "<script>/kernel" in text(page(report()))
     assert "<b>net" in text(page(report()))
     assert "<b>net" not in report().to_html()
+
+
+# A plan and its alternatives
+
+
+def option(time_s, peak_bytes, axes=(("batch", 8),), rules=(("batch", ("batch",)),), **more):
+    told = {"zero": 0, "accumulate": 1, "recompute": False, **more}
+    compute_s, talk_s = time_s and 0.75 * time_s, time_s and 0.25 * time_s
+    times = {"time_s": time_s, "compute_s": compute_s, "communication_s": talk_s}
+    return Option(axes, rules, peak_bytes=peak_bytes, **times, **told)
+
+
+def a_plan(**more) -> Plan:
+    both = (("batch", 4), ("model", 2))
+    split = (("batch", ("batch",)), ("block/ffn.hidden", ("model",)))
+    values = {
+        "target": "h100:8",
+        "hardware": "h100",
+        "objective": "time",
+        "limit_bytes": 80 * 10**9,
+        "chosen": option(0.02, 40 * 10**9, both, split, zero=1, accumulate=4, recompute=True),
+        "runners_up": (option(0.03, 30 * 10**9, both, split), option(0.05, 20 * 10**9)),
+        "data_parallel": option(0.07, 90 * 10**9),
+        "layouts": (("x", (("batch",), ())), ("block/ffn/kernel", ((), ("model",)))),
+        "inputs": ("x",),
+        "batch": ("batch",),
+        "why": ("block/ffn.hidden over model: saves 3.1 GB, most of it slots",),
+        "notes": ("said",),
+    }
+    return Plan(**{**values, **more})
+
+
+def test_a_plan_shows_what_was_chosen_beside_what_was_not():
+    tree = ElementTree.fromstring(a_plan().to_html())
+    rows = {row[0]: row for row in rows_of(tree, "plan-table")}
+    assert list(rows) == ["chosen", "runner-up 1", "runner-up 2", "data parallel"]
+    assert rows["chosen"][4] == "ZeRO 1, 4 micro-batches, recompute"
+    assert rows["chosen"][-2:] == ["✓ yes", "-"]
+    assert rows["runner-up 1"][3] == "batch over batchblock/ffn.hidden over model"
+    assert rows["runner-up 1"][-1] == "10.000 ms slower, saves 10.0 GB"
+    assert rows["data parallel"][-2:] == ["✗ no", "50.000 ms slower, takes 50.0 GB"]
+    assert "block/ffn.hidden over model: saves 3.1 GB, most of it slots" in text(tree)
+    assert rows_of(tree, "layouts-table")[1] == [
+        "block/ffn/kernel",
+        "parameter",
+        "[unsharded, model]",
+    ]
+
+
+def test_dry_runs_are_set_beside_dry_runs_alone():
+    dry = {"dry_run_time_s": 0.06, "dry_run_peak_bytes": 85 * 10**9}
+    chosen = replace(a_plan().chosen, **dry)
+    first = replace(a_plan().runners_up[0], dry_run_time_s=0.08, dry_run_peak_bytes=86 * 10**9)
+    plan = a_plan(chosen=chosen, runners_up=(first, a_plan().runners_up[1]))
+    rows = {row[0]: row for row in rows_of(ElementTree.fromstring(plan.to_html()), "plan-table")}
+    assert rows["chosen"][5] == "20.000 msdry run: 60.000 ms"
+    assert rows["chosen"][-2] == "✗ no"  # by its dry run, which knows better
+    assert rows["runner-up 1"][-1] == "20.000 ms slower, takes 1.0 GB"
+    assert rows["runner-up 2"][-1] == "30.000 ms slower, saves 20.0 GB"  # both by the model
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        a_plan(),
+        a_plan(limit_bytes=None),
+        a_plan(runners_up=(), data_parallel=None, why=(), notes=()),
+        a_plan(chosen=option(None, 6), runners_up=(), data_parallel=option(None, 8)),
+    ],
+    ids=["all", "no limit", "alone", "no times"],
+)
+def test_every_number_of_a_plan_is_in_its_page(plan):
+    tree = ElementTree.fromstring(plan.to_html())
+    ids = [each.get("id") for each in tree.iter() if each.get("id")]
+    assert len(ids) == len(set(ids))
+    shown = text(tree)
+    told = re.findall(r"\d[\d,.]* (?:[kMGT]?B|ms|us)\b", str(plan))
+    assert told
+    assert [each for each in told if each not in shown] == []
+
+
+def test_a_report_shows_the_alternatives_of_its_plan(tmp_path):
+    with_plan = report().to_html(a_plan())
+    assert len(rows_of(ElementTree.fromstring(with_plan), "plan-table")) == 4
+    assert 'id="plan-table"' not in report().to_html()
+    report().save(tmp_path / "both.html", a_plan())
+    assert (tmp_path / "both.html").read_text(encoding="utf-8") == with_plan
+
+
+def test_what_a_plan_has_from_the_user_is_escaped():
+    evil = replace(option(0.1, 5), rules=((EVIL, (EVIL,)),))
+    plan = a_plan(chosen=evil, runners_up=(), why=(EVIL,), notes=(EVIL,), target=EVIL)
+    plan = replace(plan, layouts=((EVIL, ((EVIL,),)),), inputs=())
+    assert plan.to_html().count("<script>") == 1
+    assert len(list(ElementTree.fromstring(plan.to_html()).iter("script"))) == 1
+
+
+def test_the_command_that_chooses_writes_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_command, "choose", lambda *_, **__: a_plan())
+    asked = ["choose", "job:build", "--target", "h100:8", "--html", str(tmp_path / "plan.html")]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == a_plan().to_html()
+    asked[-1] = str(tmp_path / "no" / "plan.html")
+    refused = CliRunner().invoke(main, asked)
+    assert refused.exit_code == 2
+    assert "there is no such folder" in refused.output
 
 
 # Its parts

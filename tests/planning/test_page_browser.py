@@ -33,6 +33,17 @@ FIRST = "#layouts-table tbody tr:not(.out):not(.more) td:first-child"
 A4_PIXELS = 703  # of the width between the margins of page.css, at 96 to the inch
 
 
+class Doubled(layers.Layer):
+    """A layer whose own lines the report shows."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.inner = layers.Dense(64, name="inner_of_the_doubled_layer")
+
+    def call(self, x: Any) -> Any:
+        return x + self.inner(x)
+
+
 @functools.cache
 def report() -> DryRun:
     """Of a model of many layers, with a gather that nobody asked for."""
@@ -40,8 +51,10 @@ def report() -> DryRun:
         model = keras.Sequential([keras.Input([64])])
         for name in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "last"):
             model.add(layers.Dense(64, activation="relu", name=name))
+        model.add(Doubled("a_layer_of_the_users_own"))
         model.compile("adam", "mse")
-    strategy = mw.Sharded(mw.Mesh({"batch": 4, "model": 2}), {"first/kernel": [None, "model"]})
+    rules = {"first/kernel": [None, "model"], "inner_of.*/kernel": [None, "model"]}
+    strategy = mw.Sharded(mw.Mesh({"batch": 4, "model": 2}), rules)
     rows = jax.ShapeDtypeStruct((64, 64), "float32")
     return dry_run(model, (rows, rows), strategy=strategy, target="cpu:8", hardware=GUESS)
 
@@ -148,7 +161,7 @@ def test_rows_that_are_folded_away_come_with_a_button(opened):
     assert not button.is_visible()
 
 
-@pytest.mark.parametrize("width", [320, 400, 768, 1280])
+@pytest.mark.parametrize("width", [320, 400, 768, 1100, 1280])
 def test_nothing_has_to_be_scrolled_sideways(opened, width):
     opened.set_viewport_size({"width": width, "height": 800})
     assert opened.evaluate("document.documentElement.scrollWidth") <= width
@@ -192,6 +205,54 @@ def test_texts_stand_out_from_their_paper(opened, scheme):
     opened.emulate_media(color_scheme=scheme)
     for selector in ("body", "small", "caption", "nav a", "td", ".verdict", "figcaption"):
         assert _contrast(opened, selector) >= 4.5, selector
+
+
+PLAN = """{"version": 1, "target": "h100:8", "hardware": "h100", "objective": "time",
+"limit_bytes": 80000000000, "chosen": OPTION, "runners_up": [SECOND, THIRD],
+"data_parallel": SECOND, "layouts": [["x", [["batch"]]], ["block/kernel", [[], ["model"]]]],
+"inputs": ["x"], "batch": ["batch"], "why": ["a reason"]}"""
+OPTION = """{"axes": [["batch", 4], ["model", 2]], "rules": [["batch", ["batch"]],
+["block_0/attention/query.heads", ["model"]]], "zero": 1, "accumulate": 4, "recompute": true,
+"time_s": 0.012345, "compute_s": 0.01, "communication_s": 0.002345, "peak_bytes": 45678901234,
+"dry_run_time_s": 0.0231, "dry_run_peak_bytes": 51234567890}"""
+
+
+@pytest.fixture
+def planned(browser, tmp_path) -> Iterator[Any]:
+    """The page of a plan with three alternatives."""
+    second = OPTION.replace("0.0231", "0.0431").replace("5123", "3123")
+    third = OPTION.replace("0.0231", "0.1431").replace("5123", "1123")
+    text = PLAN.replace("OPTION", OPTION).replace("SECOND", second).replace("THIRD", third)
+    (tmp_path / "plan.html").write_text(mw.Plan.from_json(text).to_html(), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto((tmp_path / "plan.html").as_uri())
+    yield page
+    assert complaints == []
+    page.close()
+
+
+def test_the_options_of_a_plan_sort_by_their_dry_runs(planned):
+    first = "#plan-table tbody tr td:first-child"
+    assert texts(planned, first) == ["chosen", "runner-up 1", "runner-up 2", "data parallel"]
+    planned.locator("#plan-table th", has_text="peak").locator("button").click()
+    falling = ["chosen", "runner-up 1", "data parallel", "runner-up 2"]
+    assert texts(planned, first) == falling
+
+
+@pytest.mark.parametrize("width", [320, 400, 768, 1100, 1150, 1280])
+def test_the_options_of_a_plan_fit_every_width(planned, width):
+    planned.set_viewport_size({"width": width, "height": 800})
+    assert planned.evaluate("document.documentElement.scrollWidth") <= width
+    assert _clipped(planned, width) == []
+
+
+def test_the_options_of_a_plan_fit_on_paper(planned):
+    planned.set_viewport_size({"width": A4_PIXELS, "height": 1000})
+    planned.emulate_media(media="print")
+    assert _clipped(planned, A4_PIXELS) == []
 
 
 def _clipped(page: Any, width: int) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.placement import ParamInfo
 from meshwright.planning import compile_ahead
+from meshwright.planning.described import describe
 from meshwright.planning.estimate import estimate
 from meshwright.planning.hardware import Hardware, Link
 from meshwright.planning.search import Choices, Option, Plan, cost, plan_step, reranked, solve
@@ -362,12 +364,60 @@ def test_the_best_are_compiled_and_ranked_again():
         verify=3,
         dry_run_of=dry_run_of,
     )
-    assert len(asked) == 3
+    assert len(asked) == 4  # plain data parallel too
     times = [each.dry_run_time_s for each in (plan.chosen, *plan.runners_up)]
     assert None not in times
     assert times == sorted(times)
     assert "dry run: step" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_plainer_layouts_are_compiled_beside_the_best():
+    asked = []
+
+    class Report:
+        peak_bytes, fits = 5, True
+
+        def __init__(self, plan):
+            asked.append((plan.axes, plan.zero))
+            self.step_time_s = float(plan.axes != (("batch", 8),))
+
+    best = plan_step(mlp(4096, 256, 256), "cpu:8", hardware=CPU)
+    plan = plan_step(mlp(4096, 256, 256), "cpu:8", hardware=CPU, verify=1, dry_run_of=Report)
+    assert asked[0] == (best.axes, best.zero)
+    assert {(best.axes, zero) for zero in range(min(2, best.zero))} <= set(asked)
+    assert ((("batch", 8),), 0) in asked
+    assert plan.axes == (("batch", 8),)
+
+
+def test_tables_cut_by_rows_are_compiled_beside_data_parallel():
+    """Of a look-up the rows of the table may lie along the axes of the batch's rows."""
+
+    def loss(params, ids):
+        return jnp.mean(jnp.tanh(params["table"][ids] @ params["w"]))
+
+    def shape(*dims, dtype="float32"):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    params = {"table": shape(1 << 20, 16), "w": shape(16, 64)}
+    program = mw.jax_program(loss, params, optax.adam(0.1))
+    one = mw.Placement.of(mw.Mesh({"batch": 1}))
+    step = describe(program, shape(4096, dtype="int32"), one)
+    asked = []
+
+    class Report:
+        peak_bytes, fits = 5, True
+
+        def __init__(self, plan):
+            asked.append(plan)
+            self.step_time_s = 2.0 - (plan.axes == (("batch", 8),)) * len(plan.rules) / 2
+
+    plan = plan_step(step, "h100:8", verify=1, dry_run_of=Report)
+    assert plan.rules == {"batch": ("batch",), "table.in": ("batch",)}
+    layouts = dict(plan.layouts)
+    assert layouts["table"] == (("batch",), ())
+    assert layouts["w"] == ((), ())
+    assert plan.batch == ("batch",)
 
 
 def test_the_dry_run_has_the_last_word():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from dataclasses import replace
@@ -48,6 +49,19 @@ def program():
 
 def uncompiled():
     return keras.Sequential([keras.Input([4]), keras.layers.Dense(2)]), (np.zeros([8, 4]),)
+
+
+def undecided():
+    def loss(params, batch):
+        if jnp.sum(batch["x"]) > 0:  # the value of a batch
+            return jnp.mean(batch["x"] @ params["w"])
+        return 0.0
+
+    return mw.jax_program(loss, {"w": np.ones([8, 4])}, optax.adam(0.1)), {"x": np.eye(16, 8)}
+
+
+def broken():
+    return {}["no such key"]
 
 
 def nothing():
@@ -168,6 +182,8 @@ def test_without_a_mesh_all_devices_share_the_batch(job, asked):
         (["uncompiled", "--target", "cpu:8"], "is not compiled: call model.compile"),
         (["nothing", "--target", "cpu:8"], "build() returned a str for a model"),
         (["biuld", "--target", "cpu:8"], "nothing called 'biuld'"),
+        (["broken", "--target", "cpu:8"], ", in broken): KeyError: 'no such key' (--traceback"),
+        (["undecided", "--target", "cpu:8"], ", in undecided.<locals>.loss): Tracer"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(job, arguments, message):
@@ -176,6 +192,30 @@ def test_what_is_wrong_is_said_in_one_sentence(job, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_mesh_that_does_not_match_is_said_before_anything_is_built(job):
+    result = run("planned_job:broken", "--target", "cpu:8", "--mesh", "batch=3")
+    assert "over 3 devices (batch=3), and the target cpu:8 has 8. Make a mesh of 8" in result.stderr
+
+
+def test_the_planner_names_the_line_that_cannot_be_traced(job):
+    done = CliRunner().invoke(main, ["choose", "planned_job:undecided", "--target", "h100:8"])
+    assert done.exit_code == 2
+    line = 1 + JOB.split("\n").index('        if jnp.sum(batch["x"]) > 0:  # the value of a batch')
+    assert f"the step of 'program' cannot be traced (planned_job.py:{line}, in" in done.stderr
+
+
+def test_what_compiles_for_tpus_is_asked_for_by_one_command(job, monkeypatch):
+    found = importlib.util.find_spec
+
+    def without(name, *more):
+        return None if name == "libtpu" else found(name, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    result = run("planned_job:build", "--target", "v5e:2x4", *MESH)
+    assert result.exit_code == 2
+    assert "pip install 'meshwright[tpu]' adds it" in result.stderr
 
 
 def test_a_plan_is_kept_and_what_gets_worse_fails(job, asked):

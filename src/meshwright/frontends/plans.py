@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import TargetError
 from ..mesh import Mesh, create_mesh
 from ..placement import Placement
 from ..planning.described import describe
 from ..planning.dry_run import DryRun, dry_run
+from ..planning.faults import tracing
 from ..planning.hardware import Hardware
+from ..planning.infer import graph_of_step
 from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import NoReport, Report, plan_step
 from ..planning.search.search import Objective
@@ -53,6 +55,7 @@ def plan(
     axes: Mesh | Mapping[str, int] | str | None = None,
     hardware: Hardware | None = None,
     verify: int = 0,
+    blocks: Literal["auto", "whole", "few"] = "auto",
     limit_s: float = 10.0,
     timeout_s: float = 3600.0,
 ) -> Plan:
@@ -63,8 +66,9 @@ def plan(
     device. Nothing takes more than ``memory_limit`` bytes, or a device's memory if it is left out.
     ``axes`` fixes the mesh, ``"batch=4,model=2"``. ``model`` and ``batch`` are those of
     :func:`~meshwright.dry_run`: dims are inferred from the traced step. The search ends after
-    ``limit_s`` seconds; with ``verify=k`` the best ``k`` are compiled after that, and ranked by
-    their dry runs. Raises
+    ``limit_s`` seconds; with ``verify=k`` the best ``k`` are compiled after that, with less
+    ZeRO and plain data parallel beside them, and ranked by their dry runs, for which ``blocks`` is
+    as in :func:`~meshwright.dry_run`. Raises
     :class:`~meshwright.PlanError`, with the nearest miss and what would help, if nothing fits.
     (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 
@@ -81,10 +85,12 @@ def plan(
     described = describe(model, batch, _strategy(model, Placement.of(_ONE_DEVICE)))
 
     def report_of(candidate: Decided) -> Report:
-        return _report(model, batch, candidate, target, hardware, timeout_s)
+        return _report(model, batch, candidate, target, hardware, blocks, timeout_s)
 
+    with tracing(described.name):
+        graph = graph_of_step(described)
     found = plan_step(
-        described,
+        graph,
         target,
         objective=objective,
         memory_limit=memory_limit,
@@ -117,7 +123,7 @@ def _num_inputs(model: Any, batch: Batch) -> int | None:
 
 def _report(
     model: Any, batch: Batch, candidate: Decided, whole: Target, hardware: Hardware | None,
-    timeout_s: float,
+    blocks: Literal["auto", "whole", "few"], timeout_s: float,
 ) -> DryRun | Report:  # fmt: skip
     """The dry run of one candidate; of a part of a TPU slice that is no slice, nothing."""
     try:
@@ -130,6 +136,7 @@ def _report(
         strategy=_strategy(model, candidate.placement(), candidate.how),
         target=part,
         hardware=hardware,
+        blocks=blocks,
         timeout_s=timeout_s,
     )
 

@@ -7,21 +7,32 @@ what the compiler says (``child.py``). Nothing is started in this process but wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import re
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import _compat
 from ..errors import CompileError, DoesNotFitError, TargetError
 from ..step.accumulate import accumulating_on
+from ..step.lines import Lines, SourceLine, noting
 from . import gpu
 from .asking import ask
 from .collectives import Collective, read_collectives
 from .described import Described, Describes, describe
+from .faults import tracing
 from .target import Target
 
+# A function is traced once, and asked for again when it is not.
+_LINES: weakref.WeakKeyDictionary[Any, Lines] = weakref.WeakKeyDictionary()
+_NO_LIBTPU = (
+    "steps for {} are compiled by the TPU's own compiler, libtpu, which is not installed; no TPU "
+    "is needed. pip install 'meshwright[tpu]' adds it."
+)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -47,6 +58,7 @@ class Compiled:
     code_bytes: int
     text: str = field(repr=False)  # optimized HLO, in the order in which it is issued
     compile_s: float = field(default=0.0, repr=False, compare=False)  # what compiling took
+    lines: tuple[SourceLine, ...] = field(default=(), repr=False, compare=False)  # by number
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -110,23 +122,37 @@ def compile_ahead(
     (32, 'all-reduce')
     """
     target = Target.of(target)
-    step, job = _exported(jitted, args, target)
+    step, job, lines = _exported(jitted, args, target)
     answer = ask(step, job, target, timeout_s)
     if "memory" not in answer:
         raise _failure(target, answer)
     axes = tuple((axis, size) for axis, size, _ in job["axes"])
     took = answer.get("compile_s", 0.0)
-    return Compiled(target, axes, **answer["memory"], text=answer["text"], compile_s=took)
+    return Compiled(
+        target, axes, **answer["memory"], text=answer["text"], compile_s=took, lines=lines
+    )
 
 
 def trace(jitted: Any, args: Sequence[Any], target: Target) -> Any:
     """The function as it is traced for a target, before it is lowered."""
-    with _compat.keras_sees(target.platform), accumulating_on(target.platform):
+    with _tracing(jitted, target):
         return jitted.trace(*args)
 
 
-def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, dict[str, Any]]:
-    """The serialized step, flat in arguments and results, and what the child has to know of it."""
+@contextlib.contextmanager
+def _tracing(jitted: Any, target: Target) -> Iterator[Lines]:
+    """Trace as for a target; the lines of the source that were met, now or when it was before."""
+    lines = _LINES.setdefault(jitted, Lines())
+    on = target.platform
+    with _compat.keras_sees(on), accumulating_on(on), noting(lines), _compat.without_lines():
+        yield lines
+
+
+def _exported(
+    jitted: Any, args: Sequence[Any], target: Target
+) -> tuple[bytes, dict[str, Any], tuple[SourceLine, ...]]:
+    """The serialized step, flat in arguments and results, what the child has to know of it, and the
+    lines of the source that it is from."""
     import jax
 
     abstract = jax.tree.map(_abstract, tuple(args))
@@ -138,8 +164,11 @@ def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, 
             f"{target.num_devices}. Make a mesh of {target.num_devices}, or choose another target."
         )
     gpus = gpu.described(target) if target.platform == "cuda" else None
-    with _compat.keras_sees(target.platform), accumulating_on(target.platform):
-        traced = jitted.trace(*abstract)
+    if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        raise CompileError(_NO_LIBTPU.format(target))
+    with _tracing(jitted, target) as lines:
+        with tracing(getattr(jitted, "__name__", "step")):
+            traced = jitted.trace(*abstract)
         exported = _export(jitted, abstract, target)
     donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
     # Only the arrays travel: containers of the caller's own could not be read by the child.
@@ -156,7 +185,7 @@ def _exported(jitted: Any, args: Sequence[Any], target: Target) -> tuple[bytes, 
     # It may be set in code, and the child sees the environment alone.
     if jax.dtypes.canonicalize_dtype("float64").itemsize == 8:
         job["x64"] = True
-    return bytes(flat.serialize()), job
+    return bytes(flat.serialize()), job, lines.all()
 
 
 def _export(jitted: Any, abstract: Any, target: Target) -> Any:
@@ -205,6 +234,8 @@ def _mesh_of(abstract: Any) -> Any:
 
 def _failure(target: Target, answer: dict[str, Any]) -> CompileError:
     words = answer["error"].strip()
+    if "TPU support not installed" in words:  # it is there, and JAX does not take it
+        return CompileError(f"{_NO_LIBTPU.format(target)} JAX says: {words}")
     if "RESOURCE_EXHAUSTED" not in words:
         return CompileError(f"the step does not compile for {target}: {words}")
     needed, available = _memory_in(words)

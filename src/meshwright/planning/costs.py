@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ..step.lines import without_number
 from .arithmetic import FREE, bytes_moved, work_of
 from .collectives import KINDS, Collective, Seen, collective_of, identity_of
 from .groups import Axes
@@ -213,7 +214,7 @@ class _Walk:
     def _loop(self, each: Instruction, inside: Computation, count: int | None) -> Loop:
         trips = self.module.trip_count(each, inside)
         if trips is None:
-            self.unknown_loops.append(op_name_of(each) or each.name)
+            self.unknown_loops.append(without_number(op_name_of(each)) or each.name)
         times = None if trips is None or count is None else count * trips
         body = each.attribute(r"body=%([\w.\-]+)") or ""
         return Loop(each.name, trips, self._called(body, times))

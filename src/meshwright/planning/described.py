@@ -16,6 +16,7 @@ from ..step.sharing import Sharing
 from ..step.storing import Storing, stored
 from ..step.train import Step, guarded, make_train_step
 from ..strict import inspect
+from .faults import tracing
 
 if TYPE_CHECKING:
     from ..data import Putter  # which imports JAX, as the compiling process may not yet
@@ -86,7 +87,8 @@ def describe(model: Any, batch: Batch, strategy: Describes | Placement) -> Descr
     """
     if not isinstance(model, Program):
         assert not isinstance(strategy, Placement)
-        return strategy.described(model, batch)
+        with tracing(getattr(model, "name", "model")):  # Keras builds what is not built yet
+            return strategy.described(model, batch)
     if isinstance(strategy, Placement):
         return of_program(model, batch, strategy, PLAIN)
     return of_program(model, batch, strategy.placement, strategy.how)

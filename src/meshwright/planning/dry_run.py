@@ -13,11 +13,12 @@ from ..program import Batch
 from .ahead import compile_described
 from .blocks import Reduced, reduced
 from .described import Described, Describes, describe
+from .faults import tracing
 from .hardware import Hardware, hardware_of
 from .reading import extended, read, refused
 from .report import DryRun as DryRun
 from .report import Memory as Memory
-from .target import Target
+from .target import Target, check_size
 
 _ON_THE_CHIP = (
     "all blocks were compiled: with one and two of them so little is held that most of it lies in "
@@ -67,10 +68,12 @@ def dry_run(
     hardware = hardware or hardware_of(target)
     if mesh is not None:
         strategy = strategy.on(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
+    _check_devices(strategy, target)
     described = describe(model, batch, strategy)
     if blocks == "whole":
         return _whole(described, target, hardware, timeout_s)
-    found, reason = reduced(described)
+    with tracing(described.name):
+        found, reason = reduced(described)
     if found is not None and blocks == "auto" and found.count < _WORTH_IT:
         return _whole(described, target, hardware, timeout_s)
     if found is None:
@@ -78,6 +81,12 @@ def dry_run(
         said = (f"all blocks were compiled: {reason}",) if reason else ()
         return replace(whole, notes=(*whole.notes, *said))
     return _of_blocks(described, found, target, hardware, timeout_s)
+
+
+def _check_devices(strategy: Describes | Placement, target: Target) -> None:
+    """Raise before anything is built: minutes are lost where it turns out at the end."""
+    placement = strategy if isinstance(strategy, Placement) else strategy.placement
+    check_size(placement.mesh, target)
 
 
 def _whole(described: Described, target: Target, hardware: Hardware, timeout_s: float) -> DryRun:

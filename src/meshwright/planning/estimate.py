@@ -13,6 +13,7 @@ from .costs import Costs, LayerCost, read_costs
 from .hardware import Hardware
 from .links import links_of
 from .schedule import Clock, Times, run
+from .tables import flops_text, how_to_know
 from .target import Target
 
 _HEAVIEST = 10
@@ -243,7 +244,8 @@ def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
     said += [f"Loop {loop!r} ends by a condition, and counts once." for loop in costs.unknown_loops]
     said += [
         f"Of the kernel {kernel} nothing is known: it takes no time."
-        for kernel in (costs.uncounted)
+        for kernel in costs.uncounted
+        if not kernel.startswith("AsyncCollective")  # the compiler's own, of collectives that count
     ]
     return tuple(said)
 
@@ -255,24 +257,28 @@ def _lines(found: Estimate) -> list[str]:
     talk = sum(spent or 0.0 for _, spent in found.communication_s)
     lines = [
         f"estimate for {found.target} by the numbers of {found.hardware}, one step of one device",
-        f"  step time      {_ms(found.step_time_s)}, bound by {found.bound_by or 'unknown'}",
+        f"  step time      {_ms(found.step_time_s)}"
+        + (f", bound by {found.bound_by}" if found.bound_by else ""),
         f"  model FLOPs    {_percent(found.mfu)} of the peak",
-        f"  compute        {_ms(found.compute_s)} for {found.flops / 1e9:,.3f} GFLOPs"
-        + (f", {found.recompute_flops / 1e9:,.3f} of them again" if found.recompute_flops else ""),
+        f"  compute        {_ms(found.compute_s)} for {flops_text(found.flops)}s"
+        + (
+            f", {flops_text(found.recompute_flops)}s of them again" if found.recompute_flops else ""
+        ),
         f"  memory         {_ms(found.memory_s)} for {found.bytes / 1e6:,.1f} MB",
-        f"  communication  {_ms(talk if not found.missing else None)}, of it "
-        f"{_ms(found.overlap_s)} beside other work",
+        f"  communication  {_ms(talk if not found.missing else None)}"
+        + (f", of it {_ms(found.overlap_s)} beside other work" if found.overlap_s else ""),
     ]
     lines += [f"    over {', '.join(axes):10}  {_ms(s)}" for axes, s in found.communication_s]
     if found.replicated_share is not None:
         lines.append(f"  replicated     {_percent(found.replicated_share)} of the FLOPs")
     if found.missing:
-        lines.append(f"  not known      {', '.join(found.missing)}")
+        lines.append(f"  not known      {', '.join(found.missing)}{how_to_know(found.target)}")
     lines.append("  heaviest instructions")
     for each in found.heaviest:
         count = "?" if each.count is None else each.count
         where = f"{each.layer or '-'} ({each.phase})"
-        lines.append(f"    {_ms(each.time_s):>12} {count:>4} x {each.opcode:22} {where}")
+        time = "unknown" if found.missing else _ms(each.time_s)
+        lines.append(f"    {time:>12} {count:>4} x {each.opcode:22} {where}")
     lines.append("  heaviest layers")
     for layer in found.layers[:_HEAVIEST]:
         share = layer.flops / found.flops if found.flops else 0.0

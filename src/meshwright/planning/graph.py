@@ -27,7 +27,8 @@ class GraphTensor:
     """An array of the step. ``dims`` are places in :attr:`Graph.dims`; ``None`` is never split.
 
     ``role`` is "parameter", "slot", "state", "input" or "activation" (gradients are activations).
-    No dim comes twice in one tensor.
+    No dim comes twice in one tensor. ``twin`` is the place of an array before that has the same
+    value, as where a block is computed again.
     """
 
     path: str
@@ -35,6 +36,7 @@ class GraphTensor:
     shape: tuple[int, ...]
     itemsize: int
     role: str = "activation"
+    twin: int | None = None
 
     @property
     def nbytes(self) -> int:

@@ -20,10 +20,12 @@ from .estimate import estimate
 from .hardware import Hardware
 from .hlo import parse
 from .report import DryRun, Memory
+from .tables import in_words
 from .target import Target
 from .traffic import transfers
 
 _TENSORS = 32  # that are kept of those alive at the peak
+_BESIDES = 0.2  # of the peak, from where it wants a word
 _NEAR = 0.8  # of a device's memory, from where compilers give up time for room
 
 
@@ -88,11 +90,13 @@ def read(
             peak_is=peak_is,
             available_bytes=hardware.memory_bytes,
         ),
-        collectives=transfers(compiled.collectives, arguments(described), described.placement),
+        collectives=transfers(
+            compiled.collectives, arguments(described), described.placement, compiled.lines
+        ),
         tensors=alive[:most],
         alive_bytes=sum(each.nbytes for each in alive),
         estimate=estimate(compiled, hardware, model_flops=_model_flops(described, compiled.target)),
-        notes=_notes(compiled.target),
+        notes=(*_notes(compiled.target), *_besides(compiled)),
         compiled=compiled,
         placed=described.placed,
         hardware=hardware,
@@ -174,6 +178,18 @@ def _peak(compiled: Compiled) -> tuple[int, str]:
     new = compiled.output_bytes - compiled.donated_bytes
     whole = compiled.argument_bytes + new + compiled.temporary_bytes
     return whole, "arguments, new outputs and temporaries of the compiler, added up"
+
+
+def _besides(compiled: Compiled) -> tuple[str, ...]:
+    """What a TPU's compiler counts in its peak, and in none of the other figures."""
+    seen = compiled.argument_bytes + compiled.temporary_bytes
+    rest = compiled.peak_bytes - seen - (compiled.output_bytes - compiled.donated_bytes)
+    if compiled.target.platform != "tpu" or rest < _BESIDES * compiled.peak_bytes:
+        return ()
+    return (
+        f"the compiler's peak has {in_words(rest)} that no other of its figures names: where a "
+        "step is small, arrays in the chip's own memory count there, too",
+    )
 
 
 def _notes(target: Target) -> tuple[str, ...]:

@@ -89,6 +89,8 @@ def _of_activation(
         )
     size = None if each.gathered_dim is None else array.dims[each.gathered_dim]
     for weight in weights:
+        if set(each.axes) & set(weight.layout.axes):
+            continue  # an axis splits one dim of an array, and no second one
         for dim, of_dim in enumerate(weight.info.dims):
             if len(weight.info.dims) > 1 and of_dim == size and _spec(weight, dim) is None:
                 specs = [_spec(weight, i) for i in range(len(weight.info.dims))]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..errors import DataError
 from ..placement import Placed
 from . import tables
 from .ahead import Compiled
 from .alive import LiveTensor
+from .beside import Comparison, beside
 from .blocks import Blocks
 from .estimate import Estimate
 from .files import write
 from .hardware import Hardware
+from .measured import Measured
 from .target import Target
 from .traffic import Transfer
+
+if TYPE_CHECKING:
+    from .search.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -131,17 +138,45 @@ class DryRun:
     def __str__(self) -> str:
         return tables.of_dry_run(self)
 
-    def to_html(self) -> str:
+    def beside(self, measured: Measured) -> Comparison:
+        """What was foretold beside what :func:`~meshwright.measure` saw; ``print`` it for a table.
+
+        Raises :class:`~meshwright.DataError` for anything else.
+
+        >>> run = DryRun("net", Target.of("cpu:8"), (("batch", 8),), Memory(6, 12, 1, 1, 6))
+        >>> seen = Measured("net", "cpu", "cpu", run.axes, 6, 12, 1, 1, 40, "added up", (0.25,))
+        >>> run.beside(seen).row("parameters").ratio
+        1.0
+        """
+        if not isinstance(measured, Measured):
+            raise DataError(
+                f"a dry run is shown beside what was measured; received something of type "
+                f"{type(measured).__name__}. "
+                "Give report.beside(mw.measure(model, batch, strategy=strategy))."
+            )
+        return beside(self, measured)
+
+    def to_html(self, plan: Plan | None = None) -> str:
         """The report as one HTML page that needs no network: sortable tables and pictures.
+
+        ``plan`` is the one that the step was laid out by, whose alternatives are shown as well.
+        Raises :class:`~meshwright.DataError` for something else in its place.
 
         >>> run = DryRun("net", Target.of("v5e:2x4"), (("batch", 8),), Memory(6, 12, 1, 1, 6))
         >>> run.to_html().startswith("<!DOCTYPE html>")
         True
         """
         from . import page  # which draws, and is not needed to compile
+        from .search.plan import Plan
 
-        return page.of_dry_run(self)
+        if not isinstance(plan, Plan | None):
+            raise DataError(
+                f"the plan beside a report is a mw.Plan; received {plan!r}. One that lies in a file "
+                "is read by mw.Plan.load(path)."
+            )
 
-    def save(self, path: str | Path) -> None:
+        return page.of_dry_run(self, plan)
+
+    def save(self, path: str | Path, plan: Plan | None = None) -> None:
         """Write the page of :meth:`to_html`. Raises :class:`~meshwright.DataError` if it cannot."""
-        write(path, self.to_html(), "the report")
+        write(path, self.to_html(plan), "the report")

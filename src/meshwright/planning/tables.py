@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .alive import LiveTensor
     from .estimate import Estimate
     from .report import DryRun, Memory
+    from .target import Target
     from .traffic import Transfer
 
 _ROWS = 12
@@ -32,9 +33,8 @@ def of_dry_run(run: DryRun) -> str:
     if run.estimate is not None:
         parts.append(_titled("time of one step, estimated", _time(run.estimate)))
     if run.unexpected:
-        remedies = dict.fromkeys(each.remedy for each in run.unexpected)
-        rows = [(f"! {remedy}",) for remedy in remedies]
-        parts.append(_titled("unexpected, and what would remove it", _table(_first(rows), ())))
+        rows = [(f"! {remedy}",) for remedy in remedies_of(run.unexpected)]
+        parts.append(_titled("unexpected, and what would remove it", laid_out(_first(rows), ())))
     parts += [f"note: {note}" for note in run.notes]
     return "\n\n".join(parts)
 
@@ -66,13 +66,13 @@ def memory_rows(memory: Memory) -> list[tuple[str, int | None, str]]:
 def _memory(memory: Memory) -> str:
     rows = memory_rows(memory)
     told = [(name, f"{n:,}", in_words(n), why) for name, n, why in rows if n is not None]
-    return _table(told, right=(1, 2))
+    return laid_out(told, right=(1, 2))
 
 
 def _time(found: Estimate) -> str:
     rows = [
         ("step time", _ms(found.step_time_s), f"bound by {found.bound_by}" * bool(found.bound_by)),
-        ("compute", _ms(found.compute_s), f"{found.flops / 1e9:,.3f} GFLOP in one device"),
+        ("compute", _ms(found.compute_s), f"{flops_text(found.flops)} in one device"),
         ("memory", _ms(found.memory_s), f"{in_words(found.bytes)} read and written"),
     ]
     for axes, time_s in found.communication_s:
@@ -84,8 +84,8 @@ def _time(found: Estimate) -> str:
     if found.replicated_share is not None:
         rows.append(("replicated", f"{found.replicated_share:.1%}", "of all devices' FLOPs"))
     if found.missing:
-        rows.append(("not known", "", ", ".join(found.missing)))
-    return _table(rows, right=(1,))
+        rows.append(("not known", "", ", ".join(found.missing) + how_to_know(found.target)))
+    return laid_out(rows, right=(1,))
 
 
 def _ms(time_s: float | None) -> str:
@@ -102,7 +102,7 @@ def _tensors(tensors: Sequence[LiveTensor]) -> str:
         (f"{len(sizes)} x", *key, in_words(sum(sizes)))
         for key, sizes in sorted(alike.items(), key=lambda item: -sum(item[1]))
     ]
-    return _table(_first(rows), right=(0, 5))
+    return laid_out(_first(rows), right=(0, 5))
 
 
 def _transfers(transfers: Sequence[Transfer]) -> str:
@@ -111,24 +111,36 @@ def _transfers(transfers: Sequence[Transfer]) -> str:
     alike: dict[tuple[str, ...], list[Transfer]] = defaultdict(list)
     for each in transfers:
         mark = "!" if each.is_unexpected else ""
-        axes = ", ".join(each.axes)
-        alike[mark, each.kind, axes, _places(each), ", ".join(each.phases)].append(each)
+        where = _in_short(each.variables or each.paths), _in_short(each.lines)
+        alike[mark, each.kind, ", ".join(each.axes), ", ".join(each.phases), *where].append(each)
     rows = []
-    for (mark, kind, axes, places, phases), found in sorted(
+    for (mark, kind, axes, phases, places, lines), found in sorted(
         alike.items(), key=lambda item: -_bytes(item[1])
     ):
         known = all(each.count is not None for each in found)
         times = f"{sum(each.count or 0 for each in found)}" if known else "?"
         moved = in_words(_bytes(found)) + ("" if known else " each time")
-        rows.append((mark, kind, axes, times, moved, phases, places))
-    heading = ("", "kind", "axes", "count", "bytes per device", "when", "for")
-    return _table([heading, *_first(rows)], right=(3, 4))
+        rows.append((mark, kind, axes, times, moved, phases, places, lines))
+    heading = ("", "kind", "axes", "count", "bytes per device", "when", "for", "written in")
+    told = [heading, *rows]
+    if not any(each.lines for each in transfers):
+        told = [row[:-1] for row in told]
+    return laid_out([told[0], *_first(told[1:])], right=(3, 4))
 
 
-def _places(each: Transfer) -> str:
-    names = each.variables or each.paths
+def _in_short(names: Sequence[str]) -> str:
+    """The first two, and how many more there are."""
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return ", ".join(names[:2]) + more or "-"
+
+
+def remedies_of(unexpected: Iterable[Transfer]) -> dict[str, list[Transfer]]:
+    """What would remove the collectives that nobody asked for, and the line, where it is known."""
+    found: dict[str, list[Transfer]] = defaultdict(list)
+    for each in unexpected:
+        written = f" Written in {_in_short(each.lines)}." if each.lines else ""
+        found[each.remedy + written].append(each)
+    return found
 
 
 def _bytes(transfers: Iterable[Transfer]) -> int:
@@ -147,7 +159,8 @@ def _titled(title: str, table: str) -> str:
     return f"{title}\n{table}"
 
 
-def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> str:
+def laid_out(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> str:
+    """Rows as columns; those with the numbers ``right`` end together."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -175,3 +188,24 @@ def in_words(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def flops_text(flops: float) -> str:
+    """FLOPs with a decimal unit, three figures.
+
+    >>> flops_text(1.5e12), flops_text(0)
+    ('1.5 TFLOP', '0 FLOP')
+    """
+    value = float(flops)
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if value < 999.5 or unit == "P":
+            return f"{value:.3g} {unit}FLOP"
+        value /= 1000
+    raise AssertionError("the last unit takes all")
+
+
+def how_to_know(target: Target) -> str:
+    """What to do where the numbers of a machine are missing, after their names."""
+    if target.platform != "cpu":
+        return ". Give them: hardware=."
+    return f". hardware=mw.calibrate({str(target)!r}), or --measure in the terminal, measures them."

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import TargetError
+from ..mesh import Mesh
 
 
 class _Kind(NamedTuple):
@@ -134,3 +135,16 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.kind}:{'x'.join(map(str, self.topology))}"
+
+
+def check_size(mesh: Mesh, target: Target) -> None:
+    """Raise :class:`~meshwright.TargetError` unless a mesh has as many devices as the target.
+
+    >>> check_size(Mesh({"batch": 4, "model": 2}), Target.of("v5e:2x4"))
+    """
+    if mesh.size != target.num_devices:
+        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.axes)
+        raise TargetError(
+            f"the step is laid out over {mesh.size} devices ({axes}), and the target {target} has "
+            f"{target.num_devices}. Make a mesh of {target.num_devices}, or choose another target."
+        )

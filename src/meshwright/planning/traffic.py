@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..placement import Placed, Placement
+from ..step.lines import SourceLine, number_in
 from .collectives import Collective
 from .origins import origins_of
 from .remedies import remedy
@@ -17,8 +18,9 @@ class Transfer:
 
     ``bytes_per_device`` are those of its arrays in one device, each of the ``count`` times that a
     step runs it (``None`` where a loop does not tell). ``paths`` are the places in the model that
-    it works for, those of the most bytes first, and ``variables`` those whose values it moves, by
-    path. ``remedy`` is empty, or, where the collective is unexpected, says what would remove it.
+    it works for, those of the most bytes first, ``lines`` the lines of the user's code that those
+    were written in (``"model.py:12"``), and ``variables`` those whose values it moves, by path.
+    ``remedy`` is empty, or, where the collective is unexpected, says what would remove it.
     """
 
     kind: str
@@ -30,6 +32,7 @@ class Transfer:
     dtypes: tuple[str, ...]
     variables: tuple[str, ...] = ()
     remedy: str = ""
+    lines: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -47,14 +50,21 @@ class Transfer:
 
 
 def transfers(
-    collectives: Iterable[Collective], variables: Sequence[Placed | None], placement: Placement
+    collectives: Iterable[Collective],
+    variables: Sequence[Placed | None],
+    placement: Placement,
+    lines: Sequence[SourceLine] = (),
 ) -> tuple[Transfer, ...]:
-    """The collectives in the model's words. ``variables`` says which each argument is, if any."""
-    return tuple(_transfer(each, variables, placement) for each in collectives)
+    """The collectives in the model's words. ``variables`` says which each argument is, if any, and
+    ``lines`` which line of the source a number stands for."""
+    return tuple(_transfer(each, variables, placement, lines) for each in collectives)
 
 
 def _transfer(
-    each: Collective, variables: Sequence[Placed | None], placement: Placement
+    each: Collective,
+    variables: Sequence[Placed | None],
+    placement: Placement,
+    lines: Sequence[SourceLine],
 ) -> Transfer:
     origins = [origins_of(name)[0] for name in each.op_names]
     moved = [_variable(variables, number) for number in each.arguments]
@@ -74,7 +84,16 @@ def _transfer(
         dtypes=each.dtypes,
         variables=tuple(dict.fromkeys(known)),
         remedy=remedy(each, origins[0], moved[0], made, variables, placement),
+        lines=_lines(each, lines),
     )
+
+
+def _lines(each: Collective, lines: Sequence[SourceLine]) -> tuple[str, ...]:
+    """The lines that its arrays come from, those of the most bytes first."""
+    parts = sorted(zip(each.arrays, each.op_names, strict=True), key=lambda p: -p[0].nbytes)
+    numbers = [number_in(name) for _, name in parts]
+    known = [each for each in numbers if each is not None and each < len(lines)]
+    return tuple(dict.fromkeys(str(lines[number]) for number in known))
 
 
 def _variable(variables: Sequence[Placed | None], number: int | None) -> Placed | None:

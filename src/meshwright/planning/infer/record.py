@@ -15,11 +15,12 @@ class Value(NamedTuple):
     """What a variable holds: its dims, and its place among the arrays, if it is one of them.
 
     ``dims`` is ``None`` for what depends on no argument, such as zeros: it lies as whoever reads it
-    wants it.
+    wants it. Values of one ``number`` are equal; 0 is that of no other.
     """
 
     dims: Dims | None
     tensor: int | None
+    number: int = 0
 
 
 CONSTANT = Value(None, None)
@@ -33,6 +34,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     itemsize: int
     role: str
+    twin: int | None = None
 
 
 class Moved(NamedTuple):
@@ -65,17 +67,29 @@ class Record:
     factors: Factors = field(default_factory=Factors)
     tensors: list[Tensor] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
+    numbers: dict[Any, int] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)  # number -> the first array that has it
 
-    def value(self, atom: Any, dims: Dims, path: str, role: str = "activation") -> Value:
+    def number(self, key: Any = None) -> int:
+        """The number of what is made in a way, the same each time; a new one of ``None``."""
+        new = len(self.numbers) + 1
+        return self.numbers.setdefault((None, new) if key is None else key, new)
+
+    def value(
+        self, atom: Any, dims: Dims, path: str, role: str = "activation", number: int = 0
+    ) -> Value:
         """A new value; those of one element are not among the arrays."""
         shape = shape_of(atom)
         dims = self.factors.distinct(dims)
         self.factors.keep_apart(dims)
+        number = number or self.number()
         if math.prod(shape) <= 1:
-            return Value(dims, None)
+            return Value(dims, None, number)
         itemsize = int(getattr(atom.aval.dtype, "itemsize", 8))
-        self.tensors.append(Tensor(path, dims, shape, itemsize, role))
-        return Value(dims, len(self.tensors) - 1)
+        twin = self.first.get(number)
+        self.tensors.append(Tensor(path, dims, shape, itemsize, role, twin))
+        self.first.setdefault(number, len(self.tensors) - 1)
+        return Value(dims, len(self.tensors) - 1, number)
 
     def dims(self, atom: Any, value: Value) -> Dims:
         """The dims of what is read; those of a constant are new each time."""
@@ -114,8 +128,8 @@ class Record:
             if not self.factors.tie(wanted, given)
         ]
         if not moved:
-            return Value(kept.dims, new.tensor)
-        self.tensors.append(self.tensors[new.tensor]._replace(path=path, dims=kept.dims))
+            return Value(kept.dims, new.tensor, new.number)
+        self.tensors.append(self.tensors[new.tensor]._replace(path=path, dims=kept.dims, twin=None))
         result = len(self.tensors) - 1
         self.done.append(Done(kind, path, [new.tensor], [result], moved=moved, times=times))
         return Value(kept.dims, result)

@@ -166,7 +166,8 @@ class _Assembled:
     def _tensor(self, place: int) -> GraphTensor:
         each: Tensor = self._record.tensors[place]
         dims = tuple(None if one is None else self._dims[one] for one in self._labels[place])
-        return GraphTensor(each.path, dims, each.shape, each.itemsize, each.role)
+        twin = None if each.twin is None else self._tensors.get(each.twin)
+        return GraphTensor(each.path, dims, each.shape, each.itemsize, each.role, twin)
 
     def _operation(self, done: Done) -> Operation:
         joints = [

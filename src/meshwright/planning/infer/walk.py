@@ -57,21 +57,24 @@ def follow(record: Record, jaxpr: Any, values: Sequence[Value], at: At) -> list[
     held: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
     held.update((var, _constant(record, var)) for var in jaxpr.constvars)
     for eqn in jaxpr.eqns:
-        given = [_read(held, atom) for atom in eqn.invars]
+        given = [_read(record, held, atom) for atom in eqn.invars]
         held.update(zip(eqn.outvars, _equation(record, eqn, given, at), strict=True))
-    return [_read(held, atom) for atom in jaxpr.outvars]
+    return [_read(record, held, atom) for atom in jaxpr.outvars]
 
 
 def _constant(record: Record, var: Any) -> Value:
     """A small array that the function closes over lies as whoever reads it wants it."""
     shape = shape_of(var)
     if math.prod(shape) <= _SMALL:
-        return CONSTANT
+        return CONSTANT._replace(number=record.number(var))
     return record.value(var, record.factors.new_dims(shape), "constant", "state")
 
 
-def _read(held: dict[Any, Value], atom: Any) -> Value:
-    return CONSTANT if hasattr(atom, "val") else held[atom]  # a literal has its value
+def _read(record: Record, held: dict[Any, Value], atom: Any) -> Value:
+    if not hasattr(atom, "val"):
+        return held[atom]
+    literal = ("literal", str(atom.val), str(atom.aval))
+    return CONSTANT._replace(number=record.number(literal))
 
 
 def _equation(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
@@ -81,16 +84,28 @@ def _equation(record: Record, eqn: Any, given: list[Value], at: At) -> list[Valu
     if inner_jaxprs(eqn):
         return _WITH_INNER.get(name, _call)(record, eqn, given, at)
     flops = _flops(eqn)
+    numbers = _numbers(record, eqn, given)
     if not flops and all(value.dims is None for value in given) and not eqn.effects:
-        return [CONSTANT for _ in eqn.outvars]
+        return [CONSTANT._replace(number=number) for number in numbers]
     dims = [record.dims(atom, value) for atom, value in zip(eqn.invars, given, strict=True)]
     made = [-1 if value.tensor is None else value.tensor for value in given]
     facts = Facts(record.factors, eqn, dims, made, at.is_backward)
     outs = RULES.get(name, shapes.unknown)(facts)
     path = at.path
-    results = [record.value(v, o, path) for v, o in zip(eqn.outvars, outs, strict=True)]
+    results = [
+        record.value(var, out, path, number=number)
+        for var, out, number in zip(eqn.outvars, outs, numbers, strict=True)
+    ]
     record.add(name, path, given, results, facts, flops=flops, times=at.times)
     return results
+
+
+def _numbers(record: Record, eqn: Any, given: Sequence[Value]) -> list[int]:
+    """What an equation makes of the same values in the same way has the same numbers."""
+    if eqn.effects or not all(value.number for value in given):
+        return [record.number() for _ in eqn.outvars]
+    way = eqn.primitive.name, str(eqn.params), tuple(value.number for value in given)
+    return [record.number((way, place)) for place in range(len(eqn.outvars))]
 
 
 def _flops(eqn: Any) -> float:

@@ -1,7 +1,8 @@
-"""A dry run as one page for a browser: pure functions from the report to HTML.
+"""A dry run, or a plan, as one page for a browser: pure functions from values to HTML.
 
 Needs no server and no network; pictures are SVG, and the few lines of script only sort and filter
 tables that are whole without them.
 """
 
 from .document import of_dry_run as of_dry_run
+from .document import of_plan as of_plan

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..collectives import KINDS
+from ..tables import remedies_of
 from .bars import Part, bar, key
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
@@ -68,9 +69,7 @@ def _parts(found: Sequence[Transfer]) -> list[Part]:
 def _unexpected(found: Sequence[Transfer]) -> Child:
     if not found:
         return tag("p", tag("b", "✓ None of them is unexpected", class_="good"), ".")
-    remedies: dict[str, list[Transfer]] = defaultdict(list)
-    for each in found:
-        remedies[each.remedy].append(each)
+    remedies = remedies_of(found)
     items = [
         tag("li", remedy, " ", tag("small", f"({in_words(moved_bytes(each))} in one step)"))
         for remedy, each in sorted(remedies.items(), key=lambda item: -moved_bytes(item[1]))
@@ -85,9 +84,10 @@ def _table(transfers: Sequence[Transfer]) -> Html:
     for each in transfers:
         names = each.variables or each.paths
         folded = (*names[:_NAMED], len(names))
-        alike[each.is_unexpected, each.kind, each.axes, each.phases, folded].append(each)
+        key = each.is_unexpected, each.kind, each.axes, each.phases, folded, each.lines
+        alike[key].append(each)
     groups = sorted(alike.values(), key=lambda found: -moved_bytes(found))
-    columns = (
+    columns = [
         Column("kind", "word"),
         Column("axes"),
         Column("for", "path"),
@@ -96,23 +96,28 @@ def _table(transfers: Sequence[Transfer]) -> Html:
         Column("count", "num"),
         Column("bytes per device", "num"),
         Column("asked for?"),
-    )
+    ]
+    rows = [_row(found) for found in groups]
+    if any(each.lines for each in transfers):
+        columns.append(Column("written in", "path"))
+        for row, found in zip(rows, groups, strict=True):
+            row.append(Cell(_places([each.lines for each in found])))
     return grid(
         "collectives-table",
         "Collectives; bytes are those of one device in one step",
         columns,
-        [_row(found) for found in groups],
+        rows,
         marks=[found[0].is_unexpected for found in groups],
     )
 
 
-def _row(found: Sequence[Transfer]) -> tuple[Cell, ...]:
+def _row(found: Sequence[Transfer]) -> list[Cell]:
     first = found[0]
     known = all(each.count is not None for each in found)
     count = sum(each.count or 0 for each in found)
     nbytes = moved_bytes(found)
     dtypes = dict.fromkeys(dtype for each in found for dtype in each.dtypes)
-    return (
+    return [
         Cell(first.kind),
         Cell(spelled(first.axes)),
         Cell(_places([each.variables or each.paths for each in found])),
@@ -121,7 +126,7 @@ def _row(found: Sequence[Transfer]) -> tuple[Cell, ...]:
         Cell(f"{count:,}" if known else "?", count),
         Cell(in_words(nbytes) + ("" if known else " each time"), nbytes),
         Cell("! unexpected" if first.is_unexpected else "yes"),
-    )
+    ]
 
 
 def _places(lists: Sequence[Sequence[str]]) -> Child:

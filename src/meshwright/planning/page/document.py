@@ -6,8 +6,15 @@ import base64
 import functools
 import hashlib
 import importlib.resources
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from .alternatives import (
+    alternatives_section,
+    plan_head,
+    plan_layouts_section,
+    plan_mesh_section,
+)
 from .collectives import collectives_section
 from .head import head, notes_section
 from .layers import layers_section
@@ -19,8 +26,10 @@ from .timeline import time_section
 
 if TYPE_CHECKING:
     from ..report import DryRun
+    from ..search.plan import Plan
 
 _NAMES = {
+    "plan": "Plan",
     "mesh": "Mesh",
     "memory": "Memory",
     "time": "Time",
@@ -32,13 +41,15 @@ _NAMES = {
 _PAINTS = ("orange", "pink", "grey")  # that need a pattern in the time line
 
 
-def of_dry_run(run: DryRun) -> str:
+def of_dry_run(run: DryRun, plan: Plan | None = None) -> str:
     """The report as one HTML page, complete in itself; the same report gives the same page.
 
-    It holds no time stamp and asks nothing of a network: its own policy forbids that. All that
-    comes from the user is escaped.
+    With the plan that the step was laid out by, its alternatives are shown, too. It holds no time
+    stamp and asks nothing of a network: its own policy forbids that. All that comes from the user
+    is escaped.
     """
     parts = {
+        "plan": None if plan is None else alternatives_section(plan),
         "mesh": mesh_section(run),
         "memory": memory_section(run),
         "time": time_section(run),
@@ -47,17 +58,31 @@ def of_dry_run(run: DryRun) -> str:
         "layouts": layouts_section(run),
         "notes": notes_section(run),
     }
-    there = [name for name, part in parts.items() if part is not None]
+    return _page(f"{run.name} on {run.target}", head(run), parts)
+
+
+def of_plan(plan: Plan) -> str:
+    """A plan as a page of the same kind: its alternatives, its mesh and its layouts."""
+    parts: dict[str, Html | None] = {
+        "plan": alternatives_section(plan),
+        "mesh": plan_mesh_section(plan),
+        "layouts": plan_layouts_section(plan),
+    }
+    return _page(f"A plan for {plan.target}", plan_head(plan), parts)
+
+
+def _page(title: str, top: Html, parts: Mapping[str, Html | None]) -> str:
+    """A document with those of the parts that are there, and links to them."""
+    there = {name: part for name, part in parts.items() if part is not None}
     links = [tag("a", _NAMES[name], href=f"#{name}") for name in there]
     body = tag(
         "body",
         _patterns(),
-        head(run),
+        top,
         tag("nav", links, aria_label="Parts of the report"),
-        tag("main", [parts[name] for name in there]),
+        tag("main", list(there.values())),
         tag("script", Html(_text("page.js"))),
     )
-    title = f"{run.name} on {run.target}"
     page = tag("html", tag("head", _metas(), tag("title", title), _style()), body, lang="en")
     return f"<!DOCTYPE html>\n{page}\n"
 

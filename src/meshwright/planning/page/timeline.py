@@ -11,12 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..tables import how_to_know
 from .bars import key
 from .grid import Cell, Column, grid
 from .layers import PAINTS
 from .markup import Html, section, tag
 from .moments import COMPUTE, MEMORY, Moments, Span, moments_of
-from .words import in_words, ms, percent, spelled
+from .words import flops_text, in_words, ms, percent, spelled
 
 if TYPE_CHECKING:
     from ..estimate import Estimate
@@ -55,14 +56,15 @@ def _missing(found: Estimate) -> Html:
         return tag("p", "The step does nothing that takes time.")
     return tag(
         "p",
-        f"There is no time line: of {found.hardware}, nobody said {', '.join(found.missing)}.",
+        f"There is no time line: of {found.hardware}, nobody said {', '.join(found.missing)}"
+        f"{how_to_know(found.target)}",
         class_="warning",
     )
 
 
 def _numbers(found: Estimate) -> Html:
     bound = f"bound by {found.bound_by}" if found.bound_by else ""
-    flops = f"{found.flops / 1e9:,.3f} GFLOP in one device"
+    flops = f"{flops_text(found.flops)} in one device"
     rows: list[tuple[str, float | None, str]] = [
         ("step time", found.step_time_s, bound),
         ("compute", found.compute_s, flops),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..tables import flops_text as flops_text
 from ..tables import in_words as in_words
 
 UNKNOWN = "unknown"
@@ -23,20 +24,6 @@ def percent(share: float | None) -> str:
     '50.0%'
     """
     return UNKNOWN if share is None else f"{share:.1%}"
-
-
-def flops_text(flops: float) -> str:
-    """FLOPs with a decimal unit, three figures.
-
-    >>> flops_text(1.5e12), flops_text(0)
-    ('1.5 TFLOP', '0 FLOP')
-    """
-    value = float(flops)
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if value < 999.5 or unit == "P":
-            return f"{value:.3g} {unit}FLOP"
-        value /= 1000
-    raise AssertionError("the last unit takes all")
 
 
 def bytes_cell(nbytes: int | None) -> str:

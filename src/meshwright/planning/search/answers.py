@@ -28,7 +28,7 @@ def data_parallel(
     graph: Graph, target: Target, hardware: Hardware, axes: Axes | None = None
 ) -> Candidate | None:
     """The batch over all devices, or over as many as divide it, and nothing else."""
-    problem = compact(graph)
+    problem = compact(graph, target.platform)
     if problem.batch is None:
         return None
     family = problem.units[problem.batch].family

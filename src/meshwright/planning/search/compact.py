@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from ..graph import Graph, Joint, Operation
 from .facts import Facts, facts_of
-from .spans import is_computed_again, spans_of
+from .spans import is_computed_again
 
 _DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64"}  # by bytes, as products run
-_COMPARED = 1500  # moments; to compare more with each other takes longer than it saves
-_RESTING = ("gradient", "update", "parameter", "slot")  # whose pieces ZeRO may share out
+_RESTING = (
+    "gradient",
+    "update",
+    "parameter",
+    "slot",
+    "gathered",
+)  # whose pieces ZeRO may share out
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,12 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Compact:
-    """Units, pieces and work of a graph, and what is alive when.
+    """Units, pieces and work of a graph, for a platform.
 
     ``clashes`` are pairs of units that meet in one array or one operation and so cannot share an
-    axis; a pair of a unit with itself can never be split. ``alive`` has a row per moment and a
-    column per piece, then one per kind of work, which is ``1`` while it runs; ``alive_again`` is
-    the same where blocks are recomputed.
+    axis; a pair of a unit with itself can never be split. ``piece_of`` has the piece of each tensor
+    and ``work_of`` the work of each operation; ``gathered`` that of a parameter's piece as a device
+    reads it that keeps but a part.
     """
 
     graph: Graph
@@ -108,13 +111,16 @@ class Compact:
     paths: tuple[str, ...]  # of works, the first of each
     parameters: tuple[tuple[int, int], ...]  # (piece, how many)
     clashes: frozenset[tuple[int, int]]
-    alive: np.ndarray
-    alive_again: np.ndarray
+    platform: str
+    piece_of: tuple[int, ...]
+    work_of: tuple[int, ...]
+    gathered: dict[int, int]
+    halves: dict[int, int]
 
 
 @functools.lru_cache(maxsize=8)
-def compact(graph: Graph) -> Compact:
-    """Make a graph small, once for all meshes."""
+def compact(graph: Graph, platform: str = "") -> Compact:
+    """Make a graph small, once for all meshes of a platform."""
     facts = facts_of(graph)
     units, unit_of = _units(graph)
     pieces, piece_of = _pieces(graph, facts, unit_of)
@@ -126,24 +132,43 @@ def compact(graph: Graph) -> Compact:
     counted = Counter(work_of)
     first = {work: place for place, work in reversed(list(enumerate(work_of)))}
     parameters = Counter(piece_of[t] for t, kind in enumerate(facts.kinds) if kind == "parameter")
-    alive = [
-        _moments(spans_of(graph, facts, again), piece_of, len(pieces), work_of, works, pieces)
-        for again in (False, True)
-    ]
+    gathered = _gathered(pieces) if platform == "cpu" else {}
+    halves = _halves(pieces) if platform == "tpu" else {}
     return Compact(
         graph=graph,
         units=units,
         unit_of=unit_of,
         batch=None if facts.batch is None else unit_of[facts.batch],
-        pieces=pieces,
+        pieces=(*pieces, *(piece for piece, _ in (*gathered.values(), *halves.values()))),
         works=works,
         counts=tuple(counted[place] for place in range(len(works))),
         paths=tuple(graph.operations[first[place]].path for place in range(len(works))),
         parameters=tuple(parameters.items()),
         clashes=_clashes(pieces, works),
-        alive=alive[0],
-        alive_again=alive[1],
+        platform=platform,
+        piece_of=tuple(piece_of),
+        work_of=tuple(work_of),
+        gathered={place: where for place, (_, where) in gathered.items()},
+        halves={place: where for place, (_, where) in halves.items()},
     )
+
+
+def _halves(pieces: tuple[Piece, ...]) -> dict[int, tuple[Piece, int]]:
+    """Of each piece that may be kept in half the bytes, that and its place after the others."""
+    kept = [place for place, piece in enumerate(pieces) if piece.kind == "activation"]
+    return {
+        place: (replace(pieces[place], nbytes=pieces[place].nbytes // 2), len(pieces) + more)
+        for more, place in enumerate(kept)
+    }
+
+
+def _gathered(pieces: tuple[Piece, ...]) -> dict[int, tuple[Piece, int]]:
+    """Of each piece of a parameter, the same as gathered, and its place after the others."""
+    kept = [place for place, piece in enumerate(pieces) if piece.kind == "parameter"]
+    return {
+        place: (replace(pieces[place], kind="gathered"), len(pieces) + more)
+        for more, place in enumerate(kept)
+    }
 
 
 def _units(graph: Graph) -> tuple[tuple[Unit, ...], tuple[int, ...]]:
@@ -238,54 +263,3 @@ def _clashes(pieces: Iterable[Piece], works: Iterable[Work]) -> frozenset[tuple[
     for work in works:
         found |= {(u, v) for u in work.units for v in work.units if u != v}
     return frozenset(found)
-
-
-def _moments(
-    spans: list[list[tuple[int, int]]],
-    piece_of: list[int],
-    num_pieces: int,
-    work_of: list[int],
-    works: tuple[Work, ...],
-    pieces: tuple[Piece, ...],
-) -> np.ndarray:
-    """How many of each piece are alive at each operation, equal moments once."""
-    changes = np.zeros((len(work_of) + 1, num_pieces), np.int32)
-    for tensor, alive in enumerate(spans):
-        for first, last in alive:
-            changes[first, piece_of[tensor]] += 1
-            changes[last + 1, piece_of[tensor]] -= 1
-    alive = np.cumsum(changes, axis=0)[:-1] if work_of else np.zeros((1, num_pieces), np.int32)
-    running = np.zeros((len(alive), len(works)), np.int32)
-    for moment, work in enumerate(work_of):
-        running[moment, work] = _needs_room(works[work], pieces)
-    return _undominated(np.concatenate([alive, running], axis=1)).astype(np.int64)
-
-
-def _needs_room(work: Work, pieces: tuple[Piece, ...]) -> bool:
-    """Whether an operation may hold copies of its own, of what is gathered or moved."""
-    shared = any(pieces[p].kind in ("parameter", "gradient") for p in work.operands + work.results)
-    return bool(work.whole or work.moves or shared)
-
-
-def _undominated(rows: np.ndarray) -> np.ndarray:
-    """Moments that no other moment is at least as full as, whatever the layout.
-
-    First those beside each other, since memory grows and shrinks in runs; then all, if few.
-    """
-    while len(rows) > 1:
-        below = np.zeros(len(rows), bool)
-        below[:-1] = (rows[:-1] <= rows[1:]).all(axis=1)
-        below[1:] |= (rows[1:] <= rows[:-1]).all(axis=1) & ~below[:-1]
-        if not below.any():
-            break
-        rows = rows[~below]
-    rows = np.unique(rows, axis=0)
-    if len(rows) > _COMPARED:
-        return rows
-    kept = np.zeros_like(rows)
-    count = 0
-    for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
-        if not (kept[:count] >= row).all(axis=1).any():
-            kept[count] = row
-            count += 1
-    return kept[:count]

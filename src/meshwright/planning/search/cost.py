@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from ..hardware import Hardware, hardware_of
 from ..target import Target
 from .choices import PLAIN, Choices, Cost, Term
 from .compact import Compact, Piece, Work, compact
+from .moments import alive
 from .setting import Setting, setting_of
 from .terms import Lay, Spent, Values, parameter_spent, resting_bytes, room_bytes, work_spent
 
@@ -45,7 +45,7 @@ def cost(
     576
     """
     target = Target.of(target)
-    problem = compact(graph)
+    problem = compact(graph, target.platform)
     setting = setting_of(axes, target, hardware or hardware_of(target))
     masks = masks_of(problem, axes, rules)
     if faults := list(faults_of(problem, axes, masks, choices)):
@@ -118,20 +118,6 @@ def divides(problem: Compact, axes: Axes, unit: int, mask: int, accumulate: int)
     for bit, (_, each) in enumerate(axes):
         size *= each if mask >> bit & 1 else 1
     return problem.units[unit].size % size == 0
-
-
-def alive(problem: Compact, choices: Choices) -> np.ndarray:
-    """What is alive when: rows of moments, columns of pieces, then of works, then of sums."""
-    return _alive(problem, choices.recompute, choices.accumulate > 1)
-
-
-@functools.lru_cache(maxsize=8)
-def _alive(problem: Compact, recompute: bool, accumulates: bool) -> np.ndarray:
-    found = problem.alive_again if recompute else problem.alive
-    if not accumulates:
-        return found
-    sums = np.array([count for _, count in problem.parameters], found.dtype)
-    return np.concatenate([found, np.tile(sums, (len(found), 1))], axis=1)
 
 
 def weights(lay: Lay) -> np.ndarray:

@@ -14,7 +14,8 @@ import numpy as np
 
 from .choices import Choices
 from .compact import Compact, Piece, Work
-from .cost import alive, columns, divides, held_bytes
+from .cost import columns, divides, held_bytes
+from .moments import alive
 from .setting import Setting
 from .terms import Lay, parameter_spent, work_spent
 

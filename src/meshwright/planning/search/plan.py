@@ -178,6 +178,12 @@ class Plan:
                 "Plan.to_json() writes one."
             ) from error
 
+    def to_html(self) -> str:
+        """The plan as one HTML page that needs no network: the alternatives side by side."""
+        from .. import page  # which draws, and is not needed to plan
+
+        return page.of_plan(self)
+
     def save(self, path: str | Path) -> None:
         """Write the plan to a file. Raises :class:`~meshwright.DataError` if it cannot."""
         write(path, self.to_json(), "the plan")

@@ -14,6 +14,7 @@ from ..groups import Axes
 from ..hardware import Hardware, hardware_of
 from ..target import Target
 from .answers import Candidate, data_parallel
+from .beside import plainer
 from .choices import Layouts
 from .compact import Compact, compact
 from .misses import no_plan
@@ -68,9 +69,9 @@ def plan_step(
     more than ``memory_limit`` bytes, which is a device's memory where it is left out. ``axes``
     fixes the mesh, else all up to ``max_axes`` axes are tried, of fewer devices too. ``zero``,
     ``accumulate`` and ``recompute`` are what may be chosen. After ``limit_s`` seconds the best so
-    far is taken. With ``verify=k`` the best ``k`` are given to ``dry_run_of``, and ranked by what
-    it answers. Raises :class:`~meshwright.PlanError`, with the nearest miss and what would help,
-    where nothing fits.
+    far is taken. With ``verify=k`` the best ``k`` are given to ``dry_run_of``, with less ZeRO and
+    plain data parallel beside them, and ranked by what it answers. Raises
+    :class:`~meshwright.PlanError`, with the nearest miss and what would help, where nothing fits.
 
     >>> from ..graph import GraphDim, GraphTensor, Operation
     >>> dims = tuple(GraphDim(name, 1024, name) for name in ("batch", "in", "out"))
@@ -104,7 +105,9 @@ def plan_step(
         raise no_plan(graph, target, hardware, limit_bytes, space)
     plans = _plans(graph, target, hardware, objective, limit_bytes, space, found)
     if verify and dry_run_of is not None:
-        plans = reranked(plans[:verify], dry_run_of) + plans[verify:]
+        others = _plainer(graph, target, hardware, limit_bytes, space, found, verify)
+        beside = _plans(graph, target, hardware, objective, limit_bytes, space, others)
+        plans = reranked([*plans[:verify], *beside], dry_run_of)
     chosen = plans[0]
     return replace(chosen, runners_up=tuple(each.chosen for each in plans[1:]))
 
@@ -186,6 +189,24 @@ def _axes(axes: Mesh | Mapping[str, int] | str | None, target: Target) -> Axes |
 # Plans of what was found
 
 
+def _plainer(
+    graph: Graph,
+    target: Target,
+    hardware: Hardware,
+    limit_bytes: int | None,
+    space: Space,
+    found: Found,
+    verify: int,
+) -> Found:
+    """What is verified beside the best ``verify``, as far as the space has it."""
+    parallel = data_parallel(graph, target, hardware, space.axes)
+    problem = compact(graph, target.platform)
+    every = plainer(problem, target, hardware, limit_bytes, found.candidates[0], parallel)
+    known = {each.layouts for each in found.candidates[:verify]}
+    new = [each for each in every if each.layouts not in known]
+    return replace(found, candidates=tuple(e for e in new if e.layouts.choices.zero in space.zero))
+
+
 def _plans(
     graph: Graph,
     target: Target,
@@ -195,7 +216,7 @@ def _plans(
     space: Space,
     found: Found,
 ) -> list[Plan]:
-    problem = compact(graph)
+    problem = compact(graph, target.platform)
     parallel = data_parallel(graph, target, hardware, space.axes)
     plans = []
     for each in found.candidates:

@@ -75,7 +75,7 @@ def search(
     :func:`cost`, unless ``is_proven`` is false: then the seconds ran out. Raises
     :class:`~meshwright.TargetError` where the hardware's constants do not tell times.
     """
-    problem = compact(graph)
+    problem = compact(graph, target.platform)
     run = _Search(problem, target, hardware, objective, limit_bytes, space, keep)
     return run(limit_s)
 
@@ -114,9 +114,8 @@ class _Search:
                 self.is_proven = False
                 break
             self._visit(heapq.heappop(self.heap), deadline_s)
-        ranked = sorted(self.best.items(), key=lambda pair: self._rank(pair[1]))
         return Found(
-            tuple(Candidate(layouts, cost) for layouts, cost in ranked[: self.keep]),
+            tuple(self._ranked()[: self.keep]),
             self.is_proven,
             self.built,
             self.solved,
@@ -239,11 +238,18 @@ class _Search:
         time_s = cost.time_s or 0.0
         return (time_s, cost.peak_bytes) if self.objective == "time" else (cost.peak_bytes, time_s)
 
+    def _ranked(self) -> list[Candidate]:
+        """The answers, the best first; of those that cost the same, and differ in names, one."""
+        found: dict[object, Candidate] = {}
+        for layouts, cost in self.best.items():
+            known = self._rank(cost) if cost.time_s is not None else layouts
+            found.setdefault(known, Candidate(layouts, cost))
+        return sorted(found.values(), key=lambda each: self._rank(each.cost))
+
     def _worst(self) -> float | None:
         """The last of the answers that are kept; ``None`` while there is room for more."""
-        if len(self.best) < self.keep:
-            return None
-        return sorted(self._rank(cost)[0] for cost in self.best.values())[self.keep - 1]
+        ranked = self._ranked()
+        return None if len(ranked) < self.keep else self._rank(ranked[self.keep - 1].cost)[0]
 
     def _can_help(self, bound: float) -> bool:
         worst = self._worst()

@@ -123,6 +123,8 @@ def is_shared(piece: Piece, zero: int) -> bool:
 
 def resting_bytes(lay: Lay, piece: Piece) -> Values:
     """Bytes of one device's part of an array while nobody works on it."""
+    if piece.kind == "gathered":
+        return np.where(replicas_sharing(lay, piece) > 1, piece.nbytes // shards(lay, piece), 0)
     divisor = shards(lay, piece) * lay.loops(piece)
     if is_shared(piece, lay.choices.zero):
         divisor = divisor * replicas_sharing(lay, piece)
@@ -155,7 +157,8 @@ def room_bytes(lay: Lay, work: Work) -> Values:
         for move in work.moves:
             if place in moved and move.piece == place:
                 copied |= (lay.mask(move.given) & ~lay.mask(move.wanted)) != 0
-        if piece.kind == "parameter" and lay.choices.zero == 3 and not _updates(lay, work):
+        gathers = lay.choices.zero == 3 and lay.problem.platform != "cpu"  # there all at once
+        if piece.kind == "parameter" and gathers and not _updates(lay, work):
             copied |= replicas_sharing(lay, piece) > 1
         if copied.any():
             total = total + np.where(copied, used_bytes(lay, piece, work), 0)

@@ -1,0 +1,117 @@
+"""Measures a training step where it runs, to be set beside a dry run of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from ..errors import LayoutError, ModelError
+from ..placement import Placement
+from ..planning.measured import Measured
+from ..planning.measuring import kept, measure_step
+from ..program import Batch, Program
+from ..step.options import PLAIN
+from ..train import Trainer
+
+if TYPE_CHECKING:
+    import keras
+
+    from .keras import Sharded
+
+
+def measure(
+    model: Any, batch: Batch, *, strategy: Sharded | Placement | Trainer, steps: int = 10
+) -> Measured:
+    """What one step of training takes on the devices that are here: bytes, time, collectives.
+
+    Takes what :func:`~meshwright.dry_run` does, so that ``report.beside(measured)`` shows what was
+    foretold and what was seen. ``strategy`` lies on real devices. Two steps are taken first, then
+    ``steps`` that are timed one by one, then three under JAX's profiler. A Keras model has its
+    values back afterwards, as if it had not been trained; of a :class:`~meshwright.Program` a new
+    state is made, and dropped. Shapes will do for the batch: zeros are taken then. Raises
+    :class:`~meshwright.TopologyError` for a mesh without devices and
+    :class:`~meshwright.ModelError` for a model whose step is not compiled.
+
+    >>> import keras, numpy as np, meshwright as mw
+    >>> strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> batch = np.ones([16, 4], "float32"), np.ones([16, 1], "float32")
+    >>> report = mw.dry_run(model, batch, strategy=strategy, target="cpu:8")
+    >>> report.beside(mw.measure(model, batch, strategy=strategy, steps=3)).row("parameters").ratio
+    1.0
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ModelError(f"steps={steps!r}: say how many steps are timed, a whole number from 1.")
+    batch = _valued(batch)
+    if not isinstance(model, Program):
+        return _of_keras(model, batch, _strategy(strategy), steps)
+    if not isinstance(strategy, Trainer):
+        strategy = _trainer(model, strategy)
+    return _of_program(strategy, batch, steps)
+
+
+def _strategy(strategy: Any) -> Sharded:
+    from .keras import Sharded
+
+    if not isinstance(strategy, Sharded):
+        raise LayoutError(
+            f"a Keras model is measured under the strategy that trains it, such as mw.Sharded; "
+            f"received something of type {type(strategy).__name__}."
+        )
+    return strategy
+
+
+def _trainer(program: Program, strategy: Sharded | Placement) -> Trainer:
+    if isinstance(strategy, Placement):
+        return Trainer(program, strategy, PLAIN)
+    return Trainer(program, strategy.placement, strategy.how)
+
+
+def _of_program(trainer: Trainer, batch: Batch, steps: int) -> Measured:
+    (taken,) = trainer.how.for_steps([trainer.put(batch)] * trainer.how.accumulate)
+    return measure_step(
+        trainer.step,
+        trainer.init(),
+        taken,
+        name=trainer.program.name,
+        axes=trainer.placement.mesh.axes,
+        steps=steps,
+    )
+
+
+def _of_keras(model: keras.Model, batch: Batch, strategy: Sharded, steps: int) -> Measured:
+    from .keras.compiled import functions_of
+    from .keras.fitting import check_compiled
+    from .keras.program import take_state, write_state
+
+    check_compiled(model)
+    strategy._need_devices("measure(...)")
+    variables = strategy.prepare(model, lambda: batch)
+    jitted = functions_of(strategy, model, variables).train
+    if not hasattr(jitted, "lower"):
+        raise ModelError(
+            f"model {model.name!r} is compiled with run_eagerly=True, and a step that runs piece "
+            "by piece has no program to measure: compile it without."
+        )
+    (taken,) = strategy.how.for_steps([strategy.put(batch, model)] * strategy.how.accumulate)
+    state = take_state(variables)
+    again = kept(state)
+    try:
+        return measure_step(
+            jitted, state, taken, name=model.name, axes=strategy.mesh.axes, steps=steps
+        )
+    finally:
+        write_state(variables, again())
+
+
+def _valued(batch: Batch) -> Batch:
+    """The batch, with zeros where there are shapes alone."""
+    import jax
+    import numpy as np
+
+    def value(array: Any) -> Any:
+        shape = isinstance(array, jax.ShapeDtypeStruct)
+        return np.zeros(array.shape, array.dtype) if shape else array
+
+    return cast(Batch, jax.tree.map(value, batch))

@@ -1,0 +1,59 @@
+"""Errors of a model's own code, told with the line that raised them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from ..errors import MeshwrightError, ModelError
+from ..step.lines import where_raised
+
+# Keras tells an error in words of its own, which for some of JAX' classes it cannot.
+_WRAPPED = re.compile("Exception encountered|_error_repr")
+_MOST = 600  # characters of somebody else's message
+
+
+@contextlib.contextmanager
+def told_as(what: str, way_out: str = "") -> Iterator[None]:
+    """Tell an error of the user's code inside as a :class:`~meshwright.ModelError`.
+
+    >>> with told_as("the step of 'net' cannot be traced"):
+    ...     raise TypeError("no such operand")
+    Traceback (most recent call last):
+        ...
+    meshwright.errors.ModelError: the step of 'net' cannot be traced ...: TypeError: no such operand
+    """
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        line = where_raised(error)
+        place = "" if line is None else f" ({line}, in {line.function})"
+        raise ModelError(f"{what}{place}: {in_short(error)}{way_out}") from error
+
+
+def tracing(name: str) -> contextlib.AbstractContextManager[None]:
+    """For what is inside and traces the step of a model."""
+    way_out = (
+        "\nA step is traced without values: shapes and dtypes are all that it may depend on. "
+        "The cause is shown in full by --traceback, or by the exception's __cause__."
+    )
+    return told_as(f"the step of {name!r} cannot be traced", way_out)
+
+
+def in_short(error: BaseException) -> str:
+    """The class of an error and the first of its words, on one line.
+
+    >>> in_short(ValueError("one" + chr(10) + "and another"))
+    'ValueError: one and another'
+    """
+    while _WRAPPED.search(str(error)) and (cause := error.__cause__ or error.__context__):
+        error = cause
+    words = re.sub(r"\x1b\[\d*m", "", str(error))
+    words = re.split(r"\n-{5,}|\nSee https?://|\n\nArguments received", words)[0]
+    words = re.sub(r"The error occurred while tracing the function .* for jit\. ?", "", words)
+    words = " ".join(words.split())
+    short = words if len(words) <= _MOST else f"{words[:_MOST]} ..."
+    return f"{type(error).__name__}: {short}"

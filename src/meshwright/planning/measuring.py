@@ -1,0 +1,152 @@
+"""Takes steps of training on the devices that are here, and looks: how long, how many bytes, what
+the profiler tells. A step donates its state: :func:`kept` is for whoever wants it back."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..program import TrainState
+from .groups import Axes
+from .measured import Measured, SeenCollective
+from .profiled import collectives_seen, events_in
+
+_WARM = 2  # steps that are not counted: the first fills caches
+_PROFILED = 3  # steps under the profiler, which slows them down; their times do not count
+
+
+def kept(state: Any) -> Callable[[], Any]:
+    """A copy of a state on the host, each piece once; the result makes the state of it again."""
+    import jax
+
+    pieces = jax.tree.map(_Pieces.of, state)
+    return lambda: jax.tree.map(_Pieces.again, pieces, is_leaf=lambda v: isinstance(v, _Pieces))
+
+
+class _Pieces(NamedTuple):
+    """The pieces of one array that are here, by the part of it that they are."""
+
+    dims: tuple[int, ...]
+    sharding: Any
+    values: dict[str, np.ndarray]
+    lie: dict[Any, str]  # device -> part
+
+    @classmethod
+    def of(cls, array: Any) -> _Pieces:
+        lie = {shard.device: str(shard.index) for shard in array.addressable_shards}
+        first = {str(shard.index): shard.data for shard in reversed(array.addressable_shards)}
+        values = {part: np.array(data) for part, data in first.items()}  # never a view
+        return cls(array.shape, array.sharding, values, lie)
+
+    def again(self) -> Any:
+        import jax
+
+        placed = [jax.device_put(self.values[part], device) for device, part in self.lie.items()]
+        return jax.make_array_from_single_device_arrays(self.dims, self.sharding, placed)
+
+
+def measure_step(
+    jitted: Any, state: TrainState, batch: Any, *, name: str, axes: Axes, steps: int
+) -> Measured:
+    """What a jitted step ``(state, batch) -> (state, logs)`` takes here; the state is used up."""
+    import jax
+
+    compiled = jitted.lower(state, batch).compile()  # at once, if it has been called before
+    sizes = _sizes(state, batch)
+    times = []
+
+    def take(state: TrainState) -> TrainState:
+        begin = time.perf_counter()
+        state, logs = compiled(state, batch)
+        jax.block_until_ready((state, logs))
+        times.append(time.perf_counter() - begin)
+        return state
+
+    for _ in range(_WARM + steps):
+        state = take(state)
+    counted = tuple(times[_WARM:])
+    state, seen = _profiled(take, state, compiled.as_text(), axes)
+    peak, peak_is = _peak(state, compiled)
+    first = _devices(state)[0]
+    return Measured(
+        name=name,
+        platform=first.platform,
+        device=first.device_kind,
+        axes=axes,
+        **sizes,
+        peak_bytes=peak,
+        peak_is=peak_is,
+        step_times_s=counted,
+        collectives=seen,
+    )
+
+
+def _profiled(
+    take: Callable[[TrainState], TrainState], state: TrainState, text: str, axes: Axes
+) -> tuple[TrainState, tuple[SeenCollective, ...] | None]:
+    """Some more steps under JAX's profiler, and the collectives that it saw."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # of no use here, and slow
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
+        try:
+            jax.profiler.start_trace(name, profiler_options=options)
+        except RuntimeError:  # somebody else is profiling, and only one may
+            return state, None
+        try:
+            for _ in range(_PROFILED):
+                state = take(state)
+        finally:
+            jax.profiler.stop_trace()
+        return state, collectives_seen(events_in(Path(name)), text, axes, _PROFILED)
+
+
+def _devices(tree: Any) -> list[Any]:
+    """The devices of this process that hold a piece of it."""
+    import jax
+
+    arrays = jax.tree.leaves(tree)
+    found = {s.device for array in arrays for s in array.addressable_shards}
+    return sorted(found, key=lambda device: device.id)
+
+
+def _sizes(state: TrainState, batch: Any) -> dict[str, int]:
+    """Bytes of the arrays themselves, in the device that holds most of each part."""
+    other = state.state, state.metrics
+    parts = {
+        "parameter_bytes": state.params,
+        "slot_bytes": state.slots,
+        "state_bytes": other,
+        "input_bytes": batch,
+    }
+    return {name: _most_bytes(part) for name, part in parts.items()}
+
+
+def _most_bytes(tree: Any) -> int:
+    import jax
+
+    held: dict[Any, int] = {}
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return max(held.values(), default=0)
+
+
+def _peak(state: TrainState, compiled: Any) -> tuple[int | None, str]:
+    """What a device held at most: by its own count, else as the executable has reserved it."""
+    counted = [(each.memory_stats() or {}).get("peak_bytes_in_use") for each in _devices(state)]
+    known = [each for each in counted if each is not None]
+    if known:
+        return max(known), "what the device counted, from the start of this process on"
+    told = compiled.memory_analysis()
+    if told is None:
+        return None, ""
+    new = told.output_size_in_bytes - told.alias_size_in_bytes
+    whole = told.argument_size_in_bytes + new + told.temp_size_in_bytes
+    return whole, "arguments, new outputs and temporaries of the executable that ran"

@@ -1,0 +1,278 @@
+"""A plan's alternatives side by side: what was chosen, what else fits, pure data parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...layout import UNSHARDED
+from ...mesh import Mesh
+from ..search.words import ms, nbytes
+from .bars import Part, bar, key
+from .grid import Cell, Column, Row, grid
+from .markup import Child, Html, breakable, section, tag
+from .meshes import mesh_picture
+
+if TYPE_CHECKING:
+    from ..search.plan import Option, Plan
+
+_PARTS = (("compute", "blue"), ("collectives", "orange"))
+
+
+class _Named(NamedTuple):
+    """An option under the name that the page has for it."""
+
+    name: str
+    option: Option
+
+
+def alternatives_section(plan: Plan) -> Html:
+    """The section on what a plan decided, and against what."""
+    every = _every(plan)
+    said = "Each by the planner's model, which takes nothing to overlap."
+    if any(each.option.dry_run_time_s is not None for each in every):
+        said += " Those with a dry run were compiled, and ranked by that."
+    return section(
+        "plan",
+        "The plan and its alternatives",
+        tag("p", said),
+        _times(every),
+        _peaks(every, plan.limit_bytes),
+        _table(every, plan.limit_bytes),
+        _list("What each choice brings, beside the same plan without it", plan.why),
+        _list("Notes of the planner", plan.notes),
+    )
+
+
+def plan_head(plan: Plan) -> Html:
+    """The top of a page about a plan alone."""
+    chosen = plan.chosen
+    axes = " × ".join(f"{axis}={size}" for axis, size in plan.axes)
+    figures = [
+        ("time of a step", ms(_time(chosen)), _how(chosen.dry_run_time_s is not None)),
+        ("peak of a device", nbytes(_peak(chosen)), _how(chosen.dry_run_peak_bytes is not None)),
+        ("devices", f"{chosen.num_devices:,}", f"mesh {axes}"),
+        ("ZeRO", str(chosen.zero), ""),
+        ("micro-batches", str(chosen.accumulate), ""),
+        ("recompute", _yes(chosen.recompute), ""),
+    ]
+    told = [
+        tag(
+            "div", tag("dt", name), tag("dd", tag("b", value), tag("small", more) if more else None)
+        )
+        for name, value, more in figures
+    ]
+    by = f", by the numbers of {plan.hardware}: the least {plan.objective}"
+    return tag(
+        "header",
+        tag("p", "Meshwright plan", class_="over"),
+        tag("h1", f"A plan for {plan.target}"),
+        tag("p", tag("b", plan.target), by, class_="under"),
+        _verdict(plan),
+        tag("dl", told),
+    )
+
+
+def plan_mesh_section(plan: Plan) -> Html:
+    """The mesh that was chosen, and what lies along its axes."""
+    columns = (Column("axis"), Column("devices", "num"), Column("along it lie", "words"))
+    rows = [
+        (
+            axis,
+            Cell(str(size), size),
+            ", ".join(f for f, along in plan.rules.items() if axis in along),
+        )
+        for axis, size in plan.axes
+    ]
+    table = grid("axes-table", f"The axes of its {plan.mesh.size:,} devices", columns, rows, None)
+    figure = tag("figure", mesh_picture(Mesh(dict(plan.axes))))
+    return section("mesh", "The mesh", tag("div", figure, table, class_="beside"))
+
+
+def plan_layouts_section(plan: Plan) -> Html:
+    """Where every parameter and input lies."""
+    columns = (Column("array", "path"), Column("role", "word"), Column("layout", "path"))
+    rows = [
+        (
+            Cell(breakable(path)),
+            "input" if path in plan.inputs else "parameter",
+            Cell(tag("code", f"[{', '.join('+'.join(axes) or UNSHARDED for axes in along)}]")),
+        )
+        for path, along in plan.layouts
+    ]
+    table = grid("layouts-table", "Parameters and inputs, and their layouts", columns, rows)
+    return section("layouts", "Where every array lies", table)
+
+
+def _every(plan: Plan) -> list[_Named]:
+    """The chosen one first, then what else fits, the best first, then data parallel."""
+    several = len(plan.runners_up) > 1
+    others = [
+        _Named(f"runner-up {number}" if several else "runner-up", each)
+        for number, each in enumerate(plan.runners_up, start=1)
+    ]
+    parallel = plan.data_parallel
+    last = [] if parallel is None else [_Named("data parallel", parallel)]
+    return [_Named("chosen", plan.chosen), *others, *last]
+
+
+def _verdict(plan: Plan) -> Html:
+    limit = plan.limit_bytes
+    if limit is None:
+        said = "? Whether it fits is not known, as the memory of a device is not"
+        return tag("p", said, class_="verdict maybe")
+    return tag("p", f"✓ Fits into {nbytes(limit)}", class_="verdict good")
+
+
+def _how(is_dry_run: bool) -> str:
+    return "by its dry run" if is_dry_run else "by the planner's model"
+
+
+# Pictures
+
+
+def _times(every: Sequence[_Named]) -> Html | None:
+    """How long a step takes, all on one scale; none where no times are known."""
+    known = [each for each in every if each.option.time_s is not None]
+    if not known:
+        return None
+    whole = max(each.option.time_s or 0.0 for each in known) or 1.0
+    rows = []
+    for name, option in known:
+        spent = (option.compute_s or 0.0, option.communication_s or 0.0)
+        parts = [
+            Part(part, time_s, ms(time_s), paint)
+            for (part, paint), time_s in zip(_PARTS, spent, strict=True)
+        ]
+        told = f"{ms(option.time_s)}, {ms(option.compute_s)} of it compute"
+        rows.append(_bar(name, bar(parts, whole, f"time of {name}"), told))
+    return tag("figure", tag("figcaption", "Time of one step"), rows, key(_PARTS))
+
+
+def _peaks(every: Sequence[_Named], limit: int | None) -> Html:
+    """What a device holds at most, beside what it has."""
+    whole = max(1, limit or 0, *(each.option.peak_bytes for each in every))
+    rows = [
+        _bar(
+            name,
+            bar(
+                [Part("peak", option.peak_bytes, nbytes(option.peak_bytes), "sky")],
+                whole,
+                f"memory of {name}",
+                limit,
+            ),
+            nbytes(option.peak_bytes) + ("" if _fits(option, limit) is not False else ": too much"),
+        )
+        for name, option in every
+    ]
+    told = "Peak of one device" + (
+        "" if limit is None else f"; the line is the limit, {nbytes(limit)}"
+    )
+    return tag("figure", tag("figcaption", told), rows)
+
+
+def _bar(name: str, drawn: Html, told: str) -> Html:
+    return tag("div", tag("b", name), drawn, tag("span", told), class_="hbar")
+
+
+# The table
+
+
+def _table(every: Sequence[_Named], limit: int | None) -> Html:
+    families = dict.fromkeys(family for _, option in every for family, _ in option.rules)
+    columns = [
+        Column("option", "word"),
+        Column("devices", "num"),
+        Column("mesh", "words"),
+        Column("split", "words"),
+        Column("and", "words"),
+        Column("step", "num"),
+        Column("collectives", "num"),
+        Column("peak", "num"),
+        Column("fits", "word"),
+        Column("beside the chosen", "words"),
+    ]
+    rows = [_row(each, every[0].option, families, limit) for each in every]
+    return grid("plan-table", "The options side by side", columns, rows)
+
+
+def _row(each: _Named, chosen: Option, families: dict[str, None], limit: int | None) -> Row:
+    name, option = each
+    fits = _fits(option, limit)
+    return (
+        Cell(tag("b", name)),
+        Cell(str(option.num_devices), option.num_devices),
+        Cell(", ".join(f"{axis}={size}" for axis, size in option.axes)),
+        Cell(_split(option, families)),
+        Cell(", ".join(_choices(option)) or "-"),
+        _figure(ms, option.time_s, option.dry_run_time_s),
+        Cell(ms(option.communication_s), option.communication_s or 0.0),
+        _figure(nbytes, option.peak_bytes, option.dry_run_peak_bytes),
+        Cell("unknown" if fits is None else "✓ yes" if fits else "✗ no"),
+        Cell("-" if option is chosen else ", ".join(_beside(option, chosen)) or "costs the same"),
+    )
+
+
+def _figure(shown: Callable[[Any], str], modelled: float | None, dry_run: float | None) -> Cell:
+    """By the planner's model, and below it by the dry run, which sorts where there is one."""
+    if dry_run is None:
+        return Cell(shown(modelled), modelled or 0.0)
+    below = tag("small", f"dry run: {shown(dry_run)}")
+    return Cell([shown(modelled), tag("br"), below], dry_run)
+
+
+def _choices(option: Option) -> Iterator[str]:
+    """What is done besides splitting dims."""
+    if option.zero:
+        yield f"ZeRO {option.zero}"
+    if option.accumulate > 1:
+        yield f"{option.accumulate} micro-batches"
+    if option.recompute:
+        yield "recompute"
+
+
+def _split(option: Option, families: dict[str, None]) -> Child:
+    """The dims that are split, and along which axes."""
+    along = dict(option.rules)
+    parts = [f"{family} over {'+'.join(along[family])}" for family in families if family in along]
+    return [
+        [tag("br") if i else None, breakable(part)] for i, part in enumerate(parts)
+    ] or "nothing"
+
+
+def _beside(option: Option, chosen: Option) -> Iterator[str]:
+    """What it would cost, and save, to take this one instead; by dry runs, if both have one."""
+    mine, other = option.time_s, chosen.time_s
+    if option.dry_run_time_s is not None and chosen.dry_run_time_s is not None:
+        mine, other = option.dry_run_time_s, chosen.dry_run_time_s
+    if mine is not None and other is not None and mine != other:
+        yield f"{ms(abs(mine - other))} {'slower' if mine > other else 'faster'}"
+    more = option.peak_bytes - chosen.peak_bytes
+    if option.dry_run_peak_bytes is not None and chosen.dry_run_peak_bytes is not None:
+        more = option.dry_run_peak_bytes - chosen.dry_run_peak_bytes
+    if more:
+        yield f"{'takes' if more > 0 else 'saves'} {nbytes(abs(more))}"
+
+
+def _time(option: Option) -> float | None:
+    """By the dry run where there is one."""
+    return option.time_s if option.dry_run_time_s is None else option.dry_run_time_s
+
+
+def _peak(option: Option) -> int:
+    peak = option.dry_run_peak_bytes
+    return option.peak_bytes if peak is None else peak
+
+
+def _fits(option: Option, limit: int | None) -> bool | None:
+    return None if limit is None else _peak(option) <= limit
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _list(title: str, items: Sequence[str]) -> Child:
+    if not items:
+        return None
+    return [tag("h3", title), tag("ul", [tag("li", breakable(each)) for each in items])]

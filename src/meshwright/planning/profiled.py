@@ -1,0 +1,104 @@
+"""The collectives of a step as a profiler saw them: the trace that JAX writes, without TensorBoard.
+
+XLA's runtimes note for each instruction that they run which instruction of which program it is, and
+on which device. The program's text says what kind of collective it is, and over which axes.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from .costs import read_costs
+from .groups import Axes
+from .measured import SeenCollective
+
+
+class Event(NamedTuple):
+    """One run of one instruction on one device."""
+
+    instruction: str
+    program: str
+    device: str
+    duration_s: float
+
+
+def events_in(folder: Path) -> Iterator[Event]:
+    """The instructions that the trace in a folder tells of.
+
+    For CPUs all devices are in one plane and each event names its own; an accelerator has a plane
+    for itself, of which the line of instructions (not those of steps and of whole programs) counts.
+    """
+    from jax.profiler import ProfileData
+
+    for path in sorted(folder.rglob("*.xplane.pb")):
+        for plane in ProfileData.from_file(str(path)).planes:
+            for line in plane.lines:
+                for each in line.events:
+                    told = dict(each.stats)
+                    if "hlo_op" in told and "hlo_module" in told:
+                        device = f"{plane.name}/{told.get('device_ordinal', '')}"
+                        names = str(told["hlo_op"]), str(told["hlo_module"])
+                        yield Event(*names, device, 1e-9 * each.duration_ns)
+
+
+def collectives_seen(
+    events: Iterable[Event], text: str, axes: Axes, num_steps: int
+) -> tuple[SeenCollective, ...] | None:
+    """The collectives of a compiled step, ``text``, in the trace of so many runs of it.
+
+    ``None`` where the step has some and the trace tells of none.
+
+    >>> text = '''HloModule jit_step
+    ... ENTRY %main (p: f32[4]) -> f32[4] {
+    ...   %p = f32[4]{0} parameter(0)
+    ...   ROOT %sum = f32[4]{0} all-reduce(%p), channel_id=1, replica_groups={{0,1}}
+    ... }'''
+    >>> runs = [Event("sum", "jit_step", f"cpu/{d}", 0.5 + d) for d in (0, 1) for _ in range(3)]
+    >>> collectives_seen(runs, text, (("batch", 2),), 3)[0]
+    SeenCollective(kind='all-reduce', axes=('batch',), count=1.0, bytes_per_step=16, time_s=1.0)
+    """
+    program = re.match(r"HloModule ([\w.\-]+)", text)
+    wanted = {each.name: each for each in read_costs(text, axes).operations if each.collectives}
+    if not wanted:
+        return ()
+    counts: dict[str, int] = defaultdict(int)
+    times: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
+    devices: set[str] = set()
+    for each in events:
+        found = wanted.get(each.instruction)
+        if found is None or program is None or each.program != program[1]:
+            continue
+        devices.add(each.device)
+        counts[each.instruction] += len(found.collectives)
+        first = found.collectives[0]
+        spent = times.setdefault((first.kind, first.axes), defaultdict(float))
+        spent[each.device] += each.duration_s
+    if not devices:
+        return None
+    return tuple(
+        SeenCollective(
+            kind,
+            over,
+            count=sum(counts[each.name] for each in alike) / len(devices) / num_steps,
+            bytes_per_step=_sum(
+                c.count and c.count * c.bytes_per_device for each in alike for c in each.collectives
+            ),
+            time_s=statistics.median(spent.values()) / num_steps,
+        )
+        for (kind, over), spent in sorted(times.items())
+        if (alike := [e for e in wanted.values() if _is(e.collectives[0], kind, over)])
+    )
+
+
+def _is(each: object, kind: str, axes: tuple[str, ...]) -> bool:
+    return (getattr(each, "kind", None), getattr(each, "axes", None)) == (kind, axes)
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    known = list(numbers)
+    return None if None in known else sum(each or 0 for each in known)

@@ -1,0 +1,76 @@
+"""What a dry run looks at beside the planner's best: plainer layouts, which it may underrate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..hardware import Hardware
+from ..target import Target
+from .answers import Candidate
+from .choices import Layouts
+from .compact import Compact
+from .cost import cost_of, divides, masks_of
+from .setting import setting_of
+
+
+def plainer(
+    problem: Compact,
+    target: Target,
+    hardware: Hardware,
+    limit_bytes: int | None,
+    best: Candidate,
+    parallel: Candidate | None,
+) -> Iterator[Candidate]:
+    """The best with less ZeRO, plain data parallel, and that with the rows of tables shared out.
+
+    As far as they fit. The model takes nothing to overlap, and compilers hide collectives: it may
+    prefer to share out what costs nothing, or to split more than it need.
+    """
+    zero = best.layouts.choices.zero
+    every = [_at_level(best.layouts, level) for level in (0, 1) if level < zero]
+    if parallel is not None:
+        every += [parallel.layouts, *_with_tables(problem, parallel.layouts)]
+    for layouts in every:
+        masks = masks_of(problem, layouts.axes, dict(layouts.rules))
+        setting = setting_of(layouts.axes, target, hardware)
+        found = cost_of(problem, setting, masks, layouts.choices)
+        if limit_bytes is None or found.peak_bytes <= limit_bytes:
+            yield Candidate(layouts, found)
+
+
+def _at_level(layouts: Layouts, zero: int) -> Layouts:
+    return replace(layouts, choices=replace(layouts.choices, zero=zero))
+
+
+def _with_tables(problem: Compact, parallel: Layouts) -> Iterator[Layouts]:
+    """Data parallel with tables cut by rows along the same axes, as recommenders are trained.
+
+    The search never lays two dims of one operation along one axis. Of a look-up XLA can do so: each
+    device asks all for the rows that it wants (Naumov et al., "Deep Learning Recommendation Model",
+    2019).
+    """
+    everything = 2 ** len(parallel.axes) - 1
+    axes = tuple(name for name, _ in parallel.axes)
+    rules = tuple(
+        (problem.units[unit].family, axes)
+        for unit in _rows_of_tables(problem)
+        if divides(problem, parallel.axes, unit, everything, 1)
+    )
+    if rules:
+        yield replace(parallel, rules=(*parallel.rules, *rules))
+
+
+def _rows_of_tables(problem: Compact) -> list[int]:
+    """Units that are looked up, and that no array has beside the rows of the batch."""
+    looked_up = {
+        unit
+        for work in problem.works
+        if work.kind == "gather"
+        and any(problem.pieces[place].kind == "parameter" for place in work.operands)
+        for unit in work.summed
+    }
+    beside = {
+        unit for piece in problem.pieces if problem.batch in piece.scope for unit in piece.scope
+    }
+    return sorted(looked_up - beside)

@@ -1,0 +1,91 @@
+"""What is alive when, in counts that do not depend on the layout: the planner's peak is linear.
+
+The peak of a layout is the fullest moment, each array counted with its bytes under that layout. So
+CP-SAT holds layouts to a limit with the same figure that is told of them. Which arrays there are
+and how long they live is read from the step once for each platform (``courses.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .choices import Choices
+from .courses import course_of
+
+if TYPE_CHECKING:
+    from .compact import Compact, Piece, Work
+
+_COMPARED = 1500  # moments; to compare more with each other takes longer than it saves
+
+
+def alive(problem: Compact, choices: Choices) -> np.ndarray:
+    """What is alive when: rows of moments, columns of pieces, then of works, then of sums."""
+    differs = {"cpu": (2, 3), "tpu": (3,)}.get(problem.platform, ())  # levels of ZeRO
+    zero = choices.zero if choices.zero in differs else 0
+    return _alive(problem, choices.recompute, choices.accumulate, zero)
+
+
+@functools.lru_cache(maxsize=16)
+def _alive(problem: Compact, recompute: bool, accumulate: int, zero: int) -> np.ndarray:
+    on_cpu = problem.platform == "cpu"
+    beside = accumulate if on_cpu else 1
+    found = _moments(problem, recompute and not on_cpu, zero, beside)
+    if accumulate == 1:
+        return found
+    sums = np.array([count for _, count in problem.parameters], found.dtype)
+    return np.concatenate([found, np.tile(sums, (len(found), 1))], axis=1)
+
+
+@functools.lru_cache(maxsize=16)
+def _moments(problem: Compact, recompute: bool, zero: int, beside: int) -> np.ndarray:
+    """How many of each piece are alive at each operation, equal moments once."""
+    course = course_of(problem, zero, recompute)
+    changes = np.zeros((course.length + 1, len(problem.pieces)), np.int32)
+    for life in course.lives:
+        changes[life.first, life.piece] += 1
+        changes[life.last + 1, life.piece] -= 1
+    held = np.cumsum(changes, axis=0)[: max(course.length, 1)]
+    if beside > 1 and course.ahead:
+        rows = [
+            piece.kind == "activation" and problem.batch in piece.scope for piece in problem.pieces
+        ]
+        others = np.minimum(held, held[list(course.ahead)]) * np.array(rows)
+        held = held + (beside - 1) * others
+    running = np.zeros((len(held), len(problem.works)), np.int32)
+    for operation, when in course.runs:
+        work = problem.work_of[operation]
+        running[when, work] |= _needs_room(problem.works[work], problem.pieces)
+    return _undominated(np.concatenate([held, running], axis=1)).astype(np.int64)
+
+
+def _needs_room(work: Work, pieces: tuple[Piece, ...]) -> bool:
+    """Whether an operation may hold copies of its own, of what is gathered or moved."""
+    shared = any(pieces[p].kind in ("parameter", "gradient") for p in work.operands + work.results)
+    return bool(work.whole or work.moves or shared)
+
+
+def _undominated(rows: np.ndarray) -> np.ndarray:
+    """Moments that no other moment is at least as full as, whatever the layout.
+
+    First those beside each other, since memory grows and shrinks in runs; then all, if few.
+    """
+    while len(rows) > 1:
+        below = np.zeros(len(rows), bool)
+        below[:-1] = (rows[:-1] <= rows[1:]).all(axis=1)
+        below[1:] |= (rows[1:] <= rows[:-1]).all(axis=1) & ~below[:-1]
+        if not below.any():
+            break
+        rows = rows[~below]
+    rows = np.unique(rows, axis=0)
+    if len(rows) > _COMPARED:
+        return rows
+    kept = np.zeros_like(rows)
+    count = 0
+    for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
+        if not (kept[:count] >= row).all(axis=1).any():
+            kept[count] = row
+            count += 1
+    return kept[:count]

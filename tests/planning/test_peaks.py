@@ -1,0 +1,162 @@
+"""The planner's own peak: beside the compiler's, and what it is made of."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import meshwright as mw
+from meshwright.planning.described import describe
+from meshwright.planning.infer import graph_of_step
+from meshwright.planning.infer.names import Argument
+from meshwright.planning.infer.tracing import graph_of
+from meshwright.planning.search import Choices, cost
+from meshwright.planning.search.facts import batch_dim
+from meshwright.planning.search.tiled import tiled
+from meshwright.planning.search.written import breadth_first, written
+
+WIDTH, HEADS, VOCAB, LENGTH, ROWS = 128, 4, 512, 64, 64
+DATA = {"batch": 8}
+BOTH = {"batch": 2, "model": 4}
+SPLIT = {"blocks/.*/up": [None, "model"], "blocks/.*/down": ["model", None]}
+
+
+def shape(*dims, dtype="float32"):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def normed(x, gain):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
+
+
+def block(weights, x):
+    h = normed(x, weights["g"])
+    q, k, v = (jnp.einsum("btd,dhk->bthk", h, weights[name]) for name in "qkv")
+    scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+    seen = jnp.einsum("bhts,bshk->bthk", scores, v)
+    x = x + jnp.einsum("bthk,hkd->btd", seen, weights["o"])
+    return x + jax.nn.gelu(normed(x, weights["g"]) @ weights["up"]) @ weights["down"]
+
+
+def transformer(again=False):
+    head = WIDTH // HEADS
+    each = dict.fromkeys("qkv", shape(WIDTH, HEADS, head))
+    each |= {"o": shape(HEADS, head, WIDTH), "g": shape(WIDTH)}
+    each |= {"up": shape(WIDTH, 4 * WIDTH), "down": shape(4 * WIDTH, WIDTH)}
+    run = jax.checkpoint(block) if again else block
+
+    def loss(weights, ids):
+        x = weights["embed"][ids]
+        for one in weights["blocks"]:
+            x = run(one, x)
+        found = jax.nn.log_softmax(x @ weights["head"])
+        return -jnp.mean(jnp.take_along_axis(found, ids[..., None], -1))
+
+    ends = {"embed": shape(VOCAB, WIDTH), "head": shape(WIDTH, VOCAB)}
+    weights = {**ends, "blocks": [each, each]}
+    return mw.jax_program(loss, weights, optax.adam(1e-3)), shape(ROWS, LENGTH, dtype="int32")
+
+
+def perceptron():
+    sizes = [256, 1024, 1024, 1024, 64]
+
+    def loss(weights, batch):
+        x, y = batch
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - y) ** 2)
+
+    weights = [shape(*pair) for pair in itertools.pairwise(sizes)]
+    batch = shape(8192, sizes[0]), shape(8192, sizes[-1])
+    return mw.jax_program(loss, weights, optax.sgd(0.1)), batch
+
+
+CASES = {
+    "transformer": (transformer, DATA, {}, {}, 0.05),
+    "computed again": (lambda: transformer(again=True), DATA, {}, {}, 0.05),
+    "perceptron": (perceptron, DATA, {}, {"zero": 1}, 0.05),
+    "split": (transformer, BOTH, SPLIT, {}, 0.1),
+    "pieces": (transformer, DATA, {}, {"zero": 3}, 0.1),
+}
+FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("transformer", "split", "pieces")]
+
+
+def graph(program, batch):
+    return graph_of_step(describe(program, batch, mw.Sharded(mw.Mesh({"batch": 1}))))
+
+
+@pytest.mark.parametrize("name", ["computed again", "perceptron", *FULL])
+def test_the_planners_peak_is_the_compilers(name):
+    build, axes, layouts, how, off = CASES[name]
+    program, batch = build()
+    mesh = mw.Mesh(axes)
+    strategy = mw.Sharded(mesh, layouts, unmatched="replicate", **how)
+    told = mw.dry_run(program, batch, strategy=strategy, target="cpu:8", blocks="whole")
+    step = graph(program, batch)
+    rows = batch_dim(step)
+    assert rows is not None
+    rules = {step.dims[rows].family: ["batch"]}
+    if layouts:
+        (up,) = (t.dims[1] for t in step.tensors if t.path == "blocks/0/up")
+        assert up is not None
+        rules[step.dims[up].family] = ["model"]
+    choices = Choices(zero=how.get("zero", 0))
+    found = cost(step, mesh.axes, rules, choices, target="cpu:8").peak_bytes
+    assert found == pytest.approx(told.peak_bytes, rel=off)
+
+
+# What is written
+
+
+def traced(function, *shapes):
+    jaxpr = jax.make_jaxpr(function)(*[shape(*each) for each in shapes])
+    roles = ["input", *["parameter"] * (len(shapes) - 1)]
+    arguments = [Argument(f"a{i}", role) for i, role in enumerate(roles)]
+    return graph_of(jaxpr, arguments)
+
+
+def kinds_on_cpu(step):
+    nodes = written(step).nodes
+    return sorted(step.operations[nodes[place].operation].kind for place in breadth_first(nodes))
+
+
+def kinds_on_tpu(step):
+    return sorted(step.operations[each.made].kind for each in tiled(step, False))
+
+
+def test_elementwise_work_is_written_for_a_product():
+    step = traced(lambda x, w: (x * 2 + 1) @ w, (8, 4), (4, 6))
+    assert kinds_on_cpu(step) == ["add", "dot_general"]
+    assert kinds_on_tpu(step) == ["dot_general"]
+
+
+def test_what_is_expensive_is_not_done_twice():
+    cheap = traced(lambda x, w: ((x @ w * 2) ** 2).sum(0), (8, 4), (4, 6))
+    costly = traced(lambda x, w: ((y := jnp.exp(x @ w)) * (y + 1)).sum(0), (8, 4), (4, 6))
+    assert kinds_on_cpu(cheap) == ["dot_general", "reduce_sum"]
+    assert kinds_on_cpu(costly) == ["dot_general", "exp", "reduce_sum"]
+
+
+def test_a_product_that_sums_over_rows_takes_them_turned():
+    step = traced(lambda x, w: jnp.einsum("btd,btf->df", x, x @ w), (8, 4, 6), (6, 5))
+    kinds = kinds_on_cpu(step)
+    assert len(kinds) == 3  # two products, and x once more
+    flat = traced(lambda x, w: jnp.einsum("td,tf->df", x, x @ w), (8, 6), (6, 5))
+    assert kinds_on_cpu(flat) == ["dot_general", "dot_general"]
+
+
+def test_what_a_block_computes_again_is_known_for_the_same():
+    def loss(x, w):
+        return jnp.sum(jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w)(x, w) ** 2)
+
+    step = traced(jax.grad(loss, argnums=1), (8, 4), (4, 4))
+    plain = traced(
+        jax.grad(lambda x, w: jnp.sum((jnp.tanh(x @ w) @ w) ** 2), argnums=1), (8, 4), (4, 4)
+    )
+    assert any(each.twin is not None for each in step.tensors)
+    assert kinds_on_cpu(step) == kinds_on_cpu(plain)
+    assert kinds_on_tpu(step).count("dot_general") > kinds_on_tpu(plain).count("dot_general")

@@ -1,0 +1,65 @@
+"""What is recorded of dry runs on machines that are absent, and what docs/plans.md shows of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(params=["paper_sizes", "plans"])
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return __import__(request.param)
+
+
+def recorded(script: Any) -> dict[str, Any]:
+    return json.loads(script.RESULTS.read_text())
+
+
+def test_the_page_shows_what_is_recorded(script: Any) -> None:
+    tables = __import__("doc_tables")
+    assert tables.shown(f"{script.__name__}.py") == script.table(recorded(script))
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return __import__("paper_sizes")
+
+
+def test_the_largest_model_of_the_paper_fits_and_is_above_half_of_the_peak(sizes: Any) -> None:
+    found = recorded(sizes)
+    assert found["5"]["parameters"] == pytest.approx(4.9e9, rel=0.005)
+    assert found["5"]["target"] == "v2:16x16"  # 512 cores
+    for each in found.values():
+        for layout in [each[who] for who in ("paper", "plan") if who in each]:
+            assert layout["fits"]
+            assert 0.5 < layout["mfu"] < 1.0
+            assert layout["peak_bytes"] < 8 << 30
+
+
+def test_parameters_are_those_of_the_paper(sizes: Any) -> None:
+    billions = [0.14, 0.22, 0.37, 0.67, 1.28, 2.48, 4.90]  # as the paper prints them
+    for s, found in recorded(sizes).items():
+        assert round(found["parameters"] / 1e9, 2) == pytest.approx(billions[int(s) + 1], abs=0.011)
+
+
+@pytest.mark.targets
+def test_the_smallest_model_of_the_paper_is_dry_run_as_recorded(sizes: Any) -> None:
+    pytest.importorskip("libtpu", reason="pip install 'meshwright[tpu]'")
+    found = sizes.figures(sizes.of_paper(-1))
+    known = recorded(sizes)["-1"]["paper"]
+    assert found["fits"]
+    assert found["peak_bytes"] == pytest.approx(known["peak_bytes"], rel=0.02)
+    assert found["step_time_s"] == pytest.approx(known["step_time_s"], rel=0.02)
+
+
+def test_no_recorded_time_is_above_the_peak(script: Any) -> None:
+    for each in recorded(script).values():
+        layouts = [*each.get("hand", {}).values(), each.get("paper", {})]
+        assert all(0 < found.get("mfu", 0.5) < 1 for found in layouts)
