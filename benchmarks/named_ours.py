@@ -46,11 +46,9 @@ def block_in_rows(p: Params, x: mn.NamedArray) -> mn.NamedArray:
 
     Renaming a dim is all that it takes: norms and sums are then of a piece on each device, and not
     of everything on all of them (sequence parallelism, Korthikanti et al. 2022). Queries, keys and
-    values are one product, so that what comes back from them is summed once.
+    values are one product, so that what comes back from them is summed once. The result is split
+    too, and so is the loss.
     """
-
-    def split(x: mn.NamedArray) -> mn.NamedArray:
-        return mn.rename(x, "batch", "rows")
 
     def whole(x: mn.NamedArray) -> mn.NamedArray:
         return mn.rename(x, "rows", "batch")
@@ -58,7 +56,11 @@ def block_in_rows(p: Params, x: mn.NamedArray) -> mn.NamedArray:
     x = split(x)
     x = x + split(attention_of_one_product(p, whole(normalised(x, p["scale_1"]))))
     hidden = mn.relu(mn.einsum([whole(normalised(x, p["scale_2"])), p["wi"]]))
-    return whole(x + split(mn.einsum([hidden, p["wo"]])))
+    return x + split(mn.einsum([hidden, p["wo"]]))
+
+
+def split(x: mn.NamedArray) -> mn.NamedArray:
+    return mn.rename(x, "batch", "rows")
 
 
 def attention_of_one_product(p: Params, x: mn.NamedArray) -> mn.NamedArray:
@@ -102,7 +104,7 @@ def make(job: NamedJob, zero: int, in_rows: bool = False) -> tuple[mw.Trainer, A
 
     def loss(p: Params, batch: tuple[mn.NamedArray, mn.NamedArray]) -> mn.NamedArray:
         x, y = batch
-        return mn.reduce_mean(mn.square(program(p, x) - y))
+        return mn.reduce_mean(mn.square(program(p, x) - (split(y) if in_rows else y)))
 
     values, *data = initial(job)
     params = {

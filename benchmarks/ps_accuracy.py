@@ -4,12 +4,16 @@
 
 One device, then two workers in step (one update from two batches), then two and four workers
 asynchronously, with the same model, optimizer and batches. What is asked: asynchronous training
-reaches at least 0.99 x the accuracy of synchronous training.
+reaches at least 0.99 x the accuracy of synchronous training. Writes
+``benchmarks/results/ps_accuracy.json``, but not with ``--dry``.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+import report
 
 import meshwright as mw  # before Keras, whose backend it settles
 from meshwright.datasets import mnist
@@ -51,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", nargs="?")
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--dry", action="store_true", help="write no results")
     asked = parser.parse_args()
     digits = mnist(*[asked.path] if asked.path else [])
     x, x_test = (
@@ -61,29 +66,39 @@ def main() -> None:
 
     alone = build()
     alone.fit(x, y, batch_size=BATCH, epochs=asked.epochs, verbose=0)
-    found = {"one device": reached(alone, x_test, y_test)}
+    rows = [row("one device", reached(alone, x_test, y_test))]
     for consistency, workers in (("sync", 2), ("async", 2), ("async", 4)):
         model = build()
         cluster = LocalCluster(workers=workers, ps=2, logs=False)
         with cluster, ParameterServer(cluster, consistency=consistency) as strategy:
             fit(strategy, model, x, y, batch_size=BATCH, epochs=asked.epochs, verbose=0)
             stale = ClusterCoordinator(strategy).stats()["staleness"]
-        name = f"{consistency}, {workers} workers"
-        found[name] = reached(model, x_test, y_test)
         mean = sum(by * count for by, count in stale.items()) / max(1, sum(stale.values()))
-        against = " ".join(
-            f"{found[name] / found[base]:.4f} x {base};"
-            for base in ("one device", "sync, 2 workers")
-            if base in found and base != name
-        )
-        print(f"{name}: accuracy {found[name]:.4f}, mean staleness {mean:.2f}; {against}")
-    worst = min(
-        found[name] / max(found["one device"], found["sync, 2 workers"])
-        for name in found
-        if name.startswith("async")
-    )
-    print(f"one device: accuracy {found['one device']:.4f}")
-    print(f"asked: {ASKED}; the worst of the asynchronous ones: {worst:.4f}")
+        name = f"{consistency}, {workers} workers"
+        rows.append(row(name, reached(model, x_test, y_test), mean))
+    best = max(each["accuracy"] for each in rows if not each["says"].startswith("async"))
+    for each in rows:
+        each |= {
+            "rows": len(x),
+            "epochs": asked.epochs,
+            "over_synchronous": each["accuracy"] / best,
+        }
+    print(report.accuracy_table(rows))
+    if not asked.dry:
+        report.save("ps_accuracy", rows)
+        report.write_page()
+
+
+def row(says: str, accuracy: float, staleness: float | None = None) -> dict[str, Any]:
+    """What is kept of one way of training; ``staleness`` is the mean of its updates."""
+    asynchronous = says.startswith("async")
+    return {
+        "says": says,
+        "accuracy": accuracy,
+        "staleness": staleness,
+        "at_least": ASKED if asynchronous else None,
+        "machine": report.machine(),
+    }
 
 
 if __name__ == "__main__":

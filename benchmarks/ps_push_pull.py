@@ -7,6 +7,7 @@ The client sends an array, the server adds it to its own and sends the sum back.
 measured in turn, several rounds long, by two processes that live throughout; a ratio is taken
 within one round, as the speed of a shared machine changes. The last rows are small requests.
 CPU time is that of a whole process, with the threads that ZeroMQ has in it.
+Writes ``benchmarks/results/ps_push_pull.json``, but not with ``--dry``.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
+import report
 import zmq
 
 from meshwright.launch.keys import Keys
@@ -218,32 +220,42 @@ def ways(folder: str) -> Iterator[dict[str, Way]]:
         yield dict(zip(WANTED, found, strict=True))
 
 
-def report(rounds: list[dict[str, tuple[float, float, float]]]) -> list[str]:
-    """A line for each way: the best round's speed, its CPU times, and the median ratio."""
-    header = f"{'':26}{'per second':>11}{'wanted':>8}{'CPU µs here':>13}{'there':>8}{'× TCP':>8}"
-    lines = [header]
+def results(rounds: list[dict[str, tuple[float, float, float]]]) -> list[dict[str, Any]]:
+    """A row for each way: the best round's speed, its CPU times, and each round's ratio to TCP."""
+    rows = []
     for name, (per_s, ratio) in WANTED.items():
         wall_s, cpu_s, server_s = min(one[name] for one in rounds)
-        against = statistics.median(one["plain TCP"][0] / one[name][0] for one in rounds)
-        wanted = "" if per_s is None else f"{per_s:.0f}"
-        cpu = f"{cpu_s * 1e6:13.0f}{server_s * 1e6:8.0f}"
-        beside = "" if "small" in name else f"{against:8.2f}"
-        enough = "" if ratio is None or against >= ratio else f"  below {ratio}"
-        lines.append(f"{name:26}{1 / wall_s:11.0f}{wanted:>8}{cpu}{beside}{enough}")
-    return lines
+        beside = [one["plain TCP"][0] / one[name][0] for one in rounds]
+        rows.append(
+            {
+                "says": name,
+                "per_s": 1 / wall_s,
+                "at_least_per_s": per_s,
+                "cpu_us": [1e6 * cpu_s, 1e6 * server_s],
+                "over_tcp_by_round": [] if "small" in name else beside,
+                "at_least_over_tcp": ratio,
+                "machine": report.machine(),
+            }
+        )
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.25, help="for each way in each round")
+    parser.add_argument("--dry", action="store_true", help="write no results")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ways(folder) as found:
         rounds = [
             {name: way.measure(arguments.seconds) for name, way in found.items()}
             for _ in range(arguments.rounds)
         ]
-    print("\n".join(report(rounds)))
+    rows = results(rounds)
+    print(report.exchanges_table(rows))
+    if not arguments.dry:
+        report.save("ps_push_pull", rows)
+        report.write_page()
 
 
 if __name__ == "__main__":

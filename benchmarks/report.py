@@ -31,6 +31,8 @@ SERVERS_SIDES = ("ours", "tensorflow")
 NAMED_COMMAND = "python benchmarks/named.py"
 TRACING_COMMAND = "python benchmarks/named_tracing.py"
 SERVERS_COMMAND = "python benchmarks/parameter_server.py"
+EXCHANGES_COMMAND = "python benchmarks/ps_push_pull.py"
+ACCURACY_COMMAND = "python benchmarks/ps_accuracy.py"
 
 NAMES = {
     "ours": "Meshwright `strategy.fit`",
@@ -130,7 +132,7 @@ def write_page() -> Path:
     features, named = found.pop("features", []), found.pop("named", [])
     tracing = found.pop("named_tracing", [])
     servers = found.pop("parameter_server", [])
-    found.pop("planned_peaks", None)  # planned_peaks.py prints it
+    exchanges, accuracy = found.pop("ps_push_pull", []), found.pop("ps_accuracy", [])
     jobs = [found[name] for name in JOBS if name in found]
     parts = [
         "# Results",
@@ -139,8 +141,9 @@ def write_page() -> Path:
         pairs_table(jobs),
         sides_table(jobs),
     ]
-    if "start_up" in found:
-        parts.append(start_up_table(found["start_up"]["rows"]))
+    start_up = found.get("start_up")
+    if start_up:
+        parts.append(start_up_table(start_up["rows"]))
     if features:
         parts += [f"Made by `{FEATURES_COMMAND}`:", features_table(features)]
     if named:
@@ -149,7 +152,14 @@ def write_page() -> Path:
         parts += [f"Made by `{TRACING_COMMAND}`:", features_table(tracing)]
     if servers:
         parts += [f"Made by `{SERVERS_COMMAND}`:", servers_table(servers)]
-    parts.append(_facts([*found.values(), *features, *named, *tracing, *servers], jobs))
+    if exchanges:
+        parts += [f"Made by `{EXCHANGES_COMMAND}`:", exchanges_table(exchanges)]
+    if accuracy:
+        parts += [f"Made by `{ACCURACY_COMMAND}`:", accuracy_table(accuracy)]
+    # Other files are of other pages: their programs print them.
+    listed = jobs, [start_up] if start_up else [], features, named, tracing
+    listed += servers, exchanges, accuracy
+    parts.append(_facts([each for rows in listed for each in rows], jobs))
     page = RESULTS / "README.md"
     page.write_text("\n\n".join(part for part in parts if part) + "\n")
     return page
@@ -264,6 +274,49 @@ def servers_table(servers: list[dict[str, Any]]) -> str:
         *("scheduled step", "ours: steps/s", "TensorFlow: steps/s"),
         *("CPU of all five, ours", "TensorFlow", "steps/s, ours ÷ TensorFlow", "target", ""),
     )
+    return _table(heads, rows)
+
+
+def exchanges_table(exchanges: list[dict[str, Any]]) -> str:
+    rows = []
+    for each in exchanges:
+        wanted, ratio = each["at_least_per_s"], each["at_least_over_tcp"]
+        ratios = each["over_tcp_by_round"]
+        asked = [each["per_s"] >= wanted] if wanted else []
+        asked += [statistics.median(ratios) >= ratio] if ratio else []
+        rows.append(
+            (
+                each["says"],
+                f"{each['per_s']:,.0f}",
+                f"≥ {wanted:,}" if wanted else "",
+                *(f"{us:.0f} µs" for us in each["cpu_us"]),
+                _spread(ratios) if ratios else "",
+                ("met" if all(asked) else "**missed**") if asked else "",
+            )
+        )
+    heads = (
+        *("push-pull of 400 KB", "per second", "target"),
+        *("CPU here", "CPU there", "speed ÷ plain TCP", ""),
+    )
+    return _table(heads, rows)
+
+
+def accuracy_table(accuracy: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            each["says"],
+            f"{each['accuracy']:.4f}",
+            "" if each["staleness"] is None else f"{each['staleness']:.2f}",
+            f"{each['over_synchronous']:.4f}",
+            f"≥ {each['at_least']}" if each["at_least"] else "",
+            ("met" if each["over_synchronous"] >= each["at_least"] else "**missed**")
+            if each["at_least"]
+            else "",
+        )
+        for each in accuracy
+    ]
+    said = f"{accuracy[0]['epochs']} epochs of {accuracy[0]['rows']:,} digits"
+    heads = (said, "accuracy", "mean staleness", "÷ best synchronous", "target", "")
     return _table(heads, rows)
 
 

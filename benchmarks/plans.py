@@ -1,0 +1,187 @@
+"""The planner's layouts beside those by hand, each dry-run: compiled for machines that are absent.
+
+For each model of ``plan_models.py`` every layout by hand is compiled for the target, then the best
+few of the planner, which their dry runs rank. A layout that does not fit is tried again with blocks
+computed again in the backward pass, where the model says what its blocks are. Of the equal blocks
+of a model one and two are compiled.
+
+    python benchmarks/plans.py                # all; some hours on two quiet cores
+    python benchmarks/plans.py mlp_64 ...     # some; results of others are kept
+
+It takes `pip install "meshwright[tpu,cuda,plan]"`, and neither TPU nor GPU. What was compiled
+before is taken from the cache of dry runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import doc_tables
+import jax
+from plan_models import JOBS, Hand, Job
+
+import meshwright as mw
+from meshwright.planning.described import describe
+from meshwright.planning.hardware import hardware_of
+
+RESULTS = Path(__file__).with_name("results") / "plans.json"
+VERIFY = 2
+_MANY = 4  # rules, which a table has no room for
+
+
+def of_hand(job: Job, hand: Hand) -> dict[str, Any]:
+    """A layout by hand, with recompute where it does not fit without."""
+    said = {"axes": hand.axes, "zero": hand.zero}
+    held = state_bytes(job, hand)
+    available = hardware_of(job.target).memory_bytes
+    if available is not None and held > available:
+        return {**said, "fits": False, "state_bytes": held}
+    found = compiled(job, hand, "none")
+    if found["fits"] is False and job.can_recompute:
+        again = compiled(job, hand, "block")
+        found = {**again, "recompute": True, "peak_without_bytes": found["peak_bytes"]}
+    return {**said, **found}
+
+
+def compiled(job: Job, hand: Hand, remat: str) -> dict[str, Any]:
+    strategy = mw.Sharded.from_placement(hand.placement(), mw.StepOptions(remat=remat))
+    begin = time.monotonic()
+    run = mw.dry_run(job.build(), job.batch, strategy=strategy, target=job.target, blocks="few")
+    return {**figures(run), "took_s": round(time.monotonic() - begin)}
+
+
+def figures(run: mw.DryRun) -> dict[str, Any]:
+    talk = () if run.estimate is None else run.estimate.communication_s
+    return {
+        "step_time_s": run.step_time_s,
+        "peak_bytes": run.peak_bytes,
+        "fits": run.fits,
+        "mfu": run.mfu,
+        "bound_by": run.bound_by,
+        "waiting_s": run.estimate.waiting_s if run.estimate else None,
+        "communication_s": {"+".join(axes): seconds for axes, seconds in talk},
+        "unexpected": len(run.unexpected),
+    }
+
+
+def state_bytes(job: Job, hand: Hand) -> int:
+    """What parameters and slots of one device take, exactly."""
+    step = describe(job.build(), job.batch, mw.Sharded.from_placement(hand.placement()))
+    return sum(
+        jax.dtypes.canonicalize_dtype(each.dtype).itemsize
+        * size_of(each.sharding.shard_shape(each.shape))
+        for each in jax.tree.leaves(step.state)
+    )
+
+
+def size_of(dims: tuple[int, ...]) -> int:
+    size = 1
+    for dim in dims:
+        size *= dim
+    return size
+
+
+def of_plan(job: Job) -> dict[str, Any]:
+    """The planner's best few, as their dry runs rank them; its search is timed by itself."""
+    begin, busy = time.monotonic(), time.process_time()  # whatever else the machine does
+    first = mw.plan(job.build(), job.batch, target=job.target, limit_s=60.0)
+    search_s = time.process_time() - busy
+    best = mw.plan(
+        job.build(), job.batch, target=job.target, verify=VERIFY, blocks="few", limit_s=60.0
+    )
+    options = [best.chosen, *best.runners_up]
+    return {
+        "search_s": round(search_s, 2),
+        "is_proven": first.is_proven,
+        "took_s": round(time.monotonic() - begin),
+        "options": [
+            {
+                "axes": dict(each.axes),
+                "rules": {dim: list(along) for dim, along in each.rules},
+                "zero": each.zero,
+                "accumulate": each.accumulate,
+                "recompute": each.recompute,
+                "step_time_s": each.dry_run_time_s,
+                "peak_bytes": each.dry_run_peak_bytes,
+                "model_time_s": each.time_s,
+                "model_peak_bytes": each.peak_bytes,
+            }
+            for each in options
+        ],
+    }
+
+
+# In words
+
+
+def ratio(found: dict[str, Any]) -> float | None:
+    """The plan's time by that of the fastest layout by hand that fits."""
+    hand = [e["step_time_s"] for e in found["hand"].values() if e["fits"] and e["step_time_s"]]
+    plan = found.get("plan", {}).get("options", [{}])[0].get("step_time_s")
+    return None if not hand or plan is None else plan / min(hand)
+
+
+def table(kept: dict[str, Any]) -> str:
+    lines = [
+        "| model | target | fastest by hand | | the plan | | plan ÷ hand | search |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each in kept.values():
+        fits = {n: e for n, e in each["hand"].items() if e["fits"] and e["step_time_s"]}
+        if "plan" not in each or not fits:
+            continue
+        name = min(fits, key=lambda name: fits[name]["step_time_s"])
+        plan = each["plan"]["options"][0]
+        lines.append(
+            f"| {each['what']} | `{each['target']}` | {name}{again(fits[name])} "
+            f"| {ms(fits[name])} | {laid(plan)} | {ms(plan)} "
+            f"| **{ratio(each):.3f}** | {each['plan']['search_s']:.1f} s |"
+        )
+    return "\n".join(lines)
+
+
+def again(found: dict[str, Any]) -> str:
+    return ", recompute" if found.get("recompute") else ""
+
+
+def ms(found: dict[str, Any]) -> str:
+    return f"{1e3 * found['step_time_s']:.2f} ms, {found['peak_bytes'] / 2**30:.1f} GiB"
+
+
+def laid(option: dict[str, Any]) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in option["axes"].items())
+    said = [f"`{mesh}`"]
+    rules = [f"{dim}:{'+'.join(along)}" for dim, along in option["rules"].items()]
+    said += [f"`{';'.join(rules)}`"] if len(rules) < _MANY else []
+    said += [f"ZeRO {option['zero']}"] if option["zero"] else []
+    said += [f"{option['accumulate']} micro-batches"] if option["accumulate"] > 1 else []
+    return ", ".join(said) + again(option)
+
+
+def main(asked: list[str]) -> None:
+    mw.virtual_devices(1)  # nothing runs here
+    for name in asked or JOBS:
+        job, begin = JOBS[name], time.monotonic()
+        found: dict[str, Any] = {"what": job.what, "target": job.target, "hand": {}}
+        for hand in job.by_hand:
+            found["hand"][hand] = of_hand(job, job.by_hand[hand])
+            print(f"{name}: {hand}: {found['hand'][hand]}", flush=True)
+            keep(name, found)
+        found["plan"] = of_plan(job)
+        keep(name, found)
+        print(f"{name}: {ratio(found)}, {time.monotonic() - begin:.0f} s", flush=True)
+    doc_tables.show("plans.py", table(json.loads(RESULTS.read_text())))
+
+
+def keep(name: str, found: dict[str, Any]) -> None:
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept[name] = found
+    RESULTS.write_text(json.dumps({n: kept[n] for n in JOBS if n in kept}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
