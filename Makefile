@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
-BESIDE := --numprocesses $(WORKERS) --dist loadgroup
+# A process that dies ends the run: pytest-xdist would wait for ever for what it had been given.
+BESIDE := --numprocesses $(WORKERS) --dist loadgroup --max-worker-restart 0
 MAY_BE_NONE := || test $$? -eq 5 # pytest ends with 5 where it finds no test, as with ARGS of one file
 
 .DELETE_ON_ERROR:

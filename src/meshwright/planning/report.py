@@ -171,10 +171,9 @@ class DryRun:
 
         if not isinstance(plan, Plan | None):
             raise DataError(
-                f"the plan beside a report is a mw.Plan; received {plan!r}. One that lies in a file "
-                "is read by mw.Plan.load(path)."
+                f"the plan beside a report is a mw.Plan; received {plan!r}. "
+                "One that lies in a file is read by mw.Plan.load(path)."
             )
-
         return page.of_dry_run(self, plan)
 
     def save(self, path: str | Path, plan: Plan | None = None) -> None:
