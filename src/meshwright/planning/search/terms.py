@@ -174,22 +174,32 @@ def room_bytes(lay: Lay, work: Work) -> Values:
 
 def work_spent(lay: Lay, work: Work) -> Spent:
     """What all runs of one operation take in a step."""
-    setting, choices = lay.setting, lay.choices
-    runs = work.times * (2 if choices.recompute and work.is_again else 1)
-    loops = choices.accumulate if _has_rows(lay, work) else 1
+    runs = runs_of(lay, work)
+    flops, moved = work_done(lay, work)
+    flops_s = flops * lay.setting.seconds_per_flop.get(work.dtype, 0.0)
+    compute_s = np.maximum(flops_s, moved * lay.setting.seconds_per_byte)
+    talk_s, nbytes = _talk(lay, talks_of(lay, work))
+    return Spent(runs * compute_s, runs * talk_s, runs * nbytes)
+
+
+def runs_of(lay: Lay, work: Work) -> int:
+    """How often an operation runs in a step, micro-batches apart."""
+    return work.times * (2 if lay.choices.recompute and work.is_again else 1)
+
+
+def work_done(lay: Lay, work: Work) -> tuple[Values, Values]:
+    """FLOPs of one run of an operation in one device, and the bytes that it reads and writes."""
+    loops = lay.choices.accumulate if _has_rows(lay, work) else 1
     divisor = lay.size(lay.union(work.units)).astype(float)
     updates = _updates(lay, work)
     if updates:
         divisor = divisor * _pieces(lay, lay.problem.pieces[work.results[0]])
-    flops_s = work.flops * setting.seconds_per_flop.get(work.dtype, 0.0) / divisor
     moved = np.zeros(lay.rows)
     for place in (*work.reads, *work.writes):
         piece = lay.problem.pieces[place]
         cut = _pieces(lay, piece) if updates else 1
         moved = moved + loops * used_bytes(lay, piece, work) / cut
-    compute_s = np.maximum(flops_s, moved * setting.seconds_per_byte)
-    talk_s, nbytes = _talk(lay, work, loops)
-    return Spent(runs * compute_s, runs * talk_s, runs * nbytes)
+    return work.flops / divisor, moved
 
 
 def parameter_spent(lay: Lay, piece: Piece) -> Spent:
@@ -198,55 +208,81 @@ def parameter_spent(lay: Lay, piece: Piece) -> Spent:
     Levels 1 and 2 gather the new value once; level 3 the parameter for the forward and again for
     the backward pass of each micro-batch (Rajbhandari et al. 2020).
     """
-    none = np.zeros(lay.rows)
+    return Spent(np.zeros(lay.rows), *_talk(lay, parameter_talks(lay, piece)))
+
+
+# What devices tell each other
+
+
+class Talk(NamedTuple):
+    """A collective over the axes ``over``, ``times`` times, of so many bytes in one device.
+
+    ``piece`` is what is summed, gathered or moved; the first, where it is several.
+    """
+
+    kind: str
+    over: Values
+    nbytes: Values
+    times: int
+    piece: Piece
+
+
+def parameter_talks(lay: Lay, piece: Piece) -> list[Talk]:
+    """What ZeRO gathers of one parameter."""
     zero = lay.choices.zero
     if zero == 0:
-        return Spent(none, none, none)
+        return []
     times = 2 * lay.choices.accumulate if zero == 3 else 1
     over = np.where(replicas_sharing(lay, piece) > 1, lay.batch, 0)
-    each = piece.nbytes / shards(lay, piece)
-    talk_s, nbytes = _collective(lay, "all-gather", over, each)
-    return Spent(none, times * talk_s, times * nbytes)
+    return [Talk("all-gather", over, piece.nbytes / shards(lay, piece), times, piece)]
 
 
-def _talk(lay: Lay, work: Work, loops: int) -> tuple[Values, Values]:
-    """Seconds and bytes of an operation's collectives."""
-    parts = [_moved(lay, work, move) for move in work.moves]
-    parts += [
-        _gathered(lay, work, place)
+def talks_of(lay: Lay, work: Work) -> list[Talk]:
+    """The collectives of one run of an operation."""
+    loops = lay.choices.accumulate if _has_rows(lay, work) else 1
+    found = [_moved(lay, move, loops) for move in work.moves]
+    found += [
+        _gathered(lay, work, place, loops)
         for place in dict.fromkeys(work.operands)
         if lay.problem.pieces[place].scope & work.whole
     ]
-    talk_s = loops * sum((seconds for seconds, _ in parts), np.zeros(lay.rows))
-    nbytes = loops * sum((moved for _, moved in parts), np.zeros(lay.rows))
-    if work.summed:
-        for seconds, moved in _sums(lay, work, loops):
-            talk_s, nbytes = talk_s + seconds, nbytes + moved
+    return found + (_sums(lay, work, loops) if work.summed else [])
+
+
+def _talk(lay: Lay, talks: list[Talk]) -> tuple[Values, Values]:
+    """Seconds and bytes of collectives."""
+    talk_s, nbytes = np.zeros(lay.rows), np.zeros(lay.rows)
+    for each in talks:
+        rate, delay = lay.setting.rate_s_per_byte[each.kind], lay.setting.delay_s[each.kind]
+        talk_s = talk_s + each.times * (each.nbytes * rate[each.over] + delay[each.over])
+        nbytes = nbytes + each.times * np.where(lay.size(each.over) > 1, each.nbytes, 0.0)
     return talk_s, nbytes
 
 
-def _moved(lay: Lay, work: Work, move: Move) -> tuple[Values, Values]:
+def _moved(lay: Lay, move: Move, loops: int) -> Talk:
     """From the axes of ``given`` to those of ``wanted``: what is lost is gathered, what is new is
     cut for nothing."""
     piece = lay.problem.pieces[move.piece]
     lost = lay.mask(move.given) & ~lay.mask(move.wanted)
     kept = lay.size(lay.mask(move.given) & lay.mask(move.wanted))
     others = shards(lay, piece) // lay.size(lay.mask(move.given))
-    return _collective(lay, "all-gather", lost, piece.nbytes / (others * kept * lay.loops(piece)))
+    each = piece.nbytes / (others * kept * lay.loops(piece))
+    return Talk("all-gather", lost, each, loops, piece)
 
 
-def _gathered(lay: Lay, work: Work, place: int) -> tuple[Values, Values]:
+def _gathered(lay: Lay, work: Work, place: int, loops: int) -> Talk:
     piece = lay.problem.pieces[place]
     lost = lay.union(piece.scope & work.whole)
-    return _collective(lay, "all-gather", lost, used_bytes(lay, piece, work).astype(float))
+    return Talk("all-gather", lost, used_bytes(lay, piece, work).astype(float), loops, piece)
 
 
-def _sums(lay: Lay, work: Work, loops: int) -> list[tuple[Values, Values]]:
+def _sums(lay: Lay, work: Work, loops: int) -> list[Talk]:
     """Sums over devices; of gradients once per step, but in pieces and each time from level 2 on.
 
     That is what the step does, see ``step/accumulate.py``.
     """
     over = lay.union(work.summed)
+    first = lay.problem.pieces[work.results[0]]
     plain, once, found = np.zeros(lay.rows), np.zeros(lay.rows), []
     for place in work.results:
         piece = lay.problem.pieces[place]
@@ -258,16 +294,11 @@ def _sums(lay: Lay, work: Work, loops: int) -> list[tuple[Values, Values]]:
         else:
             rows = np.where(replicas_sharing(lay, piece) > 1, over & lay.batch, 0)
             for kind, axes in (("reduce-scatter", rows), ("all-reduce", over & ~rows)):
-                found.append((loops, *_collective(lay, kind, axes, nbytes)))
+                found.append(Talk(kind, axes, nbytes, loops, piece))
     for times, nbytes in ((loops, plain), (1, once)):
         if np.any(nbytes):
-            found.append((times, *_collective(lay, "all-reduce", over, nbytes)))
-    return [(times * seconds, times * moved) for times, seconds, moved in found]
-
-
-def _collective(lay: Lay, kind: str, over: Values, nbytes: Values) -> tuple[Values, Values]:
-    rate, delay = lay.setting.rate_s_per_byte[kind], lay.setting.delay_s[kind]
-    return nbytes * rate[over] + delay[over], np.where(lay.size(over) > 1, nbytes, 0.0)
+            found.append(Talk("all-reduce", over, nbytes, times, first))
+    return found
 
 
 def _pieces(lay: Lay, piece: Piece) -> Values | int:
