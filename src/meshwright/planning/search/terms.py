@@ -282,7 +282,6 @@ def _sums(lay: Lay, work: Work, loops: int) -> list[Talk]:
     That is what the step does, see ``step/accumulate.py``.
     """
     over = lay.union(work.summed)
-    first = lay.problem.pieces[work.results[0]]
     plain, once, found = np.zeros(lay.rows), np.zeros(lay.rows), []
     for place in work.results:
         piece = lay.problem.pieces[place]
@@ -297,6 +296,7 @@ def _sums(lay: Lay, work: Work, loops: int) -> list[Talk]:
                 found.append(Talk(kind, axes, nbytes, loops, piece))
     for times, nbytes in ((loops, plain), (1, once)):
         if np.any(nbytes):
+            first = lay.problem.pieces[work.results[0]]
             found.append(Talk("all-reduce", over, nbytes, times, first))
     return found
 
