@@ -2,7 +2,7 @@
 
 ``--way`` chooses how gradients are summed: ``plain`` leaves it to XLA; ``scattered`` sums them to
 pieces, updates each piece where it lies and gathers the parameters again; ``in_rows`` splits what
-lies between the products of a model-parallel block over its rows.
+lies between the products of a model-parallel block over its rows, with the collectives by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from named_protocol import measure
 from protocol import eight_jax_devices
 
 WAYS = ("plain", "scattered", "in_rows")
-IN_ROWS = "rows length d_model"
 
 
 def mlp(p: dict[str, Any], x: Any, split: Any) -> Any:
@@ -45,24 +44,26 @@ def block(p: dict[str, Any], x: Any, split: Any) -> Any:
     return x + jnp.einsum("blf,fd->bld", hidden, p["wo"])
 
 
-def block_in_rows(p: dict[str, Any], x: Any, split: Any) -> Any:
-    def rows(x: Any) -> Any:
-        return split(x, IN_ROWS)
+def block_in_rows(p: dict[str, Any], x: Any, axis: str) -> Any:
+    """One device's rows of the block, of its pieces of the kernels and its own rows of ``x``."""
 
     def whole(x: Any) -> Any:
-        return split(x, "batch length d_model")
+        return jax.lax.all_gather(x, axis, tiled=True)
 
-    x = rows(x)
-    kernel = jnp.stack([p[name] for name in "qkv"])
+    def rows(x: Any) -> Any:
+        return jax.lax.psum_scatter(x, axis, tiled=True)
+
+    d_model, heads, d_kv = p["q"].shape
+    kernel = jnp.concatenate([p[name].reshape(d_model, -1) for name in "qkv"], 1)
     inner = whole(normalised(x, p["scale_1"]))
-    together = product("bld,sdhk->blshk", "bld,blshk->sdhk", inner, kernel)
-    q, k, v = jnp.einsum("blshk->sbhlk", together)
-    scores = jnp.einsum("bhlk,bhmk->bhlm", q * q.shape[-1] ** -0.5, k)
-    mixed = jnp.einsum("bhlm,bhmk->bhlk", jax.nn.softmax(scores, -1), v)
-    x = x + rows(whole(product("bhlk,hkd->bld", "bhlk,bld->hkd", mixed, p["o"])))
+    together = product("bld,de->ble", "bld,ble->de", inner, kernel)
+    q, k, v = jnp.einsum("blshk->sbhlk", together.reshape(*inner.shape[:2], 3, heads, d_kv))
+    scores = jnp.einsum("bhlk,bhmk->bhlm", q * d_kv**-0.5, k)
+    mixed = jnp.einsum("bhlm,bhmk->blhk", jax.nn.softmax(scores, -1), v)
+    x = x + rows(product("blhk,hkd->bld", "blhk,bld->hkd", mixed, p["o"]))
     inner = whole(normalised(x, p["scale_2"]))
     hidden = jax.nn.relu(product("bld,df->blf", "bld,blf->df", inner, p["wi"]))
-    return x + rows(whole(product("blf,fd->bld", "blf,bld->fd", hidden, p["wo"])))
+    return x + rows(product("blf,fd->bld", "blf,bld->fd", hidden, p["wo"]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -109,8 +110,7 @@ def make(job: NamedJob, way: str) -> tuple[Any, Any, Any]:
     axes = {axis: int(size) for axis, size in layout(job.mesh).items()}
     auto = (jax.sharding.AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto)
-    rules = layout(job.layout) | ({"rows": "all"} if way == "in_rows" else {})
-    program = block_in_rows if way == "in_rows" else PROGRAMS[job.program]
+    rules, program = layout(job.layout), PROGRAMS[job.program]
 
     def lies(dims: str) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(rules.get(dim) for dim in dims.split())))
@@ -124,14 +124,14 @@ def make(job: NamedJob, way: str) -> tuple[Any, Any, Any]:
     data = tuple(jax.device_put(value, lies(DATA[job.program])) for value in (x, y))
 
     def loss(p: dict[str, Any], x: Any, y: Any) -> Any:
-        targets = split(y, IN_ROWS) if way == "in_rows" else y
-        return jnp.mean(jnp.square(program(p, x, split) - targets))
+        return jnp.mean(jnp.square(program(p, x, split) - y))
 
     def plain(p: dict[str, Any], x: Any, y: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(p, x, y)
         return {name: p[name] - LEARNING_RATE * grads[name] for name in p}, value
 
-    step = scattered(mesh, rules, job) if way == "scattered" else plain
+    by_hand = {"scattered": scattered, "in_rows": in_rows}
+    step = by_hand[way](mesh, rules, job) if way in by_hand else plain
     return params, data, jax.jit(step, donate_argnums=0)
 
 
@@ -166,6 +166,33 @@ def scattered(mesh: Any, rules: dict[str, str], job: NamedJob) -> Any:
         mesh=mesh,
         in_specs=(whole, data, data),
         out_specs=(whole, spec()),
+        check_vma=False,
+    )
+
+
+def in_rows(mesh: Any, rules: dict[str, str], job: NamedJob) -> Any:
+    """The step of a model-parallel block whose residual stream is split over its rows."""
+    (axis,) = mesh.axis_names
+    spec = PartitionSpec
+    dims = {name: text.split() for name, text in PARAMETERS[job.program].items()}
+    pieces = {name: spec(*(rules.get(dim) for dim in dims[name])) for name in dims}
+    everywhere = [name for name in dims if not any(dim in rules for dim in dims[name])]
+
+    def local(p: dict[str, Any], x: Any, y: Any) -> Any:
+        def loss(p: dict[str, Any]) -> Any:
+            error = block_in_rows(p, x, axis) - y
+            return jnp.sum(jnp.square(error)) / (x.size * mesh.shape[axis])
+
+        value, grads = jax.value_and_grad(loss)(p)
+        grads |= {name: jax.lax.psum(grads[name], axis) for name in everywhere}
+        after = {name: p[name] - LEARNING_RATE * grads[name] for name in p}
+        return after, jax.lax.psum(value, axis)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(pieces, spec(axis), spec(axis)),
+        out_specs=(pieces, spec()),
         check_vma=False,
     )
 

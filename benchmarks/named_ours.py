@@ -25,14 +25,15 @@ def normalised(x: mn.NamedArray, scale: mn.NamedArray) -> mn.NamedArray:
 
 
 def attention(p: Params, x: mn.NamedArray) -> mn.NamedArray:
-    return attended(p, *(mn.einsum([x, p[name]]) for name in "qkv"))
+    q, k, v = (mn.einsum([x, p[name]]) for name in "qkv")
+    return mn.einsum([attended(q, k, v), p["o"]])
 
 
-def attended(p: Params, q: mn.NamedArray, k: mn.NamedArray, v: mn.NamedArray) -> mn.NamedArray:
+def attended(q: mn.NamedArray, k: mn.NamedArray, v: mn.NamedArray) -> mn.NamedArray:
     k, v = (mn.rename(each, "length", "memory") for each in (k, v))
     out = [*(q.dim(name) for name in ("batch", "heads", "length")), k.dim("memory")]
     weights = mn.softmax(mn.einsum([q * q.dim("d_kv").size ** -0.5, k], out), "memory")
-    return mn.einsum([mn.einsum([weights, v], q.dims), p["o"]])
+    return mn.einsum([weights, v], q.dims)
 
 
 def block(p: Params, x: mn.NamedArray) -> mn.NamedArray:
@@ -44,30 +45,30 @@ def block(p: Params, x: mn.NamedArray) -> mn.NamedArray:
 def block_in_rows(p: Params, x: mn.NamedArray) -> mn.NamedArray:
     """The same, with what lies between the products split over its ``rows`` by a rule of their own.
 
-    Renaming a dim is all that it takes: norms and sums are then of a piece on each device, and not
-    of everything on all of them (sequence parallelism, Korthikanti et al. 2022). Queries, keys and
-    values are one product, so that what comes back from them is summed once. The result is split
-    too, and so is the loss.
+    Renaming a dim where it goes in and out of the products is all that it takes: norms and sums are
+    then of a piece on each device, and not of everything on all of them (sequence parallelism,
+    Korthikanti et al. 2022). Queries, keys and values are one product, so that what comes back
+    from them is summed once. The result is split too, and so is the loss.
     """
-
-    def whole(x: mn.NamedArray) -> mn.NamedArray:
-        return mn.rename(x, "rows", "batch")
-
     x = split(x)
-    x = x + split(attention_of_one_product(p, whole(normalised(x, p["scale_1"]))))
-    hidden = mn.relu(mn.einsum([whole(normalised(x, p["scale_2"])), p["wi"]]))
-    return x + split(mn.einsum([hidden, p["wo"]]))
+    attended = attention_of_one_product(p, normalised(x, p["scale_1"]))
+    x = x + mn.einsum([attended, p["o"]], rename=OUT)
+    hidden = mn.relu(mn.einsum([normalised(x, p["scale_2"]), p["wi"]], rename=IN))
+    return x + mn.einsum([hidden, p["wo"]], rename=OUT)
+
+
+IN, OUT = {"rows": "batch"}, {"batch": "rows"}
 
 
 def split(x: mn.NamedArray) -> mn.NamedArray:
-    return mn.rename(x, "batch", "rows")
+    return mn.rename(x, OUT)
 
 
 def attention_of_one_product(p: Params, x: mn.NamedArray) -> mn.NamedArray:
     kernel = mn.stack([p[name] for name in "qkv"], "which")
-    heads, d_kv = (p["q"].dim(name) for name in ("heads", "d_kv"))
-    out = [kernel.dim("which"), x.dim("batch"), heads, x.dim("length"), d_kv]
-    return attended(p, *mn.unstack(mn.einsum([x, kernel], out), "which"))
+    batch, heads, d_kv = mn.Dim("batch", x.dim("rows").size), *p["q"].dims[1:]
+    out = [kernel.dim("which"), batch, heads, x.dim("length"), d_kv]
+    return attended(*mn.unstack(mn.einsum([x, kernel], out, rename=IN), "which"))
 
 
 PROGRAMS = {"mlp": mlp, "block": block}

@@ -8,8 +8,8 @@ precision); the result lies where the rules say; no operand is gathered.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -36,8 +36,9 @@ class Case:
 
     ``dims`` are those of each operand. ``split`` are the names of dims to be split, the first of
     them also on meshes with fewer axes; those of them that the operation touches should be among
-    them. ``gathers`` says why an operand is gathered, where it is documented. Operands are normal
-    numbers unless ``make`` makes them. ``slopes`` are the operands that a gradient is taken of.
+    them. ``more_rules`` lays further dims along the axes of these. ``gathers`` says why an operand
+    is gathered, where it is documented. Operands are normal numbers unless ``make`` makes them.
+    ``slopes`` are the operands that a gradient is taken of.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Case:
     numpy: Callable[..., Any]
     dims: Sequence[str]
     split: Sequence[str]
+    more_rules: Mapping[str, str] = field(default_factory=dict)
     gathers: str = ""
     make: Callable[[np.random.Generator], Sequence[Any]] | None = None
     slopes: Sequence[int] = (0,)
@@ -69,6 +71,9 @@ class Case:
             return None
         axes = _AXES[kind]
         pairs = list(zip(self.split, axes, strict=False))
+        pairs += [
+            (dim, dict(pairs)[of]) for dim, of in self.more_rules.items() if of in dict(pairs)
+        ]
         return mn.BoundRules(mn.DimRules(pairs), mw.create_mesh(axes))
 
 

@@ -225,6 +225,43 @@ EINSUMS = [
         ("hidden", "batch"),
         slopes=(0, 1),
     ),
+    Case(
+        "rename=, with no other dim in the way",
+        lambda x, w: mn.einsum([x, w], rename={"batch": "rows"}),
+        np.matmul,
+        IO[:2],
+        ("batch", "hidden"),
+        more_rules={"rows": "batch"},
+        slopes=(0, 1),
+    ),
+    Case(
+        "rename=, a sum that is scattered",
+        lambda x, w: mn.einsum([x, w], "rows:8 hidden:8", rename={"batch": "rows"}),
+        np.matmul,
+        IO[:2],
+        ("io", "hidden"),
+        more_rules={"rows": "io"},
+        slopes=(0, 1),
+    ),
+    Case(
+        "rename=, a dim that is gathered before",
+        lambda x, w: mn.einsum([x, w], rename={"batch": "whole"}),
+        np.matmul,
+        IO[:2],
+        ("hidden", "io"),
+        more_rules={"batch": "hidden"},
+        gathers="batch shares its axis with hidden",
+        slopes=(0, 1),
+    ),
+    Case(
+        "rename=, a scattered sum of three operands",
+        lambda x, w, v: mn.einsum([x, w, v], "rows:8 hidden:8", rename={"batch": "rows"}),
+        lambda x, w, v: x @ (w * v.T),
+        IO,
+        ("io", "hidden"),
+        more_rules={"rows": "io"},
+        slopes=(0, 1),
+    ),
 ]
 
 CASES = [*UNARY, *BINARY, *REDUCTIONS, *EINSUMS]

@@ -129,3 +129,20 @@ def test_two_dims_of_one_product_cannot_share_an_axis():
         pytest.raises(mw.LayoutError, match=r"einsum over \[batch:64 io:16 hidden:32\].*both lie"),
     ):
         mn.einsum([made("batch io", 3), made("io hidden", 1)])
+
+
+def test_a_renamed_product_scatters_its_sums_and_gathers_what_it_needs():
+    def in_rows(params: dict[str, mn.NamedArray], x: mn.NamedArray) -> Any:
+        hidden = mn.relu(mn.einsum([x, params["w"]], rename={"rows": "batch"}))
+        y = mn.einsum([hidden, params["v"]], rename={"batch": "rows"})
+        return mn.reduce_mean(mn.square(y)).array
+
+    with mn.rules("hidden:all;rows:all", mw.create_mesh({"all": 8})):
+        params = {"w": made("io hidden", 1), "v": made("hidden io", 2)}
+        x = mn.rename(made("batch io", 3), "batch", "rows")
+        compiled = jax.jit(jax.grad(in_rows, (0, 1))).lower(params, x).compile()
+    found = read_collectives(compiled.as_text(), (("all", 8),))
+    whole = SIZES["batch"] * SIZES["io"]
+    exchanged = sorted((each.kind, sum(a.elements for a in each.arrays)) for each in found)
+    # x and the gradient of y are gathered, y and the gradient of x are scattered
+    assert exchanged == [*[("all-gather", whole)] * 2, *[("reduce-scatter", whole)] * 2]

@@ -572,6 +572,9 @@ def test_wrong_sums_of_products_are_refused():
         ("received 1 in ['a', 1]", lambda: mn.softmax(x, ["a", 1])),  # pyright: ignore
         ("c:4 is neither in reduce= nor in out=[a:2]",
          lambda: mn.einsum([x, y], "a:2", reduce="b")),
+        ("rename= speaks of 'b', which the product over [a:2 c:4] does not keep",
+         lambda: mn.einsum([x, y], rename={"b": "d"})),
+        ("dim 'c' comes twice in [c:2 c:4]", lambda: mn.einsum([x, y], rename={"a": "c"})),
     ]:  # fmt: skip
         with pytest.raises(mw.DimError, match=re.escape(says)):
             function()

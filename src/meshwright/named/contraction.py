@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..errors import DimError
 from .array import NamedArray, as_named, spread, union
+from .meeting import Meeting
 from .operation import operation
 from .reductions import Over, chosen
 from .rules import in_force
@@ -23,6 +24,7 @@ def einsum(
     out: DimsLike | None = None,
     *,
     reduce: Over = None,
+    rename: Mapping[str, str] | None = None,
     precision: Any = None,
     dtype: Any = None,
 ) -> NamedArray:
@@ -34,10 +36,18 @@ def einsum(
     with two sizes and :class:`LayoutError` if the rules lay two of all these dims along one axis.
     (Mesh-TensorFlow's ``einsum``.)
 
+    ``rename`` gives dims of the result another name, as :func:`rename` does after the product, but
+    the product may use both names: sums that are split over the new name's axis are scattered there
+    and not summed on every device, and a dim whose old name shares its axis with another dim of the
+    product is gathered before. ``out`` and ``reduce`` are in the new names and in the old ones.
+    (Sequence parallelism, Korthikanti et al. 2022.)
+
     >>> from meshwright.named import named
     >>> x, w = named(jnp.ones([4, 3]), "batch:4 io:3"), named(jnp.ones([3, 2]), "io:3 hidden:2")
     >>> einsum([x, w]).shape
     {'batch': 4, 'hidden': 2}
+    >>> einsum([x, w], rename={"batch": "rows"}).shape
+    {'rows': 4, 'hidden': 2}
     """
     if isinstance(xs, str):
         raise DimError(
@@ -50,20 +60,49 @@ def einsum(
     if not arrays:
         raise DimError("einsum of no arrays has no result: give at least one.")
     every = union(*(x.dims for x in arrays), what="einsum")
-    result = _result_dims(arrays, every, out, reduce)
-    new = [dim for dim in result if dim not in every]
-    if found := in_force():
-        found.check_together((*every, *new), "einsum over")
+    names = rename or {}
+    result = _result_dims(arrays, every, _with_old_names(out, names), reduce)
+    new = tuple(dim for dim in result if dim not in every)
     kept = tuple(dim for dim in result if dim in every)
-    product = _product_of_two if len(arrays) == 2 else _product_of_any
-    array = product(arrays, kept, precision, dtype)
-    if new:
-        shape = [dim.size if dim in every else 1 for dim in result]
-        array = jnp.broadcast_to(array.reshape(shape), [dim.size for dim in result])
-    return NamedArray(array, result)
+    renamed = _renamed(kept, names, new)
+    meeting = Meeting.of(every, kept, names)
+    if found := in_force():
+        found.check_together(meeting.met((*every, *new)), "einsum over")
+    product = _product_of_any
+    if len(arrays) == 2:
+        product = _product_in_order if meeting.split else _product_of_two
+    made = meeting.product(product, arrays, kept, precision=precision, dtype=dtype)
+    array = NamedArray(made, renamed)
+    return _broadcast(array, tuple(dim.renamed(names.get(dim.name, dim.name)) for dim in result))
 
 
-def _product_of_two(arrays: Sequence[NamedArray], kept: Dims, precision: Any, dtype: Any) -> Any:
+def _with_old_names(out: DimsLike | None, names: Mapping[str, str]) -> Dims | None:
+    if out is None:
+        return None
+    old = {new: old for old, new in names.items()}
+    return tuple(dim.renamed(old.get(dim.name, dim.name)) for dim in as_dims(out))
+
+
+def _renamed(kept: Dims, names: Mapping[str, str], new: Dims) -> Dims:
+    lost = [name for name in names if name not in {dim.name for dim in kept}]
+    if lost:
+        raise DimError(
+            f"einsum: rename= speaks of {', '.join(map(repr, lost))}, which the product over "
+            f"[{text_of(kept)}] does not keep. It goes from old names to new ones, and out= has "
+            "the new ones."
+        )
+    renamed = tuple(dim.renamed(names.get(dim.name, dim.name)) for dim in kept)
+    return as_dims((*renamed, *new))[: len(kept)]
+
+
+def _broadcast(x: NamedArray, result: Dims) -> NamedArray:
+    if x.dims == result:
+        return x
+    shape = [dim.size if dim in x.dims else 1 for dim in result]
+    return NamedArray(jnp.broadcast_to(x.array.reshape(shape), [d.size for d in result]), result)
+
+
+def _product_of_two(arrays: Sequence[NamedArray], kept: Dims, *, precision: Any, dtype: Any) -> Any:
     """What ``jnp.einsum`` makes of two operands, one ``dot_general``, without its search."""
     one, other = arrays
     promoted = jnp.promote_types(one.dtype, other.dtype)
@@ -99,7 +138,45 @@ def _dot_general(x: Any, y: Any, places: Any, precision: Any, dtype: Any) -> Any
     return jax.lax.dot_general(x, y, places, precision, preferred_element_type=dtype)
 
 
-def _product_of_any(arrays: Sequence[NamedArray], kept: Dims, precision: Any, dtype: Any) -> Any:
+def _product_in_order(
+    arrays: Sequence[NamedArray], kept: Dims, *, precision: Any, dtype: Any
+) -> Any:
+    """The same, and its gradients are products whose dims are at once in the order wanted.
+
+    JAX's own gradient of the second operand is a product the other way round, transposed. XLA makes
+    one of the two where it lays programs out by itself; in what runs on pieces it copies.
+    """
+    one, other = arrays
+    if {*one.dims} ^ {*other.dims} <= {*kept}:
+        how = (one.dims, other.dims, kept, precision, dtype)
+        return _in_order(how, one.array, other.array)
+    return _product_of_two(arrays, kept, precision=precision, dtype=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_order(how: Any, x: Any, y: Any) -> Any:
+    dims_of_x, dims_of_y, kept, precision, dtype = how
+    arrays = NamedArray(x, dims_of_x), NamedArray(y, dims_of_y)
+    return _product_of_two(arrays, kept, precision=precision, dtype=dtype)
+
+
+def _forward(how: Any, x: Any, y: Any) -> Any:
+    return _in_order(how, x, y), (x, y)
+
+
+def _backward(how: Any, saved: Any, gradient: Any) -> Any:
+    dims_of_x, dims_of_y, kept, precision, _ = how
+    x, y = NamedArray(saved[0], dims_of_x), NamedArray(saved[1], dims_of_y)
+    g = NamedArray(gradient, kept)
+    of_x = _product_of_two([g, y], x.dims, precision=precision, dtype=None)
+    of_y = _product_of_two([x, g], y.dims, precision=precision, dtype=None)
+    return of_x.astype(x.dtype), of_y.astype(y.dtype)
+
+
+_in_order.defvjp(_forward, _backward)
+
+
+def _product_of_any(arrays: Sequence[NamedArray], kept: Dims, *, precision: Any, dtype: Any) -> Any:
     letters = {dim: i for i, dim in enumerate(union(*(x.dims for x in arrays), what="einsum"))}
     operands = [part for x in arrays for part in (x.array, [letters[dim] for dim in x.dims])]
     result = [letters[dim] for dim in kept]
