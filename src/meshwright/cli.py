@@ -306,6 +306,9 @@ def _option(text: str) -> tuple[str, Any]:
     "--timeout", type=click.FloatRange(0, min_open=True), default=3600.0, help="Seconds to compile."
 )
 @click.option("--no-cache", is_flag=True, help="Compile anew, and do not keep the answer.")
+@click.option(
+    "--no-compile", is_flag=True, help="Take the planner's model in place of the compiler."
+)
 @click.option("--html", metavar="FILE", help="Write the report as a page for a browser, too.")
 @click.option("--measure", is_flag=True, help="Run the step here, too; for targets such as cpu:8.")
 @click.option("--save", metavar="FILE", help="Write what was found to a JSON file, for --check.")
@@ -326,6 +329,7 @@ def plan(
     option_texts: tuple[str, ...],
     timeout: float,
     no_cache: bool,
+    no_compile: bool,
     html: str | None,
     measure: bool,
     save: str | None,
@@ -343,6 +347,9 @@ def plan(
     meshwright plan train.py:build --target cpu:8 --zero 3 --batch-size 1024 --measure
     meshwright plan train:build --target h100:8 --save plan.json
     meshwright plan train:build --target h100:8 --check plan.json
+
+    Where no compiler for a GPU is installed, and with --no-compile, the figures are those of the
+    planner's model alone, and the report says so.
 
     Ends with status 0 if the step fits, or if nobody knows, and with 1 if it does not, or if
     anything got worse than in the file of --check.
@@ -362,6 +369,7 @@ def plan(
         zero,
         batch_size,
         dict(_option(text) for text in option_texts),
+        compile=not no_compile,
     )
     here = run_here(asked, timeout, html) if measure else (run(asked, timeout, html), None)
     report, beside = here

@@ -47,6 +47,7 @@ class Asked(NamedTuple):
     zero: int | None
     batch_size: int | None
     options: Mapping[str, Any]
+    compile: bool = True
 
 
 def run(asked: Asked, timeout_s: float, html_path: str | None = None) -> DryRun:
@@ -93,10 +94,12 @@ class _Case(NamedTuple):
     strategy: Any
     mesh: Mesh
     target: Target
+    compile: bool
 
     def dry_run(self, timeout_s: float, **more: Any) -> DryRun:
         """Its report; meanwhile it is said that a compiler is at work."""
         how = {"strategy": self.strategy, "target": self.target, "timeout_s": timeout_s, **more}
+        how |= {} if self.compile else {"compile": False}
         progress = _Progress(self.target)
         try:
             with watching(progress.told):
@@ -107,7 +110,7 @@ class _Case(NamedTuple):
 
 def _case(asked: Asked, here: bool = False) -> _Case:
     """What the options of the command mean; with ``here`` the devices are made, too."""
-    build, target_text, mesh_text, rules, zero, batch_size, options = asked
+    build, target_text, mesh_text, rules, zero, batch_size, options, compile = asked
     target = Target.of(target_text)
     mesh = Mesh({"batch": target.num_devices}) if mesh_text is None else Mesh.from_string(mesh_text)
     check_size(mesh, target)
@@ -121,7 +124,7 @@ def _case(asked: Asked, here: bool = False) -> _Case:
     case = _built(build, layouts, given)
     setup = setups(case, [mesh.abstract()])[0]
     batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
-    return _Case(case.model, batch, _strategy(case, setup), mesh, target)
+    return _Case(case.model, batch, _strategy(case, setup), mesh, target, compile)
 
 
 class _Progress:

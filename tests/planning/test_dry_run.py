@@ -18,7 +18,7 @@ from keras import layers
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.placement import ParamInfo, Placed
-from meshwright.planning import Compiled, Target, compile_step, gpu
+from meshwright.planning import Compiled, Target, compile_step
 from meshwright.planning.collectives import Collective
 from meshwright.planning.dry_run import DryRun, Memory, dry_run
 from meshwright.planning.hardware import Hardware
@@ -475,14 +475,6 @@ def test_a_mesh_of_another_size_than_the_target_is_an_error():
     strategy = mw.Sharded(mw.Mesh(AXES), SPLIT)
     with pytest.raises(mw.TargetError, match=r"over 8 devices .* the target v5e:4x4 has 16"):
         dry_run(model, BATCH, strategy=strategy, target="v5e:4x4")
-
-
-def test_without_the_compiler_for_gpus_the_error_names_the_command(monkeypatch):
-    monkeypatch.setattr(gpu, "_PLUGINS", ("no-such-plugin",))
-    with abstract():
-        model = two_layers()
-    with pytest.raises(mw.TargetError, match=r"pip install 'meshwright\[cuda\]'"):
-        dry_run(model, BATCH, strategy=mw.Sharded(mw.Mesh(AXES), SPLIT), target="h100:8")
 
 
 def test_a_batch_that_does_not_divide_is_an_error():

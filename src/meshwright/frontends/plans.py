@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import TargetError
 from ..mesh import Mesh, create_mesh
 from ..placement import Placement
 from ..planning.described import describe
-from ..planning.dry_run import DryRun, dry_run
+from ..planning.dry_run import DryRun, dry_run, not_compiled
 from ..planning.faults import tracing
 from ..planning.hardware import Hardware
 from ..planning.infer import graph_of_step
@@ -68,8 +68,9 @@ def plan(
     :func:`~meshwright.dry_run`: dims are inferred from the traced step. The search ends after
     ``limit_s`` seconds; with ``verify=k`` the best ``k`` are compiled after that, with less
     ZeRO and plain data parallel beside them, and ranked by their dry runs, for which ``blocks`` is
-    as in :func:`~meshwright.dry_run`. Raises
-    :class:`~meshwright.PlanError`, with the nearest miss and what would help, if nothing fits.
+    as in :func:`~meshwright.dry_run`; where no compiler is here for a GPU target, nothing is, and a
+    note of the plan says so. Raises :class:`~meshwright.PlanError`, with the nearest miss and what
+    would help, if nothing fits.
     (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 
     >>> import jax, keras, meshwright as mw
@@ -89,6 +90,7 @@ def plan(
 
     with tracing(described.name):
         graph = graph_of_step(described)
+    lacks = not_compiled(target) if verify else ""
     found = plan_step(
         graph,
         target,
@@ -98,8 +100,10 @@ def plan(
         hardware=hardware,
         limit_s=limit_s,
         verify=verify,
-        dry_run_of=report_of,
+        dry_run_of=None if lacks else report_of,
     )
+    if lacks:
+        found = replace(found, notes=(*found.notes, f"nothing was compiled to verify it: {lacks}"))
     decided: dict[str, Any] = {each.name: getattr(found, each.name) for each in fields(found)}
     decided["num_inputs"] = _num_inputs(model, batch)
     return Plan(**decided)

@@ -176,6 +176,8 @@ def _notes(run: DryRun, measured: Measured) -> list[str]:
         said.append("a collective's time has in it what a device waits for the others")
     if run.blocks is not None:
         said.append(str(run.blocks))
+    if run.is_analytic:
+        said.append(f"predicted by the analytic model alone: {run.not_compiled}")
     return said
 
 

@@ -66,7 +66,11 @@ def worse(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Find
 
 
 def compare(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Finding, ...]:
-    """Everything that differs, what got worse first; see :func:`worse`."""
+    """Everything that differs, what got worse first; see :func:`worse`.
+
+    Of a compiled step and the planner's model nothing is compared but what follows from layouts and
+    shapes, and :func:`notes` says so.
+    """
     for name, old, new in (
         ("target", before.target, now.target),
         ("mesh", _mesh(before), _mesh(now)),
@@ -78,10 +82,11 @@ def compare(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Fi
             )
     exact = tolerance or 0.0
     compiled = _TOLERANCE if tolerance is None else tolerance
+    alike = before.analytic == now.analytic
     found = [
-        *_fit(before, now),
-        *_memory(before, now, exact, compiled),
-        *_collectives(before, now, compiled),
+        *(_fit(before, now) if alike else ()),
+        *_memory(before, now, exact, compiled if alike else math.inf),
+        *(_collectives(before, now, compiled) if alike else ()),
         *_layouts(before, now, exact),
     ]
     order = ("worse", "better", "changed")
@@ -97,12 +102,22 @@ def notes(before: Lock, now: Lock) -> tuple[str, ...]:
         for package in dict.fromkeys((*old, *new))
         if old.get(package) != new.get(package)
     ]
-    if before.blocks != now.blocks:
+    if before.analytic != now.analytic:
+        was, is_now = (_source(each) for each in (before, now))
+        said.append(
+            f"the file was written {was}, this is {is_now}: whether it fits, its peak and its "
+            "collectives are not compared; write another file with --save"
+        )
+    elif before.blocks != now.blocks:
         was, is_now = (_compiled(each.blocks) for each in (before, now))
         said.append(f"the file was written of a step with {was}, this is of one with {is_now}")
     if before.name != now.name:
         said.append(f"the file is about {before.name!r}, this is {now.name!r}")
     return tuple(said)
+
+
+def _source(lock: Lock) -> str:
+    return "by the analytic model alone" if lock.analytic else "of a compiled step"
 
 
 def _compiled(blocks: int | None) -> str:

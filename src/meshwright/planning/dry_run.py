@@ -10,6 +10,7 @@ from ..errors import DoesNotFitError
 from ..mesh import Mesh
 from ..placement import Placement
 from ..program import Batch
+from . import gpu
 from .ahead import compile_described
 from .blocks import Reduced, reduced
 from .described import Described, Describes, describe
@@ -40,6 +41,7 @@ def dry_run(
     mesh: Mesh | Mapping[str, int] | None = None,
     hardware: Hardware | None = None,
     blocks: Literal["auto", "whole", "few"] = "auto",
+    compile: bool = True,
     timeout_s: float = 3600.0,
 ) -> DryRun:
     """Compile the training step for a target, which need not be there, and read what it costs.
@@ -51,8 +53,11 @@ def dry_run(
     that of what is known of the target's chips. Of sixteen equal blocks or more only one and two
     are compiled, and the difference gives the rest, which the report says; ``blocks="few"`` does so
     from four on, and ``"whole"`` never. A step that needs more memory than a device has gives a
-    report that says so. Raises :class:`~meshwright.TargetError` for a target that does not go with
-    the mesh, and :class:`~meshwright.CompileError` if the step does not compile.
+    report that says so. ``compile=False``, and a GPU target where XLA for GPUs is not installed,
+    gives what the planner's model says in place of the compiler, in seconds, and the report says
+    so (:attr:`DryRun.is_analytic`). Raises :class:`~meshwright.TargetError` for a target that does
+    not go with the mesh, or a layout that the model does not know where it has to do, and
+    :class:`~meshwright.CompileError` if the step does not compile.
 
     >>> import jax, keras, meshwright as mw
     >>> with mw.abstract():
@@ -70,6 +75,8 @@ def dry_run(
         strategy = strategy.on(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
     _check_devices(strategy, target)
     described = describe(model, batch, strategy)
+    if why := not_compiled(target, compile):
+        return _analytic(model, batch, strategy, described, target, hardware, why)
     if blocks == "whole":
         return _whole(described, target, hardware, timeout_s)
     with tracing(described.name):
@@ -81,6 +88,32 @@ def dry_run(
         said = (f"all blocks were compiled: {reason}",) if reason else ()
         return replace(whole, notes=(*whole.notes, *said))
     return _of_blocks(described, found, target, hardware, timeout_s)
+
+
+def not_compiled(target: Target, is_asked: bool = True) -> str:
+    """Why nothing is compiled, with what to do for it; empty where a compiler is asked."""
+    if not is_asked:
+        return f"compile=False (--no-compile) asks for no compiler, which there is for {target}"
+    if target.platform == "cuda" and gpu.compiler() is None:
+        return gpu.NOT_INSTALLED.format(target)
+    return ""
+
+
+def _analytic(
+    model: Any,
+    batch: Batch,
+    strategy: Describes | Placement,
+    described: Described,
+    target: Target,
+    hardware: Hardware,
+    why: str,
+) -> DryRun:
+    """The report on a step that nobody compiles."""
+    from .analytic import report_of  # the planner's model, which a compiler needs not
+
+    if target.platform == "cuda":
+        gpu.topology_of(target)  # raises for nodes that are not built
+    return report_of(model, batch, strategy, described, target, hardware, why)
 
 
 def _check_devices(strategy: Describes | Placement, target: Target) -> None:

@@ -21,6 +21,10 @@ NOT_TUNED = (
     "compiled without a GPU, so XLA could not autotune: kernels of products and convolutions, and "
     "the memory that they work in, may be others on a real one"
 )
+NOT_INSTALLED = (
+    "steps for {} are compiled by XLA for GPUs, which is not installed; no GPU is needed. On "
+    "Linux, pip install 'meshwright[cuda]' adds it, some gigabytes"
+)
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
@@ -126,12 +130,16 @@ def config_of(target: Target) -> str:
 
 
 def _compiler(target: Target) -> str:
+    if (found := compiler()) is None:
+        raise TargetError(f"{NOT_INSTALLED.format(target)}.")
+    return found
+
+
+def compiler() -> str | None:
+    """What compiles for GPUs, with its version; ``None`` where nothing here does."""
     for package in _PLUGINS:
         try:
             return f"{package} {importlib.metadata.version(package)}"
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise TargetError(
-        f"steps for {target} are compiled by XLA for GPUs, which is not installed; no GPU is "
-        "needed. On Linux, pip install 'meshwright[cuda]' adds it, some gigabytes."
-    )
+    return None

@@ -61,6 +61,7 @@ class Lock:
 
     ``collectives`` is ``None`` for a step that the compiler refused. ``blocks`` says how many equal
     blocks there are where one and two of them were compiled, for all; else it is ``None``.
+    ``analytic`` is true where nothing was compiled, and the planner's model said it.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Lock:
     collectives: tuple[LockedCollective, ...] | None
     layouts: tuple[LockedLayout, ...]
     blocks: int | None = None
+    analytic: bool = False
 
     def to_json(self) -> str:
         """The text of a file: one line for each thing that may change, in a stable order.
@@ -90,6 +92,8 @@ class Lock:
         }
         if self.blocks is not None:
             head["blocks"] = self.blocks
+        if self.analytic:
+            head["analytic"] = True
         lines = [_pair(key, value) for key, value in head.items()]
         lines.append(_block("memory", "{}", [_pair(*line) for line in self.memory]))
         rows = [json.dumps(vars(each)) for each in self.collectives or ()]
@@ -143,12 +147,13 @@ def lock_of(run: DryRun) -> Lock:
         name=run.name,
         target=str(run.target),
         mesh=run.axes,
-        versions=_versions(run.target.platform),
+        versions=_versions("" if run.is_analytic else run.target.platform),
         fits=run.fits,
         memory=memory,
         collectives=None if run.refusal else _grouped(run),
         layouts=tuple(layouts),
         blocks=None if run.blocks is None else run.blocks.count,
+        analytic=run.is_analytic,
     )
 
 
@@ -219,6 +224,7 @@ def _lock(read: Any) -> Lock:
             for path, each in read["layouts"].items()
         ),
         blocks=_number(read.get("blocks")),
+        analytic=_as(bool, read.get("analytic", False)),
     )
 
 

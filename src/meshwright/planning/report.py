@@ -71,7 +71,9 @@ class DryRun:
     not fit, of which there is no more to tell. ``estimate`` says how long the step would take, by
     the numbers of ``hardware``. ``placed`` says where every variable lies and why. ``blocks`` is
     set where not all equal blocks of the model were compiled: the figures are extended then from
-    one and two of them, and ``compiled`` is the step with two.
+    one and two of them, and ``compiled`` is the step with two. Where nothing was compiled,
+    ``not_compiled`` says why: then bytes of state and inputs are exact, and all else is what the
+    planner's model says.
     """
 
     name: str
@@ -88,6 +90,12 @@ class DryRun:
     placed: tuple[Placed, ...] = field(default=(), repr=False)
     hardware: Hardware | None = field(default=None, repr=False)
     blocks: Blocks | None = None
+    not_compiled: str = ""
+
+    @property
+    def is_analytic(self) -> bool:
+        """Whether this is the planner's model alone, without a compiler."""
+        return bool(self.not_compiled)
 
     @property
     def fits(self) -> bool | None:
@@ -99,7 +107,7 @@ class DryRun:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that a device holds at one time, as the compiler says."""
+        """The most that a device holds at one time, as the compiler or else the model says."""
         return self.memory.peak_bytes
 
     @property

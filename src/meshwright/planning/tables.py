@@ -21,6 +21,7 @@ def of_dry_run(run: DryRun) -> str:
     axes = ", ".join(f"{axis}={size}" for axis, size in run.axes)
     parts = [
         f"{run.name} on {run.target} ({axes}): {_verdict(run)}",
+        *([f"by the {by_the_model(run)}"] if run.is_analytic else []),
         "memory of one device\n" + _memory(run.memory),
     ]
     if run.refusal:
@@ -28,7 +29,7 @@ def of_dry_run(run: DryRun) -> str:
     if run.tensors:
         title = f"largest of the temporary arrays at the peak, {in_words(run.alive_bytes)} in all"
         parts.append(_titled(title, _tensors(run.tensors)))
-    if run.compiled is not None:
+    if run.compiled is not None or run.is_analytic:
         parts.append(_titled("collectives of one step", _transfers(run.collectives)))
     if run.estimate is not None:
         parts.append(_titled("time of one step, estimated", _time(run.estimate)))
@@ -37,6 +38,15 @@ def of_dry_run(run: DryRun) -> str:
         parts.append(_titled("unexpected, and what would remove it", laid_out(_first(rows), ())))
     parts += [f"note: {note}" for note in run.notes]
     return "\n\n".join(parts)
+
+
+def by_the_model(run: DryRun) -> str:
+    """That nothing was compiled, why, and what the figures are worth."""
+    return (
+        f"analytic model alone, nothing was compiled: {run.not_compiled}.\nBytes of state and "
+        "inputs are exact; peak, collectives and times are closed forms, which the compiler may "
+        "better or miss."
+    )
 
 
 def _verdict(run: DryRun) -> str:

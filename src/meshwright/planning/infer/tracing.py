@@ -47,15 +47,17 @@ def traced_step(described: Described) -> tuple[Any, list[Argument], int]:
             info.path, info.role, names.names if names else None, info.owner, order
         )
     state = [known[path[-1].key] for path, _ in jax.tree.leaves_with_path(described.state)]
-    inputs = [_input(path) for path, _ in jax.tree.leaves_with_path(described.batch)]
+    leaves = jax.tree.leaves_with_path(described.batch)
+    inputs = [Argument(input_path(path), "input") for path, _ in leaves]
     return traced.jaxpr, [*state, *inputs], len(state)
 
 
-def _input(path: Any) -> Argument:
+def input_path(path: Any) -> str:
+    """What an array of the batch is called, by its place in the tree."""
     import jax
 
     where = jax.tree_util.keystr(path, simple=True, separator="/")
-    return Argument(f"input/{where}" if where else "input", "input")
+    return f"input/{where}" if where else "input"
 
 
 def graph_of(jaxpr: Any, arguments: Sequence[Argument], carried: int = 0) -> Graph:

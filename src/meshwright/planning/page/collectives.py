@@ -25,7 +25,8 @@ _NAMED = 2  # places that are written out before the rest is folded
 def collectives_section(run: DryRun) -> Html | None:
     """The section on collectives; none where nothing was compiled."""
     if not run.collectives:
-        says = "One step of a device tells the others nothing." if run.compiled else None
+        is_told = run.compiled is not None or run.is_analytic
+        says = "One step of a device tells the others nothing." if is_told else None
         return section("collectives", "Collectives", tag("p", says)) if says else None
     return section(
         "collectives",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..tables import by_the_model
 from .grid import Column, grid
 from .markup import Child, Html, section, tag
 from .words import UNKNOWN, bytes_cell, flops_text, in_words, ms, percent
@@ -22,6 +23,7 @@ def head(run: DryRun) -> Html:
         tag("h1", run.name),
         tag("p", tag("b", str(run.target)), f", {devices:,} devices, mesh {axes}", class_="under"),
         _verdict(run),
+        _not_compiled(run),
         tag("dl", [tag("div", tag("dt", n), tag("dd", *v)) for n, v in _figures(run)]),
     )
 
@@ -37,6 +39,11 @@ def _verdict(run: DryRun) -> Html:
     return tag("p", f"✗ Does not fit{by}", class_="verdict bad")
 
 
+def _not_compiled(run: DryRun) -> Html | None:
+    said = f"By the {by_the_model(run)}"
+    return tag("p", said, class_="verdict maybe") if run.is_analytic else None
+
+
 def _figures(run: DryRun) -> list[tuple[str, list[Child]]]:
     memory = run.memory
     of = "" if memory.available_bytes is None else f"of {in_words(memory.available_bytes)}"
@@ -47,7 +54,7 @@ def _figures(run: DryRun) -> list[tuple[str, list[Child]]]:
         ("bound by", run.bound_by or UNKNOWN, ""),
         ("FLOPs of a device", UNKNOWN if run.flops is None else flops_text(run.flops), "in a step"),
     ]
-    if run.compiled is not None:
+    if run.compiled is not None or run.is_analytic:
         found = len(run.unexpected)
         says = "see their remedies" if found else "all asked for"
         figures.append(("unexpected collectives", str(found), says))

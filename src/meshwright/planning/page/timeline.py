@@ -40,7 +40,7 @@ def time_section(run: DryRun) -> Html | None:
     return section(
         "time",
         "Time of one step, estimated",
-        _missing(run.estimate) if moments is None else _picture(moments),
+        _missing(run.estimate, run.is_analytic) if moments is None else _picture(moments),
         tag(
             "p",
             f"The picture shows two of {run.blocks.count} equal blocks, the numbers are of all.",
@@ -51,7 +51,9 @@ def time_section(run: DryRun) -> Html | None:
     )
 
 
-def _missing(found: Estimate) -> Html:
+def _missing(found: Estimate, is_analytic: bool) -> Html:
+    if not found.missing and is_analytic:
+        return tag("p", "There is no time line, as nothing was compiled.")
     if not found.missing:
         return tag("p", "The step does nothing that takes time.")
     return tag(

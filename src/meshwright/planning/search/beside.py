@@ -54,14 +54,14 @@ def _with_tables(problem: Compact, parallel: Layouts) -> Iterator[Layouts]:
     axes = tuple(name for name, _ in parallel.axes)
     rules = tuple(
         (problem.units[unit].family, axes)
-        for unit in _rows_of_tables(problem)
+        for unit in rows_of_tables(problem)
         if divides(problem, parallel.axes, unit, everything, 1)
     )
     if rules:
         yield replace(parallel, rules=(*parallel.rules, *rules))
 
 
-def _rows_of_tables(problem: Compact) -> list[int]:
+def rows_of_tables(problem: Compact) -> list[int]:
     """Units that are looked up, and that no array has beside the rows of the batch."""
     looked_up = {
         unit

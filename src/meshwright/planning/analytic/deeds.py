@@ -1,0 +1,178 @@
+"""What each operation of a step does in one device, and tells the others, by the closed forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...placement import Placement
+from ..collectives import Collective
+from ..graph import Graph, Operation
+from ..hlo import Array
+from ..origins import Origin
+from ..remedies import remedy
+from ..search.facts import facts_of
+from ..search.terms import Lay, Talk, parameter_talks, runs_of, shards, talks_of, work_done
+from ..traffic import Transfer
+from .laid import Kept, Laid
+
+_OF_UPDATE = ("update", "parameter", "slot")
+
+
+@dataclass(frozen=True)
+class Said:
+    """A collective: the bytes of one device and the seconds are those of each time."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: float
+    count: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """What all runs of an operation take in one step of one device."""
+
+    count: int
+    flops: float
+    bytes: float
+    flops_s: float
+    bytes_s: float
+    said: tuple[Said, ...]
+
+    @property
+    def time_s(self) -> float:
+        """The longer of arithmetic and memory traffic."""
+        return max(self.flops_s, self.bytes_s)
+
+
+@dataclass(frozen=True)
+class Deed:
+    """An operation in the words of the model, or what is gathered of a variable."""
+
+    kind: str
+    layer: str
+    phase: str
+    done: Done
+    again: bool = False  # half of it is done for the backward pass
+    variable: str = ""
+    remedy: str = ""
+    itemsize: int = 0
+    whole_flops: float = 0.0  # of all devices, were nothing done twice
+
+
+def deeds_of(laid: Laid, placement: Placement) -> tuple[Deed, ...]:
+    """The operations of a step in the order of its trace, and what ZeRO and the layout gather."""
+    gathers = tuple(_shared(laid))
+    first = laid.choices.zero == 3
+    begin, end = (gathers, ()) if first else ((), gathers)
+    kept = [_gathered(laid, each, placement) for each in laid.kept]
+    return (*begin, *_operations(laid), *end, *kept)
+
+
+def _operations(laid: Laid) -> Iterator[Deed]:
+    problem = laid.problem
+    graph, facts = problem.graph, facts_of(problem.graph)
+    known = [_done(laid, place) for place in range(len(problem.works))]
+    for place, operation in enumerate(graph.operations):
+        work = problem.works[problem.work_of[place]]
+        touched = (*operation.results, *operation.operands)
+        yield Deed(
+            kind=operation.kind,
+            layer=operation.path,
+            phase=_phase(graph, operation, facts.kinds, facts.is_forward[place]),
+            done=known[problem.work_of[place]],
+            again=laid.choices.recompute and work.is_again,
+            itemsize=graph.tensors[touched[0]].itemsize if touched else 0,
+            whole_flops=operation.flops * operation.times,
+        )
+
+
+def _phase(graph: Graph, operation: Operation, kinds: tuple[str, ...], is_forward: bool) -> str:
+    if is_forward:
+        return "forward"
+    made = operation.results
+    if made and all(graph.tensors[each].twin is not None for each in made):
+        return "recompute"
+    return "other" if made and all(kinds[each] in _OF_UPDATE for each in made) else "backward"
+
+
+def _done(laid: Laid, place: int) -> Done:
+    lay, setting, work = laid.lay, laid.setting, laid.problem.works[place]
+    if work.is_free:
+        return Done(runs_of(lay, work), 0.0, 0.0, 0.0, 0.0, ())
+    runs = runs_of(lay, work)
+    flops, moved = (runs * float(each[0]) for each in work_done(lay, work))
+    return Done(
+        count=runs,
+        flops=flops,
+        bytes=moved,
+        flops_s=flops * setting.seconds_per_flop.get(work.dtype, 0.0),
+        bytes_s=moved * setting.seconds_per_byte,
+        said=tuple(_said(laid, lay, talks_of(lay, work), runs)),
+    )
+
+
+def _said(laid: Laid, lay: Lay, talks: Iterable[Talk], runs: int = 1) -> Iterator[Said]:
+    """The collectives that more than one device take part in."""
+    for each in talks:
+        mask, nbytes = int(np.asarray(each.over)[0]), float(each.nbytes[0])
+        if mask and nbytes:
+            time_s = nbytes * lay.setting.rate_s_per_byte[each.kind][mask]
+            time_s += lay.setting.delay_s[each.kind][mask]
+            yield Said(each.kind, laid.named(mask), nbytes, runs * each.times, float(time_s))
+
+
+def _shared(laid: Laid) -> Iterator[Deed]:
+    """What ZeRO gathers of parameters."""
+    problem = laid.problem
+    for place, tensor in enumerate(problem.graph.tensors):
+        if tensor.role == "parameter" and laid.choices.zero:
+            talks = parameter_talks(laid.lay, problem.pieces[problem.piece_of[place]])
+            if said := tuple(_said(laid, laid.lay, talks)):
+                phase = "forward" if laid.choices.zero == 3 else "other"
+                yield _of_variable(tensor.path, phase, said, tensor.itemsize)
+
+
+def _gathered(laid: Laid, kept: Kept, placement: Placement) -> Deed:
+    """What is new of a variable that lies in larger pieces than its dims."""
+    info = kept.placed.info
+    names = [name for name, _ in laid.setting.axes]
+    mask = sum(1 << names.index(axis) for axis in kept.axes)
+    piece = laid.problem.pieces[laid.problem.piece_of[kept.tensor]]
+    held = piece.nbytes / shards(laid.lay, piece) * laid.setting.size_of[mask]
+    said = tuple(_said(laid, laid.lay, [Talk("all-gather", np.array([mask]), held, 1, piece)]))
+    array = Array(info.dtype, kept.placed.layout.local_dims(info.dims), 8 * info.itemsize)
+    like = Collective("all-gather", (array,), (), kept.axes, 1, "", 0, 0, gathered_dim=kept.dim)
+    words = remedy(like, Origin("", "other"), None, kept.placed, (), placement)
+    return _of_variable(info.path, "other", said, info.itemsize, words)
+
+
+def _of_variable(
+    path: str, phase: str, said: tuple[Said, ...], itemsize: int, remedy: str = ""
+) -> Deed:
+    done = Done(sum(each.count for each in said), 0.0, 0.0, 0.0, 0.0, said)
+    return Deed("gather", "", phase, done, variable=path, remedy=remedy, itemsize=itemsize)
+
+
+def transfers_of(deeds: Iterable[Deed], dtypes: dict[int, str]) -> tuple[Transfer, ...]:
+    """The collectives in the report's words; ``dtypes`` are those of so many bytes."""
+    return tuple(
+        Transfer(
+            kind=said.kind,
+            axes=said.axes,
+            bytes_per_device=math.ceil(said.nbytes),
+            count=said.count,
+            paths=(deed.layer,) if deed.layer else (),
+            phases=(deed.phase,),
+            dtypes=(dtypes[deed.itemsize],) if deed.itemsize in dtypes else (),
+            variables=(deed.variable,) if deed.variable else (),
+            remedy=deed.remedy,
+        )
+        for deed in deeds
+        for said in deed.done.said
+    )

@@ -1,0 +1,249 @@
+"""A layout that is given, in the planner's terms: the axes that each dim of a step lies along."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...errors import LayoutError
+from ...mesh import Mesh
+from ...placement import Placed, Placement
+from ...program import Batch, Program
+from ...step.options import StepOptions
+from ..described import Described, Describes, of_program
+from ..faults import tracing
+from ..graph import Graph
+from ..groups import Axes
+from ..hardware import Hardware
+from ..infer import graph_of_step
+from ..infer.tracing import input_path
+from ..search.beside import rows_of_tables
+from ..search.choices import Choices
+from ..search.compact import Compact, compact
+from ..search.cost import faults_of
+from ..search.setting import Setting, setting_of
+from ..search.terms import Lay
+from ..target import Target
+
+Along = tuple[tuple[str, ...], ...]  # the axes of each dim of an array
+_MODELLED = ("none", "block")  # ways to recompute that the planner chooses from
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A variable that lies whole, or in larger pieces, where its dims are split.
+
+    Each device takes its part of it for nothing; what is new of it is gathered over ``axes``, along
+    the array's dim ``dim``.
+    """
+
+    placed: Placed
+    tensor: int
+    axes: tuple[str, ...]
+    dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """A step under a layout: ``masks`` are sets of axes, of the units of ``problem``."""
+
+    problem: Compact
+    setting: Setting
+    choices: Choices
+    masks: Mapping[int, int]
+    kept: tuple[Kept, ...]
+
+    @functools.cached_property
+    def lay(self) -> Lay:
+        """The same as the closed forms take it."""
+        masks = {unit: np.array([mask]) for unit, mask in self.masks.items()}
+        return Lay(self.problem, self.setting, self.choices, masks, rows=1)
+
+    def named(self, mask: int) -> tuple[str, ...]:
+        """The axes of a set."""
+        return _names(self.setting.axes, mask)
+
+
+def graph_alone(
+    model: Any, batch: Batch, strategy: Describes | Placement, described: Described
+) -> Graph:
+    """The graph of the step as one device would take it, all micro-batches in one."""
+    placement, how = described.placement, described.how
+    mesh = Mesh(dict.fromkeys(placement.mesh.axis_names, 1))
+    whole = Placement.of(mesh, batch=placement.batch, unmatched="replicate")
+    rows = _joined(batch, how.accumulate)
+    plain = StepOptions(remat="none" if how.remat in _MODELLED else how.remat)
+    with tracing(described.name):
+        if isinstance(model, Program):
+            return graph_of_step(of_program(model, rows, whole, plain))
+        assert not isinstance(strategy, Placement)
+        return graph_of_step(strategy.from_placement(whole, plain).described(model, rows))
+
+
+def _joined(batch: Batch, count: int) -> Batch:
+    """The shapes of so many batches in one."""
+    import jax
+    import numpy as np
+
+    def shape(array: Any) -> Any:
+        dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
+        dims = np.shape(array)
+        return jax.ShapeDtypeStruct((count * dims[0], *dims[1:]) if dims else dims, dtype)
+
+    return jax.tree.map(shape, batch)
+
+
+def laid_out(graph: Graph, described: Described, target: Target, hardware: Hardware) -> Laid:
+    """A step's graph under the layout that it is described for.
+
+    A dim lies along the axes that any variable or input has it along. Raises
+    :class:`~meshwright.LayoutError` that lists what dims cannot say.
+    """
+    axes = tuple((name, size) for name, size in described.mesh.axes if size > 1)
+    lies = _lies(described, axes)
+    along, faults = _along(graph, lies)
+    faults += _of_activations(described.placement, axes)
+    if faults:
+        raise LayoutError("\n".join(faults))
+    along |= _by_names(graph, along, described.placement, axes)
+    problem = compact(_in_families(graph, along), target.platform)
+    bits = {name: 1 << bit for bit, (name, _) in enumerate(axes)}
+    masks = dict.fromkeys(range(len(problem.units)), 0)
+    for dim, names in along.items():
+        masks[problem.unit_of[dim]] = sum(bits[name] for name in names)
+    problem = _with_tables(problem)
+    how = described.how
+    choices = Choices(described.placement.zero, how.accumulate, how.remat == "block")
+    faults = list(faults_of(problem, axes, masks, choices))
+    rows = () if problem.batch is None else _names(axes, masks[problem.batch])
+    shared = {name for name, _ in axes} & set(described.placement.batch_axes)
+    if choices.zero and set(rows) != shared:
+        faults.append(
+            f"zero={choices.zero} shares state over {', '.join(described.placement.batch_axes)}, "
+            f"and the rows of the batch lie along {', '.join(rows) or 'no axis'}."
+        )
+    if faults:
+        raise LayoutError("\n".join(faults))
+    placed = {each.info.path: each for each in described.placed}
+    kept = tuple(_kept(graph, along, lies, placed))
+    return Laid(problem, setting_of(axes, target, hardware), choices, masks, kept)
+
+
+def _names(axes: Axes, mask: int) -> tuple[str, ...]:
+    return tuple(name for bit, (name, _) in enumerate(axes) if mask >> bit & 1)
+
+
+def _lies(described: Described, axes: Axes) -> dict[str, Along]:
+    """The axes of each variable, as it lies without ZeRO, and of each input."""
+    import jax
+
+    plain = described.placement.with_zero(0).place(each.info for each in described.placed)
+    found: dict[str, Along] = {
+        each.info.path: tuple(each.layout.dim_axes(dim) for dim in range(each.layout.rank))
+        for each in plain
+    }
+    batch = described.batch[0] if described.how.accumulate > 1 else described.batch
+    for path, array in jax.tree.leaves_with_path(batch):
+        found[input_path(path)] = tuple(map(_of_spec, array.sharding.spec))
+    known = {name for name, _ in axes}
+    return {
+        path: tuple(tuple(axis for axis in each if axis in known) for each in dims)
+        for path, dims in found.items()
+    }
+
+
+def _of_spec(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _along(graph: Graph, lies: Mapping[str, Along]) -> tuple[dict[int, tuple[str, ...]], list[str]]:
+    """The axes of each dim that is split, and what speaks against it."""
+    found: dict[int, tuple[str, ...]] = {}
+    whose: dict[int, str] = {}
+    faults: list[str] = []
+    for tensor in graph.tensors:
+        for dim, axes in zip(tensor.dims, lies.get(tensor.path, ()), strict=False):
+            over = "+".join(axes)
+            if not axes:
+                continue
+            if dim is None:
+                faults.append(f"{tensor.path} lies along {over} by a dim that is never split.")
+            elif found.setdefault(dim, axes) != axes:
+                faults.append(
+                    f"dim {graph.dims[dim].name!r} lies along {'+'.join(found[dim])} in "
+                    f"{whose[dim]}, and along {over} in {tensor.path}."
+                )
+            else:
+                whose.setdefault(dim, tensor.path)
+    return found, faults
+
+
+def _of_activations(placement: Placement, axes: Axes) -> list[str]:
+    """Layouts of activations that say more than the batch's rows do."""
+    known, rows = {name for name, _ in axes}, set(placement.batch_axes)
+    faults = []
+    for rule in placement.activations:
+        layout = placement.layout(rule.layout)
+        split = [set(layout.dim_axes(dim)) & known for dim in range(layout.rank)]
+        if any(split[1:]) or not set().union(*split[:1]) <= rows:
+            faults.append(f"activation {rule.pattern!r} has a layout of its own.")
+    return faults
+
+
+def _by_names(
+    graph: Graph, along: Mapping[int, tuple[str, ...]], placement: Placement, axes: Axes
+) -> dict[int, tuple[str, ...]]:
+    """The axes of dims that only activations have, by the rules for their names."""
+    rules, known = placement.dim_rules, {name for name, _ in axes}
+    if rules is None:
+        return {}
+    return {
+        place: (axis,)
+        for place, dim in enumerate(graph.dims)
+        if place not in along and (axis := rules.axis(dim.name.partition("#")[0])) in known
+        if axis is not None
+    }
+
+
+def _in_families(graph: Graph, along: Mapping[int, tuple[str, ...]]) -> Graph:
+    """The graph with families of dims that lie alike, as the planner's do."""
+    first: dict[tuple[str, int], tuple[str, ...]] = {}
+    dims = []
+    for place, dim in enumerate(graph.dims):
+        axes = along.get(place, ())
+        if first.setdefault((dim.family, dim.size), axes) != axes:
+            dim = replace(dim, family=f"{dim.family} over {'+'.join(axes) or 'none'}")
+        dims.append(dim)
+    return replace(graph, dims=tuple(dims))
+
+
+def _with_tables(problem: Compact) -> Compact:
+    """The same, in which rows of tables may lie along the axes of the batch's rows."""
+    tables = set(rows_of_tables(problem))
+    met = {pair for pair in problem.clashes if tables.isdisjoint(pair)}
+    return replace(problem, clashes=frozenset(met))
+
+
+def _kept(
+    graph: Graph,
+    along: Mapping[int, tuple[str, ...]],
+    lies: Mapping[str, Along],
+    placed: Mapping[str, Placed],
+) -> Iterator[Kept]:
+    """Parameters and slots that are not split along an axis, though their dims are."""
+    for place, tensor in enumerate(graph.tensors):
+        if tensor.role not in ("parameter", "slot"):
+            continue
+        own = {axis for axes in lies[tensor.path] for axis in axes}
+        lost = {
+            axis: at
+            for at, dim in enumerate(tensor.dims)
+            for axis in (() if dim is None else along.get(dim, ()))
+            if axis not in own
+        }
+        if lost:
+            yield Kept(placed[tensor.path], place, tuple(lost), min(lost.values()))

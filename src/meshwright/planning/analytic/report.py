@@ -1,0 +1,111 @@
+"""The dry run of a step of which nothing is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import LayoutError, TargetError
+from ...placement import Placed, Placement
+from ...program import Batch
+from ..described import Described, Describes
+from ..hardware import Hardware
+from ..reading import sizes
+from ..report import DryRun, Memory
+from ..search.cost import cost_of
+from ..search.terms import resting_bytes
+from ..target import Target
+from .deeds import deeds_of, transfers_of
+from .estimate import estimate_of
+from .laid import Laid, graph_alone, laid_out
+
+_RESTING = ("parameter", "slot", "state", "input")
+_PEAK_IS = "the planner's model: arrays alive at one time"
+
+
+def report_of(
+    model: Any,
+    batch: Batch,
+    strategy: Describes | Placement,
+    described: Described,
+    target: Target,
+    hardware: Hardware,
+    why: str,
+) -> DryRun:
+    """What the planner's model says of a step under its layout; ``why`` nothing is compiled.
+
+    Bytes of state and inputs are exact; the peak, collectives and times are closed forms, as
+    :func:`~meshwright.plan` uses them. Raises :class:`~meshwright.TargetError` for a layout that
+    the model does not know.
+    """
+    graph = graph_alone(model, batch, strategy, described)
+    try:
+        laid = laid_out(graph, described, target, hardware)
+    except LayoutError as error:
+        raise TargetError(
+            f"{why}. Without a compiler the planner's model would have to do, and it cannot say of "
+            f"{described.name!r}:\n{error}"
+        ) from error
+    deeds = deeds_of(laid, described.placement)
+    known = sizes(described)
+    return DryRun(
+        name=described.name,
+        target=target,
+        axes=described.mesh.axes,
+        memory=Memory(
+            **known,
+            peak_bytes=_peak(laid, known),
+            peak_is=_PEAK_IS,
+            available_bytes=hardware.memory_bytes,
+        ),
+        collectives=transfers_of(deeds, _dtypes(described.placed)),
+        estimate=estimate_of(laid, deeds, target, hardware),
+        notes=_notes(laid, described),
+        placed=described.placed,
+        hardware=hardware,
+        not_compiled=why,
+    )
+
+
+def _notes(laid: Laid, described: Described) -> tuple[str, ...]:
+    said = []
+    if laid.kept:
+        said.append(
+            "where a variable lies whole and its dims do not, it is taken to be cut for nothing; a "
+            "compiler may gather what it meets instead"
+        )
+    if described.how.sums is not None:
+        said.append("gradients are counted in the type that they are computed in")
+    return tuple(said)
+
+
+def _peak(laid: Laid, known: dict[str, int]) -> int:
+    """That of the model, in which state and inputs lie as their dims do, with how they lie."""
+    problem = laid.problem
+    modelled = sum(
+        int(resting_bytes(laid.lay, problem.pieces[problem.piece_of[place]])[0])
+        for place, tensor in enumerate(problem.graph.tensors)
+        if tensor.role in _RESTING
+    )
+    exact = sum(known.values()) - known["gradient_bytes"]
+    peak = cost_of(problem, laid.setting, laid.masks, laid.choices).peak_bytes
+    return max(peak - modelled, _at_end(laid)) + exact
+
+
+def _at_end(laid: Laid) -> int:
+    """Gradients, and new values that cannot be written over the old ones, as those are larger."""
+    if not laid.kept:
+        return 0
+    problem = laid.problem
+    new = [problem.pieces[problem.piece_of[each.tensor]] for each in laid.kept]
+    gradients = [
+        problem.pieces[problem.piece_of[place]]
+        for place, tensor in enumerate(problem.graph.tensors)
+        if tensor.role == "parameter"
+    ]
+    return sum(int(resting_bytes(laid.lay, each)[0]) for each in (*new, *gradients))
+
+
+def _dtypes(placed: Sequence[Placed]) -> dict[int, str]:
+    """What elements of so many bytes are, by the parameters."""
+    return {each.info.itemsize: each.info.dtype for each in placed if each.info.role == "parameter"}

@@ -1,0 +1,220 @@
+"""Dry runs of which nothing is compiled: the planner's model beside closed forms and compilers."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import keras
+import optax
+import pytest
+from click.testing import CliRunner
+
+import meshwright as mw
+from meshwright.cli import main
+from meshwright.frontends.keras.abstract import abstract
+from meshwright.planning import gpu
+from meshwright.planning.measured import Measured
+
+ROWS, IO, HIDDEN = 64, 16, 32
+BOTH = {"batch": 4, "model": 2}
+EXACT = ("parameter_bytes", "slot_bytes", "state_bytes", "input_bytes", "gradient_bytes")
+
+
+@pytest.fixture(autouse=True)
+def without_the_compiler(monkeypatch):
+    monkeypatch.setattr(gpu, "_PLUGINS", ("no-such-plugin",))
+
+
+def shape(*dims, dtype="float32"):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def two_layers(optimizer=None):
+    """y = relu(x w) v, as in the paper."""
+
+    def loss(params, x):
+        return jnp.sum((jax.nn.relu(x @ params["w"]) @ params["v"] - x) ** 2)
+
+    params = {"w": shape(IO, HIDDEN), "v": shape(HIDDEN, IO)}
+    return mw.jax_program(loss, params, optimizer or optax.sgd(0.1), name="two"), shape(ROWS, IO)
+
+
+def perceptron(rows=4096, width=1024):
+    with abstract():
+        model = keras.Sequential(
+            [
+                keras.Input([128]),
+                keras.layers.Dense(width, activation="relu", name="up"),
+                keras.layers.Dense(width, activation="relu", name="mid"),
+                keras.layers.Dense(64, name="down"),
+            ],
+            name="net",
+        )
+        model.compile("adam", "mse")
+    return model, (shape(rows, 128), shape(rows, 64))
+
+
+def asked(built, axes, layouts=None, target="h100:8", **more):
+    ways = {name: more.pop(name) for name in ("zero", "accumulate", "activations") if name in more}
+    strategy = mw.Sharded(mw.Mesh(axes), layouts or {}, unmatched="replicate", **ways)
+    return mw.dry_run(*built, strategy=strategy, target=target, **more)
+
+
+def moved(report):
+    """Elements of one device by axes, of float32; a loss, which is one element, apart."""
+    found: Counter = Counter()
+    for each in report.collectives:
+        if each.bytes_per_device > 4:
+            found[each.kind, *each.axes] += each.bytes_per_step // 4
+    return found
+
+
+SPLIT = {"w": [None, "model"], "v": ["model", None]}
+CLOSED = {  # elements that one device sums in a training step, which wants no gradient of x
+    "data": ({"batch": 8}, {}, {"batch": 2 * IO * HIDDEN}),
+    "model": ({"batch": 1, "model": 8}, SPLIT, {"model": ROWS * IO}),
+    "both": (BOTH, SPLIT, {"model": ROWS * IO // 4, "batch": 2 * IO * HIDDEN // 2}),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_collectives_are_those_of_the_paper(name):
+    axes, layouts, sums = CLOSED[name]
+    report = asked(two_layers(), axes, layouts)
+    assert moved(report) == {("all-reduce", axis): count for axis, count in sums.items()}
+    assert report.flops == 10 * ROWS * IO * HIDDEN / 8  # five products
+    assert report.is_analytic
+    assert report.compiled is None
+
+
+MEGATRON = {
+    "up/kernel": [None, "model"],
+    "up/bias": ["model"],
+    "mid/kernel": ["model", None],
+}
+CASES = {  # how far the peak may be off; XLA for CPU writes a sum over devices anew
+    "data": ({"batch": 8}, {}, {}, 0.02),
+    "split": (BOTH, MEGATRON, {}, 0.2),
+    "kept whole": (BOTH, {"mid/kernel": [None, "model"]}, {}, 0.2),
+    "micro-batches": ({"batch": 8}, {}, {"accumulate": 2}, 0.05),
+    "zero": ({"batch": 8}, {}, {"zero": 2}, 0.02),
+}
+QUICK = ("data", "kept whole")
+FULL = [pytest.param(name, marks=pytest.mark.full) for name in CASES if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *FULL])
+def test_what_it_says_is_what_the_compiler_says(name):
+    axes, layouts, how, off = CASES[name]
+    model = perceptron()
+    told = asked(model, axes, layouts, target="cpu:8", compile=False, **how)
+    compiled = asked(model, axes, layouts, target="cpu:8", **how)
+    assert not compiled.is_analytic
+    for line in EXACT:
+        assert getattr(told.memory, line) == getattr(compiled.memory, line)
+    assert told.peak_bytes == pytest.approx(compiled.peak_bytes, rel=off)
+    assert moved(told) == pytest.approx(moved(compiled), rel=0.002)  # the loss among others
+    assert told.flops == compiled.flops
+    remedies = [{each.remedy for each in report.unexpected} for report in (told, compiled)]
+    assert remedies[0] == remedies[1]
+
+
+def test_of_a_plan_it_says_what_the_plan_says():
+    model, batch = perceptron(rows=8192)
+    plan = mw.plan(model, batch, target="h100:8", axes={"batch": 4, "model": 2})
+    report = mw.dry_run(model, batch, strategy=plan.strategy(plan.mesh), target="h100:8")
+    assert report.step_time_s == pytest.approx(plan.chosen.time_s)
+    assert report.peak_bytes == pytest.approx(plan.chosen.peak_bytes, rel=0.001)
+    assert 0 < report.mfu < 1
+    assert report.bound_by in ("compute", "memory", "communication")
+
+
+def test_report_and_page_say_that_nothing_was_compiled():
+    report = asked(two_layers(), {"batch": 8})
+    assert report.fits
+    assert report.memory.temporary_bytes is None
+    said = "analytic model alone, nothing was compiled: steps for h100:8 are compiled by XLA for"
+    for text in (str(report), report.to_html()):
+        assert said in text
+        assert "pip install" in text
+        assert "meshwright[cuda]" in text
+    one = asked(two_layers(), {"batch": 8}, target="v5e:2x4", compile=False)
+    assert "compile=False (--no-compile) asks for no compiler" in str(one)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "more", "says"),
+    [
+        ({"w": ["batch", "model"]}, {}, r"meet in one array or operation, and both lie along axis"),
+        (
+            {"w": [None, "batch"], "v": ["model", None]},
+            {},
+            r"lies along model in v, and along batch",
+        ),
+        (
+            SPLIT,
+            {"activations": {"up": [None, "model"]}},
+            "activation 'up' has a layout",
+        ),
+    ],
+)
+def test_what_the_model_does_not_know_takes_a_compiler(layouts, more, says):
+    with pytest.raises(mw.TargetError, match=says) as info:
+        asked(two_layers(), BOTH, layouts, **more)
+    assert "pip install 'meshwright[cuda]' adds it" in str(info.value)
+
+
+def test_it_is_compared_and_the_comparison_says_so():
+    report = asked(two_layers(optax.adam(0.1)), {"batch": 8})
+    seen = Measured("two", "cpu", "cpu", report.axes, 4096, 8192, 0, 512, 40, "seen", (0.25,))
+    compared = report.beside(seen)
+    assert compared.row("parameters").ratio == 1.0
+    assert any("analytic model alone" in note for note in compared.notes)
+
+
+def test_a_plan_that_cannot_be_verified_says_so():
+    plan = mw.plan(*two_layers(), target="h100:8", verify=2)
+    assert plan.chosen.dry_run_time_s is None
+    assert "nothing was compiled to verify it" in plan.notes[-1]
+
+
+JOB = """
+import jax.numpy as jnp, numpy as np, optax
+import meshwright as mw
+
+
+def build():
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+    return mw.jax_program(loss, {"w": np.ones([8, 4])}, optax.adam(0.1)), {"x": np.eye(16, 8)}
+"""
+
+
+@pytest.mark.alone
+def test_the_command_takes_the_model_and_keeps_it_apart_from_compilers(tmp_path, monkeypatch):
+    mw.create_mesh({"batch": 8})  # started before the command can ask for one alone
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "analytic_job.py").write_text(JOB)
+
+    def run(target, *arguments):
+        words = ["plan", "analytic_job:build", "--target", target, *arguments]
+        return CliRunner().invoke(main, words)
+
+    told = run("h100:8", "--html", "page.html")
+    assert told.exit_code == 0, told.output
+    assert "analytic model alone" in told.stdout
+    assert "compiling" not in told.stderr
+    assert "analytic model alone" in (tmp_path / "page.html").read_text()
+    assert run("cpu:8", "--no-compile", "--save", "model.json").exit_code == 0
+    assert '"analytic": true' in (tmp_path / "model.json").read_text()
+    again = run("cpu:8", "--no-compile", "--check", "model.json")
+    assert "nothing got worse" in again.stdout
+    assert "not compared" not in again.stdout
+    compiled = run("cpu:8", "--check", "model.json")
+    assert compiled.exit_code == 0, compiled.output
+    assert "written by the analytic model alone, this is of a compiled step" in compiled.stdout
