@@ -142,7 +142,7 @@ def test_report_and_page_say_that_nothing_was_compiled():
         assert "pip install" in text
         assert "meshwright[cuda]" in text
     one = asked(two_layers(), {"batch": 8}, target="v5e:2x4", compile=False)
-    assert "compile=False (--no-compile) asks for no compiler" in str(one)
+    assert "compile=False (--no-compile) was given; leave it out" in str(one)
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,10 @@ def dry_run(
 
 def not_compiled(target: Target, is_asked: bool = True) -> str:
     """Why nothing is compiled, with what to do for it; empty where a compiler is asked."""
-    if not is_asked:
-        return f"compile=False (--no-compile) asks for no compiler, which there is for {target}"
     if target.platform == "cuda" and gpu.compiler() is None:
         return gpu.NOT_INSTALLED.format(target)
-    return ""
+    said = "compile=False (--no-compile) was given; leave it out to have the step compiled for"
+    return "" if is_asked else f"{said} {target}"
 
 
 def _analytic(
