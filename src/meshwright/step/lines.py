@@ -9,6 +9,7 @@ appearance: lines that move in a file change no number, and no program.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sysconfig
@@ -167,6 +168,7 @@ def _is_outside(file: str) -> bool:
     return file.startswith(_OUTSIDE) or file in _CALLERS
 
 
+@functools.cache
 def _is_library(file: str) -> bool:
     if file.startswith((str(_HERE) + os.sep, "<frozen")):
         return True

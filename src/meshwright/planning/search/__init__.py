@@ -1,4 +1,4 @@
-"""The search: a cost model of a graph, CP-SAT over layouts, and the plan that comes of it."""
+"""The search: a cost model of a graph, the best of all layouts by it, and the plan of that."""
 
 from .choices import Choices as Choices
 from .choices import Cost as Cost

@@ -47,7 +47,7 @@ def data_parallel(
 
 def plain(problem: Compact, tables: Tables, masks: Mapping[int, int], keep_axes: bool) -> Layouts:
     """The answer in names, without axes that nothing lies along and ZeRO over nothing."""
-    axes, choices = tables.setting.axes, tables.choices
+    axes, choices = tables.frame.setting.axes, tables.choices
     rules = tuple(
         (unit.family, tuple(name for bit, (name, _) in enumerate(axes) if mask >> bit & 1))
         for place, unit in enumerate(problem.units)

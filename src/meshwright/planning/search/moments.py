@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .compact import Compact, Piece, Work
 
 _COMPARED = 1500  # moments; to compare more with each other takes longer than it saves
+_TELLING = 32  # columns that are looked at before all are
 
 
 def alive(problem: Compact, choices: Choices) -> np.ndarray:
@@ -72,20 +73,33 @@ def _undominated(rows: np.ndarray) -> np.ndarray:
 
     First those beside each other, since memory grows and shrinks in runs; then all, if few.
     """
-    while len(rows) > 1:
-        below = np.zeros(len(rows), bool)
-        below[:-1] = (rows[:-1] <= rows[1:]).all(axis=1)
-        below[1:] |= (rows[1:] <= rows[:-1]).all(axis=1) & ~below[:-1]
+    differing = np.ascontiguousarray(rows[:, (rows != rows[:1]).any(axis=0)])
+    kept = np.arange(len(rows))
+    while len(kept) > 1:
+        here = differing[kept]
+        below = np.zeros(len(kept), bool)
+        below[:-1] = (here[:-1] <= here[1:]).all(axis=1)
+        below[1:] |= (here[1:] <= here[:-1]).all(axis=1) & ~below[:-1]
         if not below.any():
             break
-        rows = rows[~below]
-    rows = np.unique(rows, axis=0)
-    if len(rows) > _COMPARED:
-        return rows
-    kept = np.zeros_like(rows)
+        kept = kept[~below]
+    known = {differing[place].tobytes(): place for place in kept}
+    kept = np.array(list(known.values()), np.int64)
+    if len(kept) > _COMPARED:
+        return rows[kept]
+    return rows[_unbeaten(differing, kept)]
+
+
+def _unbeaten(rows: np.ndarray, places: np.ndarray) -> list[int]:
+    """Of some rows, those that none of them is at least as large as in all columns."""
+    order = places[np.argsort(-rows[places].sum(axis=1), kind="stable")]
+    telling = np.argsort(-rows[places].var(axis=0), kind="stable")[:_TELLING]
+    short = np.ascontiguousarray(rows[:, telling])
+    found = np.zeros(len(order), np.int64)
     count = 0
-    for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
-        if not (kept[:count] >= row).all(axis=1).any():
-            kept[count] = row
+    for place in order:
+        above = found[:count][(short[found[:count]] >= short[place]).all(axis=1)]
+        if not (rows[above] >= rows[place]).all(axis=1).any():
+            found[count] = place
             count += 1
-    return kept[:count]
+    return found[:count].tolist()

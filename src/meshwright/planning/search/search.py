@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from ..graph import Graph
 from ..groups import Axes
 from ..hardware import Hardware
@@ -23,10 +21,12 @@ from .answers import Candidate, in_words, plain, simplified
 from .choices import Choices, Cost, Layouts
 from .compact import Compact, compact
 from .cost import cost_of, divides, masks_of
+from .frame import Frame, frame_of, least_shared_s
 from .meshes import meshes
 from .model import Tables, tables_of
+from .relaxed import Relaxed, relaxed
 from .setting import Setting, require_times, setting_of
-from .solve import solve_memory, solve_time
+from .solve import GAP, solve_memory, solve_time
 
 Objective = Literal["time", "memory"]
 _CLOSE = 0.995  # what cannot be better than this share of the best is not looked for
@@ -86,6 +86,7 @@ class _Node(NamedTuple):
     axes: Axes
     choices: Choices
     tables: Tables | None
+    relaxed: Relaxed | None
 
 
 @dataclass
@@ -98,7 +99,9 @@ class _Search:
     space: Space
     keep: int
     heap: list[_Node] = field(default_factory=list)
-    best: dict[Layouts, Cost] = field(default_factory=dict)
+    best: dict[tuple[Axes, Choices], Candidate] = field(default_factory=dict)
+    costs: dict[Layouts, Cost] = field(default_factory=dict)
+    frames: dict[tuple[Axes, int], Frame] = field(default_factory=dict)
     order: Iterator[int] = field(default_factory=itertools.count)
     built: int = 0
     solved: int = 0
@@ -134,7 +137,7 @@ class _Search:
         setting = self._setting(axes)
         if self.objective == "time":
             require_times(setting, self.target, self.hardware)
-            bound = _least_s(self.problem, setting)
+            bound = least_shared_s(self.problem, setting)
             for zero in self._levels(axes):
                 self._push(bound, axes, self._base(zero))
             return
@@ -165,37 +168,65 @@ class _Search:
         return batch is not None and self.problem.units[batch].size % choices.accumulate == 0
 
     def _push(
-        self, bound: float, axes: Axes, choices: Choices, tables: Tables | None = None
+        self,
+        bound: float,
+        axes: Axes,
+        choices: Choices,
+        tables: Tables | None = None,
+        relaxed: Relaxed | None = None,
     ) -> None:
-        heapq.heappush(self.heap, _Node(bound, next(self.order), axes, choices, tables))
+        heapq.heappush(self.heap, _Node(bound, next(self.order), axes, choices, tables, relaxed))
 
     def _visit(self, node: _Node, deadline_s: float) -> None:
         """Give a node its true bound, or solve it."""
         if node.tables is None:
             self.built += 1
-            tables = tables_of(self.problem, self._setting(node.axes), node.choices)
+            tables = tables_of(self._frame(node.axes, node.choices.accumulate), node.choices)
             is_time = self.objective == "time"
             least = tables.least_time_s if is_time else float(tables.least_bytes)
             self._push(max(node.bound, least), node.axes, node.choices, tables)
-        elif self.objective == "time":
-            self._solve_time(node, node.tables, deadline_s)
-        else:
+        elif self.objective == "memory":
             self._solve_memory(node.tables, deadline_s)
+        elif node.relaxed is None:
+            self._solve_free(node, node.tables, deadline_s)
+        else:
+            self._solve_limited(node.tables, node.relaxed, deadline_s)
 
-    def _solve_time(self, node: _Node, tables: Tables, deadline_s: float) -> None:
+    def _frame(self, axes: Axes, accumulate: int) -> Frame:
+        key = axes, accumulate
+        if key not in self.frames:
+            self.frames[key] = frame_of(self.problem, self._setting(axes), accumulate)
+        return self.frames[key]
+
+    def _solve_free(self, node: _Node, tables: Tables, deadline_s: float) -> None:
+        """The fastest of all; where that does not fit, what the limit costs is its new bound."""
         self.solved += 1
-        free = solve_time(tables, None, deadline_s, self._worst())
-        self.is_proven &= free.is_proven
-        if free.masks is None:
+        free = None if tables.free is None else tables.free[1]
+        if free is None:
+            found = solve_time(tables, None, deadline_s, self._worst())
+            self.is_proven &= found.is_proven
+            free = found.masks
+        if free is None:
             return
-        found = cost_of(self.problem, tables.setting, free.masks, tables.choices)
-        if self.limit_bytes is None or found.peak_bytes <= self.limit_bytes:
-            self._keep(tables, free.masks)
+        if self.limit_bytes is None or tables.peaks(free).max() <= self.limit_bytes:
+            self._keep(tables, free)
             return
-        self._push_children(node, found.time_s or 0.0)
+        self._push_children(node, tables.time_s(free))
         if tables.least_bytes > self.limit_bytes:
             return
-        fits = solve_time(tables, self.limit_bytes, deadline_s, self._worst())
+        limited = relaxed(tables, self.limit_bytes)
+        if limited.masks is not None and self._can_help(limited.time_s):
+            self._keep(tables, limited.masks)
+        if limited.bound_s < float("inf"):
+            bound = max(node.bound, limited.bound_s)
+            self._push(bound, node.axes, node.choices, tables, limited)
+
+    def _solve_limited(self, tables: Tables, known: Relaxed, deadline_s: float) -> None:
+        """The fastest of what fits, unless it is known already."""
+        if known.time_s <= known.bound_s * (1 + GAP):
+            return
+        self.solved += 1
+        fits = solve_time(tables, self.limit_bytes, deadline_s, self._worst(), known)
         self.is_proven &= fits.is_proven
         if fits.masks is not None:
             self._keep(tables, fits.masks)
@@ -228,11 +259,17 @@ class _Search:
         if not fixed:
             layouts = in_words(self.problem, layouts)
         if self.limit_bytes is None or found.peak_bytes <= self.limit_bytes:
-            self.best[layouts] = found
+            key = tables.frame.setting.axes, tables.choices
+            before = self.best.get(key)
+            if before is None or self._rank(found) < self._rank(before.cost):
+                self.best[key] = Candidate(layouts, found)
 
     def _cost(self, layouts: Layouts) -> Cost:
-        masks = masks_of(self.problem, layouts.axes, dict(layouts.rules))
-        return cost_of(self.problem, self._setting(layouts.axes), masks, layouts.choices)
+        if layouts not in self.costs:
+            setting = self._setting(layouts.axes)
+            masks = masks_of(self.problem, layouts.axes, dict(layouts.rules))
+            self.costs[layouts] = cost_of(self.problem, setting, masks, layouts.choices)
+        return self.costs[layouts]
 
     def _rank(self, cost: Cost) -> tuple[float, float]:
         time_s = cost.time_s or 0.0
@@ -241,9 +278,9 @@ class _Search:
     def _ranked(self) -> list[Candidate]:
         """The answers, the best first; of those that cost the same, and differ in names, one."""
         found: dict[object, Candidate] = {}
-        for layouts, cost in self.best.items():
-            known = self._rank(cost) if cost.time_s is not None else layouts
-            found.setdefault(known, Candidate(layouts, cost))
+        for each in self.best.values():
+            known = self._rank(each.cost) if each.cost.time_s is not None else each.layouts
+            found.setdefault(known, each)
         return sorted(found.values(), key=lambda each: self._rank(each.cost))
 
     def _worst(self) -> float | None:
@@ -254,13 +291,3 @@ class _Search:
     def _can_help(self, bound: float) -> bool:
         worst = self._worst()
         return worst is None or bound < _CLOSE * worst
-
-
-def _least_s(problem: Compact, setting: Setting) -> float:
-    """Arithmetic and memory traffic alone, shared by all devices of the mesh."""
-    every, pieces, total = float(np.max(setting.size_of)), problem.pieces, 0.0
-    for work, count in zip(problem.works, problem.counts, strict=True):
-        moved = sum(pieces[place].nbytes for place in (*work.reads, *work.writes))
-        flops_s = work.flops * setting.seconds_per_flop.get(work.dtype, 0.0)
-        total += count * work.times * max(flops_s, moved * setting.seconds_per_byte)
-    return total / every

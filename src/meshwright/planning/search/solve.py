@@ -6,6 +6,7 @@ memory are added where an answer breaks them, and the answer sought again, as fe
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +15,10 @@ import numpy as np
 
 from ...errors import PlanError
 from .model import Clique, Tables
+from .relaxed import Relaxed
 
 _STEPS = 10**9  # into which the largest time is cut: the solver wants whole numbers
-_GAP = 0.002  # of the objective: closer than the model is
+GAP = 0.002  # of the objective: closer than the model is
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,24 @@ class Solved:
 
 
 def solve_time(
-    tables: Tables, limit_bytes: int | None, deadline_s: float, below_s: float | None = None
+    tables: Tables,
+    limit_bytes: int | None,
+    deadline_s: float,
+    below_s: float | None = None,
+    known: Relaxed | None = None,
 ) -> Solved:
-    """The fastest assignment whose peak is within a limit, and that takes less than ``below_s``."""
+    """The fastest assignment whose peak is within a limit, and that takes less than ``below_s``.
+
+    What is ``known`` of the limit spares the solver some work; an answer is better than its.
+    """
     task = _Task(tables)
     times = task.whole_times()
-    if below_s is not None:
+    if known is not None:
+        for moment in known.moments:
+            task.limit(moment, limit_bytes)
+        task.add(times >= int(known.bound_s / task.unit_s) - len(tables.cliques) - 1)
+        below_s = min(known.time_s, math.inf if below_s is None else below_s)
+    if below_s is not None and below_s < math.inf:
         task.add(times <= int(below_s / task.unit_s) + 1)
     task.minimize(times)
     return _until_true(task, deadline_s, limit_bytes)
@@ -51,7 +65,7 @@ def solve_memory(tables: Tables, deadline_s: float, below: int | None = None) ->
         return first
     least = int(tables.peaks(first.masks).max())
     task.add(peak <= least)
-    task.minimize(-task.splits() if tables.setting.missing else task.whole_times())
+    task.minimize(-task.splits() if tables.frame.setting.missing else task.whole_times())
     second = _until_true(task, deadline_s, least)
     return second if second.masks is not None else first
 
@@ -93,7 +107,7 @@ class _Task:
             self.model.add_exactly_one(self.chosen[unit, mask] for mask in masks)
         self.rows = [self._rows(place, c) for place, c in enumerate(self.tables.cliques)]
         most = sum(float(c.time_s.max()) for c in self.tables.cliques)
-        self.unit_s = max(self.tables.least_time_s, most / 1e6, 1e-15) / _STEPS
+        self.unit_s = max(self.tables.floor_s, most / 1e6, 1e-15) / _STEPS
 
     def _rows(self, place: int, clique: Clique) -> list[Any]:
         if len(clique.units) == 1:
@@ -119,7 +133,7 @@ class _Task:
             for clique, rows in zip(self.tables.cliques, self.rows, strict=True)
             for seconds, row in zip(clique.time_s - clique.time_s.min(), rows, strict=True)
         ]
-        return _sum(pairs) + int(self.tables.least_time_s / self.unit_s)
+        return _sum(pairs) + int(self.tables.floor_s / self.unit_s)
 
     def splits(self) -> Any:
         """How many axes lie along dims, all dims together."""
@@ -155,7 +169,7 @@ class _Task:
         self.solver = cp_model.CpSolver()
         self.solver.parameters.num_workers = 1  # more would not answer the same each time
         self.solver.parameters.random_seed = 1
-        self.solver.parameters.relative_gap_limit = _GAP if self.top is None else 0.0
+        self.solver.parameters.relative_gap_limit = GAP if self.top is None else 0.0
         self.solver.parameters.max_time_in_seconds = max(0.05, deadline_s - time.monotonic())
         status = self.solver.solve(self.model)
         if status in (cp_model.INFEASIBLE, cp_model.UNKNOWN):

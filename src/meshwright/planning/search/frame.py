@@ -1,0 +1,222 @@
+"""All assignments on one mesh, whatever the level of ZeRO: cliques of units and what rows cost.
+
+Units that meet in a piece or a work form a clique, which has a row per assignment of axes to them.
+Most of what a row costs is the same at all levels of ZeRO, and is worked out once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from .choices import Choices
+from .compact import Compact, Piece, Work
+from .cost import columns, divides, held_bytes
+from .eliminate import Elimination
+from .setting import Setting
+from .terms import Lay, is_shared, parameter_spent, work_spent
+
+Options = dict[int, tuple[int, ...]]  # the sets of axes of each unit that can be split
+
+
+@dataclass(frozen=True, eq=False)
+class Corner:
+    """Units that are chosen for together; ``masks`` has a row per assignment, a column per unit.
+
+    ``works`` and ``columns`` are the places of what costs time and holds bytes here, and in no
+    other corner.
+    """
+
+    units: tuple[int, ...]
+    masks: np.ndarray
+    lay: Lay
+    works: tuple[int, ...]
+    columns: tuple[int, ...]
+    every: list[Piece | Work]  # all columns
+    known: dict[object, np.ndarray] = field(default_factory=dict)
+
+    def time_s(self, zero: int, recompute: bool) -> np.ndarray:
+        """Seconds of each row."""
+        level = min(zero, 2)  # from there on only parameters differ
+        key = "time", zero, recompute
+        if key not in self.known:
+            again = 2 if recompute else 1
+            once = self._works_s(0, False, False) + self._works_s(level, True, False)
+            twice = self._works_s(0, False, True) + self._works_s(level, True, True)
+            self.known[key] = once + again * twice + self._parameters_s(zero)
+        return self.known[key]
+
+    def _works_s(self, level: int, shares: bool, is_again: bool) -> np.ndarray:
+        """What works take, recomputing apart: of those whose results ZeRO shares, or the others."""
+        key = "works", level, shares, is_again
+        if key not in self.known:
+            problem, lay = self.lay.problem, self._at(level)
+            total = np.zeros(lay.rows)
+            for place in self.works:
+                work = problem.works[place]
+                if work.is_free or work.is_again != is_again or _shares(problem, work) != shares:
+                    continue
+                spent = work_spent(lay, work)
+                total += problem.counts[place] * (spent.compute_s + spent.communication_s)
+            self.known[key] = total
+        return self.known[key]
+
+    def _parameters_s(self, zero: int) -> np.ndarray:
+        total, lay = np.zeros(self.lay.rows), self._at(zero)
+        counted = dict(lay.problem.parameters)
+        for place in self.columns if zero else ():
+            if place in counted:
+                spent = parameter_spent(lay, lay.problem.pieces[place])
+                total += counted[place] * spent.communication_s
+        return total
+
+    def bytes_of(self, places: tuple[int, ...], zero: int) -> np.ndarray:
+        """Bytes of each row, for some of the columns."""
+        each = [self._held(place, zero) for place in places]
+        return np.stack(each) if each else np.zeros((0, self.lay.rows), np.int64)
+
+    def _held(self, place: int, zero: int) -> np.ndarray:
+        column = self.every[place]
+        if isinstance(column, Work):
+            level = zero if zero > 1 else 0
+        else:
+            level = 3 if is_shared(column, zero) else 0
+        key = "held", place, level
+        if key not in self.known:
+            self.known[key] = held_bytes(self._at(level), column)
+        return self.known[key]
+
+    def _at(self, zero: int) -> Lay:
+        """The rows at a level of ZeRO; what does not depend on that is kept for all of them."""
+        return replace(self.lay, choices=replace(self.lay.choices, zero=zero))
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One mesh and number of micro-batches."""
+
+    problem: Compact
+    setting: Setting
+    accumulate: int
+    options: Options
+    corners: tuple[Corner, ...]
+
+    @functools.cached_property
+    def elimination(self) -> Elimination | None:
+        """How the best rows of all corners are found; ``None`` where they are too entangled."""
+        return Elimination.of(
+            [(each.units, each.masks) for each in self.corners],
+            len(self.setting.axes),
+            self.problem.clashes,
+        )
+
+
+def frame_of(problem: Compact, setting: Setting, accumulate: int) -> Frame:
+    """The cliques of a mesh, and in which of them each work and each column is."""
+    options = _options(problem, setting, accumulate)
+    free = frozenset(options)
+    works = [(_scope_of_work(problem, work) & free) for work in problem.works]
+    every = columns(problem, Choices(accumulate=accumulate))
+    scopes = [(_scope_of_column(problem, each) & free) for each in every]
+    cliques = _maximal([*works, *scopes, *(frozenset((unit,)) for unit in free), frozenset()])
+    home = {
+        scope: min((len(c), i) for i, c in enumerate(cliques) if scope <= c)[1]
+        for scope in {*works, *scopes}
+    }
+    at_home: list[tuple[list[int], list[int]]] = [([], []) for _ in cliques]
+    for place, scope in enumerate(works):
+        at_home[home[scope]][0].append(place)
+    for place, scope in enumerate(scopes):
+        at_home[home[scope]][1].append(place)
+    corners = []
+    for units, (own, held) in zip(cliques, at_home, strict=True):
+        lay = _lay(problem, setting, accumulate, units, options)
+        masks = [lay.masks[unit] for unit in sorted(units)]
+        rows = np.stack(masks, axis=1) if masks else np.zeros((1, 0), np.int64)
+        corners.append(Corner(tuple(sorted(units)), rows, lay, tuple(own), tuple(held), every))
+    return Frame(problem, setting, accumulate, options, tuple(corners))
+
+
+def least_shared_s(problem: Compact, setting: Setting) -> float:
+    """Arithmetic and memory traffic alone, shared by all devices of the mesh."""
+    every, pieces, total = float(np.max(setting.size_of)), problem.pieces, 0.0
+    for work, count in zip(problem.works, problem.counts, strict=True):
+        moved = sum(pieces[place].nbytes for place in (*work.reads, *work.writes))
+        flops_s = work.flops * setting.seconds_per_flop.get(work.dtype, 0.0)
+        total += count * work.times * max(flops_s, moved * setting.seconds_per_byte)
+    return total / every
+
+
+def _options(problem: Compact, setting: Setting, accumulate: int) -> Options:
+    """The sets of axes of each unit that can be split at all."""
+    found = {}
+    for place, unit in enumerate(problem.units):
+        if (place, place) in problem.clashes or unit.size == 1:
+            continue
+        masks = tuple(
+            mask
+            for mask in range(setting.everything + 1)
+            if divides(problem, setting.axes, place, mask, accumulate if mask else 1)
+        )
+        if len(masks) > 1:
+            found[place] = masks
+    return found
+
+
+def _scope_of_work(problem: Compact, work: Work) -> frozenset[int]:
+    scope = set(work.units | work.summed | work.whole)
+    shares = False
+    for place in (*work.operands, *work.results):
+        scope |= problem.pieces[place].scope
+        shares |= problem.pieces[place].is_shareable
+    for move in work.moves:
+        scope |= {move.given, move.wanted}
+    return frozenset(scope | _batch(problem, shares))
+
+
+def _scope_of_column(problem: Compact, column: Piece | Work) -> frozenset[int]:
+    if isinstance(column, Work):
+        return _scope_of_work(problem, column)
+    shares = column.is_shareable or column.kind == "accumulator"
+    return column.scope | _batch(problem, shares)
+
+
+def _batch(problem: Compact, shares: bool) -> frozenset[int]:
+    """The batch, where ZeRO makes a cost depend on it."""
+    return frozenset((problem.batch,) if shares and problem.batch is not None else ())
+
+
+def _shares(problem: Compact, work: Work) -> bool:
+    """Whether the time of a work depends on the level of ZeRO."""
+    return any(problem.pieces[place].is_shareable for place in work.results)
+
+
+def _maximal(scopes: Iterable[frozenset[int]]) -> list[frozenset[int]]:
+    kept: list[frozenset[int]] = []
+    for scope in sorted(set(scopes), key=lambda scope: (-len(scope), sorted(scope))):
+        if not any(scope <= other for other in kept):
+            kept.append(scope)
+    return kept
+
+
+def _lay(
+    problem: Compact, setting: Setting, accumulate: int, units: frozenset[int], options: Options
+) -> Lay:
+    """Every assignment of a clique in which no two units that meet share an axis."""
+    order = sorted(units)
+    rows = np.zeros((1, 0), np.int64)
+    for place, unit in enumerate(order):
+        each = np.array(options[unit], np.int64)
+        grown = np.concatenate(
+            [np.repeat(rows, len(each), axis=0), np.tile(each, len(rows))[:, None]], axis=1
+        )
+        fine = np.ones(len(grown), bool)
+        for before, other in enumerate(order[:place]):
+            if (unit, other) in problem.clashes:
+                fine &= (grown[:, before] & grown[:, place]) == 0
+        rows = grown[fine]
+    masks = {unit: rows[:, place] for place, unit in enumerate(order)}
+    return Lay(problem, setting, Choices(accumulate=accumulate), masks, len(rows))
