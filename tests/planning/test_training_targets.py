@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from typing import Any
 
@@ -46,8 +47,8 @@ def dense_net() -> keras.Model:
     return keras.Sequential([keras.Input([WIDTH]), *stack])
 
 
-def block_net() -> keras.Model:
-    return keras.Sequential([keras.Input([NARROW]), *[Block() for _ in range(3)]])
+def block_net(depth: int = 3) -> keras.Model:
+    return keras.Sequential([keras.Input([NARROW]), *[Block() for _ in range(depth)]])
 
 
 def compiled(build: Any = dense_net, rows: int = ROWS, **how: Any) -> Compiled:
@@ -129,6 +130,20 @@ def test_recompute_needs_fewer_temporary_bytes(remat: str) -> None:
     kept = compiled(block_net, rows=8192)
     again = compiled(block_net, rows=8192, remat=remat)
     assert again.temporary_bytes < 0.85 * kept.temporary_bytes
+
+
+def test_a_block_that_is_computed_again_adds_its_input_and_not_what_is_inside() -> None:
+    rows = 1 << 16
+    few, many = (
+        compiled(functools.partial(block_net, depth), rows=rows, remat="block").peak_bytes
+        for depth in (2, 8)
+    )
+    each = (many - few) / 6
+    block_input = rows * NARROW * 4 // 8
+    gradient = 4 * (2 * NARROW * 4 * NARROW + (4 * NARROW) ** 2)  # of a block, beside its weights
+    inside = rows * 4 * NARROW * 4 // 8  # one of its arrays
+    assert each < 1.2 * (block_input + 2 * gradient)
+    assert each < inside
 
 
 def types_of(step: Compiled, kind: str, elements: int) -> set[str]:

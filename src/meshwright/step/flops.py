@@ -26,14 +26,15 @@ def model_flops(jaxpr: Any) -> float | None:
     """
     total = 0.0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        flops = _of_equation(eqn)
+        flops = equation_flops(eqn)
         if flops is None:
             return None
         total += flops
     return total
 
 
-def _of_equation(eqn: Any) -> float | None:
+def equation_flops(eqn: Any) -> float | None:
+    """The same of one equation of a jaxpr, with what it calls."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         return product_flops(eqn)

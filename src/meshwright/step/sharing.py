@@ -9,11 +9,12 @@ from typing import Any
 
 from ..placement import ParamInfo, Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
+from .gathering import also_between, from_one_to_the_next, where_read
 from .parts import Pieces, in_parts, scatter_parts, sum_parts
-from .recompute import policy_of, recomputing
+from .recompute import blocks, policy_of, recomputing
+from .stretches import GATHERED, Cut, in_stretches
 
 Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
-GATHERED = "gathered parameter"  # is made again for the backward pass at level 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,9 @@ class Sharing:
         if self.level < 3:
             return params
         return {
-            path: _gathered(value, self.whole[path].sharding, self.shared[path].sharding)
+            path: value
+            if self.whole[path] == self.shared[path]
+            else _gathered(value, self.whole[path].sharding, self.shared[path].sharding)
             for path, value in params.items()
         }
 
@@ -115,8 +118,9 @@ class Sharing:
 def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
     """The program with ZeRO, recomputed as ``remat`` says: the same numbers, and less on a device.
 
-    At level 3 a gathered parameter lives no longer than the operations that use it: it is not kept
-    for the backward pass but gathered again there, as PyTorch's FSDP does.
+    At level 3 a parameter is gathered when the operations that use it can begin, and lives no
+    longer than they: it is not kept for the backward pass but gathered again there, as PyTorch's
+    FSDP does.
     """
     if sharing.level < 3:
         program = recomputing(program, remat)
@@ -124,19 +128,16 @@ def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
         return program
 
     def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> Any:
-        return program.forward(sharing.gather(params), state, inputs, training)
+        def of_pieces(params: Arrays, state: Arrays, inputs: Any) -> Any:
+            return program.forward(sharing.gather(params), state, inputs, training)
+
+        return _in_turn(sharing, of_pieces, where_read)(params, state, inputs)
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        import jax
-
         def of_pieces(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
             return program.loss(sharing.gather(params), whole, batch, training)
 
-        if sharing.level < 3:
-            return of_pieces(params, whole, batch)
-        # Of two checkpoints, one in the other, the outer one's policy would keep what is in both.
-        policy = _but_gathered(policy_of(remat))
-        return jax.checkpoint(of_pieces, policy=policy)(params, whole, batch)
+        return _in_turn(sharing, of_pieces, _cut_for(remat))(params, whole, batch)
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
         new, new_slots = program.update(sharing.share(params), sharing.share(grads), slots)
@@ -177,14 +178,12 @@ def _gathered(value: Any, whole: Any, shared: Any) -> Any:
     return gather(value)
 
 
-def _but_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """The same policy of what is kept, but for gathered parameters."""
+def _in_turn(sharing: Sharing, function: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
+    return function if sharing.level < 3 else in_stretches(function, cut)
 
-    def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
-        if primitive.name == "custom_vjp_call":
-            inside = params["call_jaxpr"].eqns
-            if any(eqn.params.get("name") == GATHERED for eqn in inside):
-                return False
-        return policy(primitive, *args, **params)
 
-    return keeps
+def _cut_for(remat: str) -> Cut:
+    """How a step is cut at level 3, where parameters are gathered and parts recomputed at once."""
+    if remat == "block":
+        return also_between(blocks)
+    return where_read if remat == "none" else from_one_to_the_next(policy_of(remat))

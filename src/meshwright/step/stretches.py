@@ -1,0 +1,281 @@
+"""Stretches of a traced function, each computed by itself and again when its gradient is asked for.
+
+A stretch is a run of equations under a ``jax.checkpoint`` of its own. Its backward pass begins when
+the gradient of its results is there, so what it computes again is not held for longer than that.
+What is made of parameters alone and cheaply, as a cast or a gathered copy, belongs to no stretch:
+each one that reads it makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import _compat
+from .flops import equation_flops
+from .jaxprs import jaxprs_inside
+
+Var = Any
+GATHERED = "gathered parameter"  # the name of what is not kept for the backward pass
+_LOOPS = ("cond", "scan", "while")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Equations from ``start`` to before ``end``; ``policy`` says what of them is kept.
+
+    ``in_turn`` has parameters gathered no sooner than what else is read has been computed. With
+    ``inside`` it is one call or loop, and the function in it is cut; it is no stretch itself unless
+    parameters are gathered for it.
+    """
+
+    start: int
+    end: int
+    policy: Callable[..., Any] | None = None
+    in_turn: bool = False
+    in_loop: bool = False
+    inside: Cut | None = None
+
+
+Cut = Callable[["Equations"], Sequence[Stretch]]
+
+
+class Equations:
+    """The equations of an open jaxpr, without those that make something of parameters alone."""
+
+    def __init__(self, jaxpr: Any, params: Iterable[Var]) -> None:
+        self.jaxpr = jaxpr
+        self.rest: list[Any] = []
+        self.depends: set[Var] = set(params)  # on parameters
+        self._early: dict[Var, int] = {}
+        early = set(params)
+        for number, eqn in enumerate(jaxpr.eqns):
+            read = variables(eqn.invars)
+            if not self.depends.isdisjoint(read):
+                self.depends.update(eqn.outvars)
+            if early.issuperset(read) and _is_cheap(eqn):
+                early.update(eqn.outvars)
+                self._early.update(dict.fromkeys(eqn.outvars, number))
+            else:
+                self.rest.append(eqn)
+        self.last_read = {
+            var: number for number, eqn in enumerate(self.rest) for var in variables(eqn.invars)
+        }
+        self.last_read.update(dict.fromkeys(variables(jaxpr.outvars), len(self.rest)))
+
+    def before(self, read: Iterable[Var]) -> list[Any]:
+        """The equations that make these variables of parameters alone, in order."""
+        found: set[int] = set()
+        waiting = [*read]
+        while waiting:
+            number = self._early.get(waiting.pop())
+            if number is not None and number not in found:
+                found.add(number)
+                waiting += variables(self.jaxpr.eqns[number].invars)
+        return [self.jaxpr.eqns[number] for number in sorted(found)]
+
+    def gathered(self, eqn: Any) -> tuple[Var, ...]:
+        """The gathered parameters that an equation reads."""
+        before = self.before(variables(eqn.invars))
+        return tuple(each.outvars[0] for each in before if is_gather(each))
+
+
+def in_stretches(function: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
+    """``function(params, *others)`` of pytrees, computed in the stretches that it is cut into."""
+    import jax
+
+    def run(params: Any, *others: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *others)
+        found = Equations(closed.jaxpr, closed.jaxpr.invars[: len(jax.tree.leaves(params))])
+        leaves = jax.tree.leaves((params, *others))
+        results = evaluated(found, cut(found), [*closed.consts, *leaves])
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run
+
+
+def evaluated(found: Equations, stretches: Sequence[Stretch], given: Sequence[Any]) -> list[Any]:
+    """The results for these constants and arguments."""
+    jaxpr = found.jaxpr
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+    at = 0
+    for stretch in stretches:
+        _plainly(found, found.rest[at : stretch.start], known)
+        eqns = found.rest[stretch.start : stretch.end]
+        if stretch.inside is not None:
+            eqns = [_cut_inside(eqn, stretch.inside) for eqn in eqns]
+        if stretch.inside is None or stretch.in_turn:
+            _by_itself(found, stretch, eqns, known)
+        else:
+            _plainly(found, eqns, known)
+        at = stretch.end
+    _plainly(found, found.rest[at:], known)
+    _make_early(found.before(variables(jaxpr.outvars)), known)
+    return [_value(atom, known) for atom in jaxpr.outvars]
+
+
+def variables(atoms: Iterable[Any]) -> list[Var]:
+    """Those that are no literals."""
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+def is_gather(eqn: Any) -> bool:
+    """Whether it gathers a parameter, or makes something of a gathered one."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"] == GATHERED
+    within = jaxprs_inside(eqn) if eqn.primitive.name == "custom_vjp_call" else []
+    return any(is_gather(each) for inner in within for each in getattr(inner, "jaxpr", inner).eqns)
+
+
+def but_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """The same policy of what is kept, but for gathered parameters and what they waited for."""
+
+    def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
+        if primitive.name == "optimization_barrier":
+            return False
+        if primitive.name == "custom_vjp_call" and _gathers(params["call_jaxpr"]):
+            return False
+        return policy(primitive, *args, **params)
+
+    return keeps
+
+
+def _gathers(closed: Any) -> bool:
+    return any(is_gather(eqn) for eqn in getattr(closed, "jaxpr", closed).eqns)
+
+
+def _is_cheap(eqn: Any) -> bool:
+    """Whether it may be done once more for each stretch that reads it."""
+    name = eqn.primitive.name
+    if name in _LOOPS or name == "name" or eqn.effects:
+        return False
+    return equation_flops(eqn) == 0
+
+
+def _plainly(found: Equations, eqns: Sequence[Any], known: dict[Var, Any]) -> None:
+    for eqn in eqns:
+        _make_early(found.before(variables(eqn.invars)), known)
+        _run([eqn], known)
+
+
+def _make_early(eqns: Sequence[Any], known: dict[Var, Any]) -> None:
+    _run([eqn for eqn in eqns if any(var not in known for var in eqn.outvars)], known)
+
+
+def _run(eqns: Iterable[Any], known: dict[Var, Any]) -> None:
+    for eqn in eqns:
+        values = _compat.evaluate(eqn, [_value(atom, known) for atom in eqn.invars])
+        known.update(zip(eqn.outvars, values, strict=True))
+
+
+def _value(atom: Any, known: dict[Var, Any]) -> Any:
+    return atom.val if hasattr(atom, "val") else known[atom]
+
+
+def _by_itself(
+    found: Equations, stretch: Stretch, eqns: Sequence[Any], known: dict[Var, Any]
+) -> None:
+    """Evaluate a stretch; of what it makes, what is read after it becomes known."""
+    import jax
+
+    made = [var for eqn in eqns for var in eqn.outvars]
+    read = [var for eqn in eqns for var in variables(eqn.invars)]
+    early = found.before(read)
+    given = _outside([*early, *eqns])
+    results = [var for var in made if found.last_read.get(var, -1) >= stretch.end]
+
+    def part(*values: Any) -> list[Any]:
+        here = dict(zip(given, values, strict=True))
+        if stretch.in_turn:
+            _in_turn(found, early, here)
+        _make(early, read, here)
+        _run(eqns, here)
+        return [here[var] for var in results]
+
+    checkpointed = jax.checkpoint(part, policy=stretch.policy, prevent_cse=not stretch.in_loop)
+    values = checkpointed(*(known[var] for var in given))
+    known.update(zip(results, values, strict=True))
+
+
+def _cut_inside(eqn: Any, cut: Cut) -> Any:
+    """A call or loop with the function in it computed in stretches."""
+    import jax
+
+    closed = eqn.params["jaxpr"]
+    found = Equations(closed.jaxpr, ())
+    in_loop = eqn.primitive.name == "scan"
+    stretches = [replace(each, in_loop=in_loop) for each in cut(found)]
+    shapes = [
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
+        for var in closed.jaxpr.invars
+    ]
+    changed = jax.make_jaxpr(lambda *args: evaluated(found, stretches, [*closed.consts, *args]))
+    return eqn.replace(params={**eqn.params, "jaxpr": changed(*shapes)})
+
+
+def _outside(eqns: Sequence[Any]) -> list[Var]:
+    """What equations read and do not make, each once."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
+    return [var for var in read if var not in made]
+
+
+def _in_turn(found: Equations, early: Sequence[Any], here: dict[Var, Any]) -> None:
+    """Let parameters be gathered after what else is read here has been computed."""
+    import jax
+
+    args = {*found.jaxpr.invars, *found.jaxpr.constvars}
+    pieces = _outside([*found.before(each.outvars[0] for each in early if is_gather(each))])
+    others = [
+        var
+        for var, value in here.items()
+        if var not in args
+        and var in found.depends
+        and jax.numpy.issubdtype(value.dtype, jax.numpy.floating)
+    ]
+    if pieces and others:
+        both = [*pieces, *others]
+        here.update(zip(both, _together([here[var] for var in both]), strict=True))
+
+
+def _together(values: list[Any]) -> list[Any]:
+    """The same values, none of which is there before all are; gradients do not wait."""
+    import jax
+
+    @jax.custom_jvp
+    def together(values: list[Any]) -> list[Any]:
+        return jax.lax.optimization_barrier(values)
+
+    @together.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return jax.lax.optimization_barrier(primals[0]), tangents[0]
+
+    return together(values)
+
+
+def _make(early: Sequence[Any], read: Sequence[Var], here: dict[Var, Any]) -> None:
+    """Make what the stretch reads of parameters; gathered ones, cast or not, are not kept."""
+    import jax
+
+    gathered = {var for each in early if is_gather(each) for var in each.outvars}
+    for each in early:
+        if not gathered.isdisjoint(variables(each.invars)):
+            gathered.update(each.outvars)
+    _run([each for each in early if gathered.isdisjoint(each.outvars)], here)
+    rest = [each for each in early if not gathered.isdisjoint(each.outvars)]
+    if not rest:
+        return
+    given, wanted = _outside(rest), [var for var in dict.fromkeys(read) if var in gathered]
+
+    def make(*values: Any) -> list[Any]:
+        inner = dict(zip(given, values, strict=True))
+        _run(rest, inner)
+        return [inner[var] for var in wanted]
+
+    unit = jax.custom_vjp(make)
+    unit.defvjp(
+        lambda *values: (unit(*values), values),
+        lambda values, gradients: jax.vjp(make, *values)[1](gradients),
+    )
+    here.update(zip(wanted, unit(*(here[var] for var in given)), strict=True))
