@@ -53,14 +53,12 @@ def block_in_rows(p: dict[str, Any], x: Any, axis: str) -> Any:
     def rows(x: Any) -> Any:
         return jax.lax.psum_scatter(x, axis, tiled=True)
 
-    d_model, heads, d_kv = p["q"].shape
-    kernel = jnp.concatenate([p[name].reshape(d_model, -1) for name in "qkv"], 1)
+    kernel = jnp.stack([p[name] for name in "qkv"])
     inner = whole(normalised(x, p["scale_1"]))
-    together = product("bld,de->ble", "bld,ble->de", inner, kernel)
-    q, k, v = jnp.einsum("blshk->sbhlk", together.reshape(*inner.shape[:2], 3, heads, d_kv))
-    scores = jnp.einsum("bhlk,bhmk->bhlm", q * d_kv**-0.5, k)
-    mixed = jnp.einsum("bhlm,bhmk->blhk", jax.nn.softmax(scores, -1), v)
-    x = x + rows(product("blhk,hkd->bld", "blhk,bld->hkd", mixed, p["o"]))
+    q, k, v = product("bld,sdhk->sbhlk", "bld,sbhlk->sdhk", inner, kernel)
+    scores = jnp.einsum("bhlk,bhmk->bhlm", q * q.shape[-1] ** -0.5, k)
+    mixed = jnp.einsum("bhlm,bhmk->bhlk", jax.nn.softmax(scores, -1), v)
+    x = x + rows(product("bhlk,hkd->bld", "bhlk,bld->hkd", mixed, p["o"]))
     inner = whole(normalised(x, p["scale_2"]))
     hidden = jax.nn.relu(product("bld,df->blf", "bld,blf->df", inner, p["wi"]))
     return x + rows(product("blf,fd->bld", "blf,bld->fd", hidden, p["wo"]))

@@ -1,0 +1,17 @@
+"""Dry runs are compiled as users compile them: what XLA fuses is part of what they tell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _emitters_as_they_come() -> Iterator[None]:
+    """The process that compiles is not told of older emitters, as this one is."""
+    flags = os.environ["XLA_FLAGS"].split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", " ".join(f for f in flags if "fusion_emitters" not in f))
+        yield
