@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import meshwright as mw
 from meshwright.planning.described import of_program
 from meshwright.step.flops import model_flops
-from meshwright.zero import SMALL_ELEMENTS, share_out
+from meshwright.zero import SMALL_ELEMENTS, TILE, share_out
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
 SPECS = st.lists(st.sampled_from([None, "model", "batch"]), min_size=1, max_size=3).filter(
@@ -39,7 +39,17 @@ def test_one_dim_more_is_split_over_the_batch_axis_or_nothing_is_changed(specs, 
         changed = [dim for dim in range(layout.rank) if smaller[dim] != local[dim]]
         assert len(changed) == 1
         assert smaller[changed[0]] * 4 == local[changed[0]]
-        assert local[changed[0]] == max(size for size in local if size % 4 == 0)
+        divisible = [dim for dim, size in enumerate(local) if size % 4 == 0]
+        thick = [dim for dim in divisible if local[dim] // 4 >= tile_of(layout.rank)[dim]]
+        if thick:
+            assert changed == thick[:1]
+        else:
+            assert local[changed[0]] == max(local[dim] for dim in divisible)
+
+
+def tile_of(rank: int) -> tuple[int, ...]:
+    """What of each dim fills a tile of a TPU: the last two dims lie in it."""
+    return (*[1] * rank, *TILE)[-rank:]
 
 
 @pytest.mark.parametrize("zero", [True, 4, -1, "1", None])
