@@ -514,6 +514,31 @@ def keras_sees(platform: str) -> Iterator[None]:
         nn.jax = real
 
 
+@contextlib.contextmanager
+def keras_splits_attention() -> Iterator[None]:
+    """Let Keras compute attention without its kernel for TPUs, which XLA cannot cut over a mesh.
+
+    Keras 3.15 takes it by itself where the first device is a TPU (``backend/jax/nn.py``). A layer
+    that was given ``flash_attention=True`` has it all the same, and XLA's refusal.
+    """
+    nn: Any = sys.modules.get("keras.src.backend.jax.nn")
+    real = getattr(nn, "_can_use_flash_attention", None)
+    if real is None:
+        yield
+        return
+
+    def can(*args: Any, raise_error: bool = False, **options: Any) -> bool:
+        if not raise_error and nn.jax.devices()[0].platform == "tpu":
+            return False
+        return real(*args, raise_error=raise_error, **options)
+
+    nn._can_use_flash_attention = can
+    try:
+        yield
+    finally:
+        nn._can_use_flash_attention = real
+
+
 class _WithDevicesOf:
     """The module ``jax``, whose first device is of another platform."""
 

@@ -208,7 +208,7 @@ def _export(jitted: Any, abstract: Any, target: Target) -> Any:
             if "callback" in str(error):
                 advice = " Leave jax.debug.print, jax.pure_callback and their like out of it."
             raise CompileError(
-                f"the step cannot be lowered for {target}: {error}.{advice}"
+                f"the step cannot be lowered for {target}: {str(error).rstrip('.')}.{advice}"
             ) from error
 
 

@@ -378,7 +378,9 @@ class Sharded(_Distribution):
             self._layer_spellings = layer_spellings(model)
         if self.how.remat == "block":
             self._blocks = block_paths(model)
-        with super().scope():
+        alone = self.placement.mesh.size == 1
+        cut = contextlib.nullcontext() if alone else _compat.keras_splits_attention()
+        with super().scope(), cut:
             yield
 
     def _place_new(self, variables: list[Any], models: list[keras.Model]) -> list[Placed]:
