@@ -23,6 +23,7 @@ from .errors import DimError as DimError
 from .errors import DivisibilityError as DivisibilityError
 from .errors import DoesNotFitError as DoesNotFitError
 from .errors import ExhaustedError as ExhaustedError
+from .errors import FencedError as FencedError
 from .errors import LayoutError as LayoutError
 from .errors import MeshError as MeshError
 from .errors import MeshwrightError as MeshwrightError

@@ -19,7 +19,8 @@
     ├── ClusterError         ValueError    a cluster or a task that is not described rightly
     ├── TaskError            RuntimeError  a task that could not do what it was asked
     │   ├── UnreachableError ConnectionError  it does not answer, or is gone
-    │   ├── ProtocolError                  it speaks another version, has another key, or is fenced
+    │   ├── ProtocolError                  it speaks another version, or has another key
+    │   │   └── FencedError                it was declared dead, and its work given to others
     │   └── ScheduledError                 a scheduled function raised there
     ├── CancelledError       RuntimeError  a scheduled function that another's error has cancelled
     ├── ShippingError        TypeError     a function or value that cannot travel between tasks
@@ -161,7 +162,11 @@ class UnreachableError(TaskError, ConnectionError):
 
 
 class ProtocolError(TaskError):
-    """A task speaks another version of the protocol, has another key, or was declared dead."""
+    """A task speaks another version of the protocol, or has another key."""
+
+
+class FencedError(ProtocolError):
+    """A task was declared dead, and its work given to others: nothing of it is taken any more."""
 
 
 class ScheduledError(TaskError):

@@ -15,6 +15,9 @@ from clusters import HEARTBEAT_S, WAIT_S, Relay, free_ports, task_process, wait_
 from meshwright.launch.spec import ClusterSpec
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.strategy import ParameterServer
+from meshwright.ps.wire.listener import Listener
+from meshwright.ps.wire.message import Message
+from meshwright.ps.wire.sockets import SocketChannel
 
 pytestmark = pytest.mark.alone
 
@@ -75,6 +78,42 @@ def test_a_worker_whose_connections_are_cut_loses_nothing_and_comes_back():
         assert total.read() == 800 * 799 // 2
         for relay in relays:
             relay.close()
+
+
+def next_joining(listener: Listener) -> tuple[bytes, Message]:
+    """The next worker that joins, with what it said."""
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        for peer, message in listener.poll(0.1):
+            if message.kind == "join":
+                return peer, message
+    raise AssertionError("nobody has joined")
+
+
+def test_a_worker_that_hears_of_its_fence_from_a_server_first_joins_again():
+    chief, server = free_ports(2)
+    relay = Relay(server)
+    spec = spec_of(chief, [relay.port], 1)
+    with (
+        Listener(f"tcp://127.0.0.1:{chief}") as listener,
+        task_process(spec_of(chief, [server], 1), "ps:0"),
+        task_process(spec, "worker:0") as worker,
+        SocketChannel(f"tcp://127.0.0.1:{server}", None, "ps:0", timeout_s=WAIT_S) as channel,
+    ):
+        peer, joining = next_joining(listener)
+        welcome = Message("welcome", {"session": "a"})
+        listener.answer(peer, welcome, joining.head["id"])
+        channel.ask(Message("fence", {"incarnation": joining.head["incarnation"]}))
+        relay.cut()
+        relay.mend()
+        # Outside of any step: the coordinator tells of a round that is broken.
+        calls = {"done_below": 0, "calls": [], "broken": [[0, 1]]}
+        listener.answer(peer, Message("calls", calls))
+        _, again = next_joining(listener)
+        assert again.head["task"] == "worker:0"
+        assert again.head["incarnation"] != joining.head["incarnation"]
+        assert worker.poll() is None
+    relay.close()
 
 
 FIRST_CHIEF = """

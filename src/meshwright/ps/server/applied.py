@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...errors import ProtocolError
+from ...errors import FencedError
 
 
 class AppliedSteps:
@@ -69,9 +69,9 @@ class Fences:
         return new
 
     def check(self, incarnation: str | None, task: str) -> None:
-        """Raise :class:`~meshwright.errors.ProtocolError` for a fenced incarnation."""
+        """Raise :class:`~meshwright.errors.FencedError` for a fenced incarnation."""
         if incarnation and incarnation in self.fenced:
-            raise ProtocolError(
+            raise FencedError(
                 f"{task} takes nothing from incarnation {incarnation!r}: it was declared dead, and "
                 "its work was given to others. Join again, as a new incarnation.",
                 task,

@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from ...errors import UnreachableError
+from ...errors import FencedError, UnreachableError
 from ...launch.addresses import to_connect
 from ...launch.settings import TaskSettings
 from ..client import Servers
@@ -74,7 +74,7 @@ class _Life:
                 self._work()
             if self._ending.asked:
                 self._leave()
-        except Fenced:
+        except (Fenced, FencedError):  # the second from a server that was asked between steps
             return True
         finally:
             self._pulse.stop()

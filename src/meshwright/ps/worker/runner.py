@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import ProtocolError, TaskError
+from ...errors import FencedError, TaskError
 from ..client import Servers
 from ..coordinator.shipping import unpack
 from ..placing import VariableSpec
@@ -218,7 +218,7 @@ class Runner:
         return acknowledged
 
     def _fail(self, call: Call, error: Exception) -> None:
-        if isinstance(error, ProtocolError) and "declared dead" in str(error):
+        if isinstance(error, FencedError):
             self._drop(call, Message("fenced"))
             return
         told = failure(error, self.context.task)
