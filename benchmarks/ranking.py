@@ -2,7 +2,8 @@
 
 One small Transformer is laid out in sixteen ways over eight virtual CPU devices. Each layout's
 step is estimated before anything runs, from the compiled program and the numbers that
-``calibrate`` found and wrote to a file; then all are run, in turn, in two passes.
+``calibrate`` found and wrote to a file; then all are run, in turn, in two passes. A run is recorded
+beside those before it.
 
     python benchmarks/ranking.py HARDWARE.toml        # made by calibrate() if it is not there
 """
@@ -22,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import report
 
 import meshwright as mw
 from meshwright.planning import compile_ahead
@@ -177,7 +179,7 @@ def measure(hardware: Hardware, ways: Sequence[Way] = WAYS) -> dict[str, Any]:
     }
     return {
         "load_before": load,
-        "cores": os.cpu_count(),
+        "machine": report.machine(),
         "hardware": hardware.to_toml(),
         "repeat_to_repeat": agreement,
         "spearman": {name: spearman(values, both) for name, values in predictions.items()},
@@ -209,7 +211,12 @@ def main(path: Path) -> None:
     mw.virtual_devices(8)
     if not path.exists():
         path.write_text(calibrate("cpu:8").to_toml())
-    print(json.dumps(measure(load_hardware(path)), indent=1))
+    found = measure(load_hardware(path))
+    print(json.dumps(found, indent=1))
+    runs = [*report.saved("ranking"), found]
+    report.save("ranking", runs)
+    report.write_page()
+    print(report.ranking_table(runs[-1:]))
 
 
 if __name__ == "__main__":

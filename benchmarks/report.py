@@ -33,6 +33,9 @@ TRACING_COMMAND = "python benchmarks/named_tracing.py"
 SERVERS_COMMAND = "python benchmarks/parameter_server.py"
 EXCHANGES_COMMAND = "python benchmarks/ps_push_pull.py"
 ACCURACY_COMMAND = "python benchmarks/ps_accuracy.py"
+RANKING_COMMAND = "python benchmarks/ranking.py"
+RANKING_SHARE = 0.9  # of the rank correlation of two measurements, asked of the estimate
+RANKING_WITHIN = 6  # layouts that have to be within twice the fastest
 
 NAMES = {
     "ours": "Meshwright `strategy.fit`",
@@ -133,6 +136,7 @@ def write_page() -> Path:
     tracing = found.pop("named_tracing", [])
     servers = found.pop("parameter_server", [])
     exchanges, accuracy = found.pop("ps_push_pull", []), found.pop("ps_accuracy", [])
+    ranking = found.pop("ranking", [])
     jobs = [found[name] for name in JOBS if name in found]
     parts = [
         "# Results",
@@ -156,9 +160,12 @@ def write_page() -> Path:
         parts += [f"Made by `{EXCHANGES_COMMAND}`:", exchanges_table(exchanges)]
     if accuracy:
         parts += [f"Made by `{ACCURACY_COMMAND}`:", accuracy_table(accuracy)]
+    if ranking:
+        parts += [f"Made by `{RANKING_COMMAND}`, Spearman's rank correlations:"]
+        parts += [ranking_table(ranking)]
     # Other files are of other pages: their programs print them.
     listed = jobs, [start_up] if start_up else [], features, named, tracing
-    listed += servers, exchanges, accuracy
+    listed += servers, exchanges, accuracy, ranking
     parts.append(_facts([each for rows in listed for each in rows], jobs))
     page = RESULTS / "README.md"
     page.write_text("\n\n".join(part for part in parts if part) + "\n")
@@ -317,6 +324,29 @@ def accuracy_table(accuracy: list[dict[str, Any]]) -> str:
     ]
     said = f"{accuracy[0]['epochs']} epochs of {accuracy[0]['rows']:,} digits"
     heads = (said, "accuracy", "mean staleness", "÷ best synchronous", "target", "")
+    return _table(heads, rows)
+
+
+def ranking_table(runs: list[dict[str, Any]]) -> str:
+    rows = []
+    for number, each in enumerate(runs, 1):
+        found, wanted = each["spearman"], RANKING_SHARE * each["repeat_to_repeat"]
+        others = [found["bytes alone"], found["FLOPs alone"]]
+        close = each["within_2x_of_fastest"]
+        is_met = found["estimate"] >= max(wanted, *others) and close >= RANKING_WITHIN
+        rows.append(
+            (
+                f"{number}: {len(each['layouts'])} layouts, {close} within twice the fastest",
+                *(f"{rank:.3f}" for rank in (each["repeat_to_repeat"], wanted)),
+                f"**{found['estimate']:.3f}**",
+                *(f"{rank:.3f}" for rank in others),
+                "met" if is_met else "**missed**",
+            )
+        )
+    heads = (
+        *("run", "two measurements", f"wanted: {RANKING_SHARE} of it"),
+        *("estimate", "bytes alone", "FLOPs alone", ""),
+    )
     return _table(heads, rows)
 
 
