@@ -5,8 +5,12 @@ few of the planner, which their dry runs rank. A layout that does not fit is tri
 computed again in the backward pass, where the model says what its blocks are. Of the equal blocks
 of a model one and two are compiled.
 
+The planner's own model times the layouts by hand as well. Its search is exact, so what it proves to
+be the least, beside the least of those by hand, tells how much any layout could win.
+
     python benchmarks/plans.py                # all; some hours on two quiet cores
     python benchmarks/plans.py mlp_64 ...     # some; results of others are kept
+    python benchmarks/plans.py --by-model ... # the planner's model alone; compiled figures are kept
 
 It takes `pip install "meshwright[tpu,cuda,plan]"`, and neither TPU nor GPU. What was compiled
 before is taken from the cache of dry runs.
@@ -48,10 +52,26 @@ def of_hand(job: Job, hand: Hand) -> dict[str, Any]:
 
 
 def compiled(job: Job, hand: Hand, remat: str) -> dict[str, Any]:
-    strategy = mw.Sharded.from_placement(hand.placement(), mw.StepOptions(remat=remat))
     begin = time.monotonic()
-    run = mw.dry_run(job.build(), job.batch, strategy=strategy, target=job.target, blocks="few")
+    run = mw.dry_run(
+        job.build(), job.batch, strategy=laid_by(hand, remat), target=job.target, blocks="few"
+    )
     return {**figures(run), "took_s": round(time.monotonic() - begin)}
+
+
+def by_model(job: Job, hand: Hand, found: dict[str, Any]) -> dict[str, Any]:
+    """What the planner's model says of a layout that fits."""
+    if not found["fits"]:
+        return {}
+    remat = "block" if found.get("recompute") else "none"
+    run = mw.dry_run(
+        job.build(), job.batch, strategy=laid_by(hand, remat), target=job.target, compile=False
+    )
+    return {"model_time_s": run.step_time_s, "model_peak_bytes": run.peak_bytes}
+
+
+def laid_by(hand: Hand, remat: str) -> mw.Sharded:
+    return mw.Sharded.from_placement(hand.placement(), mw.StepOptions(remat=remat))
 
 
 def figures(run: mw.DryRun) -> dict[str, Any]:
@@ -125,10 +145,22 @@ def ratio(found: dict[str, Any]) -> float | None:
     return None if not hand or plan is None else plan / min(hand)
 
 
+def least_by_model(found: dict[str, Any]) -> float | None:
+    """The least time of any layout by that of the fastest by hand, both by the planner's model.
+
+    None where the search is not proven: then nothing is known of layouts that it did not meet.
+    """
+    hand = [each["model_time_s"] for each in found["hand"].values() if "model_time_s" in each]
+    if not hand or not found["plan"]["is_proven"]:
+        return None
+    return min(each["model_time_s"] for each in found["plan"]["options"]) / min(hand)
+
+
 def table(kept: dict[str, Any]) -> str:
     lines = [
-        "| model | target | fastest by hand | | the plan | | plan ÷ hand | search |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | target | fastest by hand | | the plan | | plan ÷ hand "
+        "| least ÷ hand, by the model | search |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for each in kept.values():
         fits = {n: e for n, e in each["hand"].items() if e["fits"] and e["step_time_s"]}
@@ -136,10 +168,12 @@ def table(kept: dict[str, Any]) -> str:
             continue
         name = min(fits, key=lambda name: fits[name]["step_time_s"])
         plan = each["plan"]["options"][0]
+        least = least_by_model(each)
         lines.append(
             f"| {each['what']} | `{each['target']}` | {name}{again(fits[name])} "
             f"| {ms(fits[name])} | {laid(plan)} | {ms(plan)} "
-            f"| **{ratio(each):.3f}** | {each['plan']['search_s']:.1f} s |"
+            f"| **{ratio(each):.3f}** | {'' if least is None else f'{least:.3f}'} "
+            f"| {each['plan']['search_s']:.1f} s |"
         )
     return "\n".join(lines)
 
@@ -164,21 +198,44 @@ def laid(option: dict[str, Any]) -> str:
 
 def main(asked: list[str]) -> None:
     mw.virtual_devices(1)  # nothing runs here
-    for name in asked or JOBS:
-        job, begin = JOBS[name], time.monotonic()
-        found: dict[str, Any] = {"what": job.what, "target": job.target, "hand": {}}
-        for hand in job.by_hand:
-            found["hand"][hand] = of_hand(job, job.by_hand[hand])
-            print(f"{name}: {hand}: {found['hand'][hand]}", flush=True)
-            keep(name, found)
-        found["plan"] = of_plan(job)
+    only_model = "--by-model" in asked
+    for name in [each for each in asked if each != "--by-model"] or JOBS:
+        if only_model:
+            model_again(name)
+        else:
+            everything(name)
+    doc_tables.show("plans.py", table(kept_results()))
+
+
+def everything(name: str) -> None:
+    """Compile a model's layouts by hand and the planner's, and keep what is found at once."""
+    job, begin = JOBS[name], time.monotonic()
+    found: dict[str, Any] = {"what": job.what, "target": job.target, "hand": {}}
+    for hand in job.by_hand:
+        known = of_hand(job, job.by_hand[hand])
+        found["hand"][hand] = {**known, **by_model(job, job.by_hand[hand], known)}
+        print(f"{name}: {hand}: {found['hand'][hand]}", flush=True)
         keep(name, found)
-        print(f"{name}: {ratio(found)}, {time.monotonic() - begin:.0f} s", flush=True)
-    doc_tables.show("plans.py", table(json.loads(RESULTS.read_text())))
+    found["plan"] = of_plan(job)
+    keep(name, found)
+    print(f"{name}: {ratio(found)}, {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def model_again(name: str) -> None:
+    """What the planner's model says of the layouts by hand, beside what was compiled before."""
+    job, found = JOBS[name], kept_results()[name]
+    for hand, known in found["hand"].items():
+        known |= by_model(job, job.by_hand[hand], known)
+    keep(name, found)
+    print(f"{name}: {ratio(found)} compiled, at least {least_by_model(found)} by the model")
+
+
+def kept_results() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
 def keep(name: str, found: dict[str, Any]) -> None:
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept = kept_results()
     kept[name] = found
     RESULTS.write_text(json.dumps({n: kept[n] for n in JOBS if n in kept}, indent=1) + "\n")
 
