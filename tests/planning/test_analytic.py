@@ -100,9 +100,11 @@ CASES = {  # how far the peak may be off; XLA for CPU writes a sum over devices 
     "split": (BOTH, MEGATRON, {}, 0.2),
     "kept whole": (BOTH, {"mid/kernel": [None, "model"]}, {}, 0.2),
     "micro-batches": ({"batch": 8}, {}, {"accumulate": 2}, 0.05),
-    "zero": ({"batch": 8}, {}, {"zero": 2}, 0.02),
+    "zero 1": ({"batch": 8}, {}, {"zero": 1}, 0.02),
+    "zero 1, micro-batches": ({"batch": 8}, {}, {"zero": 1, "accumulate": 2}, 0.05),
+    "zero 2": ({"batch": 8}, {}, {"zero": 2}, 0.02),
 }
-QUICK = ("data", "kept whole")
+QUICK = ("data", "zero 1", "kept whole")
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in CASES if name not in QUICK]
 
 
