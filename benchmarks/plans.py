@@ -34,6 +34,9 @@ from meshwright.planning.hardware import hardware_of
 
 RESULTS = Path(__file__).with_name("results") / "plans.json"
 VERIFY = 2
+FAR = (
+    2.0  # times a device's memory by the model: so much is not compiled, as compilers try for long
+)
 _MANY = 4  # rules, which a table has no room for
 
 
@@ -44,9 +47,13 @@ def of_hand(job: Job, hand: Hand) -> dict[str, Any]:
     available = hardware_of(job.target).memory_bytes
     if available is not None and held > available:
         return {**said, "fits": False, "state_bytes": held}
-    found = compiled(job, hand, "none")
+    model = by_model(job, hand, "none")
+    if available is not None and model["model_peak_bytes"] > FAR * available:
+        found: dict[str, Any] = {"fits": False, "peak_bytes": model["model_peak_bytes"]}
+    else:
+        found = {**compiled(job, hand, "none"), **model}
     if found["fits"] is False and job.can_recompute:
-        again = compiled(job, hand, "block")
+        again = {**compiled(job, hand, "block"), **by_model(job, hand, "block")}
         found = {**again, "recompute": True, "peak_without_bytes": found["peak_bytes"]}
     return {**said, **found}
 
@@ -59,11 +66,8 @@ def compiled(job: Job, hand: Hand, remat: str) -> dict[str, Any]:
     return {**figures(run), "took_s": round(time.monotonic() - begin)}
 
 
-def by_model(job: Job, hand: Hand, found: dict[str, Any]) -> dict[str, Any]:
-    """What the planner's model says of a layout that fits."""
-    if not found["fits"]:
-        return {}
-    remat = "block" if found.get("recompute") else "none"
+def by_model(job: Job, hand: Hand, remat: str) -> dict[str, Any]:
+    """What the planner's model says of a layout."""
     run = mw.dry_run(
         job.build(), job.batch, strategy=laid_by(hand, remat), target=job.target, compile=False
     )
@@ -150,7 +154,11 @@ def least_by_model(found: dict[str, Any]) -> float | None:
 
     None where the search is not proven: then nothing is known of layouts that it did not meet.
     """
-    hand = [each["model_time_s"] for each in found["hand"].values() if "model_time_s" in each]
+    hand = [
+        each["model_time_s"]
+        for each in found["hand"].values()
+        if each["fits"] and each.get("model_time_s")
+    ]
     if not hand or not found["plan"]["is_proven"]:
         return None
     return min(each["model_time_s"] for each in found["plan"]["options"]) / min(hand)
@@ -212,8 +220,7 @@ def everything(name: str) -> None:
     job, begin = JOBS[name], time.monotonic()
     found: dict[str, Any] = {"what": job.what, "target": job.target, "hand": {}}
     for hand in job.by_hand:
-        known = of_hand(job, job.by_hand[hand])
-        found["hand"][hand] = {**known, **by_model(job, job.by_hand[hand], known)}
+        found["hand"][hand] = of_hand(job, job.by_hand[hand])
         print(f"{name}: {hand}: {found['hand'][hand]}", flush=True)
         keep(name, found)
     found["plan"] = of_plan(job)
@@ -225,7 +232,9 @@ def model_again(name: str) -> None:
     """What the planner's model says of the layouts by hand, beside what was compiled before."""
     job, found = JOBS[name], kept_results()[name]
     for hand, known in found["hand"].items():
-        known |= by_model(job, job.by_hand[hand], known)
+        if "step_time_s" in known:
+            remat = "block" if known.get("recompute") else "none"
+            known |= by_model(job, job.by_hand[hand], remat)
     keep(name, found)
     print(f"{name}: {ratio(found)} compiled, at least {least_by_model(found)} by the model")
 
