@@ -1,0 +1,88 @@
+"""``meshwright doctor``: what is installed here, and what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import click
+
+from .group import traceback_option
+
+if TYPE_CHECKING:
+    from ..doctor import Diagnosis, Package
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@traceback_option
+def doctor(as_json: bool) -> None:
+    """Tell what is installed, which devices there are, and what is missing.
+
+    Ends with status 0 if Meshwright can be used here, else with 1.
+    """
+    from ..doctor import examine
+
+    diagnosis = examine()
+    if as_json:
+        click.echo(json.dumps(diagnosis.as_dict(), indent=2))
+    else:
+        _print_diagnosis(diagnosis)
+    raise SystemExit(0 if diagnosis.usable else 1)
+
+
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    # Not with Rich, which may be among the packages that are missing.
+    click.secho(
+        f"meshwright {diagnosis.meshwright}, Python {diagnosis.python}, {diagnosis.system}, "
+        f"{diagnosis.cores} cores",
+        bold=True,
+    )
+    for title, required in (("required", True), ("optional", False)):
+        click.echo(f"\n{title}")
+        for package in diagnosis.packages:
+            if package.required == required:
+                _print_package(package)
+    click.echo("\ndevices")
+    for line in _device_lines(diagnosis):
+        click.echo(f"  {line}")
+    click.echo("\nsettings")
+    for name, value in diagnosis.environment.items():
+        click.echo(f"  {name:<20} {'not set' if value is None else value}")
+    click.echo(f"\ndata\n  {diagnosis.data}\n")
+    _print_verdict(diagnosis)
+
+
+def _print_package(package: Package) -> None:
+    version = package.version or "not installed"
+    colour = {"ok": "green", "broken": "red"}.get(
+        package.state, "red" if package.required else "yellow"
+    )
+    click.echo(f"  {package.name:<18} ", nl=False)
+    click.secho(f"{version:<14}", fg=colour, nl=False)
+    click.echo(f" {package.fault or package.purpose}")
+
+
+def _device_lines(diagnosis: Diagnosis) -> list[str]:
+    alike = Counter((d.platform, d.kind, d.memory_bytes) for d in diagnosis.devices)
+    lines = [
+        f"{count} {platform} ({kind}"
+        + (f", {memory / 2**30:.1f} GiB each)" if memory else ", memory not told)")
+        for (platform, kind, memory), count in alike.items()
+    ]
+    process = f"process {diagnosis.process_index} of {diagnosis.process_count}"
+    return [*lines, process] if lines else ["none"]
+
+
+def _print_verdict(diagnosis: Diagnosis) -> None:
+    for note in diagnosis.notes:
+        click.secho(f"note: {note}", fg="yellow")
+    for fault in diagnosis.faults:
+        click.secho(f"fault: {fault}", fg="red")
+    if diagnosis.usable:
+        click.secho("Everything that is required is here and works.", fg="green")
+    if diagnosis.command:
+        click.echo(f"To mend it:        {diagnosis.command}")
+    if diagnosis.optional_command:
+        click.echo(f"For what is optional: {diagnosis.optional_command}")

@@ -1,0 +1,148 @@
+"""``meshwright show``: tensors on a mesh, drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import LayoutError
+from .group import traceback_option
+
+if TYPE_CHECKING:
+    from ..drawing import Drawn
+    from ..mesh import Mesh
+
+_ITEMSIZES = {
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+@click.command()
+@click.option("--mesh", "mesh_text", required=True, help='The mesh: "batch=4,model=2".')
+@click.option("--dims", "dims_texts", multiple=True, help='The dims of a tensor: "784,128".')
+@click.option(
+    "--layout",
+    "layout_texts",
+    multiple=True,
+    help='An entry per dim: "unsharded,model"; "batch+model" for several axes on one dim.',
+)
+@click.option(
+    "--tensor",
+    "tensor_texts",
+    multiple=True,
+    help='All in one, as often as wanted: "kernel:784x128:unsharded,model".',
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(list(_ITEMSIZES)),
+    default="float32",
+    metavar="DTYPE",
+    help="What the elements are: float32 (unless said otherwise), bfloat16, int8, ...",
+)
+@click.option("--title", default="", help="A title for the picture.")
+@click.option(
+    "--svg",
+    "svg_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the picture to this file, too.",
+)
+@traceback_option
+def show(
+    mesh_text: str,
+    dims_texts: tuple[str, ...],
+    layout_texts: tuple[str, ...],
+    tensor_texts: tuple[str, ...],
+    dtype: str,
+    title: str,
+    svg_path: Path | None,
+) -> None:
+    """Draw how tensors lie on a mesh, which need not be there.
+
+    \b
+    meshwright show --mesh batch=4,model=2 --dims 784,128 --layout unsharded,model
+    meshwright show --mesh batch=4,model=2 --svg kernels.svg \\
+        --tensor kernel:784x128:unsharded,model --tensor bias:128:model
+    """
+    from rich.console import Console
+
+    from ..drawing import Section, Sheet, draw_svg, draw_text
+    from ..mesh import Mesh
+
+    mesh = Mesh.from_string(mesh_text)
+    tensors = [*_paired(dims_texts, layout_texts), *map(_in_three, tensor_texts)]
+    sheet = Sheet(title, (Section("", mesh, _all_drawn(tensors, mesh, _ITEMSIZES[dtype])),))
+    Console().print(draw_text(sheet))
+    if svg_path is not None:
+        _write(svg_path, draw_svg(sheet))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.FileError(str(path), hint=error.strerror or str(error)) from error
+    click.echo(f"wrote {path}")
+
+
+def _paired(dims_texts: Sequence[str], layout_texts: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Name, dims and layout of each ``--layout``; one ``--dims`` may serve several layouts."""
+    if len(dims_texts) == 1 and layout_texts:
+        dims_texts = [dims_texts[0]] * len(layout_texts)
+    if len(dims_texts) != len(layout_texts):
+        raise click.UsageError(
+            f"--dims and --layout belong together: {len(dims_texts)} of the one and "
+            f"{len(layout_texts)} of the other are given."
+        )
+    count = len(layout_texts)
+    names = ["tensor"] if count == 1 else [f"tensor {i + 1}" for i in range(count)]
+    return list(zip(names, dims_texts, layout_texts, strict=True))
+
+
+def _in_three(text: str) -> tuple[str, str, str]:
+    parts = text.rsplit(":", 2)
+    if len(parts) != 3:
+        raise click.BadParameter(
+            f"{text!r} is not name:dims:layout, such as kernel:784x128:unsharded,model.",
+            param_hint="--tensor",
+        )
+    name, dims, layout = parts
+    return name, dims, layout
+
+
+def _all_drawn(
+    tensors: Sequence[tuple[str, str, str]], mesh: Mesh, itemsize: int
+) -> tuple[Drawn, ...]:
+    """All the tensors, or one error that names all their faults."""
+    drawn, faults = [], []
+    for name, dims, layout in tensors:
+        try:
+            drawn.append(_drawn(name, dims, layout, mesh, itemsize))
+        except LayoutError as error:
+            faults.append(str(error))
+    if faults:
+        raise LayoutError("\n".join(faults))
+    return tuple(drawn)
+
+
+def _drawn(name: str, dims_text: str, layout_text: str, mesh: Mesh, itemsize: int) -> Drawn:
+    from ..drawing import Drawn
+    from ..layout import Layout
+
+    sizes = [size.strip() for size in re.split("[,x×]", dims_text)] if dims_text.strip() else []
+    if not all(size.isdecimal() for size in sizes):
+        raise click.BadParameter(
+            f"{dims_text!r} is not a list of sizes, such as 784,128 or 784x128.",
+            param_hint="--dims",
+        )
+    layout_text = layout_text.strip()
+    layout = Layout.from_string(layout_text if layout_text[:1] == "[" else f"[{layout_text}]")
+    return Drawn(name, tuple(int(size) for size in sizes), layout.on(mesh), itemsize)
