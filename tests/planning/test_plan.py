@@ -21,7 +21,8 @@ from meshwright.planning import compile_ahead
 from meshwright.planning.described import describe
 from meshwright.planning.estimate import estimate
 from meshwright.planning.hardware import Hardware, Link
-from meshwright.planning.search import Choices, Option, Plan, cost, plan_step, reranked, solve
+from meshwright.planning.search import Choices, Option, Plan, cost, plan_step, solve
+from meshwright.planning.search.verified import verified
 
 U = mw.UNSHARDED
 CPU = Hardware(
@@ -436,12 +437,43 @@ def test_the_dry_run_has_the_last_word():
             self.step_time_s, self.peak_bytes = seconds[plan.axes], 5
             self.fits = fits[plan.axes]
 
-    ranked = reranked(plans, Report)
+    def nothing_smaller(_limit):
+        raise PlanError("nothing is smaller")
+
+    ranked = verified(plans, Report, 100, nothing_smaller)
     assert [plan.chosen.dry_run_time_s for plan in ranked] == [2.0, 3.0, 1.0]
     assert "the dry run preferred this" in str(ranked[0])
     fits.update(dict.fromkeys(fits, False))
-    with pytest.raises(PlanError, match="none of the 3 best plans fits by its dry run"):
-        reranked(plans, Report)
+    with pytest.raises(PlanError, match="none of the 3 best plans fits by its dry run") as told:
+        verified(plans, Report, 100, nothing_smaller)
+    assert "nothing is split" in str(told.value) or " over " in str(told.value)
+    assert "Option(" not in str(told.value)
+
+
+def test_what_does_not_fit_by_its_dry_run_gives_way_to_what_holds_less():
+    graph = mlp(1 << 18, 256, 1024)
+    free = plan_step(graph, "h100:8", zero=(0, 3))
+    limit = round(1.1 * free.chosen.peak_bytes)
+    asked = []
+
+    class Report:
+        """A compiler that takes twice what the model says."""
+
+        step_time_s = None
+
+        def __init__(self, plan):
+            asked.append(plan.chosen.layouts)
+            self.peak_bytes = 2 * plan.chosen.peak_bytes
+            self.fits = self.peak_bytes <= limit
+
+    plan = plan_step(graph, "h100:8", zero=(0, 3), memory_limit=limit, verify=1, dry_run_of=Report)
+    assert plan.chosen.dry_run_peak_bytes <= limit
+    assert plan.limit_bytes == limit
+    assert len(asked) == len(set(asked)) > 1  # none is compiled twice
+    assert "did not by its dry run; this keeps within" in str(plan)
+    worse = [each for each in plan.runners_up if each.dry_run_peak_bytes > limit]
+    assert worse
+    assert worse[0].time_s <= plan.chosen.time_s
 
 
 # A real model, inferred, planned, trained

@@ -15,8 +15,9 @@ from ..planning.faults import tracing
 from ..planning.hardware import Hardware
 from ..planning.infer import graph_of_step
 from ..planning.search.plan import Plan as Decided
-from ..planning.search.planner import NoReport, Report, plan_step
+from ..planning.search.planner import plan_step
 from ..planning.search.search import Objective
+from ..planning.search.verified import NoReport, Report
 from ..planning.target import Target
 from ..program import Batch, Program
 

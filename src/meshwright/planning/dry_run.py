@@ -28,8 +28,9 @@ _ON_THE_CHIP = (
 
 
 # Equal blocks from which on one and two compile faster than all of them: eight of a Transformer did
-# not, on a TPU.
+# not, on a TPU. XLA for GPUs compiles equal kernels once, and forty took little more than two.
 _WORTH_IT = 16
+_WORTH_IT_ON_GPUS = 64
 
 
 def dry_run(
@@ -50,14 +51,14 @@ def dry_run(
     :class:`~meshwright.Program`. ``batch`` holds arrays ``(x, y)``, or what the program takes; only
     shapes and dtypes matter, so ``jax.ShapeDtypeStruct`` will do. With ``accumulate=k`` it is one
     of the step's ``k`` micro-batches. ``mesh`` takes the place of the strategy's, and ``hardware``
-    that of what is known of the target's chips. Of sixteen equal blocks or more only one and two
-    are compiled, and the difference gives the rest, which the report says; ``blocks="few"`` does so
-    from four on, and ``"whole"`` never. A step that needs more memory than a device has gives a
-    report that says so. ``compile=False``, and a GPU target where XLA for GPUs is not installed,
-    gives what the planner's model says in place of the compiler, in seconds, and the report says
-    so (:attr:`DryRun.is_analytic`). Raises :class:`~meshwright.TargetError` for a target that does
-    not go with the mesh, or a layout that the model does not know where it has to do, and
-    :class:`~meshwright.CompileError` if the step does not compile.
+    that of what is known of the target's chips. Of sixteen equal blocks or more (on GPUs, 64) only
+    one and two are compiled, and the difference gives the rest, which the report says;
+    ``blocks="few"`` does so from four on, and ``"whole"`` never. A step that needs more memory than
+    a device has gives a report that says so. ``compile=False``, and a GPU target where XLA for GPUs
+    is not installed, gives what the planner's model says in place of the compiler, in seconds, and
+    the report says so (:attr:`DryRun.is_analytic`). Raises :class:`~meshwright.TargetError` for a
+    target that does not go with the mesh, or a layout that the model does not know where it has to
+    do, and :class:`~meshwright.CompileError` if the step does not compile.
 
     >>> import jax, keras, meshwright as mw
     >>> with mw.abstract():
@@ -81,7 +82,8 @@ def dry_run(
         return _whole(described, target, hardware, timeout_s)
     with tracing(described.name):
         found, reason = reduced(described)
-    if found is not None and blocks == "auto" and found.count < _WORTH_IT:
+    enough = _WORTH_IT_ON_GPUS if target.platform == "cuda" else _WORTH_IT
+    if found is not None and blocks == "auto" and found.count < enough:
         return _whole(described, target, hardware, timeout_s)
     if found is None:
         whole = _whole(described, target, hardware, timeout_s)

@@ -16,6 +16,7 @@ from ...placement import Placement
 from ...step.options import StepOptions
 from ..files import write
 from ..groups import Axes
+from .choices import Choices, Layouts
 from .words import table
 
 VERSION = 1
@@ -46,6 +47,12 @@ class Option:
     def num_devices(self) -> int:
         """How many devices it takes."""
         return Mesh(dict(self.axes)).size
+
+    @property
+    def layouts(self) -> Layouts:
+        """What was decided, without what it costs."""
+        choices = Choices(self.zero, self.accumulate, self.recompute)
+        return Layouts(self.axes, self.rules, choices)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast, get_args
+from typing import Any, cast, get_args
 
 from ...errors import PlanError
 from ...mesh import Mesh
@@ -21,30 +22,8 @@ from .misses import no_plan
 from .plan import Option, Plan
 from .search import Found, Objective, Space, search
 from .setting import setting_of
-from .words import ms, reasons
-
-
-class Report(Protocol):
-    """What planning asks of a dry run; :class:`~meshwright.DryRun` has it."""
-
-    @property
-    def step_time_s(self) -> float | None: ...
-    @property
-    def peak_bytes(self) -> int | None: ...
-    @property
-    def fits(self) -> bool | None: ...
-
-
-@dataclass(frozen=True)
-class NoReport:
-    """Of a candidate that cannot be dry-run: the model's figures count."""
-
-    step_time_s: float | None = None
-    peak_bytes: int | None = None
-    fits: bool | None = None
-
-
-DryRunOf = Callable[[Plan], Report]
+from .verified import DryRunOf, verified
+from .words import reasons
 
 
 def plan_step(
@@ -70,8 +49,9 @@ def plan_step(
     fixes the mesh, else all up to ``max_axes`` axes are tried, of fewer devices too. ``zero``,
     ``accumulate`` and ``recompute`` are what may be chosen. After ``limit_s`` seconds the best so
     far is taken. With ``verify=k`` the best ``k`` are given to ``dry_run_of``, with less ZeRO and
-    plain data parallel beside them, and ranked by what it answers. Raises
-    :class:`~meshwright.PlanError`, with the nearest miss and what would help, where nothing fits.
+    plain data parallel beside them, and ranked by what it answers; where none of them fits, others
+    are, which hold less by the model. Raises :class:`~meshwright.PlanError`, with the nearest miss
+    and what would help, where nothing fits.
 
     >>> from ..graph import GraphDim, GraphTensor, Operation
     >>> dims = tuple(GraphDim(name, 1024, name) for name in ("batch", "in", "out"))
@@ -89,25 +69,11 @@ def plan_step(
     graph = step if isinstance(step, Graph) else _graph_of(step)
     limit_bytes = hardware.memory_bytes if memory_limit is None else memory_limit
     space = Space(_axes(axes, target), max_axes, axes is None, zero, accumulate, recompute)
-    found = search(
-        graph,
-        target,
-        hardware,
-        objective=objective,
-        limit_bytes=limit_bytes,
-        space=space,
-        keep=max(2, verify),
-        limit_s=limit_s,
-    )
-    if not found.candidates:
-        if limit_bytes is None or not found.is_proven:
-            raise PlanError(f"no layout was found within {limit_s:g} s; give more, limit_s=.")
-        raise no_plan(graph, target, hardware, limit_bytes, space)
-    plans = _plans(graph, target, hardware, objective, limit_bytes, space, found)
-    if verify and dry_run_of is not None:
-        others = _plainer(graph, target, hardware, limit_bytes, space, found, verify)
-        beside = _plans(graph, target, hardware, objective, limit_bytes, space, others)
-        plans = reranked([*plans[:verify], *beside], dry_run_of)
+    verify = verify if dry_run_of is not None else 0
+    question = _Question(graph, target, hardware, objective, limit_bytes, space, verify, limit_s)
+    plans = question.plans(limit_bytes)
+    if dry_run_of is not None and verify:
+        plans = verified(plans, dry_run_of, limit_bytes, question.plans)
     chosen = plans[0]
     return replace(chosen, runners_up=tuple(each.chosen for each in plans[1:]))
 
@@ -126,42 +92,6 @@ def _check(objective: str, memory_limit: int | None, verify: int) -> None:
         faults.append(f"verify={verify!r}: say how many plans are compiled, from 0 on.")
     if faults:
         raise PlanError("\n".join(faults))
-
-
-def reranked(plans: list[Plan], dry_run_of: DryRunOf) -> list[Plan]:
-    """The plans by what their dry runs say: those that fit first, then the objective.
-
-    A figure that a dry run does not have counts as the model's.
-    """
-    verified = []
-    for each in plans:
-        report = dry_run_of(each)
-        option = replace(
-            each.chosen,
-            dry_run_time_s=report.step_time_s,
-            dry_run_peak_bytes=report.peak_bytes,
-        )
-        verified.append((report.fits is False, replace(each, chosen=option)))
-    verified.sort(key=lambda pair: (pair[0], _rank(pair[1])))
-    first_fails, first = verified[0]
-    if first_fails:
-        raise PlanError(
-            f"none of the {len(plans)} best plans fits by its dry run; the nearest: "
-            f"{first.chosen}. Verify more, verify=, or say a lower memory_limit=."
-        )
-    model = plans[0].chosen.time_s
-    if first.chosen.axes != plans[0].chosen.axes or first.chosen.rules != plans[0].chosen.rules:
-        note = f"the dry run preferred this to the model's first, {ms(model)} by the model"
-        verified[0] = (False, replace(first, notes=(*first.notes, note)))
-    return [each for _, each in verified]
-
-
-def _rank(plan: Plan) -> tuple[float, float]:
-    option = plan.chosen
-    time_s = option.dry_run_time_s if option.dry_run_time_s is not None else option.time_s or 0.0
-    peak = option.dry_run_peak_bytes
-    peak = option.peak_bytes if peak is None else peak
-    return (time_s, peak) if plan.objective == "time" else (peak, time_s)
 
 
 def _graph_of(described: Described) -> Graph:
@@ -186,59 +116,82 @@ def _axes(axes: Mesh | Mapping[str, int] | str | None, target: Target) -> Axes |
     return found
 
 
-# Plans of what was found
+@dataclass(frozen=True)
+class _Question:
+    """What is planned; ``limit_bytes`` is what plans say that they were to keep to."""
 
+    graph: Graph
+    target: Target
+    hardware: Hardware
+    objective: Objective
+    limit_bytes: int | None
+    space: Space
+    verify: int
+    limit_s: float
 
-def _plainer(
-    graph: Graph,
-    target: Target,
-    hardware: Hardware,
-    limit_bytes: int | None,
-    space: Space,
-    found: Found,
-    verify: int,
-) -> Found:
-    """What is verified beside the best ``verify``, as far as the space has it."""
-    parallel = data_parallel(graph, target, hardware, space.axes)
-    problem = compact(graph, target.platform)
-    every = plainer(problem, target, hardware, limit_bytes, found.candidates[0], parallel)
-    known = {each.layouts for each in found.candidates[:verify]}
-    new = [each for each in every if each.layouts not in known]
-    return replace(found, candidates=tuple(e for e in new if e.layouts.choices.zero in space.zero))
+    def plans(self, within: int | None) -> list[Plan]:
+        """The best plans that hold so many bytes at most; what is verified, or all found.
 
-
-def _plans(
-    graph: Graph,
-    target: Target,
-    hardware: Hardware,
-    objective: Objective,
-    limit_bytes: int | None,
-    space: Space,
-    found: Found,
-) -> list[Plan]:
-    problem = compact(graph, target.platform)
-    parallel = data_parallel(graph, target, hardware, space.axes)
-    plans = []
-    for each in found.candidates:
-        setting = setting_of(each.layouts.axes, target, hardware)
-        plans.append(
-            Plan(
-                target=str(target),
-                hardware=hardware.name,
-                objective=objective,
-                limit_bytes=limit_bytes,
-                chosen=_option(each),
-                runners_up=(),
-                data_parallel=None if parallel is None else _option(parallel),
-                layouts=_layouts(problem, each.layouts),
-                inputs=tuple(t.path for t in graph.tensors if t.role == "input"),
-                batch=_batch(problem, each.layouts),
-                why=reasons(problem, setting, each.layouts),
-                notes=_notes(target, each, parallel, found),
-                is_proven=found.is_proven,
-            )
+        Raises :class:`~meshwright.PlanError` where there is none.
+        """
+        found = search(
+            self.graph,
+            self.target,
+            self.hardware,
+            objective=self.objective,
+            limit_bytes=within,
+            space=self.space,
+            keep=max(2, self.verify),
+            limit_s=self.limit_s,
         )
-    return plans
+        if not found.candidates:
+            if within is None or not found.is_proven:
+                raise PlanError(
+                    f"no layout was found within {self.limit_s:g} s; give more, limit_s=."
+                )
+            raise no_plan(self.graph, self.target, self.hardware, within, self.space)
+        if not self.verify:
+            return self._told(found.candidates, found)
+        best = found.candidates[: self.verify]
+        return self._told([*best, *self._plainer(best, within)], found)
+
+    def _plainer(self, best: Sequence[Candidate], within: int | None) -> list[Candidate]:
+        """What is verified beside the best, as far as the space has it."""
+        problem = compact(self.graph, self.target.platform)
+        every = plainer(problem, self.target, self.hardware, within, best[0], self._parallel)
+        known = {each.layouts for each in best}
+        new = [each for each in every if each.layouts not in known]
+        return [each for each in new if each.layouts.choices.zero in self.space.zero]
+
+    @functools.cached_property
+    def _parallel(self) -> Candidate | None:
+        return data_parallel(self.graph, self.target, self.hardware, self.space.axes)
+
+    def _told(self, candidates: Sequence[Candidate], found: Found) -> list[Plan]:
+        """Plans of what was found."""
+        graph, target, hardware, parallel = self.graph, self.target, self.hardware, self._parallel
+        problem = compact(graph, target.platform)
+        plans = []
+        for each in candidates:
+            setting = setting_of(each.layouts.axes, target, hardware)
+            plans.append(
+                Plan(
+                    target=str(target),
+                    hardware=hardware.name,
+                    objective=self.objective,
+                    limit_bytes=self.limit_bytes,
+                    chosen=_option(each),
+                    runners_up=(),
+                    data_parallel=None if parallel is None else _option(parallel),
+                    layouts=_layouts(problem, each.layouts),
+                    inputs=tuple(t.path for t in graph.tensors if t.role == "input"),
+                    batch=_batch(problem, each.layouts),
+                    why=reasons(problem, setting, each.layouts),
+                    notes=_notes(target, each, parallel, found),
+                    is_proven=found.is_proven,
+                )
+            )
+        return plans
 
 
 def _batch(problem: Compact, layouts: Layouts) -> tuple[str, ...]:

@@ -1,0 +1,129 @@
+"""Plans whose dry runs have the last word: they rank them, and those that do not fit give way.
+
+The model may take a plan to fit that a compiler's schedule does not let fit. Then plans are looked
+for that hold less by the model, by as much as it was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ...errors import PlanError
+from .plan import Option, Plan
+from .words import ms, nbytes
+
+_SEARCHES = 3  # in all, each of plans that hold less
+_UNKNOWN = 1.25  # how far off the model is taken to be, where a dry run has no peak
+_LESS = 0.98  # of what would fit if the model were off as it was
+
+
+class Report(Protocol):
+    """What planning asks of a dry run; :class:`~meshwright.DryRun` has it."""
+
+    @property
+    def step_time_s(self) -> float | None: ...
+    @property
+    def peak_bytes(self) -> int | None: ...
+    @property
+    def fits(self) -> bool | None: ...
+
+
+@dataclass(frozen=True)
+class NoReport:
+    """Of a candidate that cannot be dry-run: the model's figures count."""
+
+    step_time_s: float | None = None
+    peak_bytes: int | None = None
+    fits: bool | None = None
+
+
+DryRunOf = Callable[[Plan], Report]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A plan with the figures of its dry run, by which it fits or does not."""
+
+    plan: Plan
+    fits: bool
+
+
+def verified(
+    plans: Sequence[Plan],
+    dry_run_of: DryRunOf,
+    limit_bytes: int | None,
+    within: Callable[[int], list[Plan]],
+) -> list[Plan]:
+    """The plans by what their dry runs say: those that fit first, then the objective.
+
+    Where none fits, those ``within`` fewer bytes of the model's are dry-run, too. Raises
+    :class:`~meshwright.PlanError`, with the nearest, where none of these fits either.
+    """
+    first, limit = plans[0].chosen, limit_bytes
+    seen = list(_dry_run(plans, dry_run_of))
+    for _ in range(_SEARCHES - 1):
+        if limit is None or limit_bytes is None or any(each.fits for each in seen):
+            break
+        limit = round(_LESS * min(limit, limit_bytes / _off(seen, plans[0])))
+        try:
+            plans = within(limit)
+        except PlanError:
+            break
+        known = {each.plan.chosen.layouts for each in seen}
+        new = [each for each in plans if each.chosen.layouts not in known]
+        seen += [_held_to(each, limit) for each in _dry_run(new, dry_run_of)]
+    return _ranked(seen, first)
+
+
+def _dry_run(plans: Iterable[Plan], dry_run_of: DryRunOf) -> Iterator[_Seen]:
+    for each in plans:
+        report = dry_run_of(each)
+        option = replace(
+            each.chosen,
+            dry_run_time_s=report.step_time_s,
+            dry_run_peak_bytes=report.peak_bytes,
+        )
+        yield _Seen(replace(each, chosen=option), report.fits is not False)
+
+
+def _off(seen: Iterable[_Seen], first: Plan) -> float:
+    """How many times as much as the model says the model's best holds by its dry run."""
+    option = next(e.plan.chosen for e in seen if e.plan.chosen.layouts == first.chosen.layouts)
+    peak = option.dry_run_peak_bytes
+    return _UNKNOWN if peak is None else max(1.0, peak / option.peak_bytes)
+
+
+def _held_to(seen: _Seen, limit: int) -> _Seen:
+    note = (
+        f"what the model took to fit did not by its dry run; this keeps within {nbytes(limit)} "
+        "by the model"
+    )
+    return replace(seen, plan=replace(seen.plan, notes=(*seen.plan.notes, note)))
+
+
+def _ranked(seen: list[_Seen], first: Option) -> list[Plan]:
+    """Those that fit first, then the objective. A figure that no dry run has is the model's."""
+    ranked = sorted(seen, key=lambda each: (not each.fits, _rank(each.plan)))
+    best = ranked[0].plan
+    if not ranked[0].fits:
+        option = min((e.plan.chosen for e in seen), key=lambda one: one.dry_run_peak_bytes or 0)
+        raise PlanError(
+            f"none of the {len(seen)} best plans fits by its dry run. The nearest takes "
+            f"{nbytes(option.dry_run_peak_bytes)}, where the model said "
+            f"{nbytes(option.peak_bytes)}: {option.layouts}. Verify more, verify=, or say a lower "
+            "memory_limit=, by which the model searches."
+        )
+    if (best.chosen.axes, best.chosen.rules) != (first.axes, first.rules):
+        note = f"the dry run preferred this to the model's first, {ms(first.time_s)} by the model"
+        best = replace(best, notes=(*best.notes, note))
+    return [best, *(each.plan for each in ranked[1:])]
+
+
+def _rank(plan: Plan) -> tuple[float, float]:
+    option = plan.chosen
+    time_s = option.dry_run_time_s if option.dry_run_time_s is not None else option.time_s or 0.0
+    peak = option.dry_run_peak_bytes
+    peak = option.peak_bytes if peak is None else peak
+    return (time_s, peak) if plan.objective == "time" else (peak, time_s)
