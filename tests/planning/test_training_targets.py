@@ -16,7 +16,8 @@ import meshwright as mw
 from meshwright.planning import Compiled, compile_step
 from meshwright.step.accumulate import accumulating_in
 
-pytestmark = pytest.mark.targets
+# One process has them all, and compiles each step once.
+pytestmark = [pytest.mark.targets, pytest.mark.xdist_group("training_targets")]
 
 TARGET = "v5p:2x2x2"
 WIDTH, DEPTH, ROWS = 2048, 6, 256
@@ -52,13 +53,29 @@ def block_net(depth: int = 3) -> keras.Model:
 
 
 def compiled(build: Any = dense_net, rows: int = ROWS, **how: Any) -> Compiled:
-    strategy = mw.Sharded(mw.create_mesh({"batch": 8}), **how)
+    policy = keras.config.dtype_policy().name
+    return _compiled(build, rows, tuple(how.items()), in_turn=False, policy=policy)
+
+
+def in_a_loop(**how: Any) -> Compiled:
+    """Four micro-batches in turn, although these few rows would be taken side by side."""
+    how = {"accumulate": 4, **how}
+    return _compiled(dense_net, ROWS, tuple(how.items()), in_turn=True, policy="float32")
+
+
+@functools.cache
+def _compiled(
+    build: Any, rows: int, how: tuple[tuple[str, Any], ...], *, in_turn: bool, policy: str
+) -> Compiled:
+    assert keras.config.dtype_policy().name == policy
+    strategy = mw.Sharded(mw.create_mesh({"batch": 8}), **dict(how))
     with strategy.scope():
         model = build()
         model.compile(keras.optimizers.SGD(0.1), "mse")
     width = model.inputs[0].shape[-1]
     batch = np.zeros([rows, width], "float32"), np.zeros([rows, width], "float32")
-    return compile_step(strategy, model, batch, TARGET)
+    with accumulating_in("in a loop") if in_turn else contextlib.nullcontext():
+        return compile_step(strategy, model, batch, TARGET)
 
 
 @pytest.fixture
@@ -92,15 +109,9 @@ def loop_state(step: Compiled) -> str:
     return max(lines, key=len)
 
 
-def in_a_loop(**how: Any) -> Compiled:
-    """Four micro-batches in turn, although these few rows would be taken side by side."""
-    with accumulating_in("in a loop"):
-        return compiled(accumulate=4, **how)
-
-
 def test_the_accumulator_of_level_2_is_a_piece() -> None:
     whole, piece = f"f32[{WIDTH},{WIDTH}]", f"f32[{WIDTH // 8},{WIDTH}]"
-    level_0, level_2 = in_a_loop(zero=0), in_a_loop(zero=2)
+    level_0, level_2 = in_a_loop(), in_a_loop(zero=2)
     assert piece not in loop_state(level_0)
     assert loop_state(level_2).count(piece) >= DEPTH
     assert loop_state(level_2).count(whole) <= DEPTH  # the parameters, no sums
@@ -136,9 +147,9 @@ def test_a_block_that_is_computed_again_adds_its_input_and_not_what_is_inside() 
     rows = 1 << 16
     few, many = (
         compiled(functools.partial(block_net, depth), rows=rows, remat="block").peak_bytes
-        for depth in (2, 8)
+        for depth in (2, 5)
     )
-    each = (many - few) / 6
+    each = (many - few) / 3
     block_input = rows * NARROW * 4 // 8
     gradient = 4 * (2 * NARROW * 4 * NARROW + (4 * NARROW) ** 2)  # of a block, beside its weights
     inside = rows * 4 * NARROW * 4 // 8  # one of its arrays
