@@ -450,6 +450,23 @@ def test_the_dry_run_has_the_last_word():
     assert "Option(" not in str(told.value)
 
 
+def test_fsdp_is_verified_too():
+    asked = []
+
+    class Report:
+        step_time_s, peak_bytes, fits = None, None, True
+
+        def __init__(self, plan):
+            asked.append(plan.chosen)
+
+    plan_step(mlp(64, 1024, 4096), "h100:8", verify=1, dry_run_of=Report)
+    alone = [each for each in asked if each.zero == 3 and each.axes == (("batch", 8),)]
+    assert [(each.rules, each.recompute) for each in alone] == [((("batch", ("batch",)),), False)]
+    asked.clear()
+    plan_step(mlp(64, 1024, 4096), "h100:8", zero=(0, 1), verify=1, dry_run_of=Report)
+    assert {each.zero for each in asked} <= {0, 1}
+
+
 def test_what_does_not_fit_by_its_dry_run_gives_way_to_what_holds_less():
     graph = mlp(1 << 18, 256, 1024)
     free = plan_step(graph, "h100:8", zero=(0, 3))

@@ -67,11 +67,11 @@ def plan(
     device. Nothing takes more than ``memory_limit`` bytes, or a device's memory if it is left out.
     ``axes`` fixes the mesh, ``"batch=4,model=2"``. ``model`` and ``batch`` are those of
     :func:`~meshwright.dry_run`: dims are inferred from the traced step. The search ends after
-    ``limit_s`` seconds; with ``verify=k`` the best ``k`` are compiled after that, with less
-    ZeRO and plain data parallel beside them, and ranked by their dry runs, for which ``blocks`` is
-    as in :func:`~meshwright.dry_run`; where no compiler is here for a GPU target, nothing is, and a
-    note of the plan says so. Raises :class:`~meshwright.PlanError`, with the nearest miss and what
-    would help, if nothing fits.
+    ``limit_s`` seconds; with ``verify=k`` the best ``k`` are compiled after that, with less ZeRO,
+    plain data parallel and FSDP beside them, and ranked by their dry runs, for which ``blocks`` is
+    as in :func:`~meshwright.dry_run`; where none fits, others follow that hold less. Where no
+    compiler is here for a GPU target, nothing is compiled, and a note of the plan says so. Raises
+    :class:`~meshwright.PlanError`, with the nearest miss and what would help, if nothing fits.
     (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 
     >>> import jax, keras, meshwright as mw

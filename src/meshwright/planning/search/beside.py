@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ..hardware import Hardware
 from ..target import Target
 from .answers import Candidate
-from .choices import Layouts
+from .choices import Choices, Layouts
 from .compact import Compact
 from .cost import cost_of, divides, masks_of
 from .setting import setting_of
@@ -22,25 +23,36 @@ def plainer(
     best: Candidate,
     parallel: Candidate | None,
 ) -> Iterator[Candidate]:
-    """The best with less ZeRO, plain data parallel, and that with the rows of tables shared out.
+    """The best with less ZeRO; data parallel as it is, fully sharded, and with tables cut by rows.
 
     As far as they fit. The model takes nothing to overlap, and compilers hide collectives: it may
-    prefer to share out what costs nothing, or to split more than it need.
+    prefer to share out what costs nothing, to split more than it need, or to gather too little.
     """
+
+    def those_that_fit(every: Iterable[Layouts]) -> Iterator[Candidate]:
+        for layouts in every:
+            masks = masks_of(problem, layouts.axes, dict(layouts.rules))
+            setting = setting_of(layouts.axes, target, hardware)
+            found = cost_of(problem, setting, masks, layouts.choices)
+            if limit_bytes is None or found.peak_bytes <= limit_bytes:
+                yield Candidate(layouts, found)
+
     zero = best.layouts.choices.zero
-    every = [_at_level(best.layouts, level) for level in (0, 1) if level < zero]
-    if parallel is not None:
-        every += [parallel.layouts, *_with_tables(problem, parallel.layouts)]
-    for layouts in every:
-        masks = masks_of(problem, layouts.axes, dict(layouts.rules))
-        setting = setting_of(layouts.axes, target, hardware)
-        found = cost_of(problem, setting, masks, layouts.choices)
-        if limit_bytes is None or found.peak_bytes <= limit_bytes:
-            yield Candidate(layouts, found)
+    yield from those_that_fit(_at_level(best.layouts, level) for level in (0, 1) if level < zero)
+    if parallel is None:
+        return
+    yield from those_that_fit([parallel.layouts, *_with_tables(problem, parallel.layouts)])
+    yield from itertools.islice(those_that_fit(_fully_sharded(parallel.layouts)), 1)
 
 
 def _at_level(layouts: Layouts, zero: int) -> Layouts:
     return replace(layouts, choices=replace(layouts.choices, zero=zero))
+
+
+def _fully_sharded(parallel: Layouts) -> Iterator[Layouts]:
+    """FSDP: ZeRO of level 3 (Rajbhandari et al. 2020), and that with blocks computed again."""
+    yield replace(parallel, choices=Choices(zero=3))
+    yield replace(parallel, choices=Choices(zero=3, recompute=True))
 
 
 def _with_tables(problem: Compact, parallel: Layouts) -> Iterator[Layouts]:

@@ -16,7 +16,7 @@ from ..hardware import Hardware, hardware_of
 from ..target import Target
 from .answers import Candidate, data_parallel
 from .beside import plainer
-from .choices import Layouts
+from .choices import Choices, Layouts
 from .compact import Compact, compact
 from .misses import no_plan
 from .plan import Option, Plan
@@ -48,10 +48,10 @@ def plan_step(
     more than ``memory_limit`` bytes, which is a device's memory where it is left out. ``axes``
     fixes the mesh, else all up to ``max_axes`` axes are tried, of fewer devices too. ``zero``,
     ``accumulate`` and ``recompute`` are what may be chosen. After ``limit_s`` seconds the best so
-    far is taken. With ``verify=k`` the best ``k`` are given to ``dry_run_of``, with less ZeRO and
-    plain data parallel beside them, and ranked by what it answers; where none of them fits, others
-    are, which hold less by the model. Raises :class:`~meshwright.PlanError`, with the nearest miss
-    and what would help, where nothing fits.
+    far is taken. With ``verify=k`` the best ``k`` are given to ``dry_run_of``, with less ZeRO,
+    plain data parallel and FSDP beside them, and ranked by what it answers; where none of them
+    fits, others are, which hold less by the model. Raises :class:`~meshwright.PlanError`, with the
+    nearest miss and what would help, where nothing fits.
 
     >>> from ..graph import GraphDim, GraphTensor, Operation
     >>> dims = tuple(GraphDim(name, 1024, name) for name in ("batch", "in", "out"))
@@ -161,7 +161,10 @@ class _Question:
         every = plainer(problem, self.target, self.hardware, within, best[0], self._parallel)
         known = {each.layouts for each in best}
         new = [each for each in every if each.layouts not in known]
-        return [each for each in new if each.layouts.choices.zero in self.space.zero]
+        return [each for each in new if self._may_choose(each.layouts.choices)]
+
+    def _may_choose(self, choices: Choices) -> bool:
+        return choices.zero in self.space.zero and choices.recompute in self.space.recompute
 
     @functools.cached_property
     def _parallel(self) -> Candidate | None:
