@@ -23,7 +23,7 @@ from .plan import Option, Plan
 from .search import Found, Objective, Space, search
 from .setting import setting_of
 from .verified import DryRunOf, verified
-from .words import reasons
+from .words import nbytes, reasons
 
 
 def plan_step(
@@ -69,8 +69,10 @@ def plan_step(
     graph = step if isinstance(step, Graph) else _graph_of(step)
     limit_bytes = hardware.memory_bytes if memory_limit is None else memory_limit
     space = Space(_axes(axes, target), max_axes, axes is None, zero, accumulate, recompute)
-    verify = verify if dry_run_of is not None else 0
-    question = _Question(graph, target, hardware, objective, limit_bytes, space, verify, limit_s)
+    keep, verify = max(2, verify), verify if dry_run_of is not None else 0
+    question = _Question(
+        graph, target, hardware, objective, limit_bytes, space, keep, verify, limit_s
+    )
     plans = question.plans(limit_bytes)
     if dry_run_of is not None and verify:
         plans = verified(plans, dry_run_of, limit_bytes, question.plans)
@@ -126,6 +128,7 @@ class _Question:
     objective: Objective
     limit_bytes: int | None
     space: Space
+    keep: int
     verify: int
     limit_s: float
 
@@ -141,7 +144,7 @@ class _Question:
             objective=self.objective,
             limit_bytes=within,
             space=self.space,
-            keep=max(2, self.verify),
+            keep=self.keep,
             limit_s=self.limit_s,
         )
         if not found.candidates:
@@ -149,6 +152,8 @@ class _Question:
                 raise PlanError(
                     f"no layout was found within {self.limit_s:g} s; give more, limit_s=."
                 )
+            if within != self.limit_bytes:  # nobody is told: more was allowed, and dry-run
+                raise PlanError(f"no layout keeps within {nbytes(within)} by the model.")
             raise no_plan(self.graph, self.target, self.hardware, within, self.space)
         if not self.verify:
             return self._told(found.candidates, found)
