@@ -56,13 +56,19 @@ def extended(
         tensors=tensors[:_TENSORS],
         alive_bytes=most,
         estimate=extending.estimate(one.estimate, two.estimate, found),
-        notes=(*two.notes, str(blocks), *_pressed(memory)),
+        notes=(*two.notes, str(blocks), *_doubts(memory, two.target)),
         placed=described.placed,
         blocks=blocks,
     )
 
 
-def _pressed(memory: Memory) -> tuple[str, ...]:
+def _doubts(memory: Memory, target: Target) -> tuple[str, ...]:
+    """Why the peak of all blocks may be another."""
+    if target.platform == "cuda":
+        return (
+            "XLA for GPUs orders many blocks otherwise than two, so the peak may be far off: "
+            'blocks="whole" compiles all of them',
+        )
     if memory.available_bytes is None or (memory.peak_bytes or 0) < _NEAR * memory.available_bytes:
         return ()
     return (
