@@ -90,6 +90,19 @@ def test_collectives_are_those_of_the_paper(name):
     assert report.compiled is None
 
 
+@pytest.mark.parametrize(("target", "itemsize"), [("h100:8", 2), ("v5e:2x4", 2), ("cpu:8", 4)])
+def test_level_3_gathers_in_the_type_that_products_take(target, itemsize):
+    def loss(params, x):
+        h = jax.nn.relu(x.astype("bfloat16") @ params["w"].astype("bfloat16"))
+        return jnp.sum((h @ params["v"].astype("bfloat16")).astype("float32") ** 2)
+
+    params = {"w": shape(128, 512), "v": shape(512, 128)}
+    program = mw.jax_program(loss, params, optax.sgd(0.1), name="two")
+    report = asked((program, shape(ROWS, 128)), {"batch": 8}, target=target, compile=False, zero=3)
+    gathers = [each for each in report.collectives if each.kind == "all-gather"]
+    assert {each.bytes_per_device for each in gathers} == {128 * 512 * itemsize}
+
+
 MEGATRON = {
     "up/kernel": [None, "model"],
     "up/bias": ["model"],

@@ -34,12 +34,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class Piece:
-    """A kind of array: ``units`` are places of units, one per dim, ``None`` where never split."""
+    """A kind of array: ``units`` are places of units, one per dim, ``None`` where never split.
+
+    ``sent_nbytes`` are those of a parameter in the type in which the forward pass takes it, which
+    is what level 3 of ZeRO gathers.
+    """
 
     units: tuple[int | None, ...]
     shape: tuple[int, ...]
     nbytes: int
     kind: str
+    sent_nbytes: int = 0
 
     @functools.cached_property
     def scope(self) -> frozenset[int]:
@@ -123,7 +128,8 @@ def compact(graph: Graph, platform: str = "") -> Compact:
     """Make a graph small, once for all meshes of a platform."""
     facts = facts_of(graph)
     units, unit_of = _units(graph)
-    pieces, piece_of = _pieces(graph, facts, unit_of)
+    sent = _sent(graph, facts, converts=platform != "cpu")
+    pieces, piece_of = _pieces(graph, facts, unit_of, sent)
     reader = _Reader(graph, facts, unit_of, pieces, piece_of)
     each = [reader.work(place, op) for place, op in enumerate(graph.operations)]
     works = tuple(dict.fromkeys(each))
@@ -185,7 +191,7 @@ def _units(graph: Graph) -> tuple[tuple[Unit, ...], tuple[int, ...]]:
 
 
 def _pieces(
-    graph: Graph, facts: Facts, unit_of: tuple[int, ...]
+    graph: Graph, facts: Facts, unit_of: tuple[int, ...], sent: Mapping[int, int]
 ) -> tuple[tuple[Piece, ...], list[int]]:
     each = [
         Piece(
@@ -193,12 +199,28 @@ def _pieces(
             tensor.shape,
             tensor.nbytes,
             facts.kinds[place],
+            sent.get(place, 0),
         )
         for place, tensor in enumerate(graph.tensors)
     ]
     pieces = tuple(dict.fromkeys(each))
     places = {piece: place for place, piece in enumerate(pieces)}
     return pieces, [places[piece] for piece in each]
+
+
+def _sent(graph: Graph, facts: Facts, converts: bool) -> dict[int, int]:
+    """Bytes of each parameter as the forward pass takes it: after a conversion, if all begin so.
+
+    XLA for CPU does not: there is no arithmetic in bfloat16, and what is sent is converted back.
+    """
+    held = {t: graph.tensors[t].nbytes for t, k in enumerate(facts.kinds) if k == "parameter"}
+    taken = dict.fromkeys(held, 0)
+    for operation, is_forward in zip(graph.operations, facts.is_forward, strict=True):
+        for t in held.keys() & set(operation.operands) if is_forward else ():
+            is_converted = converts and operation.kind == "convert_element_type"
+            nbytes = graph.tensors[operation.results[0]].nbytes if is_converted else held[t]
+            taken[t] = max(taken[t], nbytes)
+    return {t: min(taken[t] or nbytes, nbytes) for t, nbytes in held.items()}
 
 
 @dataclass(frozen=True)

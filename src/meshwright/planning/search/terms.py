@@ -228,13 +228,14 @@ class Talk(NamedTuple):
 
 
 def parameter_talks(lay: Lay, piece: Piece) -> list[Talk]:
-    """What ZeRO gathers of one parameter."""
+    """What ZeRO gathers of one parameter; at level 3 in the type that products take."""
     zero = lay.choices.zero
     if zero == 0:
         return []
     times = 2 * lay.choices.accumulate if zero == 3 else 1
     over = np.where(replicas_sharing(lay, piece) > 1, lay.batch, 0)
-    return [Talk("all-gather", over, piece.nbytes / shards(lay, piece), times, piece)]
+    nbytes = piece.sent_nbytes if zero == 3 else piece.nbytes
+    return [Talk("all-gather", over, nbytes / shards(lay, piece), times, piece)]
 
 
 def talks_of(lay: Lay, work: Work) -> list[Talk]:
