@@ -20,6 +20,7 @@ from meshwright.planning.collectives import read_collectives
 from meshwright.planning.described import describe
 from meshwright.step.accumulate import Way, accumulating_in
 from meshwright.step.parts import Gathered, Pieces, in_parts, sum_parts
+from meshwright.step.sums import summed_in
 
 ROWS = 16
 MESHES = {
@@ -99,6 +100,30 @@ def test_parts_add_up_to_the_gradient(case: str, mesh: str, remat: bool) -> None
     np.testing.assert_allclose(value, expected, rtol=tolerance)
     found = sum_parts(parts["w"], w.ndim)
     np.testing.assert_allclose(found, grads["w"], rtol=tolerance, atol=tolerance / 100)
+
+
+@pytest.mark.parametrize("sums", [None, "float32"])
+def test_narrow_parts_are_left_in_the_type_they_are_computed_in(sums: str | None) -> None:
+    gradient, w, x = gradient_of("narrow")
+    mesh, axes = MESHES["batch"]
+    taken = gradient if sums is None else summed_in(gradient, sums)
+    found = in_parts(taken, Pieces(mesh.jax_mesh, axes, ROWS, narrow=True))(w, x)[1]["w"]
+    assert found.dtype == (sums or "bfloat16")
+    expected = gradient(w, x)[1]["w"]
+    np.testing.assert_allclose(found.astype("float32").sum(0), expected, rtol=1e-2, atol=1e-3)
+
+
+def test_what_is_computed_after_a_widening_is_computed_wide() -> None:
+    """Ones of which 8 bits hold 256 at most."""
+    mesh, axes = MESHES["batch"]
+    x = jnp.ones([ROWS, 2, 300], "bfloat16")
+
+    def function(x: Any) -> Any:
+        return (), {"sum": x.sum(0, dtype="bfloat16").astype("float32").sum(1)}
+
+    found = in_parts(function, Pieces(mesh.jax_mesh, axes, ROWS, narrow=True))(x)[1]["sum"]
+    assert found.dtype == "float32"
+    assert found.sum(0).tolist() == [300 * ROWS] * 2
 
 
 def gradient_loss(case: str, w: Any, x: Any) -> Any:

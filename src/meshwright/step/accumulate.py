@@ -70,8 +70,9 @@ class _Micro:
 
     def summed(self, state: TrainState, grads: Arrays) -> Arrays:
         """Gradients that may be in parts, summed over the devices."""
-        ndims = {path: value.ndim for path, value in state.params.items()}
-        return {path: self.sharing.sum(path, grad, ndims[path]) for path, grad in grads.items()}
+        return {
+            path: self.sharing.sum(path, grad, state.params[path]) for path, grad in grads.items()
+        }
 
     def measured(self, state: TrainState, aux: Aux, batch: Batch) -> tuple[TrainState, Logs]:
         """The state after a micro-batch, with parameters and slots as before."""
@@ -173,7 +174,7 @@ def _written_out(
         gathered = {path: gathered.get(path, Gathered()).plus(some[path]) for path in some}
         state, logs = micro.measured(state, aux, batch)
     grads = {
-        path: each.total(functools.partial(micro.sharing.sum, path, ndim=whole.params[path].ndim))
+        path: each.total(functools.partial(micro.sharing.sum, path, param=whole.params[path]))
         for path, each in gathered.items()
     }
     return state, micro.sharing.accumulate(grads), logs

@@ -31,12 +31,15 @@ class Pieces:
     """The pieces of a batch: a :class:`jax.sharding.Mesh`, the axes that split rows, the rows.
 
     ``times`` is how many batches there are to be summed over, if their rows may be kept till then.
+    ``narrow`` leaves each part in the type it is computed in, where that is widened afterwards: so
+    it travels, and whoever sums the parts widens them.
     """
 
     mesh: Any
     axes: tuple[str, ...]
     rows: int
     times: int = 0  # so many batches may be kept unsummed
+    narrow: bool = False
 
     @property
     def number(self) -> int:
@@ -202,6 +205,7 @@ class _Plan:
         self._makes = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._sums: dict[int, dict[int, int]] = {}  # of such an equation: operand -> dim of rows
         self._moves: set[int] = set()
+        self._left_off: set[int] = set()  # widenings that whoever sums the parts makes up for
         self._inner: dict[int, set[int]] = {}  # of a call: which results of it are wanted
         for number in wanted:
             self._follow(jaxpr.outvars[number])
@@ -209,16 +213,21 @@ class _Plan:
     def _follow(self, var: Any) -> None:
         """Note where a result comes from, if that is a sum over rows, moved or not."""
         moves: list[int] = []
+        is_last, left_off = self._pieces.narrow, set[int]()  # nothing is computed after a widening
         while self._uses[var] == 1 and (eqn := self._makes.get(var)) is not None:
             name = eqn.primitive.name
             if (dims := self._rows_of(eqn)) is not None:
                 self._sums[id(eqn)] = dims
                 self._moves.update(moves)
+                self._left_off |= left_off
             elif name in _CALLS:
                 if not moves:  # within the call it may be left as it is, and nobody knows yet
                     self._inner.setdefault(id(eqn), set()).add(eqn.outvars.index(var))
             elif name in _MOVES:
                 moves.append(id(eqn))
+                if is_last and _widens(eqn):
+                    left_off.add(id(eqn))
+                is_last = is_last and name != "reduce_sum"
                 var = eqn.invars[0]
                 continue
             return
@@ -249,6 +258,8 @@ class _Plan:
         if id(eqn) in self._sums:
             rows = Unsummed(self._pieces, eqn, tuple(values), self._sums[id(eqn)])
             return [rows if rows.is_small else rows.in_parts()]
+        if id(eqn) in self._left_off:
+            return [values[0]]
         if id(eqn) in self._moves:
             if isinstance(values[0], Unsummed):
                 return [values[0].moved(eqn)]
@@ -262,6 +273,16 @@ class _Plan:
             params = {**eqn.params, "jaxpr": changed(*values).jaxpr}
             return _compat.evaluate(eqn.replace(params=params), values)
         return _compat.evaluate(eqn, values)
+
+
+def _widens(eqn: Any) -> bool:
+    """Whether all that an equation does is to make numbers of a narrower type wider."""
+    import jax.numpy as jnp
+
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return jnp.issubdtype(before, jnp.floating) and before.itemsize < after.itemsize
 
 
 # For each operation that may sum over rows: the dim of rows of each operand that has one.

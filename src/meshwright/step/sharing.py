@@ -68,32 +68,40 @@ class Sharing:
         return values if self.level == 0 else _laid(values, self.shared)
 
     def gradients(self, gradient: Gradient, whole: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
-        """The gradients of one batch; at levels 1 and 2 the pieces that are updated."""
-        if self.level in (1, 2):
-            gradient = self.in_parts(gradient, batch)
-        aux, grads = gradient(whole.params, whole, batch)
-        return aux, {p: self.sum(p, grad, whole.params[p].ndim) for p, grad in grads.items()}
+        """The gradients of one batch; at levels 1 and 2 the pieces that are updated.
 
-    def in_parts(self, gradient: Gradient, batch: Batch, times: int = 0) -> Gradient:
+        They travel in the type they are computed in, as without ZeRO.
+        """
+        if self.level in (1, 2):
+            gradient = self.in_parts(gradient, batch, narrow=True)
+        aux, grads = gradient(whole.params, whole, batch)
+        return aux, {path: self.sum(path, grad, whole.params[path]) for path, grad in grads.items()}
+
+    def in_parts(
+        self, gradient: Gradient, batch: Batch, times: int = 0, narrow: bool = False
+    ) -> Gradient:
         """The gradient with a part per piece of this batch in place of each sum over its rows.
 
-        ``times`` says how many such batches there are, if their rows may be kept till then.
+        ``times`` says how many such batches there are, if their rows may be kept till then;
+        ``narrow`` leaves parts in the type they are computed in.
         """
-        return in_parts(gradient, Pieces(self.mesh, self.axes, _rows(batch), times))
+        return in_parts(gradient, Pieces(self.mesh, self.axes, _rows(batch), times, narrow))
 
-    def sum(self, path: str, gradient: Any, ndim: int) -> Any:
-        """One gradient, of so many dims, that may be in parts: summed to what will be updated."""
+    def sum(self, path: str, gradient: Any, param: Any) -> Any:
+        """A gradient of this parameter, maybe in parts: summed to what will be updated."""
         import jax
 
+        ndim = param.ndim
         if gradient.ndim == ndim or not self.level:
             return sum_parts(gradient, ndim)
         lies = [self.whole[path].dim_axes(dim) for dim in range(ndim)]
         shared = [self.shared[path].dim_axes(dim) for dim in range(ndim)]
         split = [dim for dim in range(ndim) if shared[dim] == (*lies[dim], *self.axes)]
         if not split:
-            return sum_parts(gradient, ndim)
+            return sum_parts(gradient.astype(param.dtype), ndim)
         with jax.named_scope(path):  # what a dry run calls the collective
-            return scatter_parts(gradient, self.mesh, self.axes, split[0], lies)
+            pieces = scatter_parts(gradient, self.mesh, self.axes, split[0], lies)
+        return pieces.astype(param.dtype)
 
     def accumulate(self, grads: Arrays) -> Arrays:
         """Gradients while they are accumulated: in pieces from level 2 on."""
