@@ -438,16 +438,37 @@ def test_the_dry_run_has_the_last_word():
             self.fits = fits[plan.axes]
 
     def nothing_smaller(_limit):
-        raise PlanError("nothing is smaller")
+        return []
 
     ranked = verified(plans, Report, 100, nothing_smaller)
     assert [plan.chosen.dry_run_time_s for plan in ranked] == [2.0, 3.0, 1.0]
     assert "the dry run preferred this" in str(ranked[0])
     fits.update(dict.fromkeys(fits, False))
-    with pytest.raises(PlanError, match="none of the 3 best plans fits by its dry run") as told:
+    with pytest.raises(PlanError, match="of 3 plans that were dry-run none fits") as told:
         verified(plans, Report, 100, nothing_smaller)
-    assert "nothing is split" in str(told.value) or " over " in str(told.value)
-    assert "Option(" not in str(told.value)
+    assert f"{plans[0].chosen.layouts}. Dry-run more" in str(told.value)  # all take 5 bytes
+    with pytest.raises(PlanError, match=r"the plan that was dry-run does not fit\. The"):
+        verified(plans[:1], Report, 100, nothing_smaller)
+
+
+def test_a_dry_run_without_a_peak_is_not_the_nearest():
+    plan = plan_step(mlp(64, 256, 4096), "cpu:8", hardware=CPU, axes={"batch": 8})
+    other = plan_step(mlp(64, 256, 4096), "cpu:8", hardware=CPU, axes={"model": 8})
+
+    class Report:
+        step_time_s, fits = None, False
+
+        def __init__(self, plan):
+            self.peak_bytes = 3_000_000 if plan.axes == other.axes else None
+
+    def nothing_smaller(_limit):
+        return []
+
+    with pytest.raises(PlanError, match=r"The nearest takes 3\.0 MB") as told:
+        verified([plan, other], Report, 100, nothing_smaller)
+    assert str(other.chosen.layouts) in str(told.value)
+    with pytest.raises(PlanError, match=r"does not fit\. Dry-run more"):
+        verified([plan], Report, 100, nothing_smaller)
 
 
 def test_fsdp_is_verified_too():

@@ -23,7 +23,7 @@ from .plan import Option, Plan
 from .search import Found, Objective, Space, search
 from .setting import setting_of
 from .verified import DryRunOf, verified
-from .words import nbytes, reasons
+from .words import reasons
 
 
 def plan_step(
@@ -73,9 +73,9 @@ def plan_step(
     question = _Question(
         graph, target, hardware, objective, limit_bytes, space, keep, verify, limit_s
     )
-    plans = question.plans(limit_bytes)
+    plans = question.plans()
     if dry_run_of is not None and verify:
-        plans = verified(plans, dry_run_of, limit_bytes, question.plans)
+        plans = verified(plans, dry_run_of, limit_bytes, question.plans_within)
     chosen = plans[0]
     return replace(chosen, runners_up=tuple(each.chosen for each in plans[1:]))
 
@@ -132,33 +132,40 @@ class _Question:
     verify: int
     limit_s: float
 
-    def plans(self, within: int | None) -> list[Plan]:
-        """The best plans that hold so many bytes at most; what is verified, or all found.
+    def plans(self) -> list[Plan]:
+        """The best plans; those that are verified, or all found.
 
         Raises :class:`~meshwright.PlanError` where there is none.
         """
-        found = search(
+        found = self._search(self.limit_bytes)
+        if found.candidates:
+            return self._plans(found, self.limit_bytes)
+        if self.limit_bytes is None or not found.is_proven:
+            raise PlanError(f"no layout was found within {self.limit_s:g} s; give more, limit_s=.")
+        raise no_plan(self.graph, self.target, self.hardware, self.limit_bytes, self.space)
+
+    def plans_within(self, limit_bytes: int) -> list[Plan]:
+        """The best plans that hold so many bytes at most, if there are any."""
+        return self._plans(self._search(limit_bytes), limit_bytes)
+
+    def _search(self, limit_bytes: int | None) -> Found:
+        return search(
             self.graph,
             self.target,
             self.hardware,
             objective=self.objective,
-            limit_bytes=within,
+            limit_bytes=limit_bytes,
             space=self.space,
             keep=self.keep,
             limit_s=self.limit_s,
         )
-        if not found.candidates:
-            if within is None or not found.is_proven:
-                raise PlanError(
-                    f"no layout was found within {self.limit_s:g} s; give more, limit_s=."
-                )
-            if within != self.limit_bytes:  # nobody is told: more was allowed, and dry-run
-                raise PlanError(f"no layout keeps within {nbytes(within)} by the model.")
-            raise no_plan(self.graph, self.target, self.hardware, within, self.space)
-        if not self.verify:
-            return self._told(found.candidates, found)
-        best = found.candidates[: self.verify]
-        return self._told([*best, *self._plainer(best, within)], found)
+
+    def _plans(self, found: Found, limit_bytes: int | None) -> list[Plan]:
+        best = found.candidates
+        if self.verify and best:
+            best = best[: self.verify]
+            best = [*best, *self._plainer(best, limit_bytes)]
+        return self._told(best, found)
 
     def _plainer(self, best: Sequence[Candidate], within: int | None) -> list[Candidate]:
         """What is verified beside the best, as far as the space has it."""

@@ -14,7 +14,7 @@ from ...errors import PlanError
 from .plan import Option, Plan
 from .words import ms, nbytes
 
-_SEARCHES = 3  # in all, each of plans that hold less
+_TIMES = 2  # that plans which hold less are looked for, each time less than before
 _UNKNOWN = 1.25  # how far off the model is taken to be, where a dry run has no peak
 _LESS = 0.98  # of what would fit if the model were off as it was
 
@@ -58,18 +58,17 @@ def verified(
 ) -> list[Plan]:
     """The plans by what their dry runs say: those that fit first, then the objective.
 
-    Where none fits, those ``within`` fewer bytes of the model's are dry-run, too. Raises
+    Where none fits, those ``within`` fewer bytes of the model's, if any, are dry-run, too. Raises
     :class:`~meshwright.PlanError`, with the nearest, where none of these fits either.
     """
     first, limit = plans[0].chosen, limit_bytes
     seen = list(_dry_run(plans, dry_run_of))
-    for _ in range(_SEARCHES - 1):
+    for _ in range(_TIMES):
         if limit is None or limit_bytes is None or any(each.fits for each in seen):
             break
         limit = round(_LESS * min(limit, limit_bytes / _off(seen, plans[0])))
-        try:
-            plans = within(limit)
-        except PlanError:
+        plans = within(limit)
+        if not plans:
             break
         known = {each.plan.chosen.layouts for each in seen}
         new = [each for each in plans if each.chosen.layouts not in known]
@@ -108,17 +107,28 @@ def _ranked(seen: list[_Seen], first: Option) -> list[Plan]:
     ranked = sorted(seen, key=lambda each: (not each.fits, _rank(each.plan)))
     best = ranked[0].plan
     if not ranked[0].fits:
-        option = min((e.plan.chosen for e in seen), key=lambda one: one.dry_run_peak_bytes or 0)
-        raise PlanError(
-            f"none of the {len(seen)} best plans fits by its dry run. The nearest takes "
-            f"{nbytes(option.dry_run_peak_bytes)}, where the model said "
-            f"{nbytes(option.peak_bytes)}: {option.layouts}. Verify more, verify=, or say a lower "
-            "memory_limit=, by which the model searches."
-        )
+        raise _no_fit([each.plan.chosen for each in seen])
     if (best.chosen.axes, best.chosen.rules) != (first.axes, first.rules):
         note = f"the dry run preferred this to the model's first, {ms(first.time_s)} by the model"
         best = replace(best, notes=(*best.notes, note))
     return [best, *(each.plan for each in ranked[1:])]
+
+
+def _no_fit(options: list[Option]) -> PlanError:
+    known = [one for one in options if one.dry_run_peak_bytes is not None]
+    nearest = min(known, key=lambda one: one.dry_run_peak_bytes or 0, default=None)
+    fact = f"of {len(options)} plans that were dry-run none fits"
+    if len(options) == 1:
+        fact = "the plan that was dry-run does not fit"
+    if nearest is not None:
+        fact += (
+            f". The nearest takes {nbytes(nearest.dry_run_peak_bytes)}, where the model said "
+            f"{nbytes(nearest.peak_bytes)}: {nearest.layouts}"
+        )
+    return PlanError(
+        f"{fact}. Dry-run more plans with verify=, or say a lower memory_limit=, by which the "
+        "model searches."
+    )
 
 
 def _rank(plan: Plan) -> tuple[float, float]:
