@@ -36,9 +36,7 @@ from meshwright.planning.target import Target
 RESULTS = Path(__file__).with_name("results") / "plans.json"
 VERIFY = 2
 BLOCKS: dict[str, Literal["whole", "few"]] = {"cuda": "whole"}  # elsewhere "few": whole takes hours
-FAR = (
-    2.0  # times a device's memory by the model: so much is not compiled, as compilers try for long
-)
+FAR = 2.0  # times a device's memory, by the model: compilers try for long to make so much fit
 _MANY = 4  # rules, which a table has no room for
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import click
 
 from .group import traceback_option
+from .options import build_argument
 from .texts import option, rule
 
 
 @click.command()
-@click.argument("build", metavar="MODULE:BUILD")
+@build_argument
 @click.option(
     "--mesh", "mesh_texts", required=True, multiple=True, help='A mesh: "batch=4,model=2"; repeat.'
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import click
 
 from .group import traceback_option
+from .options import batch_size_option, build_argument, target_option, timeout_option
 
 
 @click.command()
-@click.argument("build", metavar="MODULE:BUILD")
-@click.option("--target", required=True, help='The machine: "v5p:2x2x2", "h100:8".')
+@build_argument
+@target_option
 @click.option("--mesh", "mesh_text", help='Keep to this mesh: "data=4,model=2".')
 @click.option(
     "--objective",
@@ -20,7 +21,7 @@ from .group import traceback_option
 @click.option(
     "--memory-gb", type=click.FloatRange(0, min_open=True), help="Take no more of a device, in GB."
 )
-@click.option("--batch-size", type=click.IntRange(1), help="Rows of all devices; else BUILD's.")
+@batch_size_option
 @click.option(
     "--verify",
     type=click.IntRange(0),
@@ -28,11 +29,13 @@ from .group import traceback_option
     help="Compile so many of the best, and rank them by their dry runs.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0, min_open=True), default=10.0, help="To search for."
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="To search for.",
 )
-@click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=3600.0, help="Seconds to compile."
-)
+@timeout_option
 @click.option("--html", metavar="FILE", help="Write the alternatives as a page for a browser, too.")
 @click.option("--save", metavar="FILE", help="Write the plan to a JSON file, for mw.Plan.load.")
 @traceback_option

@@ -7,12 +7,13 @@ import os
 import click
 
 from .group import traceback_option
+from .options import batch_size_option, build_argument, target_option, timeout_option
 from .texts import option, rule
 
 
 @click.command()
-@click.argument("build", metavar="MODULE:BUILD")
-@click.option("--target", required=True, help='The machine: "v5p:2x2x2", "v5e:4x4", "cpu:8".')
+@build_argument
+@target_option
 @click.option("--mesh", "mesh_text", help='The mesh: "data=4,model=2"; else "batch" over all.')
 @click.option(
     "--layout",
@@ -21,16 +22,14 @@ from .texts import option, rule
     help='Layouts beside those of BUILD: "hidden.*kernel:unsharded,model"; repeat, or join by ";".',
 )
 @click.option("--zero", type=click.IntRange(0, 3), help="The level of ZeRO.")
-@click.option("--batch-size", type=click.IntRange(1), help="Rows of all devices; else BUILD's.")
+@batch_size_option
 @click.option(
     "--option",
     "option_texts",
     multiple=True,
     help="A further argument of the strategy, in JSON: accumulate=4, remat=block, ...; repeat.",
 )
-@click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=3600.0, help="Seconds to compile."
-)
+@timeout_option
 @click.option("--no-cache", is_flag=True, help="Compile anew, and do not keep the answer.")
 @click.option(
     "--no-compile", is_flag=True, help="Take the planner's model in place of the compiler."
