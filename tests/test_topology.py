@@ -5,7 +5,9 @@ Almost every test here needs a process that has not started JAX yet.
 
 from __future__ import annotations
 
+import itertools
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -252,3 +254,32 @@ def test_asking_which_devices_are_running_starts_none():
 
 def test_on_tpus_the_order_follows_the_interconnect_and_elsewhere_it_stays():
     assert topology.in_mesh_order((4, 2), jax.devices()[::-1]) == jax.devices()[::-1]
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What JAX asks of a TPU to lay a mesh."""
+
+    id: int
+    coords: tuple[int, ...]
+    device_kind: str
+    platform: str = "tpu"
+    core_on_chip: int = 0
+    process_index: int = 0
+    slice_index: int = 0
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5p", "TPU v5 lite"])
+@pytest.mark.parametrize("torus", [(4, 4, 1), (4, 4, 4), (2, 4, 1)])
+def test_an_axis_may_take_a_part_of_a_dim_of_the_torus(kind, torus):
+    places = enumerate(itertools.product(*map(range, torus)))
+    chips = [Chip(number, place, kind) for number, place in places]
+    sizes = [2**power for power in range(len(chips).bit_length())]
+    for outer in sizes:
+        laid = topology.in_mesh_order((outer, len(chips) // outer), chips)
+        assert sorted(each.id for each in laid) == [each.id for each in chips]
+        lengths = [
+            sum(abs(a - b) for a, b in zip(one.coords, two.coords, strict=True))
+            for one, two in zip(laid[::2], laid[1::2], strict=True)
+        ]
+        assert outer == len(chips) or set(lengths) <= {1}  # the first two of a row are neighbours

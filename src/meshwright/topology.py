@@ -116,12 +116,18 @@ def process_index() -> int:
 
 
 def in_mesh_order(shape: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
-    """The devices in the order in which a mesh of this shape communicates best."""
+    """The devices in the order in which a mesh of this shape communicates best.
+
+    An axis takes whole dims of a TPU's torus where sizes allow it, else a part of one.
+    """
     if chosen[0].platform != "tpu":
         return list(chosen)
     from jax.experimental import mesh_utils
 
-    return list(mesh_utils.create_device_mesh(tuple(shape), devices=list(chosen)).flat)
+    found = mesh_utils.create_device_mesh(
+        tuple(shape), devices=list(chosen), allow_split_physical_axes=True
+    )
+    return list(found.flat)
 
 
 def warn_if_cpu_pool_is_small(count: int) -> None:
