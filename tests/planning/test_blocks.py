@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -251,6 +252,14 @@ def test_the_peak_moves_from_the_head_to_the_gradients_with_more_blocks():
     one = Heights(Height(100), None, Height(50), kept_bytes=(20, 20), left_bytes=10)
     two = Heights(Height(102), Height(98), Height(60), kept_bytes=(19, 22), left_bytes=35)
     assert [peak_with(one, two, count).nbytes for count in (2, 3, 4, 10)] == [102, 104, 106, 140]
+
+
+def test_a_block_keeps_what_is_seen_of_it_at_the_least():
+    """Where the chip's own memory holds what the difference of two heights would show."""
+    one = Heights(Height(100), None, Height(50), kept_bytes=(20, 20), left_bytes=10)
+    two = Heights(Height(102), Height(98), Height(60), kept_bytes=(19, 22), left_bytes=10)
+    assert peak_with(one, two, 10).nbytes == 102 + 8 * 2
+    assert peak_with(one, replace(two, first_bytes=5), 10).nbytes == 102 + 8 * 5
 
 
 @pytest.mark.parametrize("rows", [8, pytest.param(512, marks=SLOW)])

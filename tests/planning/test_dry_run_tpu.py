@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import keras
 import pytest
 from keras import layers
+from optax import adam
 
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
@@ -85,3 +87,47 @@ def test_gathers_of_zero_are_named_after_their_parameters():
     named = {path for each in gathers for path in each.variables}
     assert named == {f"dense{number}/kernel" for number in ("", "_1", "_2", "_3")}
     assert found.unexpected == ()
+
+
+# Attention, of which a block holds far more inside than it hands on
+
+WIDTH, HEADS, LENGTH, ROWS = 256, 2, 512, 32
+
+
+def attention_net(depth: int) -> mw.Program:
+    def block(own, x):
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, own[name]) for name in "qkv")
+        seen = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+        return x + jnp.einsum("bhts,bshk,hkd->btd", seen, v, own["o"])
+
+    def loss(params, x):
+        for own in params["blocks"]:
+            x = mw.block_output(block(own, x))
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    head = WIDTH // HEADS
+    own = dict.fromkeys("qkv", shapes(WIDTH, HEADS, head)) | {"o": shapes(HEADS, head, WIDTH)}
+    params = {"head": shapes(WIDTH, WIDTH), "blocks": [own] * depth}
+    return mw.jax_program(loss, params, adam(0.1))
+
+
+def test_few_blocks_that_are_computed_again_say_that_each_holds_its_input_alone(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))  # one and two blocks are the same twice
+    strategy = mw.DataParallel(mw.Mesh({"batch": 8}), zero=3, remat="block")
+    some, many = (
+        dry_run(
+            attention_net(depth),
+            shapes(ROWS, LENGTH, WIDTH),
+            strategy=strategy,
+            target="v5e:2x4",
+            blocks="few",
+        )
+        for depth in (4, 44)
+    )
+    block_input = ROWS * LENGTH * WIDTH * 4 // 8
+    state = 3 * 4 * WIDTH * WIDTH * 4 // 8
+    scores = ROWS * HEADS * LENGTH * LENGTH * 4 // 8  # held several times, in one block at a time
+    each = (many.peak_bytes - some.peak_bytes) / 40
+    assert block_input < each < 1.25 * (block_input + state) < scores / 2
