@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from small_graphs import Builder, mlp, transformer
 
 import meshwright as mw
-from meshwright.errors import PlanError
+from meshwright.errors import CompileError, PlanError
 from meshwright.placement import ParamInfo
 from meshwright.planning import compile_ahead
 from meshwright.planning.described import describe
@@ -469,6 +469,26 @@ def test_a_dry_run_without_a_peak_is_not_the_nearest():
     assert str(other.chosen.layouts) in str(told.value)
     with pytest.raises(PlanError, match=r"does not fit\. Dry-run more"):
         verified([plan], Report, 100, nothing_smaller)
+
+
+def test_a_plan_that_does_not_compile_is_left_out():
+    first, other = (
+        replace(plan_step(mlp(64, 256, 4096), "cpu:8", hardware=CPU, axes=axes), runners_up=())
+        for axes in ({"batch": 8}, {"model": 8})
+    )
+
+    class Report:
+        step_time_s, peak_bytes, fits = 1.0, 5, True
+
+        def __init__(self, plan):
+            if plan.axes == first.axes:
+                raise CompileError("the compiler gave up")
+
+    (found,) = verified([first, other], Report, 100, lambda _limit: [])
+    assert found.axes == other.axes
+    assert "a plan to verify is left out: the compiler gave up" in str(found)
+    with pytest.raises(CompileError, match="the compiler gave up"):
+        verified([first], Report, 100, lambda _limit: [])
 
 
 def test_fsdp_is_verified_too():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ...errors import PlanError
+from ...errors import CompileError, PlanError
 from .plan import Option, Plan
 from .words import ms, nbytes
 
@@ -58,11 +58,14 @@ def verified(
 ) -> list[Plan]:
     """The plans by what their dry runs say: those that fit first, then the objective.
 
-    Where none fits, those ``within`` fewer bytes of the model's, if any, are dry-run, too. Raises
-    :class:`~meshwright.PlanError`, with the nearest, where none of these fits either.
+    Where none fits, those ``within`` fewer bytes of the model's, if any, are dry-run, too. One that
+    does not compile is left out, and a note says so. Raises :class:`~meshwright.PlanError`, with
+    the nearest, where none of these fits either, and :class:`~meshwright.CompileError` where none
+    compiles.
     """
     first, limit = plans[0].chosen, limit_bytes
-    seen = list(_dry_run(plans, dry_run_of))
+    errors: list[CompileError] = []
+    seen = list(_dry_run(plans, dry_run_of, errors))
     for _ in range(_TIMES):
         if limit is None or limit_bytes is None or any(each.fits for each in seen):
             break
@@ -72,13 +75,24 @@ def verified(
             break
         known = {each.plan.chosen.layouts for each in seen}
         new = [each for each in plans if each.chosen.layouts not in known]
-        seen += [_held_to(each, limit) for each in _dry_run(new, dry_run_of)]
-    return _ranked(seen, first)
+        seen += [_held_to(each, limit) for each in _dry_run(new, dry_run_of, errors)]
+    if errors and not seen:
+        raise errors[0]
+    best, *others = _ranked(seen, first)
+    notes = [f"a plan to verify is left out: {error}" for error in errors]
+    return [replace(best, notes=(*best.notes, *notes)), *others]
 
 
-def _dry_run(plans: Iterable[Plan], dry_run_of: DryRunOf) -> Iterator[_Seen]:
+def _dry_run(
+    plans: Iterable[Plan], dry_run_of: DryRunOf, errors: list[CompileError]
+) -> Iterator[_Seen]:
+    """The plans that compile; why others do not is added to ``errors``."""
     for each in plans:
-        report = dry_run_of(each)
+        try:
+            report = dry_run_of(each)
+        except CompileError as error:
+            errors.append(error)
+            continue
         option = replace(
             each.chosen,
             dry_run_time_s=report.step_time_s,
@@ -89,9 +103,11 @@ def _dry_run(plans: Iterable[Plan], dry_run_of: DryRunOf) -> Iterator[_Seen]:
 
 def _off(seen: Iterable[_Seen], first: Plan) -> float:
     """How many times as much as the model says the model's best holds by its dry run."""
-    option = next(e.plan.chosen for e in seen if e.plan.chosen.layouts == first.chosen.layouts)
-    peak = option.dry_run_peak_bytes
-    return _UNKNOWN if peak is None else max(1.0, peak / option.peak_bytes)
+    same = (e.plan.chosen for e in seen if e.plan.chosen.layouts == first.chosen.layouts)
+    option = next(same, None)
+    if option is None or option.dry_run_peak_bytes is None:
+        return _UNKNOWN
+    return max(1.0, option.dry_run_peak_bytes / option.peak_bytes)
 
 
 def _held_to(seen: _Seen, limit: int) -> _Seen:
