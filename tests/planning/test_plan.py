@@ -534,6 +534,32 @@ def test_what_does_not_fit_by_its_dry_run_gives_way_to_what_holds_less():
     assert worse[0].time_s <= plan.chosen.time_s
 
 
+def test_where_only_slow_ones_fit_faster_ones_that_hold_less_are_looked_for():
+    plans = [
+        replace(plan_step(mlp(64, 256, 4096), "cpu:8", hardware=CPU, axes=axes), runners_up=())
+        for axes in ({"batch": 8}, {"model": 8}, {"batch": 2, "model": 4})
+    ]
+    fast, slow, between = plans
+    figures = {fast.axes: (1.0, 200), slow.axes: (3.0, 50), between.axes: (2.0, 90)}
+    searches = []
+
+    class Report:
+        def __init__(self, plan):
+            self.step_time_s, self.peak_bytes = figures[plan.axes]
+            self.fits = self.peak_bytes <= 100
+
+    def within(limit):
+        searches.append(limit)
+        return [between]
+
+    ranked = verified([fast, slow], Report, 100, within)
+    assert [each.axes for each in ranked] == [between.axes, slow.axes, fast.axes]
+    assert len(searches) == 1  # what was found fits
+    assert "did not by its dry run; this keeps within" in str(ranked[0])
+    assert verified([slow, between], Report, 100, within)[0].axes == between.axes
+    assert len(searches) == 1  # nor are others wanted where the fastest fits
+
+
 # A real model, inferred, planned, trained
 
 

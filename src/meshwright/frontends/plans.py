@@ -69,10 +69,10 @@ def plan(
     :func:`~meshwright.dry_run`: dims are inferred from the traced step. The search ends after
     ``limit_s`` seconds; with ``verify=k`` the best ``k`` are compiled after that, with less ZeRO,
     plain data parallel and FSDP beside them, and ranked by their dry runs, for which ``blocks`` is
-    as in :func:`~meshwright.dry_run`; where none fits, others follow that hold less, and one that
-    does not compile is left out, with a note. Where no compiler is here for a GPU target, nothing
-    is compiled, and a note of the plan says so. Raises :class:`~meshwright.PlanError`, with the
-    nearest miss and what would help, if nothing fits, and :class:`~meshwright.CompileError` if
+    as in :func:`~meshwright.dry_run`; where the best does not fit, others follow that hold less;
+    one that does not compile is left out, with a note. Where no compiler is here for a GPU target,
+    nothing is compiled, and a note of the plan says so. Raises :class:`~meshwright.PlanError`, with
+    the nearest miss and what would help, if nothing fits, and :class:`~meshwright.CompileError` if
     nothing compiles.
     (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 

@@ -49,9 +49,9 @@ def plan_step(
     fixes the mesh, else all up to ``max_axes`` axes are tried, of fewer devices too. ``zero``,
     ``accumulate`` and ``recompute`` are what may be chosen. After ``limit_s`` seconds the best so
     far is taken. With ``verify=k`` the best ``k`` are given to ``dry_run_of``, with less ZeRO,
-    plain data parallel and FSDP beside them, and ranked by what it answers; where none of them
-    fits, others are, which hold less by the model. Raises :class:`~meshwright.PlanError`, with the
-    nearest miss and what would help, where nothing fits.
+    plain data parallel and FSDP beside them, and ranked by what it answers; where the best
+    does not fit, others are, which hold less by the model. Raises :class:`~meshwright.PlanError`,
+    with the nearest miss and what would help, where nothing fits.
 
     >>> from ..graph import GraphDim, GraphTensor, Operation
     >>> dims = tuple(GraphDim(name, 1024, name) for name in ("batch", "in", "out"))

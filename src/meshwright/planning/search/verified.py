@@ -1,7 +1,7 @@
 """Plans whose dry runs have the last word: they rank them, and those that do not fit give way.
 
-The model may take a plan to fit that a compiler's schedule does not let fit. Then plans are looked
-for that hold less by the model, by as much as it was wrong.
+The model may take its best to fit where a compiler's schedule does not let it. Then plans are
+looked for that hold less by the model, by as much as it was wrong.
 """
 
 from __future__ import annotations
@@ -58,24 +58,25 @@ def verified(
 ) -> list[Plan]:
     """The plans by what their dry runs say: those that fit first, then the objective.
 
-    Where none fits, those ``within`` fewer bytes of the model's, if any, are dry-run, too. One that
-    does not compile is left out, and a note says so. Raises :class:`~meshwright.PlanError`, with
-    the nearest, where none of these fits either, and :class:`~meshwright.CompileError` where none
-    compiles.
+    Where the best does not fit, those ``within`` fewer bytes of the model's, if any, are dry-run,
+    too. One that does not compile is left out, and a note says so. Raises
+    :class:`~meshwright.PlanError`, with the nearest, where none of these fits either, and
+    :class:`~meshwright.CompileError` where none compiles.
     """
     first, limit = plans[0].chosen, limit_bytes
     errors: list[CompileError] = []
-    seen = list(_dry_run(plans, dry_run_of, errors))
+    new = seen = list(_dry_run(plans, dry_run_of, errors))
     for _ in range(_TIMES):
-        if limit is None or limit_bytes is None or any(each.fits for each in seen):
+        if limit is None or limit_bytes is None or _best_fits(new):
             break
         limit = round(_LESS * min(limit, limit_bytes / _off(seen, plans[0])))
         plans = within(limit)
-        if not plans:
-            break
         known = {each.plan.chosen.layouts for each in seen}
-        new = [each for each in plans if each.chosen.layouts not in known]
-        seen += [_held_to(each, limit) for each in _dry_run(new, dry_run_of, errors)]
+        others = [each for each in plans if each.chosen.layouts not in known]
+        if not others:
+            break
+        new = [_held_to(each, limit) for each in _dry_run(others, dry_run_of, errors)]
+        seen = [*seen, *new]
     if errors and not seen:
         raise errors[0]
     best, *others = _ranked(seen, first)
@@ -99,6 +100,11 @@ def _dry_run(
             dry_run_peak_bytes=report.peak_bytes,
         )
         yield _Seen(replace(each, chosen=option), report.fits is not False)
+
+
+def _best_fits(seen: Sequence[_Seen]) -> bool:
+    """Whether the fastest fits, or the smallest: then none that holds less is wanted."""
+    return bool(seen) and min(seen, key=lambda each: _rank(each.plan)).fits
 
 
 def _off(seen: Iterable[_Seen], first: Plan) -> float:
