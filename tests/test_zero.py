@@ -134,3 +134,29 @@ def test_recompute_computes_again_at_every_level(zero: int) -> None:
     assert products("block") > products("none")
     assert products("nothing_saveable") > products("none")
     assert products("everything_saveable") == products("none")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_selective_recompute_keeps_products_with_weights_and_drops_the_scores(zero: int) -> None:
+    def loss(params: dict[str, Any], x: Any) -> Any:
+        for name in ("a", "b", "c"):
+            h = x @ params[name]
+            scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", h, h))
+            seen = jnp.einsum("bts,bsd->btd", scores, h)
+            x = mw.block_output(x + jnp.tanh(seen @ params[name]))
+        return jnp.mean(x)
+
+    params = {name: jax.ShapeDtypeStruct((32, 32), "float32") for name in "abc"}
+    program = mw.jax_program(loss, params, optax.sgd(0.1))
+    rows = jax.ShapeDtypeStruct((8, 32, 32), "float32")
+    placement = mw.Placement.of(mw.Mesh({"batch": 4}), zero=zero)
+
+    def products(remat: str) -> float:
+        step = of_program(program, rows, placement, mw.StepOptions(remat=remat))
+        found = model_flops(jax.make_jaxpr(step.step)(step.state, step.batch))
+        assert found is not None
+        return found / (2 * 8 * 32 * 32 * 32)
+
+    # In each block scores, and what is seen by them, are of no weights.
+    assert products("selective") == products("none") + 3 * 2
+    assert products("block") > products("selective")

@@ -208,7 +208,7 @@ def test_choices_that_there_are_not_are_refused_together() -> None:
     with pytest.raises(mw.ModelError) as caught:
         STRATEGIES["dp8"](accumulate=0, remat="blok", sums="float16")
     message = str(caught.value)
-    assert "remat='blok': say 'none', 'block' or a policy" in message
+    assert "remat='blok': say 'none', 'block', 'selective' or a policy" in message
     assert "accumulate=0: say how many micro-batches" in message
     assert "sums='float16': gradients are summed in" in message
 
@@ -216,7 +216,7 @@ def test_choices_that_there_are_not_are_refused_together() -> None:
 # Recompute
 
 
-@pytest.mark.parametrize("remat", ["block", "nothing_saveable", "dots_saveable"])
+@pytest.mark.parametrize("remat", ["block", "selective", "nothing_saveable", "dots_saveable"])
 @pytest.mark.parametrize("name", table("zero3-model"))
 def test_recompute_leaves_the_values(name: str, remat: str) -> None:
     agree(run(STRATEGIES[name](remat=remat), 16, build()), one_device(16), ROUNDING)

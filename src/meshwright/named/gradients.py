@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..dim_rules import text_of
 from ..errors import DimError, ModelError
-from ..step.recompute import check_remat
+from ..step.recompute import BY_BLOCK, check_remat
 from .array import NamedArray, as_named, spread
 from .operation import given, is_named, operation
 
@@ -116,7 +116,7 @@ def recompute(
     2016; Mesh-TensorFlow's ``recompute_grad``, on ``jax.checkpoint``.)
     """
     if isinstance(policy, str):
-        if policy in ("none", "block") or check_remat(policy):
+        if policy in ("none", *BY_BLOCK) or check_remat(policy):
             raise ModelError(
                 f"policy={policy!r} is none of jax.checkpoint_policies that take no arguments: say "
                 "'nothing_saveable' or 'dots_saveable', for example, or give the policy itself."

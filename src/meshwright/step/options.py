@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..errors import ModelError
 from ..program import Batch
-from .recompute import check_remat
+from .recompute import BY_BLOCK, check_remat
 
 Sums = Literal["float32"] | None
 
@@ -42,6 +42,11 @@ class StepOptions:
             )
         if faults:
             raise ModelError("\n".join(faults))
+
+    @property
+    def by_block(self) -> bool:
+        """Whether what is computed again is so one block at a time."""
+        return self.remat in BY_BLOCK
 
     def for_steps(self, batches: Iterable[Batch]) -> Iterator[Any]:
         """What each step takes of these batches: one, or a tuple of those it accumulates.

@@ -3,13 +3,18 @@
 After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). ``"none"`` leaves it to
 XLA. ``"block"`` keeps the outputs of blocks and computes what is inside them again, one block at a
 time: each is a ``jax.checkpoint`` of its own, whose backward pass begins when its gradient has
-come. Front ends and users mark outputs by :func:`block_output`. Any other word names a policy of
-``jax.checkpoint_policies`` that takes no arguments, such as ``"nothing_saveable"``.
+come. ``"selective"`` keeps what products and convolutions with weights yield, too, and computes the
+rest of a block again: normalization, activations, and attention, whose scores take most of the
+memory and little of the time (Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022). Front ends and users mark outputs by :func:`block_output`. Any other
+word names a policy of ``jax.checkpoint_policies`` that takes no arguments, such as
+``"nothing_saveable"``.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +23,9 @@ from typing import Any
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .flops import equation_flops
 from .jaxprs import equations
-from .stretches import Equations, Stretch, in_stretches
+from .stretches import Cut, Equations, Stretch, but_gathered, in_stretches
 
+BY_BLOCK = ("block", "selective")  # ways that take one block at a time
 _BLOCK = "block output"
 _CALLS = ("jit", "scan")
 
@@ -35,7 +41,7 @@ def recomputing(program: Program, remat: str) -> Program:
     """The program with its loss recomputed as ``remat`` says when it is differentiated."""
     if remat == "none":
         return program
-    cut = blocks if remat == "block" else whole(policy_of(remat))
+    cut = blocks(remat) if remat in BY_BLOCK else whole(policy_of(remat))
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         def of_arrays(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
@@ -46,13 +52,17 @@ def recomputing(program: Program, remat: str) -> Program:
     return replace(program, loss=loss)
 
 
-def blocks(found: Equations) -> list[Stretch]:
+def blocks(remat: str) -> Cut:
     """A stretch for each block, up to the last one; all in one where no output is marked.
 
     What multiplies nothing costs little to compute again, so it belongs to the next block.
     """
-    cut = _blocks(found)
-    return cut or whole(None)(found)
+    policy = None if remat == "block" else but_gathered(policy_of(remat))
+
+    def cut(found: Equations) -> list[Stretch]:
+        return _blocks(found, policy) or whole(policy)(found)
+
+    return cut
 
 
 def whole(policy: Callable[..., Any] | None) -> Callable[[Equations], list[Stretch]]:
@@ -60,18 +70,19 @@ def whole(policy: Callable[..., Any] | None) -> Callable[[Equations], list[Stret
     return lambda found: [Stretch(0, len(found.rest), policy)]
 
 
-def _blocks(found: Equations) -> list[Stretch]:
+def _blocks(found: Equations, policy: Callable[..., Any] | None) -> list[Stretch]:
     parts: list[Stretch] = []
     start, works = 0, False
     for number, eqn in enumerate(found.rest):
         if eqn.primitive.name in _CALLS and any(map(_is_mark, equations(eqn.params["jaxpr"]))):
-            before = [Stretch(start, number)] if works else []
-            of_blocks = Stretch(number, number + 1, policy_of("block"), inside=_blocks)
+            before = [Stretch(start, number, policy)] if works else []
+            inside = functools.partial(_blocks, policy=policy)
+            of_blocks = Stretch(number, number + 1, policy or policy_of("block"), inside=inside)
             parts += [*before, of_blocks]
             start, works = number + 1, False
         works = works or equation_flops(eqn) != 0
         if works and _is_mark(eqn):
-            parts.append(Stretch(start, number + 1))
+            parts.append(Stretch(start, number + 1, policy))
             start, works = number + 1, False
     return parts
 
@@ -83,17 +94,17 @@ def _is_mark(eqn: Any) -> bool:
 def check_remat(remat: str) -> list[str]:
     """A sentence if there is no such way to recompute, with the nearest names.
 
-    >>> check_remat("nothing_savable")[0]
-    "remat='nothing_savable': say 'none', 'block' or a policy; the nearest: 'nothing_saveable', ..."
+    >>> print(check_remat("nothing_savable")[0])
+    remat='nothing_savable': say 'none', 'block', 'selective' or a policy; the nearest: 'noth...
     """
-    if remat in ("none", "block"):
+    if remat in ("none", *BY_BLOCK):
         return []
     names = _policy_names()
     if remat in names:
         return []
     near = difflib.get_close_matches(str(remat), names, n=2) or names
     return [
-        f"remat={remat!r}: say 'none', 'block' or a policy; the nearest: "
+        f"remat={remat!r}: say 'none', 'block', 'selective' or a policy; the nearest: "
         f"{', '.join(map(repr, near))}."
     ]
 
@@ -106,7 +117,18 @@ def policy_of(remat: str) -> Any:
         return jax.checkpoint_policies.everything_saveable
 
     policies = jax.checkpoint_policies
-    return policies.save_only_these_names(_BLOCK) if remat == "block" else getattr(policies, remat)
+    if remat not in BY_BLOCK:
+        return getattr(policies, remat)
+    outputs = policies.save_only_these_names(_BLOCK)
+    return outputs if remat == "block" else policies.save_from_both_policies(outputs, _of_weights)
+
+
+def _of_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether it is a product that sums over all rows alike, as those with weights do."""
+    if primitive.name == "dot_general":
+        _, batch_dims = params["dimension_numbers"]
+        return batch_dims == ((), ())
+    return primitive.name == "conv_general_dilated"
 
 
 def _policy_names() -> list[str]:

@@ -11,7 +11,7 @@ from ..placement import ParamInfo, Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .gathering import also_between, from_one_to_the_next, where_read
 from .parts import Pieces, in_parts, scatter_parts, sum_parts
-from .recompute import blocks, policy_of, recomputing
+from .recompute import BY_BLOCK, blocks, policy_of, recomputing
 from .stretches import GATHERED, Cut, in_stretches
 
 Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
@@ -192,6 +192,6 @@ def _in_turn(sharing: Sharing, function: Callable[..., Any], cut: Cut) -> Callab
 
 def _cut_for(remat: str) -> Cut:
     """How a step is cut at level 3, where parameters are gathered and parts recomputed at once."""
-    if remat == "block":
-        return also_between(blocks)
+    if remat in BY_BLOCK:
+        return also_between(blocks(remat))
     return where_read if remat == "none" else from_one_to_the_next(policy_of(remat))

@@ -56,11 +56,11 @@ class Sharded(_Distribution):
     slots, 2 gradients too, 3 the parameters as well. ``unmatched`` says whether large parameters
     that no rule names are replicated with a warning (``"warn"``), silently (``"replicate"``) or not
     at all (``"error"``); a rule that places nothing is an error, with ``strict=False`` a warning.
-    ``accumulate`` batches make one step of the optimizer; ``remat`` (``"none"``, ``"block"`` or the
-    name of a policy) says what is computed again rather than kept; ``sums="float32"`` sums
-    gradients over devices in that type. ``rules`` lay out what is given as names of dims
-    (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by the dim ``batch``. Raises
-    :class:`~meshwright.LayoutError` for axes that the mesh does not have.
+    ``accumulate`` batches make one step of the optimizer; ``remat`` (``"none"``, ``"block"``,
+    ``"selective"`` or the name of a policy) says what is computed again rather than kept;
+    ``sums="float32"`` sums gradients over devices in that type. ``rules`` lay out what is given as
+    names of dims (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by the dim
+    ``batch``. Raises :class:`~meshwright.LayoutError` for axes that the mesh does not have.
 
     >>> import keras, meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
@@ -343,7 +343,7 @@ class Sharded(_Distribution):
         layer = path.removesuffix("/output")
         spellings = self._layer_spellings.get(layer, (layer,))
         layout = self.placement.activation_layout(spellings)
-        is_block = self.how.remat == "block" and layer in self._blocks
+        is_block = self.how.by_block and layer in self._blocks
         return OutputOf(layer, layout, is_block) if layout or is_block else None
 
     def distribute_dataset(self, dataset: Any) -> Any:
@@ -376,7 +376,7 @@ class Sharded(_Distribution):
         _compat.install_keras_hooks(Hooks())
         if self.placement.activations:
             self._layer_spellings = layer_spellings(model)
-        if self.how.remat == "block":
+        if self.how.by_block:
             self._blocks = block_paths(model)
         alone = self.placement.mesh.size == 1
         cut = contextlib.nullcontext() if alone else _compat.keras_splits_attention()
