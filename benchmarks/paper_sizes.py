@@ -153,7 +153,7 @@ def laid(found: dict[str, Any]) -> str:
     said = [f"`{mesh}`", f"`{found['rules']}`"]
     said += [f"ZeRO {found['zero']}"] if found.get("zero") else []
     said += [f"{found['accumulate']} micro-batches"] if found.get("accumulate", 1) > 1 else []
-    said += ["recompute"] if found.get("recompute") else []
+    said += ["recompute"] if found.get("recompute") not in (None, False, "none") else []
     return ", ".join(said)
 
 

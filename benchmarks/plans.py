@@ -202,7 +202,9 @@ def table(kept: dict[str, Any]) -> str:
 
 
 def again(found: dict[str, Any]) -> str:
-    return ", recompute" if found.get("recompute") else ""
+    """What is computed again, in words; by hand that is blocks, or nothing."""
+    how = found.get("recompute", "none")
+    return {"none": "", "selective": ", selective recompute"}.get(how, ", recompute")
 
 
 def ms(found: dict[str, Any]) -> str:

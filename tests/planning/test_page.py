@@ -262,7 +262,7 @@ def test_a_layer_with_an_evil_name_is_shown_by_its_name():
 
 
 def option(time_s, peak_bytes, axes=(("batch", 8),), rules=(("batch", ("batch",)),), **more):
-    told = {"zero": 0, "accumulate": 1, "recompute": False, **more}
+    told = {"zero": 0, "accumulate": 1, "recompute": "none", **more}
     compute_s, talk_s = time_s and 0.75 * time_s, time_s and 0.25 * time_s
     times = {"time_s": time_s, "compute_s": compute_s, "communication_s": talk_s}
     return Option(axes, rules, peak_bytes=peak_bytes, **times, **told)
@@ -276,7 +276,7 @@ def a_plan(**more) -> Plan:
         "hardware": "h100",
         "objective": "time",
         "limit_bytes": 80 * 10**9,
-        "chosen": option(0.02, 40 * 10**9, both, split, zero=1, accumulate=4, recompute=True),
+        "chosen": option(0.02, 40 * 10**9, both, split, zero=1, accumulate=4, recompute="block"),
         "runners_up": (option(0.03, 30 * 10**9, both, split), option(0.05, 20 * 10**9)),
         "data_parallel": option(0.07, 90 * 10**9),
         "layouts": (("x", (("batch",), ())), ("block/ffn/kernel", ((), ("model",)))),

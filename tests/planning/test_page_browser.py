@@ -207,12 +207,12 @@ def test_texts_stand_out_from_their_paper(opened, scheme):
         assert _contrast(opened, selector) >= 4.5, selector
 
 
-PLAN = """{"version": 1, "target": "h100:8", "hardware": "h100", "objective": "time",
+PLAN = """{"version": 2, "target": "h100:8", "hardware": "h100", "objective": "time",
 "limit_bytes": 80000000000, "chosen": OPTION, "runners_up": [SECOND, THIRD],
 "data_parallel": SECOND, "layouts": [["x", [["batch"]]], ["block/kernel", [[], ["model"]]]],
 "inputs": ["x"], "batch": ["batch"], "why": ["a reason"]}"""
 OPTION = """{"axes": [["batch", 4], ["model", 2]], "rules": [["batch", ["batch"]],
-["block_0/attention/query.heads", ["model"]]], "zero": 1, "accumulate": 4, "recompute": true,
+["block_0/attention/query.heads", ["model"]]], "zero": 1, "accumulate": 4, "recompute": "block",
 "time_s": 0.012345, "compute_s": 0.01, "communication_s": 0.002345, "peak_bytes": 45678901234,
 "dry_run_time_s": 0.0231, "dry_run_peak_bytes": 51234567890}"""
 

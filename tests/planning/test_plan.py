@@ -131,7 +131,7 @@ options = st.builds(
     rules=st.lists(st.tuples(names, along), max_size=3).map(tuple),
     zero=st.integers(0, 3),
     accumulate=st.integers(1, 64),
-    recompute=st.booleans(),
+    recompute=st.sampled_from(["none", "selective", "block"]),
     time_s=numbers,
     compute_s=numbers,
     communication_s=numbers,
@@ -177,7 +177,7 @@ def test_a_file_keeps_a_plan(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda read: read | {"version": 0}, "another version than 1"),
+        (lambda read: read | {"version": 0}, "another version than 2"),
         (lambda read: read | {"colour": 1}, "keys that nobody knows: colour"),
         (lambda read: {k: v for k, v in read.items() if k != "chosen"}, "KeyError: 'chosen'"),
         (lambda read: [], r"holds no plan.*Plan.to_json\(\) writes one"),
@@ -203,7 +203,7 @@ def test_the_nearest_miss_and_what_would_make_it_fit():
             axes={"batch": 2},
             zero=(0,),
             accumulate=(1,),
-            recompute=(False,),
+            recompute=("none",),
         )
     error = caught.value
     assert error.available_bytes == 40_000_000 < error.needed_bytes
@@ -221,14 +221,14 @@ def test_the_nearest_miss_and_what_would_make_it_fit():
         plan_step(graph, f"h100:{count // 2}", **enough)
 
 
-NOTHING = {"zero": (0,), "accumulate": (1,), "recompute": (False,)}
+NOTHING = {"zero": (0,), "accumulate": (1,), "recompute": ("none",)}
 
 
 @pytest.mark.parametrize(
     ("remedy", "graph", "axes", "change"),
     [
         ("ZeRO", mlp(1024, 512, 1024), {"batch": 8}, {"zero": (0, 1, 2, 3)}),
-        ("recompute", transformer(8, blocks=4), {"batch": 2}, {"recompute": (False, True)}),
+        ("recompute", transformer(8, blocks=4), {"batch": 2}, {"recompute": ("none", "block")}),
         ("accumulate", transformer(8, blocks=4), {"batch": 2}, {"accumulate": (1, 4)}),
         ("another mesh", mlp(21, 64, 4096), {"batch": 7}, {"axes": None}),
     ],
@@ -361,7 +361,7 @@ def test_the_best_are_compiled_and_ranked_again():
         hardware=CPU,
         zero=(0,),
         accumulate=(1,),
-        recompute=(False,),
+        recompute=("none",),
         verify=3,
         dry_run_of=dry_run_of,
     )
@@ -502,7 +502,7 @@ def test_fsdp_is_verified_too():
 
     plan_step(mlp(64, 1024, 4096), "h100:8", verify=1, dry_run_of=Report)
     alone = [each for each in asked if each.zero == 3 and each.axes == (("batch", 8),)]
-    assert [(each.rules, each.recompute) for each in alone] == [((("batch", ("batch",)),), False)]
+    assert [(each.rules, each.recompute) for each in alone] == [((("batch", ("batch",)),), "none")]
     asked.clear()
     plan_step(mlp(64, 1024, 4096), "h100:8", zero=(0, 1), verify=1, dry_run_of=Report)
     assert {each.zero for each in asked} <= {0, 1}

@@ -162,9 +162,14 @@ def test_pieces_are_shared_out_as_the_step_does():
 
 def test_micro_batches_keep_less_and_recomputing_too():
     graph = transformer(batch=32, blocks=4, vocab=64)
-    plain, four, again = (
+    plain, four, again, some = (
         cost(graph, (("a", 2),), {"batch": ["a"]}, choices, target=H100)
-        for choices in (Choices(), Choices(accumulate=4), Choices(recompute=True))
+        for choices in (
+            Choices(),
+            Choices(accumulate=4),
+            Choices(recompute="block"),
+            Choices(recompute="selective"),
+        )
     )
     assert four.peak_bytes < plain.peak_bytes
     assert again.peak_bytes < plain.peak_bytes
@@ -174,6 +179,9 @@ def test_micro_batches_keep_less_and_recomputing_too():
     assert four.time_s > plain.time_s
     forward = sum(t.compute_s for t in again.terms) - sum(t.compute_s for t in plain.terms)
     assert 0.2 * plain.compute_s < forward < 0.5 * plain.compute_s
+    assert some.time_s is not None
+    assert plain.time_s < some.time_s < again.time_s
+    assert plain.peak_bytes > some.peak_bytes > again.peak_bytes
 
 
 def test_what_cannot_be_is_refused():
@@ -278,7 +286,7 @@ def compare(seed, objective):
     count = len({dim.family for dim in graph.dims})
     sizes = [(2, 2, 2)] if count <= 3 else [(4, 2)] if seed % 2 else [(8,), (2, 2)]
     zero, accumulate = ((0, 2), (1, 2)) if count <= 3 else ((0, 3) if count == 4 else (1,), (1,))
-    space = Space(zero=zero, accumulate=accumulate, recompute=(False,))
+    space = Space(zero=zero, accumulate=accumulate, recompute=("none",))
 
     def best(objective, limit):
         values = []
@@ -333,7 +341,7 @@ def test_meshes_and_axes_are_chosen_together():
         for each in itertools.product(range(2, 9), repeat=count):
             if math.prod(each) <= 8:
                 sizes.add(each)
-    space = Space(zero=(0, 1), accumulate=(1,), recompute=(False,))
+    space = Space(zero=(0, 1), accumulate=(1,), recompute=("none",))
     wanted = enumerated(graph, H100, hardware, space, None, "time", sorted(sizes))
     found = search(graph, H100, hardware, space=space)
     assert found.candidates[0].cost.time_s <= 1.02 * wanted
@@ -422,5 +430,5 @@ def test_without_its_defects():
 
 
 def test_layouts_read_well():
-    layouts = Layouts((("batch", 4),), (("batch", ("batch",)),), Choices(1, 2, True))
+    layouts = Layouts((("batch", 4),), (("batch", ("batch",)),), Choices(1, 2, "block"))
     assert str(layouts) == "(batch=4): batch over batch; zero=1, accumulate=2, recompute"

@@ -22,7 +22,7 @@ from ..hardware import Hardware
 from ..infer import graph_of_step
 from ..infer.tracing import input_path
 from ..search.beside import rows_of_tables
-from ..search.choices import Choices
+from ..search.choices import EVERY_RECOMPUTE, Choices, Recompute
 from ..search.compact import Compact, compact
 from ..search.cost import faults_of
 from ..search.setting import Setting, setting_of
@@ -30,7 +30,6 @@ from ..search.terms import Lay
 from ..target import Target
 
 Along = tuple[tuple[str, ...], ...]  # the axes of each dim of an array
-_MODELLED = ("none", "block")  # ways to recompute that the planner chooses from
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def graph_alone(
     mesh = Mesh(dict.fromkeys(placement.mesh.axis_names, 1))
     whole = Placement.of(mesh, batch=placement.batch, unmatched="replicate")
     rows = _joined(batch, how.accumulate)
-    plain = StepOptions(remat="none" if how.remat in _MODELLED else how.remat)
+    plain = StepOptions(remat="none" if how.remat in EVERY_RECOMPUTE else how.remat)
     with tracing(described.name):
         if isinstance(model, Program):
             return graph_of_step(of_program(model, rows, whole, plain))
@@ -117,7 +116,10 @@ def laid_out(graph: Graph, described: Described, target: Target, hardware: Hardw
         masks[problem.unit_of[dim]] = sum(bits[name] for name in names)
     problem = _with_tables(problem)
     how = described.how
-    choices = Choices(described.placement.zero, how.accumulate, how.remat == "block")
+    ways: dict[str, Recompute] = {
+        each: each for each in EVERY_RECOMPUTE
+    }  # of policies the graph itself tells
+    choices = Choices(described.placement.zero, how.accumulate, ways.get(how.remat, "none"))
     faults = list(faults_of(problem, axes, masks, choices))
     rows = () if problem.batch is None else _names(axes, masks[problem.batch])
     shared = {name for name, _ in axes} & set(described.placement.batch_axes)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...layout import UNSHARDED
 from ...mesh import Mesh
+from ..search.choices import in_words
 from ..search.words import ms, nbytes
 from .bars import Part, bar, key
 from .grid import Cell, Column, Row, grid
@@ -54,7 +55,7 @@ def plan_head(plan: Plan) -> Html:
         ("devices", f"{chosen.num_devices:,}", f"mesh {axes}"),
         ("ZeRO", str(chosen.zero), ""),
         ("micro-batches", str(chosen.accumulate), ""),
-        ("recompute", _yes(chosen.recompute), ""),
+        ("recompute", chosen.recompute, ""),
     ]
     told = [
         tag(
@@ -227,8 +228,8 @@ def _choices(option: Option) -> Iterator[str]:
         yield f"ZeRO {option.zero}"
     if option.accumulate > 1:
         yield f"{option.accumulate} micro-batches"
-    if option.recompute:
-        yield "recompute"
+    if option.recompute != "none":
+        yield in_words(option.recompute)
 
 
 def _split(option: Option, families: dict[str, None]) -> Child:
@@ -266,10 +267,6 @@ def _peak(option: Option) -> int:
 
 def _fits(option: Option, limit: int | None) -> bool | None:
     return None if limit is None else _peak(option) <= limit
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _list(title: str, items: Sequence[str]) -> Child:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..hardware import Hardware
 from ..target import Target
 from .answers import Candidate
-from .choices import Choices, Layouts
+from .choices import EVERY_RECOMPUTE, Choices, Layouts
 from .compact import Compact
 from .cost import cost_of, divides, masks_of
 from .setting import setting_of
@@ -50,9 +50,9 @@ def _at_level(layouts: Layouts, zero: int) -> Layouts:
 
 
 def _fully_sharded(parallel: Layouts) -> Iterator[Layouts]:
-    """FSDP: ZeRO of level 3 (Rajbhandari et al. 2020), and that with blocks computed again."""
-    yield replace(parallel, choices=Choices(zero=3))
-    yield replace(parallel, choices=Choices(zero=3, recompute=True))
+    """FSDP: ZeRO of level 3 (Rajbhandari et al. 2020), and that with more and more recompute."""
+    for recompute in EVERY_RECOMPUTE:
+        yield replace(parallel, choices=Choices(zero=3, recompute=recompute))
 
 
 def _with_tables(problem: Compact, parallel: Layouts) -> Iterator[Layouts]:

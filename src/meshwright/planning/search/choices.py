@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..groups import Axes
+
+Recompute = Literal["none", "selective", "block"]  # as a strategy's ``remat=`` takes it
+EVERY_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "block")  # the fastest first
+_IN_WORDS = {"none": "", "selective": "selective recompute", "block": "recompute"}
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The level of ZeRO, micro-batches per step, and whether blocks are computed again."""
+    """The level of ZeRO, micro-batches per step, and what of blocks is computed again."""
 
     zero: int = 0
     accumulate: int = 1
-    recompute: bool = False
+    recompute: Recompute = "none"
 
     def __str__(self) -> str:
         words = [f"zero={self.zero}"] if self.zero else []
         words += [f"accumulate={self.accumulate}"] if self.accumulate > 1 else []
-        words += ["recompute"] if self.recompute else []
+        words += [in_words(self.recompute)] if self.recompute != "none" else []
         return ", ".join(words) or "nothing else"
 
 
 PLAIN = Choices()
+
+
+def in_words(recompute: Recompute) -> str:
+    """What is computed again; empty where nothing is."""
+    return _IN_WORDS[recompute]
 
 
 @dataclass(frozen=True)

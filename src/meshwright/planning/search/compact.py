@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..graph import Graph, Joint, Operation
+from .choices import EVERY_RECOMPUTE, Recompute
 from .facts import Facts, facts_of
 from .spans import is_computed_again
 
@@ -87,7 +88,7 @@ class Work:
     whole: frozenset[int]
     moves: tuple[Move, ...]
     times: int
-    is_again: bool  # recomputing does it twice
+    again: frozenset[Recompute]  # the ways to recompute that do it twice
 
     @property
     def is_free(self) -> bool:
@@ -258,7 +259,9 @@ class _Reader:
                 for j in operation.joints
             ),
             times=operation.times,
-            is_again=is_computed_again(self.facts, place),
+            again=frozenset(
+                how for how in EVERY_RECOMPUTE if is_computed_again(self.facts, place, how)
+            ),
         )
 
     def _met(self, operation: Operation, moved: Mapping[int, Joint]) -> frozenset[int]:

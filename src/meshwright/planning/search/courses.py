@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..graph import Graph
+from .choices import Recompute
 from .facts import Facts, facts_of
 from .spans import is_computed_again, spans_of
 from .tiled import Tile, tiled
@@ -47,12 +48,12 @@ class Course:
     ahead: tuple[int, ...] = ()  # where micro-batches are that run beside this one
 
 
-def course_of(problem: Compact, zero: int, recompute: bool) -> Course:
+def course_of(problem: Compact, zero: int, recompute: Recompute) -> Course:
     """The course of a step on the platform that it was made small for."""
     return _COURSES.get(problem.platform, _traced)(problem, zero, recompute)
 
 
-def _traced(problem: Compact, zero: int, recompute: bool) -> Course:
+def _traced(problem: Compact, zero: int, recompute: Recompute) -> Course:
     """In the order of the trace."""
     graph = problem.graph
     spans = spans_of(graph, facts_of(graph), recompute)
@@ -65,7 +66,7 @@ def _traced(problem: Compact, zero: int, recompute: bool) -> Course:
     return Course(count, tuple(lives), tuple((place, place) for place in range(count)))
 
 
-def _on_tpu(problem: Compact, zero: int, recompute: bool) -> Course:
+def _on_tpu(problem: Compact, zero: int, recompute: Recompute) -> Course:
     """As XLA for TPU runs it: in the order of the trace, and last what only the logs need."""
     graph, facts = problem.graph, facts_of(problem.graph)
     at = _logs_last(graph, facts)
@@ -74,7 +75,7 @@ def _on_tpu(problem: Compact, zero: int, recompute: bool) -> Course:
         Life(problem.piece_of[t], 0, end) for t, kind in enumerate(facts.kinds) if kind in _RESTING
     ]
     tiles = tiled(graph, zero == 3)
-    begins = _made_again(graph, facts, tiles) if recompute else {}
+    begins = _made_again(facts, tiles, recompute)
     for tile in tiles:
         if facts.kinds[tile.tensor] == "update":
             continue
@@ -109,12 +110,12 @@ def _logs_last(graph: Graph, facts: Facts) -> list[int]:
     return at
 
 
-def _made_again(graph: Graph, facts: Facts, tiles: Iterable[Tile]) -> dict[int, int]:
+def _made_again(facts: Facts, tiles: Iterable[Tile], recompute: Recompute) -> dict[int, int]:
     """Of arrays that recomputing drops: where they are made again."""
     inner: dict[int, str] = {}
     begins: dict[str, int] = {}
     for tile in tiles:
-        if not is_computed_again(facts, tile.made):
+        if not is_computed_again(facts, tile.made, recompute):
             continue
         block = facts.blocks[tile.made]
         later = [read for read in tile.reads if not facts.is_forward[read]]
@@ -125,7 +126,7 @@ def _made_again(graph: Graph, facts: Facts, tiles: Iterable[Tile]) -> dict[int, 
     return {tensor: begins[block] for tensor, block in inner.items()}
 
 
-def _on_cpu(problem: Compact, zero: int, recompute: bool) -> Course:
+def _on_cpu(problem: Compact, zero: int, recompute: Recompute) -> Course:
     """As XLA for CPU runs it, which takes out what asks it to compute anything again."""
     graph, kinds = problem.graph, facts_of(problem.graph).kinds
     step = written(graph)

@@ -27,13 +27,15 @@ _BLOCK = re.compile(r"(?:^|[/(])([A-Za-z][\w.]*?\d+)(?=[/)_]|$)")
 @dataclass(frozen=True)
 class Facts:
     """Of each tensor: its kind, and whether fusion spares its memory. Of each operation: whether
-    it is in the forward pass, and its block. ``batch`` is the dim of the batch's rows.
+    it is in the forward pass, its block, and whether it is a product such as those with weights.
+    ``batch`` is the dim of the batch's rows.
     """
 
     kinds: tuple[str, ...]
     is_fused: tuple[bool, ...]
     is_forward: tuple[bool, ...]
     blocks: tuple[str, ...]
+    is_of_weights: tuple[bool, ...]
     batch: int | None
 
 
@@ -60,6 +62,7 @@ def facts_of(graph: Graph) -> Facts:
         is_fused=_fused(graph),
         is_forward=tuple(place < begins for place in range(len(graph.operations))),
         blocks=tuple(block_of(each.path) for each in graph.operations),
+        is_of_weights=tuple(_is_of_weights(graph, each) for each in graph.operations),
         batch=batch,
     )
 
@@ -81,6 +84,14 @@ def block_of(path: str) -> str:
     """
     found = _BLOCK.search(path)
     return found[1] if found else ""
+
+
+def _is_of_weights(graph: Graph, operation: Operation) -> bool:
+    """Whether it is a convolution, or a product whose operands share no dim but what is summed."""
+    if operation.kind != "dot_general":
+        return operation.kind == "conv_general_dilated"
+    left, right = (set(graph.tensors[each].dims) for each in operation.operands[:2])
+    return not (left & right) - set(operation.summed) - {None}
 
 
 def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .choices import Choices
+from .choices import Choices, Recompute
 from .compact import Compact, Piece, Work
 from .cost import columns, divides, held_bytes
 from .eliminate import Elimination
@@ -38,26 +38,29 @@ class Corner:
     every: list[Piece | Work]  # all columns
     known: dict[object, np.ndarray] = field(default_factory=dict)
 
-    def time_s(self, zero: int, recompute: bool) -> np.ndarray:
+    def time_s(self, zero: int, recompute: Recompute) -> np.ndarray:
         """Seconds of each row."""
         level = min(zero, 2)  # from there on only parameters differ
         key = "time", zero, recompute
         if key not in self.known:
-            again = 2 if recompute else 1
-            once = self._works_s(0, False, False) + self._works_s(level, True, False)
-            twice = self._works_s(0, False, True) + self._works_s(level, True, True)
-            self.known[key] = once + again * twice + self._parameters_s(zero)
+            total = self._parameters_s(zero)
+            for again in {self.lay.problem.works[place].again for place in self.works}:
+                runs = 2 if recompute in again else 1
+                works_s = self._works_s(0, False, again) + self._works_s(level, True, again)
+                total = total + runs * works_s
+            self.known[key] = total
         return self.known[key]
 
-    def _works_s(self, level: int, shares: bool, is_again: bool) -> np.ndarray:
-        """What works take, recomputing apart: of those whose results ZeRO shares, or the others."""
-        key = "works", level, shares, is_again
+    def _works_s(self, level: int, shares: bool, again: frozenset[Recompute]) -> np.ndarray:
+        """What works take that are computed again in these ways, recomputing apart: of those whose
+        results ZeRO shares, or the others."""
+        key = "works", level, shares, again
         if key not in self.known:
             problem, lay = self.lay.problem, self._at(level)
             total = np.zeros(lay.rows)
             for place in self.works:
                 work = problem.works[place]
-                if work.is_free or work.is_again != is_again or _shares(problem, work) != shares:
+                if work.is_free or work.again != again or _shares(problem, work) != shares:
                     continue
                 spent = work_spent(lay, work)
                 total += problem.counts[place] * (spent.compute_s + spent.communication_s)

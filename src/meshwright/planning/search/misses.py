@@ -10,6 +10,7 @@ from ..graph import Graph, GraphTensor
 from ..hardware import Hardware
 from ..target import Target
 from .answers import Candidate
+from .choices import EVERY_RECOMPUTE
 from .facts import batch_dim
 from .search import Space, search
 from .words import nbytes
@@ -75,8 +76,8 @@ def _changes(graph: Graph, target: Target, space: Space) -> Iterator[_Tried]:
         yield _Tried("another mesh", graph, target, replace(space, axes=None))
     if tuple(space.zero) != _EVERY_ZERO:
         yield _Tried("ZeRO", graph, target, replace(space, zero=_EVERY_ZERO))
-    if True not in space.recompute:
-        yield _Tried("recompute", graph, target, replace(space, recompute=(False, True)))
+    if tuple(space.recompute) != EVERY_RECOMPUTE:
+        yield _Tried("recompute", graph, target, replace(space, recompute=EVERY_RECOMPUTE))
     rows = _rows(graph)
     more = tuple(k for k in (1, 2, 4, 8, 16, 32, 64) if rows % k == 0)
     if not set(more) <= set(space.accumulate):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .choices import Choices
+from .choices import Choices, Recompute
 from .courses import course_of
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ def alive(problem: Compact, choices: Choices) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=16)
-def _alive(problem: Compact, recompute: bool, accumulate: int, zero: int) -> np.ndarray:
+def _alive(problem: Compact, recompute: Recompute, accumulate: int, zero: int) -> np.ndarray:
     on_cpu = problem.platform == "cpu"
     beside = accumulate if on_cpu else 1
-    found = _moments(problem, recompute and not on_cpu, zero, beside)
+    found = _moments(problem, "none" if on_cpu else recompute, zero, beside)
     if accumulate == 1:
         return found
     sums = np.array([count for _, count in problem.parameters], found.dtype)
@@ -41,7 +41,7 @@ def _alive(problem: Compact, recompute: bool, accumulate: int, zero: int) -> np.
 
 
 @functools.lru_cache(maxsize=16)
-def _moments(problem: Compact, recompute: bool, zero: int, beside: int) -> np.ndarray:
+def _moments(problem: Compact, recompute: Recompute, zero: int, beside: int) -> np.ndarray:
     """How many of each piece are alive at each operation, equal moments once."""
     course = course_of(problem, zero, recompute)
     changes = np.zeros((course.length + 1, len(problem.pieces)), np.int32)

@@ -16,10 +16,10 @@ from ...placement import Placement
 from ...step.options import StepOptions
 from ..files import write
 from ..groups import Axes
-from .choices import Choices, Layouts
+from .choices import Choices, Layouts, Recompute
 from .words import table
 
-VERSION = 1
+VERSION = 2
 Along = tuple[tuple[str, ...], ...]  # the axes of each dim of an array
 
 
@@ -35,7 +35,7 @@ class Option:
     rules: tuple[tuple[str, tuple[str, ...]], ...]
     zero: int
     accumulate: int
-    recompute: bool
+    recompute: Recompute
     time_s: float | None
     compute_s: float | None
     communication_s: float | None
@@ -110,14 +110,9 @@ class Plan:
         return self.chosen.accumulate
 
     @property
-    def recompute(self) -> bool:
-        """Whether blocks are computed again in the backward pass."""
+    def recompute(self) -> Recompute:
+        """What of blocks is computed again in the backward pass, as a strategy's ``remat=``."""
         return self.chosen.recompute
-
-    @property
-    def remat(self) -> str:
-        """The same in the words of a strategy's ``remat=``."""
-        return "block" if self.recompute else "none"
 
     def layouts_of(self, inputs: bool) -> dict[str, list[Any]]:
         """Specs by path, as a strategy takes them: of the inputs, or of the parameters."""
@@ -130,7 +125,7 @@ class Plan:
     @property
     def how(self) -> StepOptions:
         """How the step is computed, as a strategy or :class:`~meshwright.Trainer` takes it."""
-        return StepOptions(accumulate=self.accumulate, remat=self.remat)
+        return StepOptions(accumulate=self.accumulate, remat=self.recompute)
 
     def placement(self, mesh: Mesh | None = None) -> Placement:
         """The placement that lays parameters and inputs out so, on this mesh or the plan's own.
@@ -253,8 +248,8 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
-_EXAMPLE = """{"version": 1, "target": "h100:8", "hardware": "h100", "objective": "time",
+_EXAMPLE = """{"version": 2, "target": "h100:8", "hardware": "h100", "objective": "time",
 "limit_bytes": null, "chosen": {"axes": [["batch", 8]], "rules": [["batch", ["batch"]]], "zero": 1,
-"accumulate": 1, "recompute": false, "time_s": 0.1, "compute_s": 0.1, "communication_s": 0.0,
+"accumulate": 1, "recompute": "none", "time_s": 0.1, "compute_s": 0.1, "communication_s": 0.0,
 "peak_bytes": 4}, "runners_up": [], "data_parallel": null, "layouts": [["x", [["batch"]]],
 ["dense/kernel", [[], []]]], "inputs": ["x"], "batch": ["batch"], "why": []}"""

@@ -16,7 +16,7 @@ from ..hardware import Hardware, hardware_of
 from ..target import Target
 from .answers import Candidate, data_parallel
 from .beside import plainer
-from .choices import Choices, Layouts
+from .choices import EVERY_RECOMPUTE, Choices, Layouts, Recompute
 from .compact import Compact, compact
 from .misses import no_plan
 from .plan import Option, Plan
@@ -36,7 +36,7 @@ def plan_step(
     hardware: Hardware | None = None,
     zero: tuple[int, ...] = (0, 1, 2, 3),
     accumulate: tuple[int, ...] = (1, 2, 4, 8),
-    recompute: tuple[bool, ...] = (False, True),
+    recompute: tuple[Recompute, ...] = EVERY_RECOMPUTE,
     max_axes: int = 3,
     limit_s: float = 10.0,
     verify: int = 0,

@@ -18,7 +18,7 @@ from ..groups import Axes
 from ..hardware import Hardware
 from ..target import Target
 from .answers import Candidate, in_words, plain, simplified
-from .choices import Choices, Cost, Layouts
+from .choices import EVERY_RECOMPUTE, Choices, Cost, Layouts, Recompute
 from .compact import Compact, compact
 from .cost import cost_of, divides, masks_of
 from .frame import Frame, frame_of, least_shared_s
@@ -41,7 +41,7 @@ class Space:
     fewer_devices: bool = True
     zero: tuple[int, ...] = (0, 1, 2, 3)
     accumulate: tuple[int, ...] = (1, 2, 4, 8)
-    recompute: tuple[bool, ...] = (False, True)
+    recompute: tuple[Recompute, ...] = EVERY_RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ class _Search:
 
     def _base(self, zero: int) -> Choices:
         """The choices that take the least time at a level of ZeRO."""
-        return Choices(zero, min(self.space.accumulate), min(self.space.recompute))
+        least = min(self.space.recompute, key=EVERY_RECOMPUTE.index)
+        return Choices(zero, min(self.space.accumulate), least)
 
     def _levels(self, axes: Axes) -> Sequence[int]:
         """Levels of ZeRO, which need something to share state out over."""

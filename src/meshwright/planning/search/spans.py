@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from ..graph import Graph
+from .choices import Recompute
 from .facts import Facts
 
 Spans = list[list[tuple[int, int]]]  # of each tensor: first and last operation, both included
 
 
-def spans_of(graph: Graph, facts: Facts, recompute: bool) -> Spans:
+def spans_of(graph: Graph, facts: Facts, recompute: Recompute) -> Spans:
     """When each tensor is alive; state and inputs always are, what is fused never is.
 
-    With ``recompute``, what a block makes for itself is dropped after the forward pass, and lives
+    What a block makes for itself and computes again is dropped after the forward pass, and lives
     again from where the block's backward pass begins (Chen et al. 2016).
     """
     end = len(graph.operations) - 1
     made, uses = _uses(graph)
-    dropped = _dropped(graph, facts, made, uses) if recompute else {}
+    dropped = _dropped(facts, made, uses, recompute)
     spans: Spans = []
     for place, first in enumerate(made):
         if facts.kinds[place] in ("parameter", "slot", "state", "input"):
@@ -44,13 +45,13 @@ def _uses(graph: Graph) -> tuple[list[int | None], list[list[int]]]:
 
 
 def _dropped(
-    graph: Graph, facts: Facts, made: list[int | None], uses: list[list[int]]
+    facts: Facts, made: list[int | None], uses: list[list[int]], recompute: Recompute
 ) -> dict[int, int]:
     """Of tensors that recomputing drops: where they are made again."""
     inner: dict[int, str] = {}
     begins: dict[str, int] = {}
     for place, first in enumerate(made):
-        if first is None or not is_computed_again(facts, first):
+        if first is None or not is_computed_again(facts, first, recompute):
             continue
         block = facts.blocks[first]
         later = [use for use in uses[place] if not facts.is_forward[use]]
@@ -61,10 +62,12 @@ def _dropped(
     return {place: begins[block] for place, block in inner.items()}
 
 
-def is_computed_again(facts: Facts, operation: int) -> bool:
-    """Whether recomputing does an operation twice: it is in a block of the forward pass."""
-    return (
-        facts.is_forward[operation]
-        and bool(facts.blocks[operation])
-        and (not all(facts.is_forward))
-    )
+def is_computed_again(facts: Facts, operation: int, recompute: Recompute) -> bool:
+    """Whether an operation is done twice: it is in a block of the forward pass.
+
+    Selective recompute spares products with weights (Korthikanti et al. 2022).
+    """
+    if recompute == "none" or (recompute == "selective" and facts.is_of_weights[operation]):
+        return False
+    in_block = facts.is_forward[operation] and bool(facts.blocks[operation])
+    return in_block and not all(facts.is_forward)
