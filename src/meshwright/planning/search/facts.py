@@ -90,8 +90,8 @@ def _is_of_weights(graph: Graph, operation: Operation) -> bool:
     """Whether it is a convolution, or a product whose operands share no dim but what is summed."""
     if operation.kind != "dot_general":
         return operation.kind == "conv_general_dilated"
-    left, right = (set(graph.tensors[each].dims) for each in operation.operands[:2])
-    return not (left & right) - set(operation.summed) - {None}
+    first, *others = (set(graph.tensors[each].dims) for each in operation.operands)
+    return not first.intersection(*others) - set(operation.summed) - {None}
 
 
 def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:
