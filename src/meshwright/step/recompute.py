@@ -102,7 +102,7 @@ def check_remat(remat: str) -> list[str]:
     names = _policy_names()
     if remat in names:
         return []
-    near = difflib.get_close_matches(str(remat), names, n=2) or names
+    near = difflib.get_close_matches(str(remat), [*BY_BLOCK, *names], n=2) or names
     return [
         f"remat={remat!r}: say 'none', 'block', 'selective' or a policy; the nearest: "
         f"{', '.join(map(repr, near))}."

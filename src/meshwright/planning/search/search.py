@@ -10,7 +10,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from ..graph import Graph
@@ -282,7 +282,7 @@ class _Search:
         for each in self.best.values():
             known = self._rank(each.cost) if each.cost.time_s is not None else each.layouts
             found.setdefault(known, each)
-        return sorted(found.values(), key=lambda each: self._rank(each.cost))
+        return _worth_it(sorted(found.values(), key=lambda each: self._rank(each.cost)))
 
     def _worst(self) -> float | None:
         """The last of the answers that are kept; ``None`` while there is room for more."""
@@ -292,3 +292,16 @@ class _Search:
     def _can_help(self, bound: float) -> bool:
         worst = self._worst()
         return worst is None or bound < _CLOSE * worst
+
+
+def _worth_it(ranked: Iterable[Candidate]) -> list[Candidate]:
+    """Without those that compute more again than a better one, and hold no less for it."""
+    least: dict[object, int] = {}
+    kept: list[Candidate] = []
+    for each in ranked:
+        choices, held = each.layouts.choices, each.cost.peak_bytes
+        same = replace(each.layouts, choices=replace(choices, recompute="none"))
+        if held < least.get(same, held + 1):
+            least[same] = held
+            kept.append(each)
+    return kept
