@@ -54,7 +54,7 @@ def of_hand(job: Job, hand: Hand) -> dict[str, Any]:
         found = {**compiled(job, hand, "none"), **model}
     if found["fits"] is False and job.can_recompute:
         again = {**compiled(job, hand, "block"), **by_model(job, hand, "block")}
-        found = {**again, "recompute": True, "peak_without_bytes": found["peak_bytes"]}
+        found = {**again, "recompute": "block", "peak_without_bytes": found["peak_bytes"]}
     return {**said, **found}
 
 
@@ -202,9 +202,9 @@ def table(kept: dict[str, Any]) -> str:
 
 
 def again(found: dict[str, Any]) -> str:
-    """What is computed again, in words; by hand that is blocks, or nothing."""
-    how = found.get("recompute", "none")
-    return {"none": "", "selective": ", selective recompute"}.get(how, ", recompute")
+    """What is computed again, in words."""
+    words = {"none": "", "selective": ", selective recompute", "block": ", recompute"}
+    return words[found.get("recompute", "none")]
 
 
 def ms(found: dict[str, Any]) -> str:
@@ -250,8 +250,7 @@ def model_again(name: str) -> None:
     job, found = JOBS[name], kept_results()[name]
     for hand, known in found["hand"].items():
         if "step_time_s" in known:
-            remat = "block" if known.get("recompute") else "none"
-            known |= by_model(job, job.by_hand[hand], remat)
+            known |= by_model(job, job.by_hand[hand], known.get("recompute", "none"))
     keep(name, found)
     print(f"{name}: {ratio(found)} compiled, at least {least_by_model(found)} by the model")
 

@@ -62,4 +62,6 @@ def test_the_smallest_model_of_the_paper_is_dry_run_as_recorded(sizes: Any) -> N
 def test_no_recorded_time_is_above_the_peak(script: Any) -> None:
     for each in recorded(script).values():
         layouts = [*each.get("hand", {}).values(), each.get("paper", {})]
-        assert all(0 < found.get("mfu", 0.5) < 1 for found in layouts)
+        known = [found["mfu"] for found in layouts if found.get("mfu") is not None]
+        assert known
+        assert all(0 < mfu < 1 for mfu in known)
