@@ -35,15 +35,19 @@ class Height:
 class Heights:
     """Those of each stretch; ``turning`` is the last block's backward pass, ``None`` where that is
     the first block as well. ``kept_bytes`` are held between the first block and the next, and
-    behind the last, ``left_bytes`` when the backward pass leaves the first one. ``first_bytes`` of
-    the first block's own are held when the last one's backward pass begins."""
+    behind the last, ``left_bytes`` when the backward pass leaves the first one.
+
+    Blocks may be computed again: ``again_bytes`` are what ``kept_bytes`` are, once each has been.
+    ``soon`` says that the first one is before the last one's backward pass begins, so that what
+    was to be thrown away is held after all; XLA for CPU schedules steps so."""
 
     before: Height
     turning: Height | None
     after: Height
     kept_bytes: tuple[int, int]
     left_bytes: int
-    first_bytes: int = 0
+    again_bytes: tuple[int, int] = (0, 0)
+    soon: bool = False
 
     @property
     def most(self) -> int:
@@ -86,13 +90,13 @@ def peak_with(one: Heights, two: Heights, count: int) -> Peak:
 
 def _kept(one: Heights, two: Heights) -> int:
     """What a block keeps for its backward pass. A lone block is the first and the last at once, and
-    the compiler orders either a little otherwise than one between: of three views the middle one,
-    and what is seen to be the first one's at the least, as a chip's own memory may hold the rest
-    for a while.
+    the compiler orders either a little otherwise than one between: of three views the middle one.
     """
-    first, last = two.kept_bytes
-    views = (last - one.kept_bytes[1], last - first, two.before.nbytes - one.before.nbytes)
-    return max(two.first_bytes, sorted(views)[1])
+    (_, alone), (first, last) = (
+        each.again_bytes if two.soon else each.kept_bytes for each in (one, two)
+    )
+    views = (last - alone, last - first, two.before.nbytes - one.before.nbytes)
+    return max(0, sorted(views)[1])
 
 
 def _left(one: Heights, two: Heights) -> int:
@@ -122,17 +126,21 @@ class _Walk:
             return None
         latest = max(blocks)
         last, first = (next(at for at, block in turns if block == some) for some in (latest, 0))
-        kept = [min(held[_behind(products, some, last)]) for some in (0, latest)]
-        seen = self._held_at(moments[last][0])
+        soon = any(at < last and (some, phase) == (0, "recompute") for at, some, phase in products)
+
+        def behind(*passes: str) -> tuple[int, int]:
+            own = ([p for p in products if p[1] == some and p[2] in passes] for some in (0, latest))
+            first, later = (min(held[_behind(each, products, last)]) for each in own)
+            return first, later
+
         return Heights(
             before=self._most(moments[:last]),
             turning=self._most(moments[last:first]) if last < first else None,
             after=self._most(moments[first:]),
-            kept_bytes=(kept[0], kept[1]),
+            kept_bytes=behind("forward"),
             left_bytes=held[max(at for at, block in turns if block == 0)],
-            first_bytes=sum(
-                each.nbytes for each, block in seen if (block, each.origin.phase) == (0, "forward")
-            ),
+            again_bytes=behind("forward", "recompute"),
+            soon=soon,
         )
 
     def _products(self, moments: list[tuple[_Place, int]]) -> list[_Product]:
@@ -143,12 +151,11 @@ class _Walk:
         if not moments:
             return Height(0)
         place, nbytes = max(moments, key=lambda moment: moment[1])
-        return Height(nbytes, self._held_at(place))
-
-    def _held_at(self, place: _Place) -> Held:
         held = [self.alive.at(*each, within=each is place[-1]) for each in place]
         tensors = in_words([one for some in held for one in some], self.sources)
-        return tuple((_unmarked(each), marked(each.origin.path)) for each in tensors)
+        return Height(
+            nbytes, tuple((_unmarked(each), marked(each.origin.path)) for each in tensors)
+        )
 
     def _moments(
         self, inside: Computation, around: _Place, held: int
@@ -179,14 +186,10 @@ class _Walk:
         return marked(path), phase_of(path)
 
 
-def _behind(products: list[_Product], block: int, end: int) -> slice:
-    """From a block's last product before ``end`` to the next: what comes next may begin there.
-
-    Of a block that is computed again the first time counts, unless compilers made one of the two.
-    """
-    its = [(at, phase) for at, some, phase in products if some == block and at < end]
-    first = [at for at, phase in its if phase == "forward"]
-    last = max(first if 3 * len(first) >= len(its) else [at for at, _ in its], default=0)
+def _behind(own: list[_Product], products: list[_Product], end: int) -> slice:
+    """From the last of a block's own products before ``end`` to the next product of any: what
+    comes next may begin there."""
+    last = max((at for at, _, _ in own if at < end), default=0)
     return slice(last, min((at for at, _, _ in products if last < at < end), default=end))
 
 
