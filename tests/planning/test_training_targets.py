@@ -48,6 +48,12 @@ def dense_net() -> keras.Model:
     return keras.Sequential([keras.Input([WIDTH]), *stack])
 
 
+def odd_net() -> keras.Model:
+    """Of kernels whose dims do not divide, so that ZeRO shares none of them out."""
+    stack = [layers.Dense(width, use_bias=False) for width in (1033, 1031)]
+    return keras.Sequential([keras.Input([1031]), *stack])
+
+
 def block_net(depth: int = 3) -> keras.Model:
     return keras.Sequential([keras.Input([NARROW]), *[Block() for _ in range(depth)]])
 
@@ -60,7 +66,8 @@ def compiled(build: Any = dense_net, rows: int = ROWS, **how: Any) -> Compiled:
 def in_a_loop(**how: Any) -> Compiled:
     """Four micro-batches in turn, although these few rows would be taken side by side."""
     how = {"accumulate": 4, **how}
-    return _compiled(dense_net, ROWS, tuple(how.items()), in_turn=True, policy="float32")
+    policy = keras.config.dtype_policy().name
+    return _compiled(dense_net, ROWS, tuple(how.items()), in_turn=True, policy=policy)
 
 
 @functools.cache
@@ -179,3 +186,19 @@ def test_gradients_are_summed_in_the_type_that_is_asked_for(policy: Any, zero: i
     assert types_of_sums(wide) == {"float32"}
     if zero == 3:
         assert types_of(usual, "all-gather", WIDTH) == {"bfloat16"}  # the compute type
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_what_zero_cannot_share_out_is_summed_in_the_same_type(policy: Any, zero: int) -> None:
+    policy("mixed_bfloat16")
+    assert types_of(compiled(odd_net, zero=zero), "all-reduce", 1031) == {"bfloat16"}
+    wide = compiled(odd_net, zero=zero, sums="float32")
+    assert types_of(wide, "all-reduce", 1031) == {"float32"}
+
+
+@pytest.mark.parametrize(("zero", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16")])
+def test_micro_batches_are_added_up_before_they_travel_or_after(
+    policy: Any, zero: int, dtype: str
+) -> None:
+    policy("mixed_bfloat16")
+    assert types_of_sums(in_a_loop(zero=zero)) == {dtype}

@@ -64,7 +64,7 @@ class _Micro:
             gradient = sharing.in_parts(gradient, batch, times)
         elif sharing.level == 2 and times:
             # In a loop XLA would add up whole gradients and move the reduce-scatter behind it.
-            gradient = sharing.in_parts(gradient, batch)
+            gradient = sharing.in_parts(gradient, batch, narrow=True)
         aux, grads = gradient(state.params, state, batch)
         return aux, grads if sharing.level < 2 else sharing.accumulate(self.summed(state, grads))
 

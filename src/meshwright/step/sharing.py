@@ -98,7 +98,7 @@ class Sharing:
         shared = [self.shared[path].dim_axes(dim) for dim in range(ndim)]
         split = [dim for dim in range(ndim) if shared[dim] == (*lies[dim], *self.axes)]
         if not split:
-            return sum_parts(gradient.astype(param.dtype), ndim)
+            return sum_parts(gradient, ndim).astype(param.dtype)
         with jax.named_scope(path):  # what a dry run calls the collective
             pieces = scatter_parts(gradient, self.mesh, self.axes, split[0], lies)
         return pieces.astype(param.dtype)
