@@ -31,7 +31,7 @@ _CALLS = ("jit", "scan")
 
 
 def block_output(value: Any) -> Any:
-    """The array, marked as the output of a block: ``remat="block"`` keeps it."""
+    """The array, marked as the output of a block: ``remat="block"`` and ``"selective"`` keep it."""
     from jax.ad_checkpoint import checkpoint_name
 
     return checkpoint_name(value, _BLOCK)
@@ -102,10 +102,10 @@ def check_remat(remat: str) -> list[str]:
     names = _policy_names()
     if remat in names:
         return []
-    near = difflib.get_close_matches(str(remat), [*BY_BLOCK, *names], n=2) or names
+    near = difflib.get_close_matches(str(remat).lower(), ["none", *BY_BLOCK, *names], n=2)
     return [
-        f"remat={remat!r}: say 'none', 'block', 'selective' or a policy; the nearest: "
-        f"{', '.join(map(repr, near))}."
+        f"remat={remat!r}: say 'none', 'block', 'selective' or a policy; "
+        f"{'the nearest' if near else 'policies'}: {', '.join(map(repr, near or names))}."
     ]
 
 
