@@ -153,7 +153,8 @@ def laid(found: dict[str, Any]) -> str:
     said = [f"`{mesh}`", f"`{found['rules']}`"]
     said += [f"ZeRO {found['zero']}"] if found.get("zero") else []
     said += [f"{found['accumulate']} micro-batches"] if found.get("accumulate", 1) > 1 else []
-    said += ["recompute"] if found.get("recompute") not in (None, False, "none") else []
+    again = {"selective": "selective recompute", "block": "recompute", True: "recompute"}
+    said += [again[found["recompute"]]] if found.get("recompute") in again else []
     return ", ".join(said)
 
 
