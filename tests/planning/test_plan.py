@@ -180,6 +180,10 @@ def test_a_file_keeps_a_plan(tmp_path):
         (lambda read: read | {"version": 0}, "another version than 2"),
         (lambda read: read | {"colour": 1}, "keys that nobody knows: colour"),
         (lambda read: {k: v for k, v in read.items() if k != "chosen"}, "KeyError: 'chosen'"),
+        (
+            lambda read: read | {"chosen": read["chosen"] | {"recompute": "blok"}},
+            "recompute is 'blok'; there are 'none', 'selective', 'block'",
+        ),
         (lambda read: [], r"holds no plan.*Plan.to_json\(\) writes one"),
     ],
 )
@@ -279,6 +283,8 @@ def test_a_mesh_too_large_is_refused():
         ({"objective": "speed"}, "objective='speed': say 'time'"),
         ({"memory_limit": 0}, "memory_limit=0: say bytes of one device"),
         ({"verify": -1}, "verify=-1: say how many plans"),
+        ({"recompute": ("blocks",)}, "'blocks',.: say which of 'none', 'selective', 'block'"),
+        ({"recompute": ()}, "one at the least"),
     ],
 )
 def test_wishes_that_cannot_be_are_refused(wish, said):
@@ -446,7 +452,7 @@ def test_the_dry_run_has_the_last_word():
     fits.update(dict.fromkeys(fits, False))
     with pytest.raises(PlanError, match="of 3 plans that were dry-run none fits") as told:
         verified(plans, Report, 100, nothing_smaller)
-    assert f"{plans[0].chosen.layouts}. Dry-run more" in str(told.value)  # all take 5 bytes
+    assert f"{plans[0].chosen.layouts}. No other holds" in str(told.value)  # all take 5 bytes
     with pytest.raises(PlanError, match=r"the plan that was dry-run does not fit\. The"):
         verified(plans[:1], Report, 100, nothing_smaller)
 
@@ -467,7 +473,7 @@ def test_a_dry_run_without_a_peak_is_not_the_nearest():
     with pytest.raises(PlanError, match=r"The nearest takes 3\.0 MB") as told:
         verified([plan, other], Report, 100, nothing_smaller)
     assert str(other.chosen.layouts) in str(told.value)
-    with pytest.raises(PlanError, match=r"does not fit\. Dry-run more"):
+    with pytest.raises(PlanError, match=r"does not fit\. No other holds so much less"):
         verified([plan], Report, 100, nothing_smaller)
 
 
@@ -486,9 +492,53 @@ def test_a_plan_that_does_not_compile_is_left_out():
 
     (found,) = verified([first, other], Report, 100, lambda _limit: [])
     assert found.axes == other.axes
-    assert "a plan to verify is left out: the compiler gave up" in str(found)
+    assert f"left out: {first.chosen.layouts}: the compiler gave up" in str(found)
     with pytest.raises(CompileError, match="the compiler gave up"):
         verified([first], Report, 100, lambda _limit: [])
+
+
+def test_no_plan_is_dry_run_twice_whether_it_compiles_or_not():
+    fails, large = (
+        replace(plan_step(mlp(64, 256, 4096), "cpu:8", hardware=CPU, axes=axes), runners_up=())
+        for axes in ({"batch": 8}, {"model": 8})
+    )
+    asked = []
+
+    class Report:
+        step_time_s, peak_bytes, fits = 1.0, 500, False
+
+        def __init__(self, plan):
+            asked.append(plan.axes)
+            if plan.axes == fails.axes:
+                raise CompileError("the compiler gave up")
+
+    with pytest.raises(PlanError) as told:
+        verified([fails, large], Report, 100, lambda _limit: [fails, large])
+    assert asked == [fails.axes, large.axes]
+    assert f"left out: {fails.chosen.layouts}: the compiler gave up. No other" in str(told.value)
+    with pytest.raises(CompileError, match="gave up"):
+        verified([fails], Report, 100, lambda _limit: pytest.fail("nothing else compiles either"))
+
+
+def test_a_limit_that_is_asked_for_holds_for_dry_runs_too():
+    plan, small = (
+        replace(plan_step(mlp(64, 256, 4096), "cpu:8", hardware=CPU, axes=axes), runners_up=())
+        for axes in ({"batch": 8}, {"model": 8})
+    )
+
+    class Report:
+        """It fits the device, which has more than is to be used."""
+
+        step_time_s, fits = None, True
+
+        def __init__(self, plan):
+            self.peak_bytes = 60 if plan.axes == small.axes else 200
+
+    best, other = verified([plan], Report, 100, lambda _limit: [small])
+    assert (best.axes, other.axes) == (small.axes, plan.axes)
+    shown = replace(best, limit_bytes=100, runners_up=(other.chosen,), data_parallel=None)
+    (row,) = [line.split() for line in str(shown).splitlines() if line.startswith("  fits")]
+    assert row[-2:] == ["yes", "no"]
 
 
 def test_fsdp_is_verified_too():

@@ -28,9 +28,11 @@ class AxisLink:
     size: int
     link: Link
     lanes: int = 1
+    is_part: bool = False  # of a dim of the torus, which other axes lie on as well
 
     def __str__(self) -> str:
         over = f" over {self.lanes} dims" if self.lanes > 1 else ""
+        over = ", on a dim of the torus that others share" if self.is_part else over
         return f"axis {self.axis!r} of {self.size} lies on {self.link.kind}{over}"
 
     @property
@@ -41,8 +43,9 @@ class AxisLink:
 def links_of(target: Target, hardware: Hardware, axes: Axes) -> tuple[AxisLink, ...]:
     """Which link each axis of a mesh lies on: an assumption, since the runtime decides.
 
-    On a TPU an axis takes whole dims of the torus where sizes allow it, else one; dims are taken
-    to be closed to rings. GPUs fill node after node, the last axes within a node.
+    On a TPU an axis takes whole dims of the torus where sizes allow it, else a part of one, whose
+    links count as if no other axis used them; dims are taken to be closed to rings. GPUs fill node
+    after node, the last axes within a node.
 
     >>> from meshwright.planning.hardware import hardware_of
     >>> v5p, mesh = Target.of("v5p:4x4x8"), (("data", 16), ("model", 8))
@@ -52,9 +55,10 @@ def links_of(target: Target, hardware: Hardware, axes: Axes) -> tuple[AxisLink, 
     kind = _RANKS[target.platform]
     link = hardware.link(kind) or Link(kind, "shared" if kind == "shared" else "switch")
     if target.platform == "tpu":
+        every = _lanes(target, axes)
         return tuple(
-            AxisLink(axis, size, link, lanes)
-            for (axis, size), lanes in zip(axes, _lanes(target, axes), strict=True)
+            AxisLink(axis, size, link, lanes=every[place] if every else 1, is_part=not every)
+            for place, (axis, size) in enumerate(axes)
         )
     network = hardware.link("network") or Link("network")
     node = target.devices_per_node or hardware.devices_per_node or target.num_devices
@@ -66,7 +70,8 @@ def links_of(target: Target, hardware: Hardware, axes: Axes) -> tuple[AxisLink, 
 
 
 def _lanes(target: Target, axes: Axes) -> tuple[int, ...]:
-    """How many dims of the torus each axis takes; cores of a chip count as none."""
+    """How many dims of the torus each axis takes; cores of a chip count as none. Empty where some
+    would share one."""
     cores = target.num_devices // math.prod(target.topology)
     dims = [size for size in target.topology if size > 1]
     every = dims + ([cores] if cores > 1 else [])
@@ -79,7 +84,7 @@ def _lanes(target: Target, axes: Axes) -> tuple[int, ...]:
             lanes[axis] += place < len(dims)
         if products == sizes:
             return tuple(max(1, each) for each in lanes)
-    return (1,) * len(axes)
+    return ()
 
 
 def collective_s(collective: Collective, links: Sequence[AxisLink]) -> float | None:

@@ -22,7 +22,7 @@ from ..hardware import Hardware
 from ..infer import graph_of_step
 from ..infer.tracing import input_path
 from ..search.beside import rows_of_tables
-from ..search.choices import EVERY_RECOMPUTE, Choices, Recompute
+from ..search.choices import EVERY_RECOMPUTE, Choices, recompute_of
 from ..search.compact import Compact, compact
 from ..search.cost import faults_of
 from ..search.setting import Setting, setting_of
@@ -116,10 +116,7 @@ def laid_out(graph: Graph, described: Described, target: Target, hardware: Hardw
         masks[problem.unit_of[dim]] = sum(bits[name] for name in names)
     problem = _with_tables(problem)
     how = described.how
-    ways: dict[str, Recompute] = {
-        each: each for each in EVERY_RECOMPUTE
-    }  # of policies the graph itself tells
-    choices = Choices(described.placement.zero, how.accumulate, ways.get(how.remat, "none"))
+    choices = Choices(described.placement.zero, how.accumulate, recompute_of(how.remat))
     faults = list(faults_of(problem, axes, masks, choices))
     rows = () if problem.batch is None else _names(axes, masks[problem.batch])
     shared = {name for name, _ in axes} & set(described.placement.batch_axes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...layout import UNSHARDED
 from ...mesh import Mesh
-from ..search.choices import in_words
+from ..search.choices import recompute_in_words
 from ..search.words import ms, nbytes
 from .bars import Part, bar, key
 from .grid import Cell, Column, Row, grid
@@ -51,7 +51,11 @@ def plan_head(plan: Plan) -> Html:
     axes = " × ".join(f"{axis}={size}" for axis, size in plan.axes)
     figures = [
         ("time of a step", ms(_time(chosen)), _how(chosen.dry_run_time_s is not None)),
-        ("peak of a device", nbytes(_peak(chosen)), _how(chosen.dry_run_peak_bytes is not None)),
+        (
+            "peak of a device",
+            nbytes(chosen.held_bytes),
+            _how(chosen.dry_run_peak_bytes is not None),
+        ),
         ("devices", f"{chosen.num_devices:,}", f"mesh {axes}"),
         ("ZeRO", str(chosen.zero), ""),
         ("micro-batches", str(chosen.accumulate), ""),
@@ -229,7 +233,7 @@ def _choices(option: Option) -> Iterator[str]:
     if option.accumulate > 1:
         yield f"{option.accumulate} micro-batches"
     if option.recompute != "none":
-        yield in_words(option.recompute)
+        yield recompute_in_words(option.recompute)
 
 
 def _split(option: Option, families: dict[str, None]) -> Child:
@@ -260,13 +264,8 @@ def _time(option: Option) -> float | None:
     return option.time_s if option.dry_run_time_s is None else option.dry_run_time_s
 
 
-def _peak(option: Option) -> int:
-    peak = option.dry_run_peak_bytes
-    return option.peak_bytes if peak is None else peak
-
-
 def _fits(option: Option, limit: int | None) -> bool | None:
-    return None if limit is None else _peak(option) <= limit
+    return None if limit is None else option.held_bytes <= limit
 
 
 def _list(title: str, items: Sequence[str]) -> Child:

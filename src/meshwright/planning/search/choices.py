@@ -23,14 +23,21 @@ class Choices:
     def __str__(self) -> str:
         words = [f"zero={self.zero}"] if self.zero else []
         words += [f"accumulate={self.accumulate}"] if self.accumulate > 1 else []
-        words += [in_words(self.recompute)] if self.recompute != "none" else []
+        words += [recompute_in_words(self.recompute)] if self.recompute != "none" else []
         return ", ".join(words) or "nothing else"
 
 
 PLAIN = Choices()
 
 
-def in_words(recompute: Recompute) -> str:
+def recompute_of(remat: str) -> Recompute:
+    """The choice that a strategy's ``remat=`` is. What a policy of JAX recomputes is in the step's
+    graph already, and no choice."""
+    found: dict[str, Recompute] = {each: each for each in EVERY_RECOMPUTE}
+    return found.get(remat, "none")
+
+
+def recompute_in_words(recompute: Recompute) -> str:
     """What is computed again; empty where nothing is."""
     return _IN_WORDS[recompute]
 

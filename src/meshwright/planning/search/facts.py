@@ -38,6 +38,11 @@ class Facts:
     is_of_weights: tuple[bool, ...]
     batch: int | None
 
+    @functools.cached_property
+    def has_backward(self) -> bool:
+        """Whether some operation is of the backward pass."""
+        return not all(self.is_forward)
+
 
 @functools.lru_cache(maxsize=8)
 def facts_of(graph: Graph) -> Facts:

@@ -44,7 +44,8 @@ class Corner:
         key = "time", zero, recompute
         if key not in self.known:
             total = self._parameters_s(zero)
-            for again in {self.lay.problem.works[place].again for place in self.works}:
+            # In the order of the works, that sums are the same in each process.
+            for again in dict.fromkeys(self.lay.problem.works[place].again for place in self.works):
                 runs = 2 if recompute in again else 1
                 works_s = self._works_s(0, False, again) + self._works_s(level, True, again)
                 total = total + runs * works_s

@@ -76,7 +76,7 @@ def _changes(graph: Graph, target: Target, space: Space) -> Iterator[_Tried]:
         yield _Tried("another mesh", graph, target, replace(space, axes=None))
     if tuple(space.zero) != _EVERY_ZERO:
         yield _Tried("ZeRO", graph, target, replace(space, zero=_EVERY_ZERO))
-    if tuple(space.recompute) != EVERY_RECOMPUTE:
+    if "block" not in space.recompute:  # which holds the least
         yield _Tried("recompute", graph, target, replace(space, recompute=EVERY_RECOMPUTE))
     rows = _rows(graph)
     more = tuple(k for k in (1, 2, 4, 8, 16, 32, 64) if rows % k == 0)

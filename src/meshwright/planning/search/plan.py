@@ -16,7 +16,7 @@ from ...placement import Placement
 from ...step.options import StepOptions
 from ..files import write
 from ..groups import Axes
-from .choices import Choices, Layouts, Recompute
+from .choices import EVERY_RECOMPUTE, Choices, Layouts, Recompute
 from .words import table
 
 VERSION = 2
@@ -47,6 +47,11 @@ class Option:
     def num_devices(self) -> int:
         """How many devices it takes."""
         return Mesh(dict(self.axes)).size
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes at the peak of one device: by the dry run where there is one, else the model."""
+        return self.peak_bytes if self.dry_run_peak_bytes is None else self.dry_run_peak_bytes
 
     @property
     def layouts(self) -> Layouts:
@@ -240,6 +245,9 @@ def _values(read: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option(read: Mapping[str, Any]) -> Option:
+    if read["recompute"] not in EVERY_RECOMPUTE:
+        known = ", ".join(map(repr, EVERY_RECOMPUTE))
+        raise PlanError(f"the plan's recompute is {read['recompute']!r}; there are {known}.")
     return Option(**{name: _tuples(value) for name, value in read.items()})
 
 

@@ -65,7 +65,7 @@ def plan_step(
     """
     target = Target.of(target)
     hardware = hardware or hardware_of(target)
-    _check(objective, memory_limit, verify)
+    _check(objective, memory_limit, verify, recompute)
     graph = step if isinstance(step, Graph) else _graph_of(step)
     limit_bytes = hardware.memory_bytes if memory_limit is None else memory_limit
     space = Space(_axes(axes, target), max_axes, axes is None, zero, accumulate, recompute)
@@ -80,7 +80,7 @@ def plan_step(
     return replace(chosen, runners_up=tuple(each.chosen for each in plans[1:]))
 
 
-def _check(objective: str, memory_limit: int | None, verify: int) -> None:
+def _check(objective: str, memory_limit: int | None, verify: int, recompute: Sequence[str]) -> None:
     """Raise :class:`~meshwright.PlanError` for every wish that cannot be."""
     faults = []
     if objective not in get_args(Objective):
@@ -92,6 +92,11 @@ def _check(objective: str, memory_limit: int | None, verify: int) -> None:
         faults.append(f"memory_limit={memory_limit!r}: say bytes of one device, from 1 on.")
     if verify < 0:
         faults.append(f"verify={verify!r}: say how many plans are compiled, from 0 on.")
+    if not recompute or not set(recompute) <= set(EVERY_RECOMPUTE):
+        faults.append(
+            f"recompute={recompute!r}: say which of {', '.join(map(repr, EVERY_RECOMPUTE))} may be "
+            "chosen, one at the least."
+        )
     if faults:
         raise PlanError("\n".join(faults))
 

@@ -295,13 +295,16 @@ class _Search:
 
 
 def _worth_it(ranked: Iterable[Candidate]) -> list[Candidate]:
-    """Without those that compute more again than a better one, and hold no less for it."""
-    least: dict[object, int] = {}
+    """Without those that compute as much again as a better one, or more, and hold no less."""
     kept: list[Candidate] = []
+    known: dict[object, list[tuple[int, int]]] = {}
     for each in ranked:
         choices, held = each.layouts.choices, each.cost.peak_bytes
-        same = replace(each.layouts, choices=replace(choices, recompute="none"))
-        if held < least.get(same, held + 1):
-            least[same] = held
+        again = EVERY_RECOMPUTE.index(choices.recompute)
+        better = known.setdefault(
+            replace(each.layouts, choices=replace(choices, recompute="none")), []
+        )
+        if not any(less <= again and bytes_ <= held for less, bytes_ in better):
+            better.append((again, held))
             kept.append(each)
     return kept

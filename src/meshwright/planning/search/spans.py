@@ -70,4 +70,4 @@ def is_computed_again(facts: Facts, operation: int, recompute: Recompute) -> boo
     if recompute == "none" or (recompute == "selective" and facts.is_of_weights[operation]):
         return False
     in_block = facts.is_forward[operation] and bool(facts.blocks[operation])
-    return in_block and not all(facts.is_forward)
+    return in_block and facts.has_backward

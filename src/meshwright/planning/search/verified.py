@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...errors import CompileError, PlanError
+from .choices import Layouts
 from .plan import Option, Plan
 from .words import ms, nbytes
 
 _TIMES = 2  # that plans which hold less are looked for, each time less than before
 _UNKNOWN = 1.25  # how far off the model is taken to be, where a dry run has no peak
+_NOT_DRY_RUN = "by the model alone: so many devices are no slice of a TPU to dry-run it for"
 _LESS = 0.98  # of what would fit if the model were off as it was
 
 
@@ -64,42 +66,68 @@ def verified(
     :class:`~meshwright.CompileError` where none compiles.
     """
     first, limit = plans[0].chosen, limit_bytes
-    errors: list[CompileError] = []
-    new = seen = list(_dry_run(plans, dry_run_of, errors))
+    runs = _DryRuns(dry_run_of, limit_bytes)
+    new = runs.of(plans)
+    if not new:
+        raise next(iter(runs.failed.values()))
+    less: list[Plan] = []
     for _ in range(_TIMES):
         if limit is None or limit_bytes is None or _best_fits(new):
             break
-        limit = round(_LESS * min(limit, limit_bytes / _off(seen, plans[0])))
-        plans = within(limit)
-        known = {each.plan.chosen.layouts for each in seen}
-        others = [each for each in plans if each.chosen.layouts not in known]
-        if not others:
+        limit = round(_LESS * min(limit, limit_bytes / _off(runs.seen.values(), plans[0])))
+        less = runs.not_asked(within(limit))
+        if not less:
             break
-        new = [_held_to(each, limit) for each in _dry_run(others, dry_run_of, errors)]
-        seen = [*seen, *new]
-    if errors and not seen:
-        raise errors[0]
-    best, *others = _ranked(seen, first)
-    notes = [f"a plan to verify is left out: {error}" for error in errors]
+        new = runs.of(less, _held_to(limit))
+    ranked = _ranked([*runs.seen.values()])
+    if not ranked[0].fits:
+        raise PlanError(f"{_no_fit(runs)} {_way_out(bool(less))}")
+    best, *others = (each.plan for each in ranked)
+    notes = [*_preferred(best.chosen, first), *runs.left_out()]
     return [replace(best, notes=(*best.notes, *notes)), *others]
 
 
-def _dry_run(
-    plans: Iterable[Plan], dry_run_of: DryRunOf, errors: list[CompileError]
-) -> Iterator[_Seen]:
-    """The plans that compile; why others do not is added to ``errors``."""
-    for each in plans:
-        try:
-            report = dry_run_of(each)
-        except CompileError as error:
-            errors.append(error)
-            continue
-        option = replace(
-            each.chosen,
-            dry_run_time_s=report.step_time_s,
-            dry_run_peak_bytes=report.peak_bytes,
-        )
-        yield _Seen(replace(each, chosen=option), report.fits is not False)
+class _DryRuns:
+    """Asks for the dry run of each plan once, and keeps what it says, or why there is none."""
+
+    def __init__(self, dry_run_of: DryRunOf, limit_bytes: int | None) -> None:
+        self.dry_run_of = dry_run_of
+        self.limit_bytes = limit_bytes
+        self.seen: dict[Layouts, _Seen] = {}
+        self.failed: dict[Layouts, CompileError] = {}
+
+    def of(self, plans: Iterable[Plan], *notes: str) -> list[_Seen]:
+        """What those say that compile."""
+        found = []
+        for each in plans:
+            try:
+                report = self.dry_run_of(each)
+            except CompileError as error:
+                self.failed[each.chosen.layouts] = error
+                continue
+            option = replace(
+                each.chosen,
+                dry_run_time_s=report.step_time_s,
+                dry_run_peak_bytes=report.peak_bytes,
+            )
+            said = [_NOT_DRY_RUN] if isinstance(report, NoReport) else []
+            plan = replace(each, chosen=option, notes=(*each.notes, *notes, *said))
+            found.append(_Seen(plan, self._fits(report)))
+            self.seen[option.layouts] = found[-1]
+        return found
+
+    def not_asked(self, plans: Iterable[Plan]) -> list[Plan]:
+        known = self.seen.keys() | self.failed.keys()
+        return [each for each in plans if each.chosen.layouts not in known]
+
+    def left_out(self) -> list[str]:
+        return [f"left out: {layouts}: {error}" for layouts, error in self.failed.items()]
+
+    def _fits(self, report: Report) -> bool:
+        if report.fits is False:
+            return False
+        peak, limit = report.peak_bytes, self.limit_bytes
+        return peak is None or limit is None or peak <= limit
 
 
 def _best_fits(seen: Sequence[_Seen]) -> bool:
@@ -116,46 +144,51 @@ def _off(seen: Iterable[_Seen], first: Plan) -> float:
     return max(1.0, option.dry_run_peak_bytes / option.peak_bytes)
 
 
-def _held_to(seen: _Seen, limit: int) -> _Seen:
-    note = (
+def _held_to(limit: int) -> str:
+    return (
         f"what the model took to fit did not by its dry run; this keeps within {nbytes(limit)} "
         "by the model"
     )
-    return replace(seen, plan=replace(seen.plan, notes=(*seen.plan.notes, note)))
 
 
-def _ranked(seen: list[_Seen], first: Option) -> list[Plan]:
+def _ranked(seen: Iterable[_Seen]) -> list[_Seen]:
     """Those that fit first, then the objective. A figure that no dry run has is the model's."""
-    ranked = sorted(seen, key=lambda each: (not each.fits, _rank(each.plan)))
-    best = ranked[0].plan
-    if not ranked[0].fits:
-        raise _no_fit([each.plan.chosen for each in seen])
-    if (best.chosen.axes, best.chosen.rules) != (first.axes, first.rules):
-        note = f"the dry run preferred this to the model's first, {ms(first.time_s)} by the model"
-        best = replace(best, notes=(*best.notes, note))
-    return [best, *(each.plan for each in ranked[1:])]
+    return sorted(seen, key=lambda each: (not each.fits, _rank(each.plan)))
 
 
-def _no_fit(options: list[Option]) -> PlanError:
-    known = [one for one in options if one.dry_run_peak_bytes is not None]
-    nearest = min(known, key=lambda one: one.dry_run_peak_bytes or 0, default=None)
+def _preferred(best: Option, first: Option) -> Iterator[str]:
+    if (best.axes, best.rules) != (first.axes, first.rules):
+        yield f"the dry run preferred this to the model's first, {ms(first.time_s)} by the model"
+
+
+def _no_fit(runs: _DryRuns) -> str:
+    options = [each.plan.chosen for each in runs.seen.values()]
     fact = f"of {len(options)} plans that were dry-run none fits"
     if len(options) == 1:
         fact = "the plan that was dry-run does not fit"
+    known = [one for one in options if one.dry_run_peak_bytes is not None]
+    nearest = min(known, key=lambda one: one.dry_run_peak_bytes or 0, default=None)
     if nearest is not None:
         fact += (
             f". The nearest takes {nbytes(nearest.dry_run_peak_bytes)}, where the model said "
             f"{nbytes(nearest.peak_bytes)}: {nearest.layouts}"
         )
-    return PlanError(
-        f"{fact}. Dry-run more plans with verify=, or say a lower memory_limit=, by which the "
-        "model searches."
+    return ". ".join([fact, *runs.left_out()]).rstrip(".") + "."
+
+
+def _way_out(some_hold_less: bool) -> str:
+    if some_hold_less:
+        return (
+            "Dry-run more plans with verify=, or say a lower memory_limit=, by which the model "
+            "searches."
+        )
+    return (
+        "No other holds so much less by the model: take more devices or a smaller batch, or "
+        "dry-run more plans with verify=."
     )
 
 
 def _rank(plan: Plan) -> tuple[float, float]:
     option = plan.chosen
     time_s = option.dry_run_time_s if option.dry_run_time_s is not None else option.time_s or 0.0
-    peak = option.dry_run_peak_bytes
-    peak = option.peak_bytes if peak is None else peak
-    return (time_s, peak) if plan.objective == "time" else (peak, time_s)
+    return (time_s, option.held_bytes) if plan.objective == "time" else (option.held_bytes, time_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .choices import Choices, Layouts, in_words
+from .choices import Choices, Layouts, recompute_in_words
 from .compact import Compact
 from .cost import bytes_by_kind, cost_of, masks_of
 from .setting import Setting
@@ -13,7 +13,6 @@ from .setting import Setting
 if TYPE_CHECKING:
     from .plan import Option
 
-_RECOMPUTE = {"none": "no", "selective": "selective", "block": "blocks"}
 _SMALL_SHARE = 1e-3  # of the step, or of the peak: what is less is not worth a word
 
 
@@ -31,14 +30,14 @@ def table(options: Mapping[str, Option], limit_bytes: int | None) -> list[str]:
     rows += [
         _cells("ZeRO", [str(each.zero) for each in options.values()]),
         _cells("micro-batches", [str(each.accumulate) for each in options.values()]),
-        _cells("recompute", [_RECOMPUTE[each.recompute] for each in options.values()]),
+        _cells("recompute", [each.recompute for each in options.values()]),
     ]
     for label, name in (("step", "time_s"), ("compute", "compute_s"), ("talk", "communication_s")):
         rows.append(_cells(label, [ms(getattr(each, name)) for each in options.values()]))
     rows.append(_cells("peak", [nbytes(each.peak_bytes) for each in options.values()]))
     rows += _dry_runs(options)
     if limit_bytes is not None:
-        fits = [each.peak_bytes <= limit_bytes for each in options.values()]
+        fits = [each.held_bytes <= limit_bytes for each in options.values()]
         label = f"fits {nbytes(limit_bytes)}"
         rows.append(_cells(label, ["yes" if each else "no" for each in fits]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -104,7 +103,7 @@ def reasons(problem: Compact, setting: Setting, layouts: Layouts) -> tuple[str, 
     others = {
         f"ZeRO {choices.zero}": Choices(0, choices.accumulate, choices.recompute),
         f"{choices.accumulate} micro-batches": Choices(choices.zero, 1, choices.recompute),
-        in_words(choices.recompute): Choices(choices.zero, choices.accumulate),
+        recompute_in_words(choices.recompute): Choices(choices.zero, choices.accumulate),
     }
     for name, other in others.items():
         if other != choices:
