@@ -168,9 +168,15 @@ def of_plan(job: Job) -> dict[str, Any]:
 
 
 def ratio(found: dict[str, Any], selective: bool = False) -> float | None:
-    """The plan's time by that of the fastest layout by hand that fits, also ``selective`` ones."""
+    """The plan's time by that of the fastest layout by hand that fits, also ``selective`` ones.
+
+    None where these were not tried.
+    """
     tried = [*found["hand"].values()]
-    tried += [each["selective"] for each in tried if selective and "selective" in each]
+    again = [each.get("selective") for each in tried if selective and "recompute" in each]
+    if None in again:
+        return None
+    tried += [each for each in again if each is not None]
     hand = [each["step_time_s"] for each in tried if each["fits"] and each["step_time_s"]]
     plan = found.get("plan", {}).get("options", [{}])[0].get("step_time_s")
     return None if not hand or plan is None else plan / min(hand)
@@ -205,10 +211,12 @@ def table(kept: dict[str, Any]) -> str:
         plan = each["plan"]["options"][0]
         least = least_by_model(each)
         by_model = "" if least is None else f"{least:.3f}"
+        given = ratio(each, selective=True)
+        given_selective = "not tried" if given is None else f"{given:.3f}"
         lines.append(
             f"| {each['what']} | `{each['target']}` | {name}{again(fits[name])} "
             f"| {ms(fits[name])} | {laid(plan)} | {ms(plan)} "
-            f"| **{ratio(each):.3f}** | {ratio(each, selective=True):.3f} | {by_model} "
+            f"| **{ratio(each):.3f}** | {given_selective} | {by_model} "
             f"| {each['plan']['search_s']:.1f} s |"
         )
     return "\n".join(lines)
