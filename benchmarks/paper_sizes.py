@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 import meshwright as mw
 import meshwright.named as mn
+from meshwright.planning.search.choices import recompute_in_words
 
 RESULTS = Path(__file__).with_name("results") / "paper_sizes.json"
 BATCH = {"tokens": jax.ShapeDtypeStruct((256, 256), "int32")}
@@ -153,8 +154,8 @@ def laid(found: dict[str, Any]) -> str:
     said = [f"`{mesh}`", f"`{found['rules']}`"]
     said += [f"ZeRO {found['zero']}"] if found.get("zero") else []
     said += [f"{found['accumulate']} micro-batches"] if found.get("accumulate", 1) > 1 else []
-    again = {"selective": "selective recompute", "block": "recompute", True: "recompute"}
-    said += [again[found["recompute"]]] if found.get("recompute") in again else []
+    again = recompute_in_words(found.get("recompute", "none"))
+    said += [again] if again else []
     return ", ".join(said)
 
 

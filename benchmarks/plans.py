@@ -3,8 +3,8 @@
 For each model of ``plan_models.py`` every layout by hand is compiled for the target, then the best
 few of the planner, which their dry runs rank. A layout that does not fit is tried again with blocks
 computed again in the backward pass, whole as is usual and but for their products, where the model
-says what its blocks are. Of the equal blocks
-of a model one and two are compiled for TPUs, and all for GPUs, whose compiler takes minutes.
+says what its blocks are. Of the equal blocks of a model one and two are compiled for TPUs, and all
+for GPUs, whose compiler takes minutes.
 
 The planner's own model times the layouts by hand as well. Its search is exact, so what it proves to
 be the least, beside the least of those by hand, tells how much any layout could win.
@@ -172,12 +172,13 @@ def ratio(found: dict[str, Any], selective: bool = False) -> float | None:
 
     None where these were not tried.
     """
-    tried = [*found["hand"].values()]
-    again = [each.get("selective") for each in tried if selective and "recompute" in each]
-    if None in again:
-        return None
-    tried += [each for each in again if each is not None]
-    hand = [each["step_time_s"] for each in tried if each["fits"] and each["step_time_s"]]
+    ways = [*found["hand"].values()]
+    if selective:
+        again = [each for each in ways if "recompute" in each]
+        if any("selective" not in each for each in again):
+            return None
+        ways += [each["selective"] for each in again]
+    hand = [each["step_time_s"] for each in ways if each["fits"] and each["step_time_s"]]
     plan = found.get("plan", {}).get("options", [{}])[0].get("step_time_s")
     return None if not hand or plan is None else plan / min(hand)
 

@@ -76,12 +76,12 @@ def test_which_link_an_axis_is_taken_to_lie_on(target, axes, lies):
     assert said == lies
 
 
-def test_axes_that_share_a_dim_of_the_torus_say_so():
+def test_a_mesh_whose_axes_share_dims_of_the_torus_says_so():
     v5e, axes = Target.of("v5e:4x4"), (("data", 4), ("fsdp", 2), ("model", 2))
     shared = [str(each) for each in links_of(v5e, hardware_of(v5e), axes)]
-    assert all(each.endswith("on ici, on a dim of the torus that others share") for each in shared)
+    assert all(each.endswith("on ici, where axes share dims of the torus") for each in shared)
     whole = links_of(v5e, hardware_of(v5e), (("data", 4), ("model", 4)))
-    assert not any(each.is_part for each in whole)
+    assert not any(each.shares_dims for each in whole)
 
 
 # Schedules, in text that a compiler could have written

@@ -182,7 +182,7 @@ def test_a_file_keeps_a_plan(tmp_path):
         (lambda read: {k: v for k, v in read.items() if k != "chosen"}, "KeyError: 'chosen'"),
         (
             lambda read: read | {"chosen": read["chosen"] | {"recompute": "blok"}},
-            "recompute is 'blok'; there are 'none', 'selective', 'block'",
+            "recompute is 'blok': say one of 'none', 'selective', 'block'",
         ),
         (lambda read: [], r"holds no plan.*Plan.to_json\(\) writes one"),
     ],

@@ -371,11 +371,11 @@ def test_what_holds_most_is_an_alternative_where_it_is_faster():
     assert costs == sorted(costs, key=lambda cost: cost.time_s, reverse=True)
 
 
-def test_answers_do_not_depend_on_the_process():
+def test_times_do_not_depend_on_the_process():
     """As sums of floats would, in the order of a set of texts."""
     told = {
         subprocess.run(
-            [sys.executable, "-c", _SEARCHED],
+            [sys.executable, "-c", _TIMES],
             cwd=Path(__file__).parent,
             env={**os.environ, "PYTHONHASHSEED": str(seed)},
             capture_output=True,
@@ -388,16 +388,21 @@ def test_answers_do_not_depend_on_the_process():
     assert all(told)
 
 
-_SEARCHED = """
+_TIMES = """
 from small_graphs import transformer
 
 from meshwright.planning.hardware import hardware_of
-from meshwright.planning.search import search
+from meshwright.planning.search.choices import EVERY_RECOMPUTE
+from meshwright.planning.search.compact import compact
+from meshwright.planning.search.frame import frame_of
+from meshwright.planning.search.setting import setting_of
 from meshwright.planning.target import Target
 
-target, graph = Target.of("h100:4"), transformer(32, 512, 1024, 8, 128, 4096, blocks=2)
-found = search(graph, target, hardware_of(target), keep=3)
-print([(each.cost.time_s, str(each.layouts)) for each in found.candidates])
+target = Target.of("h100:8")
+problem = compact(transformer(32, 512, 1024, 8, 128, 4096, blocks=2), target.platform)
+setting = setting_of((("a", 4), ("b", 2)), target, hardware_of(target))
+corners = frame_of(problem, setting, 1).corners
+print([each.time_s(1, how).tobytes().hex() for each in corners for how in EVERY_RECOMPUTE])
 """
 
 

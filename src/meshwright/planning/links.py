@@ -28,11 +28,11 @@ class AxisLink:
     size: int
     link: Link
     lanes: int = 1
-    is_part: bool = False  # of a dim of the torus, which other axes lie on as well
+    shares_dims: bool = False  # the mesh has more axes than dims of the torus can hold whole
 
     def __str__(self) -> str:
         over = f" over {self.lanes} dims" if self.lanes > 1 else ""
-        over = ", on a dim of the torus that others share" if self.is_part else over
+        over = ", where axes share dims of the torus" if self.shares_dims else over
         return f"axis {self.axis!r} of {self.size} lies on {self.link.kind}{over}"
 
     @property
@@ -57,7 +57,7 @@ def links_of(target: Target, hardware: Hardware, axes: Axes) -> tuple[AxisLink, 
     if target.platform == "tpu":
         every = _lanes(target, axes)
         return tuple(
-            AxisLink(axis, size, link, lanes=every[place] if every else 1, is_part=not every)
+            AxisLink(axis, size, link, lanes=every[place] if every else 1, shares_dims=not every)
             for place, (axis, size) in enumerate(axes)
         )
     network = hardware.link("network") or Link("network")

@@ -247,7 +247,7 @@ def _values(read: Mapping[str, Any]) -> dict[str, Any]:
 def _option(read: Mapping[str, Any]) -> Option:
     if read["recompute"] not in EVERY_RECOMPUTE:
         known = ", ".join(map(repr, EVERY_RECOMPUTE))
-        raise PlanError(f"the plan's recompute is {read['recompute']!r}; there are {known}.")
+        raise PlanError(f"the plan's recompute is {read['recompute']!r}: say one of {known}.")
     return Option(**{name: _tuples(value) for name, value in read.items()})
 
 

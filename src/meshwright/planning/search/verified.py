@@ -17,8 +17,8 @@ from .words import ms, nbytes
 
 _TIMES = 2  # that plans which hold less are looked for, each time less than before
 _UNKNOWN = 1.25  # how far off the model is taken to be, where a dry run has no peak
-_NOT_DRY_RUN = "by the model alone: so many devices are no slice of a TPU to dry-run it for"
 _LESS = 0.98  # of what would fit if the model were off as it was
+_NOT_DRY_RUN = "by the model alone: so many devices are no slice of a TPU to dry-run it for"
 
 
 class Report(Protocol):
