@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -18,6 +21,26 @@ if jax.__version_info__ < (0, 11):
 
 _ASKED = os.environ.get("XLA_FLAGS", "").split()
 os.environ["XLA_FLAGS"] = " ".join(_ASKED + [flag for flag in _QUICKLY if flag not in _ASKED])
+
+# What one process of this run has compiled, the others read: workers share the oracles of one
+# device, and processes that are killed and started again their steps.
+_CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+if _CACHE_VARIABLE not in os.environ:
+    _compiled = tempfile.mkdtemp(prefix="meshwright-tests-")
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+    os.environ |= {
+        _CACHE_VARIABLE: _compiled,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+# JAX was imported before, and reads its environment only then.
+jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE_VARIABLE])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Tracing makes millions of short-lived objects: collecting them by the default thresholds took an
+# eighth of the time of the contract tables.
+gc.set_threshold(50_000, 50, 100)
 
 _SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
 
@@ -35,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in _SLOW:
             item.add_marker(pytest.mark.full)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -19,8 +19,6 @@ import meshwright as mw
 from meshwright.checkpoint import files
 from meshwright.checkpoint.randomness import read_randomness, write_randomness
 
-pytestmark = pytest.mark.alone
-
 
 def state_of(**params: Any) -> mw.TrainState:
     return mw.TrainState(params, {}, {}, {})

@@ -21,8 +21,6 @@ from meshwright import doctor
 from meshwright.cli import main
 from meshwright.testing import run_in_fresh_process
 
-pytestmark = pytest.mark.alone
-
 GRID = ["show", "--mesh", "batch=4,model=2"]
 KERNEL = [*GRID, "--dims", "784,128", "--layout", "unsharded,model"]
 

@@ -18,8 +18,6 @@ import meshwright as mw
 from meshwright.data import Ahead, HostRows, Putter
 from meshwright.data.ahead import AHEAD
 
-pytestmark = pytest.mark.alone
-
 ROWS = 40
 X = np.stack([np.arange(ROWS), np.ones(ROWS)], axis=1).astype("float32")  # the first one is an id
 Y = np.zeros([ROWS, 1], "float32")

@@ -23,8 +23,6 @@ from meshwright.demo.jobs import BATCH_SIZE, JOBS, Job, build_convnet, chosen
 from meshwright.demo.screen import progress_of
 from meshwright.demo.training import Result, live_bytes, run
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parent.parent
 DATA, MODEL, SPACE = JOBS
 

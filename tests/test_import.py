@@ -13,8 +13,6 @@ import pytest
 import meshwright
 from meshwright.testing import run_in_fresh_process
 
-pytestmark = pytest.mark.alone
-
 ROOMS = Path(meshwright.__file__).parent
 PURE = ["errors", "_compat", "topology", "mesh", "layout", "layout_map", "placement", "backend"]
 HEAVY = {"numpy", "jax", "jaxlib", "keras", "rich", "click", "scipy", "optax", "tensorflow"}

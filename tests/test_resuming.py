@@ -16,8 +16,6 @@ import pytest
 
 import meshwright as mw
 
-pytestmark = pytest.mark.alone
-
 BATCHES = 20
 
 

@@ -13,8 +13,6 @@ import pytest
 import meshwright as mw
 from meshwright.testing import run_in_fresh_process, tree_allclose, tree_differences
 
-pytestmark = pytest.mark.alone
-
 # Trees
 
 

@@ -17,8 +17,6 @@ import meshwright as mw
 from meshwright import MeshwrightError, TopologyError, topology
 from meshwright.testing import run_in_fresh_process
 
-pytestmark = pytest.mark.alone
-
 THREADS_ARE_SEEN = Path("/proc/self/task").is_dir()
 sees_threads = pytest.mark.skipif(
     not THREADS_ARE_SEEN, reason="only Linux shows the names of threads"

@@ -1,18 +1,18 @@
 """One training run that is killed and started again, and again, by ``test_checkpoint_kills.py``.
 
-``python killed_run.py DIRECTORY REPORT MESH EPOCHS``; appends ``STEP LOSS`` per step to the
-report, which is on the disk before the next step begins, and ``done HISTORY`` at the end.
+It appends ``STEP LOSS`` per step to its report, which is on the disk before the next step begins,
+and ``done HISTORY`` at the end.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 import meshwright as mw
 
+IMPORTS = ("keras", "orbax.checkpoint", "meshwright.frontends.keras.fitting")  # of every run
 BATCHES = 12  # per epoch, and the last is smaller
 SAVE_EVERY = 5
 
@@ -73,7 +73,10 @@ def train(directory: str | None, report: Any, mesh: str, epochs: int) -> Any:
     )
 
 
-def main(directory: str, path: str, mesh: str, epochs: str) -> None:
+def main(output: str, directory: str, path: str, mesh: str, epochs: str) -> None:
+    with open(output, "w") as log:  # noqa: PTH123
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     mw.virtual_devices(8)
     with open(path, "a") as file:  # noqa: PTH123
 
@@ -85,7 +88,3 @@ def main(directory: str, path: str, mesh: str, epochs: str) -> None:
         report("begin")
         history = train(directory if directory != "-" else None, report, mesh, int(epochs))
         report(f"done {json.dumps(history.history)}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

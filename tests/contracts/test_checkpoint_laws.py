@@ -20,8 +20,6 @@ from strategies import STRATEGIES, Row
 
 import meshwright as mw
 
-pytestmark = pytest.mark.alone
-
 EPOCHS = 3
 ROWS = 72  # five batches, of which the last is half a one
 STEPS = 5 * EPOCHS

@@ -13,8 +13,6 @@ from processes import free_address, run_together
 
 import meshwright as mw
 
-pytestmark = pytest.mark.alone
-
 SCRIPT = Path(__file__).with_name("checkpoint_processes.py")
 LIMIT_S = 200
 

@@ -10,8 +10,6 @@ import pytest
 from processes import free_address, run_together
 from strategies import STRATEGIES
 
-pytestmark = pytest.mark.alone
-
 SCRIPT = Path(__file__).with_name("two_processes.py")
 KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV", "XLA_FLAGS")
 

@@ -209,7 +209,6 @@ def build():
 """
 
 
-@pytest.mark.alone
 def test_the_command_takes_the_model_and_keeps_it_apart_from_compilers(tmp_path, monkeypatch):
     mw.create_mesh({"batch": 8})  # started before the command can ask for one alone
     monkeypatch.chdir(tmp_path)

@@ -17,8 +17,6 @@ import pytest
 import meshwright as mw
 from meshwright.planning import asking, cache, compile_ahead
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):

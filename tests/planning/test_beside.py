@@ -25,8 +25,6 @@ from meshwright.planning.measured import SeenCollective
 from meshwright.planning.measuring import kept
 from meshwright.planning.profiled import Event, collectives_seen
 
-pytestmark = pytest.mark.alone  # one profiler at a time
-
 AXES = (("batch", 4), ("model", 2))
 GUESS = Hardware(
     "guess",

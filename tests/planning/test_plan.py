@@ -353,7 +353,6 @@ def dry_run_of_mlp(plan):
     return Report()
 
 
-@pytest.mark.alone
 def test_the_best_are_compiled_and_ranked_again():
     asked = []
 

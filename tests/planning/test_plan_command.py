@@ -16,8 +16,6 @@ from meshwright.cli import main
 from meshwright.planning import dry_run as dry_runs
 from meshwright.testing import run_in_fresh_process
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(autouse=True, scope="module")
 def devices_of_the_other_tests() -> None:

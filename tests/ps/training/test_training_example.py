@@ -13,7 +13,6 @@ import pytest
 EXAMPLE = Path(__file__).parents[3] / "examples" / "recommender.py"
 
 
-@pytest.mark.alone
 @pytest.mark.full
 def test_the_recommender_finds_the_hidden_tastes():
     command = [sys.executable, str(EXAMPLE), "--users", "600", "--items", "200", "--epochs", "16"]

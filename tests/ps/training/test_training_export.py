@@ -72,7 +72,6 @@ np.savez(sys.argv[2], loss=loss, **{path.replace("/", "."): v for path, v in gra
 """
 
 
-@pytest.mark.alone
 def test_exported_code_runs_without_keras_and_gives_the_model_s_gradients(tmp_path: Path):
     x, y = data(8)
     model = dense("sgd")

@@ -244,7 +244,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.alone
 def test_a_killed_client_leaves_no_memory_behind() -> None:
     with serving(Asked()) as listener:
         before = set(_system_segments())
