@@ -21,7 +21,8 @@ from meshwright.planning import (
 )
 from meshwright.testing import run_in_fresh_process
 
-pytestmark = pytest.mark.targets
+# One process has them all, and compiles each step once.
+pytestmark = [pytest.mark.targets, pytest.mark.xdist_group("ahead_tpu")]
 pytest.importorskip("libtpu", reason="pip install 'meshwright[tpu]'")
 
 BOTH = ["v5e:2x4", "v5p:2x2x2"]

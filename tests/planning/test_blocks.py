@@ -21,6 +21,8 @@ from meshwright.planning.lock import Lock, lock_of
 from meshwright.step.options import StepOptions
 from meshwright.step.train import make_train_step
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 WIDTH, ROWS, IO = 32, 64, 8
 DATA = mw.Placement.of(mw.Mesh({"batch": 8}))
 BATCH = jax.ShapeDtypeStruct((ROWS, IO), "float32")

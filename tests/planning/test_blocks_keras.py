@@ -12,6 +12,8 @@ from keras import layers
 import meshwright as mw
 from meshwright.planning.dry_run import DryRun, dry_run
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 WIDTH, LENGTH, VOCAB = 32, 16, 64
 IDS = jax.ShapeDtypeStruct((64, LENGTH), "int32")
 

@@ -32,6 +32,8 @@ def _compile(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     import jax
     import numpy as np
 
+    # A program that JAX reads back from its own cache has no dump, and less to say of its memory.
+    jax.config.update("jax_enable_compilation_cache", False)
     if job.get("x64"):
         jax.config.update("jax_enable_x64", True)
     names, shape, kinds = zip(*job["axes"], strict=True)
