@@ -1,4 +1,4 @@
-"""A strict room: eight virtual devices, warnings as errors, a fixed seed; and where its time goes."""
+"""A strict room: eight virtual devices, warnings as errors, a fixed seed; minutes by room."""
 
 from __future__ import annotations
 
