@@ -106,3 +106,29 @@ def test_no_name_makes_a_peer_do_more_than_raise(name: object) -> None:
 def test_a_broken_telling_still_raises(head: dict[str, object]) -> None:
     with pytest.raises(ScheduledError):
         raise_failure(Message("error", head))
+
+
+@pytest.mark.parametrize("error", [ValueError("bad row"), UnreachableError("gone", "ps:0")])
+def test_notes_travel_over_several_tasks_and_more_can_be_added(error: Exception) -> None:
+    error.add_note("batch 17")
+    got = travelled(travelled(error))
+    got.add_note("one more")
+    first, second, third, last = got.__notes__
+    assert (first, last) == ("batch 17", "one more")
+    assert second.startswith("in worker:1:\n")
+    assert third.startswith("in worker:1:\n")
+    assert "batch 17" not in second
+
+
+@pytest.mark.parametrize("name", ["__notes__", "__class__", "add_note", "with_traceback"])
+def test_no_attribute_of_a_peer_takes_the_place_of_pythons_own(name: str) -> None:
+    head = {
+        "room": "meshwright.errors",
+        "type": "TaskError",
+        "args": ["t"],
+        "attributes": {name: ["x"]},
+        "notes": {"x": 3},
+    }
+    error = rebuilt(Message("error", head))
+    error.add_note("n")
+    assert error.__notes__[-1] == "n"

@@ -17,6 +17,7 @@ from .message import Message
 KIND = "error"
 _ROOMS = {"builtins": builtins, "meshwright.errors": errors}
 _MOST_LETTERS = 20_000  # of a traceback; its end says most
+_MOST_NOTES = 20  # the last ones
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -37,12 +38,15 @@ def failure(error: BaseException, task: str = "") -> Message:
         "type": kind.__qualname__,
         "text": str(error),
         "task": task,
-        "traceback": "".join(traceback.format_exception(error))[-_MOST_LETTERS:].rstrip(),
+        "traceback": _traceback(error),
+        "notes": [str(note)[-_MOST_LETTERS:] for note in _notes(error)[-_MOST_NOTES:]],
     }
     if all(_is_plain(value) for value in _arguments(error)):
         head["args"] = _arguments(error)
     head["attributes"] = {
-        name: value for name, value in vars(error).items() if _is_plain(_without_tuple(value))
+        name: value
+        for name, value in vars(error).items()
+        if name != "__notes__" and _is_plain(_without_tuple(value))
     }
     return Message(KIND, head)
 
@@ -53,7 +57,11 @@ def raise_failure(message: Message) -> NoReturn:
 
 
 def rebuilt(message: Message) -> Exception:
-    """The error that a message of kind ``"error"`` tells of, to be raised or kept."""
+    """The error that a message of kind ``"error"`` tells of, to be raised or kept.
+
+    Its notes are those that it had, and then the remote traceback. Whatever the message holds,
+    this returns an error.
+    """
     head = message.head
     task = str(head.get("task", ""))
     error = _of_the_same_class(head)
@@ -64,6 +72,9 @@ def rebuilt(message: Message) -> Exception:
             "This class is not rebuilt here; the note below is the traceback of that task.",
             task,
         )
+    notes = head.get("notes")
+    for note in notes if isinstance(notes, list) else ():
+        error.add_note(str(note))
     told = "\n  ".join(str(head.get("traceback", "")).splitlines())
     error.add_note(f"in {task or 'another task'}:\n  {told}")
     return error
@@ -83,10 +94,28 @@ def _of_the_same_class(head: Any) -> Exception | None:
         error.__dict__.update(
             (str(name), tuple(value) if isinstance(value, list) else value)
             for name, value in head.get("attributes", {}).items()
+            if not _is_of_the_class(kind, str(name))
         )
     except Exception:
         return None
     return error
+
+
+def _is_of_the_class(kind: type[Exception], name: str) -> bool:
+    """Whether a name is no attribute that an error may be given: a method, or one of Python's."""
+    return name.startswith("__") or callable(getattr(kind, name, None))
+
+
+def _notes(error: BaseException) -> list[Any]:
+    notes = getattr(error, "__notes__", None)
+    return list(notes) if isinstance(notes, list | tuple) else []
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback without the error's own notes, which travel beside it."""
+    shown = traceback.TracebackException.from_exception(error)
+    shown.__notes__ = None  # type: ignore[attr-defined]
+    return "".join(shown.format())[-_MOST_LETTERS:].rstrip()
 
 
 def _arguments(error: BaseException) -> list[Any]:
