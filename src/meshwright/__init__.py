@@ -40,6 +40,7 @@ from .errors import TargetError as TargetError
 from .errors import TaskError as TaskError
 from .errors import TopologyError as TopologyError
 from .errors import TracingError as TracingError
+from .errors import UnknownVariableError as UnknownVariableError
 from .errors import UnreachableError as UnreachableError
 from .layout import MATCH as MATCH
 from .layout import UNSHARDED as UNSHARDED

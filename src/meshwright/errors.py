@@ -19,6 +19,7 @@
     ├── ClusterError         ValueError    a cluster or a task that is not described rightly
     ├── TaskError            RuntimeError  a task that could not do what it was asked
     │   ├── UnreachableError ConnectionError  it does not answer, or is gone
+    │   ├── UnknownVariableError           a server holds no variable of this name
     │   ├── ProtocolError                  it speaks another version, or has another key
     │   │   └── FencedError                it was declared dead, and its work given to others
     │   └── ScheduledError                 a scheduled function raised there
@@ -159,6 +160,10 @@ class TaskError(MeshwrightError, RuntimeError):
 
 class UnreachableError(TaskError, ConnectionError):
     """A task does not answer, or is gone."""
+
+
+class UnknownVariableError(TaskError):
+    """A server holds no variable of this name."""
 
 
 class ProtocolError(TaskError):

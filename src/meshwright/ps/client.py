@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import TaskError
+from ..errors import UnknownVariableError
 from .clipping import Told, next_to_clip
 from .cutting import assembled, by_server, checked_rows, rows_of, split, split_rows
 from .placing import VariableSpec
@@ -90,10 +90,8 @@ class Servers:
         while True:
             try:
                 return channel.wait(number, self.timeout_s)
-            except TaskError as error:
-                if not _lacks_variable(error) or time.monotonic() >= until:
-                    raise
-                if not self.generation(server):
+            except UnknownVariableError:
+                if time.monotonic() >= until or not self.generation(server):
                     raise
             time.sleep(_AGAIN_S)
             number = channel.send(message)
@@ -286,7 +284,3 @@ class Servers:
     def fence(self, incarnation: str) -> None:
         """No server takes a push of this incarnation of a worker any more."""
         self.ask_all(Message("fence", {"incarnation": incarnation}))
-
-
-def _lacks_variable(error: TaskError) -> bool:
-    return "has no variable" in str(error)

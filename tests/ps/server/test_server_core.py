@@ -9,6 +9,8 @@ from asking import Asking
 import meshwright as mw
 from meshwright.ps.server.core import ServerCore
 from meshwright.ps.server.delays import EPSILON, KEEP, MOST_PEERS
+from meshwright.ps.server.schemas import SCHEMAS
+from meshwright.ps.server.store import Store
 from meshwright.ps.wire.memory import MemoryChannel
 from meshwright.ps.wire.message import Message
 
@@ -99,7 +101,7 @@ def test_messages_that_make_no_sense_are_refused() -> None:
     server = Asking()
     with pytest.raises(mw.ProtocolError, match=r"does not know what .sing. asks for\. It answers"):
         server.ask("sing")
-    with pytest.raises(mw.ProtocolError, match="message 'read' to ps:0 lacks 'names'"):
+    with pytest.raises(mw.ProtocolError, match="'read' to ps:0 is invalid: names is missing"):
         server.ask("read")
     server.table("w", [2])
     with pytest.raises(mw.ProtocolError, match="brings 1 arrays, and says that they are 2"):
@@ -297,3 +299,33 @@ def test_a_core_answers_through_a_channel() -> None:
     assert not before.any()
     with pytest.raises(mw.TaskError, match="has no variable 'v'"):
         channel.ask(Message("read", {"names": ["v"]}))
+
+
+def wrong_values(kind: str) -> list[tuple[str, object]]:
+    return [(field, value) for field in SCHEMAS[kind] for value in (None, -1, 2.5, "x", [[3]], {})]
+
+
+@pytest.mark.parametrize("kind", sorted(SCHEMAS))
+def test_no_malformed_message_ends_a_server_or_changes_what_it_holds(kind: str, tmp_path) -> None:
+    server = Asking(ServerCore(snapshot_dir=tmp_path))
+    server.value("w", np.ones(3))
+    whole = dict.fromkeys(SCHEMAS[kind])
+    heads = [{}, *({**whole, name: value} for name, value in wrong_values(kind))]
+    heads += [{name: value} for name, value in wrong_values(kind)]
+    for head in heads if SCHEMAS[kind] else ():
+        for arrays in ((), (np.ones(2),)):
+            server.core.handle("worker:0", Message(kind, head, arrays))
+    for name in ("id", "incarnation"):
+        answer = server.core.handle("worker:0", Message(kind, {name: [2]}))
+        assert answer is not None
+        assert answer.kind == "error"
+    assert server.read("w")[0].tolist() == [1, 1, 1]
+
+
+def test_an_error_inside_a_server_is_not_taken_for_a_malformed_message(monkeypatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("inner")
+
+    monkeypatch.setattr(Store, "get", broken)
+    with pytest.raises(KeyError, match="inner"):
+        Asking().ask("read", names=["w"])

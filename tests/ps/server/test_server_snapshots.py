@@ -20,7 +20,7 @@ from meshwright.ps.server.snapshot import restore, snapshot_of
 
 
 def trained(optimizer: str = "Adam", **config) -> Asking:
-    server = Asking(ServerCore(1))
+    server = Asking(ServerCore(1, snapshot_dir="/"))
     server.table("w", [5, 3], kind="normal", seed=1)
     server.table("t", [0, 2], kind="constant", value=2.0, rows=None, hash=True)
     server.table("count", [], "int64")
@@ -53,7 +53,7 @@ def test_a_restored_server_goes_on_as_if_nothing_had_been(optimizer, tmp_path) -
     server = trained(optimizer, use_ema=True, gradient_accumulation_steps=2)
     server.ask("fence", incarnation="dead")
     server.ask("snapshot", path=str(tmp_path / "a.snapshot"))
-    restored = Asking(ServerCore(1, generation=3))
+    restored = Asking(ServerCore(1, generation=3, snapshot_dir="/"))
     restored.ask("restore", path=str(tmp_path / "a.snapshot"))
     assert restored.ask("hello").head["generation"] == 3
     assert not push(restored, 1)["applied"], "the ids of applied steps are kept"
@@ -73,7 +73,7 @@ def test_what_a_round_holds_is_kept(tmp_path) -> None:
     push(server, 10, round=0, of=3)
     push(server, 11, round=0, of=3)
     server.ask("snapshot", path=str(tmp_path / "a"))
-    restored = Asking()
+    restored = Asking(ServerCore(snapshot_dir="/"))
     restored.ask("restore", path=str(tmp_path / "a"))
     for one in (server, restored):
         assert not push(one, 10, round=0, of=3)["applied"]
@@ -250,17 +250,33 @@ def test_damage_is_noticed(tmp_path) -> None:
         expect_damage(path, whole[:length])
     path.write_bytes(b"something else")
     with pytest.raises(mw.CheckpointError, match="is no snapshot of a server of this version"):
-        Asking().ask("restore", path=str(path))
+        Asking(ServerCore(snapshot_dir="/")).ask("restore", path=str(path))
     with pytest.raises(mw.CheckpointError, match="cannot be read: No such file"):
-        Asking().ask("restore", path=str(tmp_path / "missing"))
+        Asking(ServerCore(snapshot_dir="/")).ask("restore", path=str(tmp_path / "missing"))
 
 
 def expect_damage(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(mw.CheckpointError, match=r"is damaged: .*\. It cannot be used"):
-        Asking().ask("restore", path=str(path))
+        Asking(ServerCore(snapshot_dir="/")).ask("restore", path=str(path))
 
 
 def test_nothing_is_pickled(tmp_path) -> None:
     trained().ask("snapshot", path=str(tmp_path / "a"))
     assert b"numpy" not in (tmp_path / "a").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "restore"])
+@pytest.mark.parametrize("path", ["../a", "/etc/a", "link/a", ""])
+def test_no_message_names_a_file_outside_of_the_directory(kind, path, tmp_path) -> None:
+    inside = tmp_path / "snapshots"
+    inside.mkdir()
+    (inside / "link").symlink_to(tmp_path)
+    server = Asking(ServerCore(snapshot_dir=inside))
+    with pytest.raises(mw.TaskError, match="writes and reads snapshots inside"):
+        server.ask(kind, path=path)
+    assert [one.name for one in tmp_path.iterdir()] == ["snapshots"]
+    with pytest.raises(mw.TaskError, match="has no directory for snapshots"):
+        Asking().ask(kind, path="a")
+    server.ask("snapshot", path="deeper/a")
+    server.ask("restore", path="deeper/a")

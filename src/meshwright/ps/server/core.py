@@ -28,6 +28,7 @@ Every answer tells the server's ``version``, the count of pushes that it has app
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,12 @@ import numpy as np
 from ...errors import ArrayError, ProtocolError, TaskError
 from ..wire.failures import failure
 from ..wire.message import Message
+from ..wire.schema import check
 from .groups import answer_of
 from .loading import load
 from .pieces import piece_of, put_piece
 from .pushes import push
+from .schemas import COMMON, SCHEMAS
 from .shards import HashShard
 from .snapshot import read, restore, snapshot_of, write
 from .state import State
@@ -49,6 +52,7 @@ class ServerCore:
     """The core of server ``ps:<index>``; not for several threads at once.
 
     ``generation`` counts its restarts, ``memory_bytes`` bounds what variables and slots may take.
+    ``snapshot_dir`` is the only directory in which ``snapshot`` and ``restore`` may name a file.
     With ``copy_reads=False`` the arrays of an answer are the variables' own memory, which the
     next message may change: for a transport that has copied them by then.
 
@@ -67,12 +71,14 @@ class ServerCore:
         *,
         generation: int = 0,
         memory_bytes: int | None = None,
+        snapshot_dir: str | Path | None = None,
         copy_reads: bool = True,
     ) -> None:
         self.task = f"ps:{index}"
         self.state = State(self.task, generation, memory_bytes)
         self.stopped = False
         self.copy_reads = copy_reads
+        self._snapshot_dir = None if snapshot_dir is None else Path(snapshot_dir)
         self._waiting = Waiting()
         self._later: list[tuple[str, int, Message]] = []
 
@@ -85,12 +91,6 @@ class ServerCore:
         counts.bytes_in += message.num_bytes
         try:
             answer = self._answer(peer, message)
-        except KeyError as error:
-            fault = ProtocolError(
-                f"message {message.kind!r} to {self.task} lacks {error}.", self.task
-            )
-            fault.__cause__ = error
-            answer = failure(fault, self.task)
         except Exception as error:
             answer = failure(error, self.task)
         if answer is None:
@@ -117,6 +117,8 @@ class ServerCore:
                 f"{', '.join(sorted(_KINDS))}.",
                 self.task,
             )
+        check(message, COMMON, self.task)
+        check(message, SCHEMAS[message.kind], self.task)
         if message.kind != "fence":
             self.state.fences.check(message.head.get("incarnation"), self.task)
         return kind(self, peer, message)
@@ -263,15 +265,31 @@ class ServerCore:
         return self._ok(told)
 
     def _snapshot(self, peer: str, message: Message) -> Message:
+        path = self._inside(message.head["path"])
         taken = snapshot_of(self.state, self.state.snapshot.number + 1)
-        write(taken, message.head["path"])
-        return self._ok({"path": message.head["path"], "num_bytes": taken.num_bytes})
+        write(taken, path)
+        return self._ok({"path": str(path), "num_bytes": taken.num_bytes})
 
     def _restore(self, peer: str, message: Message) -> Message:
         state = self.state
-        self.state = restore(read(message.head["path"]), state.generation, state.store.memory_bytes)
+        taken = read(self._inside(message.head["path"]))
+        self.state = restore(taken, state.generation, state.store.memory_bytes)
         self.state.reshaped = True
         return self._ok({"names": self.state.store.names})
+
+    def _inside(self, path: str) -> Path:
+        """A path relative to the directory of snapshots; one that leads out of it is refused."""
+        if self._snapshot_dir is None:
+            raise TaskError(f"{self.task} has no directory for snapshots.", self.task)
+        directory = self._snapshot_dir.resolve()
+        target = (directory / path).resolve()
+        if not target.is_relative_to(directory) or target == directory:
+            raise TaskError(
+                f"{self.task} writes and reads snapshots inside {directory}; received {path!r}. "
+                "Give the name of a file in it.",
+                self.task,
+            )
+        return target
 
     def _stop(self, peer: str, message: Message) -> Message:
         self.stopped = True

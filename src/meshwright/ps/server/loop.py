@@ -59,6 +59,7 @@ def serve(settings: Settings) -> None:
         settings.task.index,
         generation=settings.generation,
         memory_bytes=_memory_bytes(),
+        snapshot_dir=settings.snapshot_dir,
         copy_reads=False,  # the listener has copied an answer when it returns
     )
     saver = Saver(core, settings.snapshot_dir, settings.snapshot_every)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ArrayError, TaskError
+from ...errors import ArrayError, TaskError, UnknownVariableError
 from .drawing import Draw, rows_of
 from .shards import HashShard, Shard
 
@@ -40,12 +40,14 @@ class Store:
         return sum(shard.slot_bytes for shard in self)
 
     def get(self, names: Iterable[str]) -> list[Shard]:
-        """The shards of these names; raises :class:`~meshwright.errors.TaskError` naming all
-        that are not here."""
+        """The shards of these names, in their order.
+
+        Raises :class:`~meshwright.errors.UnknownVariableError`, which names all that are not here.
+        """
         names = list(names)
         missing = [name for name in names if name not in self._shards]
         if missing:
-            raise TaskError(
+            raise UnknownVariableError(
                 f"{self.task} has no variable {', '.join(map(repr, missing))}. "
                 f"It holds {len(self._shards)}; create a variable before it is used.",
                 self.task,
