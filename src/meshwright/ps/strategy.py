@@ -330,7 +330,8 @@ class ParameterServer:
             tell_optimizer(servers, {}, config, specs, options, only=server)
 
     def _noted(self, optimizer: Sequence[Any]) -> None:
-        if optimizer not in self._noted_optimizers:
+        known = all(name in self._made for name in optimizer[1])
+        if known and optimizer not in self._noted_optimizers:
             self._noted_optimizers.append(optimizer)
 
     def _gone(self, task: str, pid: int) -> bool:

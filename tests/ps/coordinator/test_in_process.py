@@ -20,6 +20,7 @@ from meshwright.errors import (
 )
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.partitioners import FixedShardsPartitioner
+from meshwright.ps.placing import placed
 from meshwright.ps.strategy import ParameterServer, current_strategy
 from meshwright.ps.worker.context import current
 
@@ -323,6 +324,31 @@ def test_a_second_strategy_begins_with_its_own_first_values(strategy):
     first.assign_add(5.0)
     again = strategy.variable(1.0)
     assert (first.read(), again.read()) == (6.0, 1.0)
+
+
+def test_an_error_that_carries_a_note_is_raised_once_and_the_coordinator_goes_on(
+    strategy, coordinator
+):
+    total = strategy.variable(0.0)
+
+    def noted():
+        error = UnreachableError("gone", "worker:9")
+        error.add_note("batch 17")
+        raise error
+
+    spec = placed("nowhere", (2,), "float32", num_shards=1, loads_bytes=[0])
+
+    def refused_by_a_server():
+        current().servers.read([spec])
+
+    for function, error in ((noted, UnreachableError), (refused_by_a_server, mw.TaskError)):
+        coordinator.schedule(function)
+        with pytest.raises(error) as caught:
+            coordinator.join(WAIT_S)
+        caught.value.add_note("one more")
+        coordinator.schedule(total.assign_add, args=(1.0,))
+        coordinator.join(WAIT_S)
+    assert total.read() == 2.0
 
 
 def test_an_exhausted_dataset_is_named_and_not_one_before_it():

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from .beats import Silent
 from .losses import Ledger, Loss
+
+_MOST_REFUSED = 20  # that are told: a peer makes up names at will
 
 
 @dataclass(eq=False)
@@ -27,6 +28,22 @@ class Counts:
     staleness: Counter[int] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A message that could not be taken in."""
+
+    peer: str
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"message {self.kind!r} from {self.peer} was refused: {self.reason} A worker that "
+            "sends such a message has to join again, and its steps are run again. Run the same "
+            "version of Meshwright in every task, and keep the cluster's keys secret."
+        )
+
+
 class Book:
     """Counts, and a ledger for each server; ``untold`` is what the user must hear of."""
 
@@ -34,7 +51,8 @@ class Book:
         self.counts = Counts()
         self.servers_can_die = True
         self._losses: dict[tuple[str, int], Loss] = {}
-        self.untold: list[Loss | Silent] = []
+        self.untold: list[object] = []
+        self._refused: set[tuple[str, str]] = set()
         self._ledgers = [Ledger(f"ps:{index}") for index in range(num_servers)]
 
     def acknowledged(self, number: int, servers: list[list[Any]]) -> None:
@@ -52,6 +70,13 @@ class Book:
         late = ledger.acknowledged(number, version, generation)
         if late is not None:
             self._lost(late)
+
+    def refused(self, what: Refused) -> None:
+        """A message was refused; the user hears of the first ones, of each kind and task once."""
+        key = (what.peer.partition("/")[0], what.kind)
+        if key not in self._refused and len(self._refused) < _MOST_REFUSED:
+            self._refused.add(key)
+            self.untold.append(what)
 
     def server_state(self, server: int, generation: int, snapshot: int) -> None:
         """A server's restarts, and the version of its last snapshot."""

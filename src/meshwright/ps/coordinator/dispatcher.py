@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import ExhaustedError, MeshwrightError, TaskError
+from ...errors import ExhaustedError, ProtocolError, TaskError
 from ..client import Servers
 from ..consistency import Async, Stale
-from ..wire.failures import KIND, rebuilt
+from ..wire.failures import KIND, failure, rebuilt
 from ..wire.message import Message
+from ..wire.schema import check
 from ..wire.values import unpack_value
 from .balancing import MOST_ATTEMPTS, fits, given_up, ran_dry, steps_to_recall
 from .beats import Beats
-from .book import Book
+from .book import Book, Refused
 from .calls import Packer
 from .forgetting import forgotten
 from .guardian import Guardian
@@ -24,6 +25,7 @@ from .links import Links
 from .members import Worker, silent
 from .queue import Step, StepQueue
 from .report import lines
+from .schemas import BEAT, COMMON, SCHEMAS
 from .sending import messages_for, packed_elements
 from .terms import Terms
 
@@ -106,24 +108,45 @@ class Dispatcher:
         now_s = time.monotonic()
         with self.changed:
             self._sleeping = False
-            if message.kind == "join":
-                self._join(peer, message, now_s)
-                return
-            worker = self.workers.get(peer.removesuffix("/alive"))
-            if worker is None:
-                self._not_known(peer, message, now_s)
-                return
+            try:
+                self._take_in(peer, message, now_s)
+            except Exception as error:  # nothing that a peer sends may end this thread
+                self._refuse(peer, message, error)
+
+    def _take_in(self, peer: str, message: Message, now_s: float) -> None:
+        check(message, COMMON, "chief:0")
+        worker = self.workers.get(peer.removesuffix("/alive"))
+        if message.kind == "join":
+            check(message, SCHEMAS["join"], "chief:0")
+            self._join(peer, message, now_s)
+        elif worker is None:
+            self._not_known(peer, message, now_s)
+        elif message.kind in _HANDLERS:
+            check(message, SCHEMAS[message.kind], "chief:0")
             worker.heard(now_s)
-            handler = _HANDLERS.get(message.kind)
-            if handler is not None:
-                handler(self, worker, message)
+            _HANDLERS[message.kind](self, worker, message)
+
+    def _refuse(self, peer: str, message: Message, error: Exception) -> None:
+        """What cannot be taken in is told; a worker that sent it joins anew, and its steps too."""
+        assert self.links is not None
+        if self.guardian is None:
+            raise error  # the worker of this process joins but once
+        self.book.refused(Refused(peer, message.kind, f"{type(error).__name__}: {error}"))
+        number = message.head.get("id")
+        if type(number) is int:
+            self.links.send(peer, failure(error, "chief:0"), number)
+        worker = self.workers.get(peer.removesuffix("/alive"))
+        if worker is not None:
+            self._lose(worker)
+            self.links.send(peer, Message("unknown"))
+        self._tell_ended()
 
     def _not_known(self, peer: str, message: Message, now_s: float) -> None:
         assert self.links is not None
         head = message.head
         if message.kind == "alive" and str(head.get("task", "")).startswith("ps:"):
-            every_s = float(head.get("every_s", 0.0))
-            self._beats.heard(head["task"], int(head.get("pid", 0)), every_s, now_s)
+            check(message, BEAT, "chief:0")
+            self._beats.heard(head["task"], head["pid"], float(head["every_s"]), now_s)
         number = message.head.get("id")
         if peer.removesuffix("/alive") in self._lost_names:
             self.links.send(peer, Message("unknown"))
@@ -160,7 +183,7 @@ class Dispatcher:
     def _join(self, peer: str, message: Message, now_s: float) -> None:
         assert self.links is not None
         head = message.head
-        if not str(head.get("task", "")).startswith("worker:"):
+        if not head["task"].startswith("worker:"):
             self.links.send(peer, Message("ok", {"session": self.session}), head.get("id"))
             return
         for other in [one for one in self.workers.values() if one.task == head["task"]]:
@@ -286,6 +309,7 @@ class Dispatcher:
 
     def _results(self, worker: Worker, message: Message) -> None:
         for number, attempt, head, span, servers, used, seconds, notes in message.head["results"]:
+            self._check_servers(servers)
             for note in notes:
                 self.terms.noted(note)
             step = self.queue.finish(worker.name, number, attempt)
@@ -299,9 +323,14 @@ class Dispatcher:
             self._used(number, used)
             try:
                 step.call.value.set_value(unpack_value(head, arrays))
-            except MeshwrightError as error:
+            except Exception as error:
                 step.call.value.set_error(error)
         self._tell_ended()
+
+    def _check_servers(self, servers: list[list[Any]]) -> None:
+        unknown = [said[0] for said in servers if said[0] >= self.terms.num_servers]
+        if unknown:
+            raise ProtocolError(f"there is no ps:{unknown[0]} in this cluster.", f"ps:{unknown[0]}")
 
     def _failed(self, worker: Worker, message: Message) -> None:
         head = message.head
@@ -373,7 +402,8 @@ class Dispatcher:
         self._sent_s.pop(number, None)
         self._recalled.discard(number)
         for key, num_used in used:
-            self.packer.sources[key].ended(number, num_used)
+            if key in self.packer.sources:
+                self.packer.sources[key].ended(number, num_used)
 
     def _tell_ended(self) -> None:
         """Cancelled steps are told so, and whoever waits looks again."""

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...errors import MeshwrightError, UnreachableError
+from ...errors import UnreachableError
 from ..client import Servers
 from ..wire.message import Message
 
 _ANSWER_S = 5.0
 _CLOSE_S = 3.0
+_AGAIN_S = 0.2
 
 
 class Ward(Protocol):
@@ -94,6 +95,10 @@ class Guardian:
             except UnreachableError as error:  # a server restarts: nothing may go on before
                 self.waits_for = f"{error.task}, to fence {fence.name}"
                 continue
+            except Exception as error:  # a server cannot do it now; it may soon
+                self.waits_for = f"the servers, to fence {fence.name} ({error})"
+                time.sleep(_AGAIN_S)
+                continue
             break
         self.waits_for = ""
         self._ward.fenced(fence.name)
@@ -104,7 +109,7 @@ class Guardian:
                 return
             try:
                 self._look_at(server, servers)
-            except MeshwrightError as error:
+            except Exception as error:  # whatever a server says, the others are looked after
                 self.waits_for = f"ps:{server} ({error})"
             else:
                 self.waits_for = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from ...errors import ClusterError, ProtocolError, ShippingError
+from ...errors import ClusterError, ShippingError
 from .failures import failure
 from .message import Frames, Message, encode, open_first
 from .securing import Doorkeeper, Keys, secure_server
@@ -123,7 +123,9 @@ class Listener:
             messages.append((peer, self._message(peer)))
         except NotShared:
             skip(self._router)  # left over from a connection that broke: it will be sent again
-        except ProtocolError as error:
+        except zmq.ZMQError:
+            raise
+        except Exception as error:  # whatever a peer sends, the others are listened to
             skip(self._router)
             self.answer(peer, failure(error, self.task))
 

@@ -140,7 +140,9 @@ def open_first(frame: bytes) -> Opened:
         packed = memoryview(frame)[len(_PREFIX) :]
         kind, head, described, notes = msgpack.unpackb(packed, strict_map_key=False)
         if type(kind) is not str or type(head) is not dict:
-            raise ValueError("its kind is no text, or its head no mapping")
+            raise ValueError("its kind must be a string, and its head a mapping")
+        if notes is not None and type(notes) is not dict:
+            raise ValueError("its notes must be a mapping")
         arrays = ()
         if described:
             arrays = tuple([Described(dtype_of(d), _dims(dims), c) for d, dims, c in described])
