@@ -131,12 +131,12 @@ class LocalCluster:
         """How often a task was started again."""
         return self._supervisor.generation(_task(task))
 
-    def check(self) -> None:
+    def check(self, job: str | None = None) -> None:
         """Raise :class:`~meshwright.errors.TaskError` for tasks that ended and are given up.
 
-        The message has the last lines of each.
+        With ``job``, only tasks of that job count. The message has the last lines of each.
         """
-        self._supervisor.check()
+        self._supervisor.check(job)
 
     def chief_variables(self) -> dict[str, str]:
         """The variables with which another process is the chief of this cluster."""

@@ -111,10 +111,17 @@ class Supervisor:
             del self._kept[task]
             self._note(task, "stopped", kept.child.exit_code)
 
-    def check(self) -> None:
-        """Raise :class:`TaskError` if a task has ended and is not started again; names them all."""
+    def check(self, job: str | None = None) -> None:
+        """Raise :class:`TaskError` if a task has ended and is not started again; names them all.
+
+        With ``job``, only tasks of that job are looked at.
+        """
         with self._lock:
-            lost = [(t, k) for t, k in self._kept.items() if k.over in ("given up", "died")]
+            lost = [
+                (task, kept)
+                for task, kept in self._kept.items()
+                if kept.over in ("given up", "died") and job in (None, task.job)
+            ]
         if lost:
             raise TaskError(
                 "\n".join(self._obituary(task, kept) for task, kept in lost), str(lost[0][0])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from ..errors import ClusterError
 from ..launch.addresses import to_connect
@@ -18,8 +18,27 @@ from .wire.message import Message
 from .wire.sockets import SocketChannel
 
 
-def connect(spec: ClusterSpec, keys: Keys | None, role: str) -> Servers:
-    """Channels to all servers of a cluster."""
+@runtime_checkable
+class Launcher(Protocol):
+    """Whoever started the tasks and keeps them running, such as a ``LocalCluster``."""
+
+    def pid(self, task: str) -> int:
+        """The id of a task's process. Raises ``ClusterError`` for an unknown task."""
+        ...
+
+    def kill(self, task: str, signal: int) -> None:
+        """Send a signal to a task's process."""
+        ...
+
+    def check(self, job: str | None = None) -> None:
+        """Raise ``TaskError`` for tasks that have ended and are not started again."""
+        ...
+
+
+def connect(
+    spec: ClusterSpec, keys: Keys | None, role: str, watch: Callable[[], None] | None = None
+) -> Servers:
+    """Channels to all servers of a cluster; ``watch`` is as for a ``SocketChannel``."""
     incarnation = uuid.uuid4().hex[:16]
     hello = Message("hello", {"role": role, "task": role, "incarnation": incarnation})
     return Servers(
@@ -30,6 +49,7 @@ def connect(spec: ClusterSpec, keys: Keys | None, role: str) -> Servers:
                 f"ps:{index}",
                 identity=f"{role}/{incarnation}",
                 hello=hello,
+                watch=watch,
             )
             for index in spec.task_indices("ps")
         ]

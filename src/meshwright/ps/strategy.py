@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -17,7 +18,7 @@ import numpy as np
 from ..errors import ArrayError, ClusterError, MeshwrightError, TaskError
 from ..launch.addresses import to_bind
 from .client import Servers
-from .connecting import checked_times, connect, connect_here, spec_and_keys
+from .connecting import Launcher, checked_times, connect, connect_here, spec_and_keys
 from .consistency import Async, Consistency, Stale, consistency
 from .coordinator.dispatcher import Dispatcher
 from .coordinator.guardian import Guardian
@@ -88,6 +89,7 @@ class ParameterServer:
         self._place = placing(placement)
         self._heartbeat_s, self._dead_after_s = checked_times(heartbeat_s, dead_after_s)
         self._spec, self._keys = spec_and_keys(cluster)
+        self._launcher = cluster if isinstance(cluster, Launcher) else None
         self._lock = threading.RLock()
         self._names = itertools.count()
         self._loads_bytes = [0] * self.num_servers
@@ -257,7 +259,9 @@ class ParameterServer:
         """New channels to all servers, for one thread."""
         if self._spec is None:
             return connect_here(self._cores)
-        return connect(self._spec, self._keys, role)
+        launcher = self._launcher
+        watch = None if launcher is None else functools.partial(launcher.check, "ps")
+        return connect(self._spec, self._keys, role, watch)
 
     def close(self, stop_tasks: bool = False) -> None:
         """End the coordinator, if there is one, and let go of the servers.
@@ -313,9 +317,13 @@ class ParameterServer:
 
     def check_tasks(self) -> None:
         """Raise :class:`~meshwright.errors.TaskError` where a local cluster has given up tasks."""
-        check = getattr(self.cluster, "check", None)
-        if check is not None:
-            check()
+        if self._launcher is not None:
+            self._launcher.check()
+
+    def check_servers(self) -> None:
+        """Raise :class:`~meshwright.errors.TaskError` where a local cluster gave up a server."""
+        if self._launcher is not None:
+            self._launcher.check("ps")
 
     def refill(self, server: int, servers: Servers) -> None:
         """Make again, on a server that came back, what it may have lost."""
@@ -336,12 +344,11 @@ class ParameterServer:
 
     def _gone(self, task: str, pid: int) -> bool:
         """Whether the cluster, if it is this machine's, has seen a worker's process end."""
-        pid_of = getattr(self.cluster, "pid", None)
-        if pid_of is None:
+        if self._launcher is None:
             return False
         try:
             os.kill(pid, 0)
-            return pid_of(task) != pid
+            return self._launcher.pid(task) != pid
         except (ProcessLookupError, ClusterError):  # it ended, or was removed
             return True
         except TaskError:  # the cluster is closed
@@ -349,14 +356,12 @@ class ParameterServer:
 
     def _replace(self, task: str, pid: int) -> bool:
         """Let a cluster on this machine start a frozen server anew; tells whether it does."""
-        kill = getattr(self.cluster, "kill", None)
-        pid_of = getattr(self.cluster, "pid", None)
-        if kill is None or pid_of is None:
-            return False  # whoever has started it is another's: errors name it
+        if self._launcher is None:
+            return False  # somebody else has started it: errors name it
         try:
-            if pid_of(task) != pid:  # it was started anew by now, and is not ready yet
+            if self._launcher.pid(task) != pid:  # it was started anew by now, and is not ready yet
                 return False
-            kill(task, signal.SIGKILL)
+            self._launcher.kill(task, signal.SIGKILL)
         except (ClusterError, TaskError):  # the cluster is closed
             return False
         return True

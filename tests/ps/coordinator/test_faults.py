@@ -13,7 +13,9 @@ import pytest
 from clusters import WAIT_S, trained_on, wait_for_workers
 
 from meshwright.errors import MeshwrightWarning, TaskError, UnreachableError
+from meshwright.launch.local import LocalCluster
 from meshwright.launch.spec import ClusterSpec
+from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.strategy import ParameterServer
 
 pytestmark = pytest.mark.alone
@@ -254,3 +256,22 @@ def test_a_server_that_is_not_there_is_named():
     spec = ClusterSpec({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]})
     with pytest.raises(UnreachableError, match=r"ps:0 at tcp://127\.0\.0\.1:3 .* 0\.5 s"):
         ParameterServer(spec, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("options", [{"restart_servers": False}, {"max_restarts": 0}])
+def test_a_server_that_is_given_up_is_named_at_once_whatever_waits_for_it(options):
+    with (
+        LocalCluster(1, 1, heartbeat_s=0.2, logs=False, **options) as cluster,
+        ParameterServer(cluster, heartbeat_s=0.2, dead_after_s=2.0) as strategy,
+    ):
+        coordinator = ClusterCoordinator(strategy)
+        total = strategy.variable(0)
+        coordinator.schedule(total.assign_add, args=(1,)).fetch(WAIT_S)
+        cluster.kill("ps:0", signal.SIGKILL)
+        value = coordinator.schedule(total.assign_add, args=(1,))
+        for wait in (coordinator.join, value.fetch, total.read, coordinator.join):
+            begun_s = time.monotonic()
+            with pytest.raises(TaskError, match="ps:0 has ended") as caught:
+                wait()
+            assert time.monotonic() - begun_s < 2.0
+            assert caught.value.task == "ps:0"

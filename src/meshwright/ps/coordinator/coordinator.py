@@ -19,7 +19,7 @@ from .calls import Packer, Scheduled
 from .data import check_sharding
 from .dispatcher import Dispatcher
 from .losses import Loss
-from .values import PerWorkerDataset, PerWorkerValues, RemoteValue
+from .values import LOOK_S, PerWorkerDataset, PerWorkerValues, RemoteValue
 
 if TYPE_CHECKING:
     from ..strategy import ParameterServer
@@ -92,7 +92,9 @@ class ClusterCoordinator:
                 self._wait(lambda: self._queue.num_queued < _MOST_QUEUED, None)
                 self._raise_error()
             packed, iterators = self._packer.arguments(made, tuple(args), dict(kwargs or {}))
-            value = RemoteValue(self._changed, self._queue.next_number, made.name)
+            value = RemoteValue(
+                self._changed, self._queue.next_number, made.name, self._check_tasks
+            )
             self._queue.add(Scheduled(made, packed, tuple(iterators), value, iterators))
             self._dispatcher.book.counts.scheduled += 1
             self._dispatcher.wake()
@@ -219,10 +221,7 @@ class ClusterCoordinator:
 
     def _raise_error(self) -> None:
         """Raise the pending error, if there is one, as soon as nothing runs any more."""
-        if self._dispatcher.broken is not None:
-            raise TaskError(
-                f"the coordinator has broken down: {self._dispatcher.broken!r}"
-            ) from self._dispatcher.broken
+        self._check_broken()
         self._tell_losses()
         if self._queue.error is None:
             return
@@ -246,10 +245,9 @@ class ClusterCoordinator:
             now_s = time.monotonic()
             if timeout_s is not None and now_s - begun_s >= timeout_s:
                 raise self._late(f"join has waited for {timeout_s:.1f} s")
+            self._check_tasks()
             if self._dispatcher.workers:
                 alone_s = now_s
-            else:
-                self.strategy.check_tasks()
             if now_s - alone_s >= _ALONE_S:
                 raise self._late(f"there has been no worker for {_ALONE_S:.0f} s")
             if self._dispatcher.book.counts.done != before:
@@ -257,8 +255,21 @@ class ClusterCoordinator:
             elif now_s - reported_s >= _REPORT_EVERY_S:
                 reported_s = now_s
                 self._warn()
-            left_s = 1.0 if timeout_s is None else timeout_s - (now_s - begun_s)
-            self._changed.wait(max(0.001, min(1.0, left_s)))
+            left_s = LOOK_S if timeout_s is None else timeout_s - (now_s - begun_s)
+            self._changed.wait(max(0.001, min(LOOK_S, left_s)))
+
+    def _check_tasks(self) -> None:
+        """Raise where what is waited for can never come: a server, or all workers, are given up."""
+        self.strategy.check_servers()
+        if not self._dispatcher.workers:
+            self.strategy.check_tasks()
+        self._check_broken()
+
+    def _check_broken(self) -> None:
+        if self._dispatcher.broken is not None:
+            raise TaskError(
+                f"the coordinator has broken down: {self._dispatcher.broken!r}"
+            ) from self._dispatcher.broken
 
     def _wait_until_idle(
         self, timeout_s: float | None, asked: Callable[[], bool] = lambda: False

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ...errors import CancelledError, ShippingError, TaskError, UnreachableError
 
+LOOK_S = 0.5  # how often a wait asks whether there is still somebody to wait for
+
 
 class RemoteValue:
     """The result of a scheduled function, which may not be there yet."""
 
-    def __init__(self, changed: threading.Condition, step: int, name: str) -> None:
+    def __init__(
+        self,
+        changed: threading.Condition,
+        step: int,
+        name: str,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.step = step  # the id of the step
         self._changed = changed
+        self._check = check  # raises where no result can come any more
         self._name = name
         self._done = False
         self._value: Any = None
@@ -29,14 +39,21 @@ class RemoteValue:
         """Wait for the function's result, and return it: arrays are NumPy's.
 
         Raises what the function raised; :class:`~meshwright.errors.CancelledError` where another
-        one's error cancelled it; :class:`~meshwright.errors.UnreachableError` after ``timeout_s``.
+        one's error cancelled it; :class:`~meshwright.errors.UnreachableError` after ``timeout_s``;
+        :class:`~meshwright.errors.TaskError` where a server was lost for good.
         """
+        begun_s = time.monotonic()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._done, timeout_s):
-                raise UnreachableError(
-                    f"step {self.step} ({self._name}) has not ended after {timeout_s:.1f} s. "
-                    "coordinator.report() tells what each worker does."
-                )
+            while not self._done:
+                waited_s = time.monotonic() - begun_s
+                if timeout_s is not None and waited_s >= timeout_s:
+                    raise UnreachableError(
+                        f"step {self.step} ({self._name}) has not ended after {timeout_s:.1f} s. "
+                        "coordinator.report() shows what each worker does."
+                    )
+                self._check()
+                left_s = LOOK_S if timeout_s is None else min(LOOK_S, timeout_s - waited_s)
+                self._changed.wait(left_s)
         if self._error is not None:
             raise self._error
         return self._value

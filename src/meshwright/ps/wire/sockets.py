@@ -23,6 +23,7 @@ from .transfer import NOBLOCK, read_arrays, send_frames, skip
 
 _LOOK_UP_S = 0.05  # how long a wait for an answer looks at nothing else
 _SOON_S = 0.002
+_WATCH_S = 0.25  # how often a wait asks whether the peer can still answer
 
 
 class SocketChannel:
@@ -33,7 +34,8 @@ class SocketChannel:
     ``hello`` is sent first when a connection is made, so also to a task that came back after a
     restart; the answer to the last one is :attr:`welcome`. With ``reconnect=False`` a lost one is
     an :class:`~meshwright.errors.UnreachableError` at once. Large arrays go through shared memory
-    where the peer is on this host, and ``shared`` is not ``False``.
+    where the peer is on this host, and ``shared`` is not ``False``. ``watch`` is called now and
+    then while an answer is waited for; it raises where none can come any more.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class SocketChannel:
         timeout_s: float | None = None,
         reconnect: bool = True,
         shared: bool = True,
+        watch: Callable[[], None] | None = None,
     ) -> None:
         self.peer = peer
         self.address = address
@@ -56,6 +59,7 @@ class SocketChannel:
         self._timeout_s = timeout_s
         self._reconnect = reconnect
         self._sharing = shared
+        self._watch = watch
         self._shared: Shared | None = None
         self._offering = 0  # the number of the request that carries the offer to share memory
         self._may_offer = False
@@ -210,9 +214,13 @@ class SocketChannel:
 
     def _until(self, done: Callable[[], bool], limit_s: float | None, what: str) -> None:
         begun = time.monotonic()
+        watched_s = 0.0
         while not done():
             self._check_open()
             waited_s = time.monotonic() - begun
+            if self._watch is not None and waited_s - watched_s >= _WATCH_S:
+                watched_s = waited_s
+                self._watch()
             if limit_s is not None and waited_s >= limit_s:
                 raise self._unreachable(what, waited_s)
             left_s = _LOOK_UP_S if limit_s is None else limit_s - waited_s
