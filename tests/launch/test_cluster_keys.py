@@ -73,6 +73,14 @@ def test_a_file_that_is_not_there_or_open_to_others_is_refused(tmp_path):
         Keys.load(tmp_path / "keys.json")
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_of_keys_that_others_may_write_is_refused(mode, tmp_path):
+    Keys.make().save(tmp_path / "keys.json")
+    (tmp_path / "keys.json").chmod(mode)
+    with pytest.raises(ClusterError, match=r"can be written to by others \(mode 06.*chmod 600"):
+        Keys.load(tmp_path / "keys.json")
+
+
 @pytest.mark.alone
 def test_a_command_makes_a_file_of_keys(tmp_path):
     command = [sys.executable, "-m", "meshwright.launch.new_keys", str(tmp_path / "keys.json")]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from meshwright import ClusterError
 from meshwright.launch import ClusterSpec, Keys, Task, TaskSettings, settings_from
 from meshwright.launch.addresses import to_bind, to_connect
 from meshwright.launch.joining import variables_of
+from meshwright.ps.connecting import spec_and_keys
 
-LOCAL = ClusterSpec({"chief": ["localhost:1"], "worker": ["ipc:///x/w"], "ps": ["127.0.0.1:2"]})
+LOCAL = ClusterSpec({"chief": ["ipc:///x/c"], "worker": ["ipc:///x/w"], "ps": ["ipc:///x/p"]})
+LOOPBACK = ClusterSpec({"chief": ["localhost:1"], "worker": ["ipc:///x/w"], "ps": ["127.0.0.1:2"]})
 REMOTE = ClusterSpec({"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1", "ipc:///x/p"]})
 
 
@@ -45,6 +51,36 @@ def test_a_cluster_over_hosts_needs_keys():
     said = str(caught.value)
     assert "other hosts can reach chief:0, worker:0, ps:0:" in said
     assert "python -m meshwright.launch.new_keys FILE" in said
+
+
+def test_tasks_on_loopback_have_the_keys_of_their_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:  # tasks that start at the same time
+        variables = variables_of(TaskSettings(Task("ps", 0), LOOPBACK), None)
+        tasks = [pool.submit(settings_from, variables) for _ in range(8)]
+        keys = {task.result().keys for task in tasks}
+    (own,) = keys
+    chief, _ = spec_and_keys(LOOPBACK)[1], None
+    worker = settings_from(variables_of(TaskSettings(Task("worker", 0), LOOPBACK), None)).keys
+    assert (own, chief.of("worker")) == (chief, worker)
+    (path,) = (tmp_path / ".local" / "state" / "meshwright").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_keys_of_a_user_are_not_kept_where_others_can_write(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in (".local/state/meshwright", f"meshwright-keys-{os.getuid()}"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name).chmod(0o777)
+    with pytest.raises(ClusterError, match=r"(?s)could be made:.*others can write to it.*new_keys"):
+        spec_and_keys(LOOPBACK)
+
+
+@pytest.mark.parametrize("cluster", [REMOTE, (REMOTE, None)])
+def test_a_strategy_for_other_hosts_needs_keys(cluster):
+    with pytest.raises(ClusterError, match="other hosts can reach chief:0, worker:0, ps:0"):
+        spec_and_keys(cluster)
 
 
 def test_a_cluster_without_a_chief_has_nobody_to_wait_for():

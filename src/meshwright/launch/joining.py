@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ClusterError
 from .addresses import is_local
 from .keys import HOW_TO_MAKE, Keys
+from .own_keys import keys_of_this_user
 from .resolvers import Environment, resolve
 from .settings import TaskSettings
 from .spec import ClusterSpec, Task
@@ -74,10 +75,11 @@ def settings_from(environment: Environment | None = None) -> TaskSettings:
 
 
 def keys_from(spec: ClusterSpec, environment: Environment | None = None) -> Keys | None:
-    """The keys in the file that ``MESHWRIGHT_KEYS`` names; none where all is on one host.
+    """The keys in the file that ``MESHWRIGHT_KEYS`` names, or those of this user on this host.
 
-    Raises :class:`~meshwright.errors.ClusterError` where other hosts could connect without keys:
-    a worker runs whatever function its chief sends.
+    ``None`` where every task has a socket in the file system, which has owner and mode. Raises
+    :class:`~meshwright.errors.ClusterError` where other hosts could connect without keys: a worker
+    runs whatever function its chief sends.
     """
     variables = os.environ if environment is None else environment
     path = variables.get(KEYS)
@@ -90,7 +92,9 @@ def keys_from(spec: ClusterSpec, environment: Environment | None = None) -> Keys
             f"{', '.join(map(str, open_to_others))}: without keys they could run any code there. "
             f"{HOW_TO_MAKE} Set {KEYS} to its path in every task."
         )
-    return None
+    if all(spec.address(task).startswith("ipc://") for task in spec.tasks):
+        return None
+    return keys_of_this_user()
 
 
 def _numbers(variables: Environment) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Keys:
         """Read what :meth:`save` wrote.
 
         Raises :class:`ClusterError` for a file that is not there, holds no keys, or that others
-        than its owner may read.
+        than its owner may read or write.
         """
         name = os.fspath(path)
         try:
@@ -110,8 +110,9 @@ class Keys:
 
 def _check_mode(path: Path) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
-    if os.name == "posix" and mode & 0o044:
+    if os.name == "posix" and mode & 0o066:
+        done, doing = ("read", "read") if mode & 0o044 else ("written to", "changed")
         raise ClusterError(
-            f"the keys in {str(path)!r} can be read by others (mode {mode:04o}). "
-            f"Run `chmod 600 {path}`, and make new ones if somebody may have read them."
+            f"the keys in {str(path)!r} can be {done} by others (mode {mode:04o}). "
+            f"Run `chmod 600 {path}`, and make new ones if somebody may have {doing} them."
         )

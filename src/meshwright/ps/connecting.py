@@ -67,7 +67,8 @@ def connect_here(cores: Sequence[ServerCore]) -> Servers:
 def spec_and_keys(cluster: Any) -> tuple[ClusterSpec | None, Keys | None]:
     """The tasks and keys of whatever a user gives as a cluster; ``None``: this process.
 
-    Raises :class:`~meshwright.errors.ClusterError` for what is none, or has no chief.
+    Raises :class:`~meshwright.errors.ClusterError` for what is none, has no chief, or spans hosts
+    and has no keys.
     """
     if cluster is None:
         return None, None
@@ -77,8 +78,6 @@ def spec_and_keys(cluster: Any) -> tuple[ClusterSpec | None, Keys | None]:
     spec: Any = cluster
     if hasattr(spec, "cluster_spec"):
         spec = spec.cluster_spec()
-        if keys is None:
-            keys = keys_from(spec)
     if not isinstance(spec, ClusterSpec):
         raise ClusterError(
             "cluster is a LocalCluster, a ClusterSpec, a pair of a ClusterSpec and Keys, a "
@@ -89,7 +88,7 @@ def spec_and_keys(cluster: Any) -> tuple[ClusterSpec | None, Keys | None]:
             "there must be one chief in the cluster, and there is none: workers join it there. "
             "Give it an address, such as {'chief': ['host:8887'], ...}."
         )
-    return spec, keys
+    return spec, keys_from(spec) if keys is None else keys
 
 
 def checked_times(heartbeat_s: float, dead_after_s: float) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import HEARTBEAT_S, WAIT_S, Relay, free_ports, task_process, wait_for_workers
 
+from meshwright.launch.own_keys import keys_of_this_user
 from meshwright.launch.spec import ClusterSpec
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.strategy import ParameterServer
@@ -95,10 +96,12 @@ def test_a_worker_that_hears_of_its_fence_from_a_server_first_joins_again():
     relay = Relay(server)
     spec = spec_of(chief, [relay.port], 1)
     with (
-        Listener(f"tcp://127.0.0.1:{chief}") as listener,
+        Listener(f"tcp://127.0.0.1:{chief}", keys_of_this_user()) as listener,
         task_process(spec_of(chief, [server], 1), "ps:0"),
         task_process(spec, "worker:0") as worker,
-        SocketChannel(f"tcp://127.0.0.1:{server}", None, "ps:0", timeout_s=WAIT_S) as channel,
+        SocketChannel(
+            f"tcp://127.0.0.1:{server}", keys_of_this_user(), "ps:0", timeout_s=WAIT_S
+        ) as channel,
     ):
         peer, joining = next_joining(listener)
         welcome = Message("welcome", {"session": "a"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import zmq
 from answering import KEYS, WAIT_S, Asked, serving
 
-from meshwright.errors import ClusterError, ProtocolError, UnreachableError
+from meshwright.errors import ClusterError, MeshwrightWarning, ProtocolError, UnreachableError
 from meshwright.launch.keys import Keys
 from meshwright.ps.wire import message as messages
 from meshwright.ps.wire import outbox
@@ -21,6 +22,13 @@ from meshwright.ps.wire.sockets import Listener, SocketChannel
 
 SERVER, WORKER = KEYS.of("ps"), KEYS.of("worker")
 HELLO = Message("hello", {"role": "worker"})
+
+
+def until(true: Callable[[], object]) -> None:
+    limit_s = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < limit_s
+        time.sleep(0.01)
 
 
 def test_a_peer_that_is_not_there_is_named_after_the_time_given() -> None:
@@ -54,10 +62,47 @@ def test_with_a_wrong_key_nothing_is_answered(keys: Keys | None) -> None:
         SocketChannel(listener.address, keys, "ps:0", hello=HELLO) as channel,
         SocketChannel(listener.address, WORKER, "ps:0") as right,
     ):
-        with pytest.raises(UnreachableError, match=r"ps:0 at .* for 0\.\d s: it .* key"):
+        with pytest.raises(UnreachableError, match=r"ps:0 at .* key"):
             channel.connect(0.4)
         assert core.kinds == []
         assert right.ask(Message("echo"), WAIT_S).kind == "ok"  # and the others go on
+
+
+def test_a_task_with_a_wrong_key_says_so_soon() -> None:
+    refused, stranger = list(WRONG.values())[1], STRANGER.of("worker")
+    with (
+        serving(Asked(), keys=SERVER) as listener,
+        SocketChannel(listener.address, refused, "ps:0", hello=HELLO) as channel,
+        SocketChannel(listener.address, stranger, "ps:0", hello=HELLO) as other,
+    ):
+        begun_s = time.monotonic()
+        with pytest.raises(
+            UnreachableError, match=r"refuses this task's key\. Set MESHWRIGHT_KEYS"
+        ):
+            channel.connect(WAIT_S)
+        with pytest.warns(MeshwrightWarning, match="ends every handshake, as a task with other"):
+            until(lambda: other.receive_nowait() or other._warned)
+        assert time.monotonic() - begun_s < WAIT_S / 2
+
+
+def test_a_worker_cannot_send_what_is_reserved_for_chief_and_servers() -> None:
+    with Listener(
+        "tcp://127.0.0.1:*", KEYS, task="ps:0", reserved=lambda message: message.kind == "stop"
+    ) as listener:
+        channels = [SocketChannel(listener.address, keys, "ps:0") for keys in (WORKER, KEYS)]
+        numbers = [[one.send(Message(kind)) for kind in ("stop", "read")] for one in channels]
+        kinds: list[str] = []
+        until(
+            lambda: (
+                [one._receive(0.01) for one in channels]
+                and len(kinds.extend(m.kind for _, m in listener.poll(0.01)) or kinds) == 3
+            )
+        )
+        assert sorted(kinds) == ["read", "read", "stop"]
+        with pytest.raises(ProtocolError, match="'stop' to ps:0 is reserved for servers and chief"):
+            channels[0].wait(numbers[0][0], WAIT_S)
+        for channel in channels:
+            channel.close()
 
 
 def test_a_listener_without_keys_is_not_taken_for_one_that_has_them() -> None:

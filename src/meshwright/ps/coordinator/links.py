@@ -45,7 +45,7 @@ class SocketLinks:
     """Workers in processes of their own, which connect to ``address``."""
 
     def __init__(self, address: str, keys: Keys | None) -> None:
-        self._listener = Listener(address, keys, task="chief:0")
+        self._listener = Listener(address, keys, task="chief:0", reserved=_is_a_servers)
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
@@ -142,6 +142,11 @@ class LocalLinks:
     def _give_back(self, steps: list[int]) -> None:
         self._calls = deque(call for call in self._calls if call.step not in steps)
         self._coming.append((self.name, Message("recalled", {"steps": steps})))
+
+
+def _is_a_servers(message: Message) -> bool:
+    """Whether a message speaks for a server: a worker must not."""
+    return str(message.head.get("task", "")).startswith("ps:")
 
 
 def _sent(message: Message) -> Message:

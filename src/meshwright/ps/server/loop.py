@@ -15,6 +15,7 @@ from ..wire.sockets import Keys, Listener
 from .core import ServerCore
 from .heartbeat import Heartbeats
 from .saving import Saver
+from .schemas import RESERVED
 
 _IDLE_S = 0.05
 _HEADROOM_BYTES = 256 << 20  # left to the process itself, and to the system
@@ -68,7 +69,13 @@ def serve(settings: Settings) -> None:
     else:
         saver.begin()
     with ExitStack() as stack:
-        listener = stack.enter_context(Listener(settings.address, settings.keys, task=core.task))
+        listener = Listener(
+            settings.address,
+            settings.keys,
+            task=core.task,
+            reserved=lambda message: message.kind in RESERVED,
+        )
+        stack.enter_context(listener)
         terminated = stack.enter_context(_terminated())
         beats = _heartbeats(core, settings)
         if beats is not None:

@@ -75,5 +75,5 @@ SCHEMAS: dict[str, Fields] = {
 # Of every message, whatever it asks for.
 COMMON: Fields = {"id": optional(INT), "incarnation": optional(TEXT)}
 
-# These change who may work, where files are written, or whether the server runs at all.
-CHIEFS_OWN = frozenset({"fence", "snapshot", "restore", "stop", "create", "rate"})
+# These decide who may work, which files are written, and whether the server runs at all.
+RESERVED = frozenset({"fence", "snapshot", "restore", "stop"})

@@ -11,11 +11,13 @@ from .listener import HEARTBEAT_S, QUEUED_MESSAGES, SILENT_S
 from .securing import Keys, secure_client
 from .transfer import has_message
 
-BEGUN, LOST, REFUSED = "begun", "lost", "refused"
+BEGUN, LOST, REFUSED, CLOSED = "begun", "lost", "refused", "closed"
 _EVENTS = {
     int(zmq.EVENT_HANDSHAKE_SUCCEEDED): BEGUN,
     int(zmq.EVENT_DISCONNECTED): LOST,
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): REFUSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): CLOSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): CLOSED,
 }
 
 

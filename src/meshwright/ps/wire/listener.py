@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import socket as sockets_of_python
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from ...errors import ClusterError, ShippingError
+from ...errors import ClusterError, ProtocolError, ShippingError
 from .failures import failure
 from .message import Frames, Message, encode, open_first
-from .securing import Doorkeeper, Keys, secure_server
+from .securing import LISTENER, Doorkeeper, Keys, secure_server
 from .shared import Shared
 from .transfer import (
     NOBLOCK,
@@ -34,13 +35,23 @@ class Listener:
 
     ``address`` is ZeroMQ's, such as ``"tcp://0.0.0.0:8888"``, ``"tcp://127.0.0.1:*"`` (any free
     port, see :attr:`address`) or ``"ipc:///run/ps0"``; without ``keys`` everybody is let in.
+    ``reserved`` says of a message whether it is taken only from holders of the listeners' own key,
+    servers and chief, and not from workers.
     Raises :class:`~meshwright.errors.ClusterError` where it cannot listen at the address.
     Not for several threads at once. Of a peer whose queue is full the kernel's buffers and
     ZeroMQ's queues keep only so much: then its ``send`` waits.
     """
 
-    def __init__(self, address: str, keys: Keys | None = None, *, task: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        keys: Keys | None = None,
+        *,
+        task: str = "",
+        reserved: Callable[[Message], bool] | None = None,
+    ) -> None:
         self.task = task
+        self._reserved = None if keys is None else reserved
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # a doorkeeper for each
         self._shared: dict[bytes, Shared] = {}
         self._timeout_ms = -1  # of the socket
@@ -72,10 +83,10 @@ class Listener:
             self._router.rcvtimeo = self._timeout_ms = timeout_ms
         messages: list[tuple[bytes, Message]] = []
         try:
-            self._take(self._router.recv(), messages)
+            self._take_next(0, messages)
             if timeout_ms == 0:  # somebody else waits for this socket: let him do so but once
                 while len(messages) < _MOST_AT_ONCE:
-                    self._take(self._router.recv(NOBLOCK), messages)
+                    self._take_next(NOBLOCK, messages)
         except zmq.Again:
             pass
         return messages
@@ -118,9 +129,22 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self, peer: bytes, messages: list[tuple[bytes, Message]]) -> None:
+    def _take_next(self, flags: int, messages: list[tuple[bytes, Message]]) -> None:
+        if self._reserved is None:
+            self._take(self._router.recv(flags), messages)
+            return
+        first = self._router.recv(flags, copy=False)
+        self._take(first.bytes, messages, first.get("User-Id") == LISTENER.decode())
+
+    def _take(
+        self, peer: bytes, messages: list[tuple[bytes, Message]], is_trusted: bool = True
+    ) -> None:
         try:
-            messages.append((peer, self._message(peer)))
+            message = self._message(peer)
+            if not is_trusted and self._reserved is not None and self._reserved(message):
+                self._refuse(peer, message)
+                return
+            messages.append((peer, message))
         except NotShared:
             skip(self._router)  # left over from a connection that broke: it will be sent again
         except zmq.ZMQError:
@@ -128,6 +152,15 @@ class Listener:
         except Exception as error:  # whatever a peer sends, the others are listened to
             skip(self._router)
             self.answer(peer, failure(error, self.task))
+
+    def _refuse(self, peer: bytes, message: Message) -> None:
+        error = ProtocolError(
+            f"message {message.kind!r} to {self.task} is reserved for servers and chief, and the "
+            "sender holds the key of workers.",
+            self.task,
+        )
+        number = message.head.get("id")
+        self.answer(peer, failure(error, self.task), number if type(number) is int else None)
 
     def _message(self, peer: bytes) -> Message:
         opened = open_first(self._router.recv())  # ZeroMQ lets none be sent without a frame

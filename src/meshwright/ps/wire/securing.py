@@ -13,6 +13,7 @@ from typing import Protocol
 import zmq
 from zmq.utils import z85
 
+LISTENER = b"listener"  # who holds the key of servers and chief, as messages are marked
 _ZAP = "inproc://zeromq.zap.01"
 
 
@@ -56,7 +57,7 @@ def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
 
 
 class Doorkeeper:
-    """Answers, for the listeners of one context, whether a key may come in.
+    """Answers, for the listeners of one context, whether a key may come in, and as whom.
 
     It has a thread, which sleeps until somebody knocks: so the listener's own loop waits for
     messages alone, and a task that is busy still lets others in. It ends with the context.
@@ -64,6 +65,7 @@ class Doorkeeper:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self._allowed = frozenset(z85.decode(key) for key in keys.allowed)
+        self._of_listeners = z85.decode(keys.server_public)
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(_ZAP)
@@ -75,4 +77,5 @@ class Doorkeeper:
                 version, request, _, _, _, mechanism, *given = self._socket.recv_multipart()
                 known = mechanism == b"CURVE" and given[:1] != [] and given[0] in self._allowed
                 status = (b"200", b"OK") if known else (b"400", b"unknown key")
-                self._socket.send_multipart([version, request, *status, b"", b""])
+                user = LISTENER if known and given[0] == self._of_listeners else b"client"
+                self._socket.send_multipart([version, request, *status, user, b""])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
-from ...errors import ProtocolError, ShippingError, UnreachableError
-from .dialling import BEGUN, LOST, Dialled
+from ...errors import MeshwrightWarning, ProtocolError, ShippingError, UnreachableError
+from .dialling import BEGUN, LOST, REFUSED, Dialled
 from .failures import KIND, raise_failure, rebuilt
 from .listener import Listener as Listener
 from .message import Frames, Message, encode, open_first
@@ -23,7 +24,9 @@ from .transfer import NOBLOCK, read_arrays, send_frames, skip
 
 _LOOK_UP_S = 0.05  # how long a wait for an answer looks at nothing else
 _SOON_S = 0.002
+_FAILING_S = 1.0  # of handshakes that all fail: the peer has other keys, or none
 _WATCH_S = 0.25  # how often a wait asks whether the peer can still answer
+_SAME_KEYS = "Set MESHWRIGHT_KEYS to the same file of keys in every task."
 
 
 class SocketChannel:
@@ -70,6 +73,9 @@ class SocketChannel:
         self._unasked: deque[Message] = deque()
         self._connected = self._closed = self._gone = False
         self._refusal = ""
+        self._is_refused = False
+        self._failing_s: float | None = None  # when the first handshake of late failed
+        self._warned = False
         try:
             self._dialled = Dialled(address, identity, keys)
         except zmq.ZMQError as error:
@@ -88,6 +94,13 @@ class SocketChannel:
     def connected(self) -> bool:
         """Whether there is a connection, as far as this end has heard."""
         return self._connected
+
+    def check_keys(self) -> None:
+        """Raise :class:`~meshwright.errors.UnreachableError` where the peer refuses these keys."""
+        if self._is_refused and not self._connected:
+            raise UnreachableError(
+                f"{self.peer} at {self.address} {self._refusal}. {_SAME_KEYS}", self.peer
+            )
 
     def send(self, message: Message) -> int:
         """See :meth:`Channel.send`; waits while too many requests have no answer."""
@@ -217,6 +230,7 @@ class SocketChannel:
         watched_s = 0.0
         while not done():
             self._check_open()
+            self.check_keys()
             waited_s = time.monotonic() - begun
             if self._watch is not None and waited_s - watched_s >= _WATCH_S:
                 watched_s = waited_s
@@ -313,11 +327,29 @@ class SocketChannel:
             elif event == LOST:
                 self._lost()
             else:
-                self._refusal = "refuses this task's key"
+                self._failed(event)
+
+    def _failed(self, event: str) -> None:
+        """A handshake did not succeed. Only a peer that knows its own keys says why."""
+        now_s = time.monotonic()
+        if event == REFUSED:
+            self._is_refused, self._refusal = True, "refuses this task's key"
+            return
+        if self._failing_s is None:
+            self._failing_s = now_s
+        if now_s - self._failing_s >= _FAILING_S and not self._warned:
+            self._warned = True
+            self._refusal = "ends every handshake, as a task with other keys does"
+            warnings.warn(
+                f"{self.peer} at {self.address} {self._refusal}. {_SAME_KEYS}",
+                MeshwrightWarning,
+                stacklevel=2,
+            )
 
     def _begin(self) -> None:
         """A connection stands: greet, and send again whatever has no answer."""
         self._connected = True
+        self._failing_s, self._is_refused, self._refusal = None, False, ""
         self.connections += 1
         self._forget_shared()  # the peer may be another process by now
         self._may_offer = self._sharing

@@ -121,6 +121,7 @@ class _Life:
             self._poller.poll(_LOOK_UP_MS)
             self._reported_s = time.monotonic()
         self._take_in()
+        self._control.check_keys()
 
     def _take_in(self) -> None:
         while (message := self._control.receive_nowait()) is not None:
