@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
+import re
+import shutil
 import signal
 import time
 import warnings
@@ -275,3 +278,25 @@ def test_a_server_that_is_given_up_is_named_at_once_whatever_waits_for_it(option
                 wait()
             assert time.monotonic() - begun_s < 2.0
             assert caught.value.task == "ps:0"
+
+
+def test_snapshots_that_cannot_be_written_are_told_and_a_fence_ends_no_server():
+    with trained_on(2, 1, snapshot_every=10, dead_after_s=1.0) as (cluster, strategy, coordinator):
+        snapshots = cluster._folder.path / "snapshots"
+        total = strategy.variable(0, dtype="int64")
+        wait_for_workers(coordinator, 2)
+        wait_for(lambda: snapshots.exists())
+        shutil.rmtree(snapshots)
+        snapshots.touch()  # a file in its place: nothing can be written there, as on a full disk
+        frozen = cluster.pid("worker:0")
+        os.kill(frozen, signal.SIGSTOP)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            count = schedule_and_wait(coordinator, functools.partial(total.assign_add, 1), 60)
+            wait_for(lambda: coordinator.stats()["workers_lost"] == 1)
+            wait_for(lambda: coordinator.done() and any("cannot" in str(w.message) for w in told))
+        os.kill(frozen, signal.SIGCONT)
+        (said,) = [str(one.message) for one in told if "cannot write" in str(one.message)]
+        assert re.match(r"ps:0 cannot write snapshots: .* \d+ updates would be lost", said)
+        assert cluster.generation("ps:0") == 0
+        assert total.read() == count

@@ -191,6 +191,30 @@ def test_fences_outlive_a_crash_before_the_next_snapshot(tmp_path) -> None:
         Asking(again).ask("hello", incarnation="dead")
 
 
+def test_a_full_disk_ends_no_server_and_fences_are_tried_again(tmp_path, monkeypatch) -> None:
+    core = ServerCore()
+    saver = Saver(core, str(tmp_path), every=None)
+    Asking(core).ask("fence", incarnation="dead")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        saver.keep_fences()
+        saver.tick(idle=True)
+        assert "No space left" in Asking(core).ask("stats").head["save_fault"]
+    with pytest.raises(mw.ProtocolError, match="declared dead"):
+        Asking(core).ask("hello", incarnation="dead")
+    monkeypatch.setattr("meshwright.ps.server.saving._TRY_AGAIN_S", 0.0)
+    saver.tick(idle=True)
+    saver.tick(idle=True)
+    assert Asking(core).ask("stats").head["save_fault"] == ""
+    again = ServerCore(generation=1)
+    Saver(again, str(tmp_path), every=None).restore()
+    assert again.state.fences.fenced == {"dead"}
+
+
 def test_what_another_cluster_left_is_not_restored(tmp_path) -> None:
     for _ in range(2):
         core = ServerCore()

@@ -44,6 +44,23 @@ class Refused:
         )
 
 
+@dataclass(frozen=True)
+class Saving:
+    """A server that can write no snapshots, or (``fault=""``) can again."""
+
+    server: str
+    fault: str
+    unsaved: int  # updates that are in no snapshot
+
+    def __str__(self) -> str:
+        if not self.fault:
+            return f"{self.server} writes snapshots again."
+        return (
+            f"{self.server} cannot write snapshots: {self.fault} {self.unsaved:,} updates would "
+            "be lost if it died now, and their number grows until it can write again."
+        )
+
+
 class Book:
     """Counts, and a ledger for each server; ``untold`` is what the user must hear of."""
 
@@ -52,6 +69,7 @@ class Book:
         self.servers_can_die = True
         self._losses: dict[tuple[str, int], Loss] = {}
         self.untold: list[object] = []
+        self._cannot_save: set[int] = set()
         self._refused: set[tuple[str, str]] = set()
         self._ledgers = [Ledger(f"ps:{index}") for index in range(num_servers)]
 
@@ -77,6 +95,13 @@ class Book:
         if key not in self._refused and len(self._refused) < _MOST_REFUSED:
             self._refused.add(key)
             self.untold.append(what)
+
+    def saving(self, server: int, fault: str, unsaved: int) -> None:
+        """Whether a server can write snapshots; the user hears of each change."""
+        if bool(fault) == (server in self._cannot_save):
+            return
+        self._cannot_save ^= {server}
+        self.untold.append(Saving(f"ps:{server}", fault, unsaved))
 
     def server_state(self, server: int, generation: int, snapshot: int) -> None:
         """A server's restarts, and the version of its last snapshot."""

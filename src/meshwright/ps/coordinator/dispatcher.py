@@ -255,6 +255,11 @@ class Dispatcher:
             self.book.server_state(server, generation, snapshot)
             return self.queue.rounds_done
 
+    def saving(self, server: int, fault: str, unsaved: int) -> None:
+        """See :class:`~.guardian.Ward`."""
+        with self.changed:
+            self.book.saving(server, fault, unsaved)
+
     def refill(self, server: int, servers: Servers) -> None:
         """See :class:`~.guardian.Ward`."""
         self._refill(server, servers)

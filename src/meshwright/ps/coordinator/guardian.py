@@ -32,6 +32,10 @@ class Ward(Protocol):
         """
         ...
 
+    def saving(self, server: int, fault: str, unsaved: int) -> None:
+        """Whether a server can write snapshots, and how many updates are in none."""
+        ...
+
     def refill(self, server: int, servers: Servers) -> None:
         """A server came back: give it the variables that it may lack."""
         ...
@@ -124,6 +128,7 @@ class Guardian:
             self._ward.refill(server, servers)
             self._generations[server] = generation
         snapshot = told["snapshot"]["version"]
+        self._ward.saving(server, told["save_fault"], told["version"] - snapshot)
         wanted = self._ward.server_state(server, generation, snapshot, told["rounds"])
         for number in range(told["rounds"], wanted if generation else 0):
             # Gradients that the server has lost will not come again.

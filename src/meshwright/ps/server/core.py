@@ -261,6 +261,7 @@ class ServerCore:
             "rounds": state.rounds.applied,
             "kept_steps": len(state.applied),
             "snapshot": state.snapshot_head(),
+            "save_fault": state.save_fault,
         }
         return self._ok(told)
 

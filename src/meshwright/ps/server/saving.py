@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from .core import ServerCore
 from .snapshot import Snapshot, read, restore, snapshot_of, write
 from .state import SnapshotInfo
 
+_TRY_AGAIN_S = 1.0  # to write down fences
 COPY_BYTES = 48 << 20  # a larger state is not held twice: the server waits while it is written
 
 
@@ -32,6 +34,8 @@ class Saver:
         self._fences = None if directory is None else Path(directory) / f"{name}.fences"
         self._writing: threading.Thread | None = None
         self._written: Snapshot | None = None
+        self._fault = ""  # of the last write, in whichever thread it was
+        self._fences_fault, self._fences_tried_s = "", 0.0
         self._number = 0
         self._tried = 0  # the version last tried: a full disk is not tried at every push
 
@@ -60,6 +64,8 @@ class Saver:
         if self.path is None:
             return
         self._collect()
+        if state.fenced and time.monotonic() - self._fences_tried_s >= _TRY_AGAIN_S:
+            self.keep_fences()
         if self._writing is not None:
             return
         news = state.version - max(self._tried, state.snapshot.version)
@@ -94,13 +100,16 @@ class Saver:
         assert self.path is not None
         try:
             write(snapshot, self.path)
-            self._written = snapshot
+            self._written, self._fault = snapshot, ""
         except CheckpointError as error:
+            self._fault = str(error)
             warnings.warn(str(error), MeshwrightWarning, stacklevel=2)
 
     def _collect(self) -> None:
         if self._writing is not None and not self._writing.is_alive():
             self._writing = None
+        if self._writing is None:
+            self._core.state.save_fault = self._fault or self._fences_fault
         if self._writing is None and self._written is not None:
             state = self._core.state
             state.snapshot = SnapshotInfo(self._written.number, self._written.version)
@@ -110,15 +119,26 @@ class Saver:
     def keep_fences(self) -> None:
         """Write down new fences; to be called before they are acknowledged.
 
-        They must outlive a crash before the next snapshot, or the dead could push again.
+        They must outlive a crash before the next snapshot, or the dead could push again. Where they
+        cannot be written (a full disk) the server goes on: they hold while it lives, the
+        coordinator has them too, and they are tried again.
         """
         if self._fences is None or not self._core.state.fenced:
             return
-        aside = self._fences.with_name(f".{self._fences.name}.{os.getpid()}")
+        self._fences_tried_s = time.monotonic()
+        try:
+            self._write_fences(self._fences)
+        except OSError as error:
+            fault = f"{self._fences} cannot be written: {error.strerror or error}."
+            self._fences_fault = fault
+        else:
+            self._fences_fault, self._core.state.fenced = "", False
+
+    def _write_fences(self, target: Path) -> None:
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
         aside.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("w", encoding="utf-8") as file:
             json.dump(sorted(self._core.state.fences.fenced), file)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(self._fences)
-        self._core.state.fenced = False
+        aside.replace(target)

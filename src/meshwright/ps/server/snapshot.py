@@ -6,6 +6,7 @@ is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zlib
@@ -102,7 +103,8 @@ def write(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
             os.fsync(file.fileno())
         aside.replace(target)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise CheckpointError(
             f"the snapshot of {snapshot.head['task']} ({snapshot.num_bytes / 1e6:.3g} MB) cannot "
             f"be written to {target}: {error.strerror or error}. The one before is still there."

@@ -33,6 +33,7 @@ class State:
 
     ``version`` counts the pushes that were applied. ``reshaped``: variables or optimizers were
     made since the last snapshot; ``fenced``: so were fences since they were last written.
+    ``save_fault`` says why the last snapshot, or the fences, could not be written.
     """
 
     def __init__(self, task: str, generation: int = 0, memory_bytes: int | None = None) -> None:
@@ -49,6 +50,7 @@ class State:
         self.snapshot = SnapshotInfo()
         self.reshaped = False
         self.fenced = False
+        self.save_fault = ""
         self._stepper = Stepper()
         self._due: Due | None = None
 
