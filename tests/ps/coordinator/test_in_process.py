@@ -326,6 +326,38 @@ def test_a_second_strategy_begins_with_its_own_first_values(strategy):
     assert (first.read(), again.read()) == (6.0, 1.0)
 
 
+COUNTS = {"one each": [1] * 60, "as it comes": [(7 * k * k) % 4 for k in range(60)]}
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+@pytest.mark.parametrize("sharding", ["shared", "dynamic", "copy", "static"])
+def test_one_worker_takes_elements_in_order(coordinator, sharding, counts):
+    numbers = range(1000)
+    if sharding == "shared":
+        elements = iter(numbers)
+    else:
+        elements = iter(coordinator.create_per_worker_dataset(lambda: numbers, sharding))
+    values = [coordinator.schedule(_take_some, args=(elements, count)) for count in counts]
+    coordinator.join(WAIT_S)
+    assert sum(coordinator.fetch(values), []) == list(numbers[: sum(counts)])
+
+
+def _take_some(elements, count):
+    return [next(elements) for _ in range(count)]
+
+
+def test_what_an_iterator_raises_is_raised_in_its_place(coordinator):
+    def numbers():
+        yield from range(20)
+        raise KeyError("row 20")
+
+    elements = numbers()
+    values = [coordinator.schedule(_take_some, args=(elements, 1)) for _ in range(30)]
+    with pytest.raises(KeyError, match="row 20"):
+        coordinator.join(WAIT_S)
+    assert [value.fetch() for value in values[:20]] == [[n] for n in range(20)]
+
+
 def test_an_error_that_carries_a_note_is_raised_once_and_the_coordinator_goes_on(
     strategy, coordinator
 ):

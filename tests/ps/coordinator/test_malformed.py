@@ -101,7 +101,7 @@ def well_formed(kind: str, step: int) -> dict:
         "failed": {"step": step, "attempt": 1, "used": used, "error": {"type": "x"}},
         "passed": {"step": step, "attempt": 1},
         "recalled": {"steps": [step]},
-        "next": {"key": "no such iterator", "step": step, "missing": None},
+        "next": {"key": "no such one", "step": step, "used": 0, "missing": None, "before": []},
         "alive": {"what": "runs", "step": step, "for_s": 1.0},
         "leave": {},
     }

@@ -43,6 +43,20 @@ def test_the_classic_sample(workers):
                 coordinator.join(WAIT_S)
 
 
+def test_one_worker_takes_elements_in_order():
+    with trained_on(1, 1) as (_, _, coordinator):
+        dataset = coordinator.create_per_worker_dataset(lambda: range(1000))
+        counts = [1] * 60 + [k % 3 for k in range(60)]
+
+        def take(elements, count):
+            return [next(elements) for _ in range(count)]
+
+        for elements in (iter(range(1000)), iter(dataset)):
+            values = [coordinator.schedule(take, args=(elements, count)) for count in counts]
+            taken = [one for value in coordinator.fetch(values) for one in value]
+            assert taken == list(range(sum(counts)))
+
+
 def test_errors_large_values_long_steps_and_one_more_worker():
     with trained_on(2) as (cluster, strategy, coordinator):
         total = strategy.variable(0.0)

@@ -118,7 +118,7 @@ def test_a_listener_without_keys_is_not_taken_for_one_that_has_them() -> None:
 
 def test_an_older_peer_is_refused_naming_both_versions() -> None:
     def older(frames: messages.Frames) -> list[bytes]:
-        first = bytes(frames[0]).replace(b"meshwright-ps/1\n", b"meshwright-ps/0\n")
+        first = bytes(frames[0]).replace(b"meshwright-ps/2\n", b"meshwright-ps/0\n")
         return [first, *map(bytes, frames[1:])]
 
     context = zmq.Context.instance()
@@ -133,7 +133,7 @@ def test_an_older_peer_is_refused_naming_both_versions() -> None:
         answer = decode(older_client.recv_multipart())
         assert answer.kind == "error"
         assert answer.head["type"] == "ProtocolError"
-        assert "speaks version 1 of the protocol, and its peer version 0" in answer.head["text"]
+        assert "speaks version 2 of the protocol, and its peer version 0" in answer.head["text"]
 
         port = older_server.bind_to_random_port("tcp://127.0.0.1")
         with SocketChannel(f"tcp://127.0.0.1:{port}", None, "ps:0", hello=HELLO) as channel:
@@ -141,7 +141,7 @@ def test_an_older_peer_is_refused_naming_both_versions() -> None:
                 channel.connect(0.3)  # it is asked, and has not answered yet
             peer, *_ = older_server.recv_multipart()
             older_server.send_multipart([peer, *older(encode(Message("ok"), 1))])
-            with pytest.raises(ProtocolError, match=r"version 1 of .*peer version 0") as caught:
+            with pytest.raises(ProtocolError, match=r"version 2 of .*peer version 0") as caught:
                 channel.connect(WAIT_S)
             assert caught.value.task == "ps:0"
 

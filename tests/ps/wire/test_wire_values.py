@@ -182,8 +182,8 @@ def test_broken_messages_are_refused(frames: list[bytes]) -> None:
 
 def test_another_version_is_refused_naming_both() -> None:
     theirs = encode(Message("push"))[0]
-    theirs = bytes(theirs).replace(b"meshwright-ps/1\n", b"meshwright-ps/7\n")
-    with pytest.raises(ProtocolError, match=r"speaks version 1 of the protocol.*peer version 7"):
+    theirs = bytes(theirs).replace(b"meshwright-ps/2\n", b"meshwright-ps/7\n")
+    with pytest.raises(ProtocolError, match=r"speaks version 2 of the protocol.*peer version 7"):
         decode([theirs])
     with pytest.raises(ProtocolError, match="no message of Meshwright's"):
         decode([b"GET / HTTP/1.1"])

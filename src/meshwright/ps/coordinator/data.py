@@ -1,14 +1,17 @@
 """Which step gets which element: every element goes to one step, also when workers die.
 
 An element is bound to the step that it was handed to. A step that is done again elsewhere gets the
-same ones, and what a step did not take goes to the next. Pure, but for the user's own iterators.
+same ones, and what a step did not take goes to the next. Elements are sent ahead of the steps that
+will take them; where a step takes more or fewer than the one before, those of the steps behind it
+on its worker are bound anew, so that one worker takes them in order. Pure, but for the user's own
+iterators.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ...errors import ClusterError
@@ -16,42 +19,59 @@ from ...errors import ClusterError
 SHARDINGS = ("dynamic", "static", "copy")
 
 
+Drawn = tuple[int, Any]  # the place of an element in its stream, and the element
+
+
 class Stream:
-    """Elements one by one, of which some may come back."""
+    """Elements one by one, of which some may come back: the first of them always goes out next."""
 
     def __init__(self, draw: Iterator[Any]) -> None:
         self._draw = draw
-        self._returned: deque[Any] = deque()
+        self._places = itertools.count()
+        self._returned: list[Drawn] = []  # a heap
         self._end: int | None = None
+        self._error: Exception | None = None  # what the iterator raised, to be raised in its place
         self.ended = False  # nothing more can be drawn; some may still come back
 
-    def take(self, most: int) -> list[Any]:
-        """The next elements, fewer (or none) at the end."""
-        taken: list[Any] = []
+    def take(self, most: int, *, ahead: bool = False) -> list[Drawn]:
+        """The next elements, fewer (or none) at the end.
+
+        What the iterator raises is kept, when it is drawn from ``ahead``, for the one who asks.
+        """
+        taken: list[Drawn] = []
         while len(taken) < most:
             if self._returned:
-                taken.append(self._returned.popleft())
+                taken.append(heapq.heappop(self._returned))
                 continue
             try:
-                taken.append(next(self._draw))
+                if self._error is None:
+                    taken.append((next(self._places), next(self._draw)))
+                    continue
             except StopIteration:
                 self.ended = True
                 break
+            except Exception as error:
+                self._error = error
+            if taken or ahead:
+                break
+            error, self._error = self._error, None
+            raise error
         return taken
 
-    def put_back(self, element: Any) -> None:
+    def put_back(self, drawn: Drawn) -> None:
         """An element that was not used; an index behind the end does not come back."""
-        if self._end is None or element < self._end:
-            self._returned.appendleft(element)
+        if self._end is None or drawn[1] < self._end:
+            heapq.heappush(self._returned, drawn)
 
     def stop_at(self, index: int) -> None:
         """There is no element of this index or above: for streams of indices."""
         self._draw, self._end, self.ended = iter(()), index, True
-        self._returned = deque(one for one in self._returned if one < index)
+        self._returned = [drawn for drawn in self._returned if drawn[1] < index]
+        heapq.heapify(self._returned)
 
     @property
     def dry(self) -> bool:
-        return self.ended and not self._returned
+        return self.ended and not self._returned and self._error is None
 
 
 class Source:
@@ -76,14 +96,14 @@ class Source:
             counts = (itertools.count(index, num_workers) for index in range(num_workers))
             self._streams = {f"worker:{i}": Stream(count) for i, count in enumerate(counts)}
         self._gone: list[str] = []  # workers whose static share others may take
-        self._bound: dict[int, list[tuple[Stream, Any]]] = {}
+        self._bound: dict[int, list[tuple[Stream, Drawn]]] = {}
         self._usual = 0  # how many the last step took: so many are sent along with the next
 
     def ahead(self, step: int, worker: str) -> list[Any]:
         """What goes along with a call: what is bound to the step, or as many as the last took."""
         if step not in self._bound:
-            self._take(step, worker, self._usual)
-        return [element for _, element in self._bound.get(step, [])]
+            self._take(step, worker, self._usual, ahead=True)
+        return [element for _, (_, element) in self._bound.get(step, [])]
 
     def more(self, step: int, worker: str, ended_at: int | None = None) -> list[Any]:
         """One more element for a step, or none at the end.
@@ -93,6 +113,38 @@ class Source:
         if ended_at is not None:
             self._stop(step, ended_at)
         return self._take(step, worker, 1)
+
+    def in_order(
+        self, step: int, worker: str, num_used: int, later: Collection[int], missing: int | None
+    ) -> tuple[list[Any], list[tuple[int, list[Any]]]]:
+        """One more element for a step, and what the ``later`` steps on its worker get after it.
+
+        The step has taken ``num_used`` so far. None of the later ones has begun, ever.
+        """
+        if missing is not None:
+            self._stop(step, missing)
+        self.took(step, num_used)
+        for other in later:
+            self._return(self._bound.pop(other, []))
+        elements = self._take(step, worker, 1)
+        return elements, [(other, self.ahead(other, worker)) for other in later]
+
+    def left(self, step: int, num_used: int, missing: int | None) -> list[Any]:
+        """What is bound to a step beyond what it has taken: for one that was begun before."""
+        if missing is not None:
+            self._stop(step, missing)
+        return [element for _, (_, element) in self._bound.get(step, [])[num_used:]]
+
+    def took(self, step: int, num_used: int) -> None:
+        """A step takes only so many of its elements: the others may go elsewhere."""
+        bound = self._bound.get(step, [])
+        if len(bound) > num_used:
+            self._bound[step] = bound[:num_used]
+            self._return(bound[num_used:])
+
+    def expect(self, num_used: int) -> None:
+        """So many were taken by the last step: the next one will want as many."""
+        self._usual = num_used
 
     def freed(self, step: int) -> None:
         """A step has left its worker undone. Its elements wait for it, unless they are local."""
@@ -130,24 +182,24 @@ class Source:
             return [self._streams[name] for name in names if name in self._streams]
         return [self._whole]
 
-    def _take(self, step: int, worker: str, most: int) -> list[Any]:
+    def _take(self, step: int, worker: str, most: int, *, ahead: bool = False) -> list[Any]:
         taken: list[Any] = []
         for stream in self._of(worker):
-            found = stream.take(most - len(taken))
-            self._bound.setdefault(step, []).extend((stream, element) for element in found)
-            taken.extend(found)
+            found = stream.take(most - len(taken), ahead=ahead)
+            self._bound.setdefault(step, []).extend((stream, drawn) for drawn in found)
+            taken.extend(element for _, element in found)
         return taken
 
     def _stop(self, step: int, index: int) -> None:
         bound = self._bound.get(step, [])
-        for stream in [stream for stream, element in bound if element == index]:
+        for stream in [stream for stream, (_, element) in bound if element == index]:
             stream.stop_at(index)
         # What is not there was never handed out.
-        self._bound[step] = [pair for pair in bound if pair[1] < index]
+        self._bound[step] = [(stream, drawn) for stream, drawn in bound if drawn[1] < index]
 
-    def _return(self, pairs: list[tuple[Stream, Any]]) -> None:
-        for stream, element in reversed(pairs):
-            stream.put_back(element)
+    def _return(self, pairs: list[tuple[Stream, Drawn]]) -> None:
+        for stream, drawn in pairs:
+            stream.put_back(drawn)
 
 
 def check_sharding(sharding: str) -> str:

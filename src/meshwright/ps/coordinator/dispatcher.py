@@ -15,6 +15,7 @@ from ..wire.failures import KIND, failure, rebuilt
 from ..wire.message import Message
 from ..wire.schema import check
 from ..wire.values import unpack_value
+from ..worker.iterators import Asked, Given
 from .balancing import MOST_ATTEMPTS, fits, given_up, ran_dry, steps_to_recall
 from .beats import Beats
 from .book import Book, Refused
@@ -366,25 +367,41 @@ class Dispatcher:
         assert self.links is not None
         head = message.head
         key, number = head["key"], head["step"]
+        if key not in self.packer.sources:
+            raise ProtocolError(f"{worker.name} asks for elements of {key!r}, which is unknown.")
         try:
-            elements = self.more(worker.name, key, number, head["missing"])
+            asked = Asked(key, number, head["used"], head["missing"], head["before"])
+            elements, later = self.more(worker.name, asked)
             packed = packed_elements(self.packer, key, elements)
-            answer = {"key": key, "step": number, "elements": packed}
+            again = [[other, packed_elements(self.packer, key, one)] for other, one in later]
+            answer = {"key": key, "step": number, "elements": packed, "later": again}
         except Exception as error:  # the user's own iterator raised
             step = self.queue.members[worker.name].steps.get(number)
             attempt = 0 if step is None else step.attempt
             self._ended(self.queue.fail(worker.name, number, attempt, error), error)
-            answer = {"key": key, "step": number, "elements": []}
+            answer = {"key": key, "step": number, "elements": [], "later": []}
             self._tell_ended()
         self.links.send(worker.name, Message("element", answer))
 
-    def more(self, name: str, key: str, number: int, missing: int | None) -> list[Any]:
+    def more(self, name: str, asked: Asked) -> Given:
         """One more element of an iterator for a step, or none at its end."""
         with self.changed:
             worker = self.workers.get(name)
             if worker is None:
                 raise TaskError(f"{name} was declared dead.")
-            return self.packer.sources[key].more(number, worker.task, missing)
+            source, steps = self.packer.sources[asked.key], self.queue.members[name].steps
+            for number, num_used in asked.before:
+                source.took(number, num_used)
+                source.expect(num_used)
+            step = steps.get(asked.step)
+            if step is None or step.attempt > 1:
+                # It may have changed something already, with what it took then: it takes the same.
+                left = source.left(asked.step, asked.used, asked.missing)
+                return left or source.more(asked.step, worker.task), []
+            later = [one for one in steps.values() if one.attempt == 1]
+            later = later[later.index(step) + 1 :]
+            numbers = [one.number for one in later if asked.key in one.call.iterators]
+            return source.in_order(asked.step, worker.task, asked.used, numbers, asked.missing)
 
     def _alive(self, worker: Worker, message: Message) -> None:
         worker.heard(time.monotonic(), dict(message.head))

@@ -14,6 +14,7 @@ import zmq
 from ..client import Servers
 from ..wire.message import Message, decode, encode
 from ..wire.sockets import Keys, Listener
+from ..worker.iterators import Asked, Given
 from ..worker.loop import calls_of
 from ..worker.runner import Runner
 
@@ -83,12 +84,10 @@ class LocalLinks:
     What it is sent goes through ``encode`` and ``decode``, as on a wire.
     """
 
-    def __init__(self, servers: Servers, more: Callable[..., list[Any]]) -> None:
+    def __init__(self, servers: Servers, more: Callable[[str, Asked], Given]) -> None:
         self.name = f"{LOCAL_TASK}/{_INCARNATION}"
         self._servers = servers
-        self._runner = Runner(
-            servers, LOCAL_TASK, 0, lambda key, step, missing: more(self.name, key, step, missing)
-        )
+        self._runner = Runner(servers, LOCAL_TASK, 0, lambda asked: more(self.name, asked))
         head = {"task": LOCAL_TASK, "incarnation": _INCARNATION, "pid": os.getpid(), "host": "here"}
         self._coming: deque[tuple[str, Message]] = deque([(self.name, Message("join", head))])
         self._calls: deque[Any] = deque()

@@ -35,7 +35,13 @@ SCHEMAS: dict[str, Fields] = {
     "failed": {"step": INT, "attempt": INT, "used": _USED, "error": MAP},
     "passed": {"step": INT, "attempt": INT},
     "recalled": {"steps": list_of(INT)},
-    "next": {"key": TEXT, "step": INT, "missing": optional(INT)},
+    "next": {
+        "key": TEXT,
+        "step": INT,
+        "used": COUNT,
+        "missing": optional(INT),
+        "before": list_of(row(INT, COUNT)),
+    },
     "alive": {"what": TEXT, "step": optional(INT), "for_s": NUMBER},
     "leave": {},
 }

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...errors import ProtocolError, ShippingError
 
-PROTOCOL = 1  # raised with every change that an older peer would misunderstand
+PROTOCOL = 2  # raised with every change that an older peer would misunderstand
 INLINE_BYTES = 16 << 10  # an array smaller than this travels inside the first frame
 PIECE_BYTES = 128 << 10
 _MARK = b"meshwright-ps/"

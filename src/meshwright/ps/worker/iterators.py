@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ExhaustedError, TaskError
 from .context import current
 
-# (iterator's key, elements taken so far in this step, index that is not there) -> more elements
+# (iterator's key, index that is not there) -> more elements
 More = Callable[[str, int | None], list[Any]]
+# Elements for the step that asked, and for later ones on this worker, in the place of what they had
+Given = tuple[list[Any], list[tuple[int, list[Any]]]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A step wants one more element: it has taken ``used`` so far.
+
+    ``missing`` is an index that the dataset does not have, and ``before`` the steps that have run
+    here and are not reported yet, with how many each took.
+    """
+
+    key: str
+    step: int
+    used: int = 0
+    missing: int | None = None
+    before: Sequence[Sequence[int]] = ()
 
 
 class PassedOn(BaseException):
@@ -24,7 +42,8 @@ class _NotThere(Exception):
 class Elements:
     """The elements of one iterator, for one step at a time: of any iterator of the coordinator's.
 
-    The elements that came with the call are used first; then the coordinator is asked.
+    The elements that came with the call are used first; then the coordinator is asked. Where a
+    step leaves some, the next one asks first: they come before those that it has.
     """
 
     def __init__(self, key: str, more: More) -> None:
@@ -33,11 +52,13 @@ class Elements:
         self.ran_dry = False
         self._more = more
         self._ahead: deque[Any] = deque()
+        self._left_some = False
 
     def begin(self, elements: list[Any]) -> None:
         """A step begins, with these elements."""
+        self._left_some = self._left_some or bool(self._ahead)
         self.used, self.ran_dry = 0, False
-        self._ahead = deque(elements)
+        self._ahead = deque([] if self._left_some else elements)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -50,6 +71,7 @@ class Elements:
     def _fetch(self, missing: int | None) -> Any:
         if not self._ahead:
             self._ahead.extend(self._more(self.key, missing))
+            self._left_some = False
         if not self._ahead:
             self.ran_dry = True
             raise StopIteration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import time
@@ -21,6 +22,7 @@ from ..wire.message import Message
 from ..wire.sockets import SocketChannel
 from .ending import Ending
 from .inbox import Inbox
+from .iterators import Asked, Given
 from .pulse import Pulse
 from .runner import Call, Fenced, Runner
 
@@ -59,7 +61,7 @@ class _Life:
         self._poller = zmq.Poller()
         for socket in self._control.sockets:
             self._poller.register(socket, zmq.POLLIN)
-        self._elements: dict[tuple[int, str], list[Any]] = {}
+        self._elements: dict[tuple[int, str], Given] = {}
         self._stopped = False
         self._reported_s = time.monotonic()
         self._session: str | None = None
@@ -146,16 +148,17 @@ class _Life:
             for call in calls_of(message, self.incarnation):
                 self._inbox.put(call)
         elif message.kind == "element":
-            self._elements[head["step"], head["key"]] = elements_of(head["elements"])
+            later = [(step, elements_of(each)) for step, each in head["later"]]
+            self._elements[head["step"], head["key"]] = elements_of(head["elements"]), later
         elif message.kind == "unknown":
             self._pulse.unwelcome = True
         elif message.kind == "stop":
             self._stopped = True
 
-    def _more(self, key: str, step: int, missing: int | None) -> list[Any]:
+    def _more(self, asked: Asked) -> Given:
         """Ask the coordinator for one more element, and wait for it."""
-        head = {"key": key, "step": step, "missing": missing}
-        self._control.tell(Message("next", head))
+        key, step = asked.key, asked.step
+        self._control.tell(Message("next", dataclasses.asdict(asked)))
         until = time.monotonic() + _MORE_TIMEOUT_S
         while (step, key) not in self._elements:
             self._poller.poll(_LOOK_UP_MS)

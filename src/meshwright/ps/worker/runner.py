@@ -21,11 +21,10 @@ from ..wire.failures import failure
 from ..wire.message import Message
 from ..wire.values import pack_value
 from .context import Context, entered
-from .iterators import Elements, LocalElements, PassedOn, exhausted
+from .iterators import Asked, Elements, Given, LocalElements, PassedOn, exhausted
 from .updates import Update
 
-# (iterator's key, step, index that is not there) -> more elements, or none at the end
-AskMore = Callable[[str, int, int | None], list[Any]]
+AskMore = Callable[[Asked], Given]
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,8 @@ class Runner:
         self._packed: dict[str, tuple[bytes, tuple[Any, ...]]] = {}
         self._datasets: dict[str, tuple[str, str]] = {}
         self._iterators: dict[str, Elements] = {}
+        self._given: dict[str, dict[int, list[Any]]] = {}  # iterator -> step -> bound anew
+        self._ran: dict[str, list[list[int]]] = {}  # iterator -> steps not reported, what they took
         self._open: list[_Open] = []
         self._failed: list[Message] = []
         self._call: Call | None = None
@@ -113,6 +114,7 @@ class Runner:
             iterator = head.get("key", "")
             self._datasets.pop(iterator, None)
             self._iterators.pop(iterator, None)
+            self._given.pop(iterator, None)
         return message.kind in ("function", "iterator", "forget")
 
     def _forget(self, functions: Iterable[str]) -> None:
@@ -128,7 +130,8 @@ class Runner:
         begun_s = time.monotonic()
         self.doing = Doing("runs", call.step, begun_s)
         for key, elements in call.elements:
-            self._iterator(key).begin(elements)
+            again = self._given.get(key, {}).pop(call.step, elements)
+            self._iterator(key).begin(again if call.stamp.attempt == 1 else elements)
         try:
             with entered(self.context):
                 function = self._function(call.key)
@@ -140,6 +143,8 @@ class Runner:
         except Exception as error:
             self._fail(call, self._explained(error, call))
         finally:
+            for key, used in self._used(call):
+                self._ran.setdefault(key, []).append([call.step, used])
             self.context.step = None
             self.doing = Doing("waits for work", None, time.monotonic())
 
@@ -150,6 +155,7 @@ class Runner:
         """
         if not self._open and not self._failed:
             return []
+        self._ran.clear()
         results: list[list[Any]] = []
         arrays: list[Any] = []
         for one, acknowledged in self._settled():
@@ -264,7 +270,11 @@ class Runner:
     def _ask_more(self, key: str, missing: int | None) -> list[Any]:
         if self._call is None:
             raise TaskError("an iterator can be used while a scheduled function runs, only.")
-        return self._more(key, self._call.step, missing)
+        before = self._ran.pop(key, [])
+        used = self._iterators[key].used
+        elements, later = self._more(Asked(key, self._call.step, used, missing, before))
+        self._given[key] = dict(later)
+        return elements
 
     @contextmanager
     def _waiting_for_servers(self, one: _Open) -> Iterator[None]:
