@@ -339,7 +339,8 @@ def test_one_worker_takes_elements_in_order(coordinator, sharding, counts):
         elements = iter(coordinator.create_per_worker_dataset(lambda: numbers, sharding))
     values = [coordinator.schedule(_take_some, args=(elements, count)) for count in counts]
     coordinator.join(WAIT_S)
-    assert sum(coordinator.fetch(values), []) == list(numbers[: sum(counts)])
+    taken = [one for value in coordinator.fetch(values) for one in value]
+    assert taken == list(numbers[: sum(counts)])
 
 
 def _take_some(elements, count):
