@@ -1,4 +1,4 @@
-"""Nothing is lost, nothing is done twice, the first error surfaces, and nothing runs then."""
+"""Nothing is lost, nothing is done twice, the first error surfaces, and nothing begins then."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.first_error = None
         self.names = 0
         self.fenced_attempts = set()
+        self.of_the_past = set()  # ran when an error was taken
 
     def running(self):
         return [
@@ -58,6 +59,7 @@ class QueueMachine(RuleBasedStateMachine):
         for step in self.queue.assign(flush):
             assert (step.number, step.attempt) not in self.fenced_attempts
             assert not self.ended[step.number]
+            assert step.number not in self.of_the_past
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())
@@ -107,9 +109,9 @@ class QueueMachine(RuleBasedStateMachine):
         error = self.queue.take_error()
         if error is not None:
             assert error is self.first_error
-            assert self.queue.num_running == 0
             assert self.queue.num_queued == 0
             self.first_error = None
+            self.of_the_past = {step.number for _, step in self.running()}
 
     @invariant()
     def no_step_ends_twice(self):
@@ -177,6 +179,7 @@ class SyncMachine(QueueMachine):
         for step in self.queue.assign(flush):
             before = [s for s in self.scheduled if s.round is not None and s.round < step.round]
             assert all(self.ended[s.number] for s in before)  # a barrier between rounds
+            assert not {s.number for s in before} & {s.number for _, s in self.running()}
             mates = [s for s in self.scheduled if s.round == step.round]
             assert {s.of for s in mates} == {len(mates)}
 
@@ -268,6 +271,25 @@ def test_backup_drops_the_last_of_a_round_and_goes_on():
     assert {step.round for step in second} == {1}
     assert len(second) == 2
     assert queue.finish("c", first[2].number, 1) is first[2]
+
+
+def test_a_round_that_an_error_broke_off_ends_before_the_next_begins():
+    queue = StepQueue(consistency=Sync())
+    for name in ("a", "b", "c"):
+        queue.enter(name)
+    for _ in range(3):
+        queue.add("call")
+    failing, slow, quick = queue.assign()
+    queue.finish("c", quick.number, 1)
+    queue.fail("a", failing.number, 1, ValueError("bad"))
+    assert str(queue.take_error()) == "bad"
+    queue.add("later")
+    assert queue.assign(True) == []
+    assert queue.broken_rounds == []
+    queue.finish("b", slow.number, 1)
+    assert queue.broken_rounds == [(0, 2)]  # the servers apply it with the two that came
+    (later,) = queue.assign(True)
+    assert later.round == 1
 
 
 @pytest.mark.parametrize("bound", [0, 2])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from clusters import WAIT_S, trained_on, wait_for_workers
 
-from meshwright.errors import ExhaustedError, UnreachableError
+from meshwright.errors import CancelledError, ExhaustedError, UnreachableError
 from meshwright.ps.worker.context import current
 
 pytestmark = pytest.mark.alone
@@ -55,6 +55,35 @@ def test_one_worker_takes_elements_in_order():
             values = [coordinator.schedule(take, args=(elements, count)) for count in counts]
             taken = [one for value in coordinator.fetch(values) for one in value]
             assert taken == list(range(sum(counts)))
+
+
+def test_an_error_is_raised_at_once_while_another_function_runs():
+    with trained_on(2, 1) as (_, strategy, coordinator):
+        total = strategy.variable(0)
+        wait_for_workers(coordinator, 2)
+
+        def slow():
+            total.assign_add(1)
+            time.sleep(2.0)
+
+        def bad():
+            time.sleep(0.2)
+            raise ValueError("bad")
+
+        slow_one, failing = coordinator.schedule(slow), coordinator.schedule(bad)
+        behind = [coordinator.schedule(slow) for _ in range(4)]
+        begun_s = time.monotonic()
+        with pytest.raises(ValueError, match="bad"):
+            coordinator.join()
+        assert time.monotonic() - begun_s < 1.0
+        assert failing.done()
+        coordinator.schedule(total.assign_add, args=(10,)).fetch(WAIT_S)  # usable at once
+        coordinator.join(WAIT_S)  # waits for what runs
+        assert slow_one.fetch() is None
+        for value in behind:
+            with pytest.raises(CancelledError):
+                value.fetch(WAIT_S)
+        assert total.read() == 11
 
 
 def test_errors_large_values_long_steps_and_one_more_worker():

@@ -19,11 +19,10 @@ def steps_to_recall(
 
     After an error, everything that may not have begun.
     """
-    behind = queue.running() if queue.error else queue.behind()
-    patience_s = 0.0 if queue.error else PATIENCE_S
     wanted: dict[str, list[Step]] = {}
-    for step in behind:
+    for step in queue.to_cancel() or queue.behind():
         waited_s = now_s - sent_s.get(step.number, now_s)
+        patience_s = 0.0 if step.only_here else PATIENCE_S
         if waited_s >= patience_s and step.number not in recalled:
             assert step.worker is not None
             wanted.setdefault(step.worker, []).append(step)

@@ -33,8 +33,9 @@ class ClusterCoordinator:
     """Schedules functions onto the workers of a strategy; there is one per strategy.
 
     The first error of a function is raised by the next :meth:`schedule`, :meth:`join` or
-    :meth:`done`: nothing runs then any more, what was queued is cancelled, and the coordinator
-    can be used again. The names and the rule are those of TensorFlow's ``ClusterCoordinator``.
+    :meth:`done`, at once: functions that have not begun are cancelled, and the coordinator can be
+    used again. Functions that run then go on: what they change counts, and the next :meth:`join`
+    waits for them. The names and the rule are those of TensorFlow's ``ClusterCoordinator``.
 
     >>> import meshwright.ps.strategy
     >>> strategy = meshwright.ps.strategy.ParameterServer()
@@ -101,9 +102,9 @@ class ClusterCoordinator:
         return value
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until every scheduled function has ended.
+        """Wait until every scheduled function has ended, or one has raised an error.
 
-        Raises the first error of a function, and :class:`~meshwright.errors.UnreachableError`
+        Raises that error at once, while other functions may still run, and :class:`~meshwright.errors.UnreachableError`
         after ``timeout_s``, which tells what every task does.
         """
         with self._changed:
@@ -220,13 +221,9 @@ class ClusterCoordinator:
     # Waiting, under the lock
 
     def _raise_error(self) -> None:
-        """Raise the pending error, if there is one, as soon as nothing runs any more."""
+        """Raise the pending error, if there is one."""
         self._check_broken()
         self._tell_losses()
-        if self._queue.error is None:
-            return
-        self._dispatcher.wake()
-        self._wait(lambda: not self._queue.num_running, None)
         error = self._queue.take_error()
         if error is not None:
             raise error
@@ -277,7 +274,9 @@ class ClusterCoordinator:
         self._dispatcher.waiting += 1
         try:
             self._dispatcher.wake()
-            self._wait(lambda: self._queue.idle or asked(), timeout_s)
+            self._wait(
+                lambda: self._queue.idle or self._queue.error is not None or asked(), timeout_s
+            )
         finally:
             self._dispatcher.waiting -= 1
 

@@ -3,8 +3,8 @@
 Every step ends once: done, failed, or cancelled because another failed. A step whose worker is
 lost waits until that worker is fenced, and only then goes to another one, so that no update of
 the first attempt can come in late. The rule for errors is that of TensorFlow's
-``ClusterCoordinator``: the first error is kept, what is queued is cancelled, and the error may be
-raised when nothing runs any more.
+``ClusterCoordinator``: the first error is raised at once, what has not begun is cancelled, and what
+runs goes on to its end.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Step:
     worker: str | None = None  # who has it
     round: int | None = None  # synchronous training: its round, and how many gradients make one
     of: int = 0
+    only_here: bool = False  # another step has failed: this one ends with its worker, or unbegun
 
 
 @dataclass(eq=False)
@@ -118,13 +119,8 @@ class StepQueue:
         return not self.num_queued and not self.num_running
 
     def take_error(self) -> BaseException | None:
-        """The first error, once, and only when nothing runs any more."""
-        if self.error is None or self.num_running:
-            return None
+        """The first error, once; steps that run may still do so."""
         error, self.error = self.error, None
-        if self._is_broken:
-            self._is_broken = False
-            self.broken_rounds.append((self._round, self._given))
         return error
 
     # What becomes of workers.
@@ -180,6 +176,7 @@ class StepQueue:
                 self._missing -= 1
                 if not self._missing:
                     self._close_round()
+            self._end_broken_round()
         return step
 
     def fail(self, worker: str, number: int, attempt: int, error: BaseException) -> Step | None:
@@ -191,14 +188,17 @@ class StepQueue:
         return step
 
     def abort(self, error: BaseException) -> None:
-        """Keep this error, if it is the first, and cancel what no worker has."""
+        """Keep this error, if it is the first, and cancel what no worker has begun."""
         self.error = self.error or error
+        for step in self._held():
+            step.only_here = True
         self._is_broken = self._is_broken or self._missing > 0
         self._missing = 0
         waiting = [*self._ready, *self._queued]
         self._ready.clear()
         self._queued.clear()
         self._cancel(waiting)
+        self._end_broken_round()
 
     def give_back(self, worker: str, numbers: Iterable[int]) -> list[Step]:
         """A worker hands back steps that it has not begun."""
@@ -233,13 +233,16 @@ class StepQueue:
 
     def under_way(self) -> list[Step]:
         """All steps that have not ended."""
-        having = [step for member in self.members.values() for step in member.steps.values()]
-        return [*self._queued, *self._ready, *having]
+        return [*self._queued, *self._ready, *self._held()]
 
     @property
     def rounds_done(self) -> int:
         """How many rounds are over."""
         return self._round if self._missing else self._round + 1
+
+    def to_cancel(self) -> list[Step]:
+        """Steps that live workers have since before an error: those not begun are not wanted."""
+        return [step for step in self.running() if step.only_here]
 
     def behind(self) -> list[Step]:
         """Steps that wait behind another one on their worker, while a worker has nothing to do."""
@@ -273,7 +276,7 @@ class StepQueue:
         return member.clock + len(member.steps) - slowest <= self.consistency.bound
 
     def _open_round(self, flush: bool) -> None:
-        if self._missing or self._ready or not self._queued:
+        if self._missing or self._ready or not self._queued or self._is_broken:
             return
         num_live = len(self.live())
         size = max(self.round_size, num_live)
@@ -287,6 +290,15 @@ class StepQueue:
             step = self._queued.popleft()
             step.round, step.of = self._round, self._missing
             self._ready.append(step)
+
+    def _end_broken_round(self) -> None:
+        """A round that an error broke off has all its gradients when none of its steps runs."""
+        if self._is_broken and all(step.round != self._round for step in self._held()):
+            self._is_broken = False
+            self.broken_rounds.append((self._round, self._given))
+
+    def _held(self) -> list[Step]:
+        return [step for member in self.members.values() for step in member.steps.values()]
 
     def _close_round(self) -> None:
         # A step that no worker has seen is of no round; one that was handed out keeps its own, in
@@ -306,12 +318,12 @@ class StepQueue:
         return member.steps.pop(number)
 
     def _back(self, steps: list[Step]) -> None:
-        if self.error is not None:
-            self._cancel(steps)
-            return
+        self._cancel([step for step in steps if step.only_here])
         for step in sorted(steps, key=lambda one: -one.number):
-            step.worker = None
-            (self._queued if step.round is None else self._ready).appendleft(step)
+            if not step.only_here:
+                step.worker = None
+                (self._queued if step.round is None else self._ready).appendleft(step)
+        self._end_broken_round()
 
     def _cancel(self, steps: list[Step]) -> None:
         for step in steps:
