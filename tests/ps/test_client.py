@@ -96,6 +96,18 @@ def test_hashed_rows_are_found_again_on_their_servers():
     )
 
 
+def test_reading_a_key_makes_no_row():
+    servers = made_servers(2)
+    spec = placed("h", (0, 3), "float32", num_shards=2, loads_bytes=[0, 0], is_hash=True)
+    servers.create(spec, {"kind": "normal", "params": {}, "seed": 3})
+    keys = np.array([10**12, 3, 8])
+    seen = servers.lookup(spec, keys)
+    assert seen.std() > 0
+    assert servers.read([spec])[0].shape == (0, 3)
+    np.testing.assert_array_equal(servers.lookup(spec, keys, make=True), seen)
+    assert servers.read([spec])[0].shape == (3, 3)
+
+
 @pytest.mark.parametrize(
     ("rows", "told"), [([9], "row 9"), ([-1], "row -1"), ([0.5], "whole numbers"), ([[1]], "dim")]
 )

@@ -35,6 +35,7 @@ class Servers:
         self.channels = list(channels)
         self.timeout_s = timeout_s
         self.num_bytes = 0  # of arrays, sent and received
+        self._restarts: dict[int, tuple[int, int]] = {}  # generation, and version it began with
         self._connections = [1] * len(self.channels)
         # Version of each server when something was last read from it.
         self._seen: list[int | None] = [None] * len(self.channels)
@@ -89,7 +90,10 @@ class Servers:
         until = time.monotonic() + _REFILL_S
         while True:
             try:
-                return channel.wait(number, self.timeout_s)
+                answer = channel.wait(number, self.timeout_s)
+                if "generation" in answer.head:
+                    self._restarts[server] = (answer.head["generation"], answer.head["base"])
+                return answer
             except UnknownVariableError:
                 if time.monotonic() >= until or not self.generation(server):
                     raise
@@ -97,8 +101,13 @@ class Servers:
             number = channel.send(message)
 
     def generation(self, server: int) -> int:
-        """How often a server was started again, as it said when it was last connected to."""
-        return self._greeting(server).get("generation", 0)
+        """How often a server was started again, as far as it has said."""
+        heard = self._restarts.get(server, (0, 0))[0]
+        return max(heard, self._greeting(server).get("generation", 0))
+
+    def restarts(self) -> list[tuple[int, int, int]]:
+        """Server, generation and first version of those that were started again, as they said."""
+        return [(server, *told) for server, told in self._restarts.items()]
 
     def _greeting(self, server: int) -> Mapping[str, Any]:
         welcome = getattr(self.channels[server], "welcome", None)
@@ -148,12 +157,16 @@ class Servers:
         asked = [(server, Message("read", {"names": n, **more})) for server, n in wanted.items()]
         return assembled(specs, wanted, self._gather(asked))
 
-    def lookup(self, spec: VariableSpec, rows: np.ndarray) -> np.ndarray:
-        """Some rows of a variable, in the order in which they are asked for."""
+    def lookup(self, spec: VariableSpec, rows: np.ndarray, *, make: bool = False) -> np.ndarray:
+        """Some rows of a variable, in the order in which they are asked for.
+
+        A key that a hash table has not seen has the values that its row would begin with; only with
+        ``make`` the row is made.
+        """
         rows = checked_rows(spec, rows)
         parts = list(split_rows(spec, rows))
         asked = [
-            (shard.server, Message("lookup", {"name": shard.name}, (local,)))
+            (shard.server, Message("lookup", {"name": shard.name, "make": make}, (local,)))
             for shard, _, local in parts
         ]
         found = np.empty((len(rows), *spec.shape[1:]), np.dtype(spec.dtype))
@@ -206,7 +219,7 @@ class Servers:
         answers, errors = self._answers(pending.sent)
         if errors:
             raise self._half_applied(pending, answers, errors)
-        applied = tuple(applied_of(s, answer, self._greeting(s)) for s, answer in answers)
+        applied = tuple(applied_of(server, answer) for server, answer in answers)
         self._clip_after(answers)
         if not pending.then_read:
             return Acknowledged(applied)

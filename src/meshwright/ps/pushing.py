@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +33,7 @@ class Applied:
     """What one server says to a push; ``version`` is the one at which it was applied.
 
     ``generation`` counts the restarts of the server that said so, and ``base`` is the version
-    that it had when this client connected to it after the last one.
+    with which it came back from the last one.
     """
 
     server: int
@@ -90,7 +89,7 @@ class Push:
         return Message("push", head, tuple(self.arrays))
 
 
-def applied_of(server: int, answer: Message, greeting: Mapping[str, Any]) -> Applied:
+def applied_of(server: int, answer: Message) -> Applied:
     head = answer.head
     return Applied(
         server,
@@ -98,6 +97,6 @@ def applied_of(server: int, answer: Message, greeting: Mapping[str, Any]) -> App
         head["applied_at"],
         head["staleness"],
         head.get("dropped", False),
-        greeting.get("generation", 0),
-        greeting.get("snapshot", {}).get("version", 0),
+        head.get("generation", 0),
+        head.get("base", 0),
     )

@@ -179,7 +179,11 @@ class ParameterServer:
     def with_servers(self, do: Callable[[Servers], T]) -> T:
         """Do something with this process' own channels to the servers."""
         with self._lock:
-            return do(self._servers)
+            done = do(self._servers)
+            restarts = self._servers.restarts()
+        if restarts and self.coordinator_made is not None:
+            self.coordinator_made.restarted(restarts)
+        return done
 
     # Training and checkpoints
 

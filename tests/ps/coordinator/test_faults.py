@@ -300,3 +300,23 @@ def test_snapshots_that_cannot_be_written_are_told_and_a_fence_ends_no_server():
         assert re.match(r"ps:0 cannot write snapshots: .* \d+ updates would be lost", said)
         assert cluster.generation("ps:0") == 0
         assert total.read() == count
+
+
+@pytest.mark.filterwarnings("ignore:ps.0 died and was restored")
+def test_losses_never_lag_behind_what_is_read():
+    with (
+        LocalCluster(1, 1, heartbeat_s=0.2, logs=False, snapshot_every=None) as cluster,
+        ParameterServer(cluster, heartbeat_s=20.0, dead_after_s=60.0) as strategy,
+    ):
+        coordinator = ClusterCoordinator(strategy)
+        total = strategy.variable(0)
+        for by_a_worker in (False, True):
+            total.assign(0)
+            wait_for(lambda: (cluster._folder.path / "snapshots" / "ps0.snapshot").exists())
+            for _ in range(5):
+                coordinator.schedule(total.assign_add, args=(1,))
+            coordinator.join(WAIT_S)
+            cluster.restart("ps:0")
+            read = coordinator.schedule(total.read).fetch if by_a_worker else total.read
+            assert read() == 0
+            assert [len(loss.steps) for loss in coordinator.losses] == [5] * (1 + by_a_worker)

@@ -85,6 +85,10 @@ def scheduled(dispatcher: Dispatcher) -> RemoteValue:
     return value
 
 
+def done(number: int, attempt: int) -> list:
+    return [number, attempt, 3, [0, 0], [], [], 0.1, []]
+
+
 def handed_out(dispatcher: Dispatcher) -> bool:
     with dispatcher.changed:
         dispatcher.queue.error = None  # of a step that has lost too many workers
@@ -96,7 +100,8 @@ def well_formed(kind: str, step: int) -> dict:
     heads = {
         "join": {"task": "worker:0", "incarnation": "x", "pid": 1, "host": "h"},
         "results": {
-            "results": [[step, 1, 3, [0, 0], [[0, True, 1, 0, False, 0, 0]], used, 0.1, []]]
+            "restarts": [],
+            "results": [[step, 1, 3, [0, 0], [[0, True, 1, 0, False, 0, 0]], used, 0.1, []]],
         },
         "failed": {"step": step, "attempt": 1, "used": used, "error": {"type": "x"}},
         "passed": {"step": step, "attempt": 1},
@@ -116,7 +121,8 @@ def malformed(kind: str, step: int) -> list[dict]:
         (result,) = whole["results"]
         for at in range(len(result)):
             for value in (*WRONG, [[9, True, 1, 0, False, 0, 0]], [["no such iterator", 1]]):
-                heads.append({"results": [[*result[:at], value, *result[at + 1 :]]]})
+                wrong = [*result[:at], value, *result[at + 1 :]]
+                heads.append({"restarts": [], "results": [wrong]})
     return heads
 
 
@@ -144,7 +150,7 @@ def test_no_malformed_message_of_a_worker_ends_the_coordinator(kind: str) -> Non
             links.coming.extend(
                 (
                     name,
-                    Message("results", {"results": [[n, s.attempt, 3, [0, 0], [], [], 0.1, []]]}),
+                    Message("results", {"restarts": [], "results": [done(n, s.attempt)]}),
                 )
                 for n, s in dispatcher.queue.members[name].steps.items()
             )

@@ -203,7 +203,7 @@ def test_rows_are_compensated_by_what_the_worker_looked_up(init, adaptive) -> No
     config = {"class_name": "SGD", "config": {"learning_rate": rate}}
     server.ask("optimizer", group="g", config=config, names=["t"], compensation=True)
     rows, options = np.array([1, 3]), {"compensation": factor, "adaptive": adaptive}
-    read = {p: server.ask("lookup", rows, name="t", peer=p).arrays[0] for p in ("a", "b")}
+    read = {p: server.ask("lookup", rows, name="t", peer=p, make=True).arrays[0] for p in "ab"}
     now, mean = read["a"].copy(), np.zeros((2, 2))
     for seed, peer in enumerate("ab"):
         gradient = np.random.default_rng(seed).normal(size=(2, 2))

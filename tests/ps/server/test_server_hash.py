@@ -26,10 +26,10 @@ def test_a_row_depends_on_its_key_alone(lookups, random) -> None:
     one, other = hashed(), hashed()
     keys = np.array([key for keys in lookups for key in keys])
     for part in lookups:
-        one.ask("lookup", np.array(part), name="t")
+        one.ask("lookup", np.array(part), name="t", make=True)
     mixed = keys.copy()
     random.shuffle(mixed)
-    other.ask("lookup", mixed, name="t")
+    other.ask("lookup", mixed, name="t", make=True)
     (ours,), (theirs,) = (server.ask("lookup", keys, name="t").arrays for server in (one, other))
     assert np.array_equal(ours, theirs)
     assert len(one.ask("keys", name="t").arrays[0]) == len(set(keys.tolist()))
@@ -40,7 +40,7 @@ def test_looking_without_making() -> None:
     keys = np.array([10**12, 5])
     seen = server.ask("lookup", keys, name="t", make=False).arrays[0]
     assert server.read("t")[0].shape == (0, 4)
-    assert np.array_equal(server.ask("lookup", keys[1:], name="t").arrays[0], seen[1:])
+    assert np.array_equal(server.ask("lookup", keys[1:], name="t", make=True).arrays[0], seen[1:])
     server.push(("t", "rows_add", [keys[1:], np.ones((1, 4), "f")]))
     again = server.ask("lookup", keys, name="t", make=False).arrays[0]
     assert np.array_equal(again, seen + np.array([[0], [1]], "f"))
@@ -95,17 +95,17 @@ def test_a_table_is_loaded_by_its_keys() -> None:
 def test_keys_may_be_of_any_integer_dtype() -> None:
     server = hashed()
     for dtype in (np.int8, np.int32, np.uint16):
-        server.ask("lookup", np.array([3, 100, 3], dtype), name="t")
-    server.ask("lookup", np.array([2**64 - 1], np.uint64), name="t")
+        server.ask("lookup", np.array([3, 100, 3], dtype), name="t", make=True)
+    server.ask("lookup", np.array([2**64 - 1], np.uint64), name="t", make=True)
     assert sorted(server.ask("keys", name="t").arrays[0].tolist()) == [-1, 3, 100]
 
 
 def test_a_hash_table_does_not_outgrow_the_memory() -> None:
     server = Asking(ServerCore(memory_bytes=20_000))
     server.table("t", [0, 4], rows=None, hash=True)
-    server.ask("lookup", np.arange(600), name="t")
+    server.ask("lookup", np.arange(600), name="t", make=True)
     with pytest.raises(mw.TaskError, match=r"variable 't' takes .* GB more on ps:0, which holds"):
-        server.ask("lookup", np.arange(2000), name="t")
+        server.ask("lookup", np.arange(2000), name="t", make=True)
     assert server.read("t")[0].shape == (600, 4)
     assert server.ask("lookup", np.array([599, 10**9]), name="t").arrays[0].shape == (2, 4)
 

@@ -103,13 +103,16 @@ class Book:
         self._cannot_save ^= {server}
         self.untold.append(Saving(f"ps:{server}", fault, unsaved))
 
-    def server_state(self, server: int, generation: int, snapshot: int) -> None:
-        """A server's restarts, and the version of its last snapshot."""
+    def server_state(self, server: int, generation: int, base: int, snapshot: int) -> None:
+        """A server's restarts, the version that it came back with, and that of its last snapshot."""
+        self.restarted(server, generation, base)
+        self._ledgers[server].snapshot(snapshot, generation)
+
+    def restarted(self, server: int, generation: int, base: int) -> None:
+        """Somebody has seen that a server was started again, and came back with this version."""
         ledger = self._ledgers[server]
-        if generation > ledger.generation:
-            self._lost(ledger.restored(generation, snapshot))
-        else:
-            ledger.snapshot(snapshot, generation)
+        if self.servers_can_die and generation > ledger.generation:
+            self._lost(ledger.restored(generation, base))
 
     @property
     def losses(self) -> tuple[Loss, ...]:

@@ -104,7 +104,8 @@ class ClusterCoordinator:
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until every scheduled function has ended, or one has raised an error.
 
-        Raises that error at once, while other functions may still run, and :class:`~meshwright.errors.UnreachableError`
+        Raises that error at once, while other functions may still run, and
+        :class:`~meshwright.errors.UnreachableError`
         after ``timeout_s``, which tells what every task does.
         """
         with self._changed:
@@ -201,6 +202,10 @@ class ClusterCoordinator:
         """What every task does now, line by line."""
         with self._changed:
             return "\n".join(self._dispatcher.lines())
+
+    def restarted(self, restarts: Iterable[Sequence[int]]) -> None:
+        """The strategy's: servers that it found started again, before it shows what they answer."""
+        self._dispatcher.restarted(restarts)
 
     def close(self, stop_workers: bool = False) -> None:
         """End the coordinator; the workers wait for another one, or are told to stop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...errors import ExhaustedError, ProtocolError, TaskError
@@ -250,11 +250,17 @@ class Dispatcher:
         """It was told to end, and has reported everything that it has done."""
         self._lose(worker)
 
-    def server_state(self, server: int, generation: int, snapshot: int, rounds: int) -> int:
+    def server_state(self, server: int, generation: int, base: int, snapshot: int) -> int:
         """See :class:`~.guardian.Ward`."""
         with self.changed:
-            self.book.server_state(server, generation, snapshot)
+            self.book.server_state(server, generation, base, snapshot)
             return self.queue.rounds_done
+
+    def restarted(self, restarts: Iterable[Sequence[int]]) -> None:
+        """Somebody who has spoken with the servers saw these: server, generation, version."""
+        with self.changed:
+            for server, generation, base in restarts:
+                self.book.restarted(server, generation, base)
 
     def saving(self, server: int, fault: str, unsaved: int) -> None:
         """See :class:`~.guardian.Ward`."""
@@ -314,6 +320,9 @@ class Dispatcher:
     # Steps come back
 
     def _results(self, worker: Worker, message: Message) -> None:
+        restarts = message.head.get("restarts", ())
+        self._check_servers(restarts)
+        self.restarted(restarts)  # before their results, which may show what was lost
         for number, attempt, head, span, servers, used, seconds, notes in message.head["results"]:
             self._check_servers(servers)
             for note in notes:
@@ -333,7 +342,7 @@ class Dispatcher:
                 step.call.value.set_error(error)
         self._tell_ended()
 
-    def _check_servers(self, servers: list[list[Any]]) -> None:
+    def _check_servers(self, servers: Iterable[Sequence[Any]]) -> None:
         unknown = [said[0] for said in servers if said[0] >= self.terms.num_servers]
         if unknown:
             raise ProtocolError(f"there is no ps:{unknown[0]} in this cluster.", f"ps:{unknown[0]}")

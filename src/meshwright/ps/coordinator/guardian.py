@@ -25,8 +25,8 @@ class Ward(Protocol):
         """No server takes anything from this worker any more."""
         ...
 
-    def server_state(self, server: int, generation: int, snapshot: int, rounds: int) -> int:
-        """A server's state: restarts, version of its last snapshot, rounds applied.
+    def server_state(self, server: int, generation: int, base: int, snapshot: int) -> int:
+        """A server's restarts, the version that it came back with, and that of its last snapshot.
 
         Returns how many rounds ought to have been applied there.
         """
@@ -129,7 +129,7 @@ class Guardian:
             self._generations[server] = generation
         snapshot = told["snapshot"]["version"]
         self._ward.saving(server, told["save_fault"], told["version"] - snapshot)
-        wanted = self._ward.server_state(server, generation, snapshot, told["rounds"])
+        wanted = self._ward.server_state(server, generation, told["base"], snapshot)
         for number in range(told["rounds"], wanted if generation else 0):
             # Gradients that the server has lost will not come again.
             servers.ask(server, Message("round", {"round": number, "of": 0}))

@@ -31,7 +31,7 @@ _RESULT = row(INT, INT, ANY, row(COUNT, COUNT), list_of(_SAID), _USED, NUMBER, l
 
 SCHEMAS: dict[str, Fields] = {
     "join": {"task": TASK, "incarnation": TEXT, "pid": _PID, "host": TEXT},
-    "results": {"results": list_of(_RESULT)},
+    "results": {"results": list_of(_RESULT), "restarts": list_of(row(COUNT, COUNT, COUNT))},
     "failed": {"step": INT, "attempt": INT, "used": _USED, "error": MAP},
     "passed": {"step": INT, "attempt": INT},
     "recalled": {"steps": list_of(INT)},

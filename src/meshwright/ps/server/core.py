@@ -22,7 +22,8 @@ name one; so everything that a server promises can be tested without a process.
     snapshot, restore   path                      all of the state, to or from a file
     stats, stop                                   counts; and the end
 
-Every answer tells the server's ``version``, the count of pushes that it has applied.
+Every answer tells the server's ``version``, the count of pushes that it has applied; and, of a
+server that was started again, its ``generation`` and ``base``, the version it came back with.
 """
 
 from __future__ import annotations
@@ -124,7 +125,11 @@ class ServerCore:
         return kind(self, peer, message)
 
     def _ok(self, head: Mapping[str, Any], *arrays: np.ndarray) -> Message:
-        return Message("ok", {"version": self.state.version, **head}, arrays)
+        state = self.state
+        told = {"version": state.version, **head}
+        if state.generation:  # an answer may come before the greeting of a new connection
+            told |= {"generation": state.generation, "base": state.base}
+        return Message("ok", told, arrays)
 
     # What messages ask for, by kind
 
@@ -134,6 +139,7 @@ class ServerCore:
             {
                 "task": self.task,
                 "generation": state.generation,
+                "base": state.base,
                 "names": state.store.names,
                 "snapshot": state.snapshot_head(),
                 "rounds": state.rounds.applied,
@@ -175,9 +181,9 @@ class ServerCore:
             )
         rows = message.arrays[0]
         self.state.counts.lookups += 1
-        make = bool(message.head.get("make", True))
+        make = bool(message.head.get("make", False))
         values = shard.lookup(rows, make=make)
-        if make:
+        if make or not shard.is_hash:
             self.state.backups.keep_rows(peer, shard, rows, values)
         return self._ok({}, values)
 
@@ -255,6 +261,7 @@ class ServerCore:
             **state.counts.as_dict(),
             "task": self.task,
             "generation": state.generation,
+            "base": state.base,
             "variables": len(state.store.names),
             "variable_bytes": state.store.variable_bytes,
             "slot_bytes": state.store.slot_bytes,

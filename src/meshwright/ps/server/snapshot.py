@@ -143,7 +143,7 @@ def restore(snapshot: Snapshot, generation: int = 0, memory_bytes: int | None = 
         state.groups.put(_group(told))
         if told["compensated"]:
             state.backups.keep_all(told["names"])
-    state.version = head["version"]
+    state.version = state.base = head["version"]
     state.applied = AppliedSteps(head["below"], dict(head["applied"]))
     state.fences = Fences(frozenset(head["fenced"]))
     rounds = head["rounds"]

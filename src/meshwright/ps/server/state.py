@@ -33,6 +33,7 @@ class State:
 
     ``version`` counts the pushes that were applied. ``reshaped``: variables or optimizers were
     made since the last snapshot; ``fenced``: so were fences since they were last written.
+    ``base`` is the version with which this generation of the server began.
     ``save_fault`` says why the last snapshot, or the fences, could not be written.
     """
 
@@ -44,7 +45,7 @@ class State:
         self.applied = AppliedSteps()
         self.fences = Fences()
         self.rounds = Rounds()
-        self.version = 0
+        self.version = self.base = 0
         self.counts = Counts()
         self.backups = Backups()
         self.snapshot = SnapshotInfo()

@@ -165,7 +165,8 @@ class Runner:
         failed, self._failed = self._failed, []
         if any(message.kind == "fenced" for message in failed):
             raise Fenced
-        done = [Message("results", {"results": results}, tuple(arrays))] if results else []
+        head = {"results": results, "restarts": self._servers.restarts()}
+        done = [Message("results", head, tuple(arrays))] if results else []
         return done + failed
 
     def _settled(self) -> list[tuple[_Open, Acknowledged]]:
