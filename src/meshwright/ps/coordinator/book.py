@@ -104,7 +104,7 @@ class Book:
         self.untold.append(Saving(f"ps:{server}", fault, unsaved))
 
     def server_state(self, server: int, generation: int, base: int, snapshot: int) -> None:
-        """A server's restarts, the version that it came back with, and that of its last snapshot."""
+        """A server's restarts, the version it came back with, and that of its last snapshot."""
         self.restarted(server, generation, base)
         self._ledgers[server].snapshot(snapshot, generation)
 
