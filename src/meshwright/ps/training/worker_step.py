@@ -102,7 +102,7 @@ class Engine:
         self._pull(context, edition, step)
         params, moving = self._values()
         looked = step.look(host)
-        rows = self._rows(context, looked, make=True)
+        rows = self._rows(context, looked)
         grads, row_grads, moves, seeds, counts, loss = step.gradients(
             params, moving, self._frozen, self._seeds, rows, looked.positions, leaves
         )
@@ -174,7 +174,10 @@ class Engine:
         params = dict(zip(self._specs.params, self._pulled[:count], strict=True))
         return params, dict(zip(self._specs.moving, self._pulled[count:], strict=True))
 
-    def _rows(self, context: Context, looked: Looked, *, make: bool) -> dict[str, np.ndarray]:
+    def _rows(
+        self, context: Context, looked: Looked, *, make: bool = True
+    ) -> dict[str, np.ndarray]:
+        """The rows of a batch; ``make`` those of keys that a hash table does not have yet."""
         found: dict[str, np.ndarray] = {}
         for name, ids in looked.unique.items():
             rows = context.servers.lookup(self._specs.tables[name], ids, make=make)
