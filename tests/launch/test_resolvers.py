@@ -281,3 +281,10 @@ def test_a_cluster_in_a_variable_that_is_not_set_or_not_right_is_refused():
         EnvironmentResolver({})
     with pytest.raises(ClusterError, match="the cluster is no JSON"):
         EnvironmentResolver({"MESHWRIGHT_CLUSTER": "{"})
+
+
+def test_a_resolver_says_what_to_write_in_a_with_statement():
+    resolver = resolve(tf_config())
+    match = r"with mw\.ParameterServer\(mw\.run_task\(\)\) as"
+    with pytest.raises(ClusterError, match=match), resolver:
+        pass

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from ..errors import ClusterError
 from . import slurm, tf_config
@@ -64,6 +64,16 @@ class SimpleResolver:
     def task(self) -> Task | None:
         """The task of this process, if it was given."""
         return self.own
+
+    def __enter__(self) -> NoReturn:
+        """A resolver only describes a cluster, so there is nothing to leave."""
+        raise ClusterError(
+            f"{type(self).__name__} describes a cluster, and is not a context manager. Write: "
+            "with mw.ParameterServer(mw.run_task()) as strategy: ..."
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never called."""
 
 
 class EnvironmentResolver(SimpleResolver):

@@ -31,7 +31,8 @@ def run_task(environment: Mapping[str, str] | None = None) -> ClusterResolver | 
     In a server or a worker it does that task's work and then ends the process (``SystemExit``),
     so what comes after it in a script is the chief's. In the chief, and in an evaluator, it
     returns the resolver, for ``ParameterServer``; where no variable tells of a cluster, ``None``,
-    which means everything in this process.
+    which means everything in this process. What it returns is not for ``with``: write
+    ``with ParameterServer(run_task()) as strategy``.
 
     >>> print(run_task({"HOME": "/"}))
     None
