@@ -17,7 +17,7 @@ from meshwright.launch import (
     TFConfigResolver,
     resolve,
 )
-from meshwright.launch.resolvers import tells_of_cluster
+from meshwright.launch.resolvers import SimpleResolver, tells_of_cluster
 from meshwright.launch.slurm import expand_nodes, parse_jobs, tasks_per_node
 
 CLUSTER = {"worker": ["w:1", "w:2"], "ps": ["p:1"]}
@@ -284,7 +284,7 @@ def test_a_cluster_in_a_variable_that_is_not_set_or_not_right_is_refused():
 
 
 def test_a_resolver_says_what_to_write_in_a_with_statement():
-    resolver = resolve(tf_config())
+    resolver = SimpleResolver(CLUSTER)
     match = r"with mw\.ParameterServer\(mw\.run_task\(\)\) as"
     with pytest.raises(ClusterError, match=match), resolver:
         pass

@@ -65,6 +65,24 @@ class Variable:
         values = context.servers.lookup(self.spec, rows)
         return context.updates.seen_rows(self.spec, rows, values)
 
+    def __getitem__(self, key: Any) -> np.ndarray:
+        """Part of the value, by NumPy's rules: ``variable[2:5]``, ``variable[rows, 0]``.
+
+        Only the rows that the first index picks travel. Raises ``IndexError`` for a row that is not
+        there, and :class:`~meshwright.errors.ArrayError` for a scalar or a hash table.
+        """
+        if not self.shape or self.spec.is_hash:
+            kind = "a hash table: use lookup(keys)" if self.spec.is_hash else "a scalar: use read()"
+            raise ArrayError(f"variable {self.name!r} cannot be sliced: it is {kind}.")
+        first, *rest = key if isinstance(key, tuple) and key else (key,)
+        if first is None or first is Ellipsis or not all(map(_is_basic, rest)):
+            return self.read()[key]
+        rows = np.asarray(np.arange(self.shape[0])[first])
+        values = self.lookup(rows.reshape(-1)).reshape(*rows.shape, *self.shape[1:])
+        return values[(*[slice(None)] * rows.ndim, *rest)]
+
+    __iter__ = None  # each row would be a message of its own: loop over read()
+
     def assign(self, value: Any) -> None:
         """Set the whole value."""
         self._change("assign", self._whole(value))
@@ -139,3 +157,8 @@ class Variable:
                 f"and values of shape {array.shape}."
             )
         return rows.astype(np.int64), array
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether NumPy takes an index dim by dim, and does not pair it with that of another dim."""
+    return index is Ellipsis or index is None or isinstance(index, int | np.integer | slice)

@@ -262,6 +262,42 @@ def test_a_partitioner_cuts_and_nobody_sees_it():
         np.testing.assert_array_equal(w.read(), np.arange(14.0).reshape(7, 2) + 1)
 
 
+KEYS = [
+    np.s_[2:5], np.s_[-1], np.s_[::-2], np.s_[[6, 0, 6]], np.s_[1:4, 1], np.s_[3, ::-1],
+    np.s_[..., 0], np.s_[np.arange(7) % 2 == 0], np.s_[[0, 2], [1, 0]], np.s_[[[1], [5]]],
+    np.s_[5:2], np.s_[()], np.s_[2:4, None, ..., 1],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_variable_is_sliced_as_an_array_and_only_those_rows_travel(key):
+    value = np.arange(14.0, dtype="float32").reshape(7, 2)
+    with ParameterServer(partitioner=FixedShardsPartitioner(3)) as strategy:
+        w = strategy.variable(value)
+        before = strategy.parameter_bytes
+        got = w[key]
+        np.testing.assert_array_equal(got, value[key])
+        assert got.shape == value[key].shape
+        if isinstance(key, slice):
+            assert strategy.parameter_bytes - before <= len(got) * (value[0].nbytes + 8)
+
+
+def test_what_cannot_be_sliced_says_so(strategy, coordinator):
+    w = strategy.variable(np.arange(6.0).reshape(3, 2))
+    with pytest.raises(IndexError, match="out of bounds"):
+        w[3]
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(w)
+    with pytest.raises(ArrayError, match=r"is a scalar: use read\(\)"):
+        strategy.variable(1.0)[0]
+
+    def step():
+        w.rows_add([1], np.ones((1, 2)))
+        return w[1:]
+
+    np.testing.assert_array_equal(coordinator.schedule(step).fetch(WAIT_S), [[3, 4], [4, 5]])
+
+
 def test_statistics_and_no_parameter_bytes_through_here(strategy, coordinator):
     w = strategy.variable(np.zeros(1000, "float32"))
 
