@@ -24,7 +24,7 @@ from .coordinator.dispatcher import Dispatcher
 from .coordinator.guardian import Guardian
 from .coordinator.links import LocalLinks, SocketLinks
 from .coordinator.queue import StepQueue
-from .coordinator.saving import check_fits, restore_here, save_here
+from .coordinator.saving import check_fits, names_in, restore_here, save_here
 from .coordinator.terms import Terms
 from .initial import initial
 from .partitioners import Partitioner, num_shards
@@ -95,6 +95,7 @@ class ParameterServer:
         self._loads_bytes = [0] * self.num_servers
         self._num_placed = 0
         self._made: dict[str, tuple[VariableSpec, Mapping[str, Any], np.ndarray | None]] = {}
+        self._awaited: tuple[str | Path, frozenset[str]] | None = None  # to be restored when made
         self._optimizers: dict[str, Message] = {}
         self._noted_optimizers: list[Sequence[Any]] = []  # config, names, options
         self._cores = [ServerCore()] if self._spec is None else []
@@ -128,6 +129,7 @@ class ParameterServer:
         variable = Variable(spec, self)
         if not made and is_unnamed and array is not None:
             variable.assign(array)  # one of an earlier coordinator's, of which nobody thinks here
+        self._restore_awaited()
         return variable
 
     def create(
@@ -218,9 +220,30 @@ class ParameterServer:
         be another. Raises :class:`~meshwright.errors.CheckpointError` that lists all that does
         not fit, before anything is changed.
         """
+        return self._restore(directory, {name: made[0] for name, made in self._made.items()})
+
+    def restore_later(self, directory: str | Path) -> int:
+        """Restore the newest checkpoint as soon as all of its variables have been made.
+
+        For programs that make variables step by step: the call to :meth:`variable` that makes the
+        last one restores them all. Variables that are not in the checkpoint are left alone. Returns
+        the checkpoint's step. Raises :class:`~meshwright.errors.CheckpointError`, here where there
+        is no checkpoint, and in that call for variables that do not fit it.
+        """
+        step, names = names_in(directory)
+        self._awaited = (directory, names)
+        self._restore_awaited()
+        return step
+
+    def _restore_awaited(self) -> None:
+        if self._awaited is None or not self._awaited[1] <= self._made.keys():
+            return
+        (directory, names), self._awaited = self._awaited, None
+        self._restore(directory, {name: self._made[name][0] for name in names})
+
+    def _restore(self, directory: str | Path, specs: Mapping[str, VariableSpec]) -> int:
         coordinator = self._coordinator()
         coordinator.join()
-        specs = {name: spec for name, (spec, _, _) in self._made.items()}
         for optimizer in check_fits(directory, specs):
             self._noted(optimizer)
         args = (str(directory), list(specs.values()))

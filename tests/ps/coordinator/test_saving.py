@@ -62,6 +62,31 @@ def test_it_goes_on_as_if_nothing_had_happened(tmp_path: Path):
         np.testing.assert_allclose(w.read(), one_process(10), rtol=1e-5)
 
 
+def test_variables_that_are_made_after_the_restore_get_their_values(tmp_path: Path):
+    with ParameterServer() as strategy:
+        w = strategy.variable("zeros", shape=SHAPE, name="w")
+        strategy.variable(np.int64(3), name="count")
+        grow(strategy, ClusterCoordinator(strategy), w, 5)
+        strategy.save(tmp_path, step=5)
+    with ParameterServer(partitioner=FixedShardsPartitioner(3)) as strategy:
+        assert strategy.restore_later(tmp_path) == 5
+        w = strategy.variable("ones", shape=SHAPE, name="w")
+        strategy.variable(1.0, name="another")
+        assert w.read().sum() == 14  # not yet: the count is missing
+        count = strategy.variable(np.int64(0), name="count")
+        assert count.read() == 3
+        grow(strategy, ClusterCoordinator(strategy), w, 5)  # the slots came as well
+        np.testing.assert_allclose(w.read(), one_process(10), rtol=1e-5)
+    with ParameterServer() as strategy:
+        strategy.restore_later(tmp_path)
+        strategy.variable("ones", shape=(3,), name="w")
+        with pytest.raises(CheckpointError, match=r"w is float32\[7, 2\] in the checkpoint, and"):
+            strategy.variable(np.int64(0), name="count")
+        assert strategy.variable(np.int64(0), name="count").read() == 0
+    with ParameterServer() as strategy, pytest.raises(CheckpointError):
+        strategy.restore_later(tmp_path / "nowhere")
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused_with_all_that_differs(tmp_path: Path):
     with ParameterServer() as strategy:
         strategy.variable("zeros", shape=(2,), name="a")

@@ -86,6 +86,14 @@ def restore_here(directory: str, specs: Sequence[VariableSpec]) -> int:
     return info.step
 
 
+def names_in(directory: str | Path) -> tuple[int, frozenset[str]]:
+    """The step of the newest checkpoint, and the names of its variables; reads no array."""
+    from ...checkpoint import read_checkpoint
+
+    info = read_checkpoint(directory)
+    return info.step, frozenset(each.path for each in info.arrays if each.part == "params")
+
+
 def check_fits(directory: str | Path, specs: Mapping[str, VariableSpec]) -> list[Optimizer]:
     """The optimizers of a checkpoint that fits these variables; reads no array.
 
