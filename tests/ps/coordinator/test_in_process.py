@@ -298,6 +298,35 @@ def test_what_cannot_be_sliced_says_so(strategy, coordinator):
     np.testing.assert_array_equal(coordinator.schedule(step).fetch(WAIT_S), [[3, 4], [4, 5]])
 
 
+def test_each_worker_has_a_value_of_its_own(coordinator):
+    def make():
+        return {"made": time.monotonic(), "count": 0}
+
+    own = coordinator.create_per_worker_values(make)
+
+    def step(mine):
+        assert mine is own  # closed over or given: the same one
+        mine["count"] += 1
+        return mine["made"], mine["count"]
+
+    values = coordinator.fetch([coordinator.schedule(step, args=(own,)) for _ in range(4)])
+    assert [count for _, count in values] == [1, 2, 3, 4]
+    assert len({made for made, _ in values}) == 1
+    another = coordinator.create_per_worker_values(make)
+    assert coordinator.schedule(lambda: another["count"]).fetch(WAIT_S) == 0
+    with pytest.raises(TaskError, match="is on the workers"):
+        next(own)
+    with pytest.raises(ShippingError, match="not callable"):
+        coordinator.create_per_worker_values(5)
+
+    def broken():
+        raise KeyError("no model")
+
+    coordinator.schedule(step, args=(coordinator.create_per_worker_values(broken),))
+    with pytest.raises(KeyError, match="no model"):
+        coordinator.join(WAIT_S)
+
+
 def test_statistics_and_no_parameter_bytes_through_here(strategy, coordinator):
     w = strategy.variable(np.zeros(1000, "float32"))
 

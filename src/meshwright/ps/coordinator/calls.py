@@ -13,7 +13,7 @@ from ...errors import ShippingError
 from ..worker.iterators import worker_iterator
 from .data import Source
 from .shipping import Packed, is_iterator, key_of, name_of, pack
-from .values import PerWorkerDataset, PerWorkerValues, RemoteValue
+from .values import OWN, PerWorkerDataset, PerWorkerValues, RemoteValue
 
 _MOST_FUNCTIONS = 1024  # of which the bytes are kept here
 
@@ -118,6 +118,15 @@ class Packer:
         self.sources[key] = Source(dataset.sharding, num_workers=num_workers)
         self.datasets[key] = (made, dataset.sharding)
         values = PerWorkerValues(key, dataset.sharding)
+        weakref.finalize(values, self.dropped.append, key)
+        return values
+
+    def own(self, make: Callable[[], Any]) -> PerWorkerValues:
+        """A value that each worker makes when it first needs it."""
+        made = self.function(make)
+        key = f"value {next(self._numbers)} made by {made.name}"
+        self.sources[key], self.datasets[key] = Source(OWN), (made, OWN)
+        values = PerWorkerValues(key, OWN)
         weakref.finalize(values, self.dropped.append, key)
         return values
 

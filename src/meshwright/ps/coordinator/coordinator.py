@@ -169,6 +169,18 @@ class ClusterCoordinator:
         make = dataset_fn if callable(dataset_fn) else _Made(dataset_fn)
         return PerWorkerDataset(make, sharding, self._begin)
 
+    def create_per_worker_values(self, make: Callable[[], Any]) -> PerWorkerValues:
+        """A value of each worker's own: ``make()`` is called there when it is first used.
+
+        A scheduled function that gets it as an argument, or closes over it, finds its worker's.
+        What a function changes in it stays there for later functions, for as long as the worker
+        lives: unlike variables it is neither shared nor restored. Use it for models, caches and
+        counters. Raises :class:`~meshwright.errors.ShippingError` for what cannot be called, or
+        sent.
+        """
+        with self._changed:
+            return self._packer.own(make)
+
     # What is going on
 
     @property

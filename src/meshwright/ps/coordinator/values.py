@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from ...errors import CancelledError, ShippingError, TaskError, UnreachableError
 
+OWN = "own"  # in the place of a sharding: a value of each worker's own, and no elements
 LOOK_S = 0.5  # how often a wait asks whether there is still somebody to wait for
 
 
@@ -90,9 +91,9 @@ class RemoteValue:
 
 @dataclass(frozen=True, eq=False)
 class PerWorkerValues:
-    """One value on each worker: here, an iterator over a dataset that each worker makes.
+    """One value on each worker, such as an iterator over a dataset that each worker makes.
 
-    Pass it to ``schedule``: a function gets its own worker's.
+    Pass it to ``schedule``, or use it in a scheduled function: it gets its own worker's.
     """
 
     key: str
@@ -102,6 +103,8 @@ class PerWorkerValues:
         return self
 
     def __next__(self) -> NoReturn:
+        if self.sharding == OWN:
+            raise TaskError(f"{self.key} is on the workers: use it in a scheduled function.")
         raise TaskError(
             f"the elements of {self.key} are on the workers: call next() in a scheduled function "
             "that gets this iterator as an argument."

@@ -15,6 +15,7 @@ from typing import Any
 from ...errors import FencedError, TaskError
 from ..client import Servers
 from ..coordinator.shipping import unpack
+from ..coordinator.values import OWN
 from ..placing import VariableSpec
 from ..pushing import Acknowledged, Pending, Stamp
 from ..wire.failures import failure
@@ -76,7 +77,7 @@ class Runner:
     """
 
     def __init__(self, servers: Servers, task: str, index: int, more: AskMore) -> None:
-        self.context = Context(servers, task, index, iterator=self._iterator)
+        self.context = Context(servers, task, index, iterator=self._for_function)
         self.context.push_now = self._push_now
         self.doing = Doing("waits for work", None, time.monotonic())
         self._servers = servers
@@ -86,6 +87,7 @@ class Runner:
         self._datasets: dict[str, tuple[str, str]] = {}
         self._iterators: dict[str, Elements] = {}
         self._given: dict[str, dict[int, list[Any]]] = {}  # iterator -> step -> bound anew
+        self._own: dict[str, Any] = {}  # values of this worker's own
         self._ran: dict[str, list[list[int]]] = {}  # iterator -> steps not reported, what they took
         self._open: list[_Open] = []
         self._failed: list[Message] = []
@@ -115,6 +117,7 @@ class Runner:
             self._datasets.pop(iterator, None)
             self._iterators.pop(iterator, None)
             self._given.pop(iterator, None)
+            self._own.pop(iterator, None)
         return message.kind in ("function", "iterator", "forget")
 
     def _forget(self, functions: Iterable[str]) -> None:
@@ -254,6 +257,15 @@ class Runner:
             packed, buffers = self._packed[key]
             self._functions[key] = unpack(packed, buffers)
         return self._functions[key]
+
+    def _for_function(self, key: str) -> Any:
+        """What a function finds in the place of :class:`~.coordinator.values.PerWorkerValues`."""
+        function, sharding = self._datasets.get(key, ("", ""))
+        if sharding != OWN:
+            return self._iterator(key)
+        if key not in self._own:
+            self._own[key] = self._function(function)()
+        return self._own[key]
 
     def _iterator(self, key: str) -> Elements:
         if key not in self._iterators:
