@@ -301,6 +301,9 @@ def test_a_core_answers_through_a_channel() -> None:
         channel.ask(Message("read", {"names": ["v"]}))
 
 
+HARMLESS = ("hello", "norms", "stats", "stop")  # they have no fields of their own
+
+
 def wrong_values(kind: str) -> list[tuple[str, object]]:
     return [(field, value) for field in SCHEMAS[kind] for value in (None, -1, 2.5, "x", [[3]], {})]
 
@@ -312,7 +315,7 @@ def test_no_malformed_message_ends_a_server_or_changes_what_it_holds(kind: str, 
     whole = dict.fromkeys(SCHEMAS[kind])
     heads = [{}, *({**whole, name: value} for name, value in wrong_values(kind))]
     heads += [{name: value} for name, value in wrong_values(kind)]
-    for head in heads if SCHEMAS[kind] else ():
+    for head in heads if kind not in HARMLESS else ():
         for arrays in ((), (np.ones(2),)):
             server.core.handle("worker:0", Message(kind, head, arrays))
     for name in ("id", "incarnation"):

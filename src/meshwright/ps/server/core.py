@@ -42,7 +42,7 @@ from .groups import answer_of
 from .loading import load
 from .pieces import piece_of, put_piece
 from .pushes import push
-from .schemas import COMMON, SCHEMAS
+from .schemas import SCHEMAS
 from .shards import HashShard
 from .snapshot import read, restore, snapshot_of, write
 from .state import State
@@ -118,7 +118,6 @@ class ServerCore:
                 f"{', '.join(sorted(_KINDS))}.",
                 self.task,
             )
-        check(message, COMMON, self.task)
         check(message, SCHEMAS[message.kind], self.task)
         if message.kind != "fence":
             self.state.fences.check(message.head.get("incarnation"), self.task)

@@ -30,7 +30,7 @@ _INIT = record(
 _UPDATE = row(TEXT, TEXT, COUNT, optional(MAP))
 _CONFIG = record(class_name=TEXT, config=optional(MAP))
 
-SCHEMAS: dict[str, Fields] = {
+_FIELDS: dict[str, Fields] = {
     "hello": {},
     "create": {"name": TEXT, "shape": list_of(COUNT), "dtype": TEXT, "init": _INIT},
     "read": {"names": _NAMES, "round": optional(INT), "at_least": optional(ANY)},
@@ -73,7 +73,8 @@ SCHEMAS: dict[str, Fields] = {
     "stop": {},
 }
 # Of every message, whatever it asks for.
-COMMON: Fields = {"id": optional(INT), "incarnation": optional(TEXT)}
+_COMMON: Fields = {"id": optional(INT), "incarnation": optional(TEXT)}
+SCHEMAS = {kind: {**_COMMON, **fields} for kind, fields in _FIELDS.items()}
 
 # These decide who may work, which files are written, and whether the server runs at all.
 RESERVED = frozenset({"fence", "snapshot", "restore", "stop"})
