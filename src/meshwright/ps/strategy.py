@@ -374,7 +374,8 @@ class ParameterServer:
         if self._launcher is None:
             return False
         try:
-            os.kill(pid, 0)
+            with contextlib.suppress(PermissionError):  # it is there, and another user's
+                os.kill(pid, 0)
             return self._launcher.pid(task) != pid
         except (ProcessLookupError, ClusterError):  # it ended, or was removed
             return True

@@ -14,6 +14,7 @@ from meshwright.ps.coordinator.dispatcher import Dispatcher
 from meshwright.ps.coordinator.schemas import BEAT, SCHEMAS
 from meshwright.ps.coordinator.terms import Terms
 from meshwright.ps.coordinator.values import RemoteValue
+from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.wire.message import Message
 
 WRONG = (None, -1, 1 << 62, 2.5, float("nan"), "zz", "worker:0", True, [], [[3]], {}, {"x": [1]})
@@ -176,3 +177,18 @@ def test_no_malformed_beat_of_a_server_ends_the_coordinator() -> None:
     dispatcher.stop(False)
     assert set(BEAT) == set(whole)
     assert issubclass(MeshwrightWarning, UserWarning)
+
+
+def test_a_worker_that_names_the_process_of_another_user_is_gone(monkeypatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    class Launcher:
+        def pid(self, task: str) -> int:
+            return 5
+
+    with ParameterServer() as strategy:
+        monkeypatch.setattr(strategy, "_launcher", Launcher())
+        monkeypatch.setattr("os.kill", refuse)
+        assert strategy._gone("worker:0", 1)
+        assert not strategy._gone("worker:0", 5)
