@@ -243,3 +243,62 @@ def test_tensorboard_writes_the_same_curves(tmp_path: Path) -> None:
     assert curves[0].keys() == curves[1].keys()
     for tag, values in curves[1].items():
         np.testing.assert_allclose(curves[0][tag], values, rtol=5e-6, err_msg=tag)
+
+
+class PerClass(keras.metrics.Metric):
+    """Counts the rows of each class: one number per class, and whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__(name="per_class")
+        self.rows = self.add_weight(shape=(4,), dtype="int32", initializer="zeros", name="rows")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.rows.assign_add(keras.ops.sum(keras.ops.cast(y_true, "int32"), axis=0))
+
+    def result(self) -> Any:
+        return keras.ops.cast(self.rows, "int32")
+
+
+def build_per_class() -> keras.Model:
+    model = keras.Sequential([keras.Input([12]), keras.layers.Dense(4, name="hidden")])
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=[keras.metrics.F1Score(), PerClass()])
+    return model
+
+
+def test_metrics_that_are_no_scalars_are_the_arrays_of_one_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In history, validation, evaluation, CSV files, the line of progress and a resumed run."""
+    one_hot = np.eye(4, dtype="float32")[Y]
+    alone = build_per_class()
+    strategy = STRATEGIES["batch=4, model=2"]()
+    with strategy.scope():
+        sharded = build_per_class()
+    sharded.set_weights(alone.get_weights())
+    how: Any = {"batch_size": 16, "shuffle": False, "validation_data": (X[:40], one_hot[:40])}
+
+    def noting(name: str) -> list[Any]:
+        stopping = callbacks.EarlyStopping("loss", patience=3)
+        return [stopping, callbacks.CSVLogger(tmp_path / name, append=True)]
+
+    plain = alone.fit(X, one_hot, epochs=3, callbacks=noting("plain"), verbose=0, **how)
+    saved: Any = {"checkpoint": tmp_path / "saved", **how}
+    strategy.fit(sharded, X, one_hot, epochs=1, callbacks=noting("ours"), verbose=0, **saved)
+    capsys.readouterr()
+    ours = strategy.fit(sharded, X, one_hot, epochs=3, callbacks=noting("ours"), **saved)
+    assert "(mean of 4)" in capsys.readouterr().out
+    assert set(ours.history) == set(plain.history)
+    for name, values in plain.history.items():
+        for value, wanted in zip(ours.history[name], values, strict=True):
+            assert np.asarray(value).dtype == np.asarray(wanted).dtype, name
+            np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    files = [(tmp_path / name).read_text().splitlines() for name in ("plain", "ours")]
+    rows = [list(csv.reader(lines)) for lines in files]
+    assert [len(row) for row in rows[0]] == [len(row) for row in rows[1]]
+
+    for of, on in ((alone.evaluate, ()), (strategy.evaluate, (sharded,))):
+        loss, f1, per_class = of(*on, X[:40], one_hot[:40], batch_size=16, verbose=0)
+        assert isinstance(loss, float)
+        assert f1.shape == per_class.shape == (4,)
+        np.testing.assert_array_equal(per_class, one_hot[:40].sum(axis=0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from training_models import apart, data, dense
+from training_models import RowsOfClasses, apart, data, dense
 
 import meshwright as mw
 from meshwright.ps.strategy import ParameterServer
@@ -145,22 +145,29 @@ def test_callbacks_see_and_change_weights_and_learning_rate():
 
 def test_a_run_goes_on_from_its_checkpoint_and_an_evaluator_follows_it(tmp_path):
     x, y = data()
-    whole = dense(keras.optimizers.Adam(0.01))
+
+    def build(optimizer):
+        return dense(optimizer, metrics=("accuracy", RowsOfClasses()))
+
+    whole = build(keras.optimizers.Adam(0.01))
     with ParameterServer() as strategy:
         expected = fit(strategy, whole, x, y, epochs=3, **HOW).history
-        halves, how = dense(keras.optimizers.Adam(0.01)), {"checkpoint": tmp_path, **HOW}
+        halves, how = build(keras.optimizers.Adam(0.01)), {"checkpoint": tmp_path, **HOW}
         fit(strategy, halves, x, y, epochs=1, save_every=2, **how)
     again = dense("sgd")
-    again.compile(keras.optimizers.Adam(0.01), whole.loss, metrics=["accuracy"])
+    again.compile(keras.optimizers.Adam(0.01), whole.loss, metrics=["accuracy", RowsOfClasses()])
     with ParameterServer() as strategy:  # another coordinator, which knows nothing
         found = fit(strategy, again, x, y, epochs=3, **how).history
     assert apart(whole, again) < 1e-6
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    beside = dense("sgd")
+    assert [list(rows) for rows in found["rows"]] == [list(rows) for rows in expected["rows"]]
+    beside = build("sgd")
     (last,) = SidecarEvaluator(beside, (x, y), tmp_path, timeout_s=5).start()
     assert (last.step, last.ended) == (9, True)
     assert apart(whole, beside) < 1e-6
-    assert last.logs == pytest.approx(whole.evaluate(x, y, verbose=0, return_dict=True), rel=1e-5)
+    wanted = whole.evaluate(x, y, verbose=0, return_dict=True)
+    assert list(last.logs["rows"]) == list(wanted.pop("rows")) == list(np.bincount(y))
+    assert last.logs | {"rows": 0} == pytest.approx(wanted | {"rows": 0}, rel=1e-5)
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from .batches import abstract
 from .compiled import Functions, functions_of
 from .epochs import Epochs, chunk_size, is_due
 from .finite import FiniteGuard, NanGuard, check_nan_guard
+from .logs import on_host
 from .program import KerasVariables, read_state, take_state, write_state
 from .progress import Progress
 from .saving import Resume, Saver, saver_for
@@ -169,7 +170,7 @@ def evaluate(
     if logs is None:
         raise BatchError("there is nothing to evaluate: the data holds no batch.")
     write_state(variables, state)
-    result = _as_floats(logs)
+    result = on_host(logs)
     callbacks.on_test_end(result)
     return result if return_dict else _compat.in_metric_order(model, result)
 
@@ -284,11 +285,11 @@ class _Training:
         self.settle()
         if logs is None:
             raise BatchError("there is nothing to train on: the data holds no batch.")
-        floats = _as_floats(logs)
-        self._guard.end(floats)
+        on_the_host = on_host(logs)
+        self._guard.end(on_the_host)
         if self.progress:
             self.progress.trained()
-        return floats
+        return on_the_host
 
     def _newest(self) -> TrainState:
         """The state after the last step, or as a callback has changed it."""
@@ -414,12 +415,6 @@ def _alike(steps: list[Any]) -> bool:
 def _shown(verbose: str | int) -> str | int:
     """One process of many shows the progress."""
     return verbose if jax.process_index() == 0 else 0
-
-
-def _as_floats(logs: Any) -> Logs:
-    return {
-        name: jax.tree.map(lambda value: float(np.asarray(value)), v) for name, v in logs.items()
-    }
 
 
 def check_compiled(model: keras.Model) -> None:

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ...program import Logs
+from .logs import flat, on_host, texts
 
 _SECONDS_BETWEEN = 0.1
 _SECONDS_OF_RATE = 5.0  # steps/s is that of the last seconds, not of a start with compilation
@@ -43,7 +42,7 @@ class Progress:
         self._drawn_at = -math.inf
         self._epoch, self._done, self._began, self._seconds = 0, 0, 0.0, 0.0
         self._newest: list[Logs] = []
-        self._shown: dict[str, float] = {}
+        self._shown: Logs = {}
         self._marks: list[tuple[float, int]] = []  # when so many steps of the epoch were done
 
     def begin_epoch(self, epoch: int) -> None:
@@ -77,7 +76,7 @@ class Progress:
         """The epoch has ended with these logs, on the host."""
         self._steps = self._done
         seconds = self._seconds
-        self._shown = {n: v for n, v in logs.items() if isinstance(v, float)}
+        self._shown = dict(logs)
         rate = self._done / seconds if seconds else None
         start = "\r" if self._live else ""
         _draw(start, self._line(rate, clock(seconds)), "\x1b[K\n" if self._live else "\n")
@@ -85,9 +84,8 @@ class Progress:
     def _take_ready(self) -> None:
         """The newest logs that are there; older ones are forgotten."""
         for at in range(len(self._newest) - 1, -1, -1):
-            if all(_is_ready(value) for value in self._newest[at].values()):
-                found = self._newest[at].items()
-                self._shown = {n: float(np.asarray(v)) for n, v in found if np.ndim(v) == 0}
+            if all(map(_is_ready, flat(self._newest[at]).values())):
+                self._shown = on_host(self._newest[at])
                 self._newest = self._newest[at + 1 :]
                 return
 
@@ -114,8 +112,7 @@ class Progress:
             still = (self._steps - self._done) / rate
             whole = still + (self._epochs - self._epoch - 1) * self._steps / rate
             parts.append(f"{clock(still)} left" + (f", {clock(whole)} in all" * (whole > still)))
-        in_order = sorted(self._shown.items(), key=lambda item: item[0] != "loss")
-        parts += [f"{name} {value:.4g}" for name, value in in_order]
+        parts += texts(dict(sorted(self._shown.items(), key=lambda item: item[0] != "loss")))
         if rate:
             parts.append(f"{rate:.3g} steps/s")
             if self._flops:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import keras
 import numpy as np
 
@@ -29,6 +28,7 @@ from ...errors import CheckpointError, MeshwrightWarning, Preempted
 from ...program import Logs, TrainState
 from ...train.stopping import Stopping
 from .lasting import LastingNames
+from .logs import as_json, history_from_json
 from .program import KerasVariables, read_state, write_state
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Saver:
         history = _history(callbacks)
         if history is not None:
             history.epoch = list(self._start.notes["history"]["epoch"])
-            history.history = {k: list(v) for k, v in self._start.notes["history"]["logs"].items()}
+            history.history = history_from_json(self._start.notes["history"]["logs"])
 
     def begin_epoch(self, epoch: int, data: Epochs) -> tuple[int, Logs | None]:
         """How many of the epoch's batches were trained on before, and the logs of the last one.
@@ -229,7 +229,7 @@ class Saver:
             self._position,
             layout=repr(self._strategy),
             notes=notes,
-            late_notes=lambda: {"logs": _plain(logs)},
+            late_notes=lambda: {"logs": as_json(logs)},
         )
 
     @property
@@ -259,11 +259,6 @@ def _warn_of_other_batches(start: CheckpointInfo, num_batches: int | None) -> No
         )
 
 
-def _plain(logs: Any) -> Any:
-    """Logs as JSON values; waits for the devices."""
-    return jax.tree.map(lambda value: np.asarray(value).tolist(), dict(logs))
-
-
 def _history(callbacks: Any) -> Any:
     found = [each for each in callbacks.callbacks if isinstance(each, keras.callbacks.History)]
     return found[0] if found else None
@@ -273,7 +268,7 @@ def _history_notes(callbacks: Any) -> dict[str, Any]:
     history = _history(callbacks)
     if history is None:
         return {"epoch": [], "logs": {}}
-    return {"epoch": list(history.epoch), "logs": _plain(history.history)}
+    return {"epoch": list(history.epoch), "logs": as_json(history.history)}
 
 
 # What callbacks have counted: their numbers, words and flags, as far as training changed them. What

@@ -17,6 +17,7 @@ from ...checkpoint.record import newest
 from ...errors import MeshwrightWarning, UnreachableError
 from ...frontends.keras.fitting import check_compiled
 from ...frontends.keras.lasting import LastingNames
+from ...frontends.keras.logs import on_host
 from ...frontends.keras.program import KerasVariables, read_state, write_state
 from ...program import Logs, TrainState
 from .data import InputContext, first_element
@@ -89,8 +90,7 @@ class SidecarEvaluator:
             x, y, sample_weight=weights, batch_size=size, steps=self._steps, verbose=0,
             return_dict=True,
         )  # fmt: skip
-        logs = {name: float(value) for name, value in logs.items()}
-        return Evaluation(info.step, logs, bool(info.notes.get("ended")))
+        return Evaluation(info.step, on_host(logs), bool(info.notes.get("ended")))
 
     def _next(self, after: int) -> CheckpointInfo:
         """The newest checkpoint, once there is one after this step."""

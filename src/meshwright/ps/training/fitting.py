@@ -18,6 +18,7 @@ from ...checkpoint import Position
 from ...checkpoint.asked import Resume
 from ...errors import BatchError, DataError, ExhaustedError
 from ...frontends.keras.fitting import check_compiled
+from ...frontends.keras.logs import as_json, history_from_json
 from ...program import Logs
 from ..consistency import Async
 from ..coordinator.coordinator import ClusterCoordinator
@@ -304,7 +305,7 @@ class _Run:
         self._served.take(slots)
 
     def _save(self, position: Position, ended: bool = False) -> None:
-        history = {"epoch": self._history.epoch, "logs": self._history.history}
+        history = {"epoch": self._history.epoch, "logs": as_json(self._history.history)}
         # An epoch that is saved in its midst goes on with what its metrics have counted.
         counts = {"counts": self._served.counts().tolist()} if position.batches else {}
         tables = self._saver.save_tables(self._coordinator, self._served.tables_away)
@@ -326,7 +327,7 @@ class _Run:
         before = self._saver.history()
         if before:
             self._history.epoch = list(before["epoch"])
-            self._history.history = {name: list(v) for name, v in before["logs"].items()}
+            self._history.history = history_from_json(before["logs"])
 
     @property
     def _steps(self) -> int:

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from ...errors import ModelError
+from ...frontends.keras.logs import on_host
 from ...frontends.keras.program import KerasVariables
 from ...program import Logs
 from .gradients import Parts
@@ -89,9 +90,4 @@ def logs_of(
         variable.assign(np.asarray(variable.value) + counted)
         at += size
     results: Any = model.get_metrics_result()
-    return {name: _float(value) for name, value in results.items()}
-
-
-def _float(value: Any) -> Any:
-    array = np.asarray(value)
-    return float(array) if array.ndim == 0 else array.tolist()
+    return on_host(results)

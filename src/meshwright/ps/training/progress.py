@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...frontends.keras.logs import texts
 from ...frontends.keras.progress import clock
 from ...program import Logs
 
@@ -73,7 +74,7 @@ def line(
     parts.append(f"{done}/{steps}")
     if logs is not None:
         parts.append(clock(seconds))
-        parts += [f"{name} {value:.4g}" for name, value in logs.items() if isinstance(value, float)]
+        parts += texts(logs)
     parts.append(f"{(last.done - first.done) / seconds:.3g} steps/s")
     rates = [
         f"{(count - first.by_worker.get(name, (0, None))[0]) / seconds:.3g}"
