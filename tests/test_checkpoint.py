@@ -342,3 +342,40 @@ def test_orbax_alone_reads_the_parameters(tmp_path: Path) -> None:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as plain:
         tree = plain.restore(tmp_path / "step_1")
     np.testing.assert_array_equal(tree["params/hidden/kernel"], np.arange(4.0))
+
+
+MISSING = {
+    "Sharded.fit": lambda path: sharded().fit(lone_layer(), *ROWS, checkpoint=path),
+    "Sharded.save": lambda path: sharded().save(lone_layer(), path),
+    "Sharded.restore": lambda path: sharded().restore(lone_layer(), path),
+    "ParameterServer.fit": lambda path: served(lone_layer(), *ROWS, checkpoint=path),
+    "Checkpoints": mw.Checkpoints,
+}
+ROWS = np.ones([8, 4], "float32"), np.ones([8, 2], "float32")
+
+
+def lone_layer() -> Any:
+    import keras
+
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def sharded() -> mw.Sharded:
+    return mw.DataParallel(mw.create_mesh({"batch": 8}))
+
+
+def served(*args: Any, **options: Any) -> None:
+    with mw.ParameterServer() as strategy:
+        strategy.fit(*args, verbose=0, **options)
+
+
+@pytest.mark.parametrize("call", MISSING)
+def test_a_missing_orbax_is_said_before_any_work(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(mw.CheckpointError, match=r'pip install "meshwright\[checkpoint\]"'):
+        MISSING[call](tmp_path)
+    assert not list(tmp_path.iterdir())

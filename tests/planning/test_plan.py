@@ -316,8 +316,11 @@ def test_what_is_no_model_and_no_batch(model, batch, error, said):
 
 def test_or_tools_missing_names_the_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ortools.sat.python", None)
-    with pytest.raises(PlanError, match=r"pip install 'meshwright\[plan\]'"):
+    missing = r'pip install "meshwright\[plan\]"'
+    with pytest.raises(PlanError, match=missing):
         solve.solver_module()
+    with pytest.raises(PlanError, match=missing):  # before anything is traced, or even looked at
+        mw.plan(None, None, target="h100:8")
 
 
 # Verified by dry runs

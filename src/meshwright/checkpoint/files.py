@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..extras import require
 from .packing import PACKED, pack, packed_bytes, unpack
 from .record import KEY, CheckpointInfo, to_record
 
@@ -81,17 +82,18 @@ def _laid_out(value: Any, like: Any) -> Any:
     return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
 
+def require_orbax() -> None:
+    """Raise :class:`CheckpointError` if Orbax is not installed; it is slow, and not imported."""
+    what = "checkpoints are written and read by Orbax"
+    require("orbax.checkpoint", CheckpointError, what, "checkpoint")
+
+
 def make_checkpointer() -> Any:
     """What reads and writes; raises :class:`CheckpointError` if Orbax is not installed."""
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError:
-        raise CheckpointError(
-            "checkpoints are written by Orbax, which is not installed: "
-            "pip install 'meshwright[checkpoint]'."
-        ) from None
+    require_orbax()
     import jax
     import numpy as np
+    import orbax.checkpoint as ocp
 
     count = jax.process_count()
     # Named processes wait for each other over the network and not on the devices, where the

@@ -53,6 +53,7 @@ class Checkpoints:
     def __init__(self, directory: str | Path, keep: int | None = 3) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep!r}: at least the newest checkpoint has to be kept.")
+        files.require_orbax()  # now, and not at the first save after hours of training
         self.directory = Path(directory)
         self.keep = keep
         self._thread: ThreadPoolExecutor | None = None
@@ -156,7 +157,6 @@ class Checkpoints:
 
     def _new_path(self, step: int) -> Path:
         if self._names is None:
-            _ = self._files  # says so at once if Orbax is missing
             if _is_first_process():
                 _tidy(self.directory)
             self._names = {info.directory.name for info in list_checkpoints(self.directory)}

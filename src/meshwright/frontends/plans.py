@@ -17,6 +17,7 @@ from ..planning.infer import graph_of_step
 from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import plan_step
 from ..planning.search.search import Objective
+from ..planning.search.solve import require_solver
 from ..planning.search.verified import NoReport, Report
 from ..planning.target import Target
 from ..program import Batch, Program
@@ -85,6 +86,7 @@ def plan(
     >>> chosen == mw.Plan.from_json(chosen.to_json())
     True
     """
+    require_solver()
     target = Target.of(target)
     described = describe(model, batch, _strategy(model, Placement.of(_ONE_DEVICE)))
 

@@ -23,6 +23,7 @@ from ...checkpoint import (
 )
 from ...checkpoint.asked import Resume as Resume
 from ...checkpoint.asked import checkpoints_of, to_go_on_from
+from ...checkpoint.files import require_orbax
 from ...checkpoint.randomness import read_randomness, write_randomness
 from ...errors import CheckpointError, MeshwrightWarning, Preempted
 from ...program import Logs, TrainState
@@ -55,9 +56,9 @@ def saver_for(
 
 def save_model(strategy: Sharded, model: keras.Model, directory: str | Path, step: int) -> None:
     """See :meth:`Sharded.save`."""
-    variables = strategy.prepare(model, forward_only=True)
-    state = LastingNames.of(model, variables).to_checkpoint(read_state(variables))
     with Checkpoints(directory, keep=None) as checkpoints:
+        variables = strategy.prepare(model, forward_only=True)
+        state = LastingNames.of(model, variables).to_checkpoint(read_state(variables))
         checkpoints.save(step, state, layout=repr(strategy))
 
 
@@ -71,6 +72,7 @@ def restore_model(
     """See :meth:`Sharded.restore`."""
     if unknown := [part for part in parts if part not in PARTS]:
         raise CheckpointError(f"parts={parts!r}: {unknown} is none of {', '.join(PARTS)}.")
+    require_orbax()
     info = read_checkpoint(directory, step)
     variables = strategy.prepare(model, forward_only=True)
     if "slots" in parts and model.compiled and _compat.has_unbuilt_optimizer(model):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import PlanError
+from ...extras import require
 from .model import Clique, Tables
 from .relaxed import Relaxed
 
@@ -190,11 +191,12 @@ def _sum(pairs: list[tuple[Any, int]]) -> Any:
 
 def solver_module() -> Any:
     """OR-tools' CP-SAT. Raises :class:`~meshwright.PlanError` with the pip command."""
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise PlanError(
-            "searching for a plan takes OR-tools, which is not installed: "
-            "pip install 'meshwright[plan]'"
-        ) from error
+    require_solver()
+    from ortools.sat.python import cp_model
+
     return cp_model
+
+
+def require_solver() -> None:
+    """Raise :class:`~meshwright.PlanError` if OR-tools is not installed."""
+    require("ortools.sat.python", PlanError, "searching for a plan takes OR-tools", "plan")
