@@ -49,6 +49,10 @@ class KerasHooks(Protocol):
         """The batches laid out, or ``None`` to leave that to Keras."""
         ...
 
+    def put_batch(self, data: Any) -> Any | None:
+        """One batch of ``train_on_batch`` or ``test_on_batch`` laid out, or ``None``."""
+        ...
+
     def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
         """The tensor laid out, or ``NotImplemented`` if the layout is not ours."""
         ...
@@ -107,6 +111,10 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
         ours = hooks.put_batches(distribution, iterator.data_adapter.get_jax_iterator())
         return original(iterator, distribution) if ours is None else ours
 
+    def put(original: Any, data: Any, *args: Any, **kw: Any) -> Any:
+        ours = hooks.put_batch(data)
+        return original(data, *args, **kw) if ours is None else ours
+
     def lay_out(original: Any, tensor: Any, layout: Any) -> Any:
         ours = hooks.lay_out_activation(tensor, layout)
         return original(tensor, layout) if ours is NotImplemented else ours
@@ -124,6 +132,7 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     _wrap(Layer, "stateless_call", call)
     _wrap(BaseOptimizer, "add_variable_from_reference", add_slot)
     _wrap(trainer.JAXEpochIterator, "_get_distributed_iterator", iterate)
+    _wrap(trainer, "_distribute_data", put)
     _wrap(distribution_lib, "distribute_tensor", lay_out)
     for name in ("fit", "evaluate", "predict"):
         _wrap(trainer.JAXTrainer, name, guarded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -154,3 +154,39 @@ def test_both_ways_take_turns_on_one_model() -> None:
     gap, path = largest_gap(weights(model), weights(other))
     assert gap <= 1e-6, path
     assert str(model.layers[0].kernel.layout.unbound()) == "[unsharded, model]"
+
+
+def on_batches(model: keras.Model) -> list[Any]:
+    """What Keras' methods for single batches return, also for batches that do not divide."""
+    rows, odd = slice(0, 16), slice(16, 26)
+    return [
+        model.train_on_batch(X[rows], Y[rows]),
+        model.train_on_batch(X[odd], Y[odd], sample_weight=np.arange(10.0, dtype="float32")),
+        model.train_on_batch(X[rows], Y[rows], class_weight={0: 2.0, 1: 1.0, 2: 0.5, 3: 1.0}),
+        model.test_on_batch(X[rows], Y[rows]),
+        model.test_on_batch(X[odd], Y[odd], return_dict=True)["loss"],
+        model.predict_on_batch(X[odd]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(sharded, id="model"),
+        pytest.param(
+            lambda: mw.DataParallel(mw.create_mesh({"batch": 8}), zero=3),
+            id="zero3",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_single_batches_are_those_of_one_device(strategy: Callable[[], mw.Sharded]) -> None:
+    alone, model = made(OneDevice(), build), made(ours := strategy(), build)
+    layouts = [variable.layout for variable in model.variables]
+    with ours.scope():
+        found = on_batches(model)
+    for value, wanted in zip(found, on_batches(alone), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    gap, path = largest_gap(weights(model), weights(alone))
+    assert gap <= 1e-6, path
+    assert [variable.layout for variable in model.variables] == layouts

@@ -70,8 +70,9 @@ def refuse_named_inputs(placement: Placement) -> None:
     if placement.inputs or placement.targets:
         raise LayoutError(
             "this strategy lays inputs or targets out one by one (inputs=, targets=), and Keras' "
-            "own fit, evaluate and predict cannot say which input is which. Use "
-            "strategy.fit(model, ...), strategy.evaluate and strategy.predict."
+            "own fit, evaluate, predict and train_on_batch cannot say which input is which. Use "
+            "strategy.fit(model, ...), strategy.evaluate and strategy.predict, or, one batch at a "
+            "time, strategy.train_step(model)."
         )
 
 

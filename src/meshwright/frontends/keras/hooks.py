@@ -63,6 +63,10 @@ class Hooks:
             return None
         return distribution.put_native_batches(batches)
 
+    def put_batch(self, data: Any) -> Any | None:
+        distribution: Any = keras.distribution.distribution()
+        return distribution.put_native_batch(data) if _is_ours(distribution) else None
+
     def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
         return layout.take(tensor) if isinstance(layout, OutputOf) else NotImplemented
 

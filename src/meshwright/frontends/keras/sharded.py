@@ -355,6 +355,11 @@ class Sharded(_Distribution):
         """Keras' question: into how many pieces the batch is cut."""
         return self.placement.batch_shards
 
+    def put_native_batch(self, data: Any) -> Any:
+        """One batch, whole on every device if it does not divide."""
+        batches.refuse_named_inputs(self.placement)
+        return batches.putter(self.placement)(data, last=True)
+
     def put_native_batches(self, data: Iterable[Any]) -> Iterator[Any]:
         batches.refuse_named_inputs(self.placement)
         return batches.putter(self.placement).each(data)
