@@ -373,6 +373,36 @@ def layers_inside(layer: Any) -> list[Any]:
     return list(layer._flatten_layers(include_self=False, recursive=True))
 
 
+def own_variables(layer: Any) -> list[Any]:
+    """The variables right inside a layer, in no layer of it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def unpacked_dims(layer: Any, name: str) -> tuple[int, ...] | None:
+    """The dims that a layer's weight was built with, before it was packed, where Keras packs it.
+
+    Keras 3.15: ``Dense`` and ``EinsumDense`` note them in several private attributes, each mode of
+    quantization in another one (``layers/core/dense.py``, ``layers/core/einsum_dense.py``).
+    """
+    import keras
+
+    if isinstance(layer, keras.layers.Embedding):
+        dims = layer.input_dim, layer.output_dim
+        return dims[::-1] if name == "reverse_embeddings" else dims
+    if not isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense):
+        return None
+    noted: Any = getattr(layer, "original_kernel_shape", None)
+    noted = noted or getattr(layer, "kernel_shape", None)
+    if noted is None and hasattr(layer, "_orig_input_dim"):
+        noted = layer._orig_input_dim, layer._orig_output_dim
+    return None if noted is None else tuple(noted)
+
+
+def is_stored_by_columns(layer: Any) -> bool:
+    """Whether quantization stores a layer's kernel as columns by rows: GPTQ and AWQ do."""
+    return hasattr(layer, "is_gptq_calibrated") or hasattr(layer, "is_awq_calibrated")
+
+
 def loss_reductions(model: Any) -> list[str]:
     """The reductions of the losses that a model was compiled with."""
     import keras

@@ -38,6 +38,20 @@ _PADS_WEIGHTS = (
 )
 
 
+class Follows(NamedTuple):
+    """A variable whose dims are some of another one's, as a kernel's scales are.
+
+    ``spellings`` and ``asked`` are those of the other one, which was built with ``dims``; ``along``
+    says which of them each dim of this variable is, ``None`` for one that it has alone.
+    """
+
+    path: str
+    spellings: tuple[str, ...]
+    dims: tuple[int, ...]
+    along: tuple[int | None, ...]
+    asked: Layout | None = None
+
+
 @dataclass(frozen=True)
 class ParamInfo:
     """What is known of one variable without its value.
@@ -56,6 +70,7 @@ class ParamInfo:
     owner: str | None = None  # for a slot: the path of its parameter
     asked: Layout | None = None  # the layout that the model itself asks for, in a layer's argument
     names: DimNames | None = None  # of its dims, where the model itself names them
+    follows: Follows | None = None  # the kernel that it belongs to, where it has no rule of its own
 
     @property
     def nbytes(self) -> int:
@@ -252,6 +267,9 @@ class Placement:
         if info.role in ("seed", "metric"):
             return Placed(info, replicated, f"{info.role}: replicated")
         rule = find_rule(self.rules, info.spellings)
+        kernel = info.follows
+        if kernel is not None and rule in (None, find_rule(self.rules, kernel.spellings)):
+            return self._following(info, kernel)
         if info.asked is not None:
             return _padded(info, self._asked(info, rule), _BY_LAYER)
         if rule is not None:
@@ -280,6 +298,21 @@ class Placement:
         reason = ", ".join([rule] * bool(rule) + splitting) or "no rule for its dims: replicated"
         placed = _padded(info, names.layout(self.dim_rules).on(self.mesh), reason)
         return placed._replace(names=names)
+
+    def _following(self, info: ParamInfo, kernel: Follows) -> Placed:
+        """Where a variable lies as its kernel does, whole along dims that do not divide."""
+        whole = replace(
+            info, dims=kernel.dims, spellings=kernel.spellings, asked=kernel.asked, follows=None
+        )
+        placed = self._place_one(whole)
+        layout = placed.layout
+        if layout.rank != len(kernel.dims):  # a fault of the rule, which is listed for the kernel
+            replicated = Layout.replicated(self.mesh, len(info.dims))
+            return placed if kernel.path == info.path else Placed(info, replicated, placed.reason)
+        specs = [UNSHARDED if dim is None else layout.specs[dim] for dim in kernel.along]
+        layout = Layout(specs, self.mesh).fitting(info.dims)
+        whose = "packed" if kernel.path == info.path else f"as {kernel.path}"
+        return Placed(info, layout, f"{placed.reason}, {whose}")
 
     def _slot(self, info: ParamInfo, owners: Mapping[str, Placed]) -> Placed:
         owner = owners.get(info.owner or "")

@@ -24,6 +24,7 @@ from ...errors import LayoutError
 from ...layout import Layout, as_layout
 from .asked import ask_layout as ask_layout
 from .asked import asked_layout as asked_layout
+from .quantized import KERNELS
 
 _ENDING = "_layout"
 _CARRIED = "meshwright_layouts"
@@ -144,7 +145,8 @@ class _LaidOut(keras.layers.Layer):
 
     def add_weight(self, *args: Any, **kwargs: Any) -> Any:
         weight = super().add_weight(*args, **kwargs)
-        if self.built and weight.name in self._meshwright_layouts:  # by enable_lora or quantize
+        layout = self._meshwright_layouts.get(weight.name) if self.built else None
+        if layout is not None and not _is_packed(weight, layout):  # by enable_lora or quantize
             _ask(self, {weight.name: weight}, only={weight.name})
         return weight
 
@@ -168,6 +170,11 @@ class _LaidOut(keras.layers.Layer):
             layouts = {name + _ENDING: Layout.from_string(text) for name, text in texts.items()}
             config = {**config, "dtype": dtype, **layouts}
         return super().from_config(config, *args, **kwargs)
+
+
+def _is_packed(weight: Any, layout: Layout) -> bool:
+    """Whether a kernel has lost dims in quantization; see ``quantized.py`` for how it lies."""
+    return weight.name in KERNELS and len(weight.shape) < layout.rank
 
 
 def _then_asking(layer: Any, build: Callable[..., None]) -> Callable[..., None]:

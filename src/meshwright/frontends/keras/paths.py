@@ -18,8 +18,9 @@ import keras
 import numpy as np
 
 from ... import _compat
-from ...placement import ParamInfo, Role
+from ...placement import Follows, ParamInfo, Role
 from .asked import asked_layout
+from .quantized import companions
 
 # What Keras keeps on layers for itself: the same variables again, under names that nobody wrote.
 _KERAS_OWN = {
@@ -54,7 +55,20 @@ def model_infos(model: keras.Model) -> dict[int, ParamInfo]:
         path = unique(next(iter(spellings)), taken)
         taken.add(path)
         infos[id(variable)] = _info(variable, path, tuple(spellings), _role(variable))
-    return infos
+    return infos | _followers(model, infos)
+
+
+def _followers(model: keras.Model, infos: dict[int, ParamInfo]) -> dict[int, ParamInfo]:
+    """The descriptions, once more, of variables that lie as a quantized layer's kernel does."""
+    found: dict[int, ParamInfo] = {}
+    for layer in _compat.layers_inside(model):
+        for variable, kernel, dims, along in companions(layer):
+            info, owner = infos.get(id(variable)), infos.get(id(kernel))
+            if info is not None and owner is not None:
+                asked = getattr(layer, "_meshwright_layouts", {}).get(kernel.name)
+                follows = Follows(owner.path, owner.spellings, dims, along, asked or owner.asked)
+                found[id(variable)] = replace(info, follows=follows)
+    return found
 
 
 def slot_info(slot: Any, parameter: Any | None, owner: ParamInfo | None) -> ParamInfo:
