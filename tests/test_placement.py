@@ -278,6 +278,24 @@ def test_an_input_of_higher_rank_than_its_layout_is_an_error():
         placement.input_layout("image", 0, (8, 2, 1))
 
 
+def test_an_input_of_lower_rank_than_its_layout_is_an_error():
+    placement = Placement.of(MESH, inputs=["batch", "model", None])
+    with pytest.raises(BatchError, match=r"input 0 has 2 dims \(8, 2\), .* has 3"):
+        placement.input_layout(None, 0, (8, 2))
+
+
+def test_layouts_of_data_that_are_not_there_are_an_error():
+    placement = Placement.of(MESH, inputs={"imgae": ["batch", None], 2: ["batch"]}, targets={0: []})
+    says = r"inputs= lays out 'imgae', 2, but the batch has 2 inputs: 'image', 'mask'\. Use these"
+    with pytest.raises(LayoutError, match=says):
+        placement.check_data_keys("input", ["image", "mask"])
+    with pytest.raises(LayoutError, match=r"lays out 2, but the batch has 1 input, which have no"):
+        placement.check_data_keys("input", [None])
+    placement.check_data_keys("target", [None])
+    placement.check_data_keys("target", [])  # a batch to predict from has none
+    Placement.of(MESH, inputs={2: ["batch"]}, strict=False).check_data_keys("input", [None])
+
+
 # Bad input
 
 FAULTS = {

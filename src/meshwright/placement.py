@@ -359,6 +359,30 @@ class Placement:
         """The layout of one target (or of its sample weights), as :meth:`input_layout`."""
         return self._data_layout(self.targets, "target", name, position, dims)
 
+    def check_data_keys(
+        self, kind: Literal["input", "target"], names: Sequence[str | None]
+    ) -> None:
+        """Raise :class:`LayoutError` if ``inputs`` or ``targets`` name one that is not there.
+
+        ``names`` are those of the arrays in order; nothing is said of names where some are unknown,
+        nor with ``strict=False``.
+        """
+        keys = [key for key, _ in (self.inputs if kind == "input" else self.targets)]
+        idle = [
+            key
+            for key in keys
+            if (key not in names if isinstance(key, str) else not 0 <= key < len(names))
+            and not (isinstance(key, str) and None in names)
+        ]
+        if idle and names and self.strict:
+            plural = f"{len(names)} {kind}s" if len(names) > 1 else f"1 {kind}"
+            named = [repr(name) for name in names if name is not None]
+            has = f"{plural}: {', '.join(named)}" if named else f"{plural}, which have no names"
+            raise LayoutError(
+                f"{kind}s= lays out {', '.join(map(repr, idle))}, but the batch has {has}. Use "
+                f"these names or the positions 0 to {len(names) - 1}."
+            )
+
     def activation_layout(self, spellings: Iterable[str]) -> Layout | None:
         """The layout of the output of the layer that has these paths, if a rule names it."""
         rule = find_rule(self.activations, spellings)
@@ -386,12 +410,13 @@ class Placement:
         given = layouts.get(name) if name is not None else None
         given = given or layouts.get(position) or self._by_batch(len(dims))
         layout = self.layout(given).on(self.mesh)
-        if layout.rank < len(dims):
+        # A target of lower rank than its layout keeps the dims that it has (labels beside images,
+        # sample weights); an input of lower rank is not the one that the layout was written for.
+        if layout.rank < len(dims) or (kind == "input" and layout.rank > len(dims)):
             raise BatchError(
                 f"{kind} {name or position!r} has {len(dims)} dims {tuple(dims)}, but its layout "
                 f"{layout.unbound()} has {layout.rank}: write one entry per dim."
             )
-        # A target of lower rank than its layout keeps the dims that it has (labels beside images).
         layout = Layout(layout.specs[: len(dims)], self.mesh)
         if layout.rank and dims[0] % layout.num_shards(0):
             raise BatchError(_batch_fault(dims[0], layout))

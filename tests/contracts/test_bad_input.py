@@ -242,6 +242,26 @@ def test_an_input_of_the_wrong_size_is_named() -> None:
         sharded.put(({"picture": np.zeros([8, 7, 3], "float32")},))
 
 
+def test_layouts_of_inputs_and_targets_that_do_not_fit_are_an_error() -> None:
+    cut = strategy(inputs=["batch", "model", None])
+    with pytest.raises(mw.BatchError, match=r"input 'wide_in' has 2 dims \(16, 12\), .* has 3"):
+        cut.fit(named(), X, Y, batch_size=16, verbose=0)
+    misspelt = strategy(inputs={"wide": ["batch", "model"]}, targets={"out": ["batch", None]})
+    with pytest.raises(mw.LayoutError, match=r"lays out 'wide', .* 1 input: 'wide_in'"):
+        misspelt.predict(named(), X, verbose=0)
+    with pytest.raises(mw.LayoutError, match=r"lays out 'out', .* 1 target: 'narrow'"):
+        mw.Sharded(mw.create_mesh({"batch": 8}), targets={"out": ["batch"]}).fit(
+            named(), X, Y, batch_size=16, verbose=0
+        )
+
+
+def named() -> keras.Model:
+    x = keras.Input([12], name="wide_in")
+    model = keras.Model(x, layers.Dense(7, name="narrow")(x))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
 def test_no_data_is_an_error(trained: tuple[mw.Sharded, keras.Model]) -> None:
     sharded, model = trained
     with pytest.raises(ValueError, match="at least one batch"):

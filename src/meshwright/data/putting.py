@@ -223,10 +223,14 @@ class Putter:
         import jax
 
         layout_of = {"input": placement.input_layout, "target": placement.target_layout}
-        labelled = zip(self._label(batch), jax.tree.leaves(batch), strict=True)
+        labels = self._label(batch)
+        for kind in ("input", "target"):
+            # Sample weights have the positions of their targets.
+            names = {label.position: label.name for label in labels if label.kind == kind}
+            placement.check_data_keys(kind, list(names.values()))
         return [
             layout_of[label.kind](label.name, label.position, value.shape)
-            for label, value in labelled
+            for label, value in zip(labels, jax.tree.leaves(batch), strict=True)
         ]
 
 

@@ -23,23 +23,30 @@ def putter(
     local: bool = False,
 ) -> Putter:
     """Lays out batches ``(x, y, sample_weight)`` of a model, whose inputs may have names."""
-    return Putter(placement, labeller(_input_names(model)), copy, local)
+    return Putter(placement, labeller(_input_names(model), _output_names(model)), copy, local)
 
 
-def labeller(names: tuple[str, ...]) -> Callable[[Batch], list[Label]]:
-    """Labels the arrays of ``(x, y, sample_weight)``; inputs without a key have these names."""
+def labeller(
+    inputs: tuple[str, ...], outputs: tuple[str, ...] = ()
+) -> Callable[[Batch], list[Label]]:
+    """Labels the arrays of ``(x, y, sample_weight)``; those without a key have these names."""
 
     def label(batch: Batch) -> list[Label]:
         x, *others = batch if isinstance(batch, tuple) else (batch,)
-        found = named_leaves(x)
-        if len(names) == len(found):
-            found = [(key or name, v) for (key, v), name in zip(found, names, strict=True)]
-        labels = [Label("input", name, i) for i, (name, _) in enumerate(found)]
+        labels = [Label("input", name, i) for i, name in enumerate(_names(x, inputs))]
         for part in others:
-            labels += [Label("target", name, i) for i, (name, _) in enumerate(named_leaves(part))]
+            labels += [Label("target", name, i) for i, name in enumerate(_names(part, outputs))]
         return labels
 
     return label
+
+
+def _names(part: Any, known: tuple[str, ...]) -> list[str | None]:
+    """The key of each array of a part of a batch, or else its known name."""
+    keys = [key for key, _ in named_leaves(part)]
+    if len(keys) != len(known):
+        return keys
+    return [key or name for key, name in zip(keys, known, strict=True)]
 
 
 def abstract(batch: Batch, without: int = 0) -> Batch:
@@ -80,3 +87,8 @@ def _input_names(model: keras.Model | None) -> tuple[str, ...]:
     """Names of the inputs of a Functional or Sequential model, in order; else none."""
     inputs = getattr(model, "inputs", None) if model is not None else None
     return tuple(tensor.name for tensor in jax.tree.leaves(inputs)) if inputs else ()
+
+
+def _output_names(model: keras.Model | None) -> tuple[str, ...]:
+    """Names of the outputs of a Functional or Sequential model, in order; else none."""
+    return tuple(getattr(model, "output_names", None) or ())
