@@ -134,6 +134,12 @@ class Sharded(_Distribution):
     def __hash__(self) -> int:
         return hash((self.placement, self.how))
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles decide alike; the models that a strategy has seen stay behind."""
+        fresh = vars(type(self).from_placement(self.placement, self.how))
+        added = {name: value for name, value in vars(self).items() if name not in fresh}
+        return _revived, (type(self), self.placement, self.how), added
+
     def __repr__(self) -> str:
         named = "" if (rules := self.placement.dim_rules) is None else f", rules={str(rules)!r}"
         return f"Sharded({self.mesh}, {len(self.placement.rules)} rules{named})"
@@ -458,6 +464,10 @@ class DataParallel(Sharded):
         super().__init__(
             mesh, batch=batch, zero=zero, accumulate=accumulate, remat=remat, sums=sums
         )
+
+
+def _revived(cls: type[Sharded], placement: Placement, how: StepOptions) -> Sharded:
+    return cls.from_placement(placement, how)
 
 
 def _given(batch: Batch | None) -> Callable[[], Batch] | None:
