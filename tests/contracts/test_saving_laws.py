@@ -199,3 +199,57 @@ def test_an_initializer_gives_plain_keras_values_in_any_layout(name: str, within
         np.testing.assert_array_equal(each, found[0])
     expected = np.asarray(made(OneDevice(), build).layers[0].kernel)
     np.testing.assert_allclose(found[0], expected, rtol=0, atol=within)
+
+
+@pytest.mark.parametrize("axes", [{"batch": 4, "model": 2}])
+def test_weights_are_saved_in_half_the_bytes(axes: dict[str, int], tmp_path: Path) -> None:
+    """They come back rounded, in the type and layout of the model, whatever that is."""
+
+    def build() -> keras.Model:
+        layers = keras.layers
+        model = keras.Sequential(
+            [keras.Input([8]), layers.Dense(6, name="h"), layers.BatchNormalization()]
+        )
+        model.compile("adam", "mse")
+        return model
+
+    strategy = mw.Sharded(mw.create_mesh(axes), {"h/kernel": [None, "model"]})
+    model = build()
+    strategy.fit(model, np.ones([8, 8], "float32"), np.ones([8, 6], "float32"), verbose=0)
+    strategy.save(model, tmp_path, dtype="bfloat16")
+    info = mw.read_checkpoint(tmp_path)
+    saved = {(each.part, each.dtype) for each in info.arrays if "iteration" not in each.path}
+    assert {("params", "bfloat16"), ("state", "bfloat16"), ("slots", "float32")} <= saved
+    assert not {("params", "float32"), ("state", "float32")} & saved
+    other = build()
+    strategy.restore(other, tmp_path)
+    assert str(other.layers[0].kernel.layout.unbound()) == "[unsharded, model]"
+    keras.config.set_dtype_policy("bfloat16")
+    try:
+        small = build()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    strategy.restore(small, tmp_path, parts=("params", "state"))
+    for value, wanted, tiny in zip(other.weights, model.weights, small.weights, strict=True):
+        assert (value.dtype, tiny.dtype) == ("float32", "bfloat16")
+        rounded = np.asarray(wanted.value).astype("bfloat16")
+        np.testing.assert_array_equal(np.asarray(value.value), rounded.astype("float32"))
+        np.testing.assert_array_equal(np.asarray(tiny.value), rounded)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "int8"}, r"dtype='int8': expected one of 'bfloat16', "),
+        ({"parts": ["weights"]}, r"parts=\['weights'\]: expected a tuple of some of \('params'"),
+        ({"parts": "params"}, r"parts='params': expected a tuple"),
+    ],
+)
+def test_what_cannot_be_saved_so_is_said(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+    with pytest.raises(mw.CheckpointError, match=says):
+        strategy.save(model, tmp_path, **options)
+    assert not list(tmp_path.iterdir())

@@ -73,9 +73,10 @@ def _empty(like: Any) -> Any:
 
 
 def _laid_out(value: Any, like: Any) -> Any:
-    """A host array in the layout of its counterpart."""
+    """A host array in the layout, and the type, of its counterpart."""
     import jax
 
+    value = value.astype(like.dtype, copy=False)
     sharding = getattr(like, "sharding", None)
     if sharding is None:
         return value

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ class CheckpointInfo:
 
     ``step`` is the number of batches trained on, ``arrays`` describes every array, ``layout`` says
     in words which mesh and layouts it was written under (any other can read it), ``notes`` is what
-    the writer added: history and logs of the epochs before, for example.
+    the writer added: history and logs of the epochs before, for example. ``dtype`` is the type that
+    weights were rounded to, if they were.
     """
 
     directory: Path
@@ -69,6 +70,7 @@ class CheckpointInfo:
     position: Position = field(default_factory=Position)
     notes: Mapping[str, Any] = field(default_factory=dict)
     packed: tuple[str, ...] = ()  # keys of the arrays that its files hold as one, in order
+    dtype: str | None = None  # that the weights were rounded to, where the writer asked for it
 
     @property
     def nbytes(self) -> int:
@@ -169,6 +171,7 @@ def to_record(info: CheckpointInfo) -> dict[str, Any]:
         "position": asdict(info.position),
         "notes": dict(info.notes),
         "packed": list(info.packed),
+        "dtype": info.dtype,
     }
 
 
@@ -187,13 +190,15 @@ def from_record(path: Path, record: Mapping[str, Any]) -> CheckpointInfo:
         position=Position(**record["position"]),
         notes=record["notes"],
         packed=tuple(record.get("packed", ())),
+        dtype=record.get("dtype"),
     )
 
 
 def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
     """Raise :class:`CheckpointError` that lists every wanted array which is not there as wanted.
 
-    Arrays of the wanted parts that nobody asked for are listed too.
+    Arrays of the wanted parts that nobody asked for are listed too. Weights that were rounded when
+    they were saved may be wanted in any floating-point type.
     """
     saved = {each.key: each for each in info.arrays}
     asked = {each.key: each for each in wanted}
@@ -204,7 +209,7 @@ def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
         there = saved.get(each.key)
         if there is None:
             faults.append(f"  {each.part} {each} is not in the checkpoint{_nearest(each, extra)}")
-        elif there != each:
+        elif there != each and not _is_rounded(info, there, each):
             faults.append(f"  {each.part} {each} was saved as {there.dims} {there.dtype}")
     faults += [f"  {each.part} {each} is in the checkpoint only" for each in extra]
     if faults:
@@ -213,6 +218,11 @@ def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
             "nothing was changed.\n" + "\n".join(faults) + "\nBuild and compile the model as it "
             "was when the checkpoint was written, or restore only some parts of it (parts=...)."
         )
+
+
+def _is_rounded(info: CheckpointInfo, there: SavedArray, wanted: SavedArray) -> bool:
+    as_wanted = replace(there, dtype=wanted.dtype) == wanted
+    return as_wanted and there.dtype == info.dtype and "float" in wanted.dtype
 
 
 def _nearest(wanted: SavedArray, others: list[SavedArray]) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ..errors import CheckpointError
 from ..program import TrainState
 from .record import PARTS, SavedArray
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def describe(state: TrainState) -> list[SavedArray]:
@@ -16,6 +19,24 @@ def describe(state: TrainState) -> list[SavedArray]:
         for part, values in zip(PARTS, state, strict=True)
         for path, value in values.items()
     ]
+
+
+def rounded(state: TrainState, dtype: str | None) -> TrainState:
+    """The state with floating-point weights (parameters and state) in another type.
+
+    Raises :class:`CheckpointError` for a type that weights are not saved in.
+    """
+    if dtype is None:
+        return state
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, _DTYPES))}.")
+    import jax.numpy as jnp
+
+    def one(value: Any) -> Any:
+        return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+    params, others = ({path: one(v) for path, v in part.items()} for part in state[:2])
+    return state._replace(params=params, state=others)
 
 
 def snapshot(state: TrainState) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from .record import (
     newest,
     path_for,
 )
-from .snapshot import describe, snapshot, to_host
+from .snapshot import describe, rounded, snapshot, to_host
 
 _NOWHERE = Position()
 
@@ -85,18 +85,19 @@ class Checkpoints:
         layout: str = "",
         notes: Mapping[str, Any] | None = None,
         late_notes: Callable[[], Mapping[str, Any]] | None = None,
+        dtype: str | None = None,
     ) -> None:
         """Write a state in the background; it may be donated as soon as this returns.
 
         Waits for the save before, if that is still being written. ``notes`` are JSON values;
         ``late_notes`` is called by the thread that writes, for what would wait for the devices.
+        ``dtype="bfloat16"`` rounds floating-point weights (the first two parts of the state).
         Raises :class:`~meshwright.CheckpointError` if the save before failed.
         """
         self.wait()
-        path = self._new_path(step)
-        info = CheckpointInfo(
-            path, step, tuple(describe(state)), layout, position, dict(notes or {})
-        )
+        state = rounded(state, dtype)
+        path, arrays = self._new_path(step), tuple(describe(state))
+        info = CheckpointInfo(path, step, arrays, layout, position, dict(notes or {}), dtype=dtype)
         copies = snapshot(state)
         self._thread = self._thread or ThreadPoolExecutor(1, "meshwright-checkpoint")
         self._under_way = self._thread.submit(self._write, info, copies, late_notes)

@@ -54,12 +54,33 @@ def saver_for(
     return Saver(strategy, checkpoints, save_every, to_go_on_from(checkpoints, resume))
 
 
-def save_model(strategy: Sharded, model: keras.Model, directory: str | Path, step: int) -> None:
+def save_model(
+    strategy: Sharded,
+    model: keras.Model,
+    directory: str | Path,
+    step: int,
+    parts: Sequence[str],
+    dtype: str | None,
+) -> None:
     """See :meth:`Sharded.save`."""
+    check_parts(parts)
     with Checkpoints(directory, keep=None) as checkpoints:
         variables = strategy.prepare(model, forward_only=True)
         state = LastingNames.of(model, variables).to_checkpoint(read_state(variables))
-        checkpoints.save(step, state, layout=repr(strategy))
+        state = TrainState(
+            *({} if p not in parts else v for p, v in zip(PARTS, state, strict=True))
+        )
+        checkpoints.save(step, state, layout=repr(strategy), dtype=dtype)
+
+
+def check_parts(parts: Sequence[str]) -> None:
+    """Raise :class:`CheckpointError` for parts that a training state does not have."""
+    if isinstance(parts, str) or not set(parts) <= set(PARTS):
+        raise CheckpointError(f"parts={parts!r}: expected a tuple of some of {PARTS}.")
+
+
+def _only(parts: Sequence[str], state: TrainState) -> TrainState:
+    return TrainState(*(v if p in parts else {} for p, v in zip(PARTS, state, strict=True)))
 
 
 def restore_model(
@@ -70,8 +91,7 @@ def restore_model(
     parts: Sequence[str],
 ) -> CheckpointInfo:
     """See :meth:`Sharded.restore`."""
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise CheckpointError(f"parts={parts!r}: {unknown} is none of {', '.join(PARTS)}.")
+    check_parts(parts)
     require_orbax()
     info = read_checkpoint(directory, step)
     variables = strategy.prepare(model, forward_only=True)
@@ -80,9 +100,9 @@ def restore_model(
             model.optimizer.build(model.trainable_variables)
         variables = strategy.prepare(model, forward_only=True)
     before = read_state(variables)
-    like = TrainState(*({} if p not in parts else v for p, v in zip(PARTS, before, strict=True)))
     names = LastingNames.of(model, variables)
-    found = names.from_checkpoint(restore_state(info, names.to_checkpoint(like)))
+    like = names.to_checkpoint(_only(parts, before))
+    found = names.from_checkpoint(restore_state(info, like))
     write_state(variables, TrainState(*({**b, **f} for b, f in zip(before, found, strict=True))))
     return info
 

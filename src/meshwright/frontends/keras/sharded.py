@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 
 from ... import _compat
-from ...checkpoint import CheckpointInfo
+from ...checkpoint import PARTS, CheckpointInfo
 from ...data import put
 from ...dim_rules import RulesLike
 from ...errors import ModelError, TopologyError
@@ -253,9 +253,23 @@ class Sharded(_Distribution):
         """Write a state back into the model, its optimizer and its metrics."""
         write_state(self.prepare(model), state)
 
-    def save(self, model: keras.Model, directory: str | Path, step: int = 0) -> None:
-        """Write a model and its optimizer, if it has one, as one more checkpoint."""
-        saving.save_model(self, model, directory, step)
+    def save(
+        self,
+        model: keras.Model,
+        directory: str | Path,
+        step: int = 0,
+        *,
+        parts: Sequence[str] = PARTS,
+        dtype: str | None = None,
+    ) -> None:
+        """Write a model and its optimizer, if it has one, as one more checkpoint.
+
+        ``parts=("params", "state")`` writes the weights alone. ``dtype="bfloat16"`` rounds
+        floating-point weights to that type, in half the bytes; :meth:`restore` puts them into
+        models of any floating-point type. Raises :class:`~meshwright.CheckpointError` for another
+        part or type.
+        """
+        saving.save_model(self, model, directory, step, parts, dtype)
 
     def restore(
         self,
