@@ -92,11 +92,17 @@ def block_of(path: str) -> str:
 
 
 def _is_of_weights(graph: Graph, operation: Operation) -> bool:
-    """Whether it is a convolution, or a product whose operands share no dim but what is summed."""
+    """Whether it is a convolution, or a product whose operands share no dim but what is summed.
+
+    Constants are no operands: a product with one has one operand, and a product of two has none.
+    A product of an array with itself has one operand, too, and a joint for the dim it has twice.
+    """
     if operation.kind != "dot_general":
         return operation.kind == "conv_general_dilated"
-    first, *others = (set(graph.tensors[each].dims) for each in operation.operands)
-    return not first.intersection(*others) - set(operation.summed) - {None}
+    dims = [set(graph.tensors[each].dims) for each in operation.operands]
+    if len(dims) < 2:
+        return not operation.joints
+    return not set.intersection(*dims) - set(operation.summed) - {None}
 
 
 def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:

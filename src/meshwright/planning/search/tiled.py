@@ -58,7 +58,7 @@ class _Writer:
     def all(self) -> dict[int, Tile]:
         fused = self._fused
         for place in fused.places:
-            if self._is_product(place):
+            if self._is_product(place) and fused.op(place).results:  # one element is no array
                 self._end(place)
         for place in fused.places:
             if fused.is_view(place):

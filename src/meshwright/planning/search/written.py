@@ -92,7 +92,7 @@ class _Writer:
                 self._take(node, root)
         if op.kind == "random_bits":  # two words are drawn for each
             self._nodes[node].tensors *= 2
-        if op.kind.startswith("scatter"):
+        if op.kind.startswith("scatter") and op.results:
             self._zeros(node, op)
         return node
 
