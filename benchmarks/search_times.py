@@ -27,7 +27,7 @@ from meshwright.planning.hardware import hardware_of
 from meshwright.planning.infer import graph_of_step
 from meshwright.planning.search import plan_step
 from meshwright.planning.search.compact import compact
-from meshwright.planning.search.search import Space, search
+from meshwright.planning.search import Space, search
 from meshwright.planning.target import Target
 
 NAME = "search_times"

@@ -538,7 +538,9 @@ def test_a_limit_that_is_asked_for_holds_for_dry_runs_too():
 
     best, other = verified([plan], Report, 100, lambda _limit: [small])
     assert (best.axes, other.axes) == (small.axes, plan.axes)
-    shown = replace(best, limit_bytes=100, runners_up=(other.chosen,), data_parallel=None)
+    shown = replace(
+        best, limit_bytes=100, runners_up=(other.chosen,), data_parallel=None, classics=()
+    )
     (row,) = [line.split() for line in str(shown).splitlines() if line.startswith("  fits")]
     assert row[-2:] == ["yes", "no"]
 
@@ -652,6 +654,74 @@ def test_a_plan_of_a_keras_model_trains_it():
         assert any("model" in str(spec) for spec in split)
 
 
-def test_seconds_that_run_out_are_told():
-    with pytest.raises(PlanError, match=r"no layout was found within 0 s; give more, limit_s="):
-        plan_step(mlp(), "h100:8", limit_s=0.0)
+# Layouts that are known by name, and seconds that run out
+
+NAMED = ["data parallel", "tensor parallel", "FSDP", "FSDP × tensor parallel"]
+LARGE = 10**12
+
+
+@pytest.mark.parametrize("target", ["h100:8", "v5e:4x4"])
+@pytest.mark.parametrize(
+    ("graph", "memory_limit"),
+    [
+        (mlp(4096, 512, 2048), None),
+        (transformer(32, blocks=4), LARGE),
+        (transformer(32, blocks=4), 12_000_000),
+        (transformer(64, 512, 2048, 16, 128, 8192, 32000, 4), 4 * 10**9),
+    ],
+    ids=["mlp", "transformer", "tight", "big"],
+)
+@pytest.mark.parametrize("limit_s", [0.0, 10.0])
+def test_no_plan_is_slower_than_a_layout_that_is_known_by_name(
+    target, graph, memory_limit, limit_s
+):
+    """By its own model, of those that fit, however little time the search had."""
+    plan = plan_step(graph, target, memory_limit=memory_limit, limit_s=limit_s)
+    assert list(plan.named) == NAMED
+    fit = [o for o in plan.named.values() if o.peak_bytes <= plan.limit_bytes]
+    assert all(plan.chosen.time_s <= each.time_s for each in fit)
+    assert plan.chosen.peak_bytes <= plan.limit_bytes
+    head = str(plan).splitlines()[1]
+    assert all(name in head for name in NAMED)
+    levels = {name: each.zero for name, each in plan.named.items()}
+    assert [levels[name] for name in NAMED] == [0, 0, 3, 3]
+    rows, weights, fully, both = (plan.named[name] for name in NAMED)
+    assert dict(rows.rules).keys() == dict(fully.rules).keys() == {"batch"}
+    assert "batch" not in dict(weights.rules)
+    assert len(both.axes) == 2
+
+
+def test_names_that_the_step_has_nothing_for_are_left_out():
+    assert list(plan_step(mlp(4096, 512, 2048), "h100:8", zero=(0, 1)).named) == NAMED[:2]
+    odd = mlp(4097, 512, 2048)  # 17 * 241 rows
+    plan = plan_step(odd, "h100:8")
+    assert list(plan.named) == [NAMED[1]]
+    assert "data parallel is left out: the batch does not divide" in str(plan)
+
+
+def test_a_mesh_of_ones_own_is_that_of_all_columns():
+    plan = plan_step(mlp(4096, 512, 2048), "h100:8", axes={"rows": 4, "cols": 2})
+    assert {each.axes for each in plan.named.values()} == {(("rows", 4), ("cols", 2))}
+    assert dict(plan.named["tensor parallel"].rules) == {"hidden": ("rows", "cols")}
+
+
+def test_the_first_line_says_whether_a_plan_was_compiled():
+    class Report:
+        step_time_s, peak_bytes, fits = 1.0, 5, True
+
+        def __init__(self, plan):
+            pass
+
+    plan = plan_step(mlp(4096, 512, 2048), "h100:8")
+    assert str(plan).startswith("plan for h100:8, estimated, not compiled: least time")
+    assert not plan.is_compiled
+    compiled = plan_step(mlp(4096, 512, 2048), "h100:8", verify=1, dry_run_of=Report)
+    assert str(compiled).startswith("plan for h100:8, compiled: least time")
+
+
+def test_where_nothing_fits_in_time_the_nearest_is_named():
+    said = r"no layout that keeps within 1\.0 kB was found within 0 s\. The nearest so far"
+    with pytest.raises(PlanError, match=said) as told:
+        plan_step(mlp(), "h100:8", limit_s=0.0, memory_limit=1000)
+    assert told.value.needed_bytes > told.value.available_bytes == 1000
+    assert "limit_s=" in str(told.value)

@@ -16,8 +16,8 @@ from ..planning.hardware import Hardware
 from ..planning.infer import graph_of_step
 from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import plan_step
-from ..planning.search.search import Objective
 from ..planning.search.solve import require_solver
+from ..planning.search.space import Objective
 from ..planning.search.verified import NoReport, Report
 from ..planning.target import Target
 from ..program import Batch, Program
@@ -67,8 +67,10 @@ def plan(
     the least time of a step or, with ``objective="memory"``, the least bytes at the peak of one
     device. Nothing takes more than ``memory_limit`` bytes, or a device's memory if it is left out.
     ``axes`` fixes the mesh, ``"batch=4,model=2"``. ``model`` and ``batch`` are those of
-    :func:`~meshwright.dry_run`: dims are inferred from the traced step. The search ends after
-    ``limit_s`` seconds; with ``verify=k`` the best ``k`` are compiled after that, with less ZeRO,
+    :func:`~meshwright.dry_run`: dims are inferred from the traced step. Data parallel, FSDP, tensor
+    parallel and both together are columns of the printed plan, and by the model none of them that
+    fits is faster than the plan. The search ends after ``limit_s`` seconds with the best so far;
+    with ``verify=k`` the best ``k`` are compiled after that, with less ZeRO,
     plain data parallel and FSDP beside them, and ranked by their dry runs, for which ``blocks`` is
     as in :func:`~meshwright.dry_run`; where the best does not fit, others follow that hold less;
     one that does not compile is left out, with a note. Where no compiler is here for a GPU target,

@@ -110,15 +110,14 @@ def plan_layouts_section(plan: Plan) -> Html:
 
 
 def _every(plan: Plan) -> list[_Named]:
-    """The chosen one first, then what else fits, the best first, then data parallel."""
+    """The chosen one first, what else fits, the best first, and what is known by name."""
     several = len(plan.runners_up) > 1
     others = [
         _Named(f"runner-up {number}" if several else "runner-up", each)
         for number, each in enumerate(plan.runners_up, start=1)
     ]
-    parallel = plan.data_parallel
-    last = [] if parallel is None else [_Named("data parallel", parallel)]
-    return [_Named("chosen", plan.chosen), *others, *last]
+    known = [_Named(name, each) for name, each in plan.named.items()]
+    return [_Named("chosen", plan.chosen), *others, *known]
 
 
 def _verdict(plan: Plan) -> Html:

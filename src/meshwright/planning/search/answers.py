@@ -1,4 +1,4 @@
-"""Answers of the search: put simply, in names that say something, beside plain data parallel."""
+"""Answers of the search: put simply, in names that say something."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ..graph import Graph
-from ..groups import Axes
-from ..hardware import Hardware
-from ..target import Target
 from .choices import Choices, Cost, Layouts
-from .compact import Compact, compact
-from .cost import cost_of, faults_of, masks_of
+from .compact import Compact
 from .model import Tables
-from .setting import setting_of
 
 
 class Candidate(NamedTuple):
@@ -22,27 +16,6 @@ class Candidate(NamedTuple):
 
     layouts: Layouts
     cost: Cost
-
-
-def data_parallel(
-    graph: Graph, target: Target, hardware: Hardware, axes: Axes | None = None
-) -> Candidate | None:
-    """The batch over all devices, or over as many as divide it, and nothing else."""
-    problem = compact(graph, target.platform)
-    if problem.batch is None:
-        return None
-    family = problem.units[problem.batch].family
-    for count in range(target.num_devices, 1, -1):
-        mesh: Axes = axes or (("a", count),)
-        rules = {family: tuple(name for name, _ in mesh)}
-        masks = masks_of(problem, mesh, rules)
-        if not list(faults_of(problem, mesh, masks, Choices())):
-            found = cost_of(problem, setting_of(mesh, target, hardware), masks, Choices())
-            layouts = Layouts(mesh, tuple(rules.items()))
-            return Candidate(layouts if axes else in_words(problem, layouts), found)
-        if axes is not None:
-            return None
-    return None
 
 
 def plain(problem: Compact, tables: Tables, masks: Mapping[int, int], keep_axes: bool) -> Layouts:

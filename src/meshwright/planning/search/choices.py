@@ -9,6 +9,12 @@ from ..groups import Axes
 
 Recompute = Literal["none", "selective", "block"]  # as a strategy's ``remat=`` takes it
 EVERY_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "block")  # the fastest first
+
+DATA_PARALLEL = "data parallel"  # layouts that are known by name, see ``classics.py``
+FSDP = "FSDP"
+TENSOR_PARALLEL = "tensor parallel"
+FSDP_TENSOR = "FSDP × tensor parallel"
+
 _IN_WORDS = {"none": "", "selective": "selective recompute", "block": "recompute"}
 
 

@@ -118,9 +118,14 @@ class Frame:
         )
 
 
-def frame_of(problem: Compact, setting: Setting, accumulate: int) -> Frame:
-    """The cliques of a mesh, and in which of them each work and each column is."""
-    options = _options(problem, setting, accumulate)
+def frame_of(
+    problem: Compact, setting: Setting, accumulate: int, options: Options | None = None
+) -> Frame:
+    """The cliques of a mesh, and in which of them each work and each column is.
+
+    ``options`` are all that units have, unless they are given.
+    """
+    options = _options(problem, setting, accumulate) if options is None else options
     free = frozenset(options)
     works = [(_scope_of_work(problem, work) & free) for work in problem.works]
     every = columns(problem, Choices(accumulate=accumulate))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ...errors import PlanError
@@ -12,7 +12,8 @@ from ..target import Target
 from .answers import Candidate
 from .choices import EVERY_RECOMPUTE
 from .facts import batch_dim
-from .search import Space, search
+from .search import search
+from .space import Space
 from .words import nbytes
 
 _TRY_S = 3.0  # for each change that is tried
@@ -53,6 +54,22 @@ def no_plan(
         peak,
         limit_bytes,
         remedies,
+    )
+
+
+def none_in_time(known: Iterable[Candidate], limit_bytes: int | None, limit_s: float) -> PlanError:
+    """The error that says that nothing that fits was found before the seconds ran out."""
+    way_out = "Give the search more time with limit_s=, or name a mesh with axes=."
+    nearest = min(known, key=lambda each: each.cost.peak_bytes, default=None)
+    if nearest is None or limit_bytes is None:
+        return PlanError(f"no layout was found within {limit_s:g} s. {way_out}")
+    peak = nearest.cost.peak_bytes
+    return PlanError(
+        f"no layout that keeps within {nbytes(limit_bytes)} was found within {limit_s:g} s. The "
+        f"nearest so far takes {nbytes(peak)}, {nbytes(peak - limit_bytes)} too much: "
+        f"{nearest.layouts}. {way_out}",
+        peak,
+        limit_bytes,
     )
 
 

@@ -16,7 +16,7 @@ from ...placement import Placement
 from ...step.options import StepOptions
 from ..files import write
 from ..groups import Axes
-from .choices import EVERY_RECOMPUTE, Choices, Layouts, Recompute
+from .choices import DATA_PARALLEL, EVERY_RECOMPUTE, Choices, Layouts, Recompute
 from .words import table
 
 VERSION = 2
@@ -67,8 +67,9 @@ class Plan:
     ``layouts`` has the axes of each dim of every parameter and input, by path; of inputs those
     named in ``inputs``, of which the first ``num_inputs`` are a model's inputs and the others its
     targets (none: all are inputs). ``batch`` are the axes of the batch's rows. ``runners_up`` are
-    what else fits, the best first, and ``data_parallel`` is the batch over all devices and nothing
-    else.
+    what else fits, the best first, ``data_parallel`` is the batch over all devices and nothing
+    else, and ``classics`` are the other layouts that are known by name, FSDP, tensor parallel and
+    both together: :attr:`named` has all of these. Of those that fit none is faster by the model.
     ``is_proven`` is false where the seconds ran out before all was looked at.
 
     A plan is a value: equal plans decide alike, and :meth:`to_json` keeps all of it.
@@ -88,6 +89,19 @@ class Plan:
     notes: tuple[str, ...] = ()
     is_proven: bool = True
     num_inputs: int | None = None
+    classics: tuple[tuple[str, Option], ...] = ()
+
+    @property
+    def named(self) -> dict[str, Option]:
+        """The layouts that are known by name, as far as the step and the target have them."""
+        parallel = {} if self.data_parallel is None else {DATA_PARALLEL: self.data_parallel}
+        return {**parallel, **dict(self.classics)}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler was asked about what was chosen, or the planner's model alone."""
+        times = self.chosen.dry_run_time_s, self.chosen.dry_run_peak_bytes
+        return any(each is not None for each in times)
 
     @property
     def axes(self) -> Axes:
@@ -207,12 +221,28 @@ class Plan:
         return cls.from_json(text)
 
     def __str__(self) -> str:
+        lines = [self._title, *table(self._shown, self.limit_bytes)]
+        lines += [f"  {each}" for each in self.why]
+        return "\n".join(lines + [f"  note: {each}" for each in self.notes])
+
+    @property
+    def _title(self) -> str:
+        how = "compiled" if self.is_compiled else "estimated, not compiled"
+        aim = f"least {self.objective} by the constants of {self.hardware}"
+        return f"plan for {self.target}, {how}: {aim}"
+
+    @property
+    def _shown(self) -> dict[str, Option]:
+        """The columns of the table; what is known by a name is shown once."""
         shown = {"chosen": self.chosen}
         shown |= {"runner-up": self.runners_up[0]} if self.runners_up else {}
-        shown |= {"data parallel": self.data_parallel} if self.data_parallel else {}
-        title = f"plan for {self.target} by the numbers of {self.hardware}, least {self.objective}"
-        lines = [title, *table(shown, self.limit_bytes), *(f"  {each}" for each in self.why)]
-        return "\n".join(lines + [f"  note: {each}" for each in self.notes])
+        names = {option.layouts: name for name, option in self.named.items()}
+        said = {
+            f"{column}: {names[each.layouts]}" if each.layouts in names else column: each
+            for column, each in shown.items()
+        }
+        known = {each.layouts for each in shown.values()}
+        return said | {name: o for name, o in self.named.items() if o.layouts not in known}
 
 
 def _spec(axes: tuple[str, ...]) -> Any:
@@ -238,6 +268,7 @@ def _values(read: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: _tuples(value) for name, value in read.items()}
     values["chosen"] = _option(read["chosen"])
     values["runners_up"] = tuple(_option(each) for each in read["runners_up"])
+    values["classics"] = tuple((name, _option(each)) for name, each in read.get("classics", []))
     values["data_parallel"] = None
     if read["data_parallel"] is not None:
         values["data_parallel"] = _option(read["data_parallel"])

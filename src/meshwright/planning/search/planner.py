@@ -14,14 +14,16 @@ from ..graph import Graph
 from ..groups import Axes
 from ..hardware import Hardware, hardware_of
 from ..target import Target
-from .answers import Candidate, data_parallel
+from .answers import Candidate
 from .beside import plainer
-from .choices import EVERY_RECOMPUTE, Choices, Layouts, Recompute
+from .choices import DATA_PARALLEL, EVERY_RECOMPUTE, Choices, Layouts, Recompute
+from .classics import Classics, classics
 from .compact import Compact, compact
-from .misses import no_plan
+from .misses import no_plan, none_in_time
 from .plan import Option, Plan
-from .search import Found, Objective, Space, search
+from .search import Found, search
 from .setting import setting_of
+from .space import Objective, Space
 from .verified import DryRunOf, verified
 from .words import reasons
 
@@ -47,11 +49,13 @@ def plan_step(
     ``objective`` is ``"time"`` of a step or ``"memory"`` at the peak of one device. Nothing takes
     more than ``memory_limit`` bytes, which is a device's memory where it is left out. ``axes``
     fixes the mesh, else all up to ``max_axes`` axes are tried, of fewer devices too. ``zero``,
-    ``accumulate`` and ``recompute`` are what may be chosen. After ``limit_s`` seconds the best so
-    far is taken. With ``verify=k`` the best ``k`` are given to ``dry_run_of``, with less ZeRO,
-    plain data parallel and FSDP beside them, and ranked by what it answers; where the best
-    does not fit, others are, which hold less by the model. Raises :class:`~meshwright.PlanError`,
-    with the nearest miss and what would help, where nothing fits.
+    ``accumulate`` and ``recompute`` are what may be chosen. Data parallel, FSDP, tensor parallel
+    and both together are looked at first: no plan is slower than one of them that fits. After
+    ``limit_s`` seconds more the best so far is taken. With ``verify=k`` the best ``k`` are given to
+    ``dry_run_of``, with less ZeRO, plain data parallel and FSDP beside them, and ranked by what it
+    answers; where the best does not fit, others are, which hold less by the model. Raises
+    :class:`~meshwright.PlanError`, with the nearest miss and what would help, where nothing
+    fits.
 
     >>> from ..graph import GraphDim, GraphTensor, Operation
     >>> dims = tuple(GraphDim(name, 1024, name) for name in ("batch", "in", "out"))
@@ -146,7 +150,7 @@ class _Question:
         if found.candidates:
             return self._plans(found, self.limit_bytes)
         if self.limit_bytes is None or not found.is_proven:
-            raise PlanError(f"no layout was found within {self.limit_s:g} s; give more, limit_s=.")
+            raise none_in_time(self._classics.values(), self.limit_bytes, self.limit_s)
         raise no_plan(self.graph, self.target, self.hardware, self.limit_bytes, self.space)
 
     def plans_within(self, limit_bytes: int) -> list[Plan]:
@@ -163,6 +167,7 @@ class _Question:
             space=self.space,
             keep=self.keep,
             limit_s=self.limit_s,
+            known=self._classics.values(),
         )
 
     def _plans(self, found: Found, limit_bytes: int | None) -> list[Plan]:
@@ -184,8 +189,19 @@ class _Question:
         return choices.zero in self.space.zero and choices.recompute in self.space.recompute
 
     @functools.cached_property
+    def _classics(self) -> Classics:
+        return classics(
+            compact(self.graph, self.target.platform),
+            self.target,
+            self.hardware,
+            objective=self.objective,
+            limit_bytes=self.limit_bytes,
+            space=self.space,
+        )
+
+    @property
     def _parallel(self) -> Candidate | None:
-        return data_parallel(self.graph, self.target, self.hardware, self.space.axes)
+        return self._classics.get(DATA_PARALLEL)
 
     def _told(self, candidates: Sequence[Candidate], found: Found) -> list[Plan]:
         """Plans of what was found."""
@@ -209,6 +225,11 @@ class _Question:
                     why=reasons(problem, setting, each.layouts),
                     notes=_notes(target, each, parallel, found),
                     is_proven=found.is_proven,
+                    classics=tuple(
+                        (name, _option(other))
+                        for name, other in self._classics.items()
+                        if name != DATA_PARALLEL
+                    ),
                 )
             )
         return plans

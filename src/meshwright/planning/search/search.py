@@ -11,14 +11,14 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..graph import Graph
 from ..groups import Axes
 from ..hardware import Hardware
 from ..target import Target
 from .answers import Candidate, in_words, plain, simplified
-from .choices import EVERY_RECOMPUTE, Choices, Cost, Layouts, Recompute
+from .choices import EVERY_RECOMPUTE, Choices, Cost, Layouts
 from .compact import Compact, compact
 from .cost import cost_of, divides, masks_of
 from .frame import Frame, frame_of, least_shared_s
@@ -27,21 +27,9 @@ from .model import Tables, tables_of
 from .relaxed import Relaxed, relaxed
 from .setting import Setting, require_times, setting_of
 from .solve import GAP, solve_memory, solve_time
+from .space import EVERYTHING, Objective, Space
 
-Objective = Literal["time", "memory"]
 _CLOSE = 0.995  # what cannot be better than this share of the best is not looked for
-
-
-@dataclass(frozen=True)
-class Space:
-    """What is searched: ``axes`` fixes the mesh; the others are what may be chosen."""
-
-    axes: Axes | None = None
-    max_axes: int = 3
-    fewer_devices: bool = True
-    zero: tuple[int, ...] = (0, 1, 2, 3)
-    accumulate: tuple[int, ...] = (1, 2, 4, 8)
-    recompute: tuple[Recompute, ...] = EVERY_RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -65,19 +53,21 @@ def search(
     *,
     objective: Objective = "time",
     limit_bytes: int | None = None,
-    space: Space = Space(),
+    space: Space = EVERYTHING,
     keep: int = 2,
     limit_s: float = 10.0,
+    known: Iterable[Candidate] = (),
 ) -> Found:
     """The best layouts of a step on a target, at most one per mesh and set of choices.
 
     Nothing that is left out is better than the first by more than 1 %, under the model of
-    :func:`cost`, unless ``is_proven`` is false: then the seconds ran out. Raises
+    :func:`cost`, unless ``is_proven`` is false: then the seconds ran out. None of those that are
+    ``known`` beforehand and fit is better than the first, however few the seconds. Raises
     :class:`~meshwright.TargetError` where the hardware's constants do not tell times.
     """
     problem = compact(graph, target.platform)
     run = _Search(problem, target, hardware, objective, limit_bytes, space, keep)
-    return run(limit_s)
+    return run(limit_s, known)
 
 
 class _Node(NamedTuple):
@@ -99,7 +89,7 @@ class _Search:
     space: Space
     keep: int
     heap: list[_Node] = field(default_factory=list)
-    best: dict[tuple[Axes, Choices], Candidate] = field(default_factory=dict)
+    best: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
     costs: dict[Layouts, Cost] = field(default_factory=dict)
     frames: dict[tuple[Axes, int], Frame] = field(default_factory=dict)
     order: Iterator[int] = field(default_factory=itertools.count)
@@ -107,9 +97,11 @@ class _Search:
     solved: int = 0
     is_proven: bool = True
 
-    def __call__(self, limit_s: float) -> Found:
+    def __call__(self, limit_s: float, known: Iterable[Candidate]) -> Found:
         begun = time.monotonic()
         deadline_s = begun + limit_s
+        for each in known:
+            self._add(each)
         for axes in self._meshes():
             self._push_mesh(axes)
         while self.heap and self._can_help(self.heap[0].bound):
@@ -259,11 +251,16 @@ class _Search:
                 layouts, found = simpler, other
         if not fixed:
             layouts = in_words(self.problem, layouts)
-        if self.limit_bytes is None or found.peak_bytes <= self.limit_bytes:
-            key = tables.frame.setting.axes, tables.choices
-            before = self.best.get(key)
-            if before is None or self._rank(found) < self._rank(before.cost):
-                self.best[key] = Candidate(layouts, found)
+        self._add(Candidate(layouts, found), tables.frame.setting.axes, tables.choices)
+
+    def _add(self, new: Candidate, *key: object) -> None:
+        """Keep what fits, the best of each mesh and set of choices, by the names of the search."""
+        if self.limit_bytes is not None and new.cost.peak_bytes > self.limit_bytes:
+            return
+        at = key or (new.layouts,)
+        before = self.best.get(at)
+        if before is None or self._rank(new.cost) < self._rank(before.cost):
+            self.best[at] = new
 
     def _cost(self, layouts: Layouts) -> Cost:
         if layouts not in self.costs:

@@ -1,0 +1,251 @@
+"""The layouts that engineers know by name: every plan is compared with them, and none is faster.
+
+* Data parallel: the rows of the batch over all devices.
+* FSDP: the same with parameters, gradients and slots shared out, ZeRO of level 3 (Rajbhandari et
+  al. 2020).
+* Tensor parallel: dims of weights over all devices (Shoeybi et al., "Megatron-LM", 2019).
+* FSDP × tensor parallel: the rows over some axes, dims of weights over the others.
+
+They cost little to look at, so the search has answers before it begins. Which dims of weights
+tensor parallelism splits, how much is recomputed and into how many micro-batches a batch is cut is
+chosen for the objective, within the limit of memory if anything is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..groups import Axes
+from ..hardware import Hardware
+from ..target import Target
+from .answers import Candidate, in_words, plain
+from .choices import DATA_PARALLEL, FSDP, FSDP_TENSOR, TENSOR_PARALLEL, Choices
+from .compact import Compact
+from .cost import cost_of, divides, masks_of
+from .frame import Options, frame_of
+from .meshes import meshes
+from .model import Tables, tables_of
+from .relaxed import relaxed
+from .setting import Setting, setting_of
+from .space import EVERYTHING, Objective, Space
+
+NAMES = (DATA_PARALLEL, TENSOR_PARALLEL, FSDP, FSDP_TENSOR)  # those without ZeRO first
+
+Classics = dict[str, Candidate]
+
+
+class _Way(NamedTuple):
+    """A mesh, and the sets of its axes for the rows of the batch and for dims of weights."""
+
+    axes: Axes
+    rows: int
+    weights: int
+
+
+def classics(
+    problem: Compact,
+    target: Target,
+    hardware: Hardware,
+    *,
+    objective: Objective = "time",
+    limit_bytes: int | None = None,
+    space: Space = EVERYTHING,
+) -> Classics:
+    """The best of each name by the model; one that fits, if any does.
+
+    A name is missing where the step, the target or ``space`` has nothing for it: a batch that does
+    not divide, no weights to split, a level of ZeRO that may not be chosen.
+    """
+    ask = _Classics(problem, target, hardware, objective, limit_bytes, space)
+    found = {name: ask.best(name) for name in NAMES}
+    return {name: candidate for name, candidate in found.items() if candidate is not None}
+
+
+@dataclass(frozen=True)
+class _Classics:
+    problem: Compact
+    target: Target
+    hardware: Hardware
+    objective: Objective
+    limit_bytes: int | None
+    space: Space
+
+    def best(self, name: str) -> Candidate | None:
+        """The best of a name: of those that fit the fastest or smallest, else the smallest."""
+        zero = 3 if name in (FSDP, FSDP_TENSOR) else min(self.space.zero)
+        if zero not in self.space.zero:
+            return None
+        best: Candidate | None = None
+        for accumulate in self._accumulate():
+            for way in self._ways(name):
+                for each in self._of_way(way, zero, accumulate, best):
+                    best = each if best is None else min(best, each, key=self._rank)
+            if best is not None and self._fits(best):
+                break  # more micro-batches only help what does not fit
+        return best
+
+    def _accumulate(self) -> Iterator[int]:
+        batch = self.problem.batch
+        rows = 1 if batch is None else self.problem.units[batch].size
+        least = min(self.space.accumulate)
+        yield from (k for k in sorted(self.space.accumulate) if k == least or rows % k == 0)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return self.limit_bytes is None or candidate.cost.peak_bytes <= self.limit_bytes
+
+    def _rank(self, candidate: Candidate) -> tuple[bool, float, float]:
+        time_s, peak = candidate.cost.time_s or 0.0, candidate.cost.peak_bytes
+        if not self._fits(candidate):
+            return True, peak, time_s
+        return (False, time_s, peak) if self.objective == "time" else (False, peak, time_s)
+
+    # Meshes
+
+    def _ways(self, name: str) -> Iterator[_Way]:
+        if name == FSDP_TENSOR:
+            yield from self._ways_of_both()
+        elif name == TENSOR_PARALLEL:
+            axes = self.space.axes or (("a", self.target.num_devices),)
+            yield _Way(axes, 0, 2 ** len(axes) - 1)
+        elif (axes := self._axes_of_rows()) is not None:
+            yield _Way(axes, 2 ** len(axes) - 1, 0)
+
+    def _axes_of_rows(self) -> Axes | None:
+        """All devices, or as many as divide the batch."""
+        if self.space.axes is not None:
+            return self.space.axes if self._divides(self.space.axes) else None
+        counts = range(self.target.num_devices, 1, -1)
+        return next((axes for n in counts if self._divides(axes := (("a", n),))), None)
+
+    def _divides(self, axes: Axes, mask: int | None = None) -> bool:
+        batch = self.problem.batch
+        everything = 2 ** len(axes) - 1
+        return batch is not None and divides(self.problem, axes, batch, mask or everything, 1)
+
+    def _ways_of_both(self) -> Iterator[_Way]:
+        every = (self.space.axes,) if self.space.axes is not None else self._pairs_of_axes()
+        for axes in every:
+            everything = 2 ** len(axes) - 1
+            for rows in range(1, everything):
+                if self._divides(axes, rows):
+                    yield _Way(axes, rows, everything & ~rows)
+
+    def _pairs_of_axes(self) -> Iterator[Axes]:
+        most = min(2, self.space.max_axes)
+        found = meshes(self.target, self.hardware, most, fewer=False)
+        yield from (axes for axes in found if len(axes) == 2)
+
+    # One way
+
+    def _of_way(
+        self, way: _Way, zero: int, accumulate: int, best: Candidate | None
+    ) -> Iterator[Candidate]:
+        """Its best, in which some weight is split if the way has axes for that."""
+        options = self._options(way, accumulate)
+        if options is None:
+            return
+        every = [options]
+        if way.weights:  # where it is fastest to split none, the best of those that split one
+            units = [unit for unit in options if unit != self.problem.batch]
+            every += [{**options, unit: (way.weights,)} for unit in units]
+        for one in every:
+            found = list(self._of_options(way, one, Choices(zero, accumulate), best))
+            good = [each for each in found if len(each.layouts.rules) > bool(way.rows)]
+            yield from good if way.weights else found
+            if one is options and (good or not found or not way.weights):
+                return
+
+    def _of_options(
+        self, way: _Way, options: Options, choices: Choices, best: Candidate | None
+    ) -> Iterator[Candidate]:
+        """The best with each way to recompute, but for those that cannot beat one that fits."""
+        frame = frame_of(self.problem, self._setting(way.axes), choices.accumulate, options)
+        for recompute in self.space.recompute:
+            tables = tables_of(frame, replace(choices, recompute=recompute))
+            if best is not None and self._fits(best) and self._is_beaten(tables, best):
+                continue
+            masks = self._masks(tables)
+            found = self._candidate(tables, masks)
+            yield found
+            is_fastest = self.objective == "time" and tables.time_s(masks) <= tables.least_time_s
+            if is_fastest and self._fits(found):
+                return  # to recompute more takes more time
+
+    def _is_beaten(self, tables: Tables, best: Candidate) -> bool:
+        if self.objective == "memory":
+            return tables.least_bytes >= best.cost.peak_bytes
+        if self.limit_bytes is not None and tables.least_bytes > self.limit_bytes:
+            return True
+        return tables.least_time_s >= (best.cost.time_s or 0.0)
+
+    def _options(self, way: _Way, accumulate: int) -> Options | None:
+        """The rows along their axes, weights along theirs or none; ``None`` if nothing divides."""
+        problem, batch, options = self.problem, self.problem.batch, Options()
+        if way.rows and batch is not None:
+            if not divides(problem, way.axes, batch, way.rows, accumulate):
+                return None
+            options[batch] = (way.rows,)
+        for unit in _units_of_weights(problem) if way.weights else ():
+            if divides(problem, way.axes, unit, way.weights, 1):
+                options[unit] = (0, way.weights)
+        return None if way.weights and options.keys() <= {batch} else options
+
+    def _setting(self, axes: Axes) -> Setting:
+        return setting_of(axes, self.target, self.hardware)
+
+    def _masks(self, tables: Tables) -> dict[int, int]:
+        elimination = tables.frame.elimination
+        if elimination is None or tables.free is None:
+            return _largest_first(self.problem, tables.options)
+        if self.objective == "memory":
+            most = tables.alive.max(axis=0)
+            held = [most[list(each.columns)] @ each.bytes_of for each in tables.cliques]
+            return elimination.least([np.asarray(each, float) for each in held])[1]
+        masks = tables.free[1]
+        if self.limit_bytes is None or tables.peaks(masks).max() <= self.limit_bytes:
+            return masks
+        return relaxed(tables, self.limit_bytes).masks or masks
+
+    def _candidate(self, tables: Tables, masks: Mapping[int, int]) -> Candidate:
+        fixed = self.space.axes is not None
+        layouts = plain(self.problem, tables, masks, fixed)
+        layouts = layouts if fixed else in_words(self.problem, layouts)
+        masks = masks_of(self.problem, layouts.axes, dict(layouts.rules))
+        setting = self._setting(layouts.axes)
+        return Candidate(layouts, cost_of(self.problem, setting, masks, layouts.choices))
+
+
+@functools.lru_cache(maxsize=8)
+def _units_of_weights(problem: Compact) -> tuple[int, ...]:
+    """The dims of parameters that are multiplied or looked up, the largest parameters' first.
+
+    What is added, such as embeddings of places, has dims of activations alone.
+    """
+    held: dict[int, int] = {}
+    for piece in problem.pieces:
+        for unit in piece.scope if piece.kind == "parameter" else ():
+            held[unit] = held.get(unit, 0) + piece.nbytes
+    multiplied = {
+        unit
+        for work in problem.works
+        if work.flops or work.kind == "gather"
+        for place in work.operands
+        if problem.batch not in problem.pieces[place].scope  # a weight, in whatever type
+        for unit in problem.pieces[place].scope
+    }
+    found = held.keys() & multiplied - {problem.batch}
+    return tuple(sorted(found, key=lambda unit: (-held[unit], unit)))
+
+
+def _largest_first(problem: Compact, options: Options) -> dict[int, int]:
+    """Units that are split as long as none meets another, where too many meet to choose best."""
+    masks: dict[int, int] = {}
+    for unit, allowed in options.items():
+        met = {other for other in masks if masks[other] and (unit, other) in problem.clashes}
+        masks[unit] = max((m for m in allowed if not any(m & masks[o] for o in met)), default=0)
+    return masks
