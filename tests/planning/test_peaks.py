@@ -109,6 +109,51 @@ def test_the_planners_peak_is_the_compilers(name):
     assert found == pytest.approx(told.peak_bytes, rel=off)
 
 
+@pytest.mark.full
+@pytest.mark.targets
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_peak_of_level_3_on_a_tpu_is_the_compilers(dtype):
+    """Large kernels beside few rows: all of them at once would be most of the peak."""
+    program, batch = deep(4, dtype)
+    strategy = mw.Sharded(mw.Mesh({"batch": 4}), {}, unmatched="replicate", zero=3)
+    asked = {"strategy": strategy, "target": "v5e:2x2", "blocks": "whole"}
+    told = mw.dry_run(program, batch, compile=False, **asked)
+    compiled = mw.dry_run(program, batch, **asked)
+    assert told.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.15)
+
+
+def deep(layers, dtype, width=1024, rows=64):
+    def loss(weights, x):
+        y = x.astype(dtype)
+        for number, w in enumerate(weights):
+            with jax.named_scope(f"layer_{number}"):
+                y = jnp.tanh(y @ w.astype(dtype))
+        return jnp.mean(y.astype("float32") ** 2)
+
+    program = mw.jax_program(loss, [shape(width, width)] * layers, optax.adam(1e-3))
+    return program, shape(rows, width)
+
+
+@pytest.mark.parametrize("target", ["v5p:2x2x2", "h100:8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_level_3_gathers_kernels_one_after_the_other(target, dtype):
+    """Each layer more holds its pieces and its rows more, and no whole kernel."""
+    peaks = []
+    for layers in (4, 8):
+        step = graph(*deep(layers, dtype))
+        rows = step.dims[batch_dim(step) or 0].family
+        peaks.append(
+            cost(
+                step, (("batch", 8),), {rows: ["batch"]}, Choices(zero=3), target=target
+            ).peak_bytes
+        )
+    kernel = 1024 * 1024 * (2 if dtype == "bfloat16" else 4)
+    pieces = 1024 * 1024 * 4 * 4 // 8  # the parameter, its gradient and two slots
+    held = 4 * 64 * 1024 * 4 // 8  # of each layer, activations in any type
+    assert peaks[1] - peaks[0] <= 4 * (pieces + held)
+    assert peaks[0] >= kernel
+
+
 # What is written
 
 

@@ -17,6 +17,7 @@ _RESTING = (
     "gradient",
     "update",
     "parameter",
+    "cast",
     "slot",
     "gathered",
 )  # whose pieces ZeRO may share out

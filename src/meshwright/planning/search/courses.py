@@ -55,11 +55,12 @@ def course_of(problem: Compact, zero: int, recompute: Recompute) -> Course:
 
 def _traced(problem: Compact, zero: int, recompute: Recompute) -> Course:
     """In the order of the trace."""
-    graph = problem.graph
-    spans = spans_of(graph, facts_of(graph), recompute)
+    graph, facts = problem.graph, facts_of(problem.graph)
+    spans = spans_of(graph, facts, recompute)
     lives = [
         Life(problem.piece_of[tensor], first, last)
         for tensor, alive in enumerate(spans)
+        if not _is_gathered(facts, tensor, zero)
         for first, last in alive
     ]
     count = len(graph.operations)
@@ -77,7 +78,7 @@ def _on_tpu(problem: Compact, zero: int, recompute: Recompute) -> Course:
     tiles = tiled(graph, zero == 3)
     begins = _made_again(facts, tiles, recompute)
     for tile in tiles:
-        if facts.kinds[tile.tensor] == "update":
+        if facts.kinds[tile.tensor] == "update" or _is_gathered(facts, tile.tensor, zero):
             continue
         piece = problem.piece_of[tile.tensor]
         piece = problem.halves.get(piece, piece) if tile.is_half else piece
@@ -89,6 +90,11 @@ def _on_tpu(problem: Compact, zero: int, recompute: Recompute) -> Course:
             made = at[again]
         lives.append(Life(piece, made, last))
     return Course(len(at), tuple(lives), tuple(enumerate(at)))
+
+
+def _is_gathered(facts: Facts, tensor: int, zero: int) -> bool:
+    """Whether level 3 gathers it for each operation that reads it, and keeps it for none."""
+    return zero == 3 and facts.kinds[tensor] == "cast"
 
 
 def _logs_last(graph: Graph, facts: Facts) -> list[int]:

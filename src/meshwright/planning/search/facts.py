@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from ..graph import Graph, GraphTensor, Operation
 
-KINDS = ("parameter", "slot", "state", "input", "activation", "gradient", "update")
+KINDS = ("parameter", "cast", "slot", "state", "input", "activation", "gradient", "update")
 
+_CASTS = frozenset(("convert_element_type", "reduce_precision", "copy", "name", "stop_gradient"))
 _COPIED = frozenset(("broadcast_in_dim", "iota"))  # made anew by whoever reads them
 _STANDS_ALONE = frozenset(  # never fused into what reads their results
     (
@@ -49,7 +50,8 @@ def facts_of(graph: Graph) -> Facts:
     """Read a graph.
 
     Gradients and what updates make are told from other activations by their dims, those of a
-    parameter, and because nothing that is made of them has a dim of the batch any more.
+    parameter, and because nothing that is made of them has a dim of the batch any more. A "cast" is
+    a parameter in another type, as products of the forward pass take it.
 
     >>> from ..graph import GraphDim
     >>> b, i = GraphDim("batch", 8, "batch"), GraphDim("w.in", 4, "w.in")
@@ -110,6 +112,9 @@ def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:
     shapes = {_shape_key(each) for each in graph.tensors if each.role == "parameter"}
     kinds = [each.role for each in graph.tensors]
     for operation in graph.operations:
+        if _is_cast(operation, kinds) and leads[operation.results[0]]:
+            kinds[operation.results[0]] = "cast"
+            continue
         updates = any(kinds[t] in ("slot", "parameter", "update") for t in operation.operands)
         for made in operation.results:
             tensor = graph.tensors[made]
@@ -118,6 +123,14 @@ def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:
             if batch not in tensor.dims and math.prod(tensor.shape) > 1:
                 kinds[made] = "update" if updates and not operation.summed else "gradient"
     return tuple(kinds)
+
+
+def _is_cast(operation: Operation, kinds: list[str]) -> bool:
+    return (
+        operation.kind in _CASTS
+        and len(operation.operands) == 1 == len(operation.results)
+        and kinds[operation.operands[0]] in ("parameter", "cast")
+    )
 
 
 def _leads_to_batch(graph: Graph, batch: int | None) -> list[bool]:

@@ -24,7 +24,7 @@ _TELLING = 32  # columns that are looked at before all are
 
 def alive(problem: Compact, choices: Choices) -> np.ndarray:
     """What is alive when: rows of moments, columns of pieces, then of works, then of sums."""
-    differs = {"cpu": (2, 3), "tpu": (3,)}.get(problem.platform, ())  # levels of ZeRO
+    differs = {"cpu": (2, 3)}.get(problem.platform, (3,))  # levels of ZeRO
     zero = choices.zero if choices.zero in differs else 0
     return _alive(problem, choices.recompute, choices.accumulate, zero)
 
@@ -64,8 +64,9 @@ def _moments(problem: Compact, recompute: Recompute, zero: int, beside: int) -> 
 
 def _needs_room(work: Work, pieces: tuple[Piece, ...]) -> bool:
     """Whether an operation may hold copies of its own, of what is gathered or moved."""
-    shared = any(pieces[p].kind in ("parameter", "gradient") for p in work.operands + work.results)
-    return bool(work.whole or work.moves or shared)
+    shared = ("parameter", "cast", "gradient")
+    shares = any(pieces[p].kind in shared for p in work.operands + work.results)
+    return bool(work.whole or work.moves or shares)
 
 
 def _undominated(rows: np.ndarray) -> np.ndarray:

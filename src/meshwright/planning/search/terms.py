@@ -157,16 +157,31 @@ def room_bytes(lay: Lay, work: Work) -> Values:
         for move in work.moves:
             if place in moved and move.piece == place:
                 copied |= (lay.mask(move.given) & ~lay.mask(move.wanted)) != 0
-        gathers = lay.choices.zero == 3 and lay.problem.platform != "cpu"  # there all at once
-        if piece.kind == "parameter" and gathers and not _updates(lay, work):
+        if piece.kind in ("parameter", "cast") and _gathers(lay, work):
             copied |= replicas_sharing(lay, piece) > 1
         if copied.any():
             total = total + np.where(copied, used_bytes(lay, piece, work), 0)
     for place in work.results:
-        if pieces[place].kind == "gradient" and lay.choices.zero >= 2:
+        if pieces[place].kind == "gradient" and lay.choices.zero >= 2 and not _follows(lay, work):
             shared = replicas_sharing(lay, pieces[place]) > 1
             total = total + np.where(shared, used_bytes(lay, pieces[place], work), 0)
     return total
+
+
+def _gathers(lay: Lay, work: Work) -> bool:
+    """Whether level 3 gathers the parameters that an operation reads, for as long as it runs.
+
+    On CPU all are there at once. A cast is made of the part that a device keeps.
+    """
+    made = {lay.problem.pieces[place].kind for place in work.results}
+    apart = lay.problem.platform == "cpu" or made == {"cast"} or _updates(lay, work)
+    return lay.choices.zero == 3 and not apart
+
+
+def _follows(lay: Lay, work: Work) -> bool:
+    """Whether it is done to the part of a gradient that a device keeps, after the sum."""
+    kinds = [lay.problem.pieces[place].kind for place in work.operands]
+    return kinds == ["gradient"] and not work.summed
 
 
 # Seconds

@@ -38,8 +38,8 @@ class Tile:
 def tiled(graph: Graph, keeps: bool) -> tuple[Tile, ...]:
     """What XLA for TPU writes of a step.
 
-    ``keeps`` is for level 3 of ZeRO, whose step keeps all that the trace of the forward pass leaves
-    for the backward pass, and lets nothing of it be done again.
+    ``keeps`` is for level 3 of ZeRO, whose step keeps what a product with weights reads: there a
+    parameter is gathered, and waits for it (``step/gathering.py``).
     """
     writer = _Writer(Fused(graph, twins=False), facts_of(graph), keeps)
     return tuple(writer.all().values())
@@ -191,12 +191,13 @@ class _Writer:
         return frozenset(found)
 
     def _is_kept(self, t: int) -> bool:
-        """Whether the backward pass reads what the forward pass made."""
-        forward = self._facts.is_forward
-        made = self._fused.made.get(t)
-        if made is None or not forward[made] or self._fused.op(made).kind == "broadcast_in_dim":
+        """Whether a product with weights reads it, and the backward pass as well."""
+        facts, made = self._facts, self._fused.made.get(t)
+        if made is None or not facts.is_forward[made] or facts.kinds[t] != "activation":
             return False
-        return any(not forward[use] for use in self._fused.uses(t))
+        uses = self._fused.uses(t)
+        read = any(facts.is_of_weights[use] and facts.is_forward[use] for use in uses)
+        return read and any(not facts.is_forward[use] for use in uses)
 
     def _needs(self, place: int) -> bool:
         """Whether an operation reads memory alone."""
