@@ -1,4 +1,4 @@
-"""Reads the text of optimized HLO: computations, instructions, how often a loop runs.
+"""Reads the text of optimized HLO: computations and instructions.
 
 Only what a walk over the compiled step needs, from the text that XLA prints for every platform.
 """
@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from .loops import trip_count
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _WORDS = {"pred": "bool", "s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
@@ -114,22 +116,23 @@ class Module:
     is_scheduled: bool
     donated: frozenset[int] = frozenset()  # results that lie in the memory of an argument
 
-    def trip_count(self, loop: Instruction, inside: Computation) -> int | None:
-        """How often the body of a ``while`` runs; ``None`` where the text does not tell.
+    @functools.cached_property
+    def _loops(self) -> Mapping[str, tuple[Instruction, Computation]]:
+        """Name of a loop's body -> the loop, and the computation that it is in."""
+        return {
+            each.attribute(r"body=%([\w.\-]+)") or "": (each, inside)
+            for inside in self.computations.values()
+            for each in inside.instructions
+            if each.opcode == "while"
+        }
 
-        XLA notes it for CPU and GPU. For TPU it is read from a condition that compares a counter
-        with a constant, where the counter begins at a constant and grows by one.
-        """
-        noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-        if noted is not None:
-            return int(noted)
-        condition = self.computations[loop.attribute(r"condition=%([\w.\-]+)") or ""]
-        body = self.computations[loop.attribute(r"body=%([\w.\-]+)") or ""]
-        index, bound = _counter(condition)
-        if index is None or bound is None or not _grows_by_one(body, index):
-            return None
-        begin = _constant(inside, _item(inside, loop.operands[0], index))
-        return None if begin is None else max(bound - begin, 0)
+    def loop_around(self, body: str) -> tuple[Instruction, Computation] | None:
+        """The loop that runs a computation as its body, and the computation that it is in."""
+        return self._loops.get(body)
+
+    def trip_count(self, loop: Instruction, inside: Computation) -> int | None:
+        """How often the body of a ``while`` runs; ``None`` where the text does not say."""
+        return trip_count(self, loop, inside)
 
 
 def _passes_on(each: Instruction) -> bool:
@@ -224,51 +227,3 @@ def _bits(kind: str) -> int:
         return _BITS[kind]
     found = re.search(r"\d+", kind)
     return int(found[0]) if found else 0
-
-
-# Loops
-
-
-def _counter(condition: Computation) -> tuple[int | None, int | None]:
-    """``(index of the counter, its bound)`` of a condition ``counter < bound``."""
-    root = condition.root
-    if root.opcode != "compare" or root.attribute(r"direction=(\w+)") != "LT":
-        return None, None
-    left, right = root.operands
-    return _index(condition, left), _constant(condition, right)
-
-
-def _grows_by_one(body: Computation, index: int) -> bool:
-    new = _through_copies(body, _item(body, body.root.name, index))
-    if new is None or new.opcode != "add":
-        return False
-    indices = {_index(body, name) for name in new.operands}
-    steps = {_constant(body, name) for name in new.operands}
-    return index in indices and 1 in steps
-
-
-def _index(inside: Computation, name: str) -> int | None:
-    """Which item of the computation's argument a value is."""
-    found = _through_copies(inside, name)
-    if found is None or found.opcode != "get-tuple-element":
-        return None
-    return int(found.attribute(r"index=(\d+)") or 0)
-
-
-def _item(inside: Computation, name: str, index: int) -> str | None:
-    made = inside.by_name.get(name)
-    return made.operands[index] if made is not None and made.opcode == "tuple" else None
-
-
-def _constant(inside: Computation, name: str | None) -> int | None:
-    found = _through_copies(inside, name)
-    if found is None or found.opcode != "constant":
-        return None
-    return int(found.operands[0]) if re.fullmatch(r"-?\d+", found.operands[0]) else None
-
-
-def _through_copies(inside: Computation, name: str | None) -> Instruction | None:
-    found = inside.by_name.get(name or "")
-    while found is not None and found.opcode in ("copy", "bitcast"):
-        found = inside.by_name.get(found.operands[0])
-    return found
