@@ -691,3 +691,12 @@ def decays(optimizer: Any, parameter: Any) -> bool:
     (keras/src/optimizers/base_optimizer.py).
     """
     return optimizer._use_weight_decay(parameter)
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """A jaxpr without the equations that none of its results depends on."""
+    from jax.interpreters import partial_eval
+
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    needed, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
+    return needed

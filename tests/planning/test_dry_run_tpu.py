@@ -89,6 +89,25 @@ def test_gathers_of_zero_are_named_after_their_parameters():
     assert found.unexpected == ()
 
 
+def test_products_that_go_around_a_ring_count_in_full():
+    """XLA:TPU spreads the gathers of ZeRO over products in loops that count by 2."""
+    width, rows = 512, 16384
+    with abstract():
+        model = keras.Sequential([keras.Input([width])])
+        for _ in range(2):
+            model.add(layers.Dense(width, activation="relu", use_bias=False))
+        model.compile("adam", "mse")
+    strategy = mw.DataParallel(mw.Mesh({"batch": 8}), zero=3)
+    taken = (shapes(rows, width),) * 2
+    found = dry_run(model, taken, strategy=strategy, target="v5e:2x4", blocks="whole")
+    assert "windowed_dot_general" in found.compiled.text
+    products = 2 + 3  # nobody asks for the gradient of the data
+    assert 8 * found.flops == products * 2 * rows * width**2
+    assert found.replicated_share == 0.0
+    assert all(each.count is not None for each in found.collectives)
+    assert found.errors == ()
+
+
 # Attention, of which a block holds far more inside than it hands on
 
 WIDTH, HEADS, LENGTH, ROWS = 256, 2, 1024, 2048

@@ -14,10 +14,12 @@ import meshwright as mw
 from meshwright.planning import Compiled, Target, compile_ahead, reading
 from meshwright.planning.calibrate import calibrate, hardware_from
 from meshwright.planning.collectives import Collective
+from meshwright.planning.costs import read_costs
 from meshwright.planning.estimate import estimate
 from meshwright.planning.hardware import Hardware, Link, hardware_of
 from meshwright.planning.hlo import Array
 from meshwright.planning.links import AxisLink, collective_s, links_of
+from meshwright.step.flops import least_flops, model_flops
 
 RING = Link("ici", "ring", 100.0, 0.5)
 SWITCH = Link("nvlink", "switch", 100.0, 0.5)
@@ -306,3 +308,60 @@ def test_a_peak_that_is_more_than_its_parts_is_explained():
     assert reading._besides(kernels())[0].startswith("the compiler's peak has 100 B that no other")
     assert reading._besides(replace(kernels(), temporary_bytes=90)) == ()
     assert reading._besides(replace(kernels(), target=Target.of("cpu:8"))) == ()
+
+
+LOOP = """HloModule jit_step, is_scheduled=true
+
+%more (held: (s32[], f32[8,8])) -> pred[] {
+  %held = (s32[], f32[8,8]) parameter(0)
+  %at = s32[] get-tuple-element(%held), index=0
+  %end = s32[] constant(8)
+  ROOT %less = pred[] compare(%at, %end), direction=LT
+}
+
+%body (held.1: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %held.1 = (s32[], f32[8,8]) parameter(0)
+  %at.1 = s32[] get-tuple-element(%held.1), index=0
+  %x = f32[8,8]{1,0} get-tuple-element(%held.1), index=1
+  %next = s32[] CHANGE(%at.1, %at.1)
+  %y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %held.2 = (s32[], f32[8,8]) tuple(%next, %y)
+}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %one = s32[] constant(1)
+  %whole = (s32[], f32[8,8]) tuple(%one, %p)
+  %loop = (s32[], f32[8,8]) while(%whole), condition=%more, body=%body
+  ROOT %out = f32[8,8]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_fewer_flops_than_the_models_own_are_an_error_and_give_no_time():
+    step = replace(kernels(), text=LOOP.replace("CHANGE", "add"))  # 1, 2, 4: nobody counts so
+    product = 2.0 * 8**3
+    enough = estimate(step, hardware_of("v5e"), model_flops=8 * product, least_flops=8 * product)
+    assert enough.errors == ()
+    assert enough.step_time_s is not None
+    assert "1 loop of unknown length counts once (loop)" in enough.uncertain[0]
+    short = estimate(step, hardware_of("v5e"), model_flops=24 * product, least_flops=24 * product)
+    assert (short.step_time_s, short.mfu, short.bound_by) == (None, None, None)
+    (error,) = short.errors
+    assert "has 1.02 kFLOP in each of 8 devices, and the model needs 3.07 kFLOP" in error
+    assert "1 loop of unknown length" in error
+
+
+def test_what_a_compiler_may_leave_out_is_not_missed():
+    def convolved(x, kernel):
+        dims = ("NHWC", "HWIO", "NHWC")
+        kept = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=dims)
+        jnp.vdot(x, x) * 2.0  # of which no result depends
+        return kept
+
+    args = jnp.ones((2, 7, 7, 4)), jnp.ones((3, 3, 4, 8))
+    for function in (convolved, jax.grad(lambda *args: (convolved(*args) ** 2).sum(), (0, 1))):
+        counted = read_costs(jax.jit(function).lower(*args).compile().as_text()).flops
+        least = least_flops(jax.make_jaxpr(function)(*args))
+        assert least == pytest.approx(counted)
+        assert least < model_flops(jax.make_jaxpr(function)(*args))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from .ahead import Compiled
@@ -17,6 +17,8 @@ from .tables import flops_text, how_to_know
 from .target import Target
 
 _HEAVIEST = 10
+_SHORT = 0.02  # of the model's FLOPs, which a compiled step may lack before that is an error
+_NAMED = 3  # loops and kernels that a message names
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,24 @@ class Sums:
 
     ``own_flops`` are the model's own in one device, ``split_flops`` with them what is computed
     again (``None`` where nobody told), as if no two devices did the same; ``done_flops`` are those
-    that a device does, without what the compiler runs twice. ``times`` is where the time goes.
+    that a device does, without what the compiler runs twice. ``least_flops`` are the fewest that
+    the model's own can come to in one device, ``elements`` what is computed besides products:
+    compilers turn products of vectors into such. ``times`` is where the time goes.
     """
 
     own_flops: float
     split_flops: float | None
     done_flops: float
     times: Times = field(hash=False)
+    least_flops: float | None = None
+    elements: float = 0.0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a device does less than its share of the model, which cannot be."""
+        if self.least_flops is None:
+            return False
+        return self.done_flops + self.elements < (1.0 - _SHORT) * self.least_flops
 
     @property
     def replicated_share(self) -> float | None:
@@ -68,7 +81,9 @@ class Estimate:
     the rest. ``step_time_s`` is the length of the schedule. Times are ``None`` where a number of
     the hardware is missing; ``missing`` names those. ``mfu`` is the share of the peak that the
     model's own FLOPs would use: what is computed again for the backward pass does not count.
-    ``bound_by`` is ``"compute"``, ``"memory"``, ``"communication"`` or ``"instructions"`` (what
+    ``unknown_loops`` end by a condition on values, and count once; of the kernels ``uncounted``
+    nothing is known, and they take no time. ``errors`` says where a figure must be wrong: times and
+    MFU are then ``None``. ``bound_by`` is ``"compute"``, ``"memory"``, ``"communication"`` or ``"instructions"`` (what
     each costs to begin): where most of the time goes.
     """
 
@@ -92,20 +107,49 @@ class Estimate:
     missing: tuple[str, ...] = ()
     sums: Sums | None = field(default=None, repr=False)
     peak_flops_per_s: float | None = field(default=None, repr=False)
+    unknown_loops: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What in these figures must be wrong, with the values and a way out; empty if nothing."""
+        return (_short_in_words(self),) if self.sums is not None and self.sums.is_short else ()
+
+    @property
+    def uncertain(self) -> tuple[str, ...]:
+        """What was counted once, or not at all, as the compiled text does not say more."""
+        said = []
+        if self.unknown_loops:
+            count = "counts" if len(self.unknown_loops) == 1 else "count"
+            said.append(
+                f"{_count(self.unknown_loops, 'loop')} of unknown length {count} once "
+                f"({_first(self.unknown_loops)}): FLOPs, bytes and times are at least those shown"
+            )
+        if self.uncounted:
+            said.append(
+                f"the work of {_count(self.uncounted, 'kernel')} is unknown and counts as nothing "
+                f"({_first(self.uncounted)})"
+            )
+        return tuple(said)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
 
 def estimate(
-    compiled: Compiled, hardware: Hardware, *, model_flops: float | None = None
+    compiled: Compiled,
+    hardware: Hardware,
+    *,
+    model_flops: float | None = None,
+    least_flops: float | None = None,
 ) -> Estimate:
     """How long the step would take on such hardware, and why.
 
     ``model_flops`` are those of the step before it was split over devices
     (``step.flops.model_flops`` of its trace, what is computed again included): with them, ``mfu``
-    leaves replicated work out and ``replicated_share`` tells it. Numbers that the hardware lacks
-    are never made up.
+    leaves replicated work out and ``replicated_share`` says how much there is. ``least_flops`` are
+    the fewest of them that a compiler can leave: a step with less was misread, and has no times
+    (:attr:`Estimate.errors`). Numbers that the hardware lacks are never made up.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> from meshwright.planning import compile_ahead
@@ -147,18 +191,28 @@ def estimate(
         layers=costs.layers,
         assumptions=_assumptions(costs, clock, compiled.target),
         missing=missing,
-        sums=Sums(own, split, costs.done_flops, times),
+        sums=Sums(
+            own,
+            split,
+            costs.done_flops,
+            times,
+            None if least_flops is None else least_flops / compiled.target.num_devices,
+            sum(each.times * each.elements for each in costs.operations),
+        ),
+        unknown_loops=costs.unknown_loops,
+        uncounted=_of_users(costs.uncounted),
         peak_flops_per_s=clock.peak("bfloat16", "") or clock.peak("float32", ""),
     )
     return with_shares(found)
 
 
 def with_shares(found: Estimate) -> Estimate:
-    """The estimate with what follows from its sums; without times where a number is missing."""
+    """The estimate with what follows from its sums; without times where a number is missing, or
+    where work is."""
     sums = found.sums
     if sums is None:
         return found
-    if found.missing:
+    if found.missing or sums.is_short:
         found = replace(found, waiting_s=None, overlap_s=None, step_time_s=None)
         return replace(found, replicated_share=sums.replicated_share)
     return replace(
@@ -244,13 +298,44 @@ def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
     said += [f"Loop {loop!r} ends by a condition, and counts once." for loop in costs.unknown_loops]
     said += [
         f"Of the kernel {kernel} nothing is known: it takes no time."
-        for kernel in costs.uncounted
-        if not kernel.startswith("AsyncCollective")  # the compiler's own, of collectives that count
+        for kernel in _of_users(costs.uncounted)
     ]
     return tuple(said)
 
 
+def _of_users(kernels: Iterable[str]) -> tuple[str, ...]:
+    """Without the compiler's own, of collectives that count."""
+    return tuple(each for each in kernels if not each.startswith("AsyncCollective"))
+
+
 # In words
+
+
+def _short_in_words(found: Estimate) -> str:
+    assert found.sums is not None
+    devices = found.target.num_devices
+    fact = (
+        f"the compiled step has {flops_text(found.sums.done_flops)} in each of {devices} devices, "
+        f"and the model needs {flops_text(found.sums.least_flops or 0.0)}: work is missing from "
+        f"FLOPs and bytes, the step takes longer than {_ms(found.sums.times.length)}, and step "
+        "time and MFU are not given"
+    )
+    if found.uncertain:
+        return f"{fact}. {'; '.join(found.uncertain)}."
+    return (
+        f"{fact}. The compiler left products out, or they are written in a way that is not read. "
+        "Compare the program in report.compiled.text, and report it as a bug if the products are "
+        "there."
+    )
+
+
+def _count(names: Sequence[str], noun: str) -> str:
+    return f"1 {noun}" if len(names) == 1 else f"{len(names)} {noun}s"
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _lines(found: Estimate) -> list[str]:

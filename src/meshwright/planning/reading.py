@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..errors import DoesNotFitError
 from ..placement import Placed
 from ..program import TrainState
-from ..step.flops import model_flops
+from ..step.flops import least_flops, model_flops
 from . import gpu
 from .ahead import Compiled, trace
 from .alive import alive_at_peak
@@ -84,6 +84,8 @@ def read(
     alive = alive_at_peak(parse(compiled.text))
     known = sizes(described)
     peak, peak_is = _peak(compiled)
+    whole, least = _model_flops(described, compiled.target)
+    estimated = estimate(compiled, hardware, model_flops=whole, least_flops=least)
     return DryRun(
         name=described.name,
         target=compiled.target,
@@ -101,8 +103,8 @@ def read(
         ),
         tensors=alive[:most],
         alive_bytes=sum(each.nbytes for each in alive),
-        estimate=estimate(compiled, hardware, model_flops=_model_flops(described, compiled.target)),
-        notes=(*_notes(compiled.target), *_besides(compiled)),
+        estimate=estimated,
+        notes=(*_notes(compiled.target), *_besides(compiled), *estimated.uncertain),
         compiled=compiled,
         placed=described.placed,
         hardware=hardware,
@@ -147,10 +149,11 @@ def sizes(described: Described) -> dict[str, int]:
     }
 
 
-def _model_flops(described: Described, target: Target) -> float | None:
-    """FLOPs of the step as it was written, before it is split over devices."""
+def _model_flops(described: Described, target: Target) -> tuple[float | None, float | None]:
+    """FLOPs of the step as it was written, before it is split over devices, and the fewest of them
+    that a compiler can leave."""
     traced = trace(described.jitted, (described.state, described.batch), target)
-    return model_flops(traced.jaxpr)
+    return model_flops(traced.jaxpr), least_flops(traced.jaxpr)
 
 
 def _bytes_of_batch(described: Described) -> int:

@@ -134,6 +134,21 @@ class DryRun:
         return None if self.estimate is None else self.estimate.mfu
 
     @property
+    def replicated_share(self) -> float | None:
+        """The share of all devices' FLOPs that another device computes as well; ``None`` where the
+        model's own FLOPs are not known."""
+        return None if self.estimate is None else self.estimate.replicated_share
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What of the report must be wrong, in words; empty if nothing.
+
+        A compiled step with fewer FLOPs than the model itself was not read in full: then
+        ``step_time_s`` and ``mfu`` are ``None``.
+        """
+        return () if self.estimate is None else self.estimate.errors
+
+    @property
     def bound_by(self) -> str | None:
         """Where most of the time would go: to compute, memory, communication."""
         return None if self.estimate is None else self.estimate.bound_by

@@ -22,6 +22,7 @@ def of_dry_run(run: DryRun) -> str:
     parts = [
         f"{run.name} on {run.target} ({axes}): {_verdict(run)}",
         *([f"by the {by_the_model(run)}"] if run.is_analytic else []),
+        *(f"error: {error}" for error in run.errors),
         "memory of one device\n" + _memory(run.memory),
     ]
     if run.refusal:
@@ -91,11 +92,17 @@ def _time(found: Estimate) -> str:
         rows.append(("", _ms(found.overlap_s), "of them beside other work"))
     if found.mfu is not None:
         rows.append(("model FLOPs", f"{found.mfu:.1%}", "of the peak"))
-    if found.replicated_share is not None:
-        rows.append(("replicated", f"{found.replicated_share:.1%}", "of all devices' FLOPs"))
+    rows.append(("replicated", *replicated(found)))
     if found.missing:
         rows.append(("not known", "", ", ".join(found.missing) + how_to_know(found.target)))
     return laid_out(rows, right=(1,))
+
+
+def replicated(found: Estimate) -> tuple[str, str]:
+    """How much of the work more than one device does, and of what that is a share."""
+    if found.replicated_share is None:
+        return "unknown", "as the model's own FLOPs are not"
+    return f"{found.replicated_share:.1%}", "of all devices' FLOPs, which others compute as well"
 
 
 def _ms(time_s: float | None) -> str:

@@ -265,4 +265,6 @@ def _sums(one: Sums | None, two: Sums | None, count: int) -> Sums | None:
         split_flops=line(one.split_flops, two.split_flops),
         done_flops=line(one.done_flops, two.done_flops),
         times=Times(**times),
+        least_flops=line(one.least_flops, two.least_flops),
+        elements=line(one.elements, two.elements),
     )

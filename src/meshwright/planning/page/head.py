@@ -24,6 +24,7 @@ def head(run: DryRun) -> Html:
         tag("p", tag("b", str(run.target)), f", {devices:,} devices, mesh {axes}", class_="under"),
         _verdict(run),
         _not_compiled(run),
+        [tag("p", f"✗ Error: {error}", class_="warning") for error in run.errors],
         tag("dl", [tag("div", tag("dt", n), tag("dd", *v)) for n, v in _figures(run)]),
     )
 
@@ -52,6 +53,7 @@ def _figures(run: DryRun) -> list[tuple[str, list[Child]]]:
         ("time of a step", ms(run.step_time_s), "estimated" if run.step_time_s else ""),
         ("MFU", percent(run.mfu), "of the peak FLOP/s" if run.mfu is not None else ""),
         ("bound by", run.bound_by or UNKNOWN, ""),
+        ("replicated", percent(run.replicated_share), "of all devices' FLOPs"),
         ("FLOPs of a device", UNKNOWN if run.flops is None else flops_text(run.flops), "in a step"),
     ]
     if run.compiled is not None or run.is_analytic:

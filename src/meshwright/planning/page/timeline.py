@@ -54,11 +54,13 @@ def time_section(run: DryRun) -> Html | None:
 def _missing(found: Estimate, is_analytic: bool) -> Html:
     if not found.missing and is_analytic:
         return tag("p", "There is no time line, as nothing was compiled.")
+    if found.errors:
+        return tag("p", "There is no time line, as work is missing from what was read.")
     if not found.missing:
         return tag("p", "The step does nothing that takes time.")
     return tag(
         "p",
-        f"There is no time line: of {found.hardware}, nobody said {', '.join(found.missing)}"
+        f"There is no time line: of {found.hardware}, the numbers {', '.join(found.missing)} are not known"
         f"{how_to_know(found.target)}",
         class_="warning",
     )
