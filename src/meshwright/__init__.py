@@ -52,6 +52,7 @@ from .mesh import create_mesh as create_mesh
 from .placement import ParamInfo as ParamInfo
 from .placement import Placement as Placement
 from .topology import settle_cpu_pool as _settle_cpu_pool
+from .topology import settle_tpu_library as _settle_tpu_library
 from .topology import virtual_devices as virtual_devices
 
 if TYPE_CHECKING:
@@ -178,3 +179,4 @@ def __dir__() -> list[str]:
 
 _settle_keras_backend()
 _settle_cpu_pool()
+_settle_tpu_library()

@@ -9,6 +9,7 @@ whatever knows the number of devices first settles it here.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ from .errors import MeshwrightWarning, TopologyError
 
 _THREADS_PER_DEVICE = 2  # 16 for 8 devices and 32 for 16 were never seen to lock up; 8 for 8 were
 _POOL_VARIABLE = "NPROC"  # read by XLA's DefaultThreadPoolSize, in place of the number of cores
+_TPU_MACHINE = {"TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost"}
 _FLAGS = "XLA_FLAGS"
 
 
@@ -77,6 +79,23 @@ def virtual_device_variables(count: int, environment: Mapping[str, str]) -> dict
 def settle_cpu_pool() -> None:
     """Size XLA's CPU pool for the devices that JAX's own options ask for; never starts JAX."""
     _size_pool_for(_requested_cpu_devices())
+
+
+def settle_tpu_library() -> None:
+    """Describe this machine to the TPU's library where it is installed and there is no TPU.
+
+    It is there for dry runs. JAX starts it in every process, and without these variables it looks
+    for the TPU that it expects, and writes errors to the terminal when there is none.
+    """
+    if any(name in os.environ for name in (*_TPU_MACHINE, "JAX_PLATFORMS", "JAX_FORCE_TPU_INIT")):
+        return
+    if importlib.util.find_spec("libtpu") is not None and not _may_have_a_tpu():
+        os.environ.update(_TPU_MACHINE)
+
+
+def _may_have_a_tpu() -> bool:
+    """Whether there is a device file as TPUs have them; other accelerators may have one, too."""
+    return any(any(Path("/dev").glob(names)) for names in ("accel*", "vfio/*"))
 
 
 def devices(platform: str | None = None) -> list[Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright import topology
 from meshwright.planning import (
     Compiled,
     Target,
@@ -200,3 +204,26 @@ def test_loops_are_counted_though_tpu_programs_do_not_note_it():
     gathers = step.of_kind("all-gather")
     assert gathers
     assert {c.count for c in gathers} == {12}
+
+
+def test_the_library_of_the_tpu_says_nothing_where_there_is_no_tpu():
+    code = "import meshwright, jax; print(jax.devices('cpu')[0].platform)"
+    silent = {"JAX_PLATFORMS", *topology._TPU_MACHINE}
+    environment = {name: value for name, value in os.environ.items() if name not in silent}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("cpu\n", "")
+
+
+def test_what_a_user_says_of_the_tpu_stays(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    for name in topology._TPU_MACHINE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0")
+    topology.settle_tpu_library()
+    assert "TPU_ACCELERATOR_TYPE" not in os.environ
+    monkeypatch.delenv("TPU_WORKER_HOSTNAMES")
+    monkeypatch.setattr(topology, "_may_have_a_tpu", lambda: True)
+    topology.settle_tpu_library()
+    assert not {*topology._TPU_MACHINE} & {*os.environ}

@@ -19,7 +19,15 @@ from meshwright import plan_command
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.planning.changes import compare, notes, worse
 from meshwright.planning.dry_run import DryRun, dry_run
-from meshwright.planning.lock import COMPILED, EXACT, Lock, LockedCollective, LockedLayout, lock_of
+from meshwright.planning.lock import (
+    COMPILED,
+    EXACT,
+    STEP,
+    Lock,
+    LockedCollective,
+    LockedLayout,
+    lock_of,
+)
 
 REDUCE = LockedCollective("all-reduce", ("batch",), "up/kernel", False, 1, 1000)
 OF_REDUCE = "collective  all-reduce over batch for up/kernel"
@@ -35,7 +43,13 @@ LOCK = Lock(
     memory=tuple((line, 1000) for line in (*EXACT, *COMPILED)),
     collectives=(REDUCE,),
     layouts=(SPLIT,),
+    step=(("step_time_s", 0.02), ("flops", 4e12), ("mfu", 0.4)),
+    hardware="v5e 01234567",
 )
+
+
+def taking(**step):
+    return replace(LOCK, step=tuple({**dict(LOCK.step), **step}.items()))
 
 
 def holding(**lines):
@@ -114,6 +128,34 @@ def lying(*places):
             ["changed layout      down/kernel: new, [model]"],
         ),
         (lying(), ["changed layout      up/kernel: gone, was [unsharded, model]"]),
+        (taking(step_time_s=0.0202, flops=3.99e12, mfu=0.397), []),  # 1 % again
+        (
+            taking(step_time_s=0.025, mfu=0.32),
+            [
+                "worse   step        step time: 20.000 ms -> 25.000 ms (+25.0%)",
+                "worse   step        MFU: 40.0% -> 32.0% (-20.0%)",
+            ],
+        ),
+        (
+            taking(step_time_s=0.01, flops=5e12, mfu=0.8),
+            [
+                "worse   step        FLOPs: 4 TFLOP -> 5 TFLOP (+25.0%)",
+                "better  step        step time: 20.000 ms -> 10.000 ms (-50.0%)",
+                "better  step        MFU: 40.0% -> 80.0% (+100.0%)",
+            ],
+        ),
+        (
+            taking(step_time_s=None, mfu=None),
+            [
+                "worse   step        step time: 20.000 ms -> unknown",
+                "worse   step        MFU: 40.0% -> unknown",
+            ],
+        ),
+        (
+            replace(taking(step_time_s=1.0, flops=8e12), hardware="v5e 89abcdef"),
+            ["worse   step        FLOPs: 4 TFLOP -> 8 TFLOP (+100.0%)"],
+        ),
+        (replace(LOCK, step=()), []),  # of before they were kept
         (replace(LOCK, fits=False), ["worse   fit         the step: fits -> does not fit"]),
         (
             replace(LOCK, fits=False, collectives=None, memory=holding(peak_bytes=None).memory),
@@ -182,6 +224,7 @@ def test_other_versions_and_another_model_are_said():
 
 _NUMBERS = st.integers(0, 1 << 50)
 _MAYBE = st.none() | _NUMBERS
+_REAL = st.none() | st.floats(0.0, 1e20)
 _COLLECTIVES = st.builds(
     LockedCollective,
     kind=st.sampled_from(["all-reduce", "all-gather"]),
@@ -208,6 +251,8 @@ _LOCKS = st.builds(
         max_size=3,
         unique_by=lambda each: each.path,
     ).map(tuple),
+    step=st.just(()) | st.tuples(*(st.tuples(st.just(line), _REAL) for line in STEP)),
+    hardware=st.sampled_from(["", "v5e 01234567"]),
 )
 
 

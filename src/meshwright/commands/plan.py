@@ -41,7 +41,8 @@ from .texts import option, rule
 @click.option(
     "--tolerance",
     type=click.FloatRange(0),
-    help="The share by which bytes may grow under --check; else 0, and 0.01 for the compiler's.",
+    help="The share by which bytes, FLOPs and step time may grow, and MFU may shrink, under "
+    "--check; else 0, and 0.01 for what the compiler says.",
 )
 @traceback_option
 def plan(

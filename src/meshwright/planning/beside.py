@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .links import collective_s, links_of
 from .measured import Measured, SeenCollective
-from .tables import in_words, laid_out
+from .quantities import in_words, ms
+from .tables import laid_out
 
 if TYPE_CHECKING:
     from .report import DryRun
@@ -94,7 +95,7 @@ def beside(run: DryRun, measured: Measured) -> Comparison:
     time_s, estimate_s = measured.step_time_s, run.step_time_s
     mfu = None if run.mfu is None or estimate_s is None else run.mfu * estimate_s / time_s
     least, most = min(measured.step_times_s), max(measured.step_times_s)
-    spread = f"median of {len(measured.step_times_s)} steps, {_ms(least)} to {_ms(most)}"
+    spread = f"median of {len(measured.step_times_s)} steps, {ms(least)} to {ms(most)}"
     return Comparison(
         title=f"{run.name}: predicted for {run.target}, measured on {measured.device}",
         rows=(
@@ -207,8 +208,4 @@ def _shown(value: float | None, unit: Unit) -> str:
         return "unknown"
     if unit == "bytes":
         return in_words(int(value))
-    return _ms(value) if unit == "seconds" else f"{value:.1%}"
-
-
-def _ms(time_s: float) -> str:
-    return f"{1e3 * time_s:,.3f} ms"
+    return ms(value) if unit == "seconds" else f"{value:.1%}"

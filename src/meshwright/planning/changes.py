@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import TargetError
 from .lock import COMPILED, Lock, LockedCollective
-from .tables import in_words
+from .quantities import flops_text, in_words, ms, percent
 
 _LINES = {
     "parameter": "parameters",
@@ -19,6 +19,7 @@ _LINES = {
     "padding": "padding of tiles",
     "temporary": "temporaries",
 }
+_STEP = {"step_time_s": ("step time", "s"), "flops": ("FLOPs", "FLOP"), "mfu": ("MFU", "share")}
 _TOLERANCE = 0.01  # of what the compiler says; what we count ourselves is exact
 
 
@@ -27,15 +28,16 @@ class Finding:
     """One thing that is not as it was, and whether that is ``"worse"``, ``"better"`` or just
     ``"changed"``.
 
-    ``before`` and ``now`` are bytes of one device, or for the unit ``"count"`` how often a step
-    runs a collective; ``None`` is not known. ``detail`` says what numbers do not.
+    ``before`` and ``now`` are bytes of one device, or in another ``unit``: ``"count"`` is how often
+    a step runs a collective, ``"s"``, ``"FLOP"`` and ``"share"`` are of the step; ``None`` is not
+    known. ``detail`` says what numbers do not.
     """
 
     verdict: str
-    what: str  # "fit", "memory", "collective" or "layout"
+    what: str  # "fit", "step", "memory", "collective" or "layout"
     name: str
-    before: int | None
-    now: int | None
+    before: float | None
+    now: float | None
     unit: str = "bytes"
     detail: str = ""
 
@@ -50,10 +52,11 @@ class Finding:
 
 
 def worse(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Finding, ...]:
-    """What got worse, all of it: memory, collectives, layouts, and whether the step fits at all.
+    """What got worse, all of it: time, memory, collectives, layouts, and whether it fits at all.
 
-    ``tolerance`` is the share by which bytes may grow; without it nothing for those that follow
-    from layouts and shapes, and 1 % for those that the compiler says. Counts are exact. Raises
+    ``tolerance`` is the share by which a figure may grow (MFU: shrink); without it nothing for
+    bytes that follow from layouts and shapes, and 1 % for what the compiler says: other bytes,
+    FLOPs, MFU and the time of a step. Counts are exact. Raises
     :class:`~meshwright.TargetError` where the two are of different targets or meshes.
 
     >>> from meshwright.planning.lock import Lock
@@ -85,6 +88,7 @@ def compare(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Fi
     alike = before.analytic == now.analytic
     found = [
         *(_fit(before, now) if alike else ()),
+        *(_step(before, now, compiled) if alike else ()),
         *_memory(before, now, exact, compiled if alike else math.inf),
         *(_collectives(before, now, compiled) if alike else ()),
         *_layouts(before, now, exact),
@@ -105,12 +109,19 @@ def notes(before: Lock, now: Lock) -> tuple[str, ...]:
     if before.analytic != now.analytic:
         was, is_now = (_source(each) for each in (before, now))
         said.append(
-            f"the file was written {was}, this is {is_now}: whether it fits, its peak and its "
-            "collectives are not compared; write another file with --save"
+            f"the file was written {was}, this is {is_now}: whether it fits, its peak, its time "
+            "and its collectives are not compared; write another file with --save"
         )
     elif before.blocks != now.blocks:
         was, is_now = (_compiled(each.blocks) for each in (before, now))
         said.append(f"the file was written of a step with {was}, this is of one with {is_now}")
+    if now.step and not before.step:
+        said.append("the file holds no step time, FLOPs and MFU: write it again with --save")
+    elif before.hardware != now.hardware:
+        said.append(
+            f"the file's times are by the numbers of {before.hardware or 'no hardware'}, these by "
+            f"those of {now.hardware or 'none'}: step time and MFU are not compared"
+        )
     if before.name != now.name:
         said.append(f"the file is about {before.name!r}, this is {now.name!r}")
     return tuple(said)
@@ -134,6 +145,25 @@ def _fit(before: Lock, now: Lock) -> Iterator[Finding]:
         words = {False: "does not fit", True: "fits", None: "nobody knows whether it fits"}
         detail = f"{words[before.fits]} -> {words[now.fits]}"
         yield Finding(verdict, "fit", "the step", None, None, "none", detail)
+
+
+def _step(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
+    """Time, FLOPs and MFU of the step; a lower MFU is worse, and more of the others."""
+    if before.collectives is None or now.collectives is None:
+        return  # of a step that the compiler refused, which is said by itself
+    old, new = dict(before.step), dict(now.step)
+    for line in (each for each in old if each in new):
+        if line != "flops" and before.hardware != now.hardware:
+            continue
+        was, takes = old[line], new[line]
+        costs = [_inverse(each) if line == "mfu" else each for each in (was, takes)]
+        if verdict := _verdict(costs[0], costs[1], share):
+            name, unit = _STEP.get(line, (line, "s"))
+            yield Finding(verdict, "step", name, was, takes, unit)
+
+
+def _inverse(number: float | None) -> float | None:
+    return 1 / number if number else None
 
 
 def _memory(before: Lock, now: Lock, exact: float, compiled: float) -> Iterator[Finding]:
@@ -184,7 +214,7 @@ def _layouts(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
             yield Finding(verdict or "changed", "layout", path, *held, detail=moved)
 
 
-def _verdict(before: int | None, now: int | None, share: float) -> str:
+def _verdict(before: float | None, now: float | None, share: float) -> str:
     """What is not known counts as more than anything that is."""
     old, new = (math.inf if each is None else each for each in (before, now))
     if old == new:
@@ -194,7 +224,8 @@ def _verdict(before: int | None, now: int | None, share: float) -> str:
     return "better" if math.isinf(old) or old - new > share * old else ""
 
 
-def _told(number: int | None, unit: str) -> str:
+def _told(number: float | None, unit: str) -> str:
     if number is None:
         return "unknown"
-    return in_words(number) if unit == "bytes" else f"{number} x"
+    written = {"bytes": in_words, "FLOP": flops_text, "s": ms, "share": percent}
+    return written[unit](number) if unit in written else f"{number} x"

@@ -6,10 +6,11 @@ as a diff, and continuous integration fails where a step came to cost more than 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,14 @@ from ..errors import DataError
 from .files import write
 
 if TYPE_CHECKING:
+    from .hardware import Hardware
     from .report import DryRun
 
 FORMAT = 1
 EXACT = ("parameter_bytes", "slot_bytes", "state_bytes", "input_bytes", "gradient_bytes")
 COMPILED = ("padding_bytes", "temporary_bytes", "peak_bytes")
+STEP = ("step_time_s", "flops", "mfu")
+_DIGITS = 6  # of a number in the file that is not whole
 _COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
 
@@ -61,7 +65,9 @@ class Lock:
 
     ``collectives`` is ``None`` for a step that the compiler refused. ``blocks`` says how many equal
     blocks there are where one and two of them were compiled, for all; else it is ``None``.
-    ``analytic`` is true where nothing was compiled, and the planner's model said it.
+    ``analytic`` is true where nothing was compiled, and the planner's model said it. ``step`` holds
+    its time, FLOPs of one device and MFU, by the numbers of ``hardware``; it is empty in files of
+    before these were kept.
     """
 
     name: str
@@ -74,6 +80,8 @@ class Lock:
     layouts: tuple[LockedLayout, ...]
     blocks: int | None = None
     analytic: bool = False
+    step: tuple[tuple[str, float | None], ...] = ()
+    hardware: str = ""
 
     def to_json(self) -> str:
         """The text of a file: one line for each thing that may change, in a stable order.
@@ -95,6 +103,9 @@ class Lock:
         if self.analytic:
             head["analytic"] = True
         lines = [_pair(key, value) for key, value in head.items()]
+        if self.step or self.hardware:
+            lines.append(_pair("hardware", self.hardware))
+            lines.append(_block("step", "{}", [_pair(*line) for line in self.step]))
         lines.append(_block("memory", "{}", [_pair(*line) for line in self.memory]))
         rows = [json.dumps(vars(each)) for each in self.collectives or ()]
         told = self.collectives is not None
@@ -154,7 +165,19 @@ def lock_of(run: DryRun) -> Lock:
         layouts=tuple(layouts),
         blocks=None if run.blocks is None else run.blocks.count,
         analytic=run.is_analytic,
+        step=tuple((line, _rounded(getattr(run, line))) for line in STEP),
+        hardware="" if run.hardware is None else _identity(run.hardware),
     )
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else float(f"{number:.{_DIGITS}g}")
+
+
+def _identity(hardware: Hardware) -> str:
+    """Its name and a digest of its numbers: times by others are not compared."""
+    numbers = repr(replace(hardware, sources=()))
+    return f"{hardware.name} {hashlib.sha256(numbers.encode()).hexdigest()[:8]}"
 
 
 def _grouped(run: DryRun) -> tuple[LockedCollective, ...]:
@@ -225,6 +248,8 @@ def _lock(read: Any) -> Lock:
         ),
         blocks=_number(read.get("blocks")),
         analytic=_as(bool, read.get("analytic", False)),
+        step=tuple((line, _real(value)) for line, value in read.get("step", {}).items()),
+        hardware=_as(str, read.get("hardware", "")),
     )
 
 
@@ -247,6 +272,10 @@ def _as(kind: type, value: Any) -> Any:
 
 def _number(value: Any) -> int | None:
     return None if value is None else _as(int, value)
+
+
+def _real(value: Any) -> float | None:
+    return float(value) if type(value) is int else None if value is None else _as(float, value)
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from .quantities import in_words, ms
+
 
 @dataclass(frozen=True)
 class SeenCollective:
@@ -55,15 +57,15 @@ class Measured:
         held = self.parameter_bytes + self.slot_bytes + self.state_bytes + self.input_bytes
         lines = [
             f"{self.name} on {self.device} ({mesh}), {len(times)} steps",
-            f"  step         {1e3 * self.step_time_s:,.3f} ms, "
-            f"{1e3 * min(times):,.3f} to {1e3 * max(times):,.3f} ms",
-            f"  arrays       {held:,} bytes of one device",
+            f"  step         {ms(self.step_time_s)}, {ms(min(times))} to {ms(max(times))}",
+            f"  arrays       {held:,} bytes ({in_words(held)}) of one device",
         ]
         if self.peak_bytes is not None:
-            lines.append(f"  peak         {self.peak_bytes:,} bytes: {self.peak_is}")
+            peak = f"{self.peak_bytes:,} bytes ({in_words(self.peak_bytes)})"
+            lines.append(f"  peak         {peak}: {self.peak_is}")
         for each in self.collectives or ():
             lines.append(
                 f"  {each.kind:20} over {', '.join(each.axes)}: {each.count:g} in a step, "
-                f"{1e3 * each.time_s:,.3f} ms"
+                f"{ms(each.time_s)}"
             )
         return "\n".join(lines)

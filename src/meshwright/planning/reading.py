@@ -19,8 +19,8 @@ from .described import Described
 from .estimate import estimate
 from .hardware import Hardware
 from .hlo import parse
+from .quantities import in_words
 from .report import DryRun, Memory
-from .tables import in_words
 from .target import Target
 from .traffic import transfers
 

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .quantities import flops_text, in_words, ms
+
 if TYPE_CHECKING:
     from .alive import LiveTensor
     from .estimate import Estimate
@@ -82,14 +84,14 @@ def _memory(memory: Memory) -> str:
 
 def _time(found: Estimate) -> str:
     rows = [
-        ("step time", _ms(found.step_time_s), f"bound by {found.bound_by}" * bool(found.bound_by)),
-        ("compute", _ms(found.compute_s), f"{flops_text(found.flops)} in one device"),
-        ("memory", _ms(found.memory_s), f"{in_words(found.bytes)} read and written"),
+        ("step time", ms(found.step_time_s), f"bound by {found.bound_by}" * bool(found.bound_by)),
+        ("compute", ms(found.compute_s), f"{flops_text(found.flops)} in one device"),
+        ("memory", ms(found.memory_s), f"{in_words(found.bytes)} read and written"),
     ]
     for axes, time_s in found.communication_s:
-        rows.append(("collectives", _ms(time_s), f"over {', '.join(axes)}"))
+        rows.append(("collectives", ms(time_s), f"over {', '.join(axes)}"))
     if found.overlap_s:
-        rows.append(("", _ms(found.overlap_s), "of them beside other work"))
+        rows.append(("", ms(found.overlap_s), "of them beside other work"))
     if found.mfu is not None:
         rows.append(("model FLOPs", f"{found.mfu:.1%}", "of the peak"))
     rows.append(("replicated", *replicated(found)))
@@ -103,10 +105,6 @@ def replicated(found: Estimate) -> tuple[str, str]:
     if found.replicated_share is None:
         return "unknown", "as the model's own FLOPs are not"
     return f"{found.replicated_share:.1%}", "of all devices' FLOPs, which others compute as well"
-
-
-def _ms(time_s: float | None) -> str:
-    return "unknown" if time_s is None else f"{1e3 * time_s:,.3f} ms"
 
 
 def _tensors(tensors: Sequence[LiveTensor]) -> str:
@@ -191,34 +189,6 @@ def laid_out(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> str:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
-
-
-def in_words(nbytes: int) -> str:
-    """A number of bytes as people read it.
-
-    >>> in_words(5), in_words(1536), in_words(-3 * 2**30)
-    ('5 B', '1.50 KiB', '-3.00 GiB')
-    """
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
-
-
-def flops_text(flops: float) -> str:
-    """FLOPs with a decimal unit, three figures.
-
-    >>> flops_text(1.5e12), flops_text(0)
-    ('1.5 TFLOP', '0 FLOP')
-    """
-    value = float(flops)
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if value < 999.5 or unit == "P":
-            return f"{value:.3g} {unit}FLOP"
-        value /= 1000
-    raise AssertionError("the last unit takes all")
 
 
 def how_to_know(target: Target) -> str:

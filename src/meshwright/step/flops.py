@@ -88,12 +88,10 @@ def _share_on_elements(eqn: Any) -> float:
     params = eqn.params
     numbers = params["dimension_numbers"]
     image, filters = (var.aval.shape for var in eqn.invars[:2])
+    results = eqn.outvars[0].aval.shape
     share = 1.0
     for i, (low, _) in enumerate(params["padding"]):
-        size, out = (
-            image[numbers.lhs_spec[2 + i]],
-            eqn.outvars[0].aval.shape[numbers.out_spec[2 + i]],
-        )
+        size, out = image[numbers.lhs_spec[2 + i]], results[numbers.out_spec[2 + i]]
         window, spread = filters[numbers.rhs_spec[2 + i]], params["lhs_dilation"][i]
         outputs = params["window_strides"][i] * np.arange(out)[:, None]
         at = outputs + params["rhs_dilation"][i] * np.arange(window)[None, :] - low

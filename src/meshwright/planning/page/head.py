@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..tables import by_the_model
 from .grid import Column, grid
 from .markup import Child, Html, section, tag
-from .words import UNKNOWN, bytes_cell, flops_text, in_words, ms, percent
+from .words import UNKNOWN, flops_text, in_words, ms, percent
 
 if TYPE_CHECKING:
     from ..report import DryRun
@@ -49,7 +49,7 @@ def _figures(run: DryRun) -> list[tuple[str, list[Child]]]:
     memory = run.memory
     of = "" if memory.available_bytes is None else f"of {in_words(memory.available_bytes)}"
     figures = [
-        ("peak of a device", bytes_cell(memory.peak_bytes), of),
+        ("peak of a device", in_words(memory.peak_bytes), of),
         ("time of a step", ms(run.step_time_s), "estimated" if run.step_time_s else ""),
         ("MFU", percent(run.mfu), "of the peak FLOP/s" if run.mfu is not None else ""),
         ("bound by", run.bound_by or UNKNOWN, ""),

@@ -60,7 +60,7 @@ def _missing(found: Estimate, is_analytic: bool) -> Html:
         return tag("p", "The step does nothing that takes time.")
     return tag(
         "p",
-        f"There is no time line: of {found.hardware}, the numbers {', '.join(found.missing)} are not known"
+        f"There is no time line: of {found.hardware}, {', '.join(found.missing)} is not known"
         f"{how_to_know(found.target)}",
         class_="warning",
     )

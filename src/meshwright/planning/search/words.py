@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..quantities import in_words as nbytes
+from ..quantities import ms as ms
 from .choices import Choices, Layouts, recompute_in_words
 from .compact import Compact
 from .cost import bytes_by_kind, cost_of, masks_of
@@ -62,31 +64,6 @@ def _cells(label: str, cells: list[str]) -> list[str]:
 
 def _mesh(option: Option) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in option.axes)
-
-
-def ms(time_s: float | None) -> str:
-    """Seconds as milliseconds, or as microseconds where that is little.
-
-    >>> ms(0.0123456), ms(0.0000123)
-    ('12.346 ms', '12.3 us')
-    """
-    if time_s is None:
-        return "unknown"
-    return f"{1e3 * time_s:,.3f} ms" if time_s >= 1e-3 else f"{1e6 * time_s:,.1f} us"
-
-
-def nbytes(count: int | None) -> str:
-    """Bytes in the unit that suits.
-
-    >>> nbytes(3_100_000_000), nbytes(999)
-    ('3.1 GB', '999 B')
-    """
-    if count is None:
-        return "unknown"
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 # Reasons: each choice beside the same without it
