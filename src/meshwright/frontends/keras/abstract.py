@@ -12,7 +12,7 @@ import keras
 from ... import _compat
 from ...errors import ModelError
 from .hooks import Hooks
-from .pending import WaitingRoom, is_pending
+from .pending import WaitingRoom, filled, is_pending, waiting_room
 
 
 @contextlib.contextmanager
@@ -47,6 +47,12 @@ class AbstractRoom(WaitingRoom):
         """Let variables wait here while the block runs, and after it."""
         with self.waiting():
             yield
+
+    def known(self, variable: Any) -> Any:
+        """While models are built: what no training changes, such as the mean and variance that
+        ``Normalization`` has before it is adapted, and computes with in ``build``."""
+        is_building = waiting_room() is self
+        return filled(variable) if is_building and not variable.trainable else None
 
     def settle(self) -> None:
         """Raise :class:`ModelError`: somebody asks for a value."""

@@ -59,6 +59,10 @@ class WaitingRoom:
         """Note a model, from which the paths of its variables will be read."""
         self._models.add(model)
 
+    def known(self, variable: Any) -> Any:
+        """The value of a variable that can be said before it is made; else ``None``."""
+        del variable
+
     def settle(self) -> None:
         """Check all that wait, then make them; if one cannot be laid out, nothing is made."""
         variables = self._variables
@@ -117,6 +121,9 @@ def _pending_class(of: type) -> type:
         @property
         def value(self) -> Any:
             if not _compat.in_stateless_scope():
+                known = self._meshwright_waits[0].known(self)
+                if known is not None:
+                    return known
                 settle(self)
                 return self.value
             return of.value.fget(self)  # type: ignore[attr-defined]
@@ -150,6 +157,13 @@ def _make(variables: list[Any], placed: list[Placed]) -> None:
         _compat.set_variable(variable, values[i], shardings[i])
     for generator, seed in seeds:
         generator.state.assign(seed)
+
+
+def filled(variable: Any) -> Any:
+    """What a variable of zeros or ones will hold; ``None`` for any other that waits."""
+    fill = _FILLS.get(type(_initializer(variable)))
+    dtype = _compat.stored_dtype(variable)
+    return None if fill is None else jnp.full(variable.shape, fill, dtype)
 
 
 _FILLS = {keras.initializers.Zeros: 0, keras.initializers.Ones: 1}
