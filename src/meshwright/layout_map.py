@@ -26,8 +26,8 @@ class Rule(NamedTuple):
 class LayoutMap(MutableMapping[str, Given]):
     """An ordered mapping from path pattern to layout; it behaves as a dict does.
 
-    A value is a bare sequence of axes, a :class:`Layout`, bound or not, or names of dims
-    (:func:`dims`), which a strategy's ``rules=`` lay along axes. A pattern is a regular expression
+    A value is a bare sequence of axes, a :class:`Layout`, bound or not, a Keras ``TensorLayout``, or
+    names of dims (:func:`dims`), which a strategy's ``rules=`` lay along axes. A pattern is a regular expression
     that may be found anywhere in a variable's path (``re.search``); see :meth:`find` for which rule
     wins. Raises :class:`LayoutError` for a pattern that is no regular expression.
 
@@ -107,8 +107,11 @@ class LayoutMap(MutableMapping[str, Given]):
 
 
 def as_given(layout: Given | Specs) -> Given:
-    """Names of dims as they are; anything else as a :class:`Layout`."""
-    return layout if isinstance(layout, DimNames) else as_layout(layout)
+    """Names of dims as they are; anything else as a :class:`Layout`, Keras' own among it."""
+    if isinstance(layout, DimNames):
+        return layout
+    keras_axes = getattr(layout, "axes", None) if hasattr(layout, "device_mesh") else None
+    return as_layout(layout if keras_axes is None else keras_axes)
 
 
 def find_rule(rules: Iterable[Rule], spellings: Iterable[str] | str) -> Rule | None:

@@ -182,6 +182,39 @@ def test_what_the_model_does_not_know_takes_a_compiler(layouts, more, says):
     assert "pip install 'meshwright[cuda]' adds it" in str(info.value)
 
 
+def test_rules_that_split_variables_along_the_rows_axis_are_gathered_as_by_zero_3():
+    """As ``get_layout_map`` of Keras Hub's models: every weight is split along both axes."""
+    devices = [f"cpu:{number}" for number in range(8)]
+    mesh = keras.distribution.DeviceMesh((4, 2), ("batch", "model"), devices)
+    rules = keras.distribution.LayoutMap(mesh)
+    rules["(up|down)/kernel"] = ("batch", "model")
+    rules["mid/kernel"] = ("model", "batch")
+    model, batch = perceptron(rows=64, width=128)
+    strategy = mw.Sharded(mw.Mesh(BOTH), rules, unmatched="replicate")
+    found = mw.dry_run(model, batch, strategy=strategy, target="v5e:2x4", compile=False)
+    assert found.parameter_bytes == 4 * ((2 * 128 * 128 + 128 * 64) // 8 + 2 * 128 + 64)
+    gathers = [each for each in found.collectives if each.kind == "all-gather"]
+    assert {each.variables for each in gathers if each.axes == ("batch",)} == {
+        ("up/kernel",), ("mid/kernel",), ("down/kernel",)
+    }  # fmt: skip
+    assert "taken to be gathered before they are used" in str(found)
+    with pytest.raises(mw.DataError, match="received a ModelParallel"):
+        theirs = keras.distribution.ModelParallel(layout_map=rules, batch_dim_name="batch")
+        mw.dry_run(model, batch, strategy=theirs, target="v5e:2x4", compile=False)
+
+
+@pytest.mark.full
+def test_a_network_of_keras_applications_is_built_and_planned_as_shapes():
+    with abstract():
+        model = keras.applications.EfficientNetB0(weights=None)
+        model.compile("adam", "sparse_categorical_crossentropy")
+    assert model.count_params() == 5_330_571
+    batch = shape(64, 224, 224, 3), shape(64, dtype="int32")
+    found = asked((model, batch), {"batch": 8})
+    assert found.errors == ()
+    assert 3 * 0.75e9 < 8 * found.flops / 64 < 3 * 0.82e9  # 0.39e9 multiply-adds forward
+
+
 def test_it_is_compared_and_the_comparison_says_so():
     report = asked(two_layers(optax.adam(0.1)), {"batch": 8})
     seen = Measured("two", "cpu", "cpu", report.axes, 4096, 8192, 0, 512, 40, "seen", (0.25,))

@@ -81,6 +81,27 @@ def net() -> keras.Model:
     return model
 
 
+def test_statistics_that_a_layer_computes_with_before_training_are_known():
+    def built(scope):
+        with scope:
+            kept = [keras.Input([8]), layers.Normalization(name="scaled"), layers.Dense(4)]
+            model = keras.Sequential(kept)
+            model.compile("sgd", "mse")
+        return model
+
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    planned = built(abstract())
+    taken = shapes(16, 8), shapes(16, 4)
+    found = dry_run(planned, taken, strategy=strategy, target="cpu:8")
+    assert found.parameter_bytes == 4 * (8 * 4 + 4)
+    with pytest.raises(mw.ModelError, match="built as shapes only"):
+        planned.layers[0].adapt_mean.numpy()
+    rows = np.arange(16 * 8.0).reshape(16, 8)
+    strategy.place(planned)
+    planned.layers[0].adapt(rows)
+    assert np.allclose(np.asarray(planned.layers[0](rows)).std(0), 1, atol=1e-3)
+
+
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_bytes_are_those_of_the_arrays_that_a_real_state_has_on_a_device(zero):
     strategy = mw.Sharded(mw.create_mesh(AXES), {"hidden.*kernel": [None, "model"]}, zero=zero)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from ..errors import DoesNotFitError
+from ..errors import DataError, DoesNotFitError
 from ..mesh import Mesh
 from ..placement import Placement
 from ..program import Batch
@@ -119,8 +119,19 @@ def _analytic(
 
 def _check_devices(strategy: Describes | Placement, target: Target) -> None:
     """Raise before anything is built: minutes are lost where it turns out at the end."""
-    placement = strategy if isinstance(strategy, Placement) else strategy.placement
+    placement = strategy if isinstance(strategy, Placement) else _placement_of(strategy)
     check_size(placement.mesh, target)
+
+
+def _placement_of(strategy: Describes) -> Placement:
+    placement = getattr(strategy, "placement", None)
+    if placement is None:
+        raise DataError(
+            "strategy= must be a mw.Sharded, mw.DataParallel or mw.Placement; received a "
+            f"{type(strategy).__name__}. A keras.distribution.LayoutMap is taken as rules: "
+            'mw.Sharded(mesh, layout_map, unmatched="replicate").'
+        )
+    return placement
 
 
 def _whole(described: Described, target: Target, hardware: Hardware, timeout_s: float) -> DryRun:

@@ -131,7 +131,8 @@ def _shared(laid: Laid) -> Iterator[Deed]:
     """What ZeRO gathers of parameters."""
     problem = laid.problem
     for place, tensor in enumerate(problem.graph.tensors):
-        if tensor.role == "parameter" and laid.choices.zero:
+        is_shared = laid.shared is None or tensor.path in laid.shared
+        if tensor.role == "parameter" and laid.choices.zero and is_shared:
             talks = parameter_talks(laid.lay, problem.pieces[problem.piece_of[place]])
             if said := tuple(_said(laid, laid.lay, talks)):
                 phase = "forward" if laid.choices.zero == 3 else "other"

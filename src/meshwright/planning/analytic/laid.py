@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -48,13 +49,18 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Laid:
-    """A step under a layout: ``masks`` are sets of axes, of the units of ``problem``."""
+    """A step under a layout: ``masks`` are sets of axes, of the units of ``problem``.
+
+    ``shared`` are the paths of variables that lie along axes of the batch's rows, as all do by
+    ZeRO 3; ``None`` where none is taken so.
+    """
 
     problem: Compact
     setting: Setting
     choices: Choices
     masks: Mapping[int, int]
     kept: tuple[Kept, ...]
+    shared: frozenset[str] | None = None
 
     @functools.cached_property
     def lay(self) -> Lay:
@@ -99,11 +105,46 @@ def _joined(batch: Batch, count: int) -> Batch:
 def laid_out(graph: Graph, described: Described, target: Target, hardware: Hardware) -> Laid:
     """A step's graph under the layout that it is described for.
 
-    A dim lies along the axes that any variable or input has it along. Raises
+    A dim lies along the axes that any variable or input has it along. Where that cannot be, as
+    variables are split along the axes of the batch's rows too (rules of Keras Hub's models do so),
+    those are taken to be shared out over them as by ZeRO 3: gathered before they are used. Raises
     :class:`~meshwright.LayoutError` that lists what dims cannot say.
     """
     axes = tuple((name, size) for name, size in described.mesh.axes if size > 1)
     lies = _lies(described, axes)
+    try:
+        return _laid(graph, described, target, hardware, lies)
+    except LayoutError:
+        apart = _without_rows(lies, described)
+        if apart == lies:
+            raise
+        shared = frozenset(path for path, dims in apart.items() if dims != lies[path])
+        with contextlib.suppress(LayoutError):
+            return _laid(graph, described, target, hardware, apart, shared)
+        raise
+
+
+def _without_rows(lies: Mapping[str, Along], described: Described) -> dict[str, Along]:
+    """The same, but for the axes of the batch's rows that variables lie along."""
+    rows = set(described.placement.batch_axes)
+    variables = {each.info.path for each in described.placed}
+    return {
+        path: tuple(tuple(axis for axis in each if axis not in rows) for each in dims)
+        if path in variables
+        else dims
+        for path, dims in lies.items()
+    }
+
+
+def _laid(
+    graph: Graph,
+    described: Described,
+    target: Target,
+    hardware: Hardware,
+    lies: Mapping[str, Along],
+    shared: frozenset[str] | None = None,
+) -> Laid:
+    axes = tuple((name, size) for name, size in described.mesh.axes if size > 1)
     along, faults = _along(graph, lies)
     faults += _of_activations(described.placement, axes)
     if faults:
@@ -116,11 +157,12 @@ def laid_out(graph: Graph, described: Described, target: Target, hardware: Hardw
         masks[problem.unit_of[dim]] = sum(bits[name] for name in names)
     problem = _with_tables(problem)
     how = described.how
-    choices = Choices(described.placement.zero, how.accumulate, recompute_of(how.remat))
+    zero = 3 if shared else described.placement.zero
+    choices = Choices(zero, how.accumulate, recompute_of(how.remat))
     faults = list(faults_of(problem, axes, masks, choices))
     rows = () if problem.batch is None else _names(axes, masks[problem.batch])
-    shared = {name for name, _ in axes} & set(described.placement.batch_axes)
-    if choices.zero and set(rows) != shared:
+    over = {name for name, _ in axes} & set(described.placement.batch_axes)
+    if choices.zero and set(rows) != over:
         faults.append(
             f"zero={choices.zero} shares state over {', '.join(described.placement.batch_axes)}, "
             f"and the rows of the batch lie along {', '.join(rows) or 'no axis'}."
@@ -129,7 +171,8 @@ def laid_out(graph: Graph, described: Described, target: Target, hardware: Hardw
         raise LayoutError("\n".join(faults))
     placed = {each.info.path: each for each in described.placed}
     kept = tuple(_kept(graph, along, lies, placed))
-    return Laid(problem, setting_of(axes, target, hardware), choices, masks, kept)
+    setting = setting_of(axes, target, hardware)
+    return Laid(problem, setting, choices, masks, kept, shared)
 
 
 def _names(axes: Axes, mask: int) -> tuple[str, ...]:

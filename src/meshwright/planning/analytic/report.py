@@ -74,6 +74,11 @@ def _notes(laid: Laid, described: Described) -> tuple[str, ...]:
             "where a variable lies whole and its dims do not, it is taken to be cut for nothing; a "
             "compiler may gather what it meets instead"
         )
+    if laid.shared:
+        said.append(
+            "variables that lie along the axes of the batch's rows are taken to be gathered before "
+            "they are used, as by ZeRO 3; a compiler may sum partial results instead"
+        )
     if described.how.sums is not None:
         said.append("gradients are counted in the type that they are computed in")
     return tuple(said)
