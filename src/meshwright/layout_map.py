@@ -26,10 +26,11 @@ class Rule(NamedTuple):
 class LayoutMap(MutableMapping[str, Given]):
     """An ordered mapping from path pattern to layout; it behaves as a dict does.
 
-    A value is a bare sequence of axes, a :class:`Layout`, bound or not, a Keras ``TensorLayout``, or
-    names of dims (:func:`dims`), which a strategy's ``rules=`` lay along axes. A pattern is a regular expression
-    that may be found anywhere in a variable's path (``re.search``); see :meth:`find` for which rule
-    wins. Raises :class:`LayoutError` for a pattern that is no regular expression.
+    A value is a bare sequence of axes, a :class:`Layout`, bound or not, a Keras ``TensorLayout``,
+    or names of dims (:func:`dims`), which a strategy's ``rules=`` lay along axes. A pattern is a
+    regular expression that may be found anywhere in a variable's path (``re.search``); see
+    :meth:`find` for which rule wins. Raises :class:`LayoutError` for a pattern that is no regular
+    expression.
 
     >>> layouts = LayoutMap()
     >>> layouts["feature.*kernel"] = [None, "model"]

@@ -198,8 +198,8 @@ def test_rules_that_split_variables_along_the_rows_axis_are_gathered_as_by_zero_
         ("up/kernel",), ("mid/kernel",), ("down/kernel",)
     }  # fmt: skip
     assert "taken to be gathered before they are used" in str(found)
+    theirs = keras.distribution.ModelParallel(layout_map=rules, batch_dim_name="batch")
     with pytest.raises(mw.DataError, match="received a ModelParallel"):
-        theirs = keras.distribution.ModelParallel(layout_map=rules, batch_dim_name="batch")
         mw.dry_run(model, batch, strategy=theirs, target="v5e:2x4", compile=False)
 
 

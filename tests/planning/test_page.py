@@ -26,9 +26,9 @@ from meshwright.cli import main
 from meshwright.drawing.canvas import text_width
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.placement import ParamInfo, Placed
-from meshwright.planning import Target
+from meshwright.planning import Target, traffic
 from meshwright.planning.collectives import Collective
-from meshwright.planning.costs import Loop, Operation
+from meshwright.planning.costs import LayerCost, Loop, Operation
 from meshwright.planning.dry_run import DryRun, Memory, dry_run
 from meshwright.planning.hardware import Hardware, Link
 from meshwright.planning.hlo import Array
@@ -40,6 +40,7 @@ from meshwright.planning.page.moments import COMPUTE, MEMORY, Span, moments_of, 
 from meshwright.planning.page.timeline import SLOTS, slots_of
 from meshwright.planning.schedule import Clock, run
 from meshwright.planning.search.plan import Option, Plan
+from meshwright.planning.traffic import Transfer
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
 GUESS = Hardware(
@@ -295,8 +296,8 @@ def test_a_plan_shows_what_was_chosen_beside_what_was_not():
     assert rows["chosen"][4] == "ZeRO 1, 4 micro-batches, recompute"
     assert rows["chosen"][-2:] == ["✓ yes", "-"]
     assert rows["runner-up 1"][3] == "batch over batchblock/ffn.hidden over model"
-    assert rows["runner-up 1"][-1] == "10.000 ms slower, saves 10.0 GB"
-    assert rows["data parallel"][-2:] == ["✗ no", "50.000 ms slower, takes 50.0 GB"]
+    assert rows["runner-up 1"][-1] == "10.000 ms slower, saves 9.31 GiB"
+    assert rows["data parallel"][-2:] == ["✗ no", "50.000 ms slower, takes 46.57 GiB"]
     assert "block/ffn.hidden over model: saves 3.1 GB, most of it slots" in text(tree)
     assert rows_of(tree, "layouts-table")[1] == [
         "block/ffn/kernel",
@@ -313,8 +314,8 @@ def test_dry_runs_are_set_beside_dry_runs_alone():
     rows = {row[0]: row for row in rows_of(ElementTree.fromstring(plan.to_html()), "plan-table")}
     assert rows["chosen"][5] == "20.000 msdry run: 60.000 ms"
     assert rows["chosen"][-2] == "✗ no"  # by its dry run, which knows better
-    assert rows["runner-up 1"][-1] == "20.000 ms slower, takes 1.0 GB"
-    assert rows["runner-up 2"][-1] == "30.000 ms slower, saves 20.0 GB"  # both by the model
+    assert rows["runner-up 1"][-1] == "20.000 ms slower, takes 953.67 MiB"
+    assert rows["runner-up 2"][-1] == "30.000 ms slower, saves 18.63 GiB"  # both by the model
 
 
 @pytest.mark.parametrize(
@@ -404,6 +405,28 @@ def test_layers_are_those_of_the_estimate():
     found = report().estimate
     rows = rows_of(page(report()), "layers-table")
     assert [row[0] for row in rows] == [each.layer or "-" for each in found.layers]
+
+
+def test_collectives_and_flops_of_equal_layers_share_a_row():
+    def summed(path, nbytes):
+        return Transfer("all-reduce", ("batch",), nbytes, 1, (path,), ("backward",), ("float32",))
+
+    moved = [summed(f"block_{n}/up_1", 64) for n in range(24)] + [summed("block_24/up_1", 32)]
+    rows = [(row.places, row.count, row.nbytes) for row in traffic.alike(moved)]
+    assert rows == [(("block_*/up_1",), 24, 24 * 64), (("block_24/up_1",), 1, 32)]
+    layers = [LayerCost(f"block_{n}", 1e9, 2e9, 0.0, 0.0, 10 + n) for n in range(24)]
+    layers.append(LayerCost("head", 5e9, 0.0, 0.0, 0.0, 7))
+    found = replace(report(), collectives=tuple(moved))
+    found = replace(found, estimate=replace(found.estimate, layers=tuple(layers)))
+    tree = page(found)
+    assert [row[:3] for row in rows_of(tree, "layers-table")] == [
+        ["block_*" + ", ".join(each.layer for each in layers[:-1]), "24 ×", "72 GFLOP"],
+        ["head", "1 ×", "5 GFLOP"],
+    ]
+    first, last = rows_of(tree, "collectives-table")
+    assert (first[2].startswith("block_*/up_1 (24 alike)"), first[5]) == (True, "24")
+    assert (last[2], last[5]) == ("block_24/up_1", "1")
+    assert re.search(r"all-reduce +batch +24 +1.50 KiB +backward +block_\*/up_1", str(found))
 
 
 def test_numbers_sort_by_what_they_are_and_not_by_how_they_look():

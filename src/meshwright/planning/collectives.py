@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .groups import Axes, Groups, axes_of, parse_groups
 from .hlo import Array, Computation, Instruction, Module, parse
-from .origins import Sources, op_name_of
+from .origins import Sources, op_name_of, origins_of
 
 KINDS = (
     "all-reduce",
@@ -35,7 +35,8 @@ class Collective:
 
     ``arguments`` says of each array which argument of the step it is a copy of, counted from 0, or
     ``None``; ``result`` which result of the step it makes as it is. ``gathered_dim`` is the dim
-    along which an all-gather puts pieces together.
+    along which an all-gather puts pieces together. ``near`` is the argument, or the ``op_name``
+    within a layer, nearest to one that has neither itself.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Collective:
     arguments: tuple[int | None, ...] = ()
     result: int | None = None
     gathered_dim: int | None = None
+    near: tuple[int | None, str] = (None, "")
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -178,6 +180,11 @@ def collective_of(
     made = [(name, array) for name in joined for array in _results(seen.inside, name)]
     arrays = tuple(array for _, array in made)
     found = [sources.of(seen.inside, name) for name, _ in made]
+    # What is merged has one name for all of it, and what XLA adds itself has none.
+    names = tuple((len(made) > 1 and name) or seen.path or name for _, name in found)
+    result = sources.result(seen.inside, each)
+    is_known = result is not None or any(argument is not None for argument, _ in found)
+    is_known = is_known or any(origins_of(name)[0].path for name in names)
     dim = None
     if kind == "all-gather":
         dim = int(each.attribute(r"dimensions=\{(\d+)\}") or 0)
@@ -191,11 +198,11 @@ def collective_of(
         path=seen.path,
         position=seen.position,
         until=entry.last_use(repeated[-1].position) if seen.is_outside_loops else seen.position,
-        # What is merged has one name for all of it, and what XLA adds itself has none.
-        op_names=tuple((len(made) > 1 and name) or seen.path or name for _, name in found),
+        op_names=names,
         arguments=tuple(argument for argument, _ in found),
-        result=sources.result(seen.inside, each),
+        result=result,
         gathered_dim=dim,
+        near=(None, "") if is_known else sources.near(seen.inside, each),
     )
 
 

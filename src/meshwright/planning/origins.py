@@ -24,8 +24,11 @@ _MOVES = (
     "dynamic-slice",
     "reshape",
     "slice",
+    "slice-done",
+    "slice-start",
     "transpose",
 )
+_NEAR = 64  # instructions that are looked at for one with a layer
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,39 @@ class Sources:
                     ways.append(user.name)
         return None
 
+    def near(self, inside: Computation, made: Instruction) -> tuple[int | None, str]:
+        """For what has no layer of its own: an argument of the program, or the ``op_name`` of an
+        instruction in a layer, that is nearest among what takes the value and what it is made of.
+        """
+        around, call = self._callers.get(inside.name, (None, None))
+        while call is not None and around is not None and call.opcode == "fusion":
+            inside, made = around, call
+            around, call = self._callers.get(inside.name, (None, None))
+        return (
+            self._nearest(inside, made, forward=True) or self._nearest(inside, made) or (None, "")
+        )
+
+    def _nearest(
+        self, inside: Computation, made: Instruction, forward: bool = False
+    ) -> tuple[int | None, str] | None:
+        ways = [made]
+        for each in ways:
+            names = [user.name for user in inside.users_of(each.name)] if forward else each.operands
+            for name in names:
+                other = inside.by_name.get(name)
+                if other is None or other.opcode == "tuple" or other in ways:
+                    continue
+                argument, told = self.of(inside, name)
+                if layer_of(told) or (argument is not None and not forward):
+                    return argument, told
+                ways.append(other)
+            if len(ways) > _NEAR:
+                return None
+        return None
+
     def _before(self, inside: Computation, made: Instruction) -> tuple[Computation, str] | None:
         """The value that this one only hands on."""
-        if made.opcode in _MOVES:
+        if made.opcode in _MOVES or _is_put_together(made):
             return inside, made.operands[0]
         if made.opcode == "parameter":
             return self._handed_in(inside, int(made.operands[0]))
@@ -188,6 +221,11 @@ class Sources:
             if around is not None and call is not None and call.opcode == "while":
                 return self._item(around, call.operands[0], index)
         return None
+
+
+def _is_put_together(made: Instruction) -> bool:
+    """Whether it is a view of slices that lie end to end: TPUs fetch large arrays in four."""
+    return made.attribute(r'custom_call_target="(ConcatBitcast)"') is not None
 
 
 def op_name_of(each: Instruction) -> str:

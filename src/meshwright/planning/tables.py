@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .alike import grouped, pattern, without_numbers
 from .quantities import flops_text, in_words, ms
+from .traffic import alike
 
 if TYPE_CHECKING:
     from .alive import LiveTensor
@@ -123,19 +125,21 @@ def _tensors(tensors: Sequence[LiveTensor]) -> str:
 def _transfers(transfers: Sequence[Transfer]) -> str:
     if not transfers:
         return "  none"
-    alike: dict[tuple[str, ...], list[Transfer]] = defaultdict(list)
-    for each in transfers:
-        mark = "!" if each.is_unexpected else ""
-        where = _in_short(each.variables or each.paths), _in_short(each.lines)
-        alike[mark, each.kind, ", ".join(each.axes), ", ".join(each.phases), *where].append(each)
     rows = []
-    for (mark, kind, axes, phases, places, lines), found in sorted(
-        alike.items(), key=lambda item: -_bytes(item[1])
-    ):
-        known = all(each.count is not None for each in found)
-        times = f"{sum(each.count or 0 for each in found)}" if known else "?"
-        moved = in_words(_bytes(found)) + ("" if known else " each time")
-        rows.append((mark, kind, axes, times, moved, phases, places, lines))
+    for row in alike(transfers):
+        first, known = row.first, row.count is not None
+        rows.append(
+            (
+                "!" if first.is_unexpected else "",
+                first.kind,
+                ", ".join(first.axes),
+                f"{row.count}" if known else "?",
+                in_words(row.nbytes) + ("" if known else " each time"),
+                ", ".join(first.phases),
+                _in_short(row.places),
+                _in_short(first.lines),
+            )
+        )
     heading = ("", "kind", "axes", "count", "bytes per device", "when", "for", "written in")
     told = [heading, *rows]
     if not any(each.lines for each in transfers):
@@ -150,16 +154,16 @@ def _in_short(names: Sequence[str]) -> str:
 
 
 def remedies_of(unexpected: Iterable[Transfer]) -> dict[str, list[Transfer]]:
-    """What would remove the collectives that nobody asked for, and the line, where it is known."""
+    """What would remove the collectives that were not asked for, and the line, where it is known;
+    once for all equal layers, with stars for their numbers."""
     found: dict[str, list[Transfer]] = defaultdict(list)
     for each in unexpected:
         written = f" Written in {_in_short(each.lines)}." if each.lines else ""
         found[each.remedy + written].append(each)
-    return found
-
-
-def _bytes(transfers: Iterable[Transfer]) -> int:
-    return sum(each.bytes_per_step or each.bytes_per_device for each in transfers)
+    return {
+        pattern(texts): [each for text in texts for each in found[text]]
+        for texts in grouped(found, without_numbers)
+    }
 
 
 def _first(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

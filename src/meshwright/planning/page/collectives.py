@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..collectives import KINDS
 from ..tables import remedies_of
+from ..traffic import Rows, alike, moved_bytes
 from .bars import Part, bar, key
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
@@ -35,11 +36,6 @@ def collectives_section(run: DryRun) -> Html | None:
         _unexpected(run.unexpected),
         _table(run.collectives),
     )
-
-
-def moved_bytes(transfers: Iterable[Transfer]) -> int:
-    """Bytes of one device in one step; those of a loop of unknown length count once."""
-    return sum(each.bytes_per_step or each.bytes_per_device for each in transfers)
 
 
 def _axes(run: DryRun) -> Html:
@@ -81,13 +77,7 @@ def _unexpected(found: Sequence[Transfer]) -> Child:
 
 def _table(transfers: Sequence[Transfer]) -> Html:
     """Those that are alike in one row, as in the terminal."""
-    alike: dict[tuple[object, ...], list[Transfer]] = defaultdict(list)
-    for each in transfers:
-        names = each.variables or each.paths
-        folded = (*names[:_NAMED], len(names))
-        key = each.is_unexpected, each.kind, each.axes, each.phases, folded, each.lines
-        alike[key].append(each)
-    groups = sorted(alike.values(), key=lambda found: -moved_bytes(found))
+    groups = alike(transfers)
     columns = [
         Column("kind", "word"),
         Column("axes"),
@@ -102,37 +92,43 @@ def _table(transfers: Sequence[Transfer]) -> Html:
     if any(each.lines for each in transfers):
         columns.append(Column("written in", "path"))
         for row, found in zip(rows, groups, strict=True):
-            row.append(Cell(_places([each.lines for each in found])))
+            row.append(Cell(_folded(found.first.lines)))
     return grid(
         "collectives-table",
         "Collectives; bytes are those of one device in one step",
         columns,
         rows,
-        marks=[found[0].is_unexpected for found in groups],
+        marks=[found.first.is_unexpected for found in groups],
     )
 
 
-def _row(found: Sequence[Transfer]) -> list[Cell]:
-    first = found[0]
-    known = all(each.count is not None for each in found)
-    count = sum(each.count or 0 for each in found)
-    nbytes = moved_bytes(found)
-    dtypes = dict.fromkeys(dtype for each in found for dtype in each.dtypes)
+def _row(found: Rows) -> list[Cell]:
+    first, known = found.first, found.count is not None
+    dtypes = dict.fromkeys(dtype for each in found.all for dtype in each.dtypes)
     return [
         Cell(first.kind),
         Cell(spelled(first.axes)),
-        Cell(_places([each.variables or each.paths for each in found])),
+        Cell(_places(found)),
         Cell(", ".join(first.phases) or "-"),
         Cell(", ".join(dtypes)),
-        Cell(f"{count:,}" if known else "?", count),
-        Cell(in_words(nbytes) + ("" if known else " each time"), nbytes),
+        Cell(f"{found.count:,}" if known else "?", found.count or 0),
+        Cell(in_words(found.nbytes) + ("" if known else " each time"), found.nbytes),
         Cell("! unexpected" if first.is_unexpected else "yes"),
     ]
 
 
-def _places(lists: Sequence[Sequence[str]]) -> Child:
-    """The first places, and the rest folded away."""
-    names = list(dict.fromkeys(name for names in lists for name in names))
+def _places(found: Rows) -> Child:
+    """What they are for; of equal layers their common name, and theirs folded away."""
+    if len(found.each) == 1:
+        return _folded(found.places)
+    names = dict.fromkeys(name for some in found.each for name in some[0].places)
+    common = breakable(", ".join(found.places[:_NAMED]))
+    more = tag("summary", common, f" ({len(found.each)} alike)")
+    return tag("details", more, breakable(", ".join(names)))
+
+
+def _folded(names: Sequence[str]) -> Child:
+    """The first names, and the rest folded away."""
     if len(names) <= _NAMED + 1:
         return [[", " if i else "", breakable(name)] for i, name in enumerate(names)] or "-"
     more = tag("summary", breakable(", ".join(names[:_NAMED])), f" and {len(names) - _NAMED} more")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..alike import grouped, pattern, without_numbers
 from .bars import Part, bar, key
 from .grid import Cell, Column, grid
-from .markup import Html, breakable, section, tag
+from .markup import Child, Html, breakable, section, tag
 from .words import flops_text, in_words, ms, percent
 
 if TYPE_CHECKING:
@@ -22,20 +23,23 @@ def layers_section(found: Estimate | None) -> Html | None:
     """The section on the work of the layers."""
     if found is None or not found.layers:
         return None
-    whole = max(1.0, *(each.flops for each in found.layers))
+    layers = _rows(found.layers)
+    whole = max(1.0, *(len(row) * row[0].flops for row in layers))
     columns = (
         Column("layer", "path"),
+        Column("how many", "num"),
         Column("FLOPs", "num"),
         Column("of all", "num"),
         Column("by pass"),
         Column("bytes", "num"),
     )
-    rows = [_row(each, whole, found.flops) for each in found.layers]
+    rows = [_row(each, whole, found.flops) for each in layers]
     said = f"{flops_text(found.flops)}s of products and convolutions in one device and one step"
     if found.recompute_flops:
         said += f", {flops_text(found.recompute_flops)}s of them computed again"
     if found.replicated_share is not None:
-        said += f"; {percent(found.replicated_share)} of the FLOPs of all devices are replicated"
+        said += f"; {percent(found.replicated_share)} of all devices' FLOPs are replicated: others "
+        said += "compute them as well"
     return section(
         "layers",
         "FLOPs of the layers",
@@ -46,19 +50,40 @@ def layers_section(found: Estimate | None) -> Html | None:
     )
 
 
-def _row(each: LayerCost, whole: float, total: float) -> tuple[Cell, ...]:
-    sizes = (each.forward_flops, each.backward_flops, each.recompute_flops, each.other_flops)
+def _rows(layers: Sequence[LayerCost]) -> list[list[LayerCost]]:
+    """Layers of equal blocks, which compute the same, together; the heaviest row first."""
+    rows = grouped(
+        layers,
+        lambda each: (
+            without_numbers(each.layer),
+            *(each.forward_flops, each.backward_flops, each.recompute_flops, each.other_flops),
+        ),
+    )
+    return sorted(rows, key=lambda row: (-sum(e.flops for e in row), -sum(e.bytes for e in row)))
+
+
+def _row(found: Sequence[LayerCost], whole: float, total: float) -> tuple[Cell, ...]:
+    first, count = found[0], len(found)
+    sizes = (first.forward_flops, first.backward_flops, first.recompute_flops, first.other_flops)
     parts = [
-        Part(name, size, flops_text(size), paint)
+        Part(name, count * size, flops_text(count * size), paint)
         for (name, paint), size in zip(PAINTS, sizes, strict=True)
     ]
+    flops, nbytes = count * first.flops, sum(each.bytes for each in found)
     return (
-        Cell(breakable(each.layer or "-")),
-        Cell(flops_text(each.flops), each.flops),
-        Cell(f"{each.flops / total if total else 0.0:.1%}", each.flops),
-        Cell(bar(parts, whole, "FLOPs"), each.flops),
-        Cell(in_words(each.bytes), each.bytes),
+        Cell(_names([each.layer or "-" for each in found])),
+        Cell(f"{count} ×", count),
+        Cell(flops_text(flops), flops),
+        Cell(f"{flops / total if total else 0.0:.1%}", flops),
+        Cell(bar(parts, whole, "FLOPs"), flops),
+        Cell(in_words(nbytes), nbytes),
     )
+
+
+def _names(layers: Sequence[str]) -> Child:
+    if len(layers) == 1:
+        return breakable(layers[0])
+    return tag("details", tag("summary", breakable(pattern(layers))), ", ".join(layers))
 
 
 def _heaviest(heaviest: Sequence[Heavy]) -> Html:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from ...drawing import Drawn
 from ...drawing.words import dims_text, specs_text
 from ...layout import Layout
 from ...placement import Placed
+from ..alike import pattern, without_numbers
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
 from .pictures import tiling_picture
@@ -68,11 +68,11 @@ def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
     found: dict[tuple[object, ...], list[Placed]] = defaultdict(list)
     for each in placed:
         info = each.info
-        pattern = re.sub(r"\d+", "*", info.path)
-        reason = re.sub(r"\d+", "*", each.reason)
-        found[pattern, info.role, info.dims, info.dtype, each.layout, reason].append(each)
+        path = without_numbers(info.path)
+        reason = without_numbers(each.reason)
+        found[path, info.role, info.dims, info.dtype, each.layout, reason].append(each)
     groups = [
-        Alike(_pattern([each.info.path for each in members]), tuple(members))
+        Alike(pattern([each.info.path for each in members]), tuple(members))
         for members in found.values()
     ]
     return tuple(sorted(groups, key=_rank))
@@ -81,14 +81,6 @@ def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
 def _rank(each: Alike) -> tuple[int, bool, str]:
     """The largest first; slots after the parameter that is as large."""
     return -each.bytes_per_device, each.members[0].info.role != "parameter", each.pattern
-
-
-def _pattern(paths: Sequence[str]) -> str:
-    """The path of all, with stars for the numbers in which they differ."""
-    parts = [re.split(r"(\d+)", path) for path in paths]
-    return "".join(
-        column[0] if len(set(column)) == 1 else "*" for column in zip(*parts, strict=True)
-    )
 
 
 def layouts_section(run: DryRun) -> Html | None:
@@ -170,7 +162,7 @@ def _row(each: Alike) -> tuple[Cell, ...]:
         Cell(tag("code", specs_text(each.layout))),
         Cell(dims_text(each.layout.local_dims(each.dims))),
         Cell(in_words(each.bytes_per_device), each.bytes_per_device),
-        Cell(_pattern([member.reason for member in each.members])),
+        Cell(pattern([member.reason for member in each.members])),
     )
 
 
