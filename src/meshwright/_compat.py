@@ -403,6 +403,15 @@ def is_stored_by_columns(layer: Any) -> bool:
     return hasattr(layer, "is_gptq_calibrated") or hasattr(layer, "is_awq_calibrated")
 
 
+def called_with(layer: Any) -> tuple[tuple[int | None, ...], bool]:
+    """The shape of a layer's first input in a model, and whether a call of it has another input.
+
+    ``layer.input`` (Keras 3.15) refuses layers that are called more than once.
+    """
+    calls = [node.input_tensors for node in layer._inbound_nodes]
+    return tuple(calls[0][0].shape), any(len(tensors) > 1 for tensors in calls)
+
+
 def loss_reductions(model: Any) -> list[str]:
     """The reductions of the losses that a model was compiled with."""
     import keras

@@ -201,6 +201,18 @@ class ParameterServer:
 
         return evaluate(self, model, x, y, **options)
 
+    def predict(self, model: Any, x: Any, **options: Any) -> Any:
+        """Predict with a Keras model: see :func:`meshwright.ps.training.predict`."""
+        from .training import predict
+
+        return predict(self, model, x, **options)
+
+    def export(self, model: Any) -> Any:
+        """A plain Keras model of one trained here (:func:`meshwright.ps.training.plain_model`)."""
+        from .training import plain_model
+
+        return plain_model(self, model)
+
     def save(self, directory: str | Path, step: int = 0) -> Path:
         """Wait for all scheduled functions, and let a worker write all variables and their slots.
 

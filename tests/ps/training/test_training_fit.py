@@ -235,7 +235,7 @@ def test_a_table_that_is_only_on_the_servers_grows_by_use():
         losses = fit(strategy, model, ids, y, batch_size=12, epochs=30, verbose=0).history["loss"]
     assert losses[-1] < 0.05 * losses[0]
     assert [w.shape for w in model.get_weights()] == [(4, 1), (1,)]
-    with pytest.raises(mw.ModelError, match="the table 'users' lies on the servers"):
+    with pytest.raises(mw.ModelError, match="rows of table 'users' are on parameter servers"):
         model.predict(ids[:3], verbose=0)
 
 

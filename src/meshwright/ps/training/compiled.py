@@ -13,6 +13,7 @@ from .devices import OnDevices, here
 from .exported import Code, Exported
 from .signature import Signature, on_devices
 
+_PADDING = -1  # the position of an id that stands for none
 _FROZEN = 2  # which argument of a step they are
 
 
@@ -20,7 +21,8 @@ class Looked(NamedTuple):
     """Which rows a batch looks up.
 
     ``unique`` are the ids per table, each once, and ``positions`` of each lookup, in order, where
-    among them its ids stand. ``num_rows`` is how many rows of each table the step takes.
+    among them its ids stand, -1 for padding. ``num_rows`` is how many rows of each table the step
+    takes.
     """
 
     unique: dict[str, np.ndarray]
@@ -46,6 +48,11 @@ class CompiledStep:
         return self._measures.call
 
     @functools.cached_property
+    def outputs(self) -> Callable[..., Any]:
+        """See :meth:`StepFunctions.outputs`."""
+        return self._outputs.call
+
+    @functools.cached_property
     def local(self) -> Callable[..., Any]:
         """See :meth:`StepFunctions.local`."""
         return OnDevices(self._code.local, self._mesh).call
@@ -56,7 +63,12 @@ class CompiledStep:
 
     def put_frozen(self, values: dict[str, Any]) -> Any:
         """What never changes on the devices, once for all steps; it lies there alike in each."""
-        return self._measures.put(_FROZEN, values)
+        reading = self._measures if self._code.measures else self._outputs
+        return reading.put(_FROZEN, values)
+
+    @functools.cached_property
+    def _outputs(self) -> OnDevices:
+        return OnDevices(self._code.outputs, self._mesh)
 
     @functools.cached_property
     def _measures(self) -> OnDevices:
@@ -78,7 +90,7 @@ class CompiledStep:
             where = [at for at, name in enumerate(self._asked) if name == table.name]
             flat = [asked[at].reshape(-1) for at in where]
             joined = np.concatenate(flat) if flat else np.zeros([0], np.int64)
-            unique[table.name], found = np.unique(joined, return_inverse=True)
+            unique[table.name], found = _unique(joined, table.padding_id)
             num_rows[table.name] = joined.size
             stops = np.cumsum([part.size for part in flat])[:-1]
             for at, part in zip(where, np.split(found, stops) if flat else [], strict=True):
@@ -107,6 +119,21 @@ class Compiled:
             made = CompiledStep(self._exported, code, self._mesh)
             self._steps[signature] = same[0] if same else made
         return self._steps[signature]
+
+
+def _unique(ids: np.ndarray, padding_id: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """The ids without padding, each once, and where among them each id stands.
+
+    >>> _unique(np.array([7, 0, 3, 7]), 0)
+    (array([3, 7]), array([ 1, -1,  0,  1]))
+    """
+    if padding_id is None:
+        return np.unique(ids, return_inverse=True)
+    present = ids != padding_id
+    unique, at = np.unique(ids[present], return_inverse=True)
+    positions = np.full(ids.shape, _PADDING, at.dtype)
+    positions[present] = at
+    return unique, positions
 
 
 def padded_rows(rows: np.ndarray, count: int) -> np.ndarray:

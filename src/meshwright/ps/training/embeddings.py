@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, Literal
 
 import keras
@@ -17,12 +18,13 @@ import keras
 from ... import _compat
 from ...errors import ModelError
 from ...frontends.keras.program import KerasVariables
-from .tables import Table, Take
+from .combining import COMBINERS, Combiner, combine
+from .tables import Note, Table, Take, Taken
 
 LEAST_BYTES = 4 << 20  # smaller tables travel whole: rows would save nothing
 
 
-def _hollow(name: str, ids: Any) -> Any:
+def _hollow(name: str, ids: Any) -> Taken:
     """Stands for a lookup while a model is built; the layer itself knows what to give."""
     raise AssertionError((name, ids))
 
@@ -35,15 +37,26 @@ class Embedding(keras.layers.Layer):
     """A lookup table that lies on the servers only; may be larger than any worker's memory.
 
     ``name`` is that of the table, ``dim`` the length of its rows and ``size`` their number, or
-    ``"hash"``: then any whole number is a key, and its row is made when it is first asked for.
+    ``"hash"``: then any whole number is a key, and its row is made when it is first trained on.
     ``initializer`` is ``"uniform"`` (from -0.05 to 0.05, as Keras) or another that servers know.
-    The layer trains under :meth:`ParameterServer.fit`. The table keeps its rows from one fit to the
-    next, and is spread over all servers. Raises :class:`~meshwright.ModelError` when
-    it is called outside of it.
+    The table keeps its rows from one fit to the next, and is spread over all servers.
+
+    ``padding_id`` is an id that stands for none: its row is 0 and is never trained. With
+    ``combiner`` the rows of the ids' last dim are combined into one, by ``"sum"``, ``"mean"`` or
+    ``"sqrtn"``, and a second input may weigh them. Padding does not count, and where there is
+    nothing else the result is 0, as in TensorFlow's ``safe_embedding_lookup_sparse``.
+    ``optimizer`` is one of Keras' for this table alone; else it is trained by the model's, or by
+    ``table_optimizer=`` of ``fit``.
+
+    A model with this layer trains, evaluates and predicts through :class:`ParameterServer`;
+    ``strategy.export(model)`` makes a plain Keras model of it. Raises
+    :class:`~meshwright.ModelError` when it is called outside of a strategy.
 
     >>> layer = Embedding("users", 8, "hash")
     >>> layer.compute_output_shape((32, 4))
     (32, 4, 8)
+    >>> Embedding("bought", 8, 1000, combiner="mean", padding_id=0).compute_output_shape((32, 4))
+    (32, 8)
     """
 
     def __init__(
@@ -54,49 +67,128 @@ class Embedding(keras.layers.Layer):
         *,
         initializer: str = "uniform",
         seed: int = 0,
+        combiner: Combiner | None = None,
+        padding_id: int | None = None,
+        optimizer: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(name=name, **options)
-        if dim < 1 or (size != "hash" and (not isinstance(size, int) or size < 1)):
-            raise ModelError(
-                f"Embedding({name!r}, dim={dim!r}, size={size!r}): dim is a number from 1, and "
-                "size one too, or 'hash'."
-            )
+        _check_options(name, dim, size, combiner, padding_id)
         self.dim, self.size = dim, size
         self.initializer, self.seed = initializer, seed
-        self.built = True
+        self.combiner, self.padding_id = combiner, padding_id
+        # Written down: the layer's own optimizer would be saved among the weights of the model.
+        self._optimizer = MappingProxyType(serialized(optimizer)) if optimizer is not None else None
+
+    @property
+    def built(self) -> bool:
+        """Whether lookups are answered now: only under a strategy.
+
+        Elsewhere Keras tries to build the layer first, and so is refused before it has taken the
+        values out of the model's variables, which it does not put back after an error.
+        """
+        return _taking.get() is not None
+
+    @built.setter
+    def built(self, value: bool) -> None:
+        del value
+
+    @property
+    def optimizer(self) -> dict[str, Any] | None:
+        """The table's own optimizer, as Keras writes it."""
+        return None if self._optimizer is None else dict(self._optimizer)
 
     @property
     def table(self) -> Table:
         """What a step knows of the table."""
         rows = None if self.size == "hash" else int(self.size)
-        return Table(self.name, rows, self.dim, "float32", in_model=False)
+        return Table(
+            self.name, rows, self.dim, "float32", in_model=False, padding_id=self.padding_id
+        )
 
-    def call(self, inputs: Any) -> Any:
-        """The rows of these keys."""
+    def call(self, inputs: Any, weights: Any = None) -> Any:
+        """The rows of these ids, combined if the layer has a combiner."""
         take = _taking.get()
         if take is None:
             raise ModelError(
-                f"the table {self.name!r} lies on the servers, and the layer was called outside of "
-                "them. Use strategy.fit, strategy.evaluate or strategy.predict."
+                f"the rows of table {self.name!r} are on parameter servers, so the model cannot "
+                "run on its own. Use strategy.fit, strategy.evaluate or strategy.predict, or make "
+                "a plain Keras model of it: strategy.export(model)."
             )
+        self._check_inputs(inputs, weights)
         if take is _hollow:
-            return keras.ops.zeros((*inputs.shape, self.dim), self.compute_dtype)
-        return keras.ops.cast(take(self.name, inputs), self.compute_dtype)
+            shape = self.compute_output_shape(inputs.shape)
+            return keras.ops.zeros(shape, self.compute_dtype)
+        rows, present = take(self.name, inputs)
+        rows = keras.ops.cast(rows, self.compute_dtype)
+        return rows if self.combiner is None else combine(rows, present, weights, self.combiner)
 
-    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
-        """The shape of the ids, and ``dim``."""
-        return (*input_shape, self.dim)
+    def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[Any, ...]:
+        """The shape of the ids and ``dim``; a combiner takes the last dim of the ids away."""
+        del weights_shape
+        return (*(input_shape if self.combiner is None else input_shape[:-1]), self.dim)
 
-    def compute_output_spec(self, inputs: Any) -> Any:
+    def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
         """The same as a symbol; nothing is looked up."""
+        self._check_inputs(inputs, weights)
         return keras.KerasTensor(self.compute_output_shape(inputs.shape), self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
         """What the layer is made from."""
-        config = super().get_config()
-        own = {"dim": self.dim, "size": self.size, "initializer": self.initializer}
-        return {**config, **own, "seed": self.seed}
+        names = ("dim", "size", "initializer", "seed", "combiner", "padding_id", "optimizer")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+
+    def _check_inputs(self, ids: Any, weights: Any) -> None:
+        dtype = keras.backend.standardize_dtype(ids.dtype)
+        if "int" not in dtype:
+            raise ModelError(
+                f"the ids of table {self.name!r} must be integers; received {dtype}. Declare the "
+                'input with its dtype: keras.Input(shape, dtype="int32").'
+            )
+        if self.combiner is not None and len(ids.shape) < 2:
+            raise ModelError(
+                f"combiner={self.combiner!r} of table {self.name!r} needs ids with at least 2 "
+                f"dims, (batch, ids); received shape {tuple(ids.shape)}."
+            )
+        if weights is None:
+            return
+        if self.combiner is None:
+            raise ModelError(
+                f"table {self.name!r} received weights, which need a combiner: give combiner="
+                "'sum', 'mean' or 'sqrtn'."
+            )
+        if len(weights.shape) != len(ids.shape):
+            raise ModelError(
+                f"the weights of table {self.name!r} must have the shape of its ids "
+                f"{tuple(ids.shape)}; received {tuple(weights.shape)}."
+            )
+
+
+def serialized(optimizer: Any) -> dict[str, Any]:
+    """An optimizer as Keras writes it, from its name, its config or the optimizer itself.
+
+    >>> serialized("adagrad")["class_name"]
+    'Adagrad'
+    """
+    found: Any = keras.optimizers.serialize(keras.optimizers.get(optimizer))
+    return found
+
+
+def _check_options(
+    name: str, dim: Any, size: Any, combiner: str | None, padding_id: int | None
+) -> None:
+    """Raise :class:`~meshwright.ModelError` that lists every argument that is invalid."""
+    faults: list[str] = []
+    if not isinstance(dim, int) or dim < 1:
+        faults.append(f"dim must be an integer of at least 1; received {dim!r}")
+    if size != "hash" and (not isinstance(size, int) or size < 1):
+        faults.append(f"size must be an integer of at least 1, or 'hash'; received {size!r}")
+    if combiner is not None and combiner not in COMBINERS:
+        faults.append(f"combiner must be 'sum', 'mean', 'sqrtn' or None; received {combiner!r}")
+    if padding_id is not None and not isinstance(padding_id, int):
+        faults.append(f"padding_id must be an integer or None; received {padding_id!r}")
+    if faults:
+        raise ModelError(f"invalid arguments of Embedding({name!r}): {'; '.join(faults)}.")
 
 
 class KerasLookups:
@@ -124,6 +216,14 @@ class KerasLookups:
             path = paths.get(id(layer.embeddings if layer.built else None))
             if path is not None:
                 self.layers[path] = layer
+        whole = {**variables.params, **variables.state}
+        paths = {id(variable): path for path, variable in whole.items()}
+        self._whole: dict[str, Any] = {
+            path: layer
+            for layer in inside
+            if _is_plain(layer) and layer.built
+            if (path := paths.get(id(layer.embeddings))) is not None and path not in self.layers
+        }
         own = [
             Table(path, layer.input_dim, layer.output_dim, _compat.stored_dtype(layer.embeddings))
             for path, layer in self.layers.items()
@@ -138,6 +238,14 @@ class KerasLookups:
             stack.callback(_taking.reset, token)
             for path, layer in self.layers.items():
                 stack.enter_context(_caught(layer, path, take))
+            yield
+
+    @contextlib.contextmanager
+    def watching(self, note: Note) -> Iterator[None]:
+        """Let the lookups of the model's other tables tell their ids while the block runs."""
+        with contextlib.ExitStack() as stack:
+            for path, layer in self._whole.items():
+                stack.enter_context(_watched(layer, path, note))
             yield
 
 
@@ -160,9 +268,26 @@ def _caught(layer: Any, name: str, take: Take) -> Iterator[None]:
     """A layer whose lookups ask ``take``; its class, its name and all else stay."""
 
     def call(inputs: Any) -> Any:
-        return keras.ops.cast(take(name, keras.ops.cast(inputs, "int32")), layer.compute_dtype)
+        rows, _ = take(name, keras.ops.cast(inputs, "int32"))
+        return keras.ops.cast(rows, layer.compute_dtype)
 
     # Not by Keras' own __setattr__, which would look for variables in it.
+    object.__setattr__(layer, "call", call)
+    try:
+        yield
+    finally:
+        object.__delattr__(layer, "call")
+
+
+@contextlib.contextmanager
+def _watched(layer: Any, name: str, note: Note) -> Iterator[None]:
+    """A layer whose lookups tell their ids first."""
+    plain = layer.call
+
+    def call(inputs: Any) -> Any:
+        note(name, layer.input_dim, inputs)
+        return plain(inputs)
+
     object.__setattr__(layer, "call", call)
     try:
         yield

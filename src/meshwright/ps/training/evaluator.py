@@ -20,7 +20,11 @@ from ...frontends.keras.lasting import LastingNames
 from ...frontends.keras.logs import on_host
 from ...frontends.keras.program import KerasVariables, read_state, write_state
 from ...program import Logs, TrainState
+from .beside import Beside
 from .data import InputContext, first_element
+from .embeddings import Embedding, building
+from .feed import Feed, feed_of
+from .saving import TABLES
 from .worker_step import as_batch
 
 _WARN_AFTER_S = 60.0
@@ -65,6 +69,7 @@ class SidecarEvaluator:
         self._max, self._poll_s, self._timeout_s = max_evaluations, poll_s, timeout_s
         self._told = told
         self._variables: KerasVariables | None = None
+        self._beside: Beside | None = None  # of a model whose tables are not in it
 
     def start(self) -> list[Evaluation]:
         """Follow the checkpoints until the training has ended; what each of them reached."""
@@ -83,6 +88,13 @@ class SidecarEvaluator:
         wanted = names.to_checkpoint(TrainState(before.params, before.state, {}, {}))
         found = names.from_checkpoint(restore_state(info, wanted))
         write_state(variables, before._replace(params=found.params, state=found.state))
+        return Evaluation(info.step, self._logs(info), bool(info.notes.get("ended")))
+
+    def _logs(self, info: CheckpointInfo) -> Logs:
+        if self._beside is not None:
+            named = info.notes.get(TABLES)
+            directory = None if named is None else info.directory.with_name(named)
+            return self._beside.evaluate(directory, self._steps)
         x, y, weights = self._arrays()
         size = self._batch_size if y is not None else None
         measure: Any = self.model.evaluate
@@ -90,7 +102,7 @@ class SidecarEvaluator:
             x, y, sample_weight=weights, batch_size=size, steps=self._steps, verbose=0,
             return_dict=True,
         )  # fmt: skip
-        return Evaluation(info.step, on_host(logs), bool(info.notes.get("ended")))
+        return on_host(logs)
 
     def _next(self, after: int) -> CheckpointInfo:
         """The newest checkpoint, once there is one after this step."""
@@ -125,9 +137,17 @@ class SidecarEvaluator:
                 import jax
 
                 batch = jax.tree.map(lambda array: array[: self._batch_size], parts)
-            _compat.build_for(self.model, batch)
+            with building():
+                _compat.build_for(self.model, batch)
             self._variables = KerasVariables.of(self.model)
+            if any(isinstance(layer, Embedding) for layer in _compat.layers_inside(self.model)):
+                self._beside = Beside(self.model, self._variables, self._feed())
         return self._variables
+
+    def _feed(self) -> Feed:
+        x, y, weights = (self._data, None, None) if callable(self._data) else self._arrays()
+        size = None if y is None else self._batch_size
+        return feed_of(x, y, weights, batch_size=size, steps=self._steps)
 
     def _arrays(self) -> tuple[Any, Any, Any]:
         if callable(self._data):

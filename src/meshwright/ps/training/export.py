@@ -36,16 +36,17 @@ def export_step(
     base: dict[str, Any] | None = None,
     any_rows: bool = True,
     local: bool = False,
+    predicts: bool = False,
     platforms: Sequence[str] | None = None,
     laying: Laying | None = None,
 ) -> Exported:
     """Export a program's step for batches like these.
 
     ``base`` is what its metrics begin with (0, if not given). With ``local`` the whole step with
-    the program's own optimizer is exported, not its gradients. ``platforms`` are those of the
-    workers (``"cpu"``, ``"cuda"``, ``"tpu"``), else that of this process. ``laying`` is for workers
-    of several devices. Raises :class:`~meshwright.ModelError` for a model that cannot be exported
-    or split.
+    the program's own optimizer is exported, not its gradients; with ``predicts`` the outputs that
+    the program's loss returns beside it. ``platforms`` are those of the workers (``"cpu"``,
+    ``"cuda"``, ``"tpu"``), else that of this process. ``laying`` is for workers of several devices.
+    Raises :class:`~meshwright.ModelError` for a model that cannot be exported or split.
 
     >>> import optax, numpy as np
     >>> from meshwright import jax_program
@@ -69,7 +70,7 @@ def export_step(
             "rows of later batches are not there. Use embeddings=None, or no local=."
         )
     platforms = tuple(platforms or (jax.default_backend(),))
-    made = _Exporter(program, functions, platforms, local, laying)
+    made = _Exporter(program, functions, platforms, local, predicts, laying)
     if parts.tables:
         made.check_tables(first)
     codes = {Signature.of(batch): made.code(shapes(batch)) for batch in batches}
@@ -103,9 +104,10 @@ class _Exporter:
         functions: StepFunctions,
         platforms: tuple[str, ...],
         local: bool,
+        predicts: bool,
         laying: Laying | None,
     ) -> None:
-        self._local, self._laying = local, laying
+        self._local, self._predicts, self._laying = local, predicts, laying
         self._slots = shapes_of(program.slots)
         self._functions, self._parts = functions, functions.parts
         self._name, self._platforms = program.name, platforms
@@ -155,6 +157,9 @@ class _Exporter:
 
         lies = laying and laying.given(parts, tuple(rows), positions, batch, filling)
         to_measure = laying and (lies, laying.whole)
+        if self._predicts:
+            outputs = self._export(unflattened(functions.outputs), given, to_measure)
+            return Code(b"", b"", ids, at, filling=filling, outputs=outputs)
         measures = self._export(unflattened(functions.measures), given, to_measure)
         if self._local:
             stepped = (*given[:4], self._slots, leaves)

@@ -49,6 +49,7 @@ class Code:
     leaves: tuple[int | None, ...] = ()
     local: bytes = b""  # a whole step with the model's own optimizer, where that was asked for
     filling: Filling | None = None
+    outputs: bytes = b""  # the outputs alone, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ class Exported:
     def _code(self) -> list[bytes]:
         codes = [code for _, code in self.codes]
         codes += [code for code in (self.any_rows, self.uneven) if code]
-        return [part for c in codes for part in (c.gradients, c.measures, c.ids, c.local)]
+        return [
+            part for c in codes for part in (c.gradients, c.measures, c.ids, c.local, c.outputs)
+        ]
 
     def code_for(self, signature: Signature) -> Code:
         """The code for batches like this. Raises :class:`~meshwright.BatchError` if none fits."""

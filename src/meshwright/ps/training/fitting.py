@@ -7,6 +7,7 @@ metrics off the servers, and calls the callbacks.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import keras
 
 from ...checkpoint import Position
 from ...checkpoint.asked import Resume
-from ...errors import BatchError, DataError, ExhaustedError
+from ...errors import DataError, ExhaustedError, MeshwrightError, UnreachableError
 from ...frontends.keras.fitting import check_compiled
 from ...frontends.keras.logs import as_json, history_from_json
 from ...program import Logs
@@ -61,6 +62,7 @@ def fit(
     resume: Resume = "auto",
     sharding: str = "dynamic",
     embeddings: int | Sequence[str] | None = LEAST_BYTES,
+    table_optimizer: Any = None,
     local: Local | None = None,
     compression: str | Compression | None = None,
     seed: int = 0,
@@ -77,6 +79,7 @@ def fit(
     ``checkpoint`` is a directory that is written to after each epoch, or after ``save_every``
     steps, and that the run goes on from (``resume``). ``embeddings`` says which Embedding layers
     travel by rows: those with tables of at least so many bytes, or these names, or ``None``.
+    ``table_optimizer`` is one of Keras' for all of these tables that have none of their own.
     ``local`` is :class:`LocalSGD` or :class:`DiLoCo`, ``compression`` how gradients are made
     smaller on their way.
 
@@ -108,6 +111,7 @@ def fit(
         model,
         [*feed.examples, *validation.examples(feed)],
         embeddings=embeddings,
+        table_optimizer=table_optimizer,
         local=local,
         any_rows=not (feed.alike and validation.alike),
     )
@@ -209,8 +213,11 @@ class _Run:
                 self._served.take_slots()
             self._model.optimizer.finalize_variable_values(model.trainable_weights)
             callbacks.on_train_end(logs=logs)
-        except (DataError, BatchError):
-            self._take()  # what was trained before the data ended, or was no batch, is kept
+        except UnreachableError:
+            raise
+        except Exception:
+            with contextlib.suppress(MeshwrightError):
+                self._take()  # what was trained until then is kept
             raise
         finally:
             self._watch.stop()

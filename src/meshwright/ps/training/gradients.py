@@ -8,20 +8,52 @@ Whatever a step changes therefore travels in one push, which is applied once or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ...errors import ModelError
+from ...errors import ArrayError, ModelError
 from ...program import Arrays, Aux, Batch, Program, TrainState
 from ...step.options import Sums
 from ...step.train import gradient
-from .tables import Lookups, NoLookups, Table
+from .tables import Lookups, NoLookups, Table, Taken
 
 Clip = Callable[[Arrays], Arrays]
+
+
+@dataclass(frozen=True)
+class IdsOf:
+    """An array of a batch, by its number, whose values are ids of a table with so many rows."""
+
+    leaf: int
+    table: str
+    num_rows: int
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Raise :class:`~meshwright.ArrayError` for ids that the table does not have.
+
+        Ids from ``-num_rows`` to -1 count from the end, as in Keras on JAX. Others would be
+        looked up as NaN, and the loss would be NaN from then on.
+
+        >>> IdsOf(0, "words", 10).check([np.array([[3, 12], [9, 0]])])
+        Traceback (most recent call last):
+            ...
+        meshwright.errors.ArrayError: id 12 is out of range for table 'words', which has 10 rows...
+        """
+        ids = np.asarray(leaves[self.leaf])
+        if not ids.size or (ids.max() < self.num_rows and ids.min() >= -self.num_rows):
+            return
+        wrong = ids[(ids >= self.num_rows) | (ids < -self.num_rows)]
+        raise ArrayError(
+            f"id {wrong[0]} is out of range for table {self.table!r}, which has {self.num_rows} "
+            f"rows: ids must be from 0 to {self.num_rows - 1} ({wrong.size} of {ids.size} ids of "
+            "this batch are not). Make the table larger, or map the ids into its range."
+        )
 
 
 @dataclass(frozen=True)
@@ -38,6 +70,7 @@ class Parts:
     seeds: tuple[str, ...]
     tables: tuple[Table, ...]
     metrics: tuple[tuple[str, tuple[int, ...]], ...]  # (path, dims), in the order of the counts
+    ids: tuple[IdsOf, ...] = ()  # of tables that travel whole
 
     @classmethod
     def of(cls, program: Program, batch: Any, lookups: Lookups | None = None) -> Parts:
@@ -54,7 +87,7 @@ class Parts:
         lookups = lookups or NoLookups()
         away = {table.name for table in lookups.tables}
         seeds = tuple(info.path for info in program.state if info.role == "seed")
-        changed = _changed_state(program, batch, lookups)
+        changed, ids = _traced(program, batch, lookups)
         others = [info.path for info in program.state if info.path not in seeds]
         return cls(
             params=tuple(info.path for info in program.params if info.path not in away),
@@ -63,6 +96,7 @@ class Parts:
             seeds=seeds,
             tables=lookups.tables,
             metrics=tuple((info.path, tuple(info.dims)) for info in program.metrics),
+            ids=ids,
         )
 
 
@@ -101,7 +135,7 @@ class StepFunctions:
         taken = _with_rows(self._computed, self.parts, self.lookups, positions)
         whole = TrainState({}, {**moving, **frozen, **seeds}, self._slots(), dict(self.base))
         aux, grads = gradient(taken, sums=self.sums)(
-            {**params, **{_ROWS + t: v for t, v in rows.items()}}, whole, batch
+            {**params, **{ROWS + t: v for t, v in rows.items()}}, whole, batch
         )
         if self.clip is not None:
             grads = self.clip(grads)
@@ -109,7 +143,7 @@ class StepFunctions:
         moves = {path: aux.state[path] - moving[path] for path in self.parts.moving}
         return (
             {path: grads[path] for path in self.parts.params},
-            {t.name: grads[_ROWS + t.name] for t in self.parts.tables},
+            {t.name: grads[ROWS + t.name] for t in self.parts.tables},
             moves,
             {path: aux.state[path] for path in self.parts.seeds},
             counts,
@@ -123,9 +157,20 @@ class StepFunctions:
         """The counts of the metrics over one batch of validation."""
         taken = _with_rows(self._computed, self.parts, self.lookups, positions)
         whole = TrainState({}, {**moving, **frozen, **seeds}, self._slots(), dict(self.base))
-        values = {**params, **{_ROWS + t: v for t, v in rows.items()}}
+        values = {**params, **{ROWS + t: v for t, v in rows.items()}}
         _, aux = taken.loss(values, whole, batch, False)
         return self._counts(aux, batch)
+
+    def outputs(
+        self, params: Arrays, moving: Arrays, frozen: Arrays, seeds: Arrays, rows: Arrays,
+        positions: list[Any], batch: Batch,
+    ) -> Any:  # fmt: skip
+        """What the model returns for one batch of inputs, as a list of arrays."""
+        taken = _with_rows(self._computed, self.parts, self.lookups, positions)
+        whole = TrainState({}, {**moving, **frozen, **seeds}, {}, {})
+        values = {**params, **{ROWS + t: v for t, v in rows.items()}}
+        _, aux = taken.loss(values, whole, batch, False)
+        return jax.tree.leaves(aux.outputs)
 
     def local(
         self,
@@ -156,9 +201,9 @@ class StepFunctions:
         """The ids of every lookup, in order."""
         found: list[Any] = []
 
-        def take(name: str, ids: Any) -> Any:
+        def take(name: str, ids: Any) -> Taken:
             found.append(ids)
-            return jnp.zeros((*ids.shape, self._table(name).dim), self._table(name).dtype)
+            return _nothing(self._table(name), ids)
 
         with self.lookups.taking(take):
             self.program.loss(
@@ -173,9 +218,9 @@ class StepFunctions:
         """The name of the table of every lookup, in order."""
         names: list[str] = []
 
-        def take(name: str, ids: Any) -> Any:
+        def take(name: str, ids: Any) -> Taken:
             names.append(name)
-            return jnp.zeros((*ids.shape, self._table(name).dim), self._table(name).dtype)
+            return _nothing(self._table(name), ids)
 
         def run(values: Arrays, state: Arrays, batch: Batch) -> Any:
             with self.lookups.taking(take):
@@ -189,8 +234,8 @@ class StepFunctions:
     def loss_reading(self, tables: Arrays, values: Arrays, state: Arrays, batch: Batch) -> Any:
         """The loss with tables given whole beside caught lookups: who reads them shows here."""
 
-        def take(name: str, ids: Any) -> Any:
-            return jnp.zeros((*ids.shape, self._table(name).dim), self._table(name).dtype)
+        def take(name: str, ids: Any) -> Taken:
+            return _nothing(self._table(name), ids)
 
         with self.lookups.taking(take):
             whole = TrainState({}, state, self._slots(), dict(self.base))
@@ -216,7 +261,7 @@ class StepFunctions:
         return next(table for table in self.parts.tables if table.name == name)
 
 
-_ROWS = "rows of "  # no path begins so
+ROWS = "rows of "  # before a table's name, among gradients; no path begins so
 
 
 def _with_rows(program: Program, parts: Parts, lookups: Lookups, positions: list[Any]) -> Program:
@@ -224,16 +269,27 @@ def _with_rows(program: Program, parts: Parts, lookups: Lookups, positions: list
 
     def loss(values: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         left = iter(positions)
+        pads = {table.name for table in parts.tables if table.padding_id is not None}
 
-        def take(name: str, ids: Any) -> Any:
+        def take(name: str, ids: Any) -> Taken:
             del ids  # the positions say the same of the rows that are there
-            return jnp.take(values[_ROWS + name], next(left), axis=0, mode="clip")
+            at = next(left)
+            rows = jnp.take(values[ROWS + name], at, axis=0, mode="clip")
+            present = at >= 0
+            if name in pads:
+                rows = jnp.where(present[..., None], rows, 0)
+            return Taken(rows, present)
 
-        params = {path: value for path, value in values.items() if not path.startswith(_ROWS)}
+        params = {path: value for path, value in values.items() if not path.startswith(ROWS)}
         with lookups.taking(take):
             return program.loss({**params, **_hollow(parts.tables)}, whole, batch, training)
 
     return replace(program, loss=loss)
+
+
+def _nothing(table: Table, ids: Any) -> Taken:
+    """What stands for a lookup where only shapes or ids matter."""
+    return Taken(jnp.zeros((*ids.shape, table.dim), table.dtype), jnp.ones(ids.shape, bool))
 
 
 def _hollow(tables: tuple[Table, ...]) -> Arrays:
@@ -246,25 +302,64 @@ def shapes_of(infos: Any) -> Arrays:
     return {info.path: jax.ShapeDtypeStruct(tuple(info.dims), info.dtype) for info in infos}
 
 
-def _changed_state(program: Program, batch: Any, lookups: Lookups) -> set[str]:
-    """The paths of the state that a step changes: what it returns is not what it was given."""
+def _traced(program: Program, batch: Any, lookups: Lookups) -> tuple[set[str], tuple[IdsOf, ...]]:
+    """The paths of the state that a step changes, and which arrays of a batch are ids.
+
+    What a step does not change it returns as it came in. Ids are followed back through casts.
+    """
+    try:
+        return _trace(program, batch, lookups, watch=True)
+    except jax.errors.UnexpectedTracerError:  # looked up inside of a transformation of the model's
+        return _trace(program, batch, lookups, watch=False)
+
+
+def _trace(
+    program: Program, batch: Any, lookups: Lookups, *, watch: bool
+) -> tuple[set[str], tuple[IdsOf, ...]]:
     params = shapes_of(program.params)
     state = shapes_of(program.state)
+    tables: list[tuple[str, int]] = []
 
-    def take(name: str, ids: Any) -> Any:
-        table = next(each for each in lookups.tables if each.name == name)
-        return jnp.zeros((*ids.shape, table.dim), table.dtype)
+    def take(name: str, ids: Any) -> Taken:
+        return _nothing(next(each for each in lookups.tables if each.name == name), ids)
 
-    def run(state: Arrays, params: Arrays, batch: Any) -> Arrays:
+    def run(state: Arrays, params: Arrays, batch: Any) -> tuple[Arrays, list[Any]]:
         slots = {i.path: jnp.zeros(i.dims, i.dtype) for i in program.slots}
         metrics = {i.path: jnp.zeros(i.dims, i.dtype) for i in program.metrics}
-        with lookups.taking(take):
+        found: list[Any] = []
+
+        def note(name: str, num_rows: int, ids: Any) -> None:
+            tables.append((name, num_rows))
+            found.append(ids)
+
+        with lookups.taking(take), lookups.watching(note) if watch else nullcontext():
             whole = TrainState({}, state, slots, metrics)
-            return program.loss(params, whole, batch, True)[1].state
+            return program.loss(params, whole, batch, True)[1].state, found
 
     jaxpr = jax.make_jaxpr(run)(state, params, batch).jaxpr
-    paths = sorted(state)
-    pairs: Iterator[tuple[str, Any, Any]] = zip(  # noqa: B905 (more inputs than state)
-        paths, jaxpr.invars, jaxpr.outvars
-    )
-    return {path for path, given, returned in pairs if given is not returned}
+    outputs = jaxpr.outvars[: len(state)], jaxpr.outvars[len(state) :]
+    changed = {
+        path
+        for path, before, after in zip(sorted(state), jaxpr.invars, outputs[0])  # noqa: B905 (more inputs than state)
+        if before is not after
+    }
+    leaves = jaxpr.invars[len(state) + len(params) :]
+    sources = [_source(jaxpr, var) for var in outputs[1]]
+    ids = {
+        IdsOf(at, *table)
+        for table, source in zip(tables, sources, strict=True)
+        for at, leaf in enumerate(leaves)
+        if leaf is source
+    }
+    return changed, tuple(sorted(ids, key=lambda one: (one.leaf, one.table)))
+
+
+def _source(jaxpr: Any, var: Any) -> Any:
+    """The variable that this one is, but for its dtype."""
+    makers = {id(out): eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    while (eqn := makers.get(id(var))) is not None and eqn.primitive.name in _CASTS:
+        (var,) = eqn.invars
+    return var
+
+
+_CASTS = ("convert_element_type", "copy")

@@ -1,8 +1,8 @@
-"""The models that a strategy has on its servers: exported once, found again by the next ``fit``."""
+"""The models that a strategy has on its servers: exported once, and used again by later calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,8 @@ from .local import Local
 from .serving import Served
 from .signature import Signature
 
+_MOST_KEPT = 4  # exports of one model: for fit, evaluate and predict, and one for other data
+
 
 def served(
     strategy: Any,
@@ -21,21 +23,45 @@ def served(
     batches: Sequence[Any],
     *,
     embeddings: int | Sequence[str] | None,
+    table_optimizer: Any = None,
     local: Local | None = None,
     any_rows: bool = True,
 ) -> Served:
     """The model on this strategy's servers; what was exported before is used again."""
     names = tuple(embeddings) if isinstance(embeddings, list) else embeddings
     signatures = tuple(Signature.of(batch) for batch in batches)
-    asked = (signatures, names, local, any_rows)
-    kept: dict[Any, tuple[Any, Any, Served]] = model.__dict__.setdefault("_meshwright_served", {})
-    if id(strategy) in kept:
-        before, token, present = kept[id(strategy)]
-        same = all(a is b for a, b in zip(token, _compat.compile_token(model), strict=True))
-        if before == asked and same and present.belongs_to(strategy):
+    asked = ("fit", signatures, names, local, any_rows, repr(table_optimizer))
+    return kept(
+        strategy,
+        model,
+        asked,
+        lambda: Served(
+            strategy,
+            model,
+            batches,
+            embeddings=embeddings,
+            table_optimizer=table_optimizer,
+            local=local,
+            any_rows=any_rows,
+        ),
+    )
+
+
+def kept(strategy: Any, model: keras.Model, asked: Any, make: Callable[[], Any]) -> Any:
+    """What was made of a model for this strategy, unless it was compiled again since."""
+    known: dict[Any, tuple[tuple[Any, ...], Any]] = model.__dict__.setdefault(_KEPT, {})
+    key = (id(strategy), asked)
+    token = _compat.compile_token(model)
+    if key in known:
+        before, present = known.pop(key)
+        same = all(a is b for a, b in zip(token, before, strict=True))
+        if same and present.belongs_to(strategy):
+            known[key] = before, present
             return present
-    made = Served(strategy, model, batches, embeddings=embeddings, local=local, any_rows=any_rows)
-    kept[id(strategy)] = (asked, _compat.compile_token(model), made)
+    made = make()
+    while len(known) >= _MOST_KEPT:
+        del known[next(iter(known))]
+    known[key] = _compat.compile_token(model), made
     return made
 
 
@@ -44,8 +70,9 @@ def table_of(strategy: Any, model: keras.Model, name: str) -> Variable:
 
     ``name`` is that of the layer. Raises :class:`~meshwright.ModelError` if none travels by rows.
     """
-    kept = model.__dict__.get("_meshwright_served", {}).get(id(strategy))
-    specs = kept[2].specs.tables if kept is not None and kept[2].belongs_to(strategy) else {}
+    specs = {
+        path: spec for made in _all_of(strategy, model) for path, spec in made.specs.tables.items()
+    }
     for path, spec in specs.items():
         if path == name or path.removesuffix("/embeddings") == name:
             return Variable(spec, strategy)
@@ -53,3 +80,12 @@ def table_of(strategy: Any, model: keras.Model, name: str) -> Variable:
         f"model {model.name!r} has no table {name!r} on the servers of {strategy!r}. Tables that "
         f"travel by rows: {sorted(specs) or 'none; train the model there first'}."
     )
+
+
+def _all_of(strategy: Any, model: keras.Model) -> Iterator[Any]:
+    for _, made in model.__dict__.get(_KEPT, {}).values():
+        if made.belongs_to(strategy):
+            yield made
+
+
+_KEPT = "_meshwright_served"

@@ -1,24 +1,78 @@
-"""What the variables of a model are called on the servers."""
+"""Where the variables of a model lie on the servers, and what they are called there."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ...frontends.keras.program import KerasVariables
-from .gradients import Parts
+from ..placing import VariableSpec, placed
+from .embeddings import KerasLookups
 
 
-def prefix_of(strategy: Any, model: str, parts: Parts, variables: KerasVariables) -> str:
-    """What the variables on the servers are named after.
+class Homes:
+    """Places the variables and tables of one model on the servers of a strategy.
 
-    The model's name, and a number where another model of that name has other variables there.
+    ``prefix`` begins all names. It is the model's name, and a number where another model of that
+    name has other weights there. The same weights lie at the same place whatever the model is
+    compiled with, so that a table outlives a new optimizer, and predictions find what was trained.
     """
-    infos = variables.infos.values()
-    shapes = (parts, tuple((info.path, info.dims) for info in infos))
-    known: dict[str, Any] = vars(strategy).setdefault("models_served", {})
-    for number in itertools.count(1):
-        prefix = model if number == 1 else f"{model}~{number}"
-        if known.setdefault(prefix, shapes) == shapes:
-            return prefix
-    raise AssertionError
+
+    def __init__(
+        self, strategy: Any, model: str, variables: KerasVariables, lookups: KerasLookups
+    ) -> None:
+        self._strategy, self._model = strategy, model
+        self._variables, self._layers = variables, lookups.served
+        self.prefix = self._prefix()
+
+    def of(self, paths: Sequence[str], part: Mapping[str, Any]) -> dict[str, VariableSpec]:
+        """The variables of these paths, made where they are not there."""
+        return {path: self.make(path, np.asarray(part[path].value)) for path in paths}
+
+    def of_tables(self, names: Sequence[str]) -> dict[str, VariableSpec]:
+        """Tables by their names: parameters of the model, and those that only servers have."""
+        params = self._variables.params
+        return {
+            name: self.of([name], params)[name] if name in params else self._table(name)
+            for name in names
+        }
+
+    def make(self, path: str, value: np.ndarray) -> VariableSpec:
+        """A variable with this first value."""
+        name = f"{self.prefix}/{path}"
+        return self._strategy.variable(value, dtype=value.dtype, name=name).spec
+
+    def _table(self, name: str) -> VariableSpec:
+        layer = self._layers[name]
+        is_hash = layer.size == "hash"
+        shape = (0 if is_hash else int(layer.size), layer.dim)
+        spec = self._spread(f"{self.prefix}/{name}", shape, is_hash)
+        init = {"kind": layer.initializer, "params": {}, "seed": layer.seed}
+        self._strategy.create(spec, init)
+        return spec
+
+    def _spread(self, name: str, shape: tuple[int, int], is_hash: bool) -> VariableSpec:
+        """A table over all servers, unless the strategy has a partitioner that says otherwise."""
+        if self._strategy.partitioner is not None and not is_hash:
+            return self._strategy.place(name, shape, "float32")
+        servers = self._strategy.num_servers
+        num_shards = servers if is_hash else min(servers, shape[0])
+        loads = [0] * servers
+        return placed(
+            name, shape, "float32", num_shards=num_shards, loads_bytes=loads, is_hash=is_hash
+        )
+
+    def _prefix(self) -> str:
+        v = self._variables
+        weights = [v.infos[id(variable)] for variable in (*v.params.values(), *v.state.values())]
+        shapes = frozenset((info.path, tuple(info.dims)) for info in weights)
+        tables = frozenset((layer.name, layer.size, layer.dim) for layer in self._layers.values())
+        known: dict[str, Any] = vars(self._strategy).setdefault("models_served", {})
+        for number in itertools.count(1):
+            prefix = self._model if number == 1 else f"{self._model}~{number}"
+            if known.setdefault(prefix, (shapes, tables)) == (shapes, tables):
+                return prefix
+        raise AssertionError

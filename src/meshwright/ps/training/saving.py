@@ -27,7 +27,7 @@ from .table_files import (
     save_tables_here,
 )
 
-_TABLES = "tables"  # among a checkpoint's notes: the directory of its tables, beside it
+TABLES = "tables"  # among a checkpoint's notes: the directory of its tables, beside it
 
 
 class TrainingSaver:
@@ -85,7 +85,7 @@ class TrainingSaver:
         """
         if self.start is None or not tables:
             return
-        named = self.start.notes.get(_TABLES)
+        named = self.start.notes.get(TABLES)
         source = None if named is None else self.start.directory.with_name(named)
         check_tables({} if source is None else read_index(source), tables, self.start.directory)
         args = (str(source.absolute()) if source else "", dict(tables))
@@ -102,7 +102,7 @@ class TrainingSaver:
         args = (str(target), dict(tables))
         coordinator.fetch(coordinator.schedule(save_tables_here, args))
         read_index(target)  # says so where a worker's disk is not this one's
-        return {_TABLES: target.name}
+        return {TABLES: target.name}
 
     def until_due(self, left: int) -> int:
         """How many of the steps that are left may be done before the next checkpoint."""
@@ -149,7 +149,7 @@ class TrainingSaver:
         """Remove the tables of checkpoints that are kept no longer, or were never finished."""
         if self._checkpoints is None:
             return
-        kept = {info.notes.get(_TABLES) for info in self._checkpoints.all}
+        kept = {info.notes.get(TABLES) for info in self._checkpoints.all}
         for path in self._checkpoints.directory.glob("*tables_*"):
             if path.name not in kept and path.name.lstrip(".").startswith("tables_"):
                 shutil.rmtree(path)

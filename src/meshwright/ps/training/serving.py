@@ -13,11 +13,12 @@ import keras
 import numpy as np
 
 from ... import _compat
+from ...errors import ModelError
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Logs
 from ..client import Servers
 from ..consistency import Backup, Sync
-from ..placing import VariableSpec, placed
+from ..placing import VariableSpec
 from ..worker.updates import Update
 from ..worker_devices import platforms_of
 from .compression import Compression
@@ -27,10 +28,11 @@ from .exported import Exported
 from .laying import Laying, laying_of
 from .local import Local
 from .metrics import base_of, check_metrics, logs_of
-from .naming import prefix_of
+from .naming import Homes
 from .optimizers import TakenApart, take_apart
 from .slots import Slots, load_slots, optimizer_heads, read_slots, set_rate
 from .specs import Specs
+from .table_optimizers import clip_of, rate_of, table_optimizers
 from .worker_step import TrainStep
 
 # The optimizer of state that moves: a step's move is a gradient, and is gone as it is.
@@ -51,6 +53,7 @@ class Served:
         batches: Sequence[Any],
         *,
         embeddings: int | Sequence[str] | None,
+        table_optimizer: Any = None,
         local: Local | None = None,
         any_rows: bool = True,
     ) -> None:
@@ -62,6 +65,13 @@ class Served:
         in_rounds = isinstance(strategy.consistency, Sync | Backup)
         self._apart = _whole_optimizer(model, self.variables, local, in_rounds)
         self.lookups = KerasLookups(model, self.variables, embeddings)
+        self._own_optimizers = table_optimizers(
+            self.lookups,
+            table_optimizer,
+            local,
+            loss_scale=getattr(model.optimizer, "loss_scale_factor", None),
+            in_rounds=in_rounds,
+        )
         base = base_of(model, self.variables)
         laying = self._laying()
         if laying is not None:
@@ -70,23 +80,24 @@ class Served:
             keras_program(model, self.variables),
             batches,
             lookups=self.lookups,
-            clip=None if local else self._apart.clip,
+            clip=None if local else clip_of(self._apart, self._own_optimizers),
             base=base,
             any_rows=any_rows,
             local=local is not None,
             platforms=platforms_of(strategy.cluster),
             laying=laying,
         )
-        self._prefix = prefix_of(strategy, model.name, self.exported.parts, self.variables)
+        self._homes = Homes(strategy, model.name, self.variables, self.lookups)
+        self._prefix = self._homes.prefix
         self.specs = self._placed()
         self._written: dict[int, Any] = {}  # id of a variable -> the value that `take` gave it
-        self._rate = _rate_of(model.optimizer)
+        self._rates = self._rates_now()
 
     @property
     def tables_away(self) -> dict[str, VariableSpec]:
-        """The tables that the model itself does not have, by the names of their layers."""
-        tables = self.specs.tables.items()
-        return {name: spec for name, spec in tables if name not in self.variables.params}
+        """The tables whose rows or slots the model itself does not have, by their names."""
+        inside = self._in_model(self._trained)
+        return {name: spec for name, spec in self.specs.tables.items() if name not in inside}
 
     def belongs_to(self, strategy: Any) -> bool:
         """Whether its variables are this strategy's."""
@@ -108,7 +119,8 @@ class Served:
 
     def put(self) -> None:
         """Give the servers the model's values, the optimizer and its slots."""
-        trained = {**self.specs.params, **self.specs.tables}
+        self._check_groups()
+        trained = self._trained
         undecayed = [s for p, s in trained.items() if p in self._apart.without_decay]
         compensation = bool(getattr(self._strategy.consistency, "compensation", 0))
         heads = optimizer_heads(
@@ -122,12 +134,41 @@ class Served:
         moves = optimizer_heads(_AS_IT_IS, moving, f"{self._prefix}/moves")
         values = [self._assign(path, spec) for path, spec in self._own().items()]
         self._on_servers(lambda servers: servers.push(values))
-        for server, head in [*heads.items(), *moves.items()]:
+        by_table = [
+            head
+            for name, own in self._own_optimizers.items()
+            for head in optimizer_heads(
+                own.apart.config,
+                [self.specs.tables[name]],
+                self._group_of(name),
+                compensation=compensation,
+            ).items()
+        ]
+        for server, head in [*heads.items(), *moves.items(), *by_table]:
             self._strategy.optimizer(head, server)
         if not self._local:
             slots, steps, own = self._slots(), self._iterations(), self._in_model(trained)
             self._on_servers(lambda servers: load_slots(servers, own, slots, steps))
         self._note()
+
+    def _check_groups(self) -> None:
+        """Raise :class:`~meshwright.ModelError` for tables that another optimizer trains so far."""
+        known: dict[str, str] = vars(self._strategy).setdefault("groups_of_tables", {})
+        groups = {
+            name: self._group_of(name) if name in self._own_optimizers else self._prefix
+            for name in self.specs.tables
+        }
+        if changed := [
+            name
+            for name, group in groups.items()
+            if known.get(self.specs.tables[name].name, group) != group
+        ]:
+            raise ModelError(
+                f"the optimizer of these tables cannot change from the model's to one of their own "
+                f"or back: {', '.join(changed)}. The servers hold its slots. Train on with the "
+                "same optimizer, or use a new strategy."
+            )
+        known.update({self.specs.tables[name].name: group for name, group in groups.items()})
 
     def put_changed(self) -> bool:
         """Give the servers what a callback has changed in the model since; tells whether it has."""
@@ -143,15 +184,24 @@ class Served:
         return bool(changed)
 
     def _put_rate(self) -> None:
-        """A callback may have set the learning rate."""
-        rate = _rate_of(self.model.optimizer)
-        if rate is None or rate == self._rate:
-            return
-        self._rate = rate
+        """A callback may have set a learning rate."""
+        before, self._rates = self._rates, self._rates_now()
         if self._local:
             return  # it is the inner optimizer's
-        trained = [*self.specs.params.values(), *self.specs.tables.values()]
-        self._on_servers(lambda servers: set_rate(servers, rate, trained, self._prefix))
+        for group, (rate, specs) in self._rates.items():
+            if rate is not None and rate != before[group][0]:
+                self._on_servers(lambda s, r=rate, of=specs, g=group: set_rate(s, r, of, g))
+
+    def _rates_now(self) -> dict[str, tuple[float | None, list[VariableSpec]]]:
+        """The learning rate of each group of variables on the servers, and the variables."""
+        rates = {
+            self._group_of(name): (own.rate, [self.specs.tables[name]])
+            for name, own in self._own_optimizers.items()
+        }
+        return {
+            self._prefix: (rate_of(self.model.optimizer), list(self._trained.values())),
+            **rates,
+        }
 
     # From the servers
 
@@ -169,7 +219,7 @@ class Served:
         """Give the optimizer its slots; inner slots of local steps stay on the workers."""
         if self._local:
             return
-        trained = self._in_model({**self.specs.params, **self.specs.tables})
+        trained = self._in_model(self._trained)
         slots, steps = self._on_servers(lambda servers: read_slots(servers, trained))
         for path, (owner, kind) in self._owners().items():
             found = slots.get(owner, {}).get(kind)
@@ -224,53 +274,26 @@ class Served:
         return laying_of(worker, self.model, self.variables, tables)
 
     def _placed(self) -> Specs:
-        parts, v = self.exported.parts, self.variables
-
-        def place(paths: Sequence[str], part: Mapping[str, Any]) -> dict[str, VariableSpec]:
-            return {path: self._place(path, part[path]) for path in paths}
-
+        parts, v, homes = self.exported.parts, self.variables, self._homes
         count = sum(int(np.prod(dims, dtype=int)) for _, dims in parts.metrics)
-        tables = {
-            table.name: self._place(table.name, v.params[table.name])
-            if table.in_model
-            else self._place_table(table.name)
-            for table in parts.tables
-        }
         return Specs(
-            place(parts.params, v.params),
-            place(parts.moving, v.state),
-            place(parts.frozen, v.state),
-            tables,
-            self._make("metrics", np.zeros([count])).spec,
+            homes.of(parts.params, v.params),
+            homes.of(parts.moving, v.state),
+            homes.of(parts.frozen, v.state),
+            homes.of_tables([table.name for table in parts.tables]),
+            homes.make(f"metrics/{count}", np.zeros([count])),
         )
 
-    def _place(self, path: str, variable: Any) -> VariableSpec:
-        return self._make(path, np.asarray(variable.value)).spec
+    @property
+    def _trained(self) -> dict[str, VariableSpec]:
+        """What the model's own optimizer trains, by path."""
+        tables = self.specs.tables.items()
+        shared = {name: spec for name, spec in tables if name not in self._own_optimizers}
+        return {**self.specs.params, **shared}
 
-    def _place_table(self, name: str) -> VariableSpec:
-        layer = self.lookups.served[name]
-        is_hash = layer.size == "hash"
-        shape = (0 if is_hash else int(layer.size), layer.dim)
-        full = f"{self._prefix}/{name}"
-        spec = self._spread(full, shape, is_hash)
-        init = {"kind": layer.initializer, "params": {}, "seed": layer.seed}
-        self._strategy.create(spec, init)
-        return spec
-
-    def _spread(self, name: str, shape: tuple[int, int], is_hash: bool) -> VariableSpec:
-        """A table over all servers, unless the strategy has a partitioner that says otherwise."""
-        if self._strategy.partitioner is not None and not is_hash:
-            return self._strategy.place(name, shape, "float32")
-        servers = self._strategy.num_servers
-        num_shards = servers if is_hash else min(servers, shape[0])
-        loads = [0] * servers
-        return placed(
-            name, shape, "float32", num_shards=num_shards, loads_bytes=loads, is_hash=is_hash
-        )
-
-    def _make(self, path: str, value: np.ndarray) -> Any:
-        name = f"{self._prefix}/{path}"
-        return self._strategy.variable(value, dtype=value.dtype, name=name)
+    def _group_of(self, table: str) -> str:
+        """What the servers call a table that has an optimizer of its own, as a group."""
+        return f"{self._prefix}/{table}/optimizer"
 
     def _own(self) -> dict[str, VariableSpec]:
         """The variables that the model has too, by path."""
@@ -343,12 +366,6 @@ def _whole_optimizer(
 
 def _floats(specs: Any) -> list[VariableSpec]:
     return [spec for spec in specs if np.dtype(spec.dtype).kind == "f"]
-
-
-def _rate_of(optimizer: Any) -> float | None:
-    """The learning rate where it is a number; a schedule runs on the servers."""
-    scheduled = isinstance(optimizer.get_config().get("learning_rate"), dict)
-    return None if scheduled else float(np.asarray(optimizer.learning_rate))
 
 
 def _raw(variable: Any) -> Any:

@@ -13,6 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,76 @@ def read_index(directory: str | Path) -> dict[str, Any]:
             f"{path} cannot be read: {error.strerror or error}. It holds the tables of a "
             "checkpoint, whose directory all workers and the coordinator must see."
         ) from error
+
+
+class TablesOnDisk:
+    """The rows of saved tables by their ids; only the ids are held in memory.
+
+    Raises :class:`~meshwright.CheckpointError` where the files are not there.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory, self._index = Path(directory), read_index(directory)
+        self._numbers = {name: number for number, name in enumerate(self._index)}
+        self._places: dict[str, _Places] = {}
+
+    def lookup(self, name: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of these ids, and which of them the table has; the rows of others are 0."""
+        if name not in self._index:
+            raise CheckpointError(
+                f"{self._directory} has no table {name!r}; it has {', '.join(self._index)}."
+            )
+        if name not in self._places:
+            folder = self._directory / f"table{self._numbers[name]}"
+            self._places[name] = _Places.of(folder, self._index[name])
+        told = self._index[name]
+        rows = np.zeros((len(ids), *told["row"]), told["dtype"])
+        return rows, self._places[name].fill(ids, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where the row of each id is: in which file, and at which place in it."""
+
+    files: list[Path]
+    ids: np.ndarray  # in ascending order
+    of_file: np.ndarray
+    at: np.ndarray
+
+    @classmethod
+    def of(cls, folder: Path, told: Mapping[str, Any]) -> _Places:
+        pieces = [
+            (shard, piece)
+            for shard, own in enumerate(told["shards"])
+            for piece in range(len(own["pieces"]))
+        ]
+        ids = [_loaded(_file(folder, *piece, _ROWS)) for piece in pieces]
+        order = np.argsort(np.concatenate(ids), kind="stable")
+        sizes = [len(part) for part in ids]
+        return cls(
+            [_file(folder, *piece, _VALUES) for piece in pieces],
+            np.concatenate(ids)[order],
+            np.repeat(np.arange(len(pieces)), sizes)[order],
+            np.concatenate([np.arange(size) for size in sizes])[order],
+        )
+
+    def fill(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Put the rows of these ids into ``rows``; tells which of them there are."""
+        near = np.searchsorted(self.ids, ids)
+        known = near < len(self.ids)
+        known[known] = self.ids[near[known]] == ids[known]
+        near = np.where(known, near, 0)
+        for file in np.unique(self.of_file[near[known]]):
+            here = known & (self.of_file[near] == file)
+            rows[here] = _loaded(self.files[file], mmap_mode="r")[self.at[near[here]]]
+        return known
+
+
+def _loaded(file: Path, **options: Any) -> np.ndarray:
+    try:
+        return np.load(file, allow_pickle=False, **options)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} of a saved table cannot be read: {error}.") from error
 
 
 def check_tables(index: Mapping[str, Any], tables: Tables, where: object) -> None:

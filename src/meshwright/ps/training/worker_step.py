@@ -62,12 +62,12 @@ def here() -> Context:
     return context
 
 
-def engine(step: TrainStep) -> Engine:
+def engine(step: TrainStep, role: str = "training") -> Engine:
     """What this worker keeps of a run; made when first asked for."""
     cache = here().cache
-    kept = cache.get("training")
+    kept = cache.get(role)
     if kept is None or kept.key != step.key:  # one run at a time: an older one is let go
-        kept = cache["training"] = Engine(step, here().index, compiled_of(step.exported, cache))
+        kept = cache[role] = Engine(step, here().index, compiled_of(step.exported, cache))
     return kept
 
 
@@ -87,7 +87,7 @@ class Engine:
     def __init__(self, step: TrainStep, index: int, compiled: Compiled) -> None:
         self.key = step.key
         self._specs, self._compression = step.specs, step.compression
-        self._compiled = compiled
+        self._compiled, self._ids = compiled, step.exported.parts.ids
         self._slots: Any = dict(step.slots)
         self._fresh = step.fresh
         self._seeds: Any = {path: spread(seed, index) for path, seed in step.seeds.items()}
@@ -148,11 +148,26 @@ class Engine:
         )
         return np.asarray(counts, np.float64)
 
+    def predict(self, context: Context, batch: Any) -> list[np.ndarray]:
+        """The arrays that the model returns for one batch of inputs."""
+        step, leaves, host = self._prepared(batch)
+        self._pull(context, 0, step, trains=False)
+        params, moving = self._values()
+        looked = step.look(host)
+        rows = self._rows(context, looked, make=False)
+        outputs = step.outputs(
+            params, moving, self._frozen, self._seeds, rows, looked.positions, leaves
+        )
+        num_rows = len(host[0])  # a batch that was filled up has more
+        return [np.asarray(output)[:num_rows] for output in outputs]
+
     def _prepared(self, batch: Any) -> tuple[CompiledStep, list[Any], list[Any]]:
         import jax
 
         batch = as_batch(batch)
         host = jax.tree.leaves(batch)
+        for ids in self._ids:
+            ids.check(host)
         step = self._compiled.step_for(Signature.of(batch))
         return step, step.filled([on_devices(leaf) for leaf in host]), host
 

@@ -1,0 +1,173 @@
+"""``predict`` on parameter servers: the workers look up the rows that each batch names.
+
+A prediction changes nothing: keys that a hash table does not have get the row that they would begin
+with, and none is made.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from ... import _compat
+from ...errors import BatchError
+from ...frontends.keras.program import KerasVariables, predict_step
+from ...program import Aux, Batch, Program, TrainState
+from ...step.padding import Padded
+from ..coordinator.coordinator import ClusterCoordinator
+from ..worker.updates import Update
+from ..worker_devices import platforms_of
+from .embeddings import LEAST_BYTES, KerasLookups, building
+from .export import export_step
+from .feed import feed_of
+from .known import kept
+from .laying import laying_of
+from .naming import Homes
+from .outputs import PredictShard, inputs_of
+from .signature import Signature
+from .specs import Specs
+from .validation import num_shards
+from .worker_step import TrainStep
+
+
+def predict(
+    strategy: Any,
+    model: keras.Model,
+    x: Any,
+    *,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    embeddings: int | Sequence[str] | None = LEAST_BYTES,
+) -> Any:
+    """What a model returns for all inputs, in their order, as NumPy arrays.
+
+    The workers of the strategy compute. ``x`` is given as to :func:`fit`; of the batches of a
+    dataset only the inputs are taken. The model need not be compiled.
+    Raises :class:`~meshwright.BatchError` where the data holds no batch.
+    """
+    workers = strategy.num_workers
+    feed = feed_of(x, batch_size=batch_size, steps=steps, num_workers=workers)
+    batches = [inputs_of(example) for example in feed.examples]
+    names = tuple(embeddings) if isinstance(embeddings, list) else embeddings
+    asked = ("predict", tuple(map(Signature.of, batches)), names, feed.alike)
+    of_model = kept(
+        strategy,
+        model,
+        asked,
+        lambda: Predicted(strategy, model, batches, embeddings=embeddings, any_rows=not feed.alike),
+    )
+    of_model.put()
+    shards = PredictShard(of_model.step(), feed.made, num_shards(workers, steps), steps)
+    coordinator = ClusterCoordinator(strategy)
+    values = [coordinator.schedule(shards, args=(shard,)) for shard in range(shards.num_shards)]
+    coordinator.join()
+    by_number = {at: leaves for shard in coordinator.fetch(values) for at, leaves in shard}
+    if not by_number:
+        raise BatchError("there is nothing to predict: the data holds no batch.")
+    outputs = zip(*(by_number[at] for at in sorted(by_number)), strict=True)
+    return of_model.nested([np.concatenate(parts) for parts in outputs])
+
+
+class Predicted:
+    """A model's forward pass, exported for the workers of a strategy, and its variables there.
+
+    They are those that :class:`~.serving.Served` trains. ``batches`` hold the inputs alone.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        model: keras.Model,
+        batches: Sequence[Any],
+        *,
+        embeddings: int | Sequence[str] | None,
+        any_rows: bool,
+    ) -> None:
+        self._strategy = strategy
+        self._tree: Any = None  # how outputs are nested, known once the model is traced
+        with building():
+            if not _compat.is_built(model):
+                _compat.build_forward(model, batches[0][0])
+        self._variables = KerasVariables.of(model)
+        lookups = KerasLookups(model, self._variables, embeddings)
+        tables = [table.name for table in lookups.tables]
+        worker = strategy.worker
+        self._exported = export_step(
+            self._program(model),
+            batches,
+            lookups=lookups,
+            any_rows=any_rows,
+            predicts=True,
+            platforms=platforms_of(strategy.cluster),
+            laying=worker and laying_of(worker, model, self._variables, tables),
+        )
+        parts, v = self._exported.parts, self._variables
+        homes = Homes(strategy, model.name, v, lookups)
+        self.specs = Specs(
+            homes.of(parts.params, v.params),
+            homes.of(parts.moving, v.state),
+            homes.of(parts.frozen, v.state),
+            homes.of_tables(tables),
+        )
+
+    def belongs_to(self, strategy: Any) -> bool:
+        """Whether its variables are this strategy's."""
+        return self._strategy is strategy
+
+    def put(self) -> None:
+        """Give the servers the model's values."""
+        specs, v = self.specs, {**self._variables.params, **self._variables.state}
+        own = {**specs.params, **specs.moving, **specs.frozen, **specs.tables}
+        values = [
+            Update(spec, "assign", (np.asarray(v[path].value),))
+            for path, spec in own.items()
+            if path in v
+        ]
+        self._strategy.with_servers(lambda servers: servers.push(values))
+
+    def step(self) -> TrainStep:
+        """What workers compute with; a new one each time, for the values may be others."""
+        state = self._variables.state
+        seeds = {path: np.asarray(state[path].value) for path in self._exported.parts.seeds}
+        return TrainStep(uuid.uuid4().hex, self._exported, self.specs, seeds)
+
+    def nested(self, leaves: list[np.ndarray]) -> Any:
+        """The outputs, nested as the model returns them."""
+        return jax.tree.unflatten(self._tree, leaves)
+
+    def _program(self, model: keras.Model) -> Program:
+        """The model as a program without a loss, which returns its outputs beside 0."""
+        v, compute = self._variables, predict_step(model, self._variables)
+
+        def forward(params: Any, state: Any, inputs: Any, training: bool) -> tuple[Any, Any]:
+            del training
+            return compute(params, state, (inputs,)), state
+
+        def loss(params: Any, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+            del training
+            inputs = batch.arrays if isinstance(batch, Padded) else batch
+            outputs = compute(params, whole.state, inputs)
+            self._tree = jax.tree.structure(outputs)
+            return 0.0, Aux(0.0, outputs, whole.state, {})
+
+        return Program(
+            name=model.name,
+            params=tuple(v.infos[id(variable)] for variable in v.params.values()),
+            state=tuple(v.infos[id(variable)] for variable in v.state.values()),
+            slots=(),
+            metrics=(),
+            initial=_nothing,
+            forward=forward,
+            loss=loss,
+            measure=_nothing,
+            update=_nothing,
+        )
+
+
+def _nothing(*_: Any) -> Any:
+    raise AssertionError("a prediction neither trains nor measures")
