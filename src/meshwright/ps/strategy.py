@@ -208,7 +208,7 @@ class ParameterServer:
         return predict(self, model, x, **options)
 
     def export(self, model: Any) -> Any:
-        """A plain Keras model of one trained here (:func:`meshwright.ps.training.plain_model`)."""
+        """A plain Keras model of it: see :func:`meshwright.ps.training.plain_model`."""
         from .training import plain_model
 
         return plain_model(self, model)

@@ -220,7 +220,7 @@ def test_models_that_cannot_be_exported_are_refused():
     with ParameterServer() as strategy:
         model = Own()
         model.compile("sgd", "mse")
-        with pytest.raises(mw.ModelError, match="only supported for Sequential.*table_of"):
+        with pytest.raises(mw.ModelError, match=r"only supported for Sequential.*table_of"):
             strategy.export(model)
         untrained = recommender("sgd", Embedding("bought", 4))
         with pytest.raises(mw.ModelError, match="no table 'bought'"):
@@ -234,7 +234,7 @@ def test_the_side_car_evaluates_tables_from_their_files(trained):
     strategy, model, directory = trained
     x, y = bag_data()
     (found,) = SidecarEvaluator(bags(), (x, y), directory, batch_size=16).start()
-    assert found.ended and found.step == 6
+    assert (found.ended, found.step) == (True, 6)
     assert found.logs == pytest.approx(strategy.evaluate(model, x, y, batch_size=16))
     x["items"] += 5  # rows that were never made begin as on the servers
     (other,) = SidecarEvaluator(bags(), lambda context: [(x, y)], directory).start()
