@@ -225,13 +225,19 @@ class ParameterServer:
         args = (str(directory), step, specs, self._noted_optimizers, repr(self))
         return Path(coordinator.fetch(coordinator.schedule(save_here, args=args)))
 
-    def restore(self, directory: str | Path) -> int:
+    def restore(self, directory: str | Path, model: Any = None) -> int:
         """Let a worker give the servers the newest checkpoint; returns its step.
 
         The variables must have been made, by the same names; the number of servers and shards may
-        be another. Raises :class:`~meshwright.errors.CheckpointError` that lists all that does
-        not fit, before anything is changed.
+        be another. With a Keras ``model`` the checkpoint is one of ``fit(checkpoint=)``: the model
+        gets its values and the servers its tables, to predict or to evaluate. Raises
+        :class:`~meshwright.errors.CheckpointError` that lists all that does not fit, before
+        anything is changed.
         """
+        if model is not None:
+            from .training.restoring import restore_model
+
+            return restore_model(self, model, directory)
         return self._restore(directory, {name: made[0] for name, made in self._made.items()})
 
     def restore_later(self, directory: str | Path) -> int:

@@ -165,6 +165,20 @@ def test_a_prediction_in_a_callback_leaves_the_run_as_it_is():
         np.testing.assert_array_equal(one, two)
 
 
+def test_a_checkpoint_of_a_run_is_predicted_from_on_new_servers(trained):
+    strategy, model, directory = trained
+    x, _ = bag_data()
+    restored = bags()
+    with ParameterServer() as others:
+        others.predict(restored, x)
+        assert others.restore(directory, restored) == 6
+        found = others.predict(restored, x)
+        np.testing.assert_array_equal(found, strategy.predict(model, x))
+        other = recommender("sgd", Embedding("bought", 4))
+        with pytest.raises(CheckpointError, match="bought is not in the checkpoint"):
+            others.restore(directory, other)
+
+
 # Plain Keras models
 
 LOAD = """

@@ -12,19 +12,18 @@ from typing import Any
 import keras
 
 from ... import _compat
-from ...checkpoint import CheckpointInfo, restore_state
+from ...checkpoint import CheckpointInfo
 from ...checkpoint.record import newest
 from ...errors import MeshwrightWarning, UnreachableError
 from ...frontends.keras.fitting import check_compiled
-from ...frontends.keras.lasting import LastingNames
 from ...frontends.keras.logs import on_host
-from ...frontends.keras.program import KerasVariables, read_state, write_state
-from ...program import Logs, TrainState
+from ...frontends.keras.program import KerasVariables
+from ...program import Logs
 from .beside import Beside
 from .data import InputContext, first_element
 from .embeddings import Embedding, building
 from .feed import Feed, feed_of
-from .saving import TABLES
+from .restoring import restore_weights, tables_of
 from .worker_step import as_batch
 
 _WARN_AFTER_S = 60.0
@@ -83,18 +82,12 @@ class SidecarEvaluator:
 
     def evaluate(self, info: CheckpointInfo) -> Evaluation:
         """Evaluate one checkpoint."""
-        variables = self._built()
-        names, before = LastingNames.of(self.model, variables), read_state(variables)
-        wanted = names.to_checkpoint(TrainState(before.params, before.state, {}, {}))
-        found = names.from_checkpoint(restore_state(info, wanted))
-        write_state(variables, before._replace(params=found.params, state=found.state))
+        restore_weights(info, self.model, self._built())
         return Evaluation(info.step, self._logs(info), bool(info.notes.get("ended")))
 
     def _logs(self, info: CheckpointInfo) -> Logs:
         if self._beside is not None:
-            named = info.notes.get(TABLES)
-            directory = None if named is None else info.directory.with_name(named)
-            return self._beside.evaluate(directory, self._steps)
+            return self._beside.evaluate(tables_of(info), self._steps)
         x, y, weights = self._arrays()
         size = self._batch_size if y is not None else None
         measure: Any = self.model.evaluate

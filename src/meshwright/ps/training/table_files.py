@@ -24,6 +24,7 @@ from ..client import Servers
 from ..cutting import split_rows
 from ..placing import ShardPlace, VariableSpec
 from ..wire.message import Message
+from ..worker.updates import Update
 from .worker_step import here
 
 PIECE_BYTES = 32 << 20  # of values and slots that a worker holds at once
@@ -61,6 +62,17 @@ def restore_tables_here(directory: str, tables: Tables) -> None:
     for number, name in enumerate(index):
         if name in tables:
             _read(source / f"table{number}", index[name], tables[name])
+
+
+def restore_rows_here(directory: str, tables: Tables) -> None:
+    """On a worker: the same of the rows alone; slots of optimizers stay as they are."""
+    source, index = Path(directory), read_index(directory)
+    servers = here().servers
+    for number, name in enumerate(index):
+        if name in tables:
+            _empty(servers, tables[name])
+            for _, rows, arrays in _pieces(source / f"table{number}", index[name], 0):
+                servers.push([Update(tables[name], "rows_assign", (rows, arrays[0]))])
 
 
 def read_index(directory: str | Path) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""A checkpoint of ``fit`` in a model and its tables, on any number of servers, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from ... import _compat
+from ...checkpoint import CheckpointInfo, read_checkpoint, restore_state
+from ...errors import ModelError
+from ...frontends.keras.lasting import LastingNames
+from ...frontends.keras.program import KerasVariables, read_state, write_state
+from ...program import TrainState
+from ..coordinator.coordinator import ClusterCoordinator
+from .embeddings import KerasLookups, building
+from .naming import Homes
+from .saving import TABLES
+from .table_files import check_tables, read_index, restore_rows_here
+
+
+def restore_model(strategy: Any, model: keras.Model, directory: str | Path) -> int:
+    """Give a model its values and the servers its tables, from the newest checkpoint of ``fit``.
+
+    Returns the checkpoint's step. The optimizer's slots stay as they are: a run that is to go on
+    does so with ``fit(checkpoint=)``. Raises :class:`~meshwright.CheckpointError` for a checkpoint
+    of another model, and :class:`~meshwright.ModelError` for a model that is not built.
+    """
+    with building():
+        if not _compat.is_built(model):
+            raise ModelError(
+                f"model {model.name!r} is not built, so its variables are not known: give it "
+                "keras.Input, or predict with it first."
+            )
+    variables, info = KerasVariables.of(model), read_checkpoint(directory)
+    homes = Homes(strategy, model.name, variables, lookups := KerasLookups(model, variables, None))
+    tables = homes.of_tables(list(lookups.served))
+    source = tables_of(info)
+    if tables:
+        check_tables({} if source is None else read_index(source), tables, info.directory)
+    restore_weights(info, model, variables)
+    if tables:
+        coordinator = ClusterCoordinator(strategy)
+        args = (str(source), tables)
+        coordinator.fetch(coordinator.schedule(restore_rows_here, args))
+    return info.step
+
+
+def restore_weights(info: CheckpointInfo, model: keras.Model, variables: KerasVariables) -> None:
+    """Give a model the values of a checkpoint; its optimizer keeps its slots."""
+    names, before = LastingNames.of(model, variables), read_state(variables)
+    wanted = names.to_checkpoint(TrainState(before.params, before.state, {}, {}))
+    found = names.from_checkpoint(restore_state(info, wanted))
+    write_state(variables, before._replace(params=found.params, state=found.state))
+
+
+def tables_of(info: CheckpointInfo) -> Path | None:
+    """The directory of a checkpoint's tables; ``None`` where it was saved without any."""
+    named = info.notes.get(TABLES)
+    return None if named is None else info.directory.with_name(named).absolute()
