@@ -242,14 +242,40 @@ def test_a_table_that_is_only_on_the_servers_grows_by_use():
 # The line
 
 
-def test_the_line_tells_rates_staleness_and_stragglers():
+def test_the_line_shows_rates_with_units_staleness_and_stragglers():
     first = Look(0.0, 100, {"worker:0": (50, 0.1), "worker:1": (50, 0.1)}, 10, 100)
     workers = {"worker:0": (130, 0.1), "worker:1": (70, 0.4)}
     last = Look(10.0, 200, workers, 60, 200, queued=7, retried=2)
-    told = line(1, 3, 100, 200, first, last, None)
-    assert "epoch 2/3" in told
-    assert "100/200  10 steps/s  workers 8 + 2  staleness 0.5  slow worker:1" in told
-    assert "2 done again  7 queued" in told
-    ended = line(1, 3, 200, 200, first, last, {"loss": 0.25})
-    assert "200/200  10s  loss 0.25" in ended
+    shown = line(1, 3, 100, 200, first, last, None, batch_rows=64)
+    assert "epoch 2/3" in shown
+    assert "100/200 steps  640 samples/s  10 steps/s (8 + 2 by worker)" in shown
+    assert "staleness 0.5 updates  slow: worker:1  2 steps repeated  7 steps queued" in shown
+    ended = line(1, 3, 200, 200, first, last, {"loss": 0.25, "f1": np.array([0.5, 0.1])})
+    assert "200/200 steps  10s  loss 0.25  f1 0.3  10 steps/s" in ended
+    several = line(1, 3, 200, 200, first, last, {}, steps_per_call=8, batch_rows=64)
+    assert "5,120 samples/s  80 steps/s (64 + 16 by worker)" in several
+    assert line(1, 3, 100, 200, first, last, None, columns=60).endswith("100/200 steps")
     assert stragglers({"worker:0": (1, None), "worker:1": (5, 0.1)}) == []
+
+
+@pytest.mark.full
+def test_metrics_with_several_values_are_logged_as_keras_logs_them(tmp_path):
+    x, y = data()
+    y = keras.utils.to_categorical(y, 3).astype("float32")
+    how = {"batch_size": 16, "shuffle": False, "validation_data": (x, y)}
+
+    def model():
+        keras.utils.set_random_seed(0)
+        made = keras.Sequential([keras.Input([6]), keras.layers.Dense(3, activation="softmax")])
+        made.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score()])
+        return made
+
+    expected = model().fit(x, y, verbose=0, epochs=3, **how).history
+    trained, rest = model(), model()
+    with ParameterServer() as strategy:
+        fit(strategy, trained, x, y, epochs=2, checkpoint=tmp_path, verbose=1, **how)
+    with ParameterServer() as strategy:
+        found = fit(strategy, rest, x, y, epochs=3, checkpoint=tmp_path, verbose=0, **how).history
+    for name in ("f1_score", "val_f1_score", "loss"):
+        assert type(found[name][0]) is type(expected[name][0])
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)

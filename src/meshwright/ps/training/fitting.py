@@ -35,6 +35,7 @@ from .numbered import NumberedStep
 from .progress import Watch
 from .saving import TrainingSaver
 from .serving import Served
+from .signature import Signature
 from .validating import Validation
 from .validation import MeasureShard, num_shards, validate
 
@@ -177,7 +178,13 @@ class _Run:
         self._every = local.every if local else 1
         self._edition = 0
         shown = verbose not in (0, "0")
-        self._watch = Watch(self._coordinator.stats, epochs, per_call=self._every, shown=shown)
+        self._watch = Watch(
+            self._coordinator.stats,
+            epochs,
+            steps_per_call=self._every,
+            batch_rows=Signature.of(feed.examples[0]).rows,
+            shown=shown,
+        )
 
     def all_epochs(self, validation: Validation, initial_epoch: int) -> keras.callbacks.History:
         """Train, and bring everything back into the model; signals are heard meanwhile."""

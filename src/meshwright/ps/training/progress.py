@@ -63,33 +63,69 @@ def stragglers(by_worker: Mapping[str, tuple[int, float | None]]) -> list[str]:
 
 
 def line(
-    epoch: int, epochs: int, done: int, steps: int, first: Look, last: Look, logs: Logs | None
+    epoch: int,
+    epochs: int,
+    done: int,
+    steps: int,
+    first: Look,
+    last: Look,
+    logs: Logs | None,
+    *,
+    steps_per_call: int = 1,
+    batch_rows: int | None = None,
+    columns: int | None = None,
 ) -> str:
-    """The line: ``first`` is from the epoch's beginning, ``logs`` are there at its end."""
+    """The line: ``first`` is from the epoch's beginning, ``logs`` are there at its end.
+
+    A call of the coordinator's is ``steps_per_call`` steps, and a step takes ``batch_rows``
+    samples. What does not fit into ``columns`` is left out, from the end and as a whole.
+    """
     seconds = max(last.at_s - first.at_s, 1e-9)
+    steps_per_s = steps_per_call * (last.done - first.done) / seconds
     parts = [f"epoch {epoch + 1}/{epochs}"]
     if logs is None:
         filled = min(_BAR, _BAR * done // max(1, steps))
         parts.append("━" * filled + "─" * (_BAR - filled))
-    parts.append(f"{done}/{steps}")
+    parts.append(f"{done}/{steps} steps")
     if logs is not None:
         parts.append(clock(seconds))
         parts += texts(logs)
-    parts.append(f"{(last.done - first.done) / seconds:.3g} steps/s")
+    if batch_rows is not None:
+        parts.append(f"{_rate(batch_rows * steps_per_s)} samples/s")
     rates = [
-        f"{(count - first.by_worker.get(name, (0, None))[0]) / seconds:.3g}"
+        _rate(steps_per_call * (count - first.by_worker.get(name, (0, None))[0]) / seconds)
         for name, (count, _) in sorted(last.by_worker.items())
     ]
-    if len(rates) > 1:
-        parts.append(f"workers {' + '.join(rates)}")
+    by_worker = f" ({' + '.join(rates)} by worker)" if len(rates) > 1 else ""
+    parts.append(f"{_rate(steps_per_s)} steps/s{by_worker}")
     if updates := last.updates - first.updates:
-        parts.append(f"staleness {(last.stale - first.stale) / updates:.2g}")
+        parts.append(f"staleness {(last.stale - first.stale) / updates:.2g} updates")
     if lagging := stragglers(last.by_worker):
-        parts.append(f"slow {', '.join(lagging)}")
+        parts.append(f"slow: {', '.join(lagging)}")
     if last.retried > first.retried:
-        parts.append(f"{last.retried - first.retried} done again")
+        parts.append(f"{steps_per_call * (last.retried - first.retried)} steps repeated")
     if logs is None and last.queued:
-        parts.append(f"{last.queued} queued")
+        parts.append(f"{steps_per_call * last.queued} steps queued")
+    return _fitted(parts, columns)
+
+
+def _rate(per_s: float) -> str:
+    """A rate in three digits, and whole from 100 on.
+
+    >>> _rate(12.345), _rate(65432.1)
+    ('12.3', '65,432')
+    """
+    return f"{per_s:.3g}" if per_s < 100 else f"{per_s:,.0f}"
+
+
+def _fitted(parts: list[str], columns: int | None) -> str:
+    """As many of the first parts as fit.
+
+    >>> _fitted(["epoch 1/2", "3/4 steps", "10 steps/s"], 24)
+    'epoch 1/2  3/4 steps'
+    """
+    while columns is not None and len(parts) > 1 and len("  ".join(parts)) > columns:
+        parts = parts[:-1]
     return "  ".join(parts)
 
 
@@ -101,11 +137,13 @@ class Watch:
         stats: Callable[[], Mapping[str, Any]],
         epochs: int,
         *,
-        per_call: int = 1,
+        steps_per_call: int = 1,
+        batch_rows: int | None = None,
         shown: bool = True,
         live: bool | None = None,
     ) -> None:
-        self._stats, self._epochs, self._per_call, self._shown = stats, epochs, per_call, shown
+        self._stats, self._epochs, self._shown = stats, epochs, shown
+        self._per_call, self._rows = steps_per_call, batch_rows
         self._live = shown and (sys.stdout.isatty() if live is None else live)
         self._epoch, self._steps, self._skipped = 0, 0, 0
         self._first = Look(0.0, 0, {})
@@ -129,9 +167,7 @@ class Watch:
     def end_epoch(self, logs: Logs) -> None:
         """The epoch has ended with these logs."""
         if self._shown:
-            ended = line(
-                self._epoch, self._epochs, self._steps, self._steps, self._first, self._last, logs
-            )
+            ended = self._line(self._steps, self._last, logs)
             print(f"\r{ended}\x1b[K" if self._live else ended, flush=True)
 
     def stop(self) -> None:
@@ -149,5 +185,19 @@ class Watch:
             look = self._look()
             done = self._skipped + self._per_call * (look.done - self._first.done)
             done = min(done, self._steps)
-            text = line(self._epoch, self._epochs, done, self._steps, self._first, look, None)
-            print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\x1b[K", end="", flush=True)
+            text = self._line(done, look, None, shutil.get_terminal_size().columns - 1)
+            print(f"\r{text}\x1b[K", end="", flush=True)
+
+    def _line(self, done: int, look: Look, logs: Logs | None, columns: int | None = None) -> str:
+        return line(
+            self._epoch,
+            self._epochs,
+            done,
+            self._steps,
+            self._first,
+            look,
+            logs,
+            steps_per_call=self._per_call,
+            batch_rows=self._rows,
+            columns=columns,
+        )
