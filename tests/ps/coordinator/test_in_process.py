@@ -51,6 +51,14 @@ def test_the_classic_sample_with_one_shared_iterator(strategy, coordinator):
     assert total.read() == 15.0
 
 
+def test_the_worker_of_this_process_is_not_declared_dead_while_it_has_nothing_to_do():
+    with ParameterServer(heartbeat_s=0.05, dead_after_s=0.2) as made:
+        coordinator = ClusterCoordinator(made)
+        for number in range(2):
+            assert coordinator.fetch(coordinator.schedule(abs, args=(-number,)), WAIT_S) == number
+            time.sleep(0.6)
+
+
 @pytest.mark.parametrize("sharding", ["dynamic", "static", "copy"])
 def test_the_classic_sample_with_data_of_the_workers(strategy, coordinator, sharding):
     total = strategy.variable(0.0)

@@ -73,7 +73,7 @@ def same_history(one: dict, other: dict) -> None:
 
 
 def exported_of(model: keras.Model) -> Exported:
-    (_, _, served) = next(iter(model.__dict__["_meshwright_served"].values()))
+    (_, served) = next(iter(model.__dict__["_meshwright_served"].values()))
     return served.exported
 
 

@@ -168,7 +168,9 @@ class Dispatcher:
                 self._beats.paused(pause_s)
             for name, told in forgotten(self.packer, self.queue, self.workers.values()):
                 self.links.send(name, told)
-            for worker in silent(workers, now_s, self.terms.dead_after_s):
+            # Without a cluster the worker runs in this very thread, and is never silent.
+            among = [] if self.guardian is None else workers
+            for worker in silent(among, now_s, self.terms.dead_after_s):
                 self._lose(worker)
             for worker in list(self.workers.values()):
                 if self.terms.gone(worker.task, worker.pid):
