@@ -63,9 +63,9 @@ def checked_rows(spec: VariableSpec, rows: np.ndarray) -> np.ndarray:
     if not spec.is_hash and rows.size and not (rows.min() >= 0 and rows.max() < spec.shape[0]):
         wrong = rows[(rows < 0) | (rows >= spec.shape[0])]
         raise ArrayError(
-            f"id {wrong[0]} is out of range for table {spec.name!r}, which has {spec.shape[0]} "
-            f"rows: ids must be from 0 to {spec.shape[0] - 1} ({len(wrong)} of {len(rows)} are "
-            "not)."
+            f"row {wrong[0]} is out of range for table {spec.name!r}, which has {spec.shape[0]} "
+            f"rows, 0 to {spec.shape[0] - 1} ({len(wrong)} of {len(rows)} requested rows are out "
+            "of range)."
         )
     return rows
 

@@ -457,8 +457,9 @@ class ParameterServer:
 def _same(spec: VariableSpec, shape: tuple[int, ...], dtype: str) -> VariableSpec:
     if (spec.shape, spec.dtype) != (shape, dtype):
         raise ArrayError(
-            f"variable {spec.name!r} is there already with shape {spec.shape} and {spec.dtype}; "
-            f"asked for was {shape} and {dtype}. Give another name, or the same shape."
+            f"variable {spec.name!r} exists with shape {spec.shape} and dtype {spec.dtype}; "
+            f"received shape {shape} and dtype {dtype}. Use another name, or the same shape and "
+            "dtype."
         )
     return spec
 

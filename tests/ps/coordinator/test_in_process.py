@@ -478,7 +478,7 @@ def _take(elements):
 def test_a_name_that_has_another_shape_is_refused():
     strategy = mw.ParameterServer()
     strategy.variable(np.zeros([4, 2]), name="table")
-    with pytest.raises(mw.ArrayError, match=r"'table' is there already with shape \(4, 2\)"):
+    with pytest.raises(mw.ArrayError, match=r"'table' exists with shape \(4, 2\)"):
         strategy.variable(np.zeros(3), name="table")
 
 

@@ -223,7 +223,7 @@ def test_an_id_out_of_range_is_an_error_that_names_table_id_and_size(embeddings)
     model = recommender("adam")
     before = model.get_weights()
     with ParameterServer() as strategy:
-        match = "id 20 is out of range for table '.*user_table/embeddings', which has 20 rows"
+        match = "(id|row) 20 is out of range for table '.*user_table/embeddings', which has 20 rows"
         with pytest.raises(mw.ArrayError, match=match):
             strategy.fit(model, wrong, y, embeddings=embeddings, **HOW)
         weights = model.get_weights()  # of the two batches before

@@ -68,9 +68,9 @@ def test_numbers_too_large_for_float16_come_later():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: TopK(0.0), "a share above 0"),
-        (lambda: Half("int8"), "say 'float16' or 'bfloat16'"),
-        (lambda: compression("gzip"), "compression='gzip' is unknown"),
+        (lambda: TopK(0.0), "must be > 0"),
+        (lambda: Half("int8"), "must be one of .'float16', 'bfloat16'"),
+        (lambda: compression("gzip"), "unknown compression='gzip'"),
     ],
 )
 def test_what_is_no_compression_is_refused(make, says):

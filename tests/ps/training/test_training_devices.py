@@ -287,7 +287,7 @@ def test_what_is_no_strategy_of_one_process_is_refused():
             lambda: grid({"user_table.*": ["model", None]}),
             lambda: recommender("sgd"),
             mw.ModelError,
-            r"'user_table.\*' lays out 'user_table/embeddings'\nTake the rules out, or.*embeddings",
+            r"'user_table.\*' lays out 'user_table/embeddings'\nRemove the rules, or.*embeddings",
         ),
     ],
     ids=["a mistyped rule", "a weight that does not divide", "a table that is not there"],
@@ -303,7 +303,7 @@ def test_what_cannot_lie_as_it_is_told_is_refused(worker, model, error, says):
 
 def test_batches_that_never_divide_are_told_of_once():
     x, y = data(40)
-    says = r"10 rows.*8 devices.*padded to 16.*Take 8 or 16"
+    says = r"10 rows.*8 devices.*padded to 16.*Use batches of 8 or 16"
     with (
         ParameterServer(worker=rows()) as strategy,
         pytest.warns(mw.MeshwrightWarning, match=says) as told,

@@ -48,7 +48,7 @@ def test_one_export_takes_any_number_of_rows():
     assert made.code_for(Signature.of((x[:8], y[:8]))) is made.codes[0][1]
     assert made.code_for(Signature.of((x[:5], y[:5]))) is made.any_rows
     with pytest.raises(
-        mw.BatchError, match=r"8x7 float32.*exported for 8x6 float32.*number of rows"
+        mw.BatchError, match=r"exported for 8x6 float32.*received 8x7 float32.*number of rows"
     ):
         made.code_for(Signature.of((np.zeros([8, 7], "float32"), y[:8])))
 
@@ -125,7 +125,7 @@ def test_ids_that_a_model_computes_from_its_weights_are_refused():
     model = Argmax()
     model.compile("sgd", "mse")
     batch = np.zeros([4, 3], "float32"), np.zeros([4, 2], "float32")
-    with pytest.raises(mw.ModelError, match="ids it computes from its own weights"):
+    with pytest.raises(mw.ModelError, match="looks up ids that it computes from its own weights"):
         exported(model, batch, ["table"])
 
 
@@ -152,12 +152,12 @@ def test_a_training_step_of_its_own_is_refused():
 
     model = Own([keras.Input([6]), keras.layers.Dense(3)])
     model.compile("sgd", "mse")
-    with pytest.raises(mw.ModelError, match="brings its own train_step"):
+    with pytest.raises(mw.ModelError, match="overrides train_step"):
         exported(model, (np.zeros([4, 6], "float32"), np.zeros([4, 3], "float32")))
 
 
 def test_words_in_a_batch_are_refused():
-    with pytest.raises(mw.BatchError, match="Turn words into numbers"):
+    with pytest.raises(mw.BatchError, match="Convert strings to numbers"):
         Signature.of(np.array(["a", "b"]))
 
 
@@ -165,5 +165,5 @@ def test_constraints_are_refused_by_name():
     layer = keras.layers.Dense(2, kernel_constraint="max_norm")
     model = keras.Sequential([keras.Input([3]), layer])
     model.compile("sgd", "mse")
-    with pytest.raises(mw.ModelError, match=r"have a constraint.*layers\.0\.kernel|kernel"):
+    with pytest.raises(mw.ModelError, match=r"constraints are not supported.*kernel"):
         take_apart(model.optimizer, KerasVariables.of(model).params)

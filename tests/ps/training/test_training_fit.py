@@ -35,7 +35,7 @@ def test_arrays_are_cut_into_epochs_of_batches_in_another_order_each():
     assert all((x == -y).all() for epoch in epochs for x, y in epoch)
     again = ArrayBatches((x, -x), batch_size=4, epochs=2, shuffle=True, seed=3)
     assert again[4][0].tolist() == batches[4][0].tolist()
-    with pytest.raises(mw.DataError, match=r"\[9, 10\] rows"):
+    with pytest.raises(mw.DataError, match="received 9, 10 rows"):
         ArrayBatches((x, x[:9]))
 
 
@@ -43,7 +43,7 @@ def test_arrays_are_cut_into_epochs_of_batches_in_another_order_each():
 def test_elements_are_found_by_number_in_any_order(make):
     numbered = Numbered(Made(make))
     assert [numbered[at] for at in (2, 3, 0, 1, 1)] == list("cdabb")
-    with pytest.raises(mw.ExhaustedError, match="has 4 elements, and number 4"):
+    with pytest.raises(mw.ExhaustedError, match="has 4 elements; number 4 was requested"):
         numbered[4]
 
 
@@ -66,13 +66,13 @@ def test_shards_of_validation_share_all_elements(make, steps):
 
 def test_data_that_cannot_be_used_is_refused():
     x, y = data()
-    with pytest.raises(mw.DataError, match="gives its elements once"):
+    with pytest.raises(mw.DataError, match="can be read only once"):
         feed_of(batch for batch in [(x, y)])
-    with pytest.raises(mw.DataError, match="without elements"):
+    with pytest.raises(mw.DataError, match="returned an empty dataset"):
         feed_of(lambda context: [])
-    with pytest.raises(mw.DataError, match="returned int, which cannot be iterated over"):
+    with pytest.raises(mw.DataError, match=r"iterable of batches.*received int"):
         feed_of(lambda context: 7)
-    with pytest.raises(mw.BatchError, match="go with arrays"):
+    with pytest.raises(mw.BatchError, match="are for arrays"):
         feed_of(lambda context: [(x, y)], batch_size=3)
 
 
@@ -109,7 +109,7 @@ class Most(keras.metrics.Metric):
 def test_metrics_must_add_up():
     assert adds_up(keras.metrics.Precision())
     assert not adds_up(Most())
-    with pytest.raises(mw.ModelError, match=r"cannot be added up over workers: most"):
+    with pytest.raises(mw.ModelError, match=r"cannot be summed over workers: most"):
         check_metrics([keras.metrics.Mean(), Most()])
 
 
@@ -201,7 +201,7 @@ def test_a_dataset_function_is_told_its_worker_and_must_last():
     with ParameterServer() as strategy:
         history = fit(strategy, dense("sgd"), dataset, epochs=2, verbose=0)
         assert len(history.history["loss"]) == 2
-        with pytest.raises(mw.ExhaustedError, match=r"ended in epoch 1, which asks for 3 batches"):
+        with pytest.raises(mw.ExhaustedError, match="ended in epoch 1, before its 3 batches"):
             fit(strategy, dense("sgd"), dataset, steps_per_epoch=3, verbose=0)
         with pytest.raises(mw.DataError, match="give steps_per_epoch="):
             fit(strategy, dense("sgd"), lambda context: iter([(x, y)]), verbose=0)

@@ -38,10 +38,10 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     ]
     if refused:
         raise ModelError(
-            f"these callbacks look at single batches: {'; '.join(refused)}. Steps run on several "
-            "workers at once, where the model of this process is not. Do the same in on_epoch_end "
-            "(with fewer steps_per_epoch, for a shorter epoch); Keras' own take save_freq='epoch' "
-            "and update_freq='epoch'."
+            f"callbacks with hooks for single batches are not supported: {'; '.join(refused)}. "
+            "Batches are trained on several workers at once, without the model of this process. "
+            "Use on_epoch_end instead, with fewer steps_per_epoch if it must run more often; "
+            "Keras' own callbacks take save_freq='epoch' or update_freq='epoch'."
         )
 
 

@@ -32,7 +32,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ClusterError(f"TopK({self.share!r}): give a share above 0, up to 1.")
+            raise ClusterError(f"TopK(share) must be > 0 and <= 1; received {self.share!r}.")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Half:
 
     def __post_init__(self) -> None:
         if self.dtype not in _HALVES:
-            raise ClusterError(f"Half({self.dtype!r}): say 'float16' or 'bfloat16'.")
+            raise ClusterError(f"Half(dtype) must be one of {_HALVES}; received {self.dtype!r}.")
 
 
 Compression = TopK | Half
@@ -65,7 +65,7 @@ def compression(choice: str | Compression | None) -> Compression | None:
         return choice
     if choice not in _HALVES:
         raise ClusterError(
-            f"compression={choice!r} is unknown. Say 'float16', 'bfloat16', TopK(share) or None."
+            f"unknown compression={choice!r}: expected 'float16', 'bfloat16', TopK(share) or None."
         )
     return Half(choice)
 

@@ -63,7 +63,8 @@ class ArrayBatches:
         lengths = {len(array) for array in jax.tree.leaves(self._arrays)}
         if len(lengths) != 1 or not min(lengths):
             raise DataError(
-                f"the arrays have {sorted(lengths)} rows: all need the same number, at least 1."
+                "all arrays must have the same number of rows, at least 1; received "
+                f"{', '.join(map(str, sorted(lengths)))} rows."
             )
         (self._rows,) = lengths
         self._size, self._epochs = batch_size, epochs
@@ -145,9 +146,9 @@ def first_element(dataset: Any) -> Any:
     try:
         return next(iter(dataset))
     except StopIteration:
-        raise DataError("dataset_fn made a dataset without elements.") from None
+        raise DataError("dataset_fn returned an empty dataset.") from None
     except TypeError as error:
         raise DataError(
-            f"dataset_fn returned {type(dataset).__name__}, which cannot be iterated over: "
-            f"{error}. Return batches: a list, a generator, a PyDataset, a tf.data.Dataset."
+            f"dataset_fn must return an iterable of batches (a list, a generator, a PyDataset, a "
+            f"tf.data.Dataset); received {type(dataset).__name__}: {error}."
         ) from error

@@ -20,7 +20,7 @@ def here(mesh: Mesh) -> Mesh:
     there = topology.devices()
     if len(there) != mesh.size:
         raise TopologyError(
-            f"the worker's strategy lies on a mesh of {mesh.size} devices ({mesh.axes_text}), and "
+            f"the worker's strategy needs a mesh of {mesh.size} devices ({mesh.axes_text}), but "
             f"this worker has {len(there)} ({there[0].platform}). {_way_out(mesh, there)}"
         )
     return create_mesh(mesh.axes)
@@ -58,6 +58,6 @@ def _way_out(mesh: Mesh, there: list[Any]) -> str:
             f"environment variable JAX_NUM_CPU_DEVICES={mesh.size}, or make the mesh smaller."
         )
     return (
-        f"Make the mesh of {len(there)}, or say by the environment which devices each worker sees "
-        "(CUDA_VISIBLE_DEVICES and its like)."
+        f"Use a mesh of {len(there)} devices, or set the devices that each worker sees in its "
+        "environment (CUDA_VISIBLE_DEVICES, for example)."
     )

@@ -311,8 +311,8 @@ def _chosen(
     names = [embeddings] if isinstance(embeddings, str) else list(embeddings)
     if unknown := [name for name in names if name not in layers]:
         raise ModelError(
-            f"embeddings={names!r}: model {model!r} has no Embedding layer {unknown}. It has "
-            f"{sorted(layers)}; layers of other classes are trained densely."
+            f"unknown names in embeddings=: model {model!r} has no Embedding layer {unknown}. Its "
+            f"Embedding layers are {sorted(layers)}; layers of other classes are trained densely."
         )
     return [layers[name] for name in names if _trains(layers[name])]
 

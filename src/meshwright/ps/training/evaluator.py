@@ -107,9 +107,9 @@ class SidecarEvaluator:
             waited_s = time.monotonic() - begun_s
             if self._timeout_s is not None and waited_s >= self._timeout_s:
                 raise UnreachableError(
-                    f"no checkpoint after step {max(after, 0)} has appeared in {self.directory} "
-                    f"for {waited_s:.0f} s. Does the training run, with checkpoint= set to this "
-                    "directory?"
+                    f"no checkpoint after step {max(after, 0)} in {self.directory} for "
+                    f"{waited_s:.0f} s. Check that the training runs, and that its checkpoint= is "
+                    "this directory."
                 )
             if waited_s >= _WARN_AFTER_S and not warned:
                 warned = True

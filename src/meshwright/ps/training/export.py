@@ -66,8 +66,8 @@ def export_step(
     if local and parts.tables:
         names = ", ".join(table.name for table in parts.tables)
         raise ModelError(
-            f"tables that travel by rows ({names}) cannot be trained by several local steps: the "
-            "rows of later batches are not there. Use embeddings=None, or no local=."
+            f"local= does not support tables that travel by rows ({names}): a worker has only the "
+            "rows of one batch. Use embeddings=None, or leave local= out."
         )
     platforms = tuple(platforms or (jax.default_backend(),))
     made = _Exporter(program, functions, platforms, local, predicts, laying)
@@ -196,16 +196,16 @@ class _Exporter:
         ).module_kept_var_idx
         if beyond := [at for at in kept if at >= len(leaves)]:
             raise ModelError(
-                f"model {self._name!r} looks up rows whose ids it computes from its own weights "
-                f"({len(beyond)} of {len(args) - len(leaves)} arrays), so they are not known "
-                "before a step. Train such tables densely: leave their layers out of embeddings=."
+                f"model {self._name!r} looks up ids that it computes from its own weights "
+                f"({len(beyond)} of {len(args) - len(leaves)} arrays), so they are unknown before "
+                "a step. Train these tables densely: leave their layers out of embeddings=."
             )
         if used := _read_otherwise(functions, self.params, self.state, tables, leaves, tree):
             raise ModelError(
-                "these tables are not only looked up by rows: "
+                "these tables are read as a whole, by a regularizer, by tied weights or by a "
+                "layer of your own, so they cannot travel by rows: "
                 + ", ".join(repr(name) for name in used)
-                + ". A regularizer, tied weights or a layer of your own reads them whole. Train "
-                "them densely: name in embeddings= only the layers whose tables travel by rows."
+                + ". Train them densely: name only the other layers in embeddings=."
             )
 
     def _looking(self, tree: Any) -> Callable[[list[Any]], list[Any]]:
@@ -245,8 +245,8 @@ class _Exporter:
             return bytes(exported.serialize())
         except (ValueError, NotImplementedError) as error:
             raise ModelError(
-                f"model {self._name!r} cannot be exported for workers: {error} Schedule steps of "
-                "your own that build the model on the worker."
+                f"model {self._name!r} cannot be exported for workers: {error} Write your own "
+                "step that builds the model on the worker, and schedule it."
             ) from error
 
 

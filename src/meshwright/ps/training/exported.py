@@ -101,11 +101,11 @@ class Exported:
             if signature == first.with_rows(rows):
                 return free
             raise BatchError(
-                f"a batch holds {signature} ({signature.tree}), but model {self.name!r} was "
-                f"exported for {first} ({first.tree}). Only the number of rows may differ."
+                f"unexpected batch: model {self.name!r} was exported for {first} ({first.tree}); "
+                f"received {signature} ({signature.tree}). Only the number of rows may differ."
             )
         raise BatchError(
-            f"a batch holds {signature}, but model {self.name!r} was exported for {first}"
-            + (f", and cannot be for any number of rows: {self.why_not}" if self.why_not else "")
-            + ". Make all batches alike, and drop a smaller last one in dataset_fn."
+            f"unexpected batch: model {self.name!r} was exported for {first}; received {signature}."
+            + (f" It takes no other number of rows: {self.why_not}." if self.why_not else "")
+            + " Make all batches alike, and drop a smaller last one in dataset_fn."
         )

@@ -57,16 +57,17 @@ def feed_of(
         return _of_arrays(arrays, options, epochs, steps, num_workers)
     if y is not None or sample_weight is not None or batch_size is not None:
         raise BatchError(
-            "y, sample_weight and batch_size go with arrays; a dataset's elements are batches "
-            "already: (x, y) or (x, y, sample_weight)."
+            "y=, sample_weight= and batch_size= are for arrays. The elements of a dataset must be "
+            "batches: (x, y) or (x, y, sample_weight)."
         )
     function = x if callable(x) else _Same(x)
     dataset = function(InputContext(0, num_workers))
     example = as_batch(first_element(dataset))
     if isinstance(x, Iterator):
         raise DataError(
-            f"{type(x).__name__} gives its elements once, here; workers make their own dataset. "
-            "Give a function that returns it: strategy.fit(model, lambda context: ...)."
+            f"{type(x).__name__} is an iterator, which can be read only once and only here. Pass "
+            "a function that makes the dataset on each worker: strategy.fit(model, lambda "
+            "context: ...)."
         )
     steps = steps or (_length(dataset))
     return Feed(Made(function, num_workers), (example,), steps)

@@ -288,8 +288,8 @@ class _Run:
             dropped = self._coordinator.join_unless(lambda: stopping.is_asked)
         except ExhaustedError as error:
             raise ExhaustedError(
-                f"the data ended in epoch {epoch + 1}, which asks for {self._steps} batches "
-                f"(steps_per_epoch): {error} Ask for fewer, or repeat the dataset."
+                f"the data ended in epoch {epoch + 1}, before its {self._steps} batches "
+                f"(steps_per_epoch): {error} Reduce steps_per_epoch, or repeat the dataset."
             ) from error
         return min(count, (scheduled - dropped) * self._every)
 
@@ -356,7 +356,7 @@ class _Run:
 def _steps_of(feed: Feed) -> int:
     if feed.steps is None:
         raise DataError(
-            "the dataset does not know its length: give steps_per_epoch=, the steps of all workers "
+            "the length of the dataset is unknown: give steps_per_epoch=, the steps of all workers "
             "together in one epoch."
         )
     return feed.steps

@@ -80,9 +80,9 @@ class Parts:
         """
         if program.own_step is not None:
             raise ModelError(
-                f"model {program.name!r} brings its own train_step, which computes gradients and "
-                "applies them in one. On parameter servers the optimizer runs elsewhere: write the "
-                "model with compute_loss and a plain train_step, or schedule steps of your own."
+                f"model {program.name!r} overrides train_step, which is not supported: on "
+                "parameter servers gradients are computed on workers and applied on servers. "
+                "Override compute_loss instead, or schedule your own steps."
             )
         lookups = lookups or NoLookups()
         away = {table.name for table in lookups.tables}

@@ -77,8 +77,8 @@ def table_of(strategy: Any, model: keras.Model, name: str) -> Variable:
         if path == name or path.removesuffix("/embeddings") == name:
             return Variable(spec, strategy)
     raise ModelError(
-        f"model {model.name!r} has no table {name!r} on the servers of {strategy!r}. Tables that "
-        f"travel by rows: {sorted(specs) or 'none; train the model there first'}."
+        f"model {model.name!r} has no table {name!r} on the servers of {strategy!r}. Its tables "
+        f"there: {', '.join(sorted(specs)) or 'none; train or restore the model first'}."
     )
 
 

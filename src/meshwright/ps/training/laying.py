@@ -127,13 +127,15 @@ class Laying:
         shards, rows = self.row_shards(batch), row_count(batch)
         if rows % shards:
             filling, below = self.filling(batch), rows // shards * shards
-            becomes = f"each is padded to {filling.rows}" if filling else "each computes all rows"
+            becomes = (
+                f"each is padded to {filling.rows}" if filling else "every device computes all rows"
+            )
             warnings.warn(
-                f"batches of {rows} rows do not divide over the {shards} devices of a worker that "
-                f"they lie along: {becomes}. The numbers are right, and time is lost. Take "
-                f"{f'{below} or ' if below else ''}{below + shards}.",
+                f"batches of {rows} rows do not divide over {shards} devices of a worker, so "
+                f"{becomes}. Results are the same, but steps are slower. Use batches of "
+                f"{f'{below} or ' if below else ''}{below + shards} rows.",
                 MeshwrightWarning,
-                stacklevel=6,
+                stacklevel=8,
             )
 
     def program(self, program: Program) -> Program:
@@ -199,7 +201,7 @@ def _refuse_tables(placement: Placement, infos: list[ParamInfo], kept: list[Para
         if rule is not None and rule not in placing
     ]:
         raise ModelError(
-            "tables that travel by rows have no layout, for a worker has the rows of its batch "
-            "and never the table:\n" + "\n".join(faults) + "\nTake the rules out, or keep the "
-            "tables whole with embeddings=None."
+            "rules do not apply to tables that travel by rows, because a worker has only the rows "
+            "of its batch:\n" + "\n".join(faults) + "\nRemove the rules, or keep the tables whole "
+            "with embeddings=None."
         )

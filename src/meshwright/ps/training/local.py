@@ -64,5 +64,5 @@ def _check_every(local: Local) -> None:
     every = local.every
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ClusterError(
-            f"{type(local).__name__}(every={every!r}): give a number of steps, at least 1."
+            f"{type(local).__name__}(every) must be an integer of at least 1; received {every!r}."
         )

@@ -29,9 +29,9 @@ def check_metrics(metrics: Sequence[Any]) -> None:
     refused = [metric.name for metric in metrics if not _is_kerass(metric) and not adds_up(metric)]
     if refused:
         raise ModelError(
-            f"the counts of these metrics cannot be added up over workers: {', '.join(refused)}. A "
-            "metric's variables must begin with 0 and each batch add to them, as in "
-            "keras.metrics.Mean. Measure others with model.evaluate."
+            f"these metrics cannot be summed over workers: {', '.join(refused)}. Each batch must "
+            "only add to a metric's variables, as in keras.metrics.Mean. Leave the others out of "
+            "compile, and compute them from strategy.predict."
         )
 
 

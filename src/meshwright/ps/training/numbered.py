@@ -62,8 +62,8 @@ class Numbered:
             return iter(self._dataset)
         except TypeError as error:
             raise DataError(
-                f"dataset_fn returned {type(self._dataset).__name__}, which cannot be iterated "
-                "over."
+                "dataset_fn must return an iterable of batches; received "
+                f"{type(self._dataset).__name__}."
             ) from error
 
 
@@ -90,4 +90,4 @@ class NumberedStep:
 
 
 def _ended(number: int, length: int) -> ExhaustedError:
-    return ExhaustedError(f"the dataset has {length} elements, and number {number} is wanted.")
+    return ExhaustedError(f"the dataset has {length} elements; number {number} was requested.")

@@ -39,8 +39,8 @@ def take_apart(optimizer: Any, params: dict[str, Any], *, in_rounds: bool = Fals
     """
     if constrained := [path for path, v in params.items() if v.constraint is not None]:
         raise ModelError(
-            "these parameters have a constraint, which the servers cannot apply to the parts that "
-            f"they hold: {', '.join(constrained)}. Leave kernel_constraint= and the like out."
+            f"constraints are not supported on parameter servers, which hold parameters in parts: "
+            f"{', '.join(constrained)} have one. Remove kernel_constraint= and similar arguments."
         )
     written: Any = keras.optimizers.serialize(optimizer)
     config = dict(written["config"])

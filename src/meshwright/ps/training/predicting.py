@@ -68,7 +68,7 @@ def predict(
     coordinator.join()
     by_number = {at: leaves for shard in coordinator.fetch(values) for at, leaves in shard}
     if not by_number:
-        raise BatchError("there is nothing to predict: the data holds no batch.")
+        raise BatchError("cannot predict: the data holds no batch.")
     outputs = zip(*(by_number[at] for at in sorted(by_number)), strict=True)
     return of_model.nested([np.concatenate(parts) for parts in outputs])
 

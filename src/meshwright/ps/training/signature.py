@@ -53,8 +53,8 @@ def _described(leaf: Any) -> tuple[tuple[int, ...], str]:
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     if array.dtype == object or array.dtype.kind in "US":
         raise BatchError(
-            f"a batch holds {type(leaf).__name__} of dtype {array.dtype}, where arrays of numbers "
-            "belong. Turn words into numbers in dataset_fn."
+            f"batches must hold arrays of numbers; received {type(leaf).__name__} of dtype "
+            f"{array.dtype}. Convert strings to numbers in dataset_fn."
         )
     return tuple(array.shape), jax.dtypes.canonicalize_dtype(array.dtype).name
 

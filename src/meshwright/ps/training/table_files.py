@@ -50,8 +50,8 @@ def save_tables_here(directory: str, tables: Tables) -> str:
         shutil.rmtree(aside, ignore_errors=True)
         if not (target / _INDEX).exists():  # else a worker that was lost had written it all
             raise CheckpointError(
-                f"tables {', '.join(tables)} cannot be written to {target}: "
-                f"{error.strerror or error}. Workers write them: the directory must be theirs too."
+                f"cannot write tables {', '.join(tables)} to {target}: "
+                f"{error.strerror or error}. Workers write them, so they must see the directory."
             ) from error
     return str(target)
 
@@ -85,8 +85,8 @@ def read_index(directory: str | Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error.strerror or error}. It holds the tables of a "
-            "checkpoint, whose directory all workers and the coordinator must see."
+            f"cannot read {path}: {error.strerror or error}. It lists the tables of a checkpoint; "
+            "all workers and the coordinator must see its directory."
         ) from error
 
 
@@ -157,7 +157,7 @@ def _loaded(file: Path, **options: Any) -> np.ndarray:
     try:
         return np.load(file, allow_pickle=False, **options)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} of a saved table cannot be read: {error}.") from error
+        raise CheckpointError(f"cannot read table file {file}: {error}.") from error
 
 
 def check_tables(index: Mapping[str, Any], tables: Tables, where: object) -> None:
@@ -166,12 +166,12 @@ def check_tables(index: Mapping[str, Any], tables: Tables, where: object) -> Non
     for name, spec in tables.items():
         there = {key: index.get(name, {}).get(key) for key in _described(spec)}
         if name in index and there != _described(spec):
-            faults.append(f"{name} was saved as {there}, and is {_described(spec)} here")
+            faults.append(f"{name}: expected {_described(spec)}, found {there}")
     if faults:
         listed = "\n  ".join(faults)
         raise CheckpointError(
-            f"the tables of {where} differ from the model's; nothing was changed.\n  {listed}\n"
-            "Build the model as it was, or name another directory."
+            f"the tables in {where} do not match the model's:\n  {listed}\nNothing was changed. "
+            "Use the model that was saved, or another directory."
         )
 
 
@@ -256,7 +256,9 @@ def _pieces(
             try:
                 rows, *arrays = (np.load(file, allow_pickle=False) for file in files)
             except (OSError, ValueError) as error:
-                raise CheckpointError(f"{files[0]} and its like are damaged: {error}.") from error
+                raise CheckpointError(
+                    f"cannot read {files[0]} of a saved table: {error}."
+                ) from error
             head = {
                 "slots": kinds[2:],
                 "scalars": own["scalars"],

@@ -81,5 +81,5 @@ def validate(
         return None
     results = coordinator.fetch(values)
     if not any(elements for _, elements in results):
-        raise DataError("there is nothing to validate on: the data holds no batch.")
+        raise DataError("cannot evaluate: the data holds no batch.")
     return sum((counts for counts, elements in results if elements), np.zeros([]))

@@ -58,7 +58,7 @@ def here() -> Context:
     """The worker's context. Raises :class:`~meshwright.TaskError` outside of workers."""
     context = current()
     if context is None:
-        raise TaskError("a training step runs on workers: schedule it with a ClusterCoordinator.")
+        raise TaskError("training steps run on workers: schedule them with a ClusterCoordinator.")
     return context
 
 
