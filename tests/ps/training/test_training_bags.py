@@ -173,6 +173,7 @@ def test_tables_have_an_optimizer_of_their_own(case):
             options["table_optimizer"] = adagrad()
         for _ in range(2):  # slots outlive a fit
             strategy.fit(model, x, y, **options, **HOW)
+            strategy.evaluate(model, x, y, embeddings=options["embeddings"])
         expected = plain.get_weights()
         np.testing.assert_allclose(table.read(), expected.pop(0), atol=1e-6)
         for found, right in zip(model.get_weights(), expected, strict=True):

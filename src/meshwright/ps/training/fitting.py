@@ -142,7 +142,7 @@ def evaluate(
     of_model = served(
         strategy, model, feed.examples, embeddings=embeddings, any_rows=not feed.alike
     )
-    of_model.put()
+    of_model.put_values()
     step = of_model.step(uuid.uuid4().hex, None, fresh=False)
     measure = MeasureShard(step, feed.made, num_shards(workers, steps), steps)
     counts = validate(ClusterCoordinator(strategy), measure, 0)

@@ -132,8 +132,7 @@ class Served:
         )
         moving = _floats(self.specs.moving.values())
         moves = optimizer_heads(_AS_IT_IS, moving, f"{self._prefix}/moves")
-        values = [self._assign(path, spec) for path, spec in self._own().items()]
-        self._on_servers(lambda servers: servers.push(values))
+        self.put_values()
         by_table = [
             head
             for name, own in self._own_optimizers.items()
@@ -150,6 +149,11 @@ class Served:
             slots, steps, own = self._slots(), self._iterations(), self._in_model(trained)
             self._on_servers(lambda servers: load_slots(servers, own, slots, steps))
         self._note()
+
+    def put_values(self) -> None:
+        """Give the servers the model's values alone, to evaluate it."""
+        values = [self._assign(path, spec) for path, spec in self._own().items()]
+        self._on_servers(lambda servers: servers.push(values))
 
     def _check_groups(self) -> None:
         """Raise :class:`~meshwright.ModelError` for tables that another optimizer trains so far."""
