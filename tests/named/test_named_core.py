@@ -194,6 +194,28 @@ def test_an_unused_rule_is_refused_at_the_end():
         mn.named(counting(8), "a:8")
 
 
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_unused_rule_is_refused_after_a_context_that_used_it(jit):
+    def run(name):
+        with mn.rules("a:rows;hidden:cols", mesh()):
+            jit(lambda x: mn.reduce_sum(x, name).array)(mn.NamedArray(counting(8, 4), DIMS[name]))
+
+    DIMS = {name: mn.as_dims(f"a:8 {name}:4") for name in ("hidden", "hiden")}
+    run("hidden")
+    for _ in range(2):
+        with pytest.raises(mw.LayoutError, match="dim of 'hidden:cols'.*: a, hiden[.]"):
+            run("hiden")
+    run("hidden")
+
+
+def test_a_compiled_function_may_have_a_dim_inside_in_every_context():
+    half = jax.jit(lambda x: mn.reduce_sum(mn.rename(x, "length", "memory")).array)
+    x = mn.NamedArray(counting(8), mn.as_dims("length:8"))
+    for _ in range(2):
+        with mn.rules("memory:cols", mesh()):
+            half(x)
+
+
 def test_a_dim_that_is_summed_over_is_used():
     x = mn.named(counting(8, 4), "a:8 gone:4")
     with mn.rules("gone:cols", mesh()):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -86,18 +86,21 @@ def named_program(
     )
 
 
+@contextmanager
 def _context(
     infos: tuple[ParamInfo, ...], placement: Placement, whole: bool
-) -> AbstractContextManager[Any]:
+) -> Iterator[None]:
     """The placement's rules for dims in force; with ``whole``, each has to be of some use."""
     if placement.dim_rules is None:
-        return nullcontext()
+        yield
+        return
     found = bound(placement.dim_rules, placement.mesh)
     found = replace(found, ahead=placement.mesh.is_abstract)  # to be compiled for what is not there
-    for info in infos:
-        if info.names is not None:
-            found.see(info.names.of(info.dims))
-    return rules(found, strict=whole and placement.strict)
+    with rules(found, strict=whole and placement.strict):
+        for info in infos:
+            if info.names is not None:
+                found.see(info.names.of(info.dims))
+        yield
 
 
 def _is_named(node: Any) -> bool:

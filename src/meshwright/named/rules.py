@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +54,7 @@ class BoundRules:
         if found is None:
             self.check_together(dims, what)
             found = self._layouts[dims] = self.rules.layout(dims, self.mesh, what)
-            self.see(dims)
+        self.see(dims)
         return found
 
     def check_together(self, dims: Sequence[Dim], what: str) -> None:
@@ -67,23 +67,19 @@ class BoundRules:
         return replace(self, mapped=(*self.mapped, dim))
 
     def see(self, dims: Dims) -> None:
-        """Note that an array with these dims was there."""
-        self._seen.add(dims)
-
-    @property
-    def seen(self) -> set[str]:
-        """Names of dims that have been there under these rules, in this process."""
-        return {dim.name for dims in self._seen for dim in dims}
-
-    # Kept for all rules that are equal: a jitted function is traced once, under the first of them.
+        """Note in the innermost context of these rules that an array has these dims."""
+        record = _records.get().get(self._same)
+        if record is not None:
+            record.add(dims)
 
     @functools.cached_property
     def _layouts(self) -> dict[Dims, Layout]:
         return _layouts.setdefault(self, {})
 
     @functools.cached_property
-    def _seen(self) -> set[Dims]:
-        return _seen.setdefault((self.rules, self.mesh), set())
+    def _same(self) -> object:
+        """One object for all that are equal but for ``mapped`` and ``ahead``."""
+        return _same.setdefault((self.rules, self.mesh), object())
 
     @functools.cached_property
     def _hash(self) -> int:  # which jax.jit asks for at every call
@@ -95,7 +91,12 @@ inside_operation: ContextVar[bool] = ContextVar("inside an operation", default=F
 
 _in_force: Any = jax.make_user_context(None)
 _layouts: dict[BoundRules, dict[Dims, Layout]] = {}
-_seen: dict[tuple[DimRules, Mesh], set[Dims]] = {}
+_same: dict[tuple[DimRules, Mesh], object] = {}
+
+# Dims that arrays have had in each open context of rules, and in those that ended well. A function
+# that jax.jit has compiled names its dims only while it is traced, which may be contexts ago.
+_records: ContextVar[Mapping[object, set[Dims]]] = ContextVar("records of dims", default={})
+_remembered: dict[object, set[str]] = {}
 
 
 def bound(rules: RulesLike | BoundRules, mesh: Mesh | None = None) -> BoundRules:
@@ -130,11 +131,17 @@ def rules(
     >>> x.array.addressable_shards[0].data.shape
     (2, 2)
     """
-    found = bound(rules, mesh)
-    with under(found):
-        yield found
+    found, record = bound(rules, mesh), set[Dims]()
+    token = _records.set({**_records.get(), found._same: record})
+    try:
+        with under(found):
+            yield found
+    finally:
+        _records.reset(token)
+    names = {dim.name for dims in record for dim in dims}
     if strict:
-        _check_all_used(found)
+        _check_all_used(found, names)
+        _remembered.setdefault(found._same, set()).update(names)
 
 
 @contextlib.contextmanager
@@ -169,12 +176,19 @@ def layout_of(
     return found.layout(as_dims(dims))
 
 
-def _check_all_used(found: BoundRules) -> None:
-    unused = [(dim, axis) for dim, axis in found.rules.pairs if dim not in found.seen]
+def _check_all_used(found: BoundRules, names: set[str]) -> None:
+    """Raise :class:`LayoutError` for rules whose dims are not among these names.
+
+    A dim of an earlier context of the same rules passes, because a compiled function may have it
+    inside; but not beside a name that is new, which is what a misspelt dim looks like.
+    """
+    remembered = _remembered.get(found._same, set())
+    used = names | remembered if names <= remembered else names
+    unused = [(dim, axis) for dim, axis in found.rules.pairs if dim not in used]
     if unused:
         rules = ", ".join(f"'{dim}:{axis}'" for dim, axis in unused)
-        names = ", ".join(sorted(found.seen)) or "none"
         raise LayoutError(
             f"no array had the dim of {rules}, so the rule laid nothing out. Dims that were seen: "
-            f"{names}. Correct the name, or allow it: rules(..., strict=False)."
+            f"{', '.join(sorted(names)) or 'none'}. Correct the name, or allow it: "
+            "rules(..., strict=False)."
         )
