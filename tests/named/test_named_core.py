@@ -203,7 +203,7 @@ def test_an_unused_rule_is_refused_after_a_context_that_used_it(jit):
     DIMS = {name: mn.as_dims(f"a:8 {name}:4") for name in ("hidden", "hiden")}
     run("hidden")
     for _ in range(2):
-        with pytest.raises(mw.LayoutError, match="dim of 'hidden:cols'.*: a, hiden[.]"):
+        with pytest.raises(mw.LayoutError, match=r"dim of 'hidden:cols'.*: a, hiden[.]"):
             run("hiden")
     run("hidden")
 
@@ -490,6 +490,70 @@ def test_a_result_in_another_order():
     np.testing.assert_array_equal(found, np.broadcast_to(np.outer(y, x), [2, 3, 2]))
     with pytest.raises(mw.DimError, match=r"multiply: out=\[a:2\] lacks b:3, which the operands"):
         mn.multiply(x, y, out="a:2")
+
+
+def test_dims_that_are_known_need_no_size():
+    x, y = mn.named(counting(2), "a:2"), mn.named(counting(3), "b:3")
+    found = mn.multiply(x, y, out="b a")
+    assert found.dims == mn.as_dims("b:3 a:2")
+    assert mn.where(x > 1, x, y, out=["b", "a"]).dims == found.dims
+    assert mn.broadcast(x, "c:4 a").dims == mn.as_dims("c:4 a:2")
+    assert mn.reshape(found, "b c:2").dims == mn.as_dims("b:3 c:2")
+    assert mn.einsum([x, y], "b a c:2").dims == mn.as_dims("b:3 a:2 c:2")
+    assert mn.einsum([x, y], "d b", rename={"a": "d"}).dims == mn.as_dims("d:2 b:3")
+    for says, function in [
+        ("no dim 'c' in [a:2 b:3]. A new dim needs its size, such as 'c:8'",
+         lambda: mn.add(x, y, out="a b c")),
+        ("there is no dim 'c' in [a:2]", lambda: mn.broadcast(x, "a c")),
+        ("5 does not say names and sizes", lambda: mn.broadcast(x, 5)),
+    ]:  # fmt: skip
+        with pytest.raises(mw.DimError, match=re.escape(says)):
+            function()
+
+
+def test_methods_are_the_operations():
+    x, w = mn.named(counting(2, 3), "a:2 b:3"), mn.named(counting(3, 4), "b:3 c:4")
+    for found, wanted in [
+        (x @ w, mn.einsum([x, w])),
+        (x.sum("a"), mn.reduce_sum(x, "a")),
+        (x.mean(), mn.reduce_mean(x)),
+        (x.max("a b"), mn.reduce_max(x)),
+        (x.min("b"), mn.reduce_min(x, "b")),
+        (x.prod("b"), mn.reduce_prod(x, "b")),
+        ((x > 1).all("b"), mn.reduce_all(x > 1, "b")),
+        ((x > 5).any("a"), mn.reduce_any(x > 5, "a")),
+        (x.argmax("b"), mn.argmax(x, "b")),
+        (x.argmin("b"), mn.argmin(x, "b")),
+        (x.reshape("c:3 d:2"), mn.reshape(x, "c:3 d:2")),
+        (x.rename("a", "c"), mn.rename(x, "a", "c")),
+        (x.transpose("b a"), mn.transpose(x, "b a")),
+        (x.broadcast("a b c:2"), mn.broadcast(x, "a b c:2")),
+        (x.astype("int32"), mn.cast(x, "int32")),
+    ]:
+        assert (found.dims, found.dtype) == (wanted.dims, wanted.dtype)
+        np.testing.assert_array_equal(found, wanted)
+    assert x.max().item() == 6
+    rules = mn.BoundRules(mn.DimRules("b:rows"), mesh(rows=1, cols=8))
+    assert lies_by(rules, x.sum("a", rules=rules))
+
+
+def test_functions_of_jax_numpy_say_where_theirs_are():
+    x = mn.named(counting(2, 3), "a:2 b:3")
+    for function in (jnp.exp, jnp.sum, jax.nn.relu, lambda x: jnp.where(x > 0, x, 0.0)):
+        with pytest.raises(mw.DimError, match=r"\[a:2 b:3\].*mn.exp.* bare array, x.array"):
+            function(x)
+    np.testing.assert_array_equal(jnp.asarray(x), x.array)
+    for found in (jnp.float32(2) * x, jnp.float32(2) - x, jnp.float32(2) < x):
+        assert found.dims == x.dims  # operators of a JAX scalar are the named array's
+
+
+def test_strict_promotion_is_that_of_jax():
+    whole, single = mn.named([1, 2], "a:2"), mn.named(np.ones(2, "float32"), "a:2")
+    with jax.numpy_dtype_promotion("strict"):
+        for function in (lambda: whole * single, lambda: mn.einsum([whole, single])):
+            with pytest.raises(ValueError, match="explicitly casting"):
+                function()
+        assert (mn.cast(whole, "float32") * single).dtype == jnp.float32
 
 
 def test_functions_of_numpy_keep_names_or_are_refused():

@@ -87,9 +87,7 @@ def named_program(
 
 
 @contextmanager
-def _context(
-    infos: tuple[ParamInfo, ...], placement: Placement, whole: bool
-) -> Iterator[None]:
+def _context(infos: tuple[ParamInfo, ...], placement: Placement, whole: bool) -> Iterator[None]:
     """The placement's rules for dims in force; with ``whole``, each has to be of some use."""
     if placement.dim_rules is None:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,10 @@ class NamedArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.array, dtype)
 
+    def __jax_array__(self) -> Any:
+        # Not an error at once: an operator of a JAX array asks as well, and then leaves it to ours.
+        return _ForJax(self)
+
     def __bool__(self) -> bool:
         return bool(self.array)
 
@@ -127,6 +131,50 @@ class NamedArray:
         def __abs__(self) -> NamedArray: ...
         def __invert__(self) -> NamedArray: ...
         def __getitem__(self, where: Any) -> NamedArray: ...
+
+        # methods.py
+        def __matmul__(self, other: Any) -> NamedArray: ...
+        def __rmatmul__(self, other: Any) -> NamedArray: ...
+        def sum(self, over: Any = None, *, rules: Any = None) -> NamedArray: ...
+        def mean(self, over: Any = None, *, rules: Any = None) -> NamedArray: ...
+        def max(self, over: Any = None, *, rules: Any = None) -> NamedArray: ...
+        def min(self, over: Any = None, *, rules: Any = None) -> NamedArray: ...
+        def prod(self, over: Any = None, *, rules: Any = None) -> NamedArray: ...
+        def all(self, over: Any = None, *, rules: Any = None) -> NamedArray: ...
+        def any(self, over: Any = None, *, rules: Any = None) -> NamedArray: ...
+        def argmax(self, over: Any, *, rules: Any = None) -> NamedArray: ...
+        def argmin(self, over: Any, *, rules: Any = None) -> NamedArray: ...
+        def reshape(self, dims: Any, *, rules: Any = None) -> NamedArray: ...
+        def rename(self, names: Any, new: Any = None, *, rules: Any = None) -> NamedArray: ...
+        def transpose(self, order: Any, *, rules: Any = None) -> NamedArray: ...
+        def broadcast(self, dims: Any, *, rules: Any = None) -> NamedArray: ...
+        def astype(self, dtype: Any, *, rules: Any = None) -> NamedArray: ...
+        def item(self) -> Any: ...
+
+
+class _ForJax:
+    """A named array as JAX's functions see it: they cannot use it, and the error says what can."""
+
+    def __init__(self, x: NamedArray) -> None:
+        self._x = x
+
+    def __jax_array__(self) -> Any:
+        return self._x.array  # jnp.asarray alone asks again
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __str__(self) -> str:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise DimError(
+            f"a function of jax.numpy received the named array [{text_of(self._x._dims)}] and does "
+            "not know names. Use the function of meshwright.named (mn.exp, mn.elementwise(function,"
+            " x)), or take the bare array, x.array."
+        )
 
 
 def named(array: Any, dims: DimsLike, *, rules: Any = None) -> NamedArray:

@@ -14,7 +14,7 @@ from ..errors import DimError
 from .array import NamedArray, as_named, spread, union
 from .meeting import Meeting
 from .operation import operation
-from .reductions import Over, chosen
+from .reductions import Over, chosen, dims_among
 from .rules import in_force
 
 
@@ -30,7 +30,8 @@ def einsum(
 ) -> NamedArray:
     """The product of all arrays, summed over the dims that the result does not have.
 
-    ``out`` names the result's dims in order; one that no operand has is broadcast. ``reduce`` names
+    ``out`` names the result's dims in order; one that no operand has is broadcast, and has its
+    size beside it: ``"batch copies:4"``. ``reduce`` names
     the dims to sum over instead. With neither, the dims that only one operand has stay, in order of
     appearance. ``dtype`` is the element type of sums and result. Raises :class:`DimError` for a dim
     with two sizes and :class:`LayoutError` if the rules lay two of all these dims along one axis.
@@ -61,7 +62,7 @@ def einsum(
         raise DimError("einsum of no arrays has no result: give at least one.")
     every = union(*(x.dims for x in arrays), what="einsum")
     names = rename or {}
-    result = _result_dims(arrays, every, _with_old_names(out, names), reduce)
+    result = _result_dims(arrays, every, _with_old_names(out, names, every), reduce)
     new = tuple(dim for dim in result if dim not in every)
     kept = tuple(dim for dim in result if dim in every)
     renamed = _renamed(kept, names, new)
@@ -76,11 +77,12 @@ def einsum(
     return _broadcast(array, tuple(dim.renamed(names.get(dim.name, dim.name)) for dim in result))
 
 
-def _with_old_names(out: DimsLike | None, names: Mapping[str, str]) -> Dims | None:
+def _with_old_names(out: DimsLike | None, names: Mapping[str, str], every: Dims) -> Dims | None:
     if out is None:
         return None
     old = {new: old for old, new in names.items()}
-    return tuple(dim.renamed(old.get(dim.name, dim.name)) for dim in as_dims(out))
+    known = [dim.renamed(names.get(dim.name, dim.name)) for dim in every]
+    return tuple(dim.renamed(old.get(dim.name, dim.name)) for dim in dims_among(out, tuple(known)))
 
 
 def _renamed(kept: Dims, names: Mapping[str, str], new: Dims) -> Dims:

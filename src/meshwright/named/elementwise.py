@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dim_rules import Dims, DimsLike, as_dims, text_of
+from ..dim_rules import Dims, DimsLike, text_of
 from ..errors import DimError
 from .array import NamedArray, as_named, spread, union
 from .operation import operation
+from .reductions import dims_among
 
 
 def joined(*several: Dims, what: str) -> Dims:
@@ -40,7 +41,7 @@ def apply(
     several = [() if _is_plain(x) else x.dims for x in arrays]
     dims = joined(*several, what=what)
     if out is not None:
-        dims = _ordered(dims, as_dims(out), what)
+        dims = _ordered(dims, dims_among(out, dims), what)
     result = function(*(x if _is_plain(x) else spread(x, dims) for x in arrays))
     if result.shape != (shape := tuple(dim.size for dim in dims)):
         result = jnp.broadcast_to(result, shape)
@@ -79,7 +80,7 @@ def _binary(name: str, function: Callable[..., Any], says: str) -> Callable[...,
     call.__name__ = call.__qualname__ = name
     call.__doc__ = (
         f"{says}, element by element; dims are matched by name, missing ones are broadcast."
-        "\n\n``out`` may give the result's dims another order."
+        "\n\n``out`` may give the result's dims another order: ``'io batch'``."
     )
     return operation(call)
 

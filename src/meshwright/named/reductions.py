@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dim_rules import Dim, Dims
+from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..errors import DimError
 from .array import NamedArray, as_named, find, position
 from .operation import operation
@@ -34,6 +34,28 @@ def names_in(over: str | Dim | Iterable[str | Dim]) -> list[str | Dim]:
             f"dims are said by name, as 'batch' or ['h', 'w']; received {wrong[0]!r} in {over!r}."
         )
     return several
+
+
+def dims_among(dims: DimsLike | Iterable[str | Dim], known: Dims) -> Dims:
+    """Dims with sizes, or bare names of dims that are known: ``"batch hidden:8"``.
+
+    Raises :class:`DimError` for a bare name that is not known.
+    """
+    if isinstance(dims, Dim) or not isinstance(dims, Iterable):
+        return as_dims(dims)
+    items = re.findall(r"[^\s,.;]+", dims) if isinstance(dims, str) else dims
+    found: list[Any] = []
+    for item in items:
+        if isinstance(item, str) and ":" not in item:
+            if item not in [dim.name for dim in known]:
+                raise DimError(
+                    f"there is no dim {item!r} in [{text_of(known)}]. A new dim needs its size, "
+                    f"such as '{item}:8'."
+                )
+            found.append(find(known, item))
+        else:
+            found.extend(as_dims(item) if isinstance(item, str) else [item])
+    return as_dims(found)
 
 
 def reduced(function: Callable[..., Any], x: Any, over: Over) -> NamedArray:

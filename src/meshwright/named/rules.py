@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -95,7 +96,10 @@ _same: dict[tuple[DimRules, Mesh], object] = {}
 
 # Dims that arrays have had in each open context of rules, and in those that ended well. A function
 # that jax.jit has compiled names its dims only while it is traced, which may be contexts ago.
-_records: ContextVar[Mapping[object, set[Dims]]] = ContextVar("records of dims", default={})
+_records: ContextVar[Mapping[object, set[Dims]]] = ContextVar(
+    "records of dims",
+    default=MappingProxyType({}),
+)
 _remembered: dict[object, set[str]] = {}
 
 

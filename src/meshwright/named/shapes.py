@@ -17,7 +17,7 @@ from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..errors import DimError
 from .array import NamedArray, as_named, find, spread, union
 from .operation import operation
-from .reductions import chosen
+from .reductions import chosen, dims_among
 
 Names = str | Dim | Iterable[str | Dim]  # a text may hold several: "batch length"
 
@@ -30,10 +30,11 @@ def reshape(x: Any, dims: DimsLike) -> NamedArray:
     after cannot both be cut from one array, XLA gathers along one axis.
 
     >>> from meshwright.named import named
-    >>> reshape(named(jnp.ones([8, 6]), "batch:8 io:6"), "groups:2 batch:4 io:6").shape
+    >>> reshape(named(jnp.ones([8, 6]), "batch:8 io:6"), "groups:2 batch:4 io").shape
     {'groups': 2, 'batch': 4, 'io': 6}
     """
-    x, dims = as_named(x), as_dims(dims)
+    x = as_named(x)
+    dims = dims_among(dims, x.dims)
     if math.prod(dim.size for dim in dims) != x.size:
         raise DimError(
             f"reshape: [{text_of(x.dims)}] has {x.size} elements and [{text_of(dims)}] "
@@ -136,13 +137,14 @@ def transpose(x: Any, order: Names) -> NamedArray:
 def broadcast(x: Any, dims: DimsLike) -> NamedArray:
     """The array with all of these dims, in this order; along those that it lacked it is the same.
 
-    Raises :class:`DimError` if one of its own dims is not among them.
+    Only new dims need their size. Raises :class:`DimError` if one of its own dims is missing.
 
     >>> from meshwright.named import named
-    >>> broadcast(named(jnp.ones([6]), "io:6"), "batch:8 io:6").shape
+    >>> broadcast(named(jnp.ones([6]), "io:6"), "batch:8 io").shape
     {'batch': 8, 'io': 6}
     """
-    x, dims = as_named(x), as_dims(dims)
+    x = as_named(x)
+    dims = dims_among(dims, x.dims)
     union(x.dims, dims, what="broadcast")
     if missing := [dim for dim in x.dims if dim not in dims]:
         raise DimError(
