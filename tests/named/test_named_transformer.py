@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -252,10 +253,12 @@ def test_dropout_draws_the_same_under_any_rules(params: Any) -> None:
     tokens = mn.named(TOKENS, "batch:8 length:8")
 
     def losses(params: Any) -> Any:
-        return model.loss(params, tokens, key=jax.random.key(3)), model.loss(params, tokens)
+        key = jax.random.key(3)
+        quiet = model.loss(params, tokens, key=key, training=False)
+        return model.loss(params, tokens, key=key), quiet
 
     wanted, quiet = jax.jit(losses)(params)
-    assert abs(wanted - quiet) > 1e-3  # without a key nothing is left out
+    assert abs(wanted - quiet) > 1e-3  # in evaluation nothing is left out
     with rules_of("2-D, of the paper"):
         found = jax.jit(losses)(laid(params))
     np.testing.assert_allclose(found, (wanted, quiet), rtol=0, atol=TOLERANCE)
@@ -301,9 +304,44 @@ def test_a_mixture_of_experts_is_a_feed_forward_layer() -> None:
     params = jax.eval_shape(model.init, jax.random.key(0))
     tokens = mn.named(TOKENS, "batch:8 length:8")
     with mn.rules(f"{PAPER};experts:rows", mw.create_mesh({"rows": 4, "cols": 2})):
-        found = jax.eval_shape(jax.grad(model.loss), params, tokens)
+        loss = functools.partial(model.loss, key=jax.random.key(0))
+        found = jax.eval_shape(jax.grad(loss), params, tokens)
         assert jax.tree.structure(found) == jax.tree.structure(params)
         assert jax.eval_shape(lambda p: model.greedy(p, tokens, 8), params).shape == tokens.shape
+
+
+EXPERTS = MixtureOfExperts(
+    "d_model:8", "d_ff:16", Gating("experts:4", "switch", min_capacity=1, capacity_factor=0.5)
+)
+
+
+def test_a_loss_that_differs_in_training_asks_which_is_meant() -> None:
+    model = models.Transformer(SMALL, feed_forward=(None, EXPERTS))
+    quiet = models.Transformer(SMALL, dropout=0.1)
+    translator = models.EncoderDecoder(SMALL, attention=layers.Attention("d_model:8", "heads:8",
+                                       "d_kv:4", dropout=0.2), feed_forward=EXPERTS)  # fmt: skip
+    tokens = mn.named(ids(2, 8), "batch:2 length:8")
+    for some, says in [(model, "MixtureOfExperts"), (quiet, "dropout=0.1"),
+                       (translator, "dropout=0.2, MixtureOfExperts")]:  # fmt: skip
+        batch = (tokens,) if some is not translator else (tokens, tokens)
+        params = jax.eval_shape(some.init, jax.random.key(0))
+        with pytest.raises(ModelError, match=rf"differs .*\({says}\).*training=False to evaluate"):
+            jax.eval_shape(some.loss, params, *batch)
+        for how in ({"training": False}, {"key": jax.random.key(0)}):
+            jax.eval_shape(functools.partial(some.loss, **how), params, *batch)
+    with pytest.raises(ModelError, match="dropout=0.1 draws random numbers in training: give key="):
+        quiet.loss(quiet.init(jax.random.key(0)), tokens, training=True)
+
+
+def test_training_uses_the_capacity_of_training() -> None:
+    model = models.Transformer(SMALL, feed_forward=EXPERTS)
+    params = plain.parameters(model)
+    tokens = mn.named(ids(2, 8), "batch:2 length:8")
+    how = ({"training": True}, {"key": jax.random.key(0)}, {"training": False})
+    trained, keyed, evaluated = (
+        float(jax.jit(functools.partial(model.loss, **each))(params, tokens)) for each in how
+    )
+    assert trained == keyed != evaluated
 
 
 def test_a_token_before_the_first_may_be_any(params: Any) -> None:

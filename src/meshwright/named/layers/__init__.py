@@ -30,3 +30,6 @@ from .normalisation import LayerNorm as LayerNorm
 from .normalisation import RMSNorm as RMSNorm
 from .normalisation import layer_norm as layer_norm
 from .normalisation import rms_norm as rms_norm
+from .positions import RelativeBias as RelativeBias
+from .positions import rotated as rotated
+from .positions import sinusoids as sinusoids

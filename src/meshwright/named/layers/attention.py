@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from ...dim_rules import Dim, text_of
 from ...errors import DimError
 from ..array import NamedArray, find
 from ..contraction import einsum
-from ..elementwise import absolute, greater_equal, less, less_equal, logical_and, where
+from ..elementwise import absolute, add, equal, greater_equal, less, less_equal, logical_and, where
 from ..indexing import arange
 from ..joining import concat, pad, slice
 from ..operation import operation
@@ -33,6 +34,8 @@ def attend(
     memory: str | Dim = "memory",
     d_kv: str | Dim = "d_kv",
     mask: NamedArray | None = None,
+    bias: NamedArray | None = None,
+    scale: float | None = None,
     rate: float = 0.0,
     key: Any = None,
 ) -> NamedArray:
@@ -40,19 +43,23 @@ def attend(
 
     ``memory`` is the dim of keys and values that is averaged over; ``d_kv`` that of the products.
     Dims that queries and keys share, such as batch and heads, are matched; keys without heads
-    serve all heads. Where ``mask`` is false a value has no weight; its dims are any of those of
-    queries and memory. What may see nothing at all gets the mean of everything. Softmax is taken in
-    float32 at least. With a ``key``, the part ``rate`` of the weights is left out. (Vaswani et al.
-    2017; keys without heads after Shazeer 2019.)
+    serve all heads. Products are multiplied by ``scale``, by default one over the root of the size
+    of ``d_kv``, and ``bias`` is added (Raffel et al. 2020). Where ``mask`` is false a value has no
+    weight. The dims of both are any of those of queries and memory. What may see nothing at all
+    gets the mean of everything. Softmax is taken in float32 at least. With a ``key``, the part
+    ``rate`` of the weights is left out. (Vaswani et al. 2017; keys without heads after Shazeer
+    2019.)
     """
     memory, d_kv = find(keys.dims, memory), find(queries.dims, d_kv)
     shared = tuple(dim for dim in queries.dims if dim in keys.dims and dim != d_kv)
     alone = without(queries.dims, (*shared, d_kv))
     logits = einsum(
-        [queries * d_kv.size**-0.5, keys],
+        [queries * (d_kv.size**-0.5 if scale is None else scale), keys],
         (*shared, *alone, memory),
         dtype=jnp.promote_types(queries.dtype, jnp.float32),
     )
+    if bias is not None:
+        logits = add(logits, bias, out=logits.dims)
     if mask is not None:
         logits = where(mask, logits, _LEAST, out=logits.dims)
     weights = in_dtype(softmax(logits, memory), values.dtype)
@@ -73,16 +80,21 @@ def attend_locally(
     length: str | Dim = "length",
     d_kv: str | Dim = "d_kv",
     mask: NamedArray | None = None,
+    segments: NamedArray | None = None,
+    bias: Callable[[NamedArray], NamedArray] | None = None,
+    scale: float | None = None,
     rate: float = 0.0,
     key: Any = None,
 ) -> NamedArray:
     """:func:`attend` to positions at most ``radius`` away, and only to earlier ones if ``causal``.
 
-    Queries, keys and values have one ``length``; so may the ``mask``, which is of the keys. The
-    length is cut into blocks of ``radius`` positions or a few more, and every block attends to
-    itself and to the blocks beside it: memory and time grow with length times radius. Along a split
-    length, devices exchange the blocks at their borders; where no such blocks fit into what one
-    device holds, the length is gathered.
+    Queries, keys and values have one ``length``; so may the ``mask``, which is of the keys.
+    Positions whose ``segments`` differ do not see each other. ``bias`` makes the bias of products
+    from how far away a key is, such as -3 for three positions before. The length is cut into blocks
+    of ``radius`` positions or a few more, and every block attends to itself and to the blocks
+    beside it: memory and time grow with length times radius. Along a split length, devices exchange
+    the blocks at their borders; where no such blocks fit into what one device holds, the length is
+    gathered.
     """
     length = find(queries.dims, length)
     if radius < 1:
@@ -112,19 +124,22 @@ def attend_locally(
     if mask is None:
         mask = less(arange(length), length.size)
     # Nothing lies beyond either end: there the neighbourhood of a mask is false.
-    seen = logical_and(neighbourhood(mask), _near(block, memory, radius, causal))
+    away = arange(block) - (arange(memory) - block.size)
+    seen = logical_and(neighbourhood(mask), _near(away, radius, causal))
+    if segments is not None:
+        seen = logical_and(seen, equal(in_blocks(segments), neighbourhood(segments)))
     found = attend(
         in_blocks(queries),
         neighbourhood(keys),
         neighbourhood(values),
-        memory=memory, d_kv=d_kv, mask=seen, rate=rate, key=key,
+        memory=memory, d_kv=d_kv, mask=seen, bias=None if bias is None else bias(-away),
+        scale=scale, rate=rate, key=key,
     )  # fmt: skip
     return slice(merge_dims(found, (blocks, block), length.name), length.name, 0, length.size)
 
 
-def _near(block: Dim, memory: Dim, radius: int, causal: bool) -> NamedArray:
+def _near(away: NamedArray, radius: int, causal: bool) -> NamedArray:
     """Which positions of a block and its neighbours each position of the block may see."""
-    away = arange(block) - (arange(memory) - block.size)
     near = less_equal(absolute(away), radius)
     return logical_and(near, greater_equal(away, 0)) if causal else near
 

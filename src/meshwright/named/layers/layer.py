@@ -8,6 +8,7 @@ works under ``jit``, ``grad``, ``scan`` and ``jax.checkpoint`` as it is.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
@@ -27,7 +28,8 @@ class Layer(Protocol):
 
     A layer with a loss of its own, such as the balance of a mixture of experts, returns a tuple
     that begins ``(output, loss)``. That loss is a named array without dims; it is added to the
-    model's.
+    model's. A layer that computes something else in training than in evaluation, beside dropout,
+    takes ``training=`` by this name: models then ask their caller which of the two is meant.
     """
 
     def init(self, key: Any) -> Params: ...
@@ -35,6 +37,11 @@ class Layer(Protocol):
     def __call__(
         self, params: Params, x: NamedArray, *, key: Any = None
     ) -> NamedArray | tuple[NamedArray, ...]: ...
+
+
+def takes_training(layer: Any) -> bool:
+    """Whether a layer wants to know if it is being trained."""
+    return "training" in inspect.signature(layer.__call__).parameters
 
 
 def under_rules(function: _F) -> _F:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 
 from ...dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ...errors import DimError
-from ..array import NamedArray, find, position, spread
-from ..elementwise import greater_equal, less_equal, logical_and
+from ..array import NamedArray, as_named, find, position, spread
+from ..elementwise import equal, greater_equal, less_equal, logical_and, logical_or
 from ..indexing import arange
 from ..operation import operation
 from ..shapes import rename
@@ -19,8 +20,11 @@ from .attention import attend, attend_locally
 from .dense import dense
 from .initialisers import SCALED, Initialiser
 from .layer import Params, as_dim, under_rules
+from .positions import rotated
 
 Kept = dict[str, NamedArray]  # the keys and values of a memory
+# What is added to products: an array, or what makes it from how far away a key is.
+Bias = NamedArray | Callable[[NamedArray], NamedArray]
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Attention:
     ``causal`` lets a position see itself and those before. ``radius`` makes it local: a position
     sees others at most that far away, and no array of length × length is made. With
     ``multi_query`` all heads share keys and values (Shazeer 2019). ``dropout`` is the part of the
-    weights that is left out where a ``key`` is given.
+    weights that is left out where a ``key`` is given. ``rotary`` turns queries and keys of
+    self-attention by their positions, and is the base of the rates (see :func:`rotated`).
+    ``scale`` is that of :func:`attend`.
 
     Positions lie along the dim ``length`` of the input, and along ``memory`` where they are
     attended to, since one array holds both. A rule for ``length`` splits queries; keys and values
@@ -54,6 +60,8 @@ class Attention:
     length: str = "length"
     memory: str = "memory"
     initialiser: Initialiser = SCALED
+    rotary: float | None = None
+    scale: float | None = None
 
     @property
     def _per_query(self) -> Dims:
@@ -82,12 +90,21 @@ class Attention:
         memory: NamedArray | None = None,
         *,
         mask: NamedArray | None = None,
+        segments: NamedArray | None = None,
+        prefix: NamedArray | None = None,
+        bias: Bias | None = None,
         key: Any = None,
     ) -> NamedArray:
         """What the input finds in the memory, or in itself; ``mask`` is true where it may look.
 
         The dims of ``mask`` are any of those of the input and ``memory``: of a padded batch,
-        ``[batch memory]``.
+        ``[batch memory]``. ``bias`` is added to the products: an array of such dims and ``heads``,
+        or a function that makes one from how far away a position is, such as a
+        :class:`RelativeBias` of its parameters.
+
+        In attention to itself, positions whose numbers in ``segments`` differ do not see each
+        other, and those where ``prefix`` is true are seen by earlier ones too, although the layer
+        is ``causal`` (prefix LM, Raffel et al. 2020). Both have the dim ``length``.
         """
         seen = x if memory is None else memory
         if self.length not in seen.shape and self.memory not in seen.shape:
@@ -95,18 +112,47 @@ class Attention:
                 f"attention is to positions along {self.length!r} or {self.memory!r}; "
                 f"[{text_of(seen.dims)}] has neither. Rename the dim of its positions."
             )
-        if memory is None and self.radius is not None:
-            return self._locally(params, x, mask, key)
-        if memory is None and self.causal:
-            mask = _both(mask, _causal(find(x.dims, self.length), self.memory))
-        return self.recall(params, x, self.keep(params, seen), mask=mask, key=key)
+        if memory is not None:
+            if segments is not None or prefix is not None:
+                raise DimError(
+                    "segments= and prefix= are of attention of an input to itself. Of a memory, "
+                    f"give mask=, with the dims {self.length!r} and {self.memory!r}."
+                )
+            return self.recall(params, x, self.keep(params, seen), mask=mask, bias=bias, key=key)
+        if self.radius is not None:
+            return self._locally(params, x, mask, segments, prefix, bias, key)
+        length = find(x.dims, self.length)
+        mask = self._seen(length, mask, segments, prefix)
+        if callable(bias):
+            bias = bias(_offsets(length, self.memory))
+        at = arange(length)
+        kept = self.keep(params, x, at=at)
+        return self.recall(params, x, kept, mask=mask, bias=bias, key=key, at=at)
+
+    def _seen(
+        self,
+        length: Dim,
+        mask: NamedArray | None,
+        segments: NamedArray | None,
+        prefix: NamedArray | None,
+    ) -> NamedArray | None:
+        """Where a position may look, or ``None`` for everywhere."""
+        if self.causal:
+            mask = _both(mask, _causal(length, self.memory, prefix))
+        if segments is not None:
+            mask = _both(mask, equal(segments, rename(segments, length, self.memory)))
+        return mask
 
     @under_rules
-    def keep(self, params: Params, memory: NamedArray) -> Kept:
-        """Keys and values of a memory, to :meth:`recall` from as often as need be."""
+    def keep(self, params: Params, memory: NamedArray, *, at: NamedArray | None = None) -> Kept:
+        """Keys and values of a memory, to :meth:`recall` from as often as need be.
+
+        ``at`` are the positions by which a ``rotary`` layer turns the keys; none leaves them.
+        """
+        keys, values = (dense(memory, params[name], self._per_key) for name in ("key", "value"))
         return {
-            name: _along(dense(memory, params[name], self._per_key), self.length, self.memory)
-            for name in ("key", "value")
+            "key": _along(self._turned(keys, at), self.length, self.memory),
+            "value": _along(values, self.length, self.memory),
         }
 
     @under_rules
@@ -117,16 +163,24 @@ class Attention:
         kept: Kept,
         *,
         mask: NamedArray | None = None,
+        bias: Any = None,
         key: Any = None,
+        at: NamedArray | None = None,
     ) -> NamedArray:
-        """What the input finds in keys and values that were kept."""
+        """What the input, at positions ``at``, finds in keys and values that were kept."""
         found = attend(
-            dense(x, params["query"], self._per_query),
+            self._turned(dense(x, params["query"], self._per_query), at),
             kept["key"],
             kept["value"],
-            memory=self.memory, d_kv=self._per_query[1], mask=mask, rate=self.dropout, key=key,
+            memory=self.memory, d_kv=self._per_query[1], mask=mask, bias=bias, scale=self.scale,
+            rate=self.dropout, key=key,
         )  # fmt: skip
         return dense(found, params["output"], as_dims(self.d_model))
+
+    def _turned(self, x: NamedArray, at: NamedArray | None) -> NamedArray:
+        if self.rotary is None or at is None:
+            return x
+        return rotated(x, at, self._per_query[1], base=self.rotary)
 
     @under_rules
     def empty(self, batch: DimsLike, length: int, dtype: Any = jnp.float32) -> Kept:
@@ -136,7 +190,9 @@ class Attention:
         return {"key": room, "value": room}
 
     @under_rules
-    def step(self, params: Params, x: NamedArray, kept: Kept, at: Any) -> tuple[NamedArray, Kept]:
+    def step(
+        self, params: Params, x: NamedArray, kept: Kept, at: Any, *, bias: Any = None
+    ) -> tuple[NamedArray, Kept]:
         """What position number ``at`` finds in itself and those before; and their keys and values.
 
         The input is that of one position and has no ``length``. Taken for each position in turn,
@@ -147,14 +203,32 @@ class Attention:
                 f"a step is of one position: its input [{text_of(x.dims)}] should have no dim "
                 f"{self.length!r}."
             )
+        place = as_named(at)
         kept = {
             name: _written(kept[name], new, self.memory, at)
-            for name, new in self.keep(params, x).items()
+            for name, new in self.keep(params, x, at=place).items()
         }
-        seen = _until(find(kept["key"].dims, self.memory), at, self.radius)
-        return self.recall(params, x, kept, mask=seen), kept
+        memory = find(kept["key"].dims, self.memory)
+        if callable(bias):
+            bias = bias(arange(memory) - place)
+        mask = _until(memory, at, self.radius)
+        return self.recall(params, x, kept, mask=mask, bias=bias, at=place), kept
 
-    def _locally(self, params: Params, x: NamedArray, mask: Any, key: Any) -> NamedArray:
+    def _locally(
+        self,
+        params: Params,
+        x: NamedArray,
+        mask: NamedArray | None,
+        segments: NamedArray | None,
+        prefix: NamedArray | None,
+        bias: Bias | None,
+        key: Any,
+    ) -> NamedArray:
+        if prefix is not None:
+            raise DimError(
+                "local attention has no prefix that every position sees: leave out prefix= or "
+                "radius=."
+            )
         if mask is not None:
             if self.length in mask.shape:
                 raise DimError(
@@ -162,21 +236,35 @@ class Attention:
                     f"[{text_of(mask.dims)}] should have {self.memory!r} and not {self.length!r}."
                 )
             mask = rename(mask, self.memory, self.length)
+        if isinstance(bias, NamedArray):
+            raise DimError(
+                "a bias of local attention is a function of how far away a position is, such as a "
+                f"RelativeBias of its parameters; received an array [{text_of(bias.dims)}]."
+            )
+        at = arange(find(x.dims, self.length))
         found = attend_locally(
-            dense(x, params["query"], self._per_query),
-            dense(x, params["key"], self._per_key),
+            self._turned(dense(x, params["query"], self._per_query), at),
+            self._turned(dense(x, params["key"], self._per_key), at),
             dense(x, params["value"], self._per_key),
             self.radius or 0,
             causal=self.causal, length=self.length, d_kv=self._per_query[1],
-            mask=mask, rate=self.dropout, key=key,
+            mask=mask, segments=segments, bias=bias, scale=self.scale,
+            rate=self.dropout, key=key,
         )  # fmt: skip
         return dense(found, params["output"], as_dims(self.d_model))
 
 
 @operation
-def _causal(length: Dim, memory: str) -> NamedArray:
-    """True where a position of the memory is not after one of ``length``."""
-    return greater_equal(arange(length), arange(length.renamed(memory)))
+def _offsets(length: Dim, memory: str) -> NamedArray:
+    """How far after each position of ``length`` each one of the memory is."""
+    return arange(length.renamed(memory)) - arange(length)
+
+
+@operation
+def _causal(length: Dim, memory: str, prefix: NamedArray | None) -> NamedArray:
+    """True where a position of the memory is not after one of ``length``, or is of the prefix."""
+    seen = greater_equal(arange(length), arange(length.renamed(memory)))
+    return seen if prefix is None else logical_or(seen, rename(prefix, length, memory))
 
 
 @operation

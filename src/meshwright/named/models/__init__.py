@@ -6,6 +6,7 @@ from . import decoding as decoding
 from .decoding import beam_search as beam_search
 from .decoding import greedy as greedy
 from .encoder_decoder import EncoderDecoder as EncoderDecoder
+from .packing import pack as pack
 from .stack import Block as Block
 from .stack import Stack as Stack
 from .transformer import Transformer as Transformer

@@ -7,26 +7,41 @@ looks at what the encoder said. The paper's rules are those of the language mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ...dim_rules import Dim, DimsLike, as_dims
-from ..array import NamedArray
-from ..elementwise import not_equal
+from ...errors import ModelError
+from ..array import NamedArray, find
+from ..elementwise import cast, equal, logical_and, not_equal
 from ..layers.dense import FeedForward
 from ..layers.layer import Layer, Params, as_dim, pick, under_rules
 from ..layers.losses import softmax_cross_entropy, weighted_mean
 from ..layers.multi_head import Attention
 from ..layers.normalisation import LayerNorm, RMSNorm
+from ..layers.positions import RelativeBias
 from ..operation import operation
 from ..random import dropout
 from ..shapes import rename
 from . import decoding
+from .choices import (
+    Turns,
+    bias_of,
+    check_places,
+    in_turn,
+    is_spare,
+    is_training,
+    relative_of,
+    with_positions,
+)
 from .stack import Block, Stack
-from .tokens import NAMES, Tokens, others, tokens_before
+from .tokens import NAMES, Positions, Tokens, others, tokens_before
+
+_DEPTHS = ["encoder_layers", "decoder_layers"]
 
 
 @dataclass(frozen=True)
@@ -34,13 +49,17 @@ class EncoderDecoder:
     """A translator: how likely every token of a target is, given a source and the tokens before.
 
     ``dims`` are ``length`` (the most positions, of either), ``vocab`` (of both), ``d_model``,
-    ``d_ff``, ``heads``, ``d_kv`` and ``layers`` (of the encoder, and of the decoder). Source and
-    target are whole numbers with the dim ``length``, each of its own size; their other dims, such
-    as ``batch``, are the same. The token ``padding`` is no token: nothing looks at it, and it has
-    no part in the loss. It is also the token before the first of a target.
+    ``d_ff``, ``heads``, ``d_kv`` and ``layers`` (of the encoder, and of the decoder; or
+    ``encoder_layers`` and ``decoder_layers``). Source and target are whole numbers with the dim
+    ``length``, each of its own size; their other dims, such as ``batch``, are the same. The token
+    ``padding`` is no token: nothing looks at it, and it has no part in the loss. It is also the
+    token before the first of a target.
 
-    The other choices are those of :class:`Transformer`; ``smoothing`` is that of
-    :func:`softmax_cross_entropy`.
+    ``attention`` replaces self-attention at both ends (the decoder's is made causal), ``cross`` the
+    attention of the decoder to what the encoder says. The other choices are those of
+    :class:`Transformer`; each end has its own bias by distance. ``smoothing`` is that of
+    :func:`softmax_cross_entropy`. Rows may be packed with several pairs: ``source_segments`` and
+    ``target_segments`` number them, and a pair has one number in both.
 
     >>> from meshwright.named import named
     >>> model = EncoderDecoder("length:8 vocab:16 d_model:8 d_ff:16 heads:2 d_kv:4 layers:2")
@@ -56,7 +75,7 @@ class EncoderDecoder:
     """
 
     dims: DimsLike
-    feed_forward: Layer | None = None
+    feed_forward: Turns[Layer] = None
     norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
     shared_embedding: bool = True
     dropout: float = 0.0
@@ -66,118 +85,198 @@ class EncoderDecoder:
     scan: bool = False
     dtype: Any = jnp.float32
     padding: int = 0
+    positions: Positions | RelativeBias = "learned"
+    attention: Turns[Attention] = None
+    cross: Turns[Attention] = None
 
     def __post_init__(self) -> None:
         _ = self._dims  # what is wrong with them is said here
 
     @property
     def _dims(self) -> dict[str, Dim]:
-        return pick(self.dims, NAMES, "EncoderDecoder", ["d_ff"] if self.feed_forward else [])
+        apart = [dim for dim in as_dims(self.dims) if dim.name in _DEPTHS]
+        spare = [
+            *(["d_ff"] if is_spare(self.feed_forward) else []),
+            *(["heads", "d_kv"] if is_spare(self.attention) and is_spare(self.cross) else []),
+            *([] if self.positions == "learned" else ["length"]),
+            *(["layers"] if len(apart) == 2 else _DEPTHS),
+        ]
+        names = (*NAMES, *_DEPTHS) if apart else NAMES
+        return pick(self.dims, names, "EncoderDecoder", spare)
 
     @property
     def tokens(self) -> Tokens:
         """Tokens of both languages."""
         dims, shared = self._dims, self.shared_embedding
-        return Tokens(dims["length"], dims["vocab"], dims["d_model"], shared, self.dtype)
+        positions = "relative" if isinstance(self.positions, RelativeBias) else self.positions
+        return Tokens(
+            dims.get("length"), dims["vocab"], dims["d_model"], shared, self.dtype, positions
+        )
 
     @property
     def encoder(self) -> Stack:
-        return Stack(
-            Block(self.last, self._attention(), self._feed_forward, dropout=self.dropout),
-            self._dims["layers"], self.recompute, self.scan,
-        )  # fmt: skip
+        return self._stack("encoder_layers", causal=False, crosses=False)
 
     @property
     def decoder(self) -> Stack:
-        return Stack(
-            Block(
-                self.last,
-                self._attention(causal=True),
-                self._feed_forward,
-                cross=self._attention(),
-                dropout=self.dropout,
-            ),
-            self._dims["layers"], self.recompute, self.scan,
-        )  # fmt: skip
+        return self._stack("decoder_layers", causal=True, crosses=True)
+
+    def _stack(self, layers: str, causal: bool, crosses: bool) -> Stack:
+        dims, rate = self._dims, self.dropout
+        choices = in_turn(self.attention), in_turn(self.feed_forward)
+        crossing = in_turn(self.cross) if crosses else (None,)
+        blocks = []
+        for i in range(math.lcm(*map(len, choices), len(crossing))):
+            attention, layer = (choice[i % len(choice)] for choice in choices)
+            attention = replace(attention or self._attention(), causal=causal)
+            layer = layer or FeedForward(dims["d_model"], dims["d_ff"], dropout=rate)
+            cross = crossing[i % len(crossing)] or self._attention() if crosses else None
+            attention = with_positions(attention, self.positions)
+            blocks.append(Block(self.last, attention, layer, cross=cross, dropout=rate))
+        depth = dims[layers] if layers in dims else dims["layers"]
+        return Stack(tuple(blocks), depth, self.recompute, self.scan)
+
+    def _relative(self, causal: bool) -> RelativeBias | None:
+        found = relative_of(self.positions, self._dims.get("heads"), causal)
+        return None if found is None else replace(found, causal=causal)
 
     @property
     def last(self) -> LayerNorm | RMSNorm:
         """The norm after the last block, and before every sub-layer."""
         return self.norm(self._dims["d_model"])
 
-    @property
-    def _feed_forward(self) -> Layer:
+    def _attention(self) -> Attention:
         dims = self._dims
-        return self.feed_forward or FeedForward(dims["d_model"], dims["d_ff"], dropout=self.dropout)
-
-    def _attention(self, causal: bool = False) -> Attention:
-        dims = self._dims
-        return Attention(
-            dims["d_model"], dims["heads"], dims["d_kv"], causal=causal, dropout=self.dropout
-        )
+        return Attention(dims["d_model"], dims["heads"], dims["d_kv"], dropout=self.dropout)
 
     @under_rules
     def init(self, key: Any) -> Params:
         """Parameters, the same under any rules."""
         tokens, encoder, decoder = jax.random.split(key, 3)
-        return {
+        params = {
             "tokens": self.tokens.init(tokens),
             "encoder": self.encoder.init(encoder),
             "encoder_last": self.last.init(),
             "decoder": self.decoder.init(decoder),
             "decoder_last": self.last.init(),
         }
+        for i, end in enumerate(("encoder", "decoder")):
+            if (relative := self._relative(end == "decoder")) is not None:
+                params[f"{end}_relative"] = relative.init(jax.random.fold_in(key, i + 1))
+        return params
 
     @under_rules
     def __call__(
-        self, params: Params, source: NamedArray, target: NamedArray, *, key: Any = None
+        self,
+        params: Params,
+        source: NamedArray,
+        target: NamedArray,
+        *,
+        key: Any = None,
+        training: bool | None = None,
+        **packed: NamedArray,
     ) -> NamedArray:
-        """Logits of the token that follows each one of the target; with a ``key``, with dropout."""
-        return self._logits(params, source, target, key)[0]
+        """Logits of the token that follows each one of the target.
+
+        With a ``key`` as in training, with dropout, unless ``training=False``; else as in
+        evaluation. ``packed`` are segments and places, as those of :meth:`loss`.
+        """
+        training = key is not None if training is None else training
+        return self._logits(params, source, target, key, training, _Packed(**packed))[0]
 
     @under_rules
     def loss(
-        self, params: Params, source: NamedArray, target: NamedArray, *, key: Any = None
+        self,
+        params: Params,
+        source: NamedArray,
+        target: NamedArray,
+        *,
+        weights: NamedArray | None = None,
+        source_segments: NamedArray | None = None,
+        target_segments: NamedArray | None = None,
+        source_places: NamedArray | None = None,
+        target_places: NamedArray | None = None,
+        key: Any = None,
+        training: bool | None = None,
     ) -> Any:
         """The mean cross-entropy of every token of the target, a scalar for ``jax.grad``.
 
-        Losses of layers are added.
+        ``weights`` say how much each token counts; padding never does. Losses of layers are added.
+        Of packed rows, ``source_segments`` and ``target_segments`` say which pair each token is of,
+        and ``source_places`` and ``target_places`` where it stands in it. A ``key`` means training,
+        unless ``training=False``. Raises :class:`ModelError` if neither is given to a model that
+        differs between the two: one with dropout or a mixture of experts.
         """
-        before = tokens_before(target, "length", self.padding)
-        logits, extra = self._logits(params, source, before, key)
+        differs = [*self.encoder.in_training, *self.decoder.in_training]
+        training = is_training(key, training, list(dict.fromkeys(differs)), "EncoderDecoder")
+        packed = _Packed(source_segments, target_segments, source_places, target_places)
+        before = tokens_before(target, "length", self.padding, target_segments)
+        logits, extra = self._logits(params, source, before, key, training, packed)
         losses = softmax_cross_entropy(
             logits, target, "vocab", z_loss=self.z_loss, smoothing=self.smoothing
         )
-        return (weighted_mean(losses, not_equal(target, self.padding)) + extra).array
+        counted = not_equal(target, self.padding)
+        if weights is not None:
+            counted = weights * cast(counted, weights.dtype)
+        return (weighted_mean(losses, counted) + extra).array
 
     @under_rules
     def encode(
-        self, params: Params, source: NamedArray, *, key: Any = None
+        self,
+        params: Params,
+        source: NamedArray,
+        *,
+        segments: NamedArray | None = None,
+        places: NamedArray | None = None,
+        key: Any = None,
+        training: bool | None = None,
     ) -> tuple[NamedArray, NamedArray]:
         """What the encoder says of the source, and the losses of its layers."""
+        training = key is not None if training is None else training
+        check_places(self.positions, segments, places)
         first, rest = (None, None) if key is None else jax.random.split(key)
-        x = self._embedded(params, source, first)
-        mask = _is_token(source, self.padding)
-        x, extra = self.encoder(params["encoder"], x, mask=mask, key=rest)
+        x = self._embedded(params, source, places, first if training else None)
+        stack, mask = self.encoder, _is_token(source, self.padding)
+        length, relative = find(source.dims, "length"), self._relative(causal=False)
+        bias = bias_of(relative, params.get("encoder_relative"), stack, length)
+        x, extra = stack(
+            params["encoder"], x, mask=mask, segments=segments, bias=bias, key=rest,
+            training=training,
+        )  # fmt: skip
         return self.last(params["encoder_last"], x), extra
 
     def _logits(
-        self, params: Params, source: NamedArray, target: NamedArray, key: Any
+        self,
+        params: Params,
+        source: NamedArray,
+        target: NamedArray,
+        key: Any,
+        training: bool,
+        packed: _Packed,
     ) -> tuple[NamedArray, NamedArray]:
+        check_places(self.positions, packed.target_segments, packed.target_places)
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
-        encoded, extra = self.encode(params, source, key=keys[0])
-        x, more = self.decoder(
+        encoded, extra = self.encode(
+            params, source, segments=packed.source_segments, places=packed.source_places,
+            key=keys[0], training=training,
+        )  # fmt: skip
+        stack, length = self.decoder, find(target.dims, "length")
+        relative = self._relative(causal=True)
+        x, more = stack(
             params["decoder"],
-            self._embedded(params, target, keys[1]),
-            memory=self.decoder.keep(params["decoder"], encoded),
-            memory_mask=_is_token(source, self.padding),
+            self._embedded(params, target, packed.target_places, keys[1] if training else None),
+            memory=stack.keep(params["decoder"], encoded),
+            memory_mask=packed.mask(_is_token(source, self.padding)),
+            segments=packed.target_segments,
+            bias=bias_of(relative, params.get("decoder_relative"), stack, length),
             key=keys[2],
+            training=training,
         )
         x = self.last(params["decoder_last"], x)
         return self.tokens.logits(params["tokens"], x), extra + more
 
-    def _embedded(self, params: Params, tokens: NamedArray, key: Any) -> NamedArray:
-        x = self.tokens(params["tokens"], tokens)
+    def _embedded(self, params: Params, tokens: NamedArray, places: Any, key: Any) -> NamedArray:
+        x = self.tokens(params["tokens"], tokens, places)
         return dropout(x, key, rate=self.dropout) if key is not None and self.dropout else x
 
     @under_rules
@@ -195,10 +294,13 @@ class EncoderDecoder:
             _is_token(source, self.padding),
         )
 
+        relative = self._relative(causal=True)
+        bias = bias_of(relative, params.get("decoder_relative"), self.decoder, None)
+
         def step(ids: NamedArray, at: Any, states: Any) -> tuple[NamedArray, Any]:
             x = self.tokens.step(params["tokens"], ids, at)
             x, states = self.decoder.step(
-                params["decoder"], x, states, at, memory=memory, memory_mask=mask
+                params["decoder"], x, states, at, memory=memory, memory_mask=mask, bias=bias
             )
             return self.tokens.logits(
                 params["tokens"], self.last(params["decoder_last"], x)
@@ -235,3 +337,26 @@ class EncoderDecoder:
 def _is_token(source: NamedArray, padding: int) -> NamedArray:
     """Where the memory that a source makes may be looked at."""
     return rename(not_equal(source, padding), "length", "memory")
+
+
+class _Packed(NamedTuple):
+    """Which pair each token is of, and where it stands in it."""
+
+    source_segments: NamedArray | None = None
+    target_segments: NamedArray | None = None
+    source_places: NamedArray | None = None
+    target_places: NamedArray | None = None
+
+    def mask(self, is_token: NamedArray) -> NamedArray:
+        """Where the target may look at the source. Raises :class:`ModelError` for half a pair."""
+        one, other = self.source_segments, self.target_segments
+        if one is None and other is None:
+            return is_token
+        if one is None or other is None:
+            raise ModelError("source_segments= and target_segments= go together.")
+        return _same_pair(is_token, one, other)
+
+
+@operation
+def _same_pair(is_token: NamedArray, source: NamedArray, target: NamedArray) -> NamedArray:
+    return logical_and(is_token, equal(target, rename(source, "length", "memory")))

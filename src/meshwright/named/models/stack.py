@@ -7,7 +7,8 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from ...errors import ModelError
 from ..array import NamedArray
 from ..gradients import recompute
 from ..joining import stack
-from ..layers.layer import Layer, Params, as_dim, under_rules
+from ..layers.layer import Layer, Params, as_dim, takes_training, under_rules
 from ..layers.multi_head import Attention, Kept
 from ..layers.normalisation import LayerNorm, RMSNorm
 from ..loops import scan
@@ -56,19 +57,40 @@ class Block:
         params: Params,
         x: NamedArray,
         *,
-        mask: NamedArray | None = None,
         memory: Kept | None = None,
         memory_mask: NamedArray | None = None,
         key: Any = None,
+        training: bool | None = None,
+        **seen: Any,
     ) -> tuple[NamedArray, NamedArray | None]:
         """The output, and the loss of a feed-forward layer that has one of its own.
 
-        ``memory`` holds the keys and values that ``cross`` looks at.
+        ``memory`` holds the keys and values that ``cross`` looks at. Without ``training``, a key
+        means training. ``seen`` are options of self-attention, such as ``mask`` or ``bias``.
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
-        x, _ = self._sublayer(params, "attention", self.attention, x, keys[0], mask=mask)
-        x = self._crossed(params, x, memory, memory_mask, keys[1])
-        return self._sublayer(params, "feed_forward", self.feed_forward, x, keys[2])
+        training = key is not None if training is None else training
+        quiet = keys if training else [None] * 3
+        seen = {name: value for name, value in seen.items() if value is not None}
+        x, _ = self._sublayer(params, "attention", self.attention, x, quiet[0], **seen)
+        x = self._crossed(params, x, memory, memory_mask, quiet[1])
+        if not takes_training(self.feed_forward):
+            return self._sublayer(params, "feed_forward", self.feed_forward, x, quiet[2])
+        # It may draw numbers in evaluation too.
+        layer: Any = functools.partial(self.feed_forward, **{"training": training})
+        return self._sublayer(params, "feed_forward", layer, x, keys[2], drops=training)
+
+    @property
+    def in_training(self) -> list[str]:
+        """What is computed otherwise in training than in evaluation."""
+        layers = [self.attention, self.feed_forward, *([self.cross] if self.cross else [])]
+        found = [f"dropout={self.dropout}"] if self.dropout else []
+        for layer in layers:
+            if rate := getattr(layer, "dropout", 0):
+                found.append(f"dropout={rate}")
+            if takes_training(layer):
+                found.append(type(layer).__name__)
+        return list(dict.fromkeys(found))
 
     def step(
         self,
@@ -79,9 +101,13 @@ class Block:
         *,
         memory: Kept | None = None,
         memory_mask: NamedArray | None = None,
+        **seen: Any,
     ) -> tuple[NamedArray, Kept]:
         """Position number ``at`` alone; ``kept`` are the keys and values of those before."""
-        x, kept = self._sublayer(params, "attention", self.attention.step, x, kept=kept, at=at)
+        seen = {name: value for name, value in seen.items() if value is not None}
+        x, kept = self._sublayer(
+            params, "attention", self.attention.step, x, kept=kept, at=at, **seen
+        )
         x = self._crossed(params, x, memory, memory_mask)
         x, _ = self._sublayer(params, "feed_forward", self.feed_forward, x)
         return x, kept
@@ -107,6 +133,7 @@ class Block:
         layer: Callable[..., Any],
         x: NamedArray,
         key: Any = None,
+        drops: bool = True,
         **given: Any,
     ) -> tuple[NamedArray, Any]:
         """The input and what a layer says to it; and what else the layer returns."""
@@ -115,26 +142,50 @@ class Block:
             given["key"] = inner
         said = layer(params[name], self.norm(params[f"{name}_norm"], x), **given)
         said, more = said[:2] if isinstance(said, tuple) else (said, None)
-        if outer is not None and self.dropout:
+        if outer is not None and drops and self.dropout:
             said = dropout(said, outer, rate=self.dropout)
         return x + said, more
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A block, ``layers`` times, each with parameters of its own.
+    """A block, ``layers`` times, each with parameters of its own; or several blocks in turn.
 
     Parameters are a dict of ``layer_0``, ``layer_1`` and so on. With ``scan`` they are one block's,
     in which every array has the dim ``layers`` in front: the block is traced and compiled once, for
     any number of layers. With ``recompute`` the backward pass keeps what enters each block, and
     computes what is inside again; or keeps some of that, if it names a policy (see
     :func:`meshwright.named.recompute`).
+
+    Of several blocks, layer ``i`` is block ``i % len(block)``, such as every second one with a
+    mixture of experts (GShard, Lepikhin et al. 2020). With ``scan`` their parameters are a dict of
+    ``block_0``, ``block_1`` and so on, each with its own part of ``layers``, which has to divide.
     """
 
-    block: Block
+    block: Block | Sequence[Block]
     layers: str | Dim
     recompute: bool | str = False
     scan: bool = False
+
+    def __post_init__(self) -> None:
+        count = len(self.blocks)
+        if not count:
+            raise ModelError("a Stack takes one Block or more; received none.")
+        if self.scan and self._layers.size % count:
+            raise ModelError(
+                f"with scan=True, {self._layers} must be a multiple of the {count} blocks that "
+                "take turns."
+            )
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks that take turns."""
+        return (self.block,) if isinstance(self.block, Block) else tuple(self.block)
+
+    @property
+    def in_training(self) -> list[str]:
+        """What is computed otherwise in training than in evaluation."""
+        return list(dict.fromkeys(text for block in self.blocks for text in block.in_training))
 
     @property
     def _layers(self) -> Dim:
@@ -143,27 +194,26 @@ class Stack:
     @under_rules
     def init(self, key: Any) -> Params:
         keys = jax.random.split(key, self._layers.size)
-        return self._together([self.block.init(each) for each in keys])
+        return self._together(lambda block, own: block.init(own), keys)
 
     @under_rules
     def __call__(
-        self, params: Params, x: NamedArray, *, memory: Any = None, key: Any = None, **given: Any
+        self, params: Params, x: NamedArray, *, memory: Any = None, key: Any = None, **how: Any
     ) -> tuple[NamedArray, NamedArray]:
         """The output, and the sum of the losses that blocks have of their own.
 
-        ``memory`` holds keys and values for every block, as :meth:`keep` makes them.
+        ``memory`` holds keys and values for every block, as :meth:`keep` makes them; ``how`` are
+        the other options of a block.
         """
 
-        def body(carry: Any, own: Any) -> tuple[Any, None]:
+        def body(block: Block, carry: Any, own: Any) -> tuple[Any, None]:
             (x, total), (params, memory, key) = carry, own
-            x, loss = self.block(params, x, memory=memory, key=key, **given)
+            x, loss = block(params, x, memory=memory, key=key, **how)
             return (x, total if loss is None else total + loss), None
 
-        if self.recompute:
-            policy = "nothing_saveable" if self.recompute is True else self.recompute
-            body = recompute(body, policy)
         nothing = NamedArray(jnp.zeros([], jnp.float32), ())
-        return self._repeat(body, (x, nothing), (params, memory, self._keys(key)))[0]
+        own = params, memory, self._keys(key)
+        return self._repeat(body, (x, nothing), own, recomputes=True)[0]
 
     @under_rules
     def step(
@@ -174,13 +224,13 @@ class Stack:
         at: Any,
         *,
         memory: Any = None,
-        **given: Any,
+        **how: Any,
     ) -> tuple[NamedArray, Params]:
         """Position number ``at`` alone; ``kept`` are all keys and values of those before."""
 
-        def body(x: Any, own: Any) -> tuple[Any, Any]:
+        def body(block: Block, x: Any, own: Any) -> tuple[Any, Any]:
             params, kept, memory = own
-            return self.block.step(params, x, kept, at, memory=memory, **given)
+            return block.step(params, x, kept, at, memory=memory, **how)
 
         return self._repeat(body, x, (params, kept, memory))
 
@@ -188,44 +238,73 @@ class Stack:
     def empty(self, batch: DimsLike, length: int, dtype: Any = jnp.float32) -> Params:
         """Room for every block's keys and values of ``length`` positions, for :meth:`step`."""
         return self._together(
-            [self.block.attention.empty(batch, length, dtype)] * self._layers.size
+            lambda block, _: block.attention.empty(batch, length, dtype), range(self._layers.size)
         )
 
     @under_rules
     def keep(self, params: Params, memory: NamedArray) -> Params:
         """The keys and values of a memory, for ``cross`` of every block."""
-        cross = self.block.cross
-        if cross is None:
-            raise ModelError("blocks without cross= look at no memory: give Block(cross=...).")
 
-        def body(_: None, own: Any) -> tuple[None, Kept]:
-            return None, cross.keep(own[0]["cross"], memory)
+        def body(block: Block, _: None, own: Any) -> tuple[None, Kept]:
+            if block.cross is None:
+                raise ModelError("blocks without cross= look at no memory: give Block(cross=...).")
+            return None, block.cross.keep(own[0]["cross"], memory)
 
         return self._repeat(body, None, (params,))[1]
 
     def _keys(self, key: Any) -> Any:
+        """A key for each block, in the form of the parameters."""
         if key is None:
             return None
-        keys = jax.random.split(key, self._layers.size)
-        return keys if self.scan else dict(zip(self._names, keys, strict=True))
+        keys, count = jax.random.split(key, self._layers.size), len(self.blocks)
+        if not self.scan:
+            return dict(zip(self._names, keys, strict=True))
+        return keys if count == 1 else {_turn(i): keys[i::count] for i in range(count)}
 
     @property
     def _names(self) -> list[str]:
         return [f"layer_{i}" for i in range(self._layers.size)]
 
-    def _together(self, blocks: list[Any]) -> Params:
-        """What is of each block, as what is of all."""
+    def _together(self, make: Callable[[Block, Any], Any], several: Iterable[Any]) -> Params:
+        """What is made for each block, as what is of all."""
+        count = len(self.blocks)
+        made = [make(self.blocks[i % count], own) for i, own in enumerate(several)]
         if not self.scan:
-            return dict(zip(self._names, blocks, strict=True))
-        return jax.tree.map(lambda *each: stack(each, self._layers.name), *blocks, is_leaf=is_named)
+            return dict(zip(self._names, made, strict=True))
+        turns = {_turn(i): self._stacked(made[i::count]) for i in range(count)}
+        return turns[_turn(0)] if count == 1 else turns
+
+    def _stacked(self, some: list[Any]) -> Any:
+        return jax.tree.map(lambda *each: stack(each, self._layers.name), *some, is_leaf=is_named)
 
     def _repeat(
-        self, body: Callable[..., Any], carry: Any, own: tuple[Any, ...]
+        self,
+        body: Callable[..., Any],
+        carry: Any,
+        own: tuple[Any, ...],
+        recomputes: bool = False,
     ) -> tuple[Any, Any]:
         """``body`` for each block in turn, with what is its own; in a loop, or written out."""
-        if self.scan:
-            return scan(body, carry, own, self._layers)
-        results = {}
-        for name in self._names:
-            carry, results[name] = body(carry, [each and each[name] for each in own])
-        return carry, results
+        bodies = [functools.partial(body, block) for block in self.blocks]
+        if recomputes and self.recompute:
+            policy = "nothing_saveable" if self.recompute is True else self.recompute
+            bodies = [recompute(body, policy) for body in bodies]
+
+        def in_turn(names: list[str], carry: Any, own: Any) -> tuple[Any, Any]:
+            results = {}
+            for i, name in enumerate(names):
+                part = [each and each[name] for each in own]
+                carry, results[name] = bodies[i % len(bodies)](carry, part)
+            return carry, results
+
+        if not self.scan:
+            return in_turn(self._names, carry, own)
+        count = len(bodies)
+        if count == 1:
+            return scan(bodies[0], carry, own, self._layers)
+        turns = functools.partial(in_turn, [_turn(i) for i in range(count)])
+        return scan(turns, carry, own, self._layers.resized(self._layers.size // count))
+
+
+def _turn(i: int) -> str:
+    return f"block_{i}"

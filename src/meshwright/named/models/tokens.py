@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +11,40 @@ import jax.numpy as jnp
 from ...dim_rules import Dim, Dims
 from ...errors import DimError
 from ..array import NamedArray, as_named, find
-from ..elementwise import where
+from ..elementwise import equal, where
 from ..indexing import arange
 from ..joining import slice
 from ..layers.dense import dense
 from ..layers.embedding import Embedding
 from ..layers.initialisers import SCALED
 from ..layers.layer import Params, in_dtype, without
+from ..layers.positions import sinusoids
 from ..operation import operation
 from ..shifting import shift
 
 # The dims of a Transformer.
 NAMES = ("length", "vocab", "d_model", "d_ff", "heads", "d_kv", "layers")
 
+# How a model knows where a token stands: by a table of its own, by waves that are added, by
+# rotations or a bias in attention, or not at all.
+Positions = Literal["learned", "sinusoid", "rotary", "relative", "none"]
+
 
 @dataclass(frozen=True)
 class Tokens:
     """The embedding of tokens and of their places, and the logits of the next ones.
 
-    Parameters are ``table``, of ``vocab`` and ``d_model``; ``places``, of ``position`` and
-    ``d_model``; and ``output``, unless the table is ``shared`` by both ends.
+    Parameters are ``table``, of ``vocab`` and ``d_model``; with ``positions="learned"``,
+    ``places``, of ``position`` and ``d_model``; and ``output``, unless the table is ``shared`` by
+    both ends. ``length`` is the most positions, or none if there is no limit.
     """
 
-    length: Dim
+    length: Dim | None
     vocab: Dim
     d_model: Dim
     shared: bool = True
     dtype: Any = jnp.float32
+    positions: Positions = "learned"
 
     @property
     def _words(self) -> Embedding:
@@ -45,33 +52,52 @@ class Tokens:
 
     @property
     def _places(self) -> Embedding:
-        return Embedding(self.length.renamed("position"), self.d_model, dtype=self.dtype)
+        return Embedding(self._limit.renamed("position"), self.d_model, dtype=self.dtype)
+
+    @property
+    def _limit(self) -> Dim:
+        if self.length is None:
+            raise DimError("positions='learned' takes the dim 'length', the most positions.")
+        return self.length
 
     def init(self, key: Any) -> Params:
         table, places, output = jax.random.split(key, 3)
-        params = {
-            "table": self._words.init(table)["table"],
-            "places": self._places.init(places)["table"],
-        }
+        params = {"table": self._words.init(table)["table"]}
+        if self.positions == "learned":
+            params["places"] = self._places.init(places)["table"]
         if not self.shared:
             params["output"] = SCALED(output, (self.d_model,), (self.vocab,))
         return params
 
-    def __call__(self, params: Params, ids: NamedArray) -> NamedArray:
-        """What stands at every position. Raises :class:`DimError` if there are too many."""
-        length = find(ids.dims, self.length.name)
+    def __call__(
+        self, params: Params, ids: NamedArray, places: NamedArray | None = None
+    ) -> NamedArray:
+        """What stands at every position, or at these ``places``.
+
+        Raises :class:`DimError` if there are too many.
+        """
+        length = find(ids.dims, "length")
         self.check(length.size)
-        places = slice(params["places"], "position", 0, length.size, name=length.name)
-        return self._words({"table": params["table"]}, ids) + in_dtype(places, self.dtype)
+        words = self._words({"table": params["table"]}, ids)
+        if self.positions == "learned" and places is None:
+            rows = slice(params["places"], "position", 0, length.size, name="length")
+            return words + in_dtype(rows, self.dtype)
+        return self._placed(params, words, arange(length) if places is None else places)
 
     def step(self, params: Params, ids: NamedArray, at: Any) -> NamedArray:
         """What stands at position number ``at`` alone."""
-        place = self._places({"table": params["places"]}, as_named(at))
-        return self._words({"table": params["table"]}, ids) + place
+        return self._placed(params, self._words({"table": params["table"]}, ids), as_named(at))
+
+    def _placed(self, params: Params, words: NamedArray, at: NamedArray) -> NamedArray:
+        if self.positions == "learned":
+            return words + self._places({"table": params["places"]}, at)
+        if self.positions == "sinusoid":
+            return words + in_dtype(sinusoids(at, self.d_model), self.dtype)
+        return words
 
     def check(self, length: int) -> None:
         """Raise :class:`DimError` if there are more tokens than positions."""
-        if length > self.length.size:
+        if self.length is not None and length > self.length.size:
             raise DimError(
                 f"{length} tokens are more than the model's {self.length.size} positions: give it "
                 f"'{self.length.name}:{length}', or take fewer tokens."
@@ -85,9 +111,18 @@ class Tokens:
 
 
 @operation
-def tokens_before(tokens: NamedArray, length: str, start: int) -> NamedArray:
-    """The token before each position: those given, moved up by one, with ``start`` in front."""
+def tokens_before(
+    tokens: NamedArray, length: str, start: int, segments: NamedArray | None = None
+) -> NamedArray:
+    """The token before each position: those given, moved up by one, with ``start`` in front.
+
+    With ``segments``, ``start`` stands in front of each of them.
+    """
     moved = shift(tokens, 1, length)
+    if segments is not None:
+        same = equal(segments, shift(segments, 1, length))
+        first = equal(arange(find(tokens.dims, length)), 0)
+        return where(same & ~first, moved, start, out=tokens.dims)
     if not start:
         return moved
     return where(arange(find(tokens.dims, length)) > 0, moved, start, out=tokens.dims)

@@ -7,6 +7,7 @@ rows and columns.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +15,30 @@ import jax
 import jax.numpy as jnp
 
 from ...dim_rules import Dim, DimsLike
-from ..array import NamedArray
+from ..array import NamedArray, find
+from ..elementwise import cast, less, not_equal
+from ..indexing import arange
 from ..layers.dense import FeedForward
 from ..layers.layer import Layer, Params, as_dim, pick, under_rules
 from ..layers.losses import softmax_cross_entropy, weighted_mean
 from ..layers.multi_head import Attention
 from ..layers.normalisation import LayerNorm, RMSNorm
+from ..layers.positions import RelativeBias
+from ..operation import operation
 from ..random import dropout
 from . import decoding
+from .choices import (
+    Turns,
+    bias_of,
+    check_places,
+    in_turn,
+    is_spare,
+    is_training,
+    relative_of,
+    with_positions,
+)
 from .stack import Block, Stack
-from .tokens import NAMES, Tokens, others, tokens_before
+from .tokens import NAMES, Positions, Tokens, others, tokens_before
 
 
 @dataclass(frozen=True)
@@ -35,10 +50,22 @@ class Transformer:
     such as ``batch``, are free.
 
     ``feed_forward`` replaces that layer by any that is made for ``d_model`` (see :class:`Layer`);
-    ``attention`` replaces self-attention, by a local one for example. ``shared_embedding`` uses one
-    table for the tokens that come in and the logits that go out. ``dtype`` is the element type of
-    activations; parameters are float32, as are sums in norms, softmax and loss. ``recompute`` and
-    ``scan`` are those of :class:`Stack`.
+    ``attention`` replaces self-attention, by a local one for example. A tuple of several takes
+    turns: ``feed_forward=(None, experts)`` is the usual layer and a mixture of experts, one after
+    the other. ``shared_embedding`` uses one table for the tokens that come in and the logits that
+    go out. ``dtype`` is the element type of activations; parameters are float32, as are sums in
+    norms, softmax and loss. ``recompute`` and ``scan`` are those of :class:`Stack`.
+
+    ``positions`` are ``"learned"``, one row of a table each; ``"sinusoid"`` (Vaswani et al. 2017);
+    ``"rotary"`` (Su et al. 2021); ``"relative"``, T5's bias by distance, or a
+    :class:`RelativeBias` of other sizes, which all layers share; or ``"none"``. Only a table needs
+    the dim ``length``; without it there is no limit.
+
+    Rows may be packed with several texts: ``segments`` number them from 1, 0 is padding, and no
+    token sees another segment; ``places`` say where each token stands in its own (:func:`pack`
+    makes both). ``prefix`` is true for tokens that are given: all of the same segment see them, and
+    they have no part in the loss (prefix LM, Raffel et al. 2020); it may also be their number, for
+    each sequence.
 
     >>> from meshwright.named import named
     >>> model = Transformer("length:8 vocab:16 d_model:8 d_ff:16 heads:2 d_kv:4 layers:1")
@@ -50,8 +77,8 @@ class Transformer:
     """
 
     dims: DimsLike
-    feed_forward: Layer | None = None
-    attention: Attention | None = None
+    feed_forward: Turns[Layer] = None
+    attention: Turns[Attention] = None
     norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
     shared_embedding: bool = True
     dropout: float = 0.0
@@ -60,6 +87,7 @@ class Transformer:
     scan: bool = False
     dtype: Any = jnp.float32
     start: int = 0  # the token before the first
+    positions: Positions | RelativeBias = "learned"
 
     def __post_init__(self) -> None:
         _ = self._dims  # what is wrong with them is said here
@@ -67,28 +95,39 @@ class Transformer:
     @property
     def _dims(self) -> dict[str, Dim]:
         spare = [
-            *(["d_ff"] if self.feed_forward else []),
-            *(["heads", "d_kv"] if self.attention else []),
+            *(["d_ff"] if is_spare(self.feed_forward) else []),
+            *(["heads", "d_kv"] if is_spare(self.attention) else []),
+            *([] if self.positions == "learned" else ["length"]),
         ]
         return pick(self.dims, NAMES, "Transformer", spare)
 
     @property
     def tokens(self) -> Tokens:
-        dims = self._dims
-        shared = self.shared_embedding
-        return Tokens(dims["length"], dims["vocab"], dims["d_model"], shared, self.dtype)
+        dims, shared = self._dims, self.shared_embedding
+        positions = "relative" if isinstance(self.positions, RelativeBias) else self.positions
+        return Tokens(
+            dims.get("length"), dims["vocab"], dims["d_model"], shared, self.dtype, positions
+        )
 
     @property
     def stack(self) -> Stack:
         dims, rate = self._dims, self.dropout
-        block = Block(
-            self.norm(dims["d_model"]),
-            self.attention
-            or Attention(dims["d_model"], dims["heads"], dims["d_kv"], causal=True, dropout=rate),
-            self.feed_forward or FeedForward(dims["d_model"], dims["d_ff"], dropout=rate),
-            dropout=rate,
-        )
-        return Stack(block, dims["layers"], self.recompute, self.scan)
+        attentions, layers = in_turn(self.attention), in_turn(self.feed_forward)
+        blocks = []
+        for i in range(math.lcm(len(attentions), len(layers))):
+            attention = attentions[i % len(attentions)] or Attention(
+                dims["d_model"], dims["heads"], dims["d_kv"], causal=True, dropout=rate
+            )
+            layer = layers[i % len(layers)] or FeedForward(
+                dims["d_model"], dims["d_ff"], dropout=rate
+            )
+            attention = with_positions(attention, self.positions)
+            blocks.append(Block(self.norm(dims["d_model"]), attention, layer, dropout=rate))
+        return Stack(tuple(blocks), dims["layers"], self.recompute, self.scan)
+
+    @property
+    def _relative(self) -> RelativeBias | None:
+        return relative_of(self.positions, self._dims.get("heads"), causal=True)
 
     @property
     def last(self) -> LayerNorm | RMSNorm:
@@ -99,16 +138,35 @@ class Transformer:
     def init(self, key: Any) -> Params:
         """Parameters, the same under any rules; under ``jax.jit`` devices make their own pieces."""
         tokens, stack = jax.random.split(key)
-        return {
+        params = {
             "tokens": self.tokens.init(tokens),
             "stack": self.stack.init(stack),
             "last": self.last.init(),
         }
+        if (relative := self._relative) is not None:
+            params["relative"] = relative.init(jax.random.fold_in(key, 1))
+        return params
 
     @under_rules
-    def __call__(self, params: Params, tokens: NamedArray, *, key: Any = None) -> NamedArray:
-        """Logits of the token that follows each position; with a ``key``, with dropout."""
-        return self._logits(params, tokens, key)[0]
+    def __call__(
+        self,
+        params: Params,
+        tokens: NamedArray,
+        *,
+        segments: NamedArray | None = None,
+        places: NamedArray | None = None,
+        prefix: NamedArray | None = None,
+        key: Any = None,
+        training: bool | None = None,
+    ) -> NamedArray:
+        """Logits of the token that follows each position.
+
+        With a ``key`` as in training, with dropout, unless ``training=False``; else as in
+        evaluation. ``prefix`` is true for the tokens that every position of their segment sees.
+        """
+        training = key is not None if training is None else training
+        prefix = None if prefix is None else _as_mask(prefix, tokens)
+        return self._logits(params, tokens, key, training, segments, places, prefix)[0]
 
     @under_rules
     def loss(
@@ -117,25 +175,53 @@ class Transformer:
         tokens: NamedArray,
         *,
         weights: NamedArray | None = None,
+        segments: NamedArray | None = None,
+        places: NamedArray | None = None,
+        prefix: NamedArray | None = None,
         key: Any = None,
+        training: bool | None = None,
     ) -> Any:
         """The mean cross-entropy of every token given those before, a scalar for ``jax.grad``.
 
-        ``weights`` say how much each token counts, 0 for padding. Losses of layers are added.
+        ``weights`` say how much each token counts, 0 for padding. Losses of layers are added. A
+        ``key`` means training, unless ``training=False``. Raises :class:`ModelError` if neither is
+        given to a model that differs between the two: one with dropout or a mixture of experts.
         """
-        before = tokens_before(tokens, "length", self.start)
-        logits, extra = self._logits(params, before, key)
+        training = is_training(key, training, self.stack.in_training, "Transformer")
+        before = tokens_before(tokens, "length", self.start, segments)
+        seen = None
+        if prefix is not None:
+            prefix = _as_mask(prefix, tokens)
+            # A token stands one position after its own in what goes in.
+            seen = tokens_before(prefix, "length", 1, segments)
+            weights = _times(weights, ~prefix)
+        if segments is not None:
+            weights = _times(weights, not_equal(segments, 0))
+        logits, extra = self._logits(params, before, key, training, segments, places, seen)
         losses = softmax_cross_entropy(logits, tokens, "vocab", z_loss=self.z_loss)
         return (weighted_mean(losses, weights) + extra).array
 
     def _logits(
-        self, params: Params, tokens: NamedArray, key: Any
+        self,
+        params: Params,
+        tokens: NamedArray,
+        key: Any,
+        training: bool,
+        segments: NamedArray | None = None,
+        places: NamedArray | None = None,
+        prefix: NamedArray | None = None,
     ) -> tuple[NamedArray, NamedArray]:
+        check_places(self.positions, segments, places)
         first, rest = (None, None) if key is None else jax.random.split(key)
-        x = self.tokens(params["tokens"], tokens)
-        if first is not None and self.dropout:
+        x = self.tokens(params["tokens"], tokens, places)
+        if first is not None and training and self.dropout:
             x = dropout(x, first, rate=self.dropout)
-        x, extra = self.stack(params["stack"], x, key=rest)
+        stack, length = self.stack, find(tokens.dims, "length")
+        bias = bias_of(self._relative, params.get("relative"), stack, length)
+        x, extra = stack(
+            params["stack"], x, segments=segments, prefix=prefix, bias=bias, key=rest,
+            training=training,
+        )  # fmt: skip
         return self.tokens.logits(params["tokens"], self.last(params["last"], x)), extra
 
     @under_rules
@@ -148,9 +234,11 @@ class Transformer:
         values of ``length`` positions, for every sequence of the dims ``batch``.
         """
 
+        bias = bias_of(self._relative, params.get("relative"), self.stack, None)
+
         def step(ids: NamedArray, at: Any, states: Any) -> tuple[NamedArray, Any]:
             x = self.tokens.step(params["tokens"], ids, at)
-            x, states = self.stack.step(params["stack"], x, states, at)
+            x, states = self.stack.step(params["stack"], x, states, at, bias=bias)
             return self.tokens.logits(params["tokens"], self.last(params["last"], x)), states
 
         self.tokens.check(length)
@@ -178,3 +266,18 @@ class Transformer:
         forced, beam = decoding.forced(prompt, length), as_dim(beam, "beam")
         step, states = self.stepper(params, (*others(prompt), beam), length)
         return decoding.beam_search(step, states, forced, beam, start=self.start, **how)
+
+
+@operation
+def _as_mask(prefix: NamedArray, tokens: NamedArray) -> NamedArray:
+    """Where a token is of the prefix, of which the number may be given for each sequence."""
+    length = find(tokens.dims, "length")
+    if length in prefix.dims:
+        return not_equal(prefix, 0)
+    return less(arange(length), prefix, out=(*prefix.dims, length))
+
+
+@operation
+def _times(weights: NamedArray | None, mask: NamedArray) -> NamedArray:
+    mask = cast(mask, jnp.float32)
+    return mask if weights is None else weights * mask
