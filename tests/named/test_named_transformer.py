@@ -329,7 +329,7 @@ def test_a_loss_that_differs_in_training_asks_which_is_meant() -> None:
             jax.eval_shape(some.loss, params, *batch)
         for how in ({"training": False}, {"key": jax.random.key(0)}):
             jax.eval_shape(functools.partial(some.loss, **how), params, *batch)
-    with pytest.raises(ModelError, match="dropout=0.1 draws random numbers in training: give key="):
+    with pytest.raises(ModelError, match=r"dropout=0.1 draws .*: give key="):
         quiet.loss(quiet.init(jax.random.key(0)), tokens, training=True)
 
 

@@ -36,7 +36,7 @@ class RelativeBias:
     >>> layer = RelativeBias("heads:2", buckets=8, furthest=16)
     >>> offsets = arange("memory:5") - arange("length:4")
     >>> layer(layer.init(jax.random.key(0)), offsets).shape
-    {'length': 4, 'memory': 5, 'heads': 2}
+    {'memory': 5, 'length': 4, 'heads': 2}
     """
 
     heads: str | Dim
