@@ -308,6 +308,37 @@ def _plain_logits(bare: Any, tokens: Any, seen: Any) -> Any:
     return plain.logits_of(bare["tokens"], plain.norm(bare["last"], x))
 
 
+def test_a_prefix_is_continued_as_it_was_learned() -> None:
+    model = models.Transformer(DIMS, positions=layers.RelativeBias("heads:8", 8, 16))
+    params, prompt = plain.parameters(model), mn.named(ids(2, 4), "batch:2 length:4")
+
+    @jax.jit
+    def both(params: Any) -> Any:
+        found = model.greedy(params, prompt, 8, prefix=True)
+        beams, scores = model.beam_search(params, prompt, 8, "beam:2", prefix=True, alpha=0.0)
+        prefix = mn.arange("length:8") <= 4
+        logits = model(params, mn.shift(found, 1, "length"), prefix=prefix)
+        best = mn.index(beams, {"beam": 0})
+        given = mn.arange("length:8") < 4
+        likely = model.log_likelihoods(params, best, prefix=mn.broadcast(given, "batch:2 length"))
+        return found.array, mn.argmax(logits, "vocab").array, scores.array[:, 0], likely.array
+
+    found, wanted, scores, likely = both(params)
+    np.testing.assert_array_equal(found[:, :4], prompt)
+    np.testing.assert_array_equal(found[:, 4:], wanted[:, 4:])
+    np.testing.assert_allclose(scores, likely, rtol=1e-5)
+
+
+def test_log_likelihoods_are_sums_of_losses() -> None:
+    model = models.Transformer(DIMS, z_loss=0.1)
+    params, tokens = plain.parameters(model), ids(2, 8)
+    found = jax.jit(model.log_likelihoods)(params, mn.named(tokens, "batch:2 length:8"))
+    logits = jax.jit(plain.transformer)(plain.bare(params), plain.before(tokens))
+    wanted = [-8 * plain.cross_entropy(x[None], t[None], jnp.ones([1, 8]))
+              for x, t in zip(logits, tokens, strict=True)]  # fmt: skip
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 # The encoder-decoder.
 
 DEPTHS = "length:12 vocab:16 d_model:8 d_ff:16 heads:8 d_kv:4 encoder_layers:1 decoder_layers:2"
@@ -350,7 +381,9 @@ def test_weights_of_a_translator_count_beside_padding() -> None:
     target[:, 6:] = 0
     weights = np.array([1.0, 0.25], "float32")
     batch = mn.named(source, "batch:2 length:6"), mn.named(target, "batch:2 length:8")
+    likely = np.asarray(jax.jit(model.log_likelihoods)(params, *batch))
     found = jax.jit(model.loss)(params, *batch, weights=mn.named(weights, "batch:2"))
+    np.testing.assert_allclose(found, -(likely * weights).sum() / 6 / weights.sum(), rtol=1e-5)
     logits = jax.jit(plain.encoder_decoder)(plain.bare(params), source, plain.before(target))
     wanted = plain.cross_entropy(logits, target, (target != 0) * weights[:, None])
     np.testing.assert_allclose(found, wanted, rtol=1e-5)

@@ -12,6 +12,7 @@ from ..dim_rules import as_dims as as_dims
 from . import layers as layers
 from . import methods as _methods  # noqa: F401  (they are given to NamedArray)
 from . import models as models
+from . import schedules as schedules
 from .adafactor import AdafactorState as AdafactorState
 from .adafactor import adafactor as adafactor
 from .array import NamedArray as NamedArray

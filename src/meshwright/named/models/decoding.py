@@ -60,7 +60,7 @@ def greedy(
             f"temperature={temperature!r} draws tokens, which takes a key: key=jax.random.key(0)."
         )
     forced, along = cast(forced, jnp.int32), find(forced.dims, length)
-    first = _filled(without(forced.dims, [along]), start)
+    first = filled(without(forced.dims, [along]), start)
 
     def unfinished(carry: Any) -> Any:
         at, _, ended, *_ = carry
@@ -78,7 +78,7 @@ def greedy(
         ended = ended | _is_end(last, given, end)
         return at + 1, last, ended, _written(ids, last, along, at), states
 
-    carry = jnp.int32(0), first, first < 0, _filled(forced.dims, 0), states
+    carry = jnp.int32(0), first, first < 0, filled(forced.dims, 0), states
     _, _, _, ids, _ = jax.lax.while_loop(unfinished, next_token, carry)
     return ids
 
@@ -138,9 +138,9 @@ def beam_search(
         states = _taken_along(states, source, beam)
         return at + 1, last, scores, ids, finished, finished_ids, states
 
-    none, empty = _filled(each, _NONE), _filled((*each, along), 0)
+    none, empty = filled(each, _NONE), filled((*each, along), 0)
     begun = where(arange(beam) == 0, 0.0, none, out=each)
-    carry = jnp.int32(0), _filled(each, start), begun, empty, none, empty, states
+    carry = jnp.int32(0), filled(each, start), begun, empty, none, empty, states
     _, _, scores, ids, finished, finished_ids, _ = jax.lax.while_loop(unfinished, next_token, carry)
     cut = where(scores > _NONE / 2, scores / _penalty(along.size, alpha), _NONE)
     scores, ids = _best(beam, [(finished, finished_ids), (cut, ids)])
@@ -159,7 +159,7 @@ def forced(prompt: NamedArray, length: int) -> NamedArray:
 
 def free(sequences: DimsLike, length: int) -> NamedArray:
     """No token given, for sequences of these dims."""
-    return _filled((*as_dims(sequences), Dim("length", length)), -1)
+    return filled((*as_dims(sequences), Dim("length", length)), -1)
 
 
 @operation
@@ -216,7 +216,7 @@ def _written(ids: NamedArray, token: NamedArray, along: Dim, at: Any) -> NamedAr
 
 
 @operation
-def _filled(dims: Dims, value: float) -> NamedArray:
+def filled(dims: Dims, value: float) -> NamedArray:
     return NamedArray(jnp.full([dim.size for dim in dims], value), dims)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ...dim_rules import Dim, DimsLike, as_dims
 from ...errors import ModelError
 from ..array import NamedArray, find
-from ..elementwise import cast, equal, logical_and, not_equal
+from ..elementwise import cast, equal, logical_and, not_equal, where
 from ..layers.dense import FeedForward
 from ..layers.layer import Layer, Params, as_dim, pick, under_rules
 from ..layers.losses import softmax_cross_entropy, weighted_mean
@@ -26,6 +26,7 @@ from ..layers.normalisation import LayerNorm, RMSNorm
 from ..layers.positions import RelativeBias
 from ..operation import operation
 from ..random import dropout
+from ..reductions import reduce_sum
 from ..shapes import rename
 from . import decoding
 from .choices import (
@@ -219,6 +220,17 @@ class EncoderDecoder:
         if weights is not None:
             counted = weights * cast(counted, weights.dtype)
         return (weighted_mean(losses, counted) + extra).array
+
+    @under_rules
+    def log_likelihoods(self, params: Params, source: NamedArray, target: NamedArray) -> NamedArray:
+        """How likely each target is, given its source: the sum of its tokens' log-probabilities.
+
+        As in evaluation; padding does not count.
+        """
+        before = tokens_before(target, "length", self.padding)
+        logits, _ = self._logits(params, source, before, None, False, _Packed())
+        losses = softmax_cross_entropy(logits, target, "vocab")
+        return -reduce_sum(where(not_equal(target, self.padding), losses, 0.0), "length")
 
     @under_rules
     def encode(

@@ -8,16 +8,16 @@ rows and columns.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, DimsLike
+from ...dim_rules import Dim, Dims, DimsLike
 from ..array import NamedArray, find
-from ..elementwise import cast, less, not_equal
-from ..indexing import arange
+from ..elementwise import cast, equal, less, less_equal, not_equal, where
+from ..indexing import arange, gather
 from ..layers.dense import FeedForward
 from ..layers.layer import Layer, Params, as_dim, pick, under_rules
 from ..layers.losses import softmax_cross_entropy, weighted_mean
@@ -26,6 +26,7 @@ from ..layers.normalisation import LayerNorm, RMSNorm
 from ..layers.positions import RelativeBias
 from ..operation import operation
 from ..random import dropout
+from ..reductions import reduce_sum
 from . import decoding
 from .choices import (
     Turns,
@@ -188,6 +189,40 @@ class Transformer:
         given to a model that differs between the two: one with dropout or a mixture of experts.
         """
         training = is_training(key, training, self.stack.in_training, "Transformer")
+        losses, weights, extra = self._losses(
+            params, tokens, weights, segments, places, prefix, key, training
+        )
+        return (weighted_mean(losses, weights) + extra).array
+
+    @under_rules
+    def log_likelihoods(
+        self,
+        params: Params,
+        tokens: NamedArray,
+        *,
+        weights: NamedArray | None = None,
+        prefix: NamedArray | None = None,
+    ) -> NamedArray:
+        """How likely each sequence is: the sum of its tokens' log-probabilities, in evaluation.
+
+        ``weights`` and ``prefix`` are those of :meth:`loss`: a prefix is taken as given.
+        """
+        plain = replace(self, z_loss=0.0)
+        losses, weights, _ = plain._losses(params, tokens, weights, None, None, prefix, None, False)
+        return -reduce_sum(losses if weights is None else losses * weights, "length")
+
+    def _losses(
+        self,
+        params: Params,
+        tokens: NamedArray,
+        weights: NamedArray | None,
+        segments: NamedArray | None,
+        places: NamedArray | None,
+        prefix: NamedArray | None,
+        key: Any,
+        training: bool,
+    ) -> tuple[NamedArray, NamedArray | None, NamedArray]:
+        """The loss of every token, how much each counts, and the losses of layers."""
         before = tokens_before(tokens, "length", self.start, segments)
         seen = None
         if prefix is not None:
@@ -199,7 +234,7 @@ class Transformer:
             weights = _times(weights, not_equal(segments, 0))
         logits, extra = self._logits(params, before, key, training, segments, places, seen)
         losses = softmax_cross_entropy(logits, tokens, "vocab", z_loss=self.z_loss)
-        return (weighted_mean(losses, weights) + extra).array
+        return losses, weights, extra
 
     def _logits(
         self,
@@ -244,27 +279,59 @@ class Transformer:
         self.tokens.check(length)
         return step, self.stack.empty(batch, length, self.dtype)
 
+    def _whole_stepper(
+        self, params: Params, prompt: NamedArray, length: int, beam: Dims = ()
+    ) -> tuple[decoding.Step, decoding.States]:
+        """A step that computes all positions anew, of which the prompt's see each other."""
+        self.tokens.check(length)
+        along = Dim("length", length)
+        # A token stands one position after its own in what goes in.
+        prefix = less_equal(arange(along), find(prompt.dims, "length").size)
+
+        def step(ids: NamedArray, at: Any, before: Any) -> tuple[NamedArray, Any]:
+            before = where(equal(arange(along), at), ids, before, out=before.dims)
+            return gather(self(params, before, prefix=prefix), at, along), before
+
+        return step, decoding.filled((*others(prompt), *beam, along), 0)
+
     @under_rules
-    def greedy(self, params: Params, prompt: NamedArray, length: int, **how: Any) -> NamedArray:
+    def greedy(
+        self, params: Params, prompt: NamedArray, length: int, *, prefix: bool = False, **how: Any
+    ) -> NamedArray:
         """The prompt, continued to ``length`` tokens: the likeliest, or drawn at a temperature.
 
-        ``how`` are the options of :func:`decoding.greedy`.
+        With ``prefix`` the tokens of the prompt see each other, as those of ``prefix=`` of the
+        loss; every step then computes all positions anew. ``how`` are the options of
+        :func:`decoding.greedy`.
         """
         forced = decoding.forced(prompt, length)
-        step, states = self.stepper(params, others(prompt), length)
+        if prefix:
+            step, states = self._whole_stepper(params, prompt, length)
+        else:
+            step, states = self.stepper(params, others(prompt), length)
         return decoding.greedy(step, states, forced, start=self.start, **how)
 
     @under_rules
     def beam_search(
-        self, params: Params, prompt: NamedArray, length: int, beam: str | Dim, **how: Any
+        self,
+        params: Params,
+        prompt: NamedArray,
+        length: int,
+        beam: str | Dim,
+        *,
+        prefix: bool = False,
+        **how: Any,
     ) -> tuple[NamedArray, NamedArray]:
         """The likeliest continuations of the prompt to ``length`` tokens, and their scores.
 
-        ``beam`` is the dim of the results that are looked for, such as ``"beam:4"``; ``how`` are
-        the options of :func:`decoding.beam_search`.
+        ``beam`` is the dim of the results that are looked for, such as ``"beam:4"``; ``prefix`` is
+        that of :meth:`greedy`, and ``how`` are the options of :func:`decoding.beam_search`.
         """
         forced, beam = decoding.forced(prompt, length), as_dim(beam, "beam")
-        step, states = self.stepper(params, (*others(prompt), beam), length)
+        if prefix:
+            step, states = self._whole_stepper(params, prompt, length, (beam,))
+        else:
+            step, states = self.stepper(params, (*others(prompt), beam), length)
         return decoding.beam_search(step, states, forced, beam, start=self.start, **how)
 
 
