@@ -81,6 +81,28 @@ def attention(q: Any, k: Any, v: Any, bias: Any, seen: Any, scale: float) -> Any
     return np.einsum("lmh,mhk->lhk", weights / weights.sum(1, keepdims=True), v)
 
 
+def mixed(q: Any, k: Any, v: Any, one: Any, other: Any) -> Any:
+    """Heads that talk before the softmax and after it."""
+    logits = np.einsum("lmh,ht->lmt", np.einsum("lhk,mhk->lmh", q, k) / 2, one)
+    weights = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    return np.einsum("lmt,th,mhk->lhk", weights, other, v)
+
+
+def talking(q: Any, k: Any, v: Any, one: Any, other: Any) -> Any:
+    k, v = (mn.rename(x, "length", "memory") for x in (k, v))
+    return layers.attend(q, k, v, talking=(one, other)).transpose("length heads d_kv")
+
+
+def softmaxes(x: Any, table: Any, prior: Any, heads: Any) -> Any:
+    prior = np.exp(x @ prior)
+    prior /= prior.sum(-1, keepdims=True)
+    logits = np.einsum("bme,ve->bmv", np.tanh(np.einsum("bd,dme->bme", x, heads)), table)
+    logits = np.exp(logits / np.sqrt(x.shape[-1]))
+    return np.log(np.einsum("bm,bmv->bv", prior, logits / logits.sum(-1, keepdims=True)))
+
+
+SOFTMAXES = layers.MixtureOfSoftmaxes("vocab:16", "d_model:8", "mixture:3")
+
 SEGMENTS = np.repeat([1, 2, 0], [5, 8, 3])
 NEAR = np.abs(np.arange(16)[:, None] - np.arange(16)) <= 3
 
@@ -114,6 +136,15 @@ CASES = [
          lambda q, k, v, table: attention(
              q, k, v, bias_of(table, 16), NEAR & (SEGMENTS[:, None] == SEGMENTS), 0.7),
          HEADS, ["heads", "length"], slopes=(0, 3)),
+    Case("heads that talk", talking, mixed,
+         [*HEADS[:3], "heads:8 talkers:8", "talkers:8 heads:8"], ["heads", "memory"],
+         slopes=(0, 2, 3, 4)),
+    Case("a mixture of softmaxes",
+         lambda x, table, prior, heads: SOFTMAXES.logits(
+             {"table": table, "prior": prior, "heads": heads}, x),
+         softmaxes, ["batch:8 d_model:8", "vocab:16 d_model:8", "d_model:8 mixture:3",
+                     "d_model:8 mixture:3 d_model_of_head:8"], ["vocab", "batch", "d_model"],
+         slopes=(0, 1, 2, 3)),
     Case("rotation", lambda x: layers.rotated(x, mn.arange("length:8")), turned,
          ["heads:2 length:8 d_kv:8"], ["d_kv", "length", "heads"]),
     Case("rotation by another base", lambda x: layers.rotated(x, mn.arange("length:8"), base=10.0),
@@ -138,7 +169,16 @@ RULES = "batch:rows;vocab:cols;d_ff:cols;heads:cols"
 LAYOUTS = [("", {"all": 8}), (RULES, {"rows": 4, "cols": 2}),
            (f"{RULES};d_model:planes", {"rows": 2, "cols": 2, "planes": 2})]  # fmt: skip
 
+TALKING = layers.Attention("d_model:8", "heads:8", "d_kv:4", causal=True, talking=True)
 MODELS = {
+    "softmaxes": models.Transformer(
+        DIMS, attention=TALKING, positions="sinusoid", vocabulary=SOFTMAXES, scan=True
+    ),
+    "factorized": models.Transformer(
+        DIMS,
+        positions="rotary",
+        vocabulary=layers.FactorizedVocabulary("vocab:16", "inner:2", "d_model:8"),
+    ),
     "relative": models.Transformer(DIMS, positions="relative"),
     "rotary": models.Transformer(DIMS, positions="rotary", scan=True),
     "sinusoid": models.Transformer(DIMS, positions="sinusoid"),
@@ -232,7 +272,7 @@ def test_a_learned_table_is_looked_up_by_places() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["relative", *map(slow, ["rotary", "sinusoid"]), "in turn, written out"]
+    "name", ["relative", *map(slow, ["rotary", "softmaxes", "factorized"]), "in turn, written out"]
 )
 def test_steps_are_those_of_all_positions_at_once(name: str) -> None:
     model = MODELS[name]

@@ -25,6 +25,9 @@ from .layer import in_dtype, without
 _LEAST = -1e30  # a logit that has no weight, and is finite: a row of nothing else has no NaN
 
 
+Talking = tuple[NamedArray, NamedArray]  # from heads to talkers, and back
+
+
 @operation
 def attend(
     queries: NamedArray,
@@ -36,6 +39,7 @@ def attend(
     mask: NamedArray | None = None,
     bias: NamedArray | None = None,
     scale: float | None = None,
+    talking: Talking | None = None,
     rate: float = 0.0,
     key: Any = None,
 ) -> NamedArray:
@@ -46,9 +50,10 @@ def attend(
     serve all heads. Products are multiplied by ``scale``, by default one over the root of the size
     of ``d_kv``, and ``bias`` is added (Raffel et al. 2020). Where ``mask`` is false a value has no
     weight. The dims of both are any of those of queries and memory. What may see nothing at all
-    gets the mean of everything. Softmax is taken in float32 at least. With a ``key``, the part
-    ``rate`` of the weights is left out. (Vaswani et al. 2017; keys without heads after Shazeer
-    2019.)
+    gets the mean of everything. ``talking`` are two kernels, from ``heads`` to ``talkers`` before
+    the softmax and back after it: heads talk (Shazeer et al. 2020). Softmax is taken in float32 at
+    least. With a ``key``, the part ``rate`` of the weights is left out. (Vaswani et al. 2017; keys
+    without heads after Shazeer 2019.)
     """
     memory, d_kv = find(keys.dims, memory), find(queries.dims, d_kv)
     shared = tuple(dim for dim in queries.dims if dim in keys.dims and dim != d_kv)
@@ -60,9 +65,14 @@ def attend(
     )
     if bias is not None:
         logits = add(logits, bias, out=logits.dims)
+    dims = logits.dims
+    if talking is not None:
+        logits = _talked(logits, talking[0])
     if mask is not None:
         logits = where(mask, logits, _LEAST, out=logits.dims)
     weights = in_dtype(softmax(logits, memory), values.dtype)
+    if talking is not None:
+        weights = einsum([weights, in_dtype(talking[1], weights.dtype)], dims)
     if key is not None and rate:
         weights = dropout(weights, key, rate=rate)
     made = without(values.dims, (*shared, memory))
@@ -83,6 +93,7 @@ def attend_locally(
     segments: NamedArray | None = None,
     bias: Callable[[NamedArray], NamedArray] | None = None,
     scale: float | None = None,
+    talking: Talking | None = None,
     rate: float = 0.0,
     key: Any = None,
 ) -> NamedArray:
@@ -133,9 +144,15 @@ def attend_locally(
         neighbourhood(keys),
         neighbourhood(values),
         memory=memory, d_kv=d_kv, mask=seen, bias=None if bias is None else bias(-away),
-        scale=scale, rate=rate, key=key,
+        scale=scale, talking=talking, rate=rate, key=key,
     )  # fmt: skip
     return slice(merge_dims(found, (blocks, block), length.name), length.name, 0, length.size)
+
+
+def _talked(logits: NamedArray, kernel: NamedArray) -> NamedArray:
+    """Logits of talkers, each a sum over heads; the memory stays last."""
+    *first, memory = without(logits.dims, kernel.dims)
+    return einsum([logits, kernel], (*first, *without(kernel.dims, logits.dims), memory))
 
 
 def _near(away: NamedArray, radius: int, causal: bool) -> NamedArray:

@@ -16,7 +16,7 @@ from ..elementwise import equal, greater_equal, less_equal, logical_and, logical
 from ..indexing import arange
 from ..operation import operation
 from ..shapes import rename
-from .attention import attend, attend_locally
+from .attention import Talking, attend, attend_locally
 from .dense import dense
 from .initialisers import SCALED, Initialiser
 from .layer import Params, as_dim, under_rules
@@ -37,7 +37,8 @@ class Attention:
     ``multi_query`` all heads share keys and values (Shazeer 2019). ``dropout`` is the part of the
     weights that is left out where a ``key`` is given. ``rotary`` turns queries and keys of
     self-attention by their positions, and is the base of the rates (see :func:`rotated`).
-    ``scale`` is that of :func:`attend`.
+    ``scale`` is that of :func:`attend`. Where heads are ``talking``, kernels mix them before the
+    softmax and after it (Shazeer et al. 2020); of split heads, that sums logits over devices.
 
     Positions lie along the dim ``length`` of the input, and along ``memory`` where they are
     attended to, since one array holds both. A rule for ``length`` splits queries; keys and values
@@ -62,6 +63,7 @@ class Attention:
     initialiser: Initialiser = SCALED
     rotary: float | None = None
     scale: float | None = None
+    talking: bool = False
 
     @property
     def _per_query(self) -> Dims:
@@ -75,12 +77,24 @@ class Attention:
     def init(self, key: Any) -> Params:
         d_model, make = as_dims(self.d_model), self.initialiser
         query, keys, values, output = jax.random.split(key, 4)
-        return {
+        params = {
             "query": make(query, d_model, self._per_query),
             "key": make(keys, d_model, self._per_key),
             "value": make(values, d_model, self._per_key),
             "output": make(output, self._per_query, d_model),
         }
+        if self.talking:
+            before, after = jax.random.split(jax.random.fold_in(key, 1))
+            heads = self._per_query[0]
+            talkers = heads.renamed("talkers")
+            params |= {
+                "talk": make(before, (heads,), (talkers,)),
+                "talk_back": make(after, (talkers,), (heads,)),
+            }
+        return params
+
+    def _talking(self, params: Params) -> Talking | None:
+        return (params["talk"], params["talk_back"]) if self.talking else None
 
     @under_rules
     def __call__(
@@ -173,7 +187,7 @@ class Attention:
             kept["key"],
             kept["value"],
             memory=self.memory, d_kv=self._per_query[1], mask=mask, bias=bias, scale=self.scale,
-            rate=self.dropout, key=key,
+            talking=self._talking(params), rate=self.dropout, key=key,
         )  # fmt: skip
         return dense(found, params["output"], as_dims(self.d_model))
 
@@ -249,7 +263,7 @@ class Attention:
             self.radius or 0,
             causal=self.causal, length=self.length, d_kv=self._per_query[1],
             mask=mask, segments=segments, bias=bias, scale=self.scale,
-            rate=self.dropout, key=key,
+            talking=self._talking(params), rate=self.dropout, key=key,
         )  # fmt: skip
         return dense(found, params["output"], as_dims(self.d_model))
 

@@ -19,6 +19,7 @@ from ..layers.embedding import Embedding
 from ..layers.initialisers import SCALED
 from ..layers.layer import Params, in_dtype, without
 from ..layers.positions import sinusoids
+from ..layers.vocabulary import Vocabulary
 from ..operation import operation
 from ..shifting import shift
 
@@ -36,7 +37,8 @@ class Tokens:
 
     Parameters are ``table``, of ``vocab`` and ``d_model``; with ``positions="learned"``,
     ``places``, of ``position`` and ``d_model``; and ``output``, unless the table is ``shared`` by
-    both ends. ``length`` is the most positions, or none if there is no limit.
+    both ends. With a ``vocabulary`` that one embeds and gives logits, and its parameters are in the
+    place of table and output. ``length`` is the most positions, or none if there is no limit.
     """
 
     length: Dim | None
@@ -45,6 +47,12 @@ class Tokens:
     shared: bool = True
     dtype: Any = jnp.float32
     positions: Positions = "learned"
+    vocabulary: Vocabulary | None = None
+
+    def _embedded(self, params: Params, ids: NamedArray) -> NamedArray:
+        if self.vocabulary is not None:
+            return in_dtype(self.vocabulary(params["vocabulary"], ids), self.dtype)
+        return self._words({"table": params["table"]}, ids)
 
     @property
     def _words(self) -> Embedding:
@@ -62,10 +70,14 @@ class Tokens:
 
     def init(self, key: Any) -> Params:
         table, places, output = jax.random.split(key, 3)
-        params = {"table": self._words.init(table)["table"]}
+        params: Params
+        if self.vocabulary is None:
+            params = {"table": self._words.init(table)["table"]}
+        else:
+            params = {"vocabulary": self.vocabulary.init(table)}
         if self.positions == "learned":
             params["places"] = self._places.init(places)["table"]
-        if not self.shared:
+        if not self.shared and self.vocabulary is None:
             params["output"] = SCALED(output, (self.d_model,), (self.vocab,))
         return params
 
@@ -78,7 +90,7 @@ class Tokens:
         """
         length = find(ids.dims, "length")
         self.check(length.size)
-        words = self._words({"table": params["table"]}, ids)
+        words = self._embedded(params, ids)
         if self.positions == "learned" and places is None:
             rows = slice(params["places"], "position", 0, length.size, name="length")
             return words + in_dtype(rows, self.dtype)
@@ -86,7 +98,7 @@ class Tokens:
 
     def step(self, params: Params, ids: NamedArray, at: Any) -> NamedArray:
         """What stands at position number ``at`` alone."""
-        return self._placed(params, self._words({"table": params["table"]}, ids), as_named(at))
+        return self._placed(params, self._embedded(params, ids), as_named(at))
 
     def _placed(self, params: Params, words: NamedArray, at: NamedArray) -> NamedArray:
         if self.positions == "learned":
@@ -105,6 +117,8 @@ class Tokens:
 
     def logits(self, params: Params, x: NamedArray) -> NamedArray:
         """How likely each token of the vocabulary is."""
+        if self.vocabulary is not None:
+            return self.vocabulary.logits(params["vocabulary"], x)
         if self.shared:
             return dense(x * self.d_model.size**-0.5, params["table"], self.vocab)
         return dense(x, params["output"], self.vocab)

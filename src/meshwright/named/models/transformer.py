@@ -24,6 +24,7 @@ from ..layers.losses import softmax_cross_entropy, weighted_mean
 from ..layers.multi_head import Attention
 from ..layers.normalisation import LayerNorm, RMSNorm
 from ..layers.positions import RelativeBias
+from ..layers.vocabulary import Vocabulary
 from ..operation import operation
 from ..random import dropout
 from ..reductions import reduce_sum
@@ -89,6 +90,7 @@ class Transformer:
     dtype: Any = jnp.float32
     start: int = 0  # the token before the first
     positions: Positions | RelativeBias = "learned"
+    vocabulary: Vocabulary | None = None  # in place of one table for tokens
 
     def __post_init__(self) -> None:
         _ = self._dims  # what is wrong with them is said here
@@ -107,8 +109,9 @@ class Transformer:
         dims, shared = self._dims, self.shared_embedding
         positions = "relative" if isinstance(self.positions, RelativeBias) else self.positions
         return Tokens(
-            dims.get("length"), dims["vocab"], dims["d_model"], shared, self.dtype, positions
-        )
+            dims.get("length"), dims["vocab"], dims["d_model"], shared, self.dtype, positions,
+            self.vocabulary,
+        )  # fmt: skip
 
     @property
     def stack(self) -> Stack:
