@@ -311,6 +311,21 @@ def test_without_a_table_there_is_no_limit_and_no_order_with_none() -> None:
         models.Transformer(dims)
 
 
+def test_padding_takes_no_place_of_an_expert() -> None:
+    tight = mn.Gating("experts:4", "switch", min_capacity=2, capacity_factor=0.5)
+    model = models.Transformer(
+        DIMS, mn.MixtureOfExperts("d_model:8", "d_ff:16", tight), positions="none"
+    )
+    params, tokens = plain.parameters(model), ids(1, 8)
+    segments = np.repeat([0, 1], [4, 4])[None]  # padding comes first, and would be served first
+    loss = jax.jit(lambda params, **batch: model.loss(params, training=True, **named(batch)))
+    found = [
+        float(loss(params, tokens=np.where(segments, tokens, other), segments=segments))
+        for other in (0, ids(1, 8) % 3)
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
 # Prefix LM.
 
 

@@ -29,7 +29,8 @@ class Layer(Protocol):
     A layer with a loss of its own, such as the balance of a mixture of experts, returns a tuple
     that begins ``(output, loss)``. That loss is a named array without dims; it is added to the
     model's. A layer that computes something else in training than in evaluation, beside dropout,
-    takes ``training=`` by this name: models then ask their caller which of the two is meant.
+    takes ``training=`` by this name: models then ask their caller which of the two is meant. One
+    that takes ``present=`` gets the tokens that are no padding, where the model knows.
     """
 
     def init(self, key: Any) -> Params: ...
@@ -39,9 +40,9 @@ class Layer(Protocol):
     ) -> NamedArray | tuple[NamedArray, ...]: ...
 
 
-def takes_training(layer: Any) -> bool:
-    """Whether a layer wants to know if it is being trained."""
-    return "training" in inspect.signature(layer.__call__).parameters
+def takes(layer: Any, option: str) -> bool:
+    """Whether a layer has an option of this name, such as ``training``."""
+    return option in inspect.signature(layer.__call__).parameters
 
 
 def under_rules(function: _F) -> _F:

@@ -213,13 +213,15 @@ class EncoderDecoder:
         """
         differs = [*self.encoder.in_training, *self.decoder.in_training]
         training = is_training(key, training, list(dict.fromkeys(differs)), "EncoderDecoder")
-        packed = _Packed(source_segments, target_segments, source_places, target_places)
+        counted = not_equal(target, self.padding)
+        packed = _Packed(
+            source_segments, target_segments, source_places, target_places, present=counted
+        )
         before = tokens_before(target, "length", self.padding, target_segments)
         logits, extra = self._logits(params, source, before, key, training, packed)
         losses = softmax_cross_entropy(
             logits, target, "vocab", z_loss=self.z_loss, smoothing=self.smoothing
         )
-        counted = not_equal(target, self.padding)
         if weights is not None:
             counted = weights * cast(counted, weights.dtype)
         return (weighted_mean(losses, counted) + extra).array
@@ -254,9 +256,10 @@ class EncoderDecoder:
         stack, mask = self.encoder, _is_token(source, self.padding)
         length, relative = find(source.dims, "length"), self._relative(causal=False)
         bias = bias_of(relative, params.get("encoder_relative"), stack, length)
+        present = not_equal(source, self.padding)
         x, extra = stack(
-            params["encoder"], x, mask=mask, segments=segments, bias=bias, key=rest,
-            training=training,
+            params["encoder"], x, present=present, mask=mask, segments=segments, bias=bias,
+            key=rest, training=training,
         )  # fmt: skip
         return self.last(params["encoder_last"], x), extra
 
@@ -283,6 +286,7 @@ class EncoderDecoder:
             memory=stack.keep(params["decoder"], encoded),
             memory_mask=packed.mask(_is_token(source, self.padding)),
             segments=packed.target_segments,
+            present=packed.present,
             bias=bias_of(relative, params.get("decoder_relative"), stack, length),
             key=keys[2],
             training=training,
@@ -361,6 +365,7 @@ class _Packed(NamedTuple):
     target_segments: NamedArray | None = None
     source_places: NamedArray | None = None
     target_places: NamedArray | None = None
+    present: NamedArray | None = None  # where the target is no padding, if that is known
 
     def mask(self, is_token: NamedArray) -> NamedArray:
         """Where the target may look at the source. Raises :class:`ModelError` for half a pair."""

@@ -20,7 +20,7 @@ from ...errors import ModelError
 from ..array import NamedArray
 from ..gradients import recompute
 from ..joining import stack
-from ..layers.layer import Layer, Params, as_dim, takes_training, under_rules
+from ..layers.layer import Layer, Params, as_dim, takes, under_rules
 from ..layers.multi_head import Attention, Kept
 from ..layers.normalisation import LayerNorm, RMSNorm
 from ..loops import scan
@@ -61,12 +61,14 @@ class Block:
         memory_mask: NamedArray | None = None,
         key: Any = None,
         training: bool | None = None,
+        present: NamedArray | None = None,
         **seen: Any,
     ) -> tuple[NamedArray, NamedArray | None]:
         """The output, and the loss of a feed-forward layer that has one of its own.
 
         ``memory`` holds the keys and values that ``cross`` looks at. Without ``training``, a key
-        means training. ``seen`` are options of self-attention, such as ``mask`` or ``bias``.
+        means training. ``present`` is true for tokens that are no padding, for layers that ask.
+        ``seen`` are options of self-attention, such as ``mask`` or ``bias``.
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         training = key is not None if training is None else training
@@ -74,10 +76,13 @@ class Block:
         seen = {name: value for name, value in seen.items() if value is not None}
         x, _ = self._sublayer(params, "attention", self.attention, x, quiet[0], **seen)
         x = self._crossed(params, x, memory, memory_mask, quiet[1])
-        if not takes_training(self.feed_forward):
-            return self._sublayer(params, "feed_forward", self.feed_forward, x, quiet[2])
+        how: dict[str, Any] = {}
+        if present is not None and takes(self.feed_forward, "present"):
+            how["present"] = present
+        if not takes(self.feed_forward, "training"):
+            return self._sublayer(params, "feed_forward", self.feed_forward, x, quiet[2], **how)
         # It may draw numbers in evaluation too.
-        layer: Any = functools.partial(self.feed_forward, **{"training": training})
+        layer: Any = functools.partial(self.feed_forward, **how, **{"training": training})
         return self._sublayer(params, "feed_forward", layer, x, keys[2], drops=training)
 
     @property
@@ -88,7 +93,7 @@ class Block:
         for layer in layers:
             if rate := getattr(layer, "dropout", 0):
                 found.append(f"dropout={rate}")
-            if takes_training(layer):
+            if takes(layer, "training"):
                 found.append(type(layer).__name__)
         return list(dict.fromkeys(found))
 

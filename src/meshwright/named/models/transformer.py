@@ -256,9 +256,10 @@ class Transformer:
             x = dropout(x, first, rate=self.dropout)
         stack, length = self.stack, find(tokens.dims, "length")
         bias = bias_of(self._relative, params.get("relative"), stack, length)
+        present = None if segments is None else not_equal(segments, 0)
         x, extra = stack(
-            params["stack"], x, segments=segments, prefix=prefix, bias=bias, key=rest,
-            training=training,
+            params["stack"], x, present=present, segments=segments, prefix=prefix, bias=bias,
+            key=rest, training=training,
         )  # fmt: skip
         return self.tokens.logits(params["tokens"], self.last(params["last"], x)), extra
 
