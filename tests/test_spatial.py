@@ -284,6 +284,39 @@ def test_a_net_that_nothing_reaches_stays_as_it_was() -> None:
     assert uneven_ops(loss, (None, layout), *args) == []
 
 
+def keys(x: Any) -> Any:
+    """A random key for each row."""
+    return jax.vmap(jax.random.wrap_key_data)(x.sum(2)[:, :2].astype("uint32"))
+
+
+# Operations that make, drop or spread dims; one row of [4, 16, 8] lies on each device of an axis.
+APART: dict[str, Any] = {
+    "stack": lambda x: jnp.stack([x, -x], 2),
+    "unstack": lambda x: jnp.stack(jnp.unstack(x, axis=1)[::2], 1),
+    "table of one row": lambda x: x * jnp.stack([jnp.arange(16.0)] * 8, 1)[None],
+    "barrier": lambda x: jax.lax.optimization_barrier((x, jnp.ones([3, 5, 1])))[0],
+    "bits of each row": lambda x: (
+        x * jax.vmap(lambda key: jax.random.uniform(key, [16, 8]))(keys(x))
+    ),
+    "halves": lambda x: jnp.concatenate(jnp.split(x, 2, 1)[::-1], 1),
+    "tile": lambda x: jnp.tile(x, (1, 2, 1)),
+    "repeat": lambda x: jnp.repeat(x, 2, axis=2),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_that_divide_stay_split_beside_another_axis(name: str) -> None:
+    """An operation that the guard does not know is taken to mix all dims: 4 rows over 8 devices."""
+    layout = mw.Layout(["batch", None, "model"], mw.create_mesh({"batch": 4, "model": 2}))
+
+    def loss(x: Any) -> Any:
+        return total(APART[name](jnp.tanh(x)) ** 2)
+
+    x = jnp.ones([4, 16, 8])
+    assert uneven_ops(loss, (layout,), x) == []
+    assert "sharding_constraint" not in str(jax.make_jaxpr(guard(loss, (layout,)))(x))
+
+
 def test_trees_dtypes_and_weak_types_are_kept(two_by_four: mw.Mesh) -> None:
     layout = mw.Layout(["batch", "rows", None, None], two_by_four)
 

@@ -339,11 +339,23 @@ def _in_place(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
         if not alike or not shape:
             outs.append(_anywhere(t, var, ins))
             continue
-        out = tuple(t.like(dim, size) for dim, size in zip(alike[0], shape, strict=True))
-        for dims in alike[1:]:
-            _tie_all(t, [out], [dims])
-        outs.append(out)
+        spreads = eqn.primitive.name not in _MOVING  # dims of size 1, over those of the others
+        outs.append(tuple(map(_at_one_place(t, spreads), shape, *alike)))
     return outs
+
+
+def _at_one_place(t: _Tracker, spreads: bool) -> Callable[..., Dim]:
+    """The dim of a result, of that size, from the operands' dims at its place."""
+
+    def out(size: int, *dims: Dim) -> Dim:
+        full = [dim for dim in dims if math.prod(factor.size for factor in dim) == size]
+        first, *others = full if spreads and full else dims
+        new = t.like(first, size)
+        for other in others:
+            t.tie(new, other)
+        return new
+
+    return out
 
 
 def _anywhere(t: _Tracker, var: Any, ins: list[Dims]) -> Dims:
@@ -372,6 +384,29 @@ def _squeeze(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
 
 def _transpose(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
     return [tuple(ins[0][i] for i in eqn.params["permutation"])]
+
+
+def _stack(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
+    first, *others = ins
+    for other in others:
+        _tie_all(t, [first], [other])
+    axis = eqn.params["axis"]
+    return [(*first[:axis], (Factor(len(ins)),), *first[axis:])]
+
+
+def _unstack(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
+    axis = eqn.params["axis"]
+    return [ins[0][:axis] + ins[0][axis + 1 :] for _ in eqn.outvars]
+
+
+def _leading(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
+    """The first dims are the first operand's; dims behind them are made or used up."""
+    out = fresh(eqn.outvars[0].aval)
+    return [(*ins[0][: len(out)], *out[len(ins[0]) :])]
+
+
+def _each_by_itself(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
+    return ins
 
 
 def _broadcast(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
@@ -531,12 +566,16 @@ _RULES: dict[str, Rule] = {
     "iota": _new,
     "reduce": _reduce,
     "squeeze": _squeeze,
+    "stack": _stack,
+    "unstack": _unstack,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     "dot_general": _dot_general,
     "conv_general_dilated": _conv,
     "reshape": _reshape,
     "gather": _gather,
+    "optimization_barrier": _each_by_itself,
+    **dict.fromkeys(("random_bits", "random_split", "random_unwrap", "random_wrap"), _leading),
     **dict.fromkeys(
         ("scatter", "scatter_add", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"),
         _scatter,
