@@ -51,9 +51,11 @@ class Program:
     gives new metrics and logs. ``update(params, grads, slots)`` is the optimizer's step.
     ``initial()`` gives the values to begin with. ``own_step`` is a whole step ``(whole, batch) ->
     (whole, logs)`` where the model brings its own, else ``None``. ``reduction`` says whether the
-    loss is a mean over the rows of the batch or a sum. A program over named dims has the names of
-    its batches' dims in ``inputs``, by position, and its ``context(placement, whole)`` lays out by
-    the placement's rules what is traced inside; ``whole`` is true of a step, which meets every dim.
+    loss is a mean over the rows of the batch or a sum; ``logs`` says whether those of ``measure``
+    are of one batch, means over its rows, or of all batches that its metrics have counted. A
+    program over named dims has the names of its batches' dims in ``inputs``, by position, and its
+    ``context(placement, whole)`` lays out by the placement's rules what is traced inside; ``whole``
+    is true of a step, which meets every dim.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Program:
     update: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
     own_step: Callable[[TrainState, Batch], tuple[TrainState, Logs]] | None = None
     reduction: Literal["mean", "sum"] = "mean"
+    logs: Literal["of one batch", "of all counted"] = "of all counted"
     inputs: tuple[tuple[int, DimNames], ...] = ()
     context: Callable[[Placement, bool], AbstractContextManager[Any]] | None = None
 

@@ -95,10 +95,7 @@ def test_four_micro_batches_are_one_batch_of_all_their_rows(
     with accumulating_in(way):
         sharded = run(strategy, 16, build(reduction))
     one = one_device(64, reduction)
-    if reduction == "sum":  # the loss that is shown is a mean over the micro-batches
-        assert largest_gap(sharded.weights, one.weights)[0] <= ROUNDING.weights
-    else:
-        agree(sharded, one, ROUNDING)
+    agree(sharded, one, ROUNDING)
     assert int(sharded.model.optimizer.iterations.numpy()) == 3  # of 64, 64 and 16 rows
 
 

@@ -102,6 +102,7 @@ def program_of(
         loss=whole_loss,
         measure=measure,
         update=update,
+        logs="of one batch",
     )
 
 

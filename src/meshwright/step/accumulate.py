@@ -1,8 +1,9 @@
 """Gradient accumulation: several micro-batches, one step of the optimizer.
 
 The numbers are those of one batch of all the rows, for models whose rows do not meet: each
-micro-batch counts by its rows, learning-rate schedules and moving averages of weights count steps
-of the optimizer. Batch statistics are those of each micro-batch in turn, and dropout draws anew.
+micro-batch counts by its rows, also in what is logged; learning-rate schedules and moving averages
+of weights count steps of the optimizer. Batch statistics are those of each micro-batch in turn, and
+dropout draws anew.
 """
 
 from __future__ import annotations
@@ -74,10 +75,28 @@ class _Micro:
             path: self.sharing.sum(path, grad, state.params[path]) for path, grad in grads.items()
         }
 
-    def measured(self, state: TrainState, aux: Aux, batch: Batch) -> tuple[TrainState, Logs]:
-        """The state after a micro-batch, with parameters and slots as before."""
-        metrics, logs = self.program.measure(aux.metrics, aux, batch)
+    def measured(
+        self, state: TrainState, aux: Aux, batch: Batch, rows: float
+    ) -> tuple[TrainState, Logs]:
+        """The state after a micro-batch, with parameters and slots as before, and its logs.
+
+        ``rows`` is its share in the rows of the step.
+        """
+        metrics, logs = self.program.measure(aux.metrics, self.shown(aux, rows), batch)
         return state._replace(state=aux.state, metrics=metrics), logs
+
+    def shown(self, aux: Aux, rows: Any) -> Aux:
+        """A micro-batch's results as they are measured: metrics weigh each loss by its rows."""
+        return aux._replace(loss=aux.loss / rows) if self.program.reduction == "sum" else aux
+
+    def logs(self, each: Sequence[Logs], rows: Sequence[float]) -> Logs:
+        """The logs of a step from those of its micro-batches."""
+        if self.program.logs == "of all counted":
+            return each[-1]
+        return {
+            name: sum(share * logs[name] for share, logs in zip(rows, each, strict=True))
+            for name in each[-1]
+        }
 
 
 def accumulating_in(way: Way | None) -> contextlib.AbstractContextManager[None]:
@@ -122,15 +141,29 @@ def _way(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> Way:
 def _side_by_side(
     micro: _Micro, whole: TrainState, batches: Sequence[Batch]
 ) -> tuple[TrainState, Arrays, Logs]:
+    import jax
+
     stacked = _stacked(batches)
     gradient = micro.gradient(side_by_side(micro.program), _shares(micro.program, batches)[0])
     aux, grads = gradient(whole.params, whole, stacked)
 
+    rows = _row_shares(batches)
+
     def measure(metrics: Arrays, seen: Any) -> tuple[Arrays, Logs]:
         loss, outputs, batch = seen
-        return micro.program.measure(metrics, Aux(loss, outputs, whole.state, metrics), batch)
+        aux = micro.shown(Aux(loss, outputs, whole.state, metrics), rows[0])
+        return micro.program.measure(metrics, aux, batch)
 
-    metrics, logs = counted(measure)(whole.metrics, (aux.loss, aux.outputs, stacked))
+    seen = aux.loss, aux.outputs, stacked
+    if micro.program.logs == "of all counted":
+        metrics, logs = counted(measure)(whole.metrics, seen)
+    else:
+        metrics, every = whole.metrics, list[Logs]()
+        for number in range(len(batches)):
+            one = jax.tree.map(lambda array, number=number: array[number], seen)
+            metrics, logs = measure(metrics, one)
+            every.append(logs)
+        logs = micro.logs(every, rows)
     return whole._replace(metrics=metrics), micro.sharing.accumulate(grads), logs
 
 
@@ -140,7 +173,7 @@ def _in_a_loop(
     import jax
     import jax.numpy as jnp
 
-    share = _shares(micro.program, batches)[0]
+    share, rows = _shares(micro.program, batches)[0], _row_shares(batches)
     sharing, ndims = micro.sharing, {path: value.ndim for path, value in whole.params.items()}
 
     # Only what a micro-batch changes travels around the loop.
@@ -149,7 +182,7 @@ def _in_a_loop(
         before = whole._replace(state=state, metrics=metrics)
         aux, some = micro.gradients(before, batch, share)
         grads = sharing.accumulate({path: grads[path] + some[path] for path in some})
-        after, logs = micro.measured(before, aux, batch)
+        after, logs = micro.measured(before, aux, batch, rows[0])
         return (after.state, after.metrics, grads), logs
 
     _, like = jax.eval_shape(functools.partial(micro.gradients, share=share), whole, batches[0])
@@ -160,24 +193,28 @@ def _in_a_loop(
     first = whole.state, whole.metrics, sharing.accumulate(zeros)
     (state, metrics, grads), logs = jax.lax.scan(body, first, _stacked(batches))
     grads = micro.summed(whole, grads)
-    last = jax.tree.map(lambda each: each[-1], logs)
-    return whole._replace(state=state, metrics=metrics), grads, last
+    every = [
+        jax.tree.map(lambda each, number=number: each[number], logs) for number in range(len(rows))
+    ]
+    return whole._replace(state=state, metrics=metrics), grads, micro.logs(every, rows)
 
 
 def _written_out(
     micro: _Micro, whole: TrainState, batches: Sequence[Batch]
 ) -> tuple[TrainState, Arrays, Logs]:
-    state, logs = whole, dict[str, Any]()
+    state, every = whole, list[Logs]()
     gathered: dict[str, Gathered] = {}
-    for batch, share in zip(batches, _shares(micro.program, batches), strict=True):
+    rows = _row_shares(batches)
+    for batch, share, part in zip(batches, _shares(micro.program, batches), rows, strict=True):
         aux, some = micro.gradients(state, batch, share, times=len(batches))
         gathered = {path: gathered.get(path, Gathered()).plus(some[path]) for path in some}
-        state, logs = micro.measured(state, aux, batch)
+        state, logs = micro.measured(state, aux, batch, part)
+        every.append(logs)
     grads = {
         path: each.total(functools.partial(micro.sharing.sum, path, param=whole.params[path]))
         for path, each in gathered.items()
     }
-    return state, micro.sharing.accumulate(grads), logs
+    return state, micro.sharing.accumulate(grads), micro.logs(every, rows)
 
 
 _WAYS: dict[Way, Callable[..., tuple[TrainState, Arrays, Logs]]] = {
@@ -201,9 +238,12 @@ def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
 
 def _shares(program: Program, batches: Sequence[Batch]) -> list[float]:
     """What each micro-batch's loss counts: its share of the rows, or one where losses are sums."""
+    return [1.0] * len(batches) if program.reduction == "sum" else _row_shares(batches)
+
+
+def _row_shares(batches: Sequence[Batch]) -> list[float]:
+    """The share of each micro-batch in the rows of the step."""
     from .padding import rows_of
 
-    if program.reduction == "sum":
-        return [1.0] * len(batches)
     rows = [rows_of(batch) for batch in batches]
     return [count / sum(rows) for count in rows]

@@ -12,6 +12,9 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+
+from ..errors import ModelError
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["rows", "mesh"])
@@ -42,10 +45,21 @@ class Padded:
 
 
 def rows_of(batch: Any) -> int:
-    """How many rows of a batch count.
+    """How many rows of a batch count: the first dim of its first array that has dims.
+
+    Raises :class:`~meshwright.ModelError` where none has.
 
     >>> import numpy as np
     >>> rows_of((np.ones([6, 2]), np.ones([6])))
     6
     """
-    return batch.rows if isinstance(batch, Padded) else jax.tree.leaves(batch)[0].shape[0]
+    if isinstance(batch, Padded):
+        return batch.rows
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    rows = next((shape[0] for shape in shapes if shape), None)
+    if rows is None:
+        raise ModelError(
+            f"expected a batch with rows, an array of one dim or more; received {len(shapes)} "
+            "scalar(s). With accumulate= above 1 each micro-batch counts by its rows."
+        )
+    return rows

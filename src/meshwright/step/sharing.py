@@ -155,10 +155,10 @@ def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
 
 
 def _rows(batch: Batch) -> int:
-    """The rows that are computed; none where the batch's first array has no dims."""
+    """The rows that are computed; none where no array of the batch has dims."""
     import jax
 
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch)[:1] if leaf.ndim), 0)
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim), 0)
 
 
 def _laid(values: Arrays, layouts: dict[str, Any]) -> Arrays:
