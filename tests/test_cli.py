@@ -55,7 +55,7 @@ def test_help_names_every_command():
     assert result.exit_code == 0
     assert all(
         name in result.output
-        for name in ("demo", "show", "check", "plan", "choose", "launch", "doctor")
+        for name in ("demo", "show", "check", "plan", "dry-run", "launch", "doctor")
     )
 
 
@@ -187,17 +187,20 @@ def test_show_writes_an_svg(tmp_path):
 def test_an_svg_that_cannot_be_written_is_a_clean_error(tmp_path):
     (tmp_path / "file").write_text("")
     result = run(*KERNEL, "--svg", tmp_path / "file" / "kernel.svg")
-    assert result.exit_code == 1
-    assert "Could not open file" in result.stderr
+    assert result.exit_code == 2
+    assert "Invalid value for '--svg': cannot write the picture to" in result.stderr
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dims", "8"], "--dims and --layout belong together: 1 of the one and 0 of the other"),
-        (["--dims", "8,y", "--layout", "batch"], "'8,y' is not a list of sizes"),
-        (["--tensor", "kernel:8"], "'kernel:8' is not name:dims:layout"),
+        (["--dims", "8"], "--dims and --layout come in pairs; received 1 --dims and 0 --layout"),
+        (
+            ["--dims", "8,y", "--layout", "batch"],
+            "expected sizes, such as 784,128 or 784x128; received '8,y'",
+        ),
+        (["--tensor", "kernel:8"], "expected name:dims:layout, such as"),
     ],
 )
 def test_show_says_how_its_arguments_are_written(arguments, message):
@@ -413,7 +416,7 @@ def drifts():
 number = 3
 """
 MESHES = ["--mesh", "batch=8", "--mesh", "batch=4,model=2"]
-RULE = ["--rule", "w:unsharded,model"]
+RULE = ["--layout", "w:unsharded,model"]
 
 
 @pytest.fixture
@@ -463,11 +466,11 @@ def test_check_makes_the_devices_that_its_meshes_need(job):
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("checked_job", "'checked_job' is not module:function, such as train:build."),
-        ("checked_jo:build", "there is no module 'checked_jo' here"),
-        ("checked_jo.py:build", "there is no file checked_jo.py here"),
-        ("checked_job:biuld", "nothing called 'biuld'. Functions there: build."),
-        ("checked_job:number", "no function but a value called 'number'"),
+        ("checked_job", "expected module:function, such as train:build; received 'checked_job'."),
+        ("checked_jo:build", "no module 'checked_jo' in "),
+        ("checked_jo.py:build", "no file checked_jo.py in "),
+        ("checked_job:biuld", "has no function 'biuld'. Its functions: build."),
+        ("checked_job:number", "has a value, not a function, named 'number'"),
         ("checked_broken:build", "failed: SyntaxError: invalid syntax (checked_broken.py, line 2)"),
         ("checked_lost:build", "No module named 'checked_no' (checked_lost.py, line 1)"),
     ],
@@ -477,7 +480,84 @@ def test_check_tells_what_is_wrong_with_the_module(job, place, message):
     (job / "checked_lost.py").write_text("import checked_no\n")
     result = run("check", place, "--mesh", "batch=8")
     assert result.exit_code == 2, result.output
-    assert message in result.stderr
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("line 2)") <= 1
+
+
+def test_errors_of_the_users_code_are_shown_by_its_own_lines(job):
+    (job / "checked_raises.py").write_text(
+        "def lookup(sizes):\n    return sizes['wide']\n\n\ndef build():\n    return lookup({})\n"
+    )
+    result = run("check", "checked_raises:build", "--mesh", "batch=8")
+    assert result.exit_code == 2, result.output
+    assert "cannot build the model (checked_raises.py:2, in lookup): KeyError: 'wide'" in (
+        result.stderr
+    )
+    assert result.stderr.splitlines()[-2:] == [
+        "  checked_raises.py:6, in build: return lookup({})",
+        "  checked_raises.py:2, in lookup: return sizes['wide']",
+    ]
+
+
+def test_errors_in_the_users_loss_are_shown_by_its_own_lines(job):
+    (job / "checked_loss.py").write_text(JOB.replace('params["w"]', 'params["v"]'))
+    result = run("check", "checked_loss:build", "--mesh", "batch=8")
+    assert result.exit_code == 2, result.output
+    assert "KeyError: 'v'" in result.stderr
+    assert "in build.<locals>.loss: return jnp.mean(" in result.stderr
+    assert "site-packages" not in result.stderr
+
+
+def test_all_invalid_parameters_are_reported_at_once(job):
+    arguments = ["checked_jo:build", "--target", "cpu", "--mesh", "batch", "--layout", "kernel"]
+    result = run("dry-run", *arguments, "--save", "checked_job.py/plan.json", "--zero", "7")
+    assert result.exit_code == 2
+    assert "Error: 6 invalid parameters:\n" in result.stderr
+    options = ("MODULE:BUILD", "--target", "--mesh", "--layout", "--save", "--zero")
+    assert all(f"Invalid value for '{name}'" in result.stderr for name in options)
+
+
+# Files with defaults of options
+
+CONFIG = """
+build = "checked_job:build"
+mesh = [{ batch = 8 }, "batch=4,model=2"]
+
+[check]
+layout = { w = "unsharded,model" }
+steps = 2
+option = { zero = 1 }
+"""
+
+
+@pytest.mark.parametrize("place", ["pyproject.toml", "meshwright.toml"])
+def test_options_come_from_a_file_and_the_command_line_wins(job, place):
+    own, where = ["--steps", "1"], [] if place == "pyproject.toml" else ["--config", place]
+    text = "[tool.meshwright]" + CONFIG.replace("[check]", "[tool.meshwright.check]")
+    (job / place).write_text(CONFIG if where else text)
+    result = run("check", *where)
+    assert result.exit_code == 0, result.output
+    assert "program: 2 steps" in result.stdout
+    assert "batch=8: equal to one device\n  note: " in result.stdout  # the layout was taken
+    assert "program: 1 steps" in run("check", *where, *own).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("targte = 'cpu:8'", "conf.toml: unknown key 'targte'. Did you mean 'target'?"),
+        ("[dry-run]\nstep = 2", "conf.toml, table 'dry-run': unknown key 'step'."),
+        ("dry-run = 3", "conf.toml: 'dry-run' must be a table."),
+        ("mesh = 'batch'", "(from conf.toml)"),
+        ("mesh = ", "Could not open file 'conf.toml'"),
+    ],
+)
+def test_faults_of_a_file_with_defaults_name_it(job, text, message):
+    (job / "conf.toml").write_text(text)
+    result = run("dry-run", "checked_job:build", "--target", "cpu:8", "--config", "conf.toml")
+    assert result.exit_code != 0
+    assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
 
 
@@ -491,9 +571,9 @@ def test_check_says_under_which_mesh_something_is_impossible(job):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rule", "kernel"], "'kernel' is not pattern:layout"),
-        (["--option", "zero"], "'zero' is not name=value"),
-        (["--option", "steps=3"], "--option steps is an option of the command: --steps."),
+        (["--layout", "kernel"], "'--layout': expected pattern:layout, such as"),
+        (["--option", "zero"], "'--option': expected name=value, such as zero=3"),
+        (["--option", "steps=3"], "'steps' has an option of its own: --steps."),
     ],
 )
 def test_check_explains_its_own_options(job, arguments, message):

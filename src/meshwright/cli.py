@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from .commands.check import check
-from .commands.choose import choose
 from .commands.demo import demo
 from .commands.doctor import doctor
+from .commands.dry_run import dry_run
 from .commands.group import Group, traceback_option
 from .commands.launch import launch
 from .commands.plan import plan
@@ -21,7 +21,7 @@ def main() -> None:
     """Meshwright: one model, any mesh."""
 
 
-for _command in (show, check, plan, choose, launch, doctor, demo):
+for _command in (show, check, plan, dry_run, launch, doctor, demo):
     main.add_command(_command)
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The command ``meshwright plan``: build a model as shapes, dry-run it on a target, print."""
+"""What ``meshwright dry-run`` and ``plan`` do: build a model as shapes, ask about a target."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _compat
@@ -18,7 +19,6 @@ from .planning.asking import watching
 from .planning.changes import compare, notes
 from .planning.dry_run import dry_run
 from .planning.faults import told_as
-from .planning.files import check_folder
 from .planning.lock import Lock, lock_of
 from .planning.target import check_size
 from .program import Program
@@ -30,27 +30,20 @@ if TYPE_CHECKING:
     from .planning.dry_run import DryRun
 
 
-def check_folders(report: str | None = None, plan: str | None = None) -> None:
-    """Raise :class:`~meshwright.DataError` for a file that could not be written in the end."""
-    for path, what in ((report, "the report"), (plan, "the plan")):
-        if path is not None:
-            check_folder(path, what)
-
-
 class Asked(NamedTuple):
-    """What ``meshwright plan`` is asked, in the words of its options."""
+    """The options of ``meshwright dry-run``."""
 
     build: str
-    target: str
-    mesh: str | None
-    rules: Sequence[tuple[str, str]]
+    target: Target
+    mesh: Mesh | None
+    layouts: Mapping[str, Layout]
     zero: int | None
     batch_size: int | None
     options: Mapping[str, Any]
     compile: bool = True
 
 
-def run(asked: Asked, timeout_s: float, html_path: str | None = None) -> DryRun:
+def run(asked: Asked, timeout_s: float, html_path: Path | None = None) -> DryRun:
     """The dry run of the model that ``build`` makes, on a mesh over all devices of a target.
 
     The report is written to ``html_path``, too, as a page for a browser.
@@ -59,7 +52,7 @@ def run(asked: Asked, timeout_s: float, html_path: str | None = None) -> DryRun:
 
 
 def run_here(
-    asked: Asked, timeout_s: float, html_path: str | None = None
+    asked: Asked, timeout_s: float, html_path: Path | None = None
 ) -> tuple[DryRun, Comparison]:
     """The same for a CPU target, by the numbers of this machine, and beside it the step as it runs.
 
@@ -68,11 +61,11 @@ def run_here(
     from .frontends.measures import measure
     from .planning.calibrate import calibrate
 
-    target = Target.of(asked.target)
+    target = asked.target
     if target.platform != "cpu":
         raise TargetError(
-            f"--measure runs the step on CPU devices of this machine, and {target} is another. "
-            "Where it is, mw.measure(...) does so after strategy.fit(...)."
+            f"--measure needs a CPU target, such as cpu:8; received {target}. On that machine, "
+            "call mw.measure(...) after strategy.fit(...)."
         )
     case = _case(asked, here=True)
     report = _saved(case.dry_run(timeout_s, hardware=calibrate(target)), html_path)
@@ -80,7 +73,7 @@ def run_here(
     return report, report.beside(measure(case.model, case.batch, strategy=strategy))
 
 
-def _saved(report: DryRun, html_path: str | None) -> DryRun:
+def _saved(report: DryRun, html_path: Path | None) -> DryRun:
     if html_path is not None:
         report.save(html_path)
     return report
@@ -110,18 +103,14 @@ class _Case(NamedTuple):
 
 def _case(asked: Asked, here: bool = False) -> _Case:
     """What the options of the command mean; with ``here`` the devices are made, too."""
-    build, target_text, mesh_text, rules, zero, batch_size, options, compile = asked
-    target = Target.of(target_text)
-    mesh = Mesh({"batch": target.num_devices}) if mesh_text is None else Mesh.from_string(mesh_text)
+    build, target, mesh, layouts, zero, batch_size, options, compile = asked
+    mesh = mesh or Mesh({"batch": target.num_devices})
     check_size(mesh, target)
-    if "layouts" in options:
-        raise LayoutError("--option layouts is an option of the command: --layout.")
-    given = dict(options) if zero is None else {**options, "zero": zero}
-    layouts = {pattern: Layout.from_string(f"[{axes}]") for pattern, axes in rules}
+    options = dict(options) if zero is None else {**options, "zero": zero}
     if not _compat.jax_is_running():
         # An accelerator that is here, or its driver, is not woken up.
         virtual_devices(target.num_devices if here else 1)
-    case = _built(build, layouts, given)
+    case = _built(build, layouts, options)
     setup = setups(case, [mesh.abstract()])[0]
     batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
     return _Case(case.model, batch, _strategy(case, setup), mesh, target, compile)
@@ -149,8 +138,8 @@ class _Progress:
 
 def choose(
     build: str,
-    target_text: str,
-    mesh_text: str | None,
+    target: Target,
+    mesh: Mesh | None,
     batch_size: int | None,
     *,
     objective: Any,
@@ -159,15 +148,14 @@ def choose(
     limit_s: float,
     timeout_s: float,
 ) -> Plan:
-    """The planner's layout of the model that ``build`` makes, whatever layouts it comes with."""
+    """The planner's layout of the model that ``build`` makes; layouts of its own are ignored."""
     from .frontends.plans import plan
     from .planning.calibrate import calibrate
 
-    target = Target.of(target_text)
     if not _compat.jax_is_running():
         virtual_devices(1)
     case = _built(build, {}, {})
-    # Nobody publishes what a CPU can do, and without that no layout is faster than another.
+    # What a CPU can do is not published, and without that no layout is faster than another.
     measured = calibrate(target) if (target.platform, objective) == ("cpu", "time") else None
     return plan(
         case.model,
@@ -176,7 +164,7 @@ def choose(
         hardware=measured,
         objective=objective,
         memory_limit=memory_limit,
-        axes=mesh_text,
+        axes=mesh,
         verify=verify,
         limit_s=limit_s,
         timeout_s=timeout_s,
@@ -184,14 +172,14 @@ def choose(
 
 
 def checked(report: DryRun, before: Lock, tolerance: float | None) -> tuple[str, bool]:
-    """What changed since a plan was kept, in words, and whether any of it got worse."""
+    """What changed since a lock file was written, and whether any of it got worse."""
     now = lock_of(report)
-    found = compare(before, now, tolerance)
-    count = sum(each.verdict == "worse" for each in found)
+    changes = compare(before, now, tolerance)
+    count = sum(change.verdict == "worse" for change in changes)
     things = "1 thing" if count == 1 else f"{count} things"
-    verdict = f"{things} got worse than the plan" if count else "nothing got worse"
-    said = [*(f"  {each}" for each in found), *(f"note: {each}" for each in notes(before, now))]
-    return "\n".join([f"{verdict} (written for {before.target}, {before.name})", *said]), count > 0
+    verdict = f"{things} got worse than the lock file" if count else "nothing got worse"
+    lines = [*(f"  {change}" for change in changes), *(f"note: {n}" for n in notes(before, now))]
+    return "\n".join([f"{verdict} (written for {before.target}, {before.name})", *lines]), count > 0
 
 
 def _built(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -> Case:
@@ -204,8 +192,8 @@ def _built(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -
     case = case_of(built, layouts, options)
     if not isinstance(case.model, Program) and not hasattr(case.model, "compiled"):
         raise ModelError(
-            f"build() returned a {type(case.model).__name__} for a model; it is a compiled Keras "
-            "model or a Program."
+            f"build() must return a compiled Keras model or a Program; received a "
+            f"{type(case.model).__name__}."
         )
     return case
 
@@ -243,8 +231,8 @@ def _micro_batch(batch: Any, rows: int | None, parts: int) -> Any:
         wanted = rows or value.shape[0]
         if wanted % parts:
             raise BatchError(
-                f"a batch of {wanted} rows does not make {parts} micro-batches of the same size; "
-                f"take {wanted // parts * parts or parts}."
+                f"a batch of {wanted} rows does not divide into {parts} micro-batches; use "
+                f"--batch-size {wanted // parts * parts or parts}."
             )
         return jax.ShapeDtypeStruct((wanted // parts, *value.shape[1:]), value.dtype)
 

@@ -249,7 +249,7 @@ def test_the_command_takes_the_model_and_keeps_it_apart_from_compilers(tmp_path,
     (tmp_path / "analytic_job.py").write_text(JOB)
 
     def run(target, *arguments):
-        words = ["plan", "analytic_job:build", "--target", target, *arguments]
+        words = ["dry-run", "analytic_job:build", "--target", target, *arguments]
         return CliRunner().invoke(main, words)
 
     told = run("h100:8", "--html", "page.html")

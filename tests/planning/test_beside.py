@@ -273,7 +273,7 @@ def test_the_command_runs_the_step_on_virtual_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "job_to_measure", raising=False)
     monkeypatch.setattr(calibrate, "calibrate", lambda target: GUESS)
-    asked = ["plan", "job_to_measure:build", "--measure", "--target"]
+    asked = ["dry-run", "job_to_measure:build", "--measure", "--target"]
     done = CliRunner().invoke(main, [*asked, "cpu:8"])
     assert done.exit_code == 0, done.output
     assert "predicted for cpu:8, measured on cpu" in done.stdout

@@ -308,15 +308,19 @@ def test_what_is_worse_one_way_is_never_worse_the_other_way_too(one, other):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no plan that `meshwright plan --save` wrote .Expecting value"),
-        ("[1, 2]", "it has no 'meshwright_plan'"),
-        ('{"name": "net"}', "it has no 'meshwright_plan'"),
-        ('{"meshwright_plan": 2}', "its format is 2, and 1 is known here"),
-        ('{"meshwright_plan": 1}', "'name' is missing"),
-        (LOCK.to_json().replace('"slot_bytes": 1000', '"slot_bytes": "1000"'), "'1000' stands"),
+        ("", "not a readable dry-run lock: Expecting value"),
+        ("[1, 2]", "expected a JSON object, received list"),
+        ('{"name": "net"}', "received a file without a kind"),
+        ('{"kind": "plan"}', "received a plan .written by `meshwright plan --save`"),
+        ('{"kind": "dry-run lock", "version": 2}', "expected version 1, received 2"),
+        ('{"kind": "dry-run lock", "version": 1}', "'name' is missing"),
+        (
+            LOCK.to_json().replace('"slot_bytes": 1000', '"slot_bytes": "x"'),
+            "expected int, received",
+        ),
         (LOCK.to_json().replace('"mesh": {', '"mesh": 3, "m": {'), "'int' object has no attribute"),
-        (LOCK.to_json().replace('"fits": true', '"fits": 1'), "1 stands where bool is meant"),
-        (LOCK.to_json()[:-40], "no plan that `meshwright plan --save` wrote"),
+        (LOCK.to_json().replace('"fits": true', '"fits": 1'), "expected bool, received 1"),
+        (LOCK.to_json()[:-40], "not a readable dry-run lock"),
     ],
 )
 def test_a_broken_or_foreign_file_says_so_and_the_way_out(tmp_path, text, message):
@@ -325,14 +329,16 @@ def test_a_broken_or_foreign_file_says_so_and_the_way_out(tmp_path, text, messag
     with pytest.raises(mw.DataError, match=message) as info:
         Lock.load(path)
     assert "plan.json" in str(info.value)
-    assert "Write it anew with --save" in str(info.value)
+    assert "Write it again with" in str(info.value)
 
 
 def test_files_that_are_not_there_or_cannot_be_written(tmp_path):
-    with pytest.raises(mw.DataError, match=r"no plan can be read from .*none.json.*--save FILE"):
+    with pytest.raises(mw.DataError, match=r"cannot read .*none.json.*--save FILE"):
         Lock.load(tmp_path / "none.json")
-    with pytest.raises(mw.DataError, match=r"cannot be written .* as there is no such folder"):
-        LOCK.save(tmp_path / "none" / "plan.json")
+    LOCK.save(tmp_path / "new" / "folder" / "plan.json")
+    assert Lock.load(tmp_path / "new" / "folder" / "plan.json") == LOCK
+    with pytest.raises(mw.DataError, match=r"cannot write the dry-run lock .* it is a folder"):
+        LOCK.save(tmp_path / "new")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(mw.DataError, match="bytes"):
         Lock.load(tmp_path / "bytes")
@@ -388,7 +394,7 @@ def test_a_layout_that_is_gone_fails_and_its_return_passes(split):
     whole = of_two_layers({"w/kernel": [None, None], "v/kernel": ["model", None]})
     words, is_worse = plan_command.checked(whole, lock_of(split), None)
     assert is_worse
-    assert re.match(r"\d+ things got worse than the plan", words)
+    assert re.match(r"\d+ things got worse than the lock file", words)
     for expected in (
         "worse   memory      parameters: 2.00 KiB -> 3.00 KiB (+50.0%)",
         "worse   layout      w/kernel: 1.00 KiB -> 2.00 KiB (+100.0%), "

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import jax
@@ -171,9 +172,9 @@ def test_it_is_saved_as_a_file(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_an_error_with_a_way_out(tmp_path):
-    with pytest.raises(mw.DataError, match=r"the report cannot .* as there is no such folder"):
-        report().save(tmp_path / "no" / "report.html")
-    with pytest.raises(mw.DataError, match=r"cannot be written to .*: Is a directory. Name a file"):
+    with pytest.raises(
+        mw.DataError, match=r"cannot write the report to .*: it is a folder. Choose"
+    ):
         report().save(tmp_path)
 
 
@@ -196,23 +197,26 @@ def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_command, "dry_run", lambda *_, **__: report())
     asked = plan_command.Asked(
         "job_of_a_page.py:build",
-        "cpu:8",
-        "batch=8",
-        rules=[],
+        Target.of("cpu:8"),
+        mw.Mesh({"batch": 8}),
+        layouts={},
         zero=None,
         batch_size=None,
         options={},
     )
-    assert plan_command.run(asked, 60.0, "report.html") is report()
+    assert plan_command.run(asked, 60.0, Path("report.html")) is report()
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == report().to_html()
 
 
 @pytest.mark.parametrize("option", ["--html", "--save"])
-def test_the_command_says_before_it_compiles_that_there_is_no_such_folder(option):
-    asked = ["plan", "no_such_module:build", "--target", "cpu:8", option, "no/file"]
+def test_the_command_says_before_it_compiles_that_a_file_cannot_be_written(option, tmp_path):
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / "file" / "page")
+    asked = ["dry-run", "json:build", "--target", "cpu:8", option, path]
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 2
-    assert "cannot be written to 'no/file', as there is no such folder. Make" in done.output
+    words = " ".join(done.output.split())
+    assert f"to '{path}': '{tmp_path / 'file'}' is not a folder. Choose another path." in words
 
 
 @pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
@@ -356,14 +360,14 @@ def test_what_a_plan_has_from_the_user_is_escaped():
 
 def test_the_command_that_chooses_writes_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_command, "choose", lambda *_, **__: a_plan())
-    asked = ["choose", "job:build", "--target", "h100:8", "--html", str(tmp_path / "plan.html")]
+    asked = ["plan", "json:build", "--target", "h100:8", "--html", str(tmp_path / "plan.html")]
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == a_plan().to_html()
-    asked[-1] = str(tmp_path / "no" / "plan.html")
+    asked[-1] = str(tmp_path / "plan.html" / "plan.html")
     refused = CliRunner().invoke(main, asked)
     assert refused.exit_code == 2
-    assert "there is no such folder" in refused.output
+    assert "Invalid value for '--html': cannot write the page to" in refused.output
 
 
 # Its parts

@@ -178,6 +178,7 @@ def test_a_file_keeps_a_plan(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (lambda read: read | {"kind": "dry-run lock"}, "received a dry-run lock"),
         (lambda read: read | {"version": 0}, "another version than 2"),
         (lambda read: read | {"colour": 1}, "keys that nobody knows: colour"),
         (lambda read: {k: v for k, v in read.items() if k != "chosen"}, "KeyError: 'chosen'"),

@@ -1,4 +1,4 @@
-"""The command ``meshwright plan``: what it prints, and how it ends."""
+"""The commands ``meshwright dry-run`` and ``plan``: what they print, and how they end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MESH = ["--mesh", "batch=4,model=2"]
 
 
 def run(*arguments):
-    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+    return CliRunner().invoke(main, ["dry-run", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_report_is_printed_without_any_device(job):
     out = run_in_fresh_process(
         """
         import sys
-        sys.argv = ["meshwright", "plan", "planned_job:build", "--target", "cpu:8"]
+        sys.argv = ["meshwright", "dry-run", "planned_job:build", "--target", "cpu:8"]
         sys.argv += ["--mesh", "batch=4,model=2", "--batch-size", "64", "--no-cache"]
         from meshwright.cli import main
         try:
@@ -166,21 +166,30 @@ def test_without_a_mesh_all_devices_share_the_batch(job, asked):
         (["build", "--target", "h100:12", *MESH], "laid out over 8 devices"),
         (
             ["build", "--target", "cpu:8", "--check", "no.json"],
-            "no plan can be read from 'no.json'",
+            "cannot read a dry-run lock from 'no.json'",
         ),
         (["build", "--target", "cpu:8", *MESH, "--batch-size", "6"], "does not divide over axis"),
         (
             ["build", "--target", "cpu:8", *MESH, "--batch-size", 8, "--option", "accumulate=3"],
-            "a batch of 8 rows does not make 3 micro-batches of the same size; take 6.",
+            "a batch of 8 rows does not divide into 3 micro-batches; use --batch-size 6.",
         ),
-        (["build", "--target", "cpu:8", *MESH, "--layout", "kernel"], "is not pattern:layout"),
+        (
+            ["build", "--target", "cpu:8", *MESH, "--layout", "kernel"],
+            "Invalid value for '--layout': expected pattern:layout",
+        ),
         (["build", "--target", "cpu:8", *MESH, "--option", "zeroo=1"], "argument 'zeroo'"),
         (["build", "--target", "cpu:8", *MESH, "--option", "layouts=1"], "--layout"),
         (["build", "--target", "cpu:8", "--layout", "hidde:batch"], "'model'"),
         (["uncompiled", "--target", "cpu:8"], "is not compiled: call model.compile"),
-        (["nothing", "--target", "cpu:8"], "build() returned a str for a model"),
-        (["biuld", "--target", "cpu:8"], "nothing called 'biuld'"),
-        (["broken", "--target", "cpu:8"], ", in broken): KeyError: 'no such key' (--traceback"),
+        (
+            ["nothing", "--target", "cpu:8"],
+            "must return a compiled Keras model or a Program; received a str",
+        ),
+        (["biuld", "--target", "cpu:8"], "has no function 'biuld'"),
+        (
+            ["broken", "--target", "cpu:8"],
+            ", in broken): KeyError: 'no such key' (--traceback shows all of it)\n  planned",
+        ),
         (["undecided", "--target", "cpu:8"], ", in undecided.<locals>.loss): Tracer"),
     ],
 )
@@ -198,7 +207,7 @@ def test_a_mesh_that_does_not_match_is_said_before_anything_is_built(job):
 
 
 def test_the_planner_names_the_line_that_cannot_be_traced(job):
-    done = CliRunner().invoke(main, ["choose", "planned_job:undecided", "--target", "h100:8"])
+    done = CliRunner().invoke(main, ["plan", "planned_job:undecided", "--target", "h100:8"])
     assert done.exit_code == 2
     line = 1 + JOB.split("\n").index('        if jnp.sum(batch["x"]) > 0:  # the value of a batch')
     assert f"the step of 'program' cannot be traced (planned_job.py:{line}, in" in done.stderr
@@ -228,7 +237,7 @@ def test_a_plan_is_kept_and_what_gets_worse_fails(job, asked):
     (job / "plan.json").write_text(text.replace('"peak_bytes": 2048', '"peak_bytes": 2000'))
     grown = run(*to, "--check", "plan.json")
     assert grown.exit_code == 1
-    assert "1 thing got worse than the plan" in grown.stdout
+    assert "1 thing got worse than the lock file" in grown.stdout
     assert "worse   memory      peak: 1.95 KiB -> 2.00 KiB (+2.4%)" in grown.stdout
     assert run(*to, "--check", "plan.json", "--tolerance", "0.03").exit_code == 0
     other = run("planned_job:build", "--target", "v5e:2x4", *MESH, "--check", "plan.json")
@@ -255,7 +264,7 @@ def test_a_report_of_what_does_not_fit_is_no_error(job, asked, monkeypatch):
 def test_the_planner_is_asked_and_its_plan_is_kept(job, tmp_path):
     path = tmp_path / "plan.json"
     done = CliRunner().invoke(
-        main, ["choose", "planned_job:build", "--target", "h100:8", "--save", str(path)]
+        main, ["plan", "planned_job:build", "--target", "h100:8", "--save", str(path)]
     )
     assert done.exit_code == 0, done.output
     kept = mw.Plan.load(path)
@@ -266,20 +275,39 @@ def test_the_planner_is_asked_and_its_plan_is_kept(job, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--memory-gb", "0.000001"], "no layout keeps within 1.0 kB on h100:8"),
+        (["--memory-limit", "1kB"], "no layout keeps within 1.0 kB on h100:8"),
+        (["--memory-limit", "14 GG"], "'--memory-limit': expected a number of bytes above zero"),
         (["--mesh", "batch=16"], "takes 16 devices, and h100:8 has 8"),
         (
-            ["--save", "no/such/folder.json"],
-            "the plan cannot be written to 'no/such/folder.json', as there is no such folder",
+            ["--save", "planned_job.py/folder.json"],
+            "'--save': cannot write the plan to 'planned_job.py/folder.json'",
         ),
     ],
 )
 def test_what_the_planner_cannot_do_is_one_sentence(job, arguments, says):
-    done = CliRunner().invoke(
-        main, ["choose", "planned_job:build", "--target", "h100:8", *arguments]
-    )
+    done = CliRunner().invoke(main, ["plan", "planned_job:build", "--target", "h100:8", *arguments])
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())
+
+
+def test_a_file_of_one_kind_is_refused_where_the_other_is_expected(job):
+    to = ["planned_job:build", "--target", "h100:8"]
+    saved = CliRunner().invoke(main, ["plan", *to, "--save", "new/plan.json"])
+    assert saved.exit_code == 0, saved.output
+    done = run(*to, "--check", "new/plan.json")
+    assert done.exit_code == 2
+    words = " ".join(done.stderr.split())
+    assert "'--check': 'new/plan.json': not a readable dry-run lock: expected a dry-run" in words
+    assert "received a plan (written by `meshwright plan --save` or Plan.save)" in words
+
+
+def test_the_axis_of_the_batch_is_named_with_the_option_that_sets_it(job, asked):
+    wrong = run("planned_job:program", "--target", "cpu:8", "--mesh", "data=4,model=2")
+    assert wrong.exit_code == 2
+    assert "batch='batch' (the default) names axis 'batch'" in wrong.stderr
+    assert "--option batch=data" in wrong.stderr
+    to = ["planned_job:program", "--target", "cpu:8", "--mesh", "data=4,model=2"]
+    assert run(*to, "--option", "batch=data").exit_code == 1  # it is asked, and does not fit
 
 
 def test_it_says_that_it_compiles_once_module_and_mesh_are_right(job):

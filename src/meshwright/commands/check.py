@@ -2,69 +2,80 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from .group import traceback_option
-from .options import build_argument
-from .texts import option, rule
+from .config import config_option
+from .group import Command, option, traceback_option
+from .options import build_argument, layout_option, strategy_option
+from .texts import MeshText
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+    from ..mesh import Mesh
+
+_TAKEN = ("steps", "seed", "rtol", "double")
 
 
-@click.command()
+@click.command(cls=Command, short_help="Compare training on meshes with one device.")
 @build_argument
-@click.option(
-    "--mesh", "mesh_texts", required=True, multiple=True, help='A mesh: "batch=4,model=2"; repeat.'
-)
-@click.option(
-    "--rule",
-    "rule_texts",
+@option(
+    "--mesh",
+    "meshes",
+    type=MeshText(),
+    required=True,
     multiple=True,
-    help='A layout beside those of BUILD: "hidden.*kernel:unsharded,model"; repeat.',
+    metavar="MESH",
+    help='A mesh to compare with one device: "batch=4,model=2". Repeat for more.',
 )
-@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="How many.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and dropout.")
-@click.option("--rtol", type=float, help="Allowed of the largest gradient, or change.")
-@click.option("--double", is_flag=True, help="In float64: no doubt is left about rounding.")
-@click.option(
-    "--option",
-    "option_texts",
-    multiple=True,
-    help="A further argument of the strategy, in JSON: zero=3, batch=null, ...; repeat.",
+@layout_option
+@option(
+    "--steps",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Number of training steps.",
 )
-@click.option("--all", "show_all", is_flag=True, help="Show every variable, not the worst twelve.")
+@option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of initial weights and dropout.",
+)
+@option(
+    "--rtol",
+    type=click.FloatRange(0),
+    help="Relative tolerance.  [default: by the coarsest float of the step; 1e-5 for float32]",
+)
+@option("--double", is_flag=True, help="Compute in float64, where rounding is negligible.")
+@strategy_option(**{"layouts": "--layout"}, **{name: f"--{name}" for name in _TAKEN})
+@option("--all", "show_all", is_flag=True, help="Show every variable, not only the worst twelve.")
+@config_option
 @traceback_option
 def check(
     build: str,
-    mesh_texts: tuple[str, ...],
-    rule_texts: tuple[str, ...],
-    steps: int,
-    seed: int,
-    rtol: float | None,
-    double: bool,
-    option_texts: tuple[str, ...],
+    meshes: tuple[Mesh, ...],
+    layouts: tuple[tuple[tuple[str, Layout], ...], ...],
+    options: tuple[tuple[str, Any], ...],
     show_all: bool,
+    **how: Any,
 ) -> None:
-    """Train a model on one device and under each mesh, and tell where they differ.
+    """Train a model on one device and on each mesh, and report where they differ.
 
-    BUILD is a function without arguments that returns a compiled Keras model and a batch, or a
-    Program and a batch, and layouts beside them if there are any. The devices are virtual ones.
+    BUILD is a function without arguments. It returns (model, batch) or (model, batch, layouts),
+    where the model is a compiled Keras model or a Program. The devices are virtual CPU devices.
 
     \b
     meshwright check train:build --mesh batch=8 --mesh batch=4,model=2
     meshwright check train.py:build --mesh batch=8 --option zero=3 --double
 
-    Ends with status 0 if every mesh trains as one device does, else with 1.
+    Exits with status 0 if every mesh trains as one device does, and with 1 if one does not.
     """
     from ..equivalence.command import run
 
-    equal = run(
-        build,
-        mesh_texts,
-        [rule(text) for text in rule_texts],
-        dict(option(text) for text in option_texts),
-        None if show_all else 12,
-        steps=steps,
-        seed=seed,
-        rtol=rtol,
-        double=double,
-    )
+    rows = None if show_all else 12
+    equal = run(build, meshes, dict(chain(*layouts)), dict(options), rows, **how)
     raise SystemExit(0 if equal else 1)

@@ -7,19 +7,19 @@ from typing import Any
 
 import click
 
-from .group import traceback_option
+from .group import Command, option, traceback_option
 
 
-@click.command()
-@click.option(
+@click.command(cls=Command, short_help="Train on digits under three kinds of parallelism.")
+@option(
     "--data",
     type=click.Path(path_type=Path),
-    help="MNIST as an .npz file; else Keras' cache, a download, or the digits shipped here.",
+    help="MNIST as an .npz file.  [default: Keras' cache, a download, or the digits shipped here]",
 )
-@click.option("--epochs", type=int, help="How often each run goes through the digits.")
-@click.option("--runs", help='Which of the runs: "a,b,c".')
-@click.option("--out", type=click.Path(path_type=Path), help="The folder for the picture.")
-@click.option("--quick", is_flag=True, help="A few digits for one epoch, to see that all works.")
+@option("--epochs", type=click.IntRange(1), help="Number of epochs of each run.  [default: 3]")
+@option("--runs", metavar="RUNS", help='Runs to make: "a,b,c".')
+@option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of the picture.")
+@option("--quick", is_flag=True, help="Train on a few digits for one epoch.")
 @traceback_option
 def demo(**options: Any) -> None:
     """Train on handwritten digits under three kinds of parallelism, changing only the layout."""

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .group import traceback_option
+from .group import Command, option, traceback_option
 
 if TYPE_CHECKING:
     from ..doctor import Diagnosis, Package
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.command(cls=Command, short_help="Report packages, devices, and what is missing.")
+@option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @traceback_option
 def doctor(as_json: bool) -> None:
-    """Tell what is installed, which devices there are, and what is missing.
+    """Report the installed packages, the devices, and what is missing.
 
-    Ends with status 0 if Meshwright can be used here, else with 1.
+    Exits with status 0 if Meshwright can be used here, and with 1 if not.
     """
     from ..doctor import examine
 

@@ -1,31 +1,101 @@
-"""How the program tells of errors: one message, and the traceback for whom asks."""
+"""How the program reports errors: every one as a short message, the traceback on request."""
 
 from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..errors import MeshwrightError
 
 _TRACEBACK_VARIABLE = "MESHWRIGHT_TRACEBACK"
+_FAULTS = "meshwright.faults"
 
 
 class Group(click.Group):
-    """Prints the errors that Meshwright raises on purpose as one message, without a traceback."""
+    """Prints errors of Meshwright, and those of the user's code, without the program's own frames.
+
+    What is neither is a bug of ours, and keeps its traceback.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except MeshwrightError as error:
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
             if ctx.meta.get(_TRACEBACK_VARIABLE) or os.environ.get(_TRACEBACK_VARIABLE):
                 click.echo(traceback.format_exc(), err=True, nl=False)
+            elif lines := _lines_of(error):
+                click.echo("Error: " + "\n".join(lines), err=True)
             else:
-                told = [str(error), *getattr(error, "__notes__", ())]
-                click.echo("Error: " + "\n".join(told), err=True)
+                raise
             ctx.exit(2)
+
+
+def _lines_of(error: Exception) -> list[str]:
+    """The message as it is shown; nothing for an error that has not met the user's code."""
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    if isinstance(error, MeshwrightError):
+        return [str(error), *notes]
+    from ..step.lines import user_lines
+
+    frames = [f"  {line}" for line in user_lines(error)]
+    way_out = ["(--traceback shows the whole traceback)"]
+    said = f"{type(error).__name__}: {error}".rstrip(": ")
+    return [said, *notes, *frames, *way_out] if frames else []
+
+
+class Command(click.Command):
+    """A command that reports all its invalid parameters at once; Click reports the first."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        faults: Sequence[click.UsageError] = ctx.meta.pop(_FAULTS, ())
+        if len(faults) == 1:
+            raise faults[0]
+        if faults:
+            said = "".join(f"\n  {fault.format_message()}" for fault in faults)
+            raise click.UsageError(f"{len(faults)} invalid parameters:{said}", ctx)
+        return rest
+
+
+class _Collected(click.Parameter):
+    """A parameter whose fault is kept for :class:`Command`, with the file that it came from."""
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            return super().process_value(ctx, value)
+        except click.BadParameter as error:
+            error.param, error.ctx = self, ctx
+            fault: click.UsageError = error
+            if ctx.get_parameter_source(self.name or "") is ParameterSource.DEFAULT_MAP:
+                place = ctx.meta["meshwright.config"]
+                fault = click.UsageError(f"{error.format_message()} (from {place})", ctx)
+            ctx.meta.setdefault(_FAULTS, []).append(fault)
+            return None
+
+
+class Option(_Collected, click.Option):
+    """An option of a :class:`Command`."""
+
+
+class Argument(_Collected, click.Argument):
+    """An argument of a :class:`Command`."""
+
+
+def option(*names: str, **how: Any) -> Any:
+    """``click.option`` for a :class:`Command`."""
+    return click.option(*names, cls=Option, **how)
+
+
+def argument(*names: str, **how: Any) -> Any:
+    """``click.argument`` for a :class:`Command`."""
+    return click.argument(*names, cls=Argument, **how)
 
 
 def _remember_traceback(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
@@ -38,5 +108,5 @@ traceback_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_remember_traceback,
-    help=f"Show the traceback of an error ({_TRACEBACK_VARIABLE}=1 does so, too).",
+    help=f"Show the traceback of an error, as {_TRACEBACK_VARIABLE}=1 does.",
 )

@@ -1,20 +1,53 @@
-"""What several commands are given: a model, a machine, rows, and how long to compile."""
+"""Parameters that several commands share: a model, a machine, layouts, rows, time limits."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-build_argument = click.argument("build", metavar="MODULE:BUILD")
-target_option = click.option(
-    "--target", required=True, help='The machine: "v5p:2x2x2", "h100:2x8", "cpu:8".'
+from .group import argument, option
+from .texts import BuildText, LayoutsText, OptionText, TargetText
+
+build_argument = argument("build", type=BuildText(), metavar="MODULE:BUILD")
+target_option = option(
+    "--target",
+    type=TargetText(),
+    required=True,
+    metavar="TARGET",
+    help="The machine: v5p:2x2x2, h100:2x8, cpu:8.",
 )
-batch_size_option = click.option(
-    "--batch-size", type=click.IntRange(1), help="Rows of all devices; else BUILD's."
+layout_option = option(
+    "--layout",
+    "layouts",
+    type=LayoutsText(),
+    multiple=True,
+    metavar="PATTERN:LAYOUT",
+    help='Layouts added to those of BUILD: "hidden.*kernel:unsharded,model". Repeat, or join by '
+    '";".',
 )
-timeout_option = click.option(
+batch_size_option = option(
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Rows of the global batch.  [default: those of BUILD's batch]",
+)
+timeout_option = option(
     "--timeout",
     type=click.FloatRange(0, min_open=True),
     default=3600.0,
     show_default=True,
-    help="Seconds to compile.",
+    help="Time limit for compiling, in seconds.",
 )
+
+
+def strategy_option(**taken: str) -> Any:
+    """``--option name=value``, but for the names that are options of the command."""
+    return option(
+        "--option",
+        "options",
+        type=OptionText(taken),
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A further argument of the strategy, as JSON: accumulate=4, remat=block, batch=data. "
+        "Repeat for more.",
+    )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import LayoutError
-from .group import traceback_option
+from .group import Command, option, traceback_option
+from .texts import MeshText, NewFile
 
 if TYPE_CHECKING:
     from ..drawing import Drawn
@@ -25,38 +26,54 @@ _ITEMSIZES = {
 }
 
 
-@click.command()
-@click.option("--mesh", "mesh_text", required=True, help='The mesh: "batch=4,model=2".')
-@click.option("--dims", "dims_texts", multiple=True, help='The dims of a tensor: "784,128".')
-@click.option(
+@click.command(cls=Command, short_help="Draw tensors on a mesh.")
+@option(
+    "--mesh",
+    type=MeshText(),
+    required=True,
+    metavar="MESH",
+    help='The mesh: "batch=4,model=2".',
+)
+@option(
+    "--dims",
+    "dims_texts",
+    multiple=True,
+    metavar="DIMS",
+    help='The dims of a tensor: "784,128".',
+)
+@option(
     "--layout",
     "layout_texts",
     multiple=True,
-    help='An entry per dim: "unsharded,model"; "batch+model" for several axes on one dim.',
+    metavar="LAYOUT",
+    help='One entry per dim: "unsharded,model"; "batch+model" for two axes on one dim.',
 )
-@click.option(
+@option(
     "--tensor",
     "tensor_texts",
     multiple=True,
-    help='All in one, as often as wanted: "kernel:784x128:unsharded,model".',
+    metavar="NAME:DIMS:LAYOUT",
+    help='Name, dims and layout together: "kernel:784x128:unsharded,model". Repeat for more.',
 )
-@click.option(
+@option(
     "--dtype",
     type=click.Choice(list(_ITEMSIZES)),
     default="float32",
     metavar="DTYPE",
-    help="What the elements are: float32 (unless said otherwise), bfloat16, int8, ...",
+    show_default=True,
+    help="Type of the elements: bfloat16, int8, ...",
 )
-@click.option("--title", default="", help="A title for the picture.")
-@click.option(
+@option("--title", default="", help="Title of the picture.")
+@option(
     "--svg",
     "svg_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the picture to this file, too.",
+    type=NewFile("the picture"),
+    metavar="FILE",
+    help="Also write the picture to this file.",
 )
 @traceback_option
 def show(
-    mesh_text: str,
+    mesh: Mesh,
     dims_texts: tuple[str, ...],
     layout_texts: tuple[str, ...],
     tensor_texts: tuple[str, ...],
@@ -64,7 +81,7 @@ def show(
     title: str,
     svg_path: Path | None,
 ) -> None:
-    """Draw how tensors lie on a mesh, which need not be there.
+    """Draw how tensors are laid out on a mesh; its devices need not be present.
 
     \b
     meshwright show --mesh batch=4,model=2 --dims 784,128 --layout unsharded,model
@@ -74,23 +91,14 @@ def show(
     from rich.console import Console
 
     from ..drawing import Section, Sheet, draw_svg, draw_text
-    from ..mesh import Mesh
+    from ..files import write
 
-    mesh = Mesh.from_string(mesh_text)
     tensors = [*_paired(dims_texts, layout_texts), *map(_in_three, tensor_texts)]
     sheet = Sheet(title, (Section("", mesh, _all_drawn(tensors, mesh, _ITEMSIZES[dtype])),))
     Console().print(draw_text(sheet))
     if svg_path is not None:
-        _write(svg_path, draw_svg(sheet))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.FileError(str(path), hint=error.strerror or str(error)) from error
-    click.echo(f"wrote {path}")
+        write(svg_path, draw_svg(sheet), "the picture")
+        click.echo(f"wrote {svg_path}")
 
 
 def _paired(dims_texts: Sequence[str], layout_texts: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -99,8 +107,8 @@ def _paired(dims_texts: Sequence[str], layout_texts: Sequence[str]) -> list[tupl
         dims_texts = [dims_texts[0]] * len(layout_texts)
     if len(dims_texts) != len(layout_texts):
         raise click.UsageError(
-            f"--dims and --layout belong together: {len(dims_texts)} of the one and "
-            f"{len(layout_texts)} of the other are given."
+            f"--dims and --layout come in pairs; received {len(dims_texts)} --dims and "
+            f"{len(layout_texts)} --layout."
         )
     count = len(layout_texts)
     names = ["tensor"] if count == 1 else [f"tensor {i + 1}" for i in range(count)]
@@ -111,7 +119,8 @@ def _in_three(text: str) -> tuple[str, str, str]:
     parts = text.rsplit(":", 2)
     if len(parts) != 3:
         raise click.BadParameter(
-            f"{text!r} is not name:dims:layout, such as kernel:784x128:unsharded,model.",
+            "expected name:dims:layout, such as kernel:784x128:unsharded,model; received "
+            f"{text!r}.",
             param_hint="--tensor",
         )
     name, dims, layout = parts
@@ -140,7 +149,7 @@ def _drawn(name: str, dims_text: str, layout_text: str, mesh: Mesh, itemsize: in
     sizes = [size.strip() for size in re.split("[,x×]", dims_text)] if dims_text.strip() else []
     if not all(size.isdecimal() for size in sizes):
         raise click.BadParameter(
-            f"{dims_text!r} is not a list of sizes, such as 784,128 or 784x128.",
+            f"expected sizes, such as 784,128 or 784x128; received {dims_text!r}.",
             param_hint="--dims",
         )
     layout_text = layout_text.strip()

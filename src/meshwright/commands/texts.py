@@ -1,32 +1,151 @@
-"""What several commands read out of the texts of their options."""
+"""The values that options are written for: meshes, targets, layouts, bytes, files."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import MeshwrightError
 
-def rule(text: str, option: str = "--rule") -> tuple[str, str]:
-    """A pattern for paths and the axes of its layout, out of ``hidden.*kernel:unsharded,model``."""
-    pattern, colon, axes = text.rpartition(":")
-    if not (colon and pattern and axes):
-        raise click.BadParameter(
-            f"{text!r} is not pattern:layout, such as hidden.*kernel:unsharded,model.",
-            param_hint=option,
+if TYPE_CHECKING:
+    from ..layout import Layout
+    from ..mesh import Mesh
+    from ..planning.lock import Lock
+    from ..planning.target import Target
+
+_SIZES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+class _Read(click.ParamType):
+    """A value read from text; an error of Meshwright is one of the option."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self.read(value) if isinstance(value, str) else value
+        except MeshwrightError as error:
+            self.fail(str(error), param, ctx)
+
+    def read(self, text: str) -> Any:
+        """The value. Raises an error of Meshwright or of Click."""
+        raise NotImplementedError
+
+
+class MeshText(_Read):
+    """``batch=4,model=2``."""
+
+    name = "mesh"
+
+    def read(self, text: str) -> Mesh:
+        from ..mesh import Mesh
+
+        return Mesh.from_string(text)
+
+
+class TargetText(_Read):
+    """``v5p:2x2x2``."""
+
+    name = "target"
+
+    def read(self, text: str) -> Target:
+        from ..planning.target import Target
+
+        return Target.from_string(text)
+
+
+class LayoutsText(_Read):
+    """``hidden.*kernel:unsharded,model``, several joined by ``;``."""
+
+    name = "pattern:layout"
+
+    def read(self, text: str) -> tuple[tuple[str, Layout], ...]:
+        from ..layout import Layout
+
+        return tuple(
+            (pattern, Layout.from_string(f"[{axes}]"))
+            for pattern, axes in (self._parts(each) for each in text.split(";"))
         )
-    return pattern, axes.strip("[] ")
+
+    def _parts(self, text: str) -> tuple[str, str]:
+        pattern, colon, axes = text.rpartition(":")
+        if not (colon and pattern and axes):
+            self.fail(
+                f"expected pattern:layout, such as hidden.*kernel:unsharded,model; "
+                f"received {text!r}."
+            )
+        return pattern.strip(), axes.strip("[] ")
 
 
-def option(text: str) -> tuple[str, Any]:
-    """A name and its value, out of ``zero=3``."""
-    name, sign, value = text.partition("=")
-    if not (sign and name.isidentifier()):
-        raise click.BadParameter(
-            f"{text!r} is not name=value, such as zero=3.", param_hint="--option"
-        )
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value  # a bare word, such as an axis
+class OptionText(_Read):
+    """``zero=3``: a name and a JSON value, or a bare word; ``taken`` are options of their own."""
+
+    name = "name=value"
+
+    def __init__(self, taken: Mapping[str, str]) -> None:
+        self._taken = taken
+
+    def read(self, text: str) -> tuple[str, Any]:
+        name, sign, value = text.partition("=")
+        if not (sign and name.isidentifier()):
+            self.fail(f"expected name=value, such as zero=3; received {text!r}.")
+        if name in self._taken:
+            self.fail(f"{name!r} has an option of its own: {self._taken[name]}.")
+        try:
+            return name, json.loads(value)
+        except json.JSONDecodeError:
+            return name, value  # a bare word, such as an axis
+
+
+class BytesText(_Read):
+    """``14GiB``."""
+
+    name = "bytes"
+
+    def read(self, text: str) -> int:
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+        unit = (parts[2] or "b") if parts else ""
+        if parts is None or unit not in _SIZES or not float(parts[1]):
+            self.fail(f"expected a number of bytes above zero, such as 14GiB; received {text!r}.")
+        return round(float(parts[1]) * _SIZES[unit])
+
+
+class BuildText(_Read):
+    """``module:function``; that it can be found is checked, the module is not imported."""
+
+    name = "module:function"
+
+    def read(self, text: str) -> str:
+        from ..equivalence.finding import check_place
+
+        check_place(text)
+        return text
+
+
+class NewFile(_Read):
+    """A file that will be written, checked before anything is computed; folders are made."""
+
+    name = "file"
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def read(self, text: str) -> Path:
+        from ..files import check_writable
+
+        check_writable(text, self._what)
+        return Path(text)
+
+
+class LockFile(_Read):
+    """A file of ``meshwright dry-run --save``."""
+
+    name = "file"
+
+    def read(self, text: str) -> Lock:
+        from ..planning.lock import Lock
+
+        return Lock.load(text)

@@ -92,20 +92,31 @@ def setups(case: Case, meshes: Sequence[Mesh]) -> list[Setup]:
     asked |= {f"rule '{dim}:{axis}'": (axis,) for dim, axis in (ruled.pairs if ruled else ())}
     for name in _MAPPED:
         asked |= {f"{name} {k!r}": _axes_of(v) for k, v in _mapped(case.options.get(name)).items()}
-    faults = [
-        f"  {what.removesuffix('=')} names axis {axis!r}"
-        for what, axes in asked.items()
-        for axis in axes
-        if axis not in known
-    ]
-    if faults:
-        raise LayoutError(
-            f"{len(faults)} axis name(s) are in none of the meshes ("
-            + "; ".join(mesh.axes_text for mesh in meshes)
-            + "). Rename them, or give a mesh that axis, if only with size 1; batch=None gives "
-            "every device all rows.\n" + "\n".join(faults)
-        )
+    unknown = {what: [a for a in axes if a not in known] for what, axes in asked.items()}
+    if any(unknown.values()):
+        raise LayoutError(_unknown_axes(unknown, case, meshes))
     return [_setup(case, layouts, batch, mesh, asked) for mesh in meshes]
+
+
+def _unknown_axes(unknown: Mapping[str, list[str]], case: Case, meshes: Sequence[Mesh]) -> str:
+    names = {"batch=": f"batch={case.options.get('batch', 'batch')!r}"}
+    names["batch="] += "" if "batch" in case.options else " (the default)"
+    faults = [
+        f"  {names.get(what, what)} names axis {axis!r}"
+        for what, axes in unknown.items()
+        for axis in axes
+    ]
+    way_out = "Rename them, or add the axis to a mesh, if only with size 1."
+    if unknown["batch="]:
+        axis = meshes[0].axis_names[0] if meshes[0].axis_names else "data"
+        way_out += (
+            f" The rows of the batch go by batch={axis!r} (--option batch={axis} on the command "
+            "line); batch=None gives all rows to every device."
+        )
+    listed = "; ".join(mesh.axes_text for mesh in meshes)
+    return f"{len(faults)} unknown axis name(s) in the meshes ({listed}). {way_out}\n" + "\n".join(
+        faults
+    )
 
 
 _MAPPED = ("inputs", "targets", "activations")

@@ -1,4 +1,4 @@
-"""Finds the function ``build`` that a command is given as ``module:name``."""
+"""Finds the function ``build`` that a command names as ``module:name``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,49 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MeshwrightError, ModelError
+from ..step.lines import user_lines
 
 
 def find_build(text: str) -> Callable[[], Any]:
     """The function that ``module:name`` or ``file.py:name`` means. Raises :class:`ModelError`."""
-    place, colon, name = text.rpartition(":")
-    if not (colon and place and name):
-        raise ModelError(f"{text!r} is not module:function, such as train:build.")
-    sys.path.insert(0, str(Path.cwd()))
+    place, name = check_place(text)
     module = _module(place)
     found = getattr(module, name, None)
     if callable(found):
         return found
     functions = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
     near = difflib.get_close_matches(name, functions, n=3, cutoff=0.4) or functions[:8]
-    what = "has nothing called" if found is None else "has no function but a value called"
-    raise ModelError(f"{place} {what} {name!r}. Functions there: {', '.join(near) or 'none'}.")
+    fault = "has no function" if found is None else "has a value, not a function, named"
+    raise ModelError(f"{place} {fault} {name!r}. Its functions: {', '.join(near) or 'none'}.")
+
+
+def check_place(text: str) -> tuple[str, str]:
+    """Module or file, and function, of ``module:name``; the module is looked for, not imported.
+
+    Raises :class:`ModelError` for another text, or if there is no such module or file.
+    """
+    place, colon, name = text.rpartition(":")
+    if not (colon and place and name):
+        raise ModelError(f"expected module:function, such as train:build; received {text!r}.")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ModelError(f"no file {place} in {Path.cwd()}.")
+        return place, name
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    top = place.partition(".")[0]
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise ModelError(_not_found(place, top))
+    return place, name
+
+
+def _not_found(place: str, missing: str) -> str:
+    file = f"{place.replace('.', '/')}.py"
+    return (
+        f"no module {missing!r} in {Path.cwd()}, and none is installed. Name a module that can be "
+        f"imported from here, or a file: {file}:build."
+    )
 
 
 def _module(place: str) -> Any:
@@ -36,21 +63,18 @@ def _module(place: str) -> Any:
     except MeshwrightError:
         raise
     except Exception as error:
-        top = place.partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and error.name in (place, top):
-            raise ModelError(
-                f"there is no module {error.name!r} here ({Path.cwd()}) nor among what is "
-                "installed. Name one that can be imported from here, or a file: "
-                f"{place.replace('.', '/')}.py:build."
-            ) from error
-        raise ModelError(
-            f"importing {place} failed: {type(error).__name__}: {error} ({_where(error)})."
-        ) from error
+        if isinstance(error, ModuleNotFoundError) and place.startswith(f"{error.name}"):
+            raise ModelError(_not_found(place, str(error.name))) from error
+        words = error.msg if isinstance(error, SyntaxError) else str(error)
+        failure = ModelError(
+            f"importing {place} failed: {type(error).__name__}: {words} ({_where(error)})."
+        )
+        for line in user_lines(error)[:-1]:
+            failure.add_note(f"  {line}")
+        raise failure from error
 
 
 def _from_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ModelError(f"there is no file {path} here ({Path.cwd()}).")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None  # it is a .py file
     assert spec.loader is not None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..errors import MeshwrightError, ModelError
-from ..step.lines import where_raised
+from ..step.lines import user_lines, where_raised
 
 # Keras tells an error in words of its own, which for some of JAX' classes it cannot.
 _WRAPPED = re.compile("Exception encountered|_error_repr")
@@ -31,7 +31,10 @@ def told_as(what: str, way_out: str = "") -> Iterator[None]:
     except Exception as error:
         line = where_raised(error)
         place = "" if line is None else f" ({line}, in {line.function})"
-        raise ModelError(f"{what}{place}: {in_short(error)}{way_out}") from error
+        failure = ModelError(f"{what}{place}: {in_short(error)}{way_out}")
+        for outer in user_lines(error):
+            failure.add_note(f"  {outer}")
+        raise failure from error
 
 
 def tracing(name: str) -> contextlib.AbstractContextManager[None]:

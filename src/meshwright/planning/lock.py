@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
-from .files import write
+from ..files import write, wrong_kind
 
 if TYPE_CHECKING:
     from .hardware import Hardware
     from .report import DryRun
 
-FORMAT = 1
+VERSION = 1
 EXACT = ("parameter_bytes", "slot_bytes", "state_bytes", "input_bytes", "gradient_bytes")
 COMPILED = ("padding_bytes", "temporary_bytes", "peak_bytes")
 STEP = ("step_time_s", "flops", "mfu")
@@ -91,7 +91,8 @@ class Lock:
         True
         """
         head = {
-            "meshwright_plan": FORMAT,
+            "kind": "dry-run lock",
+            "version": VERSION,
             "name": self.name,
             "target": self.target,
             "mesh": dict(self.mesh),
@@ -120,13 +121,13 @@ class Lock:
             return _lock(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"this is no plan that `meshwright plan --save` wrote ({_reason(error)}). Write it "
-                "anew with --save, or take it from version control."
+                f"not a readable dry-run lock: {_reason(error)}. Write it again with `meshwright "
+                "dry-run --save`, or restore it from version control."
             ) from error
 
     def save(self, path: str | Path) -> None:
         """Write the file. Raises :class:`~meshwright.DataError` if it cannot be written."""
-        write(path, self.to_json(), "the plan")
+        write(path, self.to_json(), "the dry-run lock")
 
     @classmethod
     def load(cls, path: str | Path) -> Lock:
@@ -135,8 +136,8 @@ class Lock:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise DataError(
-                f"no plan can be read from {str(path)!r}: {error.strerror}. Write one with "
-                "`meshwright plan ... --save FILE`."
+                f"cannot read a dry-run lock from {str(path)!r}: {error.strerror}. Write one with "
+                "`meshwright dry-run ... --save FILE`."
             ) from error
         except (UnicodeDecodeError, DataError) as error:
             raise DataError(f"{str(path)!r}: {error}") from error
@@ -228,10 +229,12 @@ def _block(name: str, brackets: str, rows: Sequence[str]) -> str:
 
 
 def _lock(read: Any) -> Lock:
-    if not isinstance(read, dict) or "meshwright_plan" not in read:
-        raise ValueError("it has no 'meshwright_plan'")
-    if read["meshwright_plan"] != FORMAT:
-        raise ValueError(f"its format is {read['meshwright_plan']!r}, and {FORMAT} is known here")
+    if not isinstance(read, dict):
+        raise TypeError(f"expected a JSON object, received {type(read).__name__}")
+    if fault := wrong_kind(read, "dry-run lock"):
+        raise ValueError(fault)
+    if read["version"] != VERSION:
+        raise ValueError(f"expected version {VERSION}, received {read['version']!r}")
     return Lock(
         name=_as(str, read["name"]),
         target=_as(str, read["target"]),
@@ -266,7 +269,7 @@ def _read_collective(each: Mapping[str, Any]) -> LockedCollective:
 
 def _as(kind: type, value: Any) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"{value!r} stands where {kind.__name__} is meant")
+        raise TypeError(f"expected {kind.__name__}, received {value!r}")
     return value
 
 

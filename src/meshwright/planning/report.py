@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import DataError
+from ..files import write
 from ..placement import Placed
 from . import tables
 from .ahead import Compiled
@@ -14,7 +15,6 @@ from .alive import LiveTensor
 from .beside import Comparison, beside
 from .blocks import Blocks
 from .estimate import Estimate
-from .files import write
 from .hardware import Hardware
 from .measured import Measured
 from .target import Target

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
 import re
 import sysconfig
@@ -30,7 +31,8 @@ _LIBRARIES = (
     *("diffrax", "jaxtyping", "beartype", "chex", "torch", "tensorflow"),
 )
 # Outward of these files is whoever asked for the step, no more the model.
-_OUTSIDE = tuple(str(_HERE / room) + os.sep for room in ("step", "planning", "train"))
+_ASKERS = ("step", "planning", "train", "equivalence", "commands")
+_OUTSIDE = tuple(str(_HERE / room) + os.sep for room in _ASKERS)
 _FRONT = ("jax.py", "named.py", "keras/program.py", "keras/guarded.py", "keras/described.py")
 _CALLERS = (*(str(_HERE / "frontends" / name) for name in _FRONT), str(_HERE / "plan_command.py"))
 _BODIES = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
@@ -149,19 +151,33 @@ def _line_of(eqn: Any) -> SourceLine | None:
     return None
 
 
-def where_raised(error: BaseException) -> SourceLine | None:
-    """The innermost line of the user's model that an error, or its cause, came through, if any."""
+def lines_raised(error: BaseException) -> list[SourceLine]:
+    """The lines of the user's code that an error, or its cause, came through, outermost first."""
     cause = error.__cause__ or error.__context__
-    found = where_raised(cause) if cause is not None else None
-    if found is not None:
-        return found
+    lines = lines_raised(cause) if cause is not None else []
+    if lines:
+        return lines
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if _is_outside(file):
-            found = None
+            lines = []
         elif not _is_library(file):
-            found = SourceLine(file, line, frame.f_code.co_qualname)
-    return found
+            lines.append(SourceLine(file, line, frame.f_code.co_qualname))
+    return lines
+
+
+def where_raised(error: BaseException) -> SourceLine | None:
+    """The innermost line of the user's model that an error, or its cause, came through, if any."""
+    return next(reversed(lines_raised(error)), None)
+
+
+def user_lines(error: BaseException) -> list[str]:
+    """Those lines as a traceback shows them, in short: ``train.py:12, in build: x = rows[3]``."""
+    shown = []
+    for line in lines_raised(error):
+        text = linecache.getline(line.file, line.line).strip()
+        shown.append(f"{line}, in {line.function}" + (f": {text}" if text else ""))
+    return shown
 
 
 def _is_outside(file: str) -> bool:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...errors import PlanError
+from ...files import write, wrong_kind
 from ...layout import UNSHARDED
 from ...mesh import Mesh
 from ...placement import Placement
 from ...step.options import StepOptions
-from ..files import write
 from ..groups import Axes
 from .choices import DATA_PARALLEL, EVERY_RECOMPUTE, Choices, Layouts, Recompute
 from .words import table
@@ -181,13 +181,16 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as text that :meth:`from_json` reads."""
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+        return json.dumps({"kind": "plan", "version": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """What :meth:`to_json` wrote. Raises :class:`~meshwright.PlanError` for anything else."""
         try:
             read = json.loads(text)
+            if fault := wrong_kind(read, "plan"):
+                raise PlanError(f"not a plan: {fault}.")
+            read.pop("kind")
             if read.pop("version") != VERSION:
                 raise PlanError(f"the plan is of another version than {VERSION}; plan again.")
             return cls(**_values(read))
@@ -287,8 +290,9 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
-_EXAMPLE = """{"version": 2, "target": "h100:8", "hardware": "h100", "objective": "time",
-"limit_bytes": null, "chosen": {"axes": [["batch", 8]], "rules": [["batch", ["batch"]]], "zero": 1,
-"accumulate": 1, "recompute": "none", "time_s": 0.1, "compute_s": 0.1, "communication_s": 0.0,
-"peak_bytes": 4}, "runners_up": [], "data_parallel": null, "layouts": [["x", [["batch"]]],
-["dense/kernel", [[], []]]], "inputs": ["x"], "batch": ["batch"], "why": []}"""
+_EXAMPLE = """{"kind": "plan", "version": 2, "target": "h100:8", "hardware": "h100",
+"objective": "time", "limit_bytes": null, "chosen": {"axes": [["batch", 8]],
+"rules": [["batch", ["batch"]]], "zero": 1, "accumulate": 1, "recompute": "none", "time_s": 0.1,
+"compute_s": 0.1, "communication_s": 0.0, "peak_bytes": 4}, "runners_up": [],
+"data_parallel": null, "layouts": [["x", [["batch"]]], ["dense/kernel", [[], []]]],
+"inputs": ["x"], "batch": ["batch"], "why": []}"""

@@ -1,0 +1,112 @@
+"""Defaults of options from a file: ``[tool.meshwright]`` in pyproject.toml, or ``--config FILE``.
+
+Keys are names of options without their dashes. Those at the top hold for every command that has
+such an option, those in a table with a command's name for that command; the command line wins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+_PYPROJECT = Path("pyproject.toml")
+_JOINTS = {"--layout": ":", "--option": "="}  # between key and value of a table
+
+
+def _take(ctx: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
+    """Make what the file says the defaults of this command."""
+    tables, place = _read(path)
+    ctx.meta["meshwright.config"] = place
+    commands = getattr(ctx.find_root().command, "commands", {ctx.info_name: ctx.command})
+    own = tables.get(ctx.info_name or "", {})
+    if not isinstance(own, Mapping):
+        raise click.UsageError(f"{place}: {ctx.info_name!r} must be a table.", ctx)
+    shared = {key: value for key, value in tables.items() if key not in commands}
+    every = {key for command in commands.values() for key in _keys(command)}
+    here = _keys(ctx.command)
+    _refuse(shared, {*every, *commands}, place, ctx)
+    _refuse(own, here, f"{place}, table {ctx.info_name!r}", ctx)
+    said = {_key(key): value for key, value in {**shared, **own}.items()}
+    ctx.default_map = {
+        str(param.name): _value(param, said[key]) for key, param in here.items() if key in said
+    }
+
+
+def _read(path: Path | None) -> tuple[Mapping[str, Any], str]:
+    """The tables, and what to call the place that they are from."""
+    if path is None and not _PYPROJECT.is_file():
+        return {}, ""
+    file = path or _PYPROJECT
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if path is None:
+            return {}, ""  # somebody else's file, which others report
+        raise click.FileError(str(file), hint=str(error)) from error
+    if file.name == _PYPROJECT.name:
+        return tables.get("tool", {}).get("meshwright", {}), f"{file} [tool.meshwright]"
+    return tables, str(file)
+
+
+def _keys(command: click.Command) -> dict[str, click.Parameter]:
+    """What may be set of a command, by key."""
+    left_out = ("config", "traceback", "help", "version")
+    found = {}
+    for param in command.params:
+        longest = max(param.opts, key=len).lstrip("-") if param.opts else str(param.name)
+        if longest not in left_out:
+            found[_key(longest)] = param
+    return found
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _refuse(table: Mapping[str, Any], known: Iterable[str], place: str, ctx: click.Context) -> None:
+    known = sorted(known)
+    if unknown := [key for key in table if _key(key) not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise click.UsageError(
+            f"{place}: unknown key {', '.join(map(repr, unknown))}.{meant} "
+            f"Known keys: {', '.join(known)}.",
+            ctx,
+        )
+
+
+def _value(param: click.Parameter, value: Any) -> Any:
+    """A value of TOML as the option takes it from the command line."""
+    joint = _JOINTS.get(param.opts[0])
+    if isinstance(value, Mapping) and joint is not None:
+        return [f"{key}{joint}{_text(item)}" for key, item in value.items()]
+    if isinstance(value, Mapping):  # a mesh
+        value = ",".join(f"{key}={item}" for key, item in value.items())
+    several = param.multiple or param.nargs == -1
+    if several and isinstance(value, list):
+        return [_value(_one, item) if isinstance(item, Mapping) else item for item in value]
+    return [value] if several else value
+
+
+_one = click.Option(["--mesh"])
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+config_option = click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=_take,
+    help="A TOML file with defaults of these options.  [default: [tool.meshwright] in "
+    "./pyproject.toml]",
+)

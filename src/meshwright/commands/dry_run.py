@@ -1,0 +1,138 @@
+"""``meshwright dry-run``: what a training step would cost on machines that need not be present."""
+
+from __future__ import annotations
+
+import os
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .config import config_option
+from .group import Command, option, traceback_option
+from .options import (
+    batch_size_option,
+    build_argument,
+    layout_option,
+    strategy_option,
+    target_option,
+    timeout_option,
+)
+from .texts import LockFile, MeshText, NewFile
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+    from ..mesh import Mesh
+    from ..planning.lock import Lock
+    from ..planning.target import Target
+
+
+@click.command("dry-run", cls=Command, short_help="Report what a step costs on a target.")
+@build_argument
+@target_option
+@option(
+    "--mesh",
+    type=MeshText(),
+    metavar="MESH",
+    help='The mesh: "batch=4,model=2".  [default: all devices on one axis, "batch"]',
+)
+@layout_option
+@option("--zero", type=click.IntRange(0, 3), help="ZeRO level.")
+@batch_size_option
+@strategy_option(layouts="--layout")
+@timeout_option
+@option("--no-cache", is_flag=True, help="Compile again, and do not keep the result.")
+@option(
+    "--no-compile",
+    is_flag=True,
+    help="Answer by the planner's analytic model, without a compiler.",
+)
+@option("--html", type=NewFile("the report"), metavar="FILE", help="Also write the report as HTML.")
+@option(
+    "--measure",
+    is_flag=True,
+    help="Also run the step on this machine and compare; for targets such as cpu:8.",
+)
+@option(
+    "--save",
+    type=NewFile("the dry-run lock"),
+    metavar="FILE",
+    help="Write a lock file (JSON) for --check.",
+)
+@option(
+    "--check",
+    "before",
+    type=LockFile(),
+    metavar="FILE",
+    help="Fail if memory, a collective or a layout is worse than in this lock file.",
+)
+@option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    help="Relative growth of bytes, FLOPs and step time, or fall of MFU, that --check allows.  "
+    "[default: 0; 0.01 for the compiler's]",
+)
+@config_option
+@traceback_option
+def dry_run(
+    build: str,
+    target: Target,
+    mesh: Mesh | None,
+    layouts: tuple[tuple[tuple[str, Layout], ...], ...],
+    zero: int | None,
+    batch_size: int | None,
+    options: tuple[tuple[str, Any], ...],
+    timeout: float,
+    no_cache: bool,
+    no_compile: bool,
+    html: Path | None,
+    measure: bool,
+    save: Path | None,
+    before: Lock | None,
+    tolerance: float | None,
+) -> None:
+    """Compile a model's training step for a target and report what it costs there.
+
+    The target's devices need not be present. BUILD is a function without arguments. It returns
+    (model, batch) or (model, batch, layouts), where the model is a compiled Keras model or a
+    Program. A Keras model is built as shapes only, so its size does not matter.
+
+    \b
+    meshwright dry-run train:build --target v5p:2x2x2 --mesh batch=4,model=2
+    meshwright dry-run train.py:build --target cpu:8 --zero 3 --batch-size 1024 --measure
+    meshwright dry-run train:build --target h100:8 --save layouts.lock.json
+    meshwright dry-run train:build --target h100:8 --check layouts.lock.json
+
+    Without a compiler for GPUs, and with --no-compile, all figures come from the planner's analytic
+    model, and the report says so.
+
+    Exits with status 0 if the step fits or if that is unknown, and with 1 if it does not fit or if
+    --check finds something worse.
+    """
+    if no_cache:
+        os.environ["MESHWRIGHT_CACHE"] = "off"
+    from ..plan_command import Asked, checked, run, run_here
+    from ..planning.lock import lock_of
+
+    asked = Asked(
+        build,
+        target,
+        mesh,
+        dict(chain(*layouts)),
+        zero,
+        batch_size,
+        dict(options),
+        compile=not no_compile,
+    )
+    here = run_here(asked, timeout, html) if measure else (run(asked, timeout, html), None)
+    report, beside = here
+    click.echo(str(report))
+    if beside is not None:
+        click.echo(f"\n{beside}")
+    words, is_worse = ("", False) if before is None else checked(report, before, tolerance)
+    if words:
+        click.echo(f"\n{words}")
+    if save is not None:
+        lock_of(report).save(save)
+    raise SystemExit(1 if is_worse or report.fits is False else 0)
