@@ -86,3 +86,7 @@ def test_public_functions_and_classes_say_what_they_are():
 def test_a_misspelt_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'meshwright' has no attribute 'Shraded'"):
         mw.Shraded  # noqa: B018
+
+
+def test_type_checkers_see_that_the_package_has_types():
+    assert Path(mw.__file__).with_name("py.typed").is_file()

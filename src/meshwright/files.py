@@ -57,9 +57,9 @@ def wrong_kind(read: Mapping[str, Any], expected: Kind) -> str:
 
     >>> wrong_kind({"kind": "plan"}, "plan")
     ''
-    >>> wrong_kind({"kind": "plan"}, "dry-run lock")
-    "expected a dry-run lock (written by `meshwright dry-run --save`), received a plan (written by
-    `meshwright plan --save` or Plan.save)"
+    >>> print(wrong_kind({"kind": "plan"}, "dry-run lock"))
+    expected a dry-run lock (written by `meshwright dry-run --save`), received a plan (written by
+    `meshwright plan --save` or Plan.save)
     """
     received = read.get("kind")
     if received == expected:
