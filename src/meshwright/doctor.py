@@ -1,6 +1,6 @@
-"""What this installation has and lacks: packages, devices, the CPU pool, data; found, not guessed.
+"""What is installed here and what is missing: packages, devices, the CPU pool, data.
 
-Everything is looked at under protection: a broken package becomes a finding, never a traceback.
+Every check is guarded: a broken package becomes a line of the report, never a traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,46 +19,63 @@ from . import topology
 
 State = Literal["ok", "missing", "broken"]
 
-_REQUIRED = {
+_PURPOSES = {  # of distributions that are required, and of extras
     "jax": "arrays, compilation, devices",
     "jaxlib": "the compiler behind JAX",
     "keras": "models, layers, optimizers",
     "numpy": "arrays on the host",
-    "click": "this program",
+    "click": "the command line",
     "rich": "tables and progress in the terminal",
+    "ml-dtypes": "bfloat16 and other small floats",
+    "pyzmq": "messages between tasks of a cluster",
+    "msgpack": "messages between tasks of a cluster",
+    "cloudpickle": "functions sent to workers",
+    "flatbuffers": "exported training steps",
+    "optax": "optimizers for plain JAX programs",
+    "checkpoint": "saving and resuming runs",
+    "grain": "Grain datasets as input",
+    "plan": "the solver of mw.plan",
+    "tpu": "TPUs, and compiling for absent ones",
+    "cuda": "NVIDIA GPUs, and compiling for absent ones",
 }
-_JAX_FOR_GPUS, _FOR_GPUS = "jax[cuda13]", "NVIDIA GPUs"  # some gigabytes: only where there is one
-_OPTIONAL = {  # distributions, any of which will do -> what pip calls them, purpose
-    ("optax",): ("optax", "optimizers for plain JAX models"),
-    ("orbax-checkpoint",): ("orbax-checkpoint", "checkpoints"),
-    ("grain",): ("grain", "input pipelines"),
-    ("libtpu",): ("libtpu", "TPUs, and compiling for absent ones"),
-    ("jax-cuda13-plugin", "jax-cuda12-plugin"): (_JAX_FOR_GPUS, _FOR_GPUS),
+_FOR_DEVELOPERS = ("dev", "browser")
+_CUDA = "cuda"  # some gigabytes: advised only where there is a GPU
+# What `jax[...]` of an extra installs, any of which will do.
+_INSTALLED_BY = {
+    "tpu": ("libtpu",),
+    _CUDA: ("jax-cuda13-plugin", "jax-cuda12-plugin"),
 }
+_MODULES = {"pyzmq": "zmq"}  # where the import has another name
 _VARIABLES = ("KERAS_BACKEND", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "NPROC")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
 class Package:
-    """One package: its version if it is there, and what is wrong with it if something is."""
+    """One package: its version if it is installed, and its fault if it has one."""
 
     name: str
     version: str | None
     required: bool
     purpose: str
-    requirement: str  # what to give to pip
+    requirement: str  # with the versions that Meshwright supports
     fault: str = ""
+    extra: str = ""  # the extra of Meshwright that installs it
 
     @property
     def state(self) -> State:
         """Whether it can be used."""
         return "broken" if self.fault else "ok" if self.version else "missing"
 
+    @property
+    def is_amiss(self) -> bool:
+        """Whether it is missing or broken."""
+        return self.state != "ok"
+
 
 @dataclass(frozen=True)
 class Device:
-    """One device that JAX has; ``memory_bytes`` where the device tells it."""
+    """One device that JAX has; ``memory_bytes`` is ``None`` where the device does not report it."""
 
     id: int
     platform: str
@@ -70,7 +86,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was found. ``faults`` keep Meshwright from working, ``notes`` do not."""
+    """The whole report. ``faults`` keep Meshwright from working, ``notes`` do not."""
 
     meshwright: str
     python: str
@@ -92,15 +108,18 @@ class Diagnosis:
 
     @property
     def command(self) -> str | None:
-        """The pip command that mends what is required, if something is to be mended."""
-        return _pip_install(p for p in self.packages if p.required and p.state != "ok")
+        """The pip command that repairs required packages; ``None`` if none is missing or broken."""
+        wanted = [each.requirement for each in self.packages if each.required and each.is_amiss]
+        quoted = (f'"{each}"' if re.search(r"[^\w.-]", each) else each for each in wanted)
+        return f"pip install {' '.join(quoted)}" if wanted else None
 
     @property
     def optional_command(self) -> str | None:
-        """The pip command for what is optional, not there, and of use on this machine."""
-        absent = [each for each in self.packages if not each.required and each.state != "ok"]
-        gpu = _NVIDIA_DRIVER.exists()
-        return _pip_install(each for each in absent if gpu or each.purpose != _FOR_GPUS)
+        """The pip command for extras that are missing here and of use on this machine."""
+        missing = [each.extra for each in self.packages if each.extra and each.is_amiss]
+        has_gpu = _NVIDIA_DRIVER.exists()
+        extras = dict.fromkeys(extra for extra in missing if has_gpu or extra != _CUDA)
+        return f'pip install "meshwright[{",".join(extras)}]"' if extras else None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -114,18 +133,17 @@ class Diagnosis:
 
 
 def examine() -> Diagnosis:
-    """Look at everything; this imports JAX and Keras and starts JAX's devices."""
-    packages = (
-        *(_required(name, purpose) for name, purpose in _REQUIRED.items()),
-        *(_optional(names, *rest) for names, rest in _OPTIONAL.items()),
-    )
-    lacking = [each for each in packages if each.required and each.state != "ok"]
+    """Examine this installation; imports JAX and Keras and starts JAX's devices."""
+    packages = _packages()
+    lacking = [each for each in packages if each.required and each.is_amiss]
     faults = [f"{each.name} {each.fault or 'is not installed'}" for each in lacking]
+    if not packages:
+        faults = ["meshwright is not installed, only found: run `pip install -e .` in its clone"]
     devices, notes = [], []
     if not any(each.name in ("jax", "jaxlib", "numpy") for each in lacking):
         try:
             devices, notes = _devices(), _pool_notes()
-        except Exception as error:  # whatever a plugin may throw is a finding
+        except Exception as error:  # a plugin may raise anything
             faults.append(f"JAX cannot start its devices: {_one_line(error)}")
     return Diagnosis(
         meshwright=_version("meshwright") or "unknown",
@@ -146,18 +164,36 @@ def examine() -> Diagnosis:
 # Packages
 
 
-def _required(name: str, purpose: str) -> Package:
-    version, requirement = _version(name), _requirements().get(name, name)
-    fault = "" if version is None else _import_fault(name) or _range_fault(requirement, version)
-    return Package(name, version, True, purpose, requirement, fault)
+def _packages() -> tuple[Package, ...]:
+    """What Meshwright requires, and what its extras install, by its own metadata."""
+    required, optional = [], []
+    for requirement, extra in _requirements():
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+        if not extra:
+            required.append(_required(name, requirement))
+            if name == "jax":
+                required.append(_required("jaxlib", "jaxlib"))
+        elif extra not in _FOR_DEVELOPERS:
+            optional.append(_optional(name, requirement, extra))
+    return (*required, *optional)
 
 
-def _optional(names: tuple[str, ...], requirement: str, purpose: str) -> Package:
-    for name in names:
-        version = _version(name)
+def _required(name: str, requirement: str) -> Package:
+    version = _version(name)
+    module = _MODULES.get(name, name.replace("-", "_"))
+    fault = "" if version is None else _import_fault(module) or _range_fault(requirement, version)
+    return Package(name, version, True, _PURPOSES.get(name, ""), requirement, fault)
+
+
+def _optional(name: str, requirement: str, extra: str) -> Package:
+    purpose = _PURPOSES.get(extra, "")
+    names = _INSTALLED_BY.get(extra, (name,))
+    for each in names:
+        version = _version(each)
         if version is not None:
-            return Package(name, version, False, purpose, requirement)
-    return Package(names[0], None, False, purpose, requirement)
+            fault = _range_fault(requirement, version) if each == name else ""
+            return Package(each, version, False, purpose, requirement, fault, extra)
+    return Package(names[0], None, False, purpose, requirement, "", extra)
 
 
 def _version(distribution: str) -> str | None:
@@ -183,23 +219,21 @@ def _range_fault(requirement: str, version: str) -> str:
     wanted = Requirement(requirement).specifier
     if wanted.contains(version, prereleases=True):
         return ""
-    return f"{version} is installed, and {wanted} is needed"
+    return f"{version} is installed; {wanted} is required"
 
 
-def _requirements() -> dict[str, str]:
-    """What our own metadata asks for, by name: ``{"jax": "jax<0.12,>=0.10"}``."""
+def _requirements() -> list[tuple[str, str]]:
+    """What our own metadata asks for, each with its extra: ``("optax>=0.2.5", "optax")``."""
     try:
         lines = importlib.metadata.requires("meshwright") or []
     except importlib.metadata.PackageNotFoundError:
-        return {}
-    always = (line.partition(";")[0].strip() for line in lines if "extra ==" not in line)
-    return {re.split(r"[^\w.-]", line, maxsplit=1)[0]: line for line in always}
-
-
-def _pip_install(packages: Iterable[Package]) -> str | None:
-    wanted = [each.requirement for each in packages]
-    quoted = (f'"{each}"' if re.search(r"[^\w.-]", each) else each for each in wanted)
-    return f"pip install {' '.join(quoted)}" if wanted else None
+        return []
+    found = []
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        extra = re.search(r"""extra\s*==\s*['"]([\w.-]+)['"]""", marker)
+        found.append((requirement.strip(), extra[1] if extra else ""))
+    return found
 
 
 # Devices
@@ -221,12 +255,12 @@ def _devices() -> list[Device]:
 def _memory_bytes(device: Any) -> int | None:
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
-    except Exception:  # not every backend has the question
+    except Exception:  # not every backend can answer
         return None
 
 
 def _pool_notes() -> list[str]:
-    """What is to be said about the CPU pool, in the words of the warning that training gives."""
+    """The warning about the CPU pool that training would give, if any."""
     import jax
 
     with warnings.catch_warnings(record=True) as caught:
@@ -241,7 +275,7 @@ def _gpu_notes(devices: list[Device]) -> list[str]:
         return []
     return [
         "this machine has an NVIDIA driver, but JAX sees no GPU: "
-        f'pip install "{_JAX_FOR_GPUS}" adds what is missing.'
+        'install what it needs with pip install "meshwright[cuda]".'
     ]
 
 
@@ -258,10 +292,10 @@ def _data() -> str:
             return f"MNIST in Keras' cache: {found[0]} ({found[0].stat().st_size:,} bytes)"
         return (
             f"no MNIST in Keras' cache ({cache_files()[0]}): the demo downloads it, or uses the "
-            "subset that is part of Meshwright"
+            "subset that ships with Meshwright"
         )
     except Exception as error:  # NumPy may be the broken package
-        return f"cannot be looked for: {_one_line(error)}"
+        return f"unknown: {_one_line(error)}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""``meshwright doctor``: what is installed here, and what is missing."""
+"""``meshwright doctor``: what is installed, and what is missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def doctor(as_json: bool) -> None:
 
 
 def _print_diagnosis(diagnosis: Diagnosis) -> None:
-    # Not with Rich, which may be among the packages that are missing.
+    # Without Rich, which may be missing.
     click.secho(
         f"meshwright {diagnosis.meshwright}, Python {diagnosis.python}, {diagnosis.system}, "
         f"{diagnosis.cores} cores",
@@ -61,14 +61,15 @@ def _print_package(package: Package) -> None:
     )
     click.echo(f"  {package.name:<18} ", nl=False)
     click.secho(f"{version:<14}", fg=colour, nl=False)
-    click.echo(f" {package.fault or package.purpose}")
+    extra = f" [{package.extra}]" if package.extra else ""
+    click.echo(f" {package.fault or package.purpose}{extra}")
 
 
 def _device_lines(diagnosis: Diagnosis) -> list[str]:
     alike = Counter((d.platform, d.kind, d.memory_bytes) for d in diagnosis.devices)
     lines = [
         f"{count} {platform} ({kind}"
-        + (f", {memory / 2**30:.1f} GiB each)" if memory else ", memory not told)")
+        + (f", {memory / 2**30:.1f} GiB each)" if memory else ", memory unknown)")
         for (platform, kind, memory), count in alike.items()
     ]
     process = f"process {diagnosis.process_index} of {diagnosis.process_count}"
@@ -81,8 +82,8 @@ def _print_verdict(diagnosis: Diagnosis) -> None:
     for fault in diagnosis.faults:
         click.secho(f"fault: {fault}", fg="red")
     if diagnosis.usable:
-        click.secho("Everything that is required is here and works.", fg="green")
+        click.secho("All required packages are installed and work.", fg="green")
     if diagnosis.command:
-        click.echo(f"To mend it:        {diagnosis.command}")
+        click.echo(f"To repair:  {diagnosis.command}")
     if diagnosis.optional_command:
-        click.echo(f"For what is optional: {diagnosis.optional_command}")
+        click.echo(f"For the missing extras:  {diagnosis.optional_command}")
