@@ -463,7 +463,7 @@ def test_check_says_that_every_mesh_trains_as_one_device_does(job, place):
 def test_check_ends_with_1_and_names_what_differs(job):
     result = run("check", "checked_job:drifts", "--mesh", "batch=8", "--steps", 1)
     assert result.exit_code == 1
-    assert "batch=8: NOT equal to one device, first seen in the loss in step 1" in result.stdout
+    assert "batch=8: NOT equal to one device; first difference: loss in step 1" in result.stdout
     assert "gradient, step 1" in result.stdout
     assert "1 of 1 meshes do not train as one device does: batch=8." in result.stdout
 

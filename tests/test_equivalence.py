@@ -106,7 +106,7 @@ def test_a_bias_whose_exact_gradient_is_zero_does_not_raise_alarm() -> None:
     bias = found.meshes[0]["hidden/bias"]
     assert bias.is_noise
     assert bias.value.relative > 0.01
-    assert "move by rounding alone, so their values prove nothing: hidden/bias" in str(found)
+    assert "by rounding alone, on one device too: hidden/bias" in str(found)
 
 
 def test_bfloat16_is_judged_by_its_own_spacing() -> None:
@@ -146,7 +146,7 @@ class PerShard(keras.layers.Layer):
 
 
 def test_statistics_of_each_shard_alone_are_found() -> None:
-    with pytest.raises(AssertionError, match="NOT equal to one device, first seen in the loss in"):
+    with pytest.raises(AssertionError, match="NOT equal to one device; first difference: loss in"):
         assert_equivalent(lambda: (dense(PerShard()), (X, Y)), "batch=4", steps=2)
 
 
@@ -235,7 +235,7 @@ def test_xlas_wrong_gradient_of_uneven_rows_is_found(monkeypatch: pytest.MonkeyP
     options = {"inputs": {"x": [None, "rows", None, None]}, "batch": None}
     assert_equivalent(again, "rows=4", steps=1, **options)
     monkeypatch.setattr("meshwright.step.train.guard", lambda function, lying: function)
-    with pytest.raises(AssertionError, match="first seen in the gradient of second in step 1"):
+    with pytest.raises(AssertionError, match="first difference: gradient of second in step 1"):
         assert_equivalent(again, "rows=4", steps=1, **options)
 
 
@@ -290,7 +290,7 @@ def test_whole_numbers_are_equal_or_not() -> None:
     [
         (None, r"build\(\) returned NoneType None; build\(\) returns \(model, batch\)"),
         ((1, (X, Y)), "returned a int for a model; it is a compiled Keras model or a Program"),
-        ((linear()[0], None), "returned no batch to train on"),
+        ((linear()[0], None), "returned no batch"),
         ((keras.Sequential([keras.Input([2])]), (X, Y)), "is not compiled: call model.compile"),
     ],
     ids=["nothing", "no model", "no batch", "not compiled"],
@@ -312,7 +312,7 @@ def test_an_axis_that_one_mesh_lacks_is_noted() -> None:
     found = assert_equivalent(linear, MESHES, {"w": [None, "model"]}, steps=1)
     notes = [each.notes for each in found.meshes]
     assert notes == [
-        ("the mesh has no axis 'model': what the rules lay on it is not split here",),
+        ("the mesh has no axis 'model'; dims laid out on it are not split here",),
         (),
     ]
 

@@ -54,6 +54,7 @@ from .placement import Placement as Placement
 from .topology import settle_cpu_pool as _settle_cpu_pool
 from .topology import settle_tpu_library as _settle_tpu_library
 from .topology import virtual_devices as virtual_devices
+from .views import register_views as _register_views
 
 if TYPE_CHECKING:
     from . import named as named
@@ -177,6 +178,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
 
 
+_register_views("meshwright.notebook")
 _settle_keras_backend()
 _settle_cpu_pool()
 _settle_tpu_library()

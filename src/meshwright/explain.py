@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from .mesh import Mesh
 from .placement import Placed
+from .views import Viewable
 
 _HEADINGS = ("variable", "dims", "layout", "bytes per device", "why")
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Viewable):
     """Every variable of a model with its layout, the reason, and its bytes on one device."""
 
     mesh: Mesh
@@ -34,8 +35,12 @@ class Explanation:
                 return each
         raise KeyError(path)
 
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row of texts for each variable, in the order of the printed columns."""
+        return [_row(each) for each in self.placed]
+
     def __str__(self) -> str:
-        rows = [_HEADINGS, *(_row(each) for each in self.placed)]
+        rows = [_HEADINGS, *self.rows()]
         total = f"{self.bytes_per_device:,}"
         rows.append(("total", "", f"on {self.mesh.axes_text}", total, ""))
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]

@@ -16,6 +16,7 @@ from typing import Any
 
 from .errors import DivisibilityError, LayoutError
 from .mesh import Mesh, is_axis_name
+from .views import Viewable
 
 UNSHARDED = "unsharded"
 MATCH = "match"
@@ -25,7 +26,7 @@ Specs = Sequence[str | Sequence[str] | None]
 
 
 @dataclass(frozen=True, repr=False)
-class Layout:
+class Layout(Viewable):
     """How a tensor lies on a mesh: one entry per dim, an axis, a tuple of axes or ``UNSHARDED``.
 
     ``None`` is read as ``UNSHARDED``. Axes that no dim names hold copies. Without ``mesh`` the

@@ -12,6 +12,7 @@ from .dim_names import DimNames
 from .errors import LayoutError
 from .layout import Layout, Specs, as_layout
 from .mesh import Mesh
+from .views import Viewable
 
 Given = Layout | DimNames  # where something lies, or what its dims are called
 
@@ -23,7 +24,7 @@ class Rule(NamedTuple):
     layout: Given
 
 
-class LayoutMap(MutableMapping[str, Given]):
+class LayoutMap(Viewable, MutableMapping[str, Given]):
     """An ordered mapping from path pattern to layout; it behaves as a dict does.
 
     A value is a bare sequence of axes, a :class:`Layout`, bound or not, a Keras ``TensorLayout``,
@@ -74,8 +75,13 @@ class LayoutMap(MutableMapping[str, Given]):
     def __len__(self) -> int:
         return len(self._layouts)
 
+    def text_of(self, pattern: str) -> str:
+        """The layout of a pattern as it is printed."""
+        layout = self[pattern]
+        return repr(layout) if isinstance(layout, DimNames) else str(layout)
+
     def __repr__(self) -> str:
-        rules = "\n".join(f"  {pattern!r}: {_shown(layout)}" for pattern, layout in self.items())
+        rules = "\n".join(f"  {pattern!r}: {self.text_of(pattern)}" for pattern in self)
         return f"LayoutMap({len(self)} rules)" + (f"\n{rules}" if rules else "")
 
     @property
@@ -150,10 +156,6 @@ def names_exactly(pattern: str, spellings: Iterable[str]) -> bool:
     (True, False)
     """
     return _with("/", pattern) in {_with("/", path) for path in spellings}
-
-
-def _shown(layout: Given) -> str:
-    return repr(layout) if isinstance(layout, DimNames) else str(layout)
 
 
 def _with(separator: str, path: str) -> str:

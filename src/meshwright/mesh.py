@@ -18,6 +18,7 @@ from typing import Any
 
 from . import topology
 from .errors import MeshError, TopologyError
+from .views import Viewable
 
 RESERVED = ("unsharded", "match")
 
@@ -25,7 +26,7 @@ AxesLike = Mapping[str, int] | Iterable[tuple[str, int]]
 
 
 @dataclass(frozen=True, repr=False)
-class Mesh:
+class Mesh(Viewable):
     """A named grid of devices; without devices it is abstract and can still be planned with.
 
     ``axes`` is a mapping or a sequence of pairs ``(name, size)``, slowest first. ``devices``, where

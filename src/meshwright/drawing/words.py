@@ -6,26 +6,13 @@ from collections.abc import Sequence
 
 from ..layout import Layout
 from ..mesh import Mesh
+from ..units import bytes_text as bytes_text
 from .tiling import Tiling, mesh_grid
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 DOT = "\N{MIDDLE DOT}"
 DASH = "\N{EN DASH}"
-
-
-def bytes_text(count: int) -> str:
-    """Bytes with a binary unit, three figures.
-
-    >>> bytes_text(401408), bytes_text(512), bytes_text(0)
-    ('392 KiB', '512 B', '0 B')
-    """
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 999.5 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
 
 
 def dims_text(dims: Sequence[int]) -> str:

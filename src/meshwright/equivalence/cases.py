@@ -15,7 +15,7 @@ from ..mesh import Mesh
 Build = Callable[[], Any]
 
 _WHAT_BUILD_RETURNS = (
-    "build() returns (model, batch) or (model, batch, layouts), or a meshwright.testing.Case; the "
+    "build() must return (model, batch), (model, batch, layouts) or a meshwright.testing.Case; the "
     "model is a compiled Keras model or a Program, the batch is (x, y) or what the loss takes"
 )
 
@@ -54,7 +54,7 @@ def case_of(built: Any, layouts: Any, options: Mapping[str, Any]) -> Case:
     if not isinstance(built, Case):
         raise ModelError(f"build() returned {_in_short(built)}; {_WHAT_BUILD_RETURNS}.")
     if built.batch is None or not built.batches:
-        raise BatchError(f"build() returned no batch to train on; {_WHAT_BUILD_RETURNS}.")
+        raise BatchError(f"build() returned no batch; {_WHAT_BUILD_RETURNS}.")
     given = LayoutMap(rules=layouts or {})
     named = {rule.pattern: rule.layout for rule in LayoutMap(rules=built.layouts or {}).rules}
     rules = {rule.pattern: rule.layout for rule in given.rules} | {
@@ -139,8 +139,7 @@ def _setup(
         options["batch"] = tuple(axis for axis in _as_axes(batch) if axis in mesh) or None
     absent = dict.fromkeys(a for axes in asked.values() for a in axes if a not in mesh)
     notes = [
-        f"the mesh has no axis {axis!r}: what the rules lay on it is not split here"
-        for axis in absent
+        f"the mesh has no axis {axis!r}; dims laid out on it are not split here" for axis in absent
     ]
     rules = {pattern: _within(layout, mesh) for pattern, layout in layouts.items()}
     return Setup(mesh, rules, options, tuple(notes))

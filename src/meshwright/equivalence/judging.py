@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..mesh import Mesh
+from ..views import Viewable
 
 Quantity = Literal["initial value", "loss", "gradient", "value"]
 
@@ -119,8 +120,8 @@ class UnderMesh:
 
 
 @dataclass(frozen=True)
-class Equivalence:
-    """The verdict for every mesh. ``print`` it for a table."""
+class Equivalence(Viewable):
+    """The result for every mesh. ``print`` it for a table."""
 
     model: str
     steps: int
@@ -180,8 +181,8 @@ def _other_variables(run: Run, one: Run) -> str:
     missing = [path for path in there if path not in here][:5]
     added = [path for path in here if path not in there][:5]
     return (
-        f"build() made other variables under the mesh than on one device: missing {missing}, new "
-        f"{added}. It has to make the same model each time that it is called."
+        f"build() made different variables under the mesh and on one device: missing {missing}, "
+        f"added {added}. It must build the same model on every call."
     )
 
 

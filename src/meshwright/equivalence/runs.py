@@ -48,9 +48,8 @@ class OneDevice:
         wrong = [i for i, loss in enumerate(run.losses, start=1) if not math.isfinite(loss)]
         if wrong:
             raise ModelError(
-                f"on one device already, the loss of step {wrong[0]} is {run.losses[wrong[0] - 1]}"
-                ", so there is nothing to compare with. Lower the learning rate, or look at the "
-                "batch."
+                f"the loss of step {wrong[0]} is {run.losses[wrong[0] - 1]} on one device already, "
+                "so meshes cannot be compared with it. Lower the learning rate, or check the batch."
             )
         return run
 

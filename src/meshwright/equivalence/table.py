@@ -1,4 +1,4 @@
-"""The verdict as text: a table per mesh, the worst variables first."""
+"""The result as text: a table per mesh, the worst variables first."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from .judging import Difference, Equivalence, Gap, UnderMesh
 
-_HEADINGS = ("variable", "gradient", "relative", "value", "relative", "of allowed", "first beyond")
+HEADINGS = ("variable", "gradient", "relative", "value", "relative", "of tolerance", "first beyond")
 _ROWS = 12  # of a mesh that is equal; what went beyond is always shown in full
 
 
 def text_of(found: Equivalence, rows: int | None = _ROWS) -> str:
     """The whole verdict; ``rows`` is how many variables of a mesh are shown, ``None`` for all."""
-    told = [opening(found)]
+    lines = [opening(found)]
     for each in found.meshes:
-        told += ["", *mesh_lines(each, rows)]
-    return "\n".join([*told, "", closing(found)])
+        lines += ["", *mesh_lines(each, rows)]
+    return "\n".join([*lines, "", closing(found)])
 
 
 def opening(found: Equivalence) -> str:
@@ -23,8 +23,8 @@ def opening(found: Equivalence) -> str:
     t = found.tolerance
     return (
         f"{found.model}: {found.steps} steps in {t.dtype} on one device, loss "
-        f"{found.losses[0]:.6g} → {found.losses[-1]:.6g}. Allowed are {t.rtol:.0e} of a "
-        "variable's largest gradient or change, and what rounding does on one device."
+        f"{found.losses[0]:.6g} → {found.losses[-1]:.6g}. Tolerance: {t.rtol:.0e} of a "
+        "variable's largest gradient or change, plus the effect of rounding on one device."
     )
 
 
@@ -35,24 +35,30 @@ def verdict(each: UnderMesh) -> str:
     where = f" of {each.first.path}" if each.first.path else ""
     what = f"{each.first.quantity}{where}"
     when = "" if each.first.quantity == "initial value" else f" in step {each.first.step}"
-    return f"{each.mesh.axes_text}: NOT equal to one device, first seen in the {what}{when}"
+    return f"{each.mesh.axes_text}: NOT equal to one device; first difference: {what}{when}"
+
+
+def rows_of(each: UnderMesh, rows: int | None = _ROWS) -> list[tuple[str, ...]]:
+    """A row of texts for each variable that is shown, the worst first."""
+    worst = sorted(each.variables, key=lambda v: (v.first is None, -v.excess))
+    return [_row(v) for v in (worst if rows is None else worst[: max(rows, len(each.beyond))])]
 
 
 def mesh_lines(each: UnderMesh, rows: int | None = _ROWS) -> list[str]:
     """The verdict of one mesh with its table."""
-    worst = sorted(each.variables, key=lambda v: (v.first is None, -v.excess))
-    shown = worst if rows is None else worst[: max(rows, len(each.beyond))]
-    table = [_HEADINGS, *map(_row, shown)]
+    shown = rows_of(each, rows)
+    table = [HEADINGS, *shown]
     lines = [verdict(each), *(f"  note: {note}" for note in each.notes)]
     lines += [f"  {line}" for line in _aligned(table)]
-    if len(shown) < len(worst):
-        lines.append(f"  and {len(worst) - len(shown)} more variables that differ less")
+    if more := len(each.variables) - len(shown):
+        lines.append(f"  and {more} more variables that differ less (--all shows them)")
     loss = f"largest difference {each.loss.absolute:.2g} (relative {each.loss.relative:.2g})"
-    lines.append(f"  loss: {loss if each.losses else 'that of the last micro-batch, not compared'}")
+    alone = "not compared: the step reports its last micro-batch only"
+    lines.append(f"  loss: {loss if each.losses else alone}")
     if noise := [v.path for v in each.variables if v.is_noise]:
         lines.append(
-            f"  on one device, too, {len(noise)} variable(s) move by rounding alone, so their "
-            f"values prove nothing: {', '.join(noise[:5])}{', ...' if len(noise) > 5 else ''}"
+            f"  values of {len(noise)} variable(s) are no evidence, as they move by rounding "
+            f"alone, on one device too: {', '.join(noise[:5])}{', ...' if len(noise) > 5 else ''}"
         )
     return lines
 

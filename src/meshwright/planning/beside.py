@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..views import Viewable
 from .links import collective_s, links_of
 from .measured import Measured, SeenCollective
 from .quantities import in_words, ms
@@ -57,7 +58,7 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Viewable):
     """A prediction beside a measurement; ``print`` it for a table.
 
     ``rows`` are the bytes, the time and the share of the peak of one device.

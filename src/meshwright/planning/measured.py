@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from ..views import Viewable
 from .quantities import in_words, ms
 
 
@@ -25,7 +26,7 @@ class SeenCollective:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Viewable):
     """What steps of training took on devices that are here; :func:`~meshwright.measure` makes it.
 
     Bytes are those of the device that holds most. ``step_times_s`` has each measured step, waited

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import DataError
 from ..files import write
 from ..placement import Placed
+from ..views import Viewable
 from . import tables
 from .ahead import Compiled
 from .alive import LiveTensor
@@ -61,7 +62,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRun(Viewable):
     """What one training step would cost on a target; ``print`` it for tables.
 
     All bytes are those of one device. ``fits`` is ``None`` where the memory of a device is not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-_EMPTY = ("meta", "link", "br", "wbr")  # elements without an end
+_EMPTY = ("meta", "link", "br", "wbr", "img")  # elements without an end
 
 
 class Html(str):

@@ -15,6 +15,7 @@ from ...layout import UNSHARDED
 from ...mesh import Mesh
 from ...placement import Placement
 from ...step.options import StepOptions
+from ...views import Viewable
 from ..groups import Axes
 from .choices import DATA_PARALLEL, EVERY_RECOMPUTE, Choices, Layouts, Recompute
 from .words import table
@@ -61,7 +62,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Viewable):
     """Where a step's parameters and inputs lie, and why; ``print`` it for a table.
 
     ``layouts`` has the axes of each dim of every parameter and input, by path; of inputs those
