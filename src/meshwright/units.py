@@ -17,6 +17,18 @@ def bytes_text(count: int) -> str:
     return f"{value:.3g} {_BYTES[unit]}" if value < 999.5 else f"{value:.0f} {_BYTES[unit]}"
 
 
+def count_text(count: float, of: str = "") -> str:
+    """A large number, three figures, with a decimal prefix.
+
+    >>> count_text(640), count_text(41234), count_text(41.23e9, of="FLOP/s")
+    ('640', '41.2k', '41.2 GFLOP/s')
+    """
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= 0.9995 * size:
+            return f"{count / size:.3g}{' ' * bool(of)}{prefix}{of}"
+    return f"{count:.3g}{' ' * bool(of)}{of}"
+
+
 def seconds_text(seconds: float) -> str:
     """A short time, three figures; minutes and hours from 100 seconds on.
 

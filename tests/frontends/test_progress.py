@@ -10,6 +10,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.frontends.keras.progress import Progress
+from meshwright.frontends.keras.work import StepWork
 
 
 class Clock:
@@ -49,21 +50,21 @@ def test_the_line_tells_how_far_how_long_what_and_how_fast(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
-    progress = Progress(3, 100, lambda: 2e9, clock, live=True)
+    progress = Progress(3, 100, lambda: StepWork(32, flops=2e9), clock, live=True)
     progress.begin_epoch(1)
     for step in range(1, 41):
         clock.now += 0.2
         progress.after(step, {"accuracy": np.float32(0.5), "loss": np.float32(1.25)})
     assert drawn(capsys)[-1] == (
-        "epoch 2/3  ━━━━━━━━────────────  40/100  12s left, 32s in all  loss 1.25  accuracy 0.5  "
-        "5 steps/s  10 model GFLOP/s"
+        "epoch 2/3  ━━━━━━━━────────────  40/100  12s left  32s to the end  loss 1.25  accuracy 0.5  "
+        "160 samples/s  5 steps/s  10 GFLOP/s"
     )
     progress.trained()
     clock.now += 7  # validation
     progress.end_epoch({"loss": 1.0, "val_loss": 2.0})
     assert drawn(capsys)[-1] == (
-        "epoch 2/3  ━━━━━━━━━━━━━━━━━━━━  40/40  8s  loss 1  val_loss 2  5 steps/s  "
-        "10 model GFLOP/s\n"
+        "epoch 2/3  ━━━━━━━━━━━━━━━━━━━━  40/40  8s  loss 1  val_loss 2  160 samples/s  "
+        "5 steps/s  10 GFLOP/s\n"
     )
 
 
@@ -71,7 +72,7 @@ def test_it_never_waits_for_a_loss_and_shows_the_newest_that_is_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
-    progress = Progress(1, 10, lambda: None, clock, live=True)
+    progress = Progress(1, 10, StepWork, clock, live=True)
     progress.begin_epoch(0)
     first, second = UnderWay(), UnderWay()
     clock.now += 1
@@ -89,7 +90,7 @@ def test_it_draws_ten_times_a_second_at_most_and_counts_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock, counts = Clock(), []
-    progress = Progress(1, None, lambda: counts.append(1), clock, live=True)
+    progress = Progress(1, None, lambda: counts.append(1) or StepWork(), clock, live=True)
     progress.begin_epoch(0)
     for step in range(1000):
         clock.now += 0.001
@@ -100,17 +101,40 @@ def test_it_draws_ten_times_a_second_at_most_and_counts_once(
     assert len(counts) == 1
 
 
-def test_a_narrow_terminal_loses_the_bar_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+WORK = StepWork(32, 32 * 128, 2e12, 1e14)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (
+            120,
+            "epoch 2/3  ━━━━━━━━────────────  40/100  12s left  loss 1.25  accuracy 0.5  "
+            "20.5k tokens/s  5 steps/s  MFU 10.0%",
+        ),
+        (79, "epoch 2/3  ━━━━──────  40/100  12s left  loss 1.25  20.5k tokens/s  MFU 10.0%"),
+        (60, "epoch 2/3  ━━━━──────  40/100  12s left  loss 1.25"),
+        (30, "epoch 2/3  40/100  12s left"),
+    ],
+)
+def test_a_narrow_terminal_keeps_whole_words_and_what_matters_most(
+    columns: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("COLUMNS", str(columns))
     clock = Clock()
-    progress = Progress(1, 10, lambda: None, clock, live=True)
-    progress.begin_epoch(0)
-    clock.now += 1
-    progress.after(5, {"loss": 1.0, "a_metric_with_a_long_name": 1.0})
-    (line,) = drawn(capsys)[1:]
-    assert line == "epoch 1/1  5/10  loss 1  a_metric_with_"
+    progress = Progress(3, 100, lambda: WORK, clock, live=True)
+    progress.begin_epoch(1)
+    for step in range(1, 41):
+        clock.now += 0.2
+        progress.after(step, {"accuracy": np.float32(0.5), "loss": np.float32(1.25)})
+    line = drawn(capsys)[-1]
+    assert line == expected
+    assert len(line) < columns
+
+
+def test_what_is_computed_twice_is_not_called_model_flops() -> None:
+    assert WORK.speed_text(5) == "MFU 10.0%"
+    assert WORK._replace(is_recomputed=True).speed_text(5) == "HFU 10.0%"
 
 
 def fitted(capsys: pytest.CaptureFixture[str], **options: Any) -> str:
@@ -132,6 +156,7 @@ def test_fit_writes_a_line_per_epoch_where_there_is_no_terminal(
     assert "  loss " in lines[1]
     assert "  val_loss " in lines[1]
     assert "steps/s" in lines[1]
+    assert "samples/s" in lines[1]
 
 
 def test_fit_with_verbose_0_is_silent_and_with_2_keras_own(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,31 @@ def hardware_of(target: Target | str) -> Hardware:
         f"nothing is known of a chip {name!r}.{meant} Known are {', '.join(known)}; others come "
         "from a file of yours with load_hardware(path)."
     )
+
+
+# How JAX names the devices of each chip.
+_DEVICE_NAMES = {
+    r"TPU v[23]$": None,  # the chip's own name, v2 or v3
+    r"TPU v4$": "v4",
+    r"TPU v5 ?(lite|e)": "v5e",
+    r"TPU v5p?$": "v5p",
+    r"TPU v6 ?(lite|e)": "v6e",
+    r"TPU ?7x": "tpu7x",
+    r"\b(A100|H100|H200|B200)\b": None,
+}
+
+
+def hardware_of_device(device_kind: str) -> Hardware | None:
+    """What is known of a device by the name that JAX gives it; ``None`` if nothing is.
+
+    >>> [hardware_of_device(kind).name for kind in ("NVIDIA H100 80GB HBM3", "TPU v5 lite")]
+    ['h100', 'v5e']
+    >>> hardware_of_device("cpu")
+    """
+    for pattern, name in _DEVICE_NAMES.items():
+        if found := re.search(pattern, device_kind):
+            return hardware_of(name or found[0].rpartition(" ")[2])
+    return None
 
 
 def load_hardware(path: str | Path) -> Hardware:

@@ -9,6 +9,7 @@ happens, the variables end up with the newest state.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from .logs import on_host
 from .program import KerasVariables, read_state, take_state, write_state
 from .progress import Progress
 from .saving import Resume, Saver, saver_for
+from .work import StepWork, peak_flops_per_s, samples_and_tokens
 
 if TYPE_CHECKING:
     from .sharded import Sharded
@@ -99,9 +101,10 @@ def fit(
     guard = FiniteGuard(nan_guard, strategy, model, variables)
     functions = functions_of(strategy, model, variables, guard.stands_still)
     data.pad_where(functions.row_wise)
-    training = _Training(model, variables, functions, callbacks, saver, guard)
+    devices = strategy.mesh.devices or ()
+    training = _Training(model, variables, functions, callbacks, saver, guard, devices)
     if shows_bar:
-        training.progress = Progress(epochs, data.num_batches, training.flops)
+        training.progress = Progress(epochs, data.num_batches, training.work)
     model.stop_training = False
     callbacks.on_train_begin()
     saver.begin(callbacks)
@@ -231,7 +234,9 @@ class _Training:
         callbacks: Any,
         saver: Saver,
         guard: FiniteGuard,
+        devices: Sequence[Any],
     ) -> None:
+        self._devices = devices
         self._model = model
         self._variables = variables
         self._functions = functions
@@ -248,13 +253,21 @@ class _Training:
         # The guard looks at single batches again.
         self._stacks = functions.train_together is not None and not guard.stands_still
 
-    def flops(self) -> float | None:
-        """Operations of one batch on all devices, as the step is traced; where that is known."""
-        train = self._functions.train
-        if self._state is None or not hasattr(train, "trace"):
-            return None
-        flops = model_flops(train.trace(self._state, self._last_step).jaxpr)
-        return flops and flops / self._functions.how.accumulate
+    def work(self) -> StepWork:
+        """What training on one batch takes, on all devices; FLOPs as the step is traced."""
+        train, how = self._functions.train, self._functions.how
+        batch = self._last_step if how.accumulate == 1 else self._last_step[0]
+        samples, tokens = samples_and_tokens(batch)
+        flops = None
+        if self._state is not None and hasattr(train, "trace"):
+            flops = model_flops(train.trace(self._state, self._last_step).jaxpr)
+        return StepWork(
+            samples,
+            tokens,
+            flops and flops / how.accumulate,
+            peak_flops_per_s(self._devices, self._model.compute_dtype),
+            is_recomputed=how.remat != "none",
+        )
 
     def epoch(self, data: Epochs, epoch: int) -> Logs:
         """Train on every batch once; the logs of the last step."""

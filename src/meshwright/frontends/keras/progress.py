@@ -1,8 +1,8 @@
 """The progress of ``fit`` on one line: how far, how long still, loss and metrics, how fast.
 
-Keras' own bar is a callback: it wants to see every batch, so no steps are taken together, and it
-fetches the loss each time, so the devices wait. This one is told where the loop is, draws a few
-times a second, and shows the newest figures that are there without waiting.
+Keras' own bar is a callback that sees every batch, so no steps could be taken together, and it
+fetches the loss each time, so the devices wait. This one draws a few times a second and shows the
+newest figures that are ready.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ...program import Logs
+from ...units import clock_text
 from .logs import flat, on_host, texts
+from .work import StepWork
 
 _SECONDS_BETWEEN = 0.1
 _SECONDS_OF_RATE = 5.0  # steps/s is that of the last seconds, not of a start with compilation
 _BAR = 20
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+# Ranks among the parts of the line, of which the highest are left out first: the bar of full length
+# and of half.
+_LONG_BAR, _SHORT_BAR = 5, 3
 
 
 class Progress:
@@ -30,14 +34,14 @@ class Progress:
         self,
         epochs: int,
         steps: int | None,
-        flops: Callable[[], float | None],
+        work: Callable[[], StepWork],
         clock: Callable[[], float] = time.perf_counter,
         live: bool | None = None,
     ) -> None:
         self._epochs, self._steps = epochs, steps
-        self._count_flops, self._clock = flops, clock
+        self._count, self._clock = work, clock
         self._live = _is_live() if live is None else live
-        self._flops: float | None = None
+        self._work = StepWork()
         self._counted = False
         self._drawn_at = -math.inf
         self._epoch, self._done, self._began, self._seconds = 0, 0, 0.0, 0.0
@@ -60,7 +64,7 @@ class Progress:
             return
         self._drawn_at = now
         if not self._counted:
-            self._flops, self._counted = self._count_flops(), True
+            self._work, self._counted = self._count(), True
         self._take_ready()
         finished = self._done - len(self._newest)  # what is under way does not count
         self._marks = [m for m in self._marks if now - m[0] < _SECONDS_OF_RATE][-100:]
@@ -79,7 +83,7 @@ class Progress:
         self._shown = dict(logs)
         rate = self._done / seconds if seconds else None
         start = "\r" if self._live else ""
-        _draw(start, self._line(rate, clock(seconds)), "\x1b[K\n" if self._live else "\n")
+        _draw(start, self._line(rate, clock_text(seconds)), "\x1b[K\n" if self._live else "\n")
 
     def _take_ready(self) -> None:
         """The newest logs that are there; older ones are forgotten."""
@@ -95,55 +99,62 @@ class Progress:
         return (after - before) / (last - first) if after > before else None
 
     def _fitted_line(self) -> str:
-        """The line as wide as the terminal; the bar goes first."""
-        width = shutil.get_terminal_size().columns - 1
-        line = self._line(self._rate())
-        return line if len(line) <= width else self._line(self._rate(), bar=False)[:width]
+        """The line as wide as the terminal: what matters least goes first, and nothing is cut."""
+        return fitted(self._parts(self._rate()), shutil.get_terminal_size().columns - 1)
 
-    def _line(self, rate: float | None, ended: str | None = None, bar: bool = True) -> str:
-        parts = [f"epoch {self._epoch + 1}/{self._epochs}"]
-        if self._steps and bar:
+    def _line(self, rate: float | None, ended: str | None = None) -> str:
+        return "  ".join(text for text, _ in self._parts(rate, ended))
+
+    def _parts(self, rate: float | None, ended: str | None = None) -> list[tuple[str, int]]:
+        """The parts of the line, each with a rank: the higher, the sooner it is left out."""
+        parts = [(f"epoch {self._epoch + 1}/{self._epochs}", 0)]
+        if self._steps:
             filled = min(_BAR, _BAR * self._done // self._steps)
-            parts.append("━" * filled + "─" * (_BAR - filled))
-        parts.append(f"{self._done}/{self._steps or '?'}")
+            parts.append(("━" * filled + "─" * (_BAR - filled), _LONG_BAR))
+        parts.append((f"{self._done}/{self._steps or '?'}", 0))
         if ended is not None:
-            parts.append(ended)
+            parts.append((ended, 1))
         elif rate and self._steps:
             still = (self._steps - self._done) / rate
             whole = still + (self._epochs - self._epoch - 1) * self._steps / rate
-            parts.append(f"{clock(still)} left" + (f", {clock(whole)} in all" * (whole > still)))
-        parts += texts(dict(sorted(self._shown.items(), key=lambda item: item[0] != "loss")))
+            parts.append((f"{clock_text(still)} left", 1))
+            if whole > still:
+                parts.append((f"{clock_text(whole)} to the end", 8))
+        measured = texts(dict(sorted(self._shown.items(), key=lambda item: item[0] != "loss")))
+        # Of many metrics the last go first.
+        parts += [(text, 2 if not at else 6) for at, text in enumerate(measured)]
         if rate:
-            parts.append(f"{rate:.3g} steps/s")
-            if self._flops:
-                parts.append(flops_text(self._flops * rate))
-        return "  ".join(parts)
+            parts.append((self._work.items_text(rate), 4))
+            parts.append((f"{rate:.3g} steps/s", 7))
+            parts.append((self._work.speed_text(rate), 4 if self._work.peak_flops_per_s else 9))
+        return [part for part in parts if part[0]]
 
 
-def clock(seconds: float) -> str:
-    """A time as people read it.
+def fitted(parts: list[tuple[str, int]], width: int) -> str:
+    """Parts of a line in a width: those of the highest rank are left out first, the last of equal.
 
-    >>> clock(4.2), clock(84), clock(7384)
-    ('4s', '1:24', '2:03:04')
+    When it is the bar's turn, the bar becomes shorter first.
+
+    >>> parts = [("epoch 1/2", 0), ("━" * 20, _LONG_BAR), ("5/9", 0), ("12 steps/s", 7)]
+    >>> for width in (60, 40, 30, 20):
+    ...     print(fitted(parts, width))
+    epoch 1/2  ━━━━━━━━━━━━━━━━━━━━  5/9  12 steps/s
+    epoch 1/2  ━━━━━━━━━━━━━━━━━━━━  5/9
+    epoch 1/2  ━━━━━━━━━━  5/9
+    epoch 1/2  5/9
     """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def flops_text(flops_per_s: float) -> str:
-    """Operations of the model per second, on all devices together.
-
-    >>> flops_text(41.23e9)
-    '41.2 model GFLOP/s'
-    """
-    for size, prefix in _PREFIXES:
-        if flops_per_s >= size:
-            return f"{flops_per_s / size:.3g} model {prefix}FLOP/s"
-    return f"{flops_per_s:.3g} model FLOP/s"
+    parts = list(parts)
+    while len(line := "  ".join(text for text, _ in parts)) > width:
+        rank = max(rank for _, rank in parts)
+        if rank == 0:
+            return line[:width]
+        at = max(at for at, part in enumerate(parts) if part[1] == rank)
+        text = parts[at][0]
+        if rank == _LONG_BAR:
+            parts[at] = text[::2], _SHORT_BAR
+        else:
+            del parts[at]
+    return line
 
 
 def _is_ready(value: Any) -> bool:
