@@ -331,9 +331,15 @@ def test_names_are_escaped():
     assert "<a & b>" in {each.text for each in words_of(parsed(svg))}
 
 
-def test_a_long_path_keeps_its_end():
+def test_a_long_path_keeps_both_its_ends():
     texts = [each.text for each in words_of(parsed(draw_svg(SHEETS["large"])))]
-    assert "…/query/kernel" in texts
+    at = texts.index("query/kernel")
+    assert texts[at - 1] == "blocks/0/attention/"
+    mesh = Mesh({"data": 32, "model": 16})
+    names = [f"transformer/block_{i}/attention/query/kernel" for i in range(3)]
+    sheet = [drawn(name, (64, 64), [None, "model"], mesh) for name in names]
+    texts = [each.text for each in words_of(parsed(draw_svg(sheet)))]
+    assert all(f"transformer/block_{i}/…" in texts for i in range(3))
 
 
 def test_the_picture_is_told_in_words():

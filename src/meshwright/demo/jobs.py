@@ -69,14 +69,14 @@ JOBS = (
         title="data",
         axes={"batch": 8},
         build=build_mlp,
-        split="images in eight",
+        split="images split over 8 devices",
     ),
     Job(
         name="b",
         title="data, model",
         axes={"batch": 4, "model": 2},
         build=build_mlp,
-        split="images in four, dense layers in two",
+        split="images split over 4 rows of devices, dense layers over 2 columns",
         layouts={
             "hidden.*kernel": [UNSHARDED, "model"],
             "hidden.*bias": ["model"],
@@ -88,7 +88,7 @@ JOBS = (
         title="data, space",
         axes={"batch": 2, "rows": 2, "cols": 2},
         build=build_convnet,
-        split="images in two, their height and width in two",
+        split="images split over 2 planes of devices, their height and width over 2 × 2",
         inputs=("batch", "rows", "cols"),
     ),
 )

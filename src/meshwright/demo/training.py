@@ -17,7 +17,8 @@ from ..datasets import Digits
 from ..drawing import Drawn, Section
 from .jobs import BATCH_SIZE, LEARNING_RATE, Job
 
-NOT_DRAWN = "Biases that are whole on every device are left out."
+_DRAWN = 4  # tensors of a run, which fill a row of the picture
+NOT_DRAWN = "The smallest arrays that are whole on every device are left out."
 _SEED = 0
 
 
@@ -103,13 +104,12 @@ def _picture(job: Job, mesh: Mesh, model: keras.Model) -> Section:
     parameters = [
         Drawn("/".join(variable.path.split("/")[-2:]), variable.shape, fetch_layout(variable))
         for variable in model.trainable_variables
-        if not _is_whole_bias(variable)
     ]
-    return Section(job.heading, mesh, (images, *parameters), note=job.split)
-
-
-def _is_whole_bias(variable: Any) -> bool:
-    return len(variable.shape) == 1 and fetch_layout(variable).is_fully_replicated
+    by_weight = sorted(parameters, key=lambda p: (p.layout.is_fully_replicated, -p.nbytes))
+    shown = by_weight[: _DRAWN - 1]
+    return Section(
+        job.heading, mesh, (images, *(p for p in parameters if p in shown)), note=job.split
+    )
 
 
 def _grey_to_unit(images: np.ndarray) -> np.ndarray:

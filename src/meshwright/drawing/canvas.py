@@ -37,6 +37,25 @@ def clip_text(text: str, width: float, size: float, bold: bool = False, mono: bo
     return clipped
 
 
+def wrap_path(path: str, width: float, size: float, bold: bool = False) -> list[str]:
+    """A path in one line, or in two, broken after slashes; of a longer one both ends are kept.
+
+    >>> wrap_path("encoder/block_0/attention/query/kernel", 166, 15, bold=True)
+    ['encoder/block_0/…', 'query/kernel']
+    """
+    if text_width(path, size, bold) <= width or "/" not in path:
+        return [clip_text(path, width, size, bold)]
+    parts = re.findall(r"[^/]*/|[^/]+$", path)
+    cuts = range(len(parts) - 1, 0, -1)
+    heads = ["".join(parts[:cut]) for cut in cuts]
+    head = next((h for h in heads if text_width(f"{h}…", size, bold) <= width), "")
+    if not head:
+        return [clip_text(path, width, size, bold)]
+    rest = path[len(head) :]
+    tail = clip_text(rest, width, size, bold).removeprefix("…/")
+    return [head if tail == rest else f"{head}…", tail]
+
+
 def wrap_text(
     text: str, width: float, size: float, bold: bool = False, mono: bool = False
 ) -> list[str]:
@@ -84,7 +103,7 @@ class Canvas:
         self._definitions[name] = (
             f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" '
             f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{pale}"/>'
-            f'<rect width="1.4" height="6" fill="{fill}"/></pattern>'
+            f'<rect width="1.4" height="6" fill="{fill}" opacity="0.6"/></pattern>'
         )
         return f"url(#{name})"
 

@@ -1,9 +1,9 @@
 """Colours that people with any colour vision tell apart, on paper too.
 
-Eight pieces or fewer take the hues of Okabe and Ito's palette (2008), lightened so that black
-numbers stand on them, then moved apart as protanopes, deuteranopes and tritanopes see them. More
-pieces take steps of a ramp whose lightness rises all the way, after viridis (van der Walt and Smith
-2015), so that it also reads in grey.
+Eight pieces or fewer take the hues of Okabe and Ito's palette (2008), changed so that black or
+white numbers stand out on them, then moved apart as protanopes, deuteranopes and tritanopes see
+them. More pieces take steps of a ramp whose lightness rises all the way, after viridis (van der
+Walt and Smith 2015), so that it also reads in grey.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _PIECES = (
-    "#4A82D6",  # blue
+    "#0F66BD",  # blue
     "#FBB637",  # orange
     "#40B880",  # bluish green
     "#D28CC6",  # reddish purple

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..mesh import Mesh
-from .canvas import MONO, Canvas, clip_text, text_width, wrap_text
+from .canvas import MONO, Canvas, clip_text, text_width, wrap_path, wrap_text
 from .cells import Arrangement, arrange
 from .painting import Look, draw_bar, paint_cells
 from .palette import INK, SOFT, paint
@@ -38,6 +38,7 @@ class Frame(NamedTuple):
     hidden_lines: int
     box_height: float  # of each tensor
     arrangement: Arrangement  # of the mesh under each tensor
+    name_lines: int = 1
 
     @classmethod
     def around(cls, mesh: Mesh, tilings: Sequence[Tiling]) -> Frame:
@@ -47,12 +48,13 @@ class Frame(NamedTuple):
             max((1 if hidden_text(tiling) else 0 for tiling in tilings), default=0),
             _BOX[1] if tilings else 0.0,
             arrange(mesh_grid(mesh), COLUMN - _EDGE, 128, widest=32, highest=24),
+            max((len(_name_lines(tiling)) for tiling in tilings), default=1),
         )
 
     @property
     def glyph_top(self) -> float:
         """Where the box of the tensor begins, from the top of the row."""
-        return 2 * LINE + self.spec_lines * SPEC_LINE + _EDGE + 8
+        return (1 + self.name_lines) * LINE + self.spec_lines * SPEC_LINE + _EDGE + 8
 
     @property
     def mesh_top(self) -> float:
@@ -72,7 +74,7 @@ class Frame(NamedTuple):
 
 def draw_tensor(canvas: Canvas, tiling: Tiling, frame: Frame, x: float, y: float) -> None:
     """One tensor: its texts, its pieces, and under them the devices that hold the pieces."""
-    _tensor_heading(canvas, tiling, x, y)
+    _tensor_heading(canvas, tiling, frame, x, y)
     _pieces(canvas, tiling, x + _EDGE, y + frame.glyph_top)
     if hidden_text(tiling):
         below = y + frame.glyph_top + _BOX[1] + SPEC_LINE
@@ -82,10 +84,11 @@ def draw_tensor(canvas: Canvas, tiling: Tiling, frame: Frame, x: float, y: float
     _tensor_footing(canvas, tiling, x + _EDGE, y + frame.mesh_bottom)
 
 
-def _tensor_heading(canvas: Canvas, tiling: Tiling, x: float, y: float) -> None:
+def _tensor_heading(canvas: Canvas, tiling: Tiling, frame: Frame, x: float, y: float) -> None:
     drawn = tiling.drawn
-    name = clip_text(drawn.name, COLUMN, 15, bold=True)
-    canvas.text(x, y + 13, name, 15, font_weight=700, fill=INK)
+    for number, line in enumerate(_name_lines(tiling)):
+        canvas.text(x, y + 13 + number * LINE, line, 15, font_weight=700, fill=INK)
+    y += (frame.name_lines - 1) * LINE
     size = f"{dims_text(drawn.dims)} {DOT} {bytes_text(drawn.nbytes)}"
     if text_width(size, 13) > COLUMN:
         size = clip_text(dims_text(drawn.dims), COLUMN, 13)
@@ -93,6 +96,11 @@ def _tensor_heading(canvas: Canvas, tiling: Tiling, x: float, y: float) -> None:
     for number, line in enumerate(_spec_lines(tiling)):
         baseline = y + 13 + 2 * LINE + number * SPEC_LINE
         canvas.text(x, baseline, line, 12, font_family=MONO, fill=INK)
+
+
+def _name_lines(tiling: Tiling) -> list[str]:
+    """The name in one line or two, so that the layers of a stack are told apart."""
+    return wrap_path(tiling.drawn.name, COLUMN, 15, bold=True)
 
 
 def _spec_lines(tiling: Tiling) -> list[str]:
