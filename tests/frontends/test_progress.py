@@ -56,8 +56,8 @@ def test_the_line_tells_how_far_how_long_what_and_how_fast(
         clock.now += 0.2
         progress.after(step, {"accuracy": np.float32(0.5), "loss": np.float32(1.25)})
     assert drawn(capsys)[-1] == (
-        "epoch 2/3  ━━━━━━━━────────────  40/100  12s left  32s to the end  loss 1.25  accuracy 0.5  "
-        "160 samples/s  5 steps/s  10 GFLOP/s"
+        "epoch 2/3  ━━━━━━━━────────────  40/100  12s left  32s to the end  loss 1.25  "
+        "accuracy 0.5  160 samples/s  5 steps/s  10 GFLOP/s"
     )
     progress.trained()
     clock.now += 7  # validation

@@ -38,22 +38,19 @@ def clip_text(text: str, width: float, size: float, bold: bool = False, mono: bo
 
 
 def wrap_path(path: str, width: float, size: float, bold: bool = False) -> list[str]:
-    """A path in one line, or in two, broken after slashes; of a longer one both ends are kept.
+    """A path in one line or in two, broken after slashes; of a longer one the end.
 
-    >>> wrap_path("encoder/block_0/attention/query/kernel", 166, 15, bold=True)
-    ['encoder/block_0/…', 'query/kernel']
+    >>> wrap_path("net/encoder/block_0/attention/query/kernel", 166, 15, bold=True)
+    ['…/block_0/attention/', 'query/kernel']
     """
-    if text_width(path, size, bold) <= width or "/" not in path:
-        return [clip_text(path, width, size, bold)]
     parts = re.findall(r"[^/]*/|[^/]+$", path)
-    cuts = range(len(parts) - 1, 0, -1)
-    heads = ["".join(parts[:cut]) for cut in cuts]
-    head = next((h for h in heads if text_width(f"{h}…", size, bold) <= width), "")
-    if not head:
+    if text_width(path, size, bold) <= width or len(parts) < 2:
         return [clip_text(path, width, size, bold)]
-    rest = path[len(head) :]
-    tail = clip_text(rest, width, size, bold).removeprefix("…/")
-    return [head if tail == rest else f"{head}…", tail]
+    lasts = ["".join(parts[cut:]) for cut in range(1, len(parts))]
+    last = next((each for each in lasts if text_width(each, size, bold) <= width), lasts[-1])
+    first = path[: len(path) - len(last) - 1]
+    room = width - text_width("/", size, bold)
+    return [clip_text(first, room, size, bold) + "/", clip_text(last, width, size, bold)]
 
 
 def wrap_text(
