@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...program import Logs
-from ...units import clock_text
+from ...units import clock_text, count_text
 from .logs import flat, on_host, texts
 from .work import StepWork
 
@@ -125,7 +125,7 @@ class Progress:
         parts += [(text, 2 if not at else 6) for at, text in enumerate(measured)]
         if rate:
             parts.append((self._work.items_text(rate), 4))
-            parts.append((f"{rate:.3g} steps/s", 7))
+            parts.append((f"{count_text(rate)} steps/s", 7))
             parts.append((self._work.speed_text(rate), 4 if self._work.peak_flops_per_s else 9))
         return [part for part in parts if part[0]]
 
