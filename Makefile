@@ -26,11 +26,12 @@ install: $(VENV)/.installed ## the project in a virtual environment
 
 install-dev: $(VENV)/.installed-dev ## the same with what tests and checks need
 
-check: install-dev ## lint, format, types, and the direction of the imports
+check: install-dev ## lint, format, types, the direction of the imports, and plain words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/dialect.py
 
 test: install-dev ## the tests that everybody runs
 	$(PYTEST) $(BESIDE) -m "not full and not targets and not alone" $(ARGS) $(MAY_BE_NONE)

@@ -306,7 +306,7 @@ def test_a_dead_network_is_given_up_within_five_seconds(empty_cache: Path) -> No
         start = time.monotonic()
         digits = mnist(source=source_of(url))
         assert time.monotonic() - start < DEAD_S
-    assert_subset_with_reason(digits, "was given up after 3.")
+    assert_subset_with_reason(digits, "was stopped after 3.")
     assert not empty_cache.exists()
 
 
@@ -321,7 +321,7 @@ def test_a_dead_network_is_given_up_within_five_seconds(empty_cache: Path) -> No
 def test_a_network_that_dies_or_trickles_is_given_up(empty_cache: Path, talk: Talk) -> None:
     with server(talk) as url:
         digits = mnist(source=source_of(url), patience_s=0.5)
-    assert_subset_with_reason(digits, "was given up after 0.")
+    assert_subset_with_reason(digits, "was stopped after 0.")
     assert not empty_cache.exists()
 
 
@@ -337,4 +337,4 @@ def test_a_name_that_is_never_resolved_is_given_up_as_well(monkeypatch: pytest.M
     digits = mnist(source=Source("http://unresolved.invalid/mnist.npz", ""), patience_s=0.5)
     assert time.monotonic() - start < 2
     released.set()
-    assert_subset_with_reason(digits, "was given up after 0.5 s and 0 bytes")
+    assert_subset_with_reason(digits, "was stopped after 0.5 s and 0 bytes")

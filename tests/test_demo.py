@@ -136,19 +136,21 @@ def test_the_spatial_run_exchanges_borders_and_gathers_nothing() -> None:
 def test_runs_are_chosen_by_name() -> None:
     assert [job.name for job in chosen("c, a")] == ["a", "c"]
     assert [job.name for job in chosen(["b"])] == ["b"]
-    with pytest.raises(mw.MeshwrightError, match=r"no run 'd'\. Its runs are a \(data\), b "):
+    with pytest.raises(
+        mw.MeshwrightError, match=r"unknown run 'd'\. The demo's runs are a \(data\), b "
+    ):
         chosen("a,d")
-    with pytest.raises(mw.MeshwrightError, match="needs one run at least"):
+    with pytest.raises(mw.MeshwrightError, match="no run was chosen"):
         chosen([])
 
 
 def test_wrong_arguments_are_told_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(mw.MeshwrightError, match="epochs=0: the demo trains for one epoch"):
+    with pytest.raises(mw.MeshwrightError, match="epochs must be at least 1; received 0"):
         main(epochs=0, out=tmp_path)
     with pytest.raises(mw.DataError, match="There is no file"):
         main(data=tmp_path / "nowhere.npz", out=tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(mw.MeshwrightError, match="is no folder"):
+    with pytest.raises(mw.MeshwrightError, match="is not a folder"):
         main(out=tmp_path / "file", quick=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

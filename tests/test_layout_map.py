@@ -143,7 +143,7 @@ def test_repr_lists_the_rules_in_order():
 FAULTS = {
     "no regular expression": (
         lambda: LayoutMap(rules={"kernel(": A}),
-        r"pattern 'kernel\(' is no regular expression: missing \)",
+        r"pattern 'kernel\(' is not a valid regular expression: missing \)",
     ),
     "an empty pattern": (lambda: LayoutMap(rules={"": A}), "a pattern is a text .* received ''"),
     "a number": (lambda: LayoutMap(rules={3: A}), "a pattern is a text .* received 3"),

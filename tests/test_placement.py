@@ -338,7 +338,7 @@ FAULTS = {
     ),
     "no regular expression": (
         lambda: Placement.of(MESH, activations={"(": ["batch"]}),
-        r"pattern '\(' is no regular expression",
+        r"pattern '\(' is not a valid regular expression",
     ),
 }
 

@@ -124,7 +124,7 @@ def _from_file(path: Path) -> Digits:
     except _UNREADABLE as error:
         raise DataError(
             f"{path} ({path.stat().st_size:,} bytes) cannot be read as an .npz file: {error}. "
-            "It may be half a download: delete it and fetch it again, or give another path."
+            "It may be an incomplete download: delete it and fetch it again, or pass another path."
         ) from error
 
 
@@ -147,7 +147,7 @@ def _from_download(source: Source, patience_s: float) -> Digits:
 
 
 def _keep(content: bytes, path: Path) -> str:
-    """Put a whole file into the cache, or none; a cache that cannot be written is no failure."""
+    """Put a whole file into the cache, or none; a cache that cannot be written is not an error."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ def _fetch(url: str, patience_s: float) -> bytes:
         if download.is_alive() and (too_slow or now - last_heard > patience_s):
             download.abandoned = True
             raise DataError(
-                f"The download of {url} was given up after {now - start:.1f} s and {count:,} bytes."
+                f"The download of {url} was stopped after {now - start:.1f} s and {count:,} bytes."
             )
     if download.error is not None:
         reason = getattr(download.error, "reason", download.error)
@@ -222,8 +222,7 @@ def _checked(arrays: Mapping[str, Any], origin: str) -> Digits:
     ]
     if faults:
         raise DataError(
-            "; ".join(faults)
-            + ". Wanted are x_train, x_test (n, 28, 28) and y_train, y_test (n,), "
+            "; ".join(faults) + ". Expected x_train, x_test (n, 28, 28) and y_train, y_test (n,), "
             "whole numbers, as in the mnist.npz of keras.datasets."
         )
     sizes = f"{len(arrays['x_train']):,} digits to train on and {len(arrays['x_test']):,} to test"

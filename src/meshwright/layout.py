@@ -300,13 +300,13 @@ class Layout(Viewable):
             return cls.replicated(Mesh.from_device(device), rank)
         if not isinstance(sharding, jax.sharding.NamedSharding):
             raise LayoutError(
-                f"{type(sharding).__name__} has no named axes, so it is no layout; "
-                "lay the array out with relayout first."
+                f"a {type(sharding).__name__} has no named axes and cannot become a Layout; lay "
+                "the array out with relayout first."
             )
         if sharding.spec.unreduced or len(sharding.spec) > _whole_rank(rank):
             raise LayoutError(
-                f"{sharding.spec} is no layout of an array with {rank} dims: a layout has one "
-                "entry per dim and no sums left to do."
+                f"{sharding.spec} does not fit an array with {rank} dims: a layout has one entry "
+                "per dim and no pending sums."
             )
         specs = list(sharding.spec) + [None] * (rank - len(sharding.spec))
         return cls(specs, Mesh.from_jax(sharding.mesh))
@@ -332,7 +332,9 @@ class Layout(Viewable):
         """
         found = re.fullmatch(r"\s*\[([^\]]*)\](\s+padded)?(?:\s+on\s+(.*))?", text, re.DOTALL)
         if found is None:
-            raise LayoutError(f"{text!r} is no layout; one reads '[unsharded, model] on model=2'.")
+            raise LayoutError(
+                f"expected a layout such as '[unsharded, model] on model=2'; received {text!r}."
+            )
         entries, padded, mesh = found.groups()
         specs = [e.strip().split("+") for e in entries.split(",")] if entries.strip() else []
         return cls(specs, None if mesh is None else Mesh.from_string(mesh), pad=bool(padded))
@@ -387,9 +389,9 @@ def _spec_faults(specs: tuple[Spec, ...], mesh: Mesh | None) -> list[str]:
     for dim, spec in enumerate(specs):
         for axis in _axes(spec):
             if axis in (UNSHARDED, MATCH):
-                faults.append(f"dim {dim} lies on {spec!r}: {axis!r} stands alone or not at all.")
+                faults.append(f"dim {dim} lies on {spec!r}: {axis!r} must stand alone.")
             elif not is_axis_name(axis):
-                faults.append(f"dim {dim} lies on {axis!r}, which is no name of an axis.")
+                faults.append(f"dim {dim} lies on {axis!r}, which is not a valid axis name.")
             else:
                 where.setdefault(axis, []).append(dim)
     for axis, dims in where.items():
@@ -430,7 +432,7 @@ def _is_symbol(size: Any) -> bool:
 
 def _whole_rank(rank: int) -> int:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-        raise LayoutError(f"rank {rank!r} is no number of dims: it is a whole number from 0 up.")
+        raise LayoutError(f"rank must be an integer from 0 up; received {rank!r}.")
     return rank
 
 

@@ -30,8 +30,7 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
     A value is a bare sequence of axes, a :class:`Layout`, bound or not, a Keras ``TensorLayout``,
     or names of dims (:func:`dims`), which a strategy's ``rules=`` lay along axes. A pattern is a
     regular expression that may be found anywhere in a variable's path (``re.search``); see
-    :meth:`find` for which rule wins. Raises :class:`LayoutError` for a pattern that is no regular
-    expression.
+    :meth:`find` for which rule wins. Raises :class:`LayoutError` for an invalid regular expression.
 
     >>> layouts = LayoutMap()
     >>> layouts["feature.*kernel"] = [None, "model"]
@@ -57,7 +56,9 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise LayoutError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+            raise LayoutError(
+                f"pattern {pattern!r} is not a valid regular expression: {error}."
+            ) from error
         try:
             self._layouts[pattern] = as_given(layout)
         except LayoutError as error:

@@ -242,7 +242,9 @@ class Mesh(Viewable):
         """
         found = re.fullmatch(r"\s*(?:(\w+):)?([^@]*)(?:@\s*(\w+):([\d,\- ]+))?", text)
         if found is None:
-            raise MeshError(f"{text!r} is no mesh; one reads 'batch=4, model=2 @ cpu:0-7'.")
+            raise MeshError(
+                f"expected a mesh such as 'batch=4, model=2 @ cpu:0-7'; received {text!r}."
+            )
         name, axes, platform, ids = found.groups()
         mesh = cls(_parse_axes(axes, text), name=name or "")
         if ids is None:
@@ -324,14 +326,15 @@ def _axis_faults(pairs: tuple[tuple[str, int], ...], wildcard: bool = False) -> 
     for axis in names:
         if not is_axis_name(axis):
             faults.append(
-                f"axis {axis!r} is no name: use letters, digits and '_', with no digit first."
+                f"invalid axis name {axis!r}: use letters, digits and '_', not beginning with a "
+                "digit."
             )
     for axis, times in Counter(filter(is_axis_name, names)).items():
         if axis in RESERVED:
-            faults.append(f"axis {axis!r} is called like a reserved word; call it otherwise.")
+            faults.append(f"{axis!r} is a reserved name; choose another axis name.")
         elif times > 1:
             faults.append(
-                f"axis {axis!r} stands {times} times in {names}; each axis needs a name of its own."
+                f"axis {axis!r} appears {times} times in {names}; axis names must be unique."
             )
     for axis, size in pairs:
         if not _is_whole(size) or (size < 1 and not (wildcard and size == -1)):
@@ -423,7 +426,7 @@ def _ranges(ids: list[int]) -> str:
 def _parse_axes(axes: str, text: str) -> list[tuple[str, int]]:
     found = re.findall(r"(\w+)\s*=\s*(\d+)", axes)
     if re.sub(r"\w+\s*=\s*\d+", "", axes).strip(" ,") or not found:
-        raise MeshError(f"{text!r} is no mesh; one reads 'batch=4, model=2 @ cpu:0-7'.")
+        raise MeshError(f"expected a mesh such as 'batch=4, model=2 @ cpu:0-7'; received {text!r}.")
     return [(axis, int(size)) for axis, size in found]
 
 
@@ -463,7 +466,9 @@ def _named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
         if found is None:
             faults.append(f"there is no device {device!r}. {_devices_there(device, platform)}")
         elif not hasattr(found, "platform"):
-            faults.append(f"{device!r} is no JAX device, nor the name of one, such as 'cpu:3'.")
+            faults.append(
+                f"expected a JAX device or its name, such as 'cpu:3'; received {device!r}."
+            )
         elif platform not in (None, found.platform, "cuda", "rocm"):  # both are JAX's "gpu"
             faults.append(f"device {device!r} is not of the platform asked for, {platform!r}.")
         chosen.append(found)

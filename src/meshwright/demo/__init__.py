@@ -41,10 +41,12 @@ def main(
     jobs = chosen(runs)
     epochs = (1 if quick else _EPOCHS) if epochs is None else epochs
     if epochs < 1:
-        raise MeshwrightError(f"epochs={epochs}: the demo trains for one epoch or more.")
+        raise MeshwrightError(f"epochs must be at least 1; received {epochs}.")
     folder = Path(out or _FOLDER)
     if folder.exists() and not folder.is_dir():
-        raise MeshwrightError(f"{folder} is no folder. Name one for the picture, or none.")
+        raise MeshwrightError(
+            f"{folder} is not a folder. Choose another for the picture with --out."
+        )
     console = Console()
     with console.status("Looking for the digits ..."):
         digits = _few(data) if quick else mnist(data)

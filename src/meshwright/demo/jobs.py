@@ -105,10 +105,10 @@ def chosen(names: str | Sequence[str]) -> list[Job]:
     wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
     known = ", ".join(f"{job.name} ({job.title})" for job in JOBS)
     if not wanted:
-        raise MeshwrightError(f"the demo needs one run at least. Its runs are {known}.")
+        raise MeshwrightError(f"no run was chosen. The demo's runs are {known}.")
     unknown = [name for name in wanted if name not in [job.name for job in JOBS]]
     if unknown:
         raise MeshwrightError(
-            f"the demo has no run {', '.join(map(repr, unknown))}. Its runs are {known}."
+            f"unknown run {', '.join(map(repr, unknown))}. The demo's runs are {known}."
         )
     return [job for job in JOBS if job.name in wanted]

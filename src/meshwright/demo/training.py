@@ -1,4 +1,4 @@
-"""One run of the demo: build, train and test on the mesh, and measure what is to be told."""
+"""One run of the demo: build, train and test on the mesh, and measure what is reported."""
 
 from __future__ import annotations
 

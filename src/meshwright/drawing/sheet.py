@@ -34,7 +34,9 @@ class Drawn:
         object.__setattr__(self, "dim_names", tuple(self.dim_names))
         faults = []
         if MATCH in self.layout.specs:
-            faults.append(f"{self.name}: layout {self.layout} holds MATCH, which is no place yet.")
+            faults.append(
+                f"{self.name}: layout {self.layout} contains MATCH, which must be resolved before it is drawn."
+            )
         if self.layout.rank != len(self.dims):
             faults.append(
                 f"{self.name} has {len(self.dims)} dims {self.dims}, but its layout "
@@ -43,7 +45,7 @@ class Drawn:
         if self.dim_names and len(self.dim_names) != len(self.dims):
             faults.append(
                 f"{self.name} has {len(self.dims)} dims {self.dims} and {len(self.dim_names)} "
-                f"dim_names {self.dim_names}: give one name per dim, or none."
+                f"dim_names {self.dim_names}: pass one name per dim, or none."
             )
         if faults:
             raise LayoutError("\n".join(faults))

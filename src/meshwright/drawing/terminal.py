@@ -78,7 +78,7 @@ def _as_items(what: Any, dims: Sequence[int] | None, name: str) -> Items:
         return Drawn(name or "layout", tuple(counts if dims is None else dims), what, itemsize=0)
     if dims is not None:
         raise LayoutError(
-            f"dims={tuple(dims)} belong to a Layout, but {type(what).__name__} was given, which "
+            f"dims={tuple(dims)} belong to a Layout; received a {type(what).__name__}, which "
             "has dims of its own or none; leave dims out."
         )
     if isinstance(what, Mesh):

@@ -28,7 +28,7 @@ _LONG_BAR, _SHORT_BAR = 5, 3
 
 
 class Progress:
-    """Draws on standard output; on what is no terminal, one line per epoch."""
+    """Draws on standard output; outside of terminals and notebooks, one line per epoch."""
 
     def __init__(
         self,
