@@ -35,7 +35,7 @@ class Drawn:
         faults = []
         if MATCH in self.layout.specs:
             faults.append(
-                f"{self.name}: layout {self.layout} contains MATCH, which must be resolved before it is drawn."
+                f"{self.name}: layout {self.layout} contains MATCH, which must be resolved first."
             )
         if self.layout.rank != len(self.dims):
             faults.append(

@@ -53,7 +53,7 @@ class Gating:
     - ``z_loss``: how much the mean square of the logarithm of the sum of exponentials of the
       router's logits counts; it keeps them small (ST-MoE, Zoph et al. 2022).
 
-    Raises :class:`ModelError` that lists every choice which there is not.
+    Raises :class:`ModelError` that lists every invalid choice.
     """
 
     experts: str | Dim

@@ -21,7 +21,7 @@ class StepOptions:
     ``accumulate`` micro-batches make one step of the optimizer. ``remat`` says what is computed
     again in the backward pass instead of being kept, see :mod:`meshwright.step.recompute`.
     ``sums="float32"`` sums gradients over devices in that type, whatever they are computed in.
-    Raises :class:`~meshwright.ModelError` that lists every choice which there is not.
+    Raises :class:`~meshwright.ModelError` that lists every invalid choice.
     """
 
     accumulate: int = 1

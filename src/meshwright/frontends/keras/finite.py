@@ -28,7 +28,7 @@ _MOST_BYTES = 256 << 20  # of batches that are kept to look at again
 
 
 def check_nan_guard(nan_guard: Any) -> None:
-    """Raise :class:`ModelError` for a guard that there is not."""
+    """Raise :class:`ModelError` for an unknown ``nan_guard`` value."""
     if nan_guard not in get_args(NanGuard):
         raise ModelError(
             f"nan_guard={nan_guard!r}: say 'warn' (at the end of an epoch), 'raise' (names the "
