@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..units import bytes_text
 from .group import Command, option, traceback_option
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _device_lines(diagnosis: Diagnosis) -> list[str]:
     alike = Counter((d.platform, d.kind, d.memory_bytes) for d in diagnosis.devices)
     lines = [
         f"{count} {platform} ({kind}"
-        + (f", {memory / 2**30:.1f} GiB each)" if memory else ", memory unknown)")
+        + (f", {bytes_text(memory)} each)" if memory else ", memory unknown)")
         for (platform, kind, memory), count in alike.items()
     ]
     process = f"process {diagnosis.process_index} of {diagnosis.process_count}"
