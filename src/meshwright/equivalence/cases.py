@@ -106,17 +106,17 @@ def _unknown_axes(unknown: Mapping[str, list[str]], case: Case, meshes: Sequence
         for what, axes in unknown.items()
         for axis in axes
     ]
-    way_out = "Rename them, or add the axis to a mesh, if only with size 1."
+    one = len(faults) == 1
+    known = " or ".join(mesh.axes_text for mesh in meshes)
+    way_out = f"Rename {'it' if one else 'them'}, or add the axis to a mesh, if only with size 1."
     if unknown["batch="]:
-        axis = meshes[0].axis_names[0] if meshes[0].axis_names else "data"
+        axis = meshes[0].axis_names[0]
         way_out += (
-            f" The rows of the batch go by batch={axis!r} (--option batch={axis} on the command "
-            "line); batch=None gives all rows to every device."
+            f" The rows of the batch go along an axis by batch={axis!r} (--option batch={axis} on "
+            "the command line); batch=None gives all rows to every device."
         )
-    listed = "; ".join(mesh.axes_text for mesh in meshes)
-    return f"{len(faults)} unknown axis name(s) in the meshes ({listed}). {way_out}\n" + "\n".join(
-        faults
-    )
+    head = f"{len(faults)} axis name{' is' if one else 's are'} unknown to the mesh {known}"
+    return "\n".join([f"{head}:", *faults, way_out])
 
 
 _MAPPED = ("inputs", "targets", "activations")
