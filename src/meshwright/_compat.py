@@ -412,6 +412,11 @@ def called_with(layer: Any) -> tuple[tuple[int | None, ...], bool]:
     return tuple(calls[0][0].shape), any(len(tensors) > 1 for tensors in calls)
 
 
+def functional_of(model: Any) -> Any | None:
+    """The Functional model that a Sequential (Keras 3.15) keeps for itself; it has its layers."""
+    return getattr(model, "_functional", None)
+
+
 def loss_reductions(model: Any) -> list[str]:
     """The reductions of the losses that a model was compiled with."""
     import keras

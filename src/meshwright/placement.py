@@ -17,6 +17,7 @@ from .dim_rules import DimRules, RulesLike
 from .errors import BatchError, DimError, LayoutError, PlacementError
 from .layout import MATCH, UNSHARDED, Layout, Spec
 from .layout_map import Given, LayoutMap, Rule, as_given, find_rule, names_exactly
+from .merging import merged
 from .mesh import Mesh
 from .zero import check_level, share_out
 
@@ -68,6 +69,7 @@ class ParamInfo:
     itemsize: int
     role: Role = "parameter"
     owner: str | None = None  # for a slot: the path of its parameter
+    lasting: str | None = None  # the path that it has again when its model is built again
     asked: Layout | None = None  # the layout that the model itself asks for, in a layer's argument
     names: DimNames | None = None  # of its dims, where the model itself names them
     follows: Follows | None = None  # the kernel that it belongs to, where it has no rule of its own
@@ -255,7 +257,7 @@ class Placement:
             raise PlacementError(
                 f"{len(faults)} variable(s) cannot be laid out on the mesh "
                 f"({self.mesh.axes_text}); nothing was allocated.\n"
-                + "\n".join(faults + [_PADDING] * could_be_padded)
+                + "\n".join(merged(faults) + [_PADDING] * could_be_padded)
             )
         owners = {info.path: each for info, each in ruled.items()}
         if self.zero == 3:

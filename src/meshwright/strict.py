@@ -15,10 +15,12 @@ from collections.abc import Iterable, Sequence
 from .dim_names import ANY, DimNames
 from .errors import MeshwrightWarning, PlacementError
 from .layout_map import Rule, find_rule, finds
+from .merging import merged
 from .placement import ParamInfo, Placed, Placement
 
 LARGE_BYTES = 1 << 20
 _NEAREST = 3
+_FEW = 3  # rules of which each is told by itself
 
 
 def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the program") -> None:
@@ -66,11 +68,29 @@ def refuse_idle_rules(
     if faults := idle_rules(placement, infos):
         text = (
             f"{len(faults)} rule(s) place no variable of {name}, and what they were meant for may "
-            "be replicated:\n" + "\n".join(faults) + "\nCorrect them or take them out"
+            "be replicated:\n" + "\n".join(merged(faults)) + "\nCorrect them or take them out"
         )
+        if len(faults) == len(placement.rules) > _FEW:
+            text = _of_another_model(placement.rules, infos, name)
         if placement.strict:
             raise PlacementError(f"{text}; strict=False makes this a warning.")
         warnings.warn(f"{text}.", MeshwrightWarning, stacklevel=3)
+
+
+def _of_another_model(rules: Sequence[Rule], infos: Sequence[ParamInfo], name: str) -> str:
+    """What is wrong where no rule out of many places anything."""
+    patterns = merged(repr(rule.pattern) for rule in rules)
+    paths = merged(repr(info.path) for info in infos)
+    return (
+        f"none of {len(rules)} rules places a variable of {name}: they are for another model.\n"
+        f"  rules: {_some(patterns)}\n  variables: {_some(paths)}\n"
+        "Use the model that the rules, or the plan, were made for, or make them anew"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 2 * _NEAREST
+    return ", ".join(names[: 2 * _NEAREST]) + (f" and {more} more" if more > 0 else "")
 
 
 def refuse_idle_dim_rules(placement: Placement) -> None:
@@ -177,10 +197,10 @@ def _nearest(pattern: str, infos: Sequence[ParamInfo]) -> list[str]:
 
 
 def _unnamed_text(large: list[Placed], name: str) -> str:
-    lines = [
+    lines = merged(
         f"  {each.info.path} {each.info.dims}: {each.info.nbytes:,} bytes"
         for each in sorted(large, key=lambda each: -each.info.nbytes)
-    ]
+    )
     total = sum(each.info.nbytes for each in large)
     return (
         f"{len(large)} large parameter(s) of {name} are named by no rule, so every device holds "

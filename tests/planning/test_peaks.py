@@ -114,12 +114,12 @@ def test_the_planners_peak_is_the_compilers(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_of_level_3_on_a_tpu_is_the_compilers(dtype):
     """Large kernels beside few rows: all of them at once would be most of the peak."""
-    program, batch = deep(4, dtype)
+    program, batch = deep(16, dtype)
     strategy = mw.Sharded(mw.Mesh({"batch": 4}), {}, unmatched="replicate", zero=3)
     asked = {"strategy": strategy, "target": "v5e:2x2", "blocks": "whole"}
     told = mw.dry_run(program, batch, compile=False, **asked)
     compiled = mw.dry_run(program, batch, **asked)
-    assert told.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.15)
+    assert 0.75 * compiled.peak_bytes < told.peak_bytes < 1.05 * compiled.peak_bytes
 
 
 def deep(layers, dtype, width=1024, rows=64):

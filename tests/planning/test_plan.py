@@ -656,6 +656,65 @@ def test_a_plan_of_a_keras_model_trains_it():
         assert any("model" in str(spec) for spec in split)
 
 
+def axes_of(spec):
+    return () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)
+
+
+@pytest.mark.parametrize("is_built_first", [False, True])
+def test_a_plan_is_for_the_model_built_again_whatever_keras_calls_its_layers(is_built_first):
+    import keras
+
+    def build():
+        inner = keras.Sequential([keras.layers.Dense(512), keras.layers.Dense(64)])
+        model = keras.Sequential([keras.Input([64]), inner, keras.layers.Dense(8)])
+        model.compile("sgd", "mse")
+        return model
+
+    batch = jax.ShapeDtypeStruct((32, 64), "float32"), jax.ShapeDtypeStruct((32, 8), "float32")
+    axes = {"batch": 2, "model": 4}
+    with mw.abstract():
+        plan = mw.plan(build(), batch, target="cpu:8", hardware=CPU, axes=axes)
+    plan = mw.Plan.from_json(plan.to_json())
+    assert dict(plan.layouts).keys() > {"sequential#0/dense#1/kernel", "dense#0/kernel"}
+    wanted = [[*along] for path, along in plan.layouts if path.endswith("kernel")]
+    assert sum(bool(each) for along in wanted for each in along) >= 2
+    for _ in range(2):
+        strategy = plan.strategy()
+        if is_built_first:
+            model = build()
+            strategy.place(model)
+        else:
+            with strategy.scope():
+                model = build()
+        kernels = [w for w in model.weights if "kernel" in w.path]
+        lies = {tuple(w.shape): [axes_of(s) for s in w.value.sharding.spec] for w in kernels}
+        shapes = {"dense#0": (64, 8), "sequential#0/dense#0": (64, 512)}
+        shapes |= {"sequential#0/dense#1": (512, 64)}
+        known = dict(plan.layouts)
+        assert lies == {dims: [*known[f"{path}/kernel"]] for path, dims in shapes.items()}
+
+
+def test_a_plan_for_another_model_is_an_error_of_a_few_lines():
+    import keras
+
+    def build(prefix, blocks):
+        names = [f"{prefix}_{i}" for i in range(blocks)]
+        dense = [keras.layers.Dense(64, name=name) for name in names]
+        model = keras.Sequential([keras.Input([64]), *dense])
+        model.compile("sgd", "mse")
+        return model
+
+    rows = np.ones((32, 64), "float32")
+    with mw.abstract():
+        model = build("one", 30)
+        plan = mw.plan(model, (rows, rows), target="cpu:8", hardware=CPU, axes={"batch": 8})
+    said = "none of 60 rules places a variable of model '.*': they are for another model"
+    with pytest.raises(mw.PlacementError, match=said) as caught:
+        plan.strategy().fit(build("other", 4), rows, rows, verbose=0)
+    assert "'one_0…29/kernel'" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 4
+
+
 # Layouts that are known by name, and seconds that run out
 
 NAMED = ["data parallel", "tensor parallel", "FSDP", "FSDP × tensor parallel"]

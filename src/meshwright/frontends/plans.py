@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import TargetError
 from ..mesh import Mesh, create_mesh
 from ..placement import Placement
-from ..planning.described import describe
+from ..planning.described import Described, describe
 from ..planning.dry_run import DryRun, dry_run, not_compiled
 from ..planning.faults import tracing
 from ..planning.hardware import Hardware
 from ..planning.infer import graph_of_step
+from ..planning.search.plan import Along
 from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import plan_step
 from ..planning.search.solve import require_solver
@@ -113,7 +114,14 @@ def plan(
         found = replace(found, notes=(*found.notes, f"nothing was compiled to verify it: {lacks}"))
     decided: dict[str, Any] = {each.name: getattr(found, each.name) for each in fields(found)}
     decided["num_inputs"] = _num_inputs(model, batch)
+    decided["layouts"] = _lasting(found.layouts, described)
     return Plan(**decided)
+
+
+def _lasting(layouts: Sequence[tuple[str, Along]], described: Described) -> Any:
+    """The layouts by paths that variables have again when their model is built again."""
+    lasting = {each.info.path: each.info.lasting or each.info.path for each in described.placed}
+    return tuple((lasting.get(path, path), along) for path, along in layouts)
 
 
 def _strategy(model: Any, placement: Placement, how: Any = None) -> Any:

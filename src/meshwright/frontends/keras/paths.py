@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from ... import _compat
 from ...placement import Follows, ParamInfo, Role
 from .asked import asked_layout
 from .quantized import companions
+
+Named = Callable[[Any], Iterator[tuple[str, Any]]]  # the layers that a model knows by name
 
 # What Keras keeps on layers for itself: the same variables again, under names that nobody wrote.
 _KERAS_OWN = {
@@ -45,16 +48,20 @@ def model_infos(model: keras.Model) -> dict[int, ParamInfo]:
 
     The first attribute path, in breadth-first order, is a variable's ``path``.
     """
-    found = _spellings(model)
+    found, lasting = _spellings(model), _walked(model, _counted_children)
     infos: dict[int, ParamInfo] = {}
     taken: set[str] = set()
+    lasts: set[str] = set()
     for variable in model.variables:
         spellings = found.get(id(variable), {})
         keras_path = _relative(variable.path, model.name)
         spellings = {**spellings, keras_path: None}
         path = unique(next(iter(spellings)), taken)
         taken.add(path)
-        infos[id(variable)] = _info(variable, path, tuple(spellings), _role(variable))
+        again = unique(lasting.get(id(variable), path), lasts)
+        lasts.add(again)
+        info = _info(variable, path, tuple({**spellings, again: None}), _role(variable))
+        infos[id(variable)] = replace(info, lasting=again)
     return infos | _followers(model, infos)
 
 
@@ -147,11 +154,18 @@ def lasting_paths(model: keras.Model) -> dict[int, str]:
     Keras counts the layers that it names itself through the whole process: a second model has a
     ``dense_2`` where the first had ``dense``. Here they count within what holds them.
     """
+    return _walked(model, _lasting_children)
+
+
+def _walked(
+    model: keras.Model, named: Callable[[Any], Iterator[tuple[str, Any]]]
+) -> dict[int, str]:
+    """``id(variable)`` -> the first path, breadth-first, with layers called as ``named`` does."""
     found: dict[int, str] = {}
     waiting: list[tuple[Any, str, frozenset[int]]] = [(model, "", frozenset())]
     while waiting:
         layer, path, above = waiting.pop(0)
-        for name, child in (*_lasting_children(layer), *_attributes(layer)):
+        for name, child in (*named(layer), *_attributes(layer)):
             if isinstance(child, keras.Variable):
                 found.setdefault(id(child), _join(path, name))
             elif id(child) not in above:
@@ -166,9 +180,13 @@ def lasting_name(thing: Any) -> str:
     >>> [lasting_name(keras.layers.LayerNormalization(name=n)) for n in ("first_1", None)]
     ['first_1', 'layer_normalization']
     """
+    return re.sub(r"_\d+$", "", thing.name) if _is_made_up(thing) else thing.name
+
+
+def _is_made_up(thing: Any) -> bool:
+    """Whether Keras chose the name, after the class."""
     begin = re.sub(r"_\d+$", "", thing.name)
-    made_up = begin.replace("_", "") == type(thing).__name__.lower().lstrip("_")
-    return begin if made_up else thing.name
+    return begin.replace("_", "") == type(thing).__name__.lower().lstrip("_")
 
 
 def _lasting_children(layer: Any) -> Iterator[tuple[str, Any]]:
@@ -178,6 +196,18 @@ def _lasting_children(layer: Any) -> Iterator[tuple[str, Any]]:
         names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(1)))
         name = next(name for name in names if name not in taken)
         taken.add(name)
+        yield name, child
+
+
+def _counted_children(layer: Any) -> Iterator[tuple[str, Any]]:
+    """Layers that Keras named itself are ``dense#0``, ``dense#1``, ...: no layer is called so, and
+    no rule for a name of Keras' finds another layer by that."""
+    seen: Counter[str] = Counter()
+    for name, child in _named_children(layer):
+        if _is_made_up(child):
+            base = lasting_name(child)
+            name = f"{base}#{seen[base]}"
+            seen[base] += 1
         yield name, child
 
 

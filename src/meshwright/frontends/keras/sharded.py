@@ -496,7 +496,9 @@ def _keras_mesh(mesh: Mesh) -> Any:
 
 def _outermost(models: list[keras.Model]) -> list[keras.Model]:
     """The models that are not layers of another one."""
-    inside = {id(layer) for model in models for layer in _compat.layers_inside(model)}
+    held = [layer for model in models for layer in _compat.layers_inside(model)]
+    inside = {id(layer) for layer in held}
+    inside |= {id(_compat.functional_of(layer)) for layer in (*models, *held)}
     return [model for model in models if id(model) not in inside]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import LayoutError
+from ...merging import merged
 from ...mesh import Mesh
 from ...placement import Placed, Placement
 from ...program import Batch, Program
@@ -148,7 +149,7 @@ def _laid(
     along, faults = _along(graph, lies)
     faults += _of_activations(described.placement, axes)
     if faults:
-        raise LayoutError("\n".join(faults))
+        raise LayoutError("\n".join(merged(faults)))
     along |= _by_names(graph, along, described.placement, axes)
     problem = compact(_in_families(graph, along), target.platform)
     bits = {name: 1 << bit for bit, (name, _) in enumerate(axes)}
@@ -168,7 +169,7 @@ def _laid(
             f"and the rows of the batch lie along {', '.join(rows) or 'no axis'}."
         )
     if faults:
-        raise LayoutError("\n".join(faults))
+        raise LayoutError("\n".join(merged(faults)))
     placed = {each.info.path: each for each in described.placed}
     kept = tuple(_kept(graph, along, lies, placed))
     setting = setting_of(axes, target, hardware)

@@ -166,7 +166,6 @@ class Plan(Viewable):
             targets=targets or None,
             zero=self.zero,
             unmatched="replicate",
-            strict=False,
         )
 
     def _data(self) -> tuple[dict[int, Any], dict[int, Any]]:
