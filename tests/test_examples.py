@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -54,3 +55,17 @@ def test_the_translator_gets_99_of_100_numbers_right():
     printed = run("translation.py", *LAYOUTS[1])
     (right,) = re.findall(r"([\d.]+)% of 400 numbers", printed)
     assert float(right) >= 99
+
+
+@pytest.mark.full
+def test_the_notebook_runs_and_its_two_meshes_train_alike(tmp_path):
+    notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    code += '\nprint(history.history["loss"][-1], again.history["loss"][-1])'
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, other = map(float, done.stdout.splitlines()[-1].split())
+    assert one == pytest.approx(other, rel=1e-4)
