@@ -25,9 +25,8 @@ import meshwright as mw
 from meshwright.planning.described import describe
 from meshwright.planning.hardware import hardware_of
 from meshwright.planning.infer import graph_of_step
-from meshwright.planning.search import plan_step
+from meshwright.planning.search import Space, plan_step, search
 from meshwright.planning.search.compact import compact
-from meshwright.planning.search import Space, search
 from meshwright.planning.target import Target
 
 NAME = "search_times"
