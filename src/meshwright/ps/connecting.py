@@ -22,6 +22,10 @@ from .wire.sockets import SocketChannel
 class Launcher(Protocol):
     """Whoever started the tasks and keeps them running, such as a ``LocalCluster``."""
 
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks that there are now."""
+        ...
+
     def pid(self, task: str) -> int:
         """The id of a task's process. Raises ``ClusterError`` for an unknown task."""
         ...

@@ -297,7 +297,7 @@ class ParameterServer:
         """Workers that the cluster is described with; more may join."""
         if self._spec is None:
             return 1
-        spec = getattr(self.cluster, "spec", self._spec)
+        spec = self._spec if self._launcher is None else self._launcher.cluster_spec()
         return spec.num_tasks("worker")
 
     def connect(self, role: str) -> Servers:

@@ -106,6 +106,99 @@ def test_an_unknown_sharding_is_named():
         check_sharding("random")
 
 
+class Lane:
+    """A worker with steps in hand, which have elements sent ahead: as a runner uses them."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.source, self.name = source, name
+        self.steps: dict[int, tuple[int, list[int]]] = {}  # number -> attempt, elements
+        self.ran: dict[int, list[int]] = {}  # what steps took that are not reported yet
+        self.told: set[int] = set()  # those of them that were told of with a question
+        self.left_some = False
+
+    def send(self, step: int, attempt: int) -> None:
+        self.steps[step] = (attempt, self.source.ahead(step, self.name))
+
+    @property
+    def next(self) -> int | None:
+        return next((step for step in self.steps if step not in self.ran), None)
+
+    def run(self, step: int, wanted: int) -> list[int]:
+        attempt, ahead = self.steps[step]
+        ahead, taken = ([] if self.left_some else list(ahead)), []
+        while len(taken) < wanted:
+            ahead = ahead or self.ask(step, attempt, len(taken))
+            taken.append(ahead.pop(0))
+        self.left_some = self.left_some or bool(ahead)
+        self.ran[step] = taken
+        return taken
+
+    def ask(self, step: int, attempt: int, used: int) -> list[int]:
+        for number in self.ran.keys() - self.told:
+            self.source.took(number, len(self.ran[number]))
+            self.source.expect(len(self.ran[number]))
+        self.told, self.left_some = set(self.ran), False
+        if attempt > 1:
+            left = self.source.left(step, used, None)
+            return left or self.source.more(step, self.name)
+        numbers = list(self.steps)
+        behind = numbers[numbers.index(step) + 1 :]
+        later = [number for number in behind if self.steps[number][0] == 1]
+        elements, again = self.source.in_order(step, self.name, used, later, None)
+        self.steps.update((number, (1, given)) for number, given in again)
+        return elements
+
+    def report(self) -> dict[int, list[int]]:
+        ran, self.ran, self.told = self.ran, {}, set()
+        for step, taken in ran.items():
+            del self.steps[step]
+            self.source.ended(step, len(taken))
+        return ran
+
+
+@pytest.mark.parametrize("sharding", ["shared", "dynamic"])
+@given(
+    counts=st.lists(st.integers(0, 3), min_size=1, max_size=25),
+    turns=st.lists(st.tuples(st.integers(0, 2), st.sampled_from("sssrrrpd")), max_size=60),
+    num_workers=st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_steps_take_the_same_elements_again_and_one_worker_in_order(
+    sharding, counts, turns, num_workers
+):
+    source = Source(sharding, iter(range(1000)) if sharding == "shared" else None)
+    lanes = [Lane(source, name) for name in WORKERS[:num_workers]]
+    waiting = [(step, 1) for step in range(len(counts))]
+    first: dict[int, list[int]] = {}  # what a step took when it first ran, reported or not
+    done: dict[int, list[int]] = {}
+
+    def turn(at: int, what: str) -> None:
+        lane = lanes[at % num_workers]
+        if what == "s" and waiting and len(lane.steps) < 5:
+            lane.send(*waiting.pop(0))
+        elif what == "r" and (step := lane.next) is not None:
+            taken = lane.run(step, counts[step])
+            assert first.setdefault(step, taken) == taken
+        elif what == "p":
+            done.update(lane.report())
+        elif what == "d":  # none of what it ran since the last report was heard of
+            waiting[:0] = [(number, attempt + 1) for number, (attempt, _) in lane.steps.items()]
+            for number in lane.steps:
+                source.freed(number)
+            lanes[at % num_workers] = Lane(source, lane.name)
+
+    for at, what in turns:
+        turn(at, what)
+    while waiting or any(lane.steps for lane in lanes):
+        for at in range(num_workers):
+            for what in "srp":
+                turn(at, what)
+    used = [element for step in sorted(done) for element in done[step]]
+    assert len(used) == len(set(used)) == sum(counts)
+    if num_workers == 1 and all(what != "d" for _, what in turns):
+        assert used == list(range(sum(counts)))
+
+
 # On the worker
 
 
