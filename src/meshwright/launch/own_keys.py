@@ -48,8 +48,8 @@ def _directories() -> list[Path]:
 
 def _make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(0, "others can write to it")
 
 

@@ -261,7 +261,10 @@ def test_a_server_that_is_not_there_is_named():
         ParameterServer(spec, timeout_s=0.5)
 
 
-@pytest.mark.parametrize("options", [{"restart_servers": False}, {"max_restarts": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"restart_servers": False}, pytest.param({"max_restarts": 0}, marks=pytest.mark.full)],
+)
 def test_a_server_that_is_given_up_is_named_at_once_whatever_waits_for_it(options):
     with (
         LocalCluster(1, 1, heartbeat_s=0.2, logs=False, **options) as cluster,
@@ -280,6 +283,7 @@ def test_a_server_that_is_given_up_is_named_at_once_whatever_waits_for_it(option
             assert caught.value.task == "ps:0"
 
 
+@pytest.mark.full
 def test_snapshots_that_cannot_be_written_are_told_and_a_fence_ends_no_server():
     with trained_on(2, 1, snapshot_every=10, dead_after_s=1.0) as (cluster, strategy, coordinator):
         snapshots = cluster._folder.path / "snapshots"
@@ -302,6 +306,7 @@ def test_snapshots_that_cannot_be_written_are_told_and_a_fence_ends_no_server():
         assert total.read() == count
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:ps.0 died and was restored")
 def test_losses_never_lag_behind_what_is_read():
     with (

@@ -41,20 +41,22 @@ def test_the_classic_sample(workers):
             coordinator.schedule(step, args=(numbers,))
             with pytest.raises(ExhaustedError, match="no more elements"):
                 coordinator.join(WAIT_S)
+        if workers == 1:
+            check_order(coordinator)
 
 
-def test_one_worker_takes_elements_in_order():
-    with trained_on(1, 1) as (_, _, coordinator):
-        dataset = coordinator.create_per_worker_dataset(lambda: range(1000))
-        counts = [1] * 60 + [k % 3 for k in range(60)]
+def check_order(coordinator):
+    """One worker takes elements in order, however many each function takes."""
+    dataset = coordinator.create_per_worker_dataset(lambda: range(1000))
+    counts = [1] * 60 + [k % 3 for k in range(60)]
 
-        def take(elements, count):
-            return [next(elements) for _ in range(count)]
+    def take(elements, count):
+        return [next(elements) for _ in range(count)]
 
-        for elements in (iter(range(1000)), iter(dataset)):
-            values = [coordinator.schedule(take, args=(elements, count)) for count in counts]
-            taken = [one for value in coordinator.fetch(values) for one in value]
-            assert taken == list(range(sum(counts)))
+    for elements in (iter(range(1000)), iter(dataset)):
+        values = [coordinator.schedule(take, args=(elements, count)) for count in counts]
+        taken = [one for value in coordinator.fetch(values) for one in value]
+        assert taken == list(range(sum(counts)))
 
 
 def test_an_error_is_raised_at_once_while_another_function_runs():

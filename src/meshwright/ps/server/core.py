@@ -125,10 +125,10 @@ class ServerCore:
 
     def _ok(self, head: Mapping[str, Any], *arrays: np.ndarray) -> Message:
         state = self.state
-        told = {"version": state.version, **head}
+        whole = {"version": state.version, **head}
         if state.generation:  # an answer may come before the greeting of a new connection
-            told |= {"generation": state.generation, "base": state.base}
-        return Message("ok", told, arrays)
+            whole |= {"generation": state.generation, "base": state.base}
+        return Message("ok", whole, arrays)
 
     # What messages ask for, by kind
 
