@@ -238,6 +238,7 @@ class ParameterServer:
             from .training.restoring import restore_model
 
             return restore_model(self, model, directory)
+        self._coordinator().join()
         return self._restore(directory, {name: made[0] for name, made in self._made.items()})
 
     def restore_later(self, directory: str | Path) -> int:
@@ -257,13 +258,13 @@ class ParameterServer:
         if self._awaited is None or not self._awaited[1] <= self._made.keys():
             return
         (directory, names), self._awaited = self._awaited, None
+        self._coordinator().join()
         self._restore(directory, {name: self._made[name][0] for name in names})
 
     def _restore(self, directory: str | Path, specs: Mapping[str, VariableSpec]) -> int:
-        coordinator = self._coordinator()
-        coordinator.join()
         for optimizer in check_fits(directory, specs):
             self._noted(optimizer)
+        coordinator = self._coordinator()
         args = (str(directory), list(specs.values()))
         return coordinator.fetch(coordinator.schedule(restore_here, args=args))
 
