@@ -191,6 +191,7 @@ assert "meshwright" not in sys.modules
 """
 
 
+@pytest.mark.full
 @pytest.mark.alone
 def test_an_exported_model_predicts_the_same_in_a_process_with_keras_alone(trained, tmp_path: Path):
     strategy, model, _ = trained

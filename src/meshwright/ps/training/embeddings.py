@@ -49,7 +49,9 @@ class Embedding(keras.layers.Layer):
     ``table_optimizer=`` of ``fit``.
 
     A model with this layer trains, evaluates and predicts through :class:`ParameterServer`;
-    ``strategy.export(model)`` makes a plain Keras model of it. Raises
+    ``strategy.export(model)`` makes a plain Keras model of it. ``model.summary()`` lists the layer
+    as unbuilt, for it has no weights. Ids are declared as ``int32``; keys of 64 bits reach the
+    servers as they are in the batch. Raises
     :class:`~meshwright.ModelError` when it is called outside of a strategy.
 
     >>> layer = Embedding("users", 8, "hash")
