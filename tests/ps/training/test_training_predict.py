@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -255,6 +256,28 @@ def test_the_side_car_evaluates_tables_from_their_files(trained):
     (other,) = SidecarEvaluator(bags(), lambda context: [(x, y)], directory).start()
     assert other.logs == pytest.approx(strategy.evaluate(model, x, y))
     assert other.logs != pytest.approx(found.logs)
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_skipped(trained, tmp_path: Path):
+    x, y = bag_data()
+    shown, aside = tmp_path / "shown", tmp_path / "aside"
+    shutil.copytree(trained[2], shown)
+    aside.mkdir()
+    for path in (*shown.glob("step_6"), *shown.glob("tables_6_*")):
+        path.rename(aside / path.name)
+
+    def data(context):
+        yield x, y
+        for path in shown.glob("*_3*"):  # as a training does that keeps one checkpoint
+            shutil.rmtree(path)
+        for path in list(aside.iterdir()):
+            path.rename(shown / path.name)
+        yield x, y
+
+    evaluator = SidecarEvaluator(bags(), data, shown, poll_s=0.01, timeout_s=10)
+    with pytest.warns(mw.MeshwrightWarning, match="removed while it was evaluated"):
+        (found,) = evaluator.start()
+    assert (found.step, found.ended) == (6, True)
 
 
 def test_a_checkpoint_without_tables_is_refused(tmp_path: Path):

@@ -14,7 +14,7 @@ import keras
 from ... import _compat
 from ...checkpoint import CheckpointInfo
 from ...checkpoint.record import newest
-from ...errors import MeshwrightWarning, UnreachableError
+from ...errors import CheckpointError, MeshwrightWarning, UnreachableError
 from ...frontends.keras.fitting import check_compiled
 from ...frontends.keras.logs import on_host
 from ...frontends.keras.program import KerasVariables
@@ -73,8 +73,22 @@ class SidecarEvaluator:
     def start(self) -> list[Evaluation]:
         """Follow the checkpoints until the training has ended; what each of them reached."""
         done: list[Evaluation] = []
+        after = -1
         while not _is_over(done, self._max):
-            found = self.evaluate(self._next(done[-1].step if done else -1))
+            info = self._next(after)
+            after = info.step
+            try:
+                found = self.evaluate(info)
+            except (CheckpointError, OSError):
+                if info.directory.exists():
+                    raise
+                warnings.warn(
+                    f"checkpoint {info.directory} was removed while it was evaluated, so it is "
+                    "skipped. Let the training keep more of them: fit(keep=).",
+                    MeshwrightWarning,
+                    stacklevel=2,
+                )
+                continue
             done.append(found)
             if self._told is not None:
                 self._told(found)
