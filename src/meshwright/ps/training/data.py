@@ -1,4 +1,4 @@
-"""The data of ``fit``: what ``dataset_fn`` is told, and arrays as a dataset that workers index."""
+"""The data of ``fit``: the context of ``dataset_fn``, and arrays as a dataset with numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import DataError
 
 @dataclass(frozen=True)
 class InputContext:
-    """What ``dataset_fn`` is told: which worker it makes a dataset for, and how many there are.
+    """What ``dataset_fn`` receives: which worker it makes a dataset for, and how many there are.
 
     Elements are handed out on demand, each to one worker. So a dataset need not be cut by worker;
     it may well be, with ``sharding="copy"``.

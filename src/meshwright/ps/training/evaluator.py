@@ -44,7 +44,7 @@ class SidecarEvaluator:
     Run it in the task ``evaluator`` of a cluster, or in any process that sees the directory that
     ``fit(checkpoint=)`` writes to. ``data`` is ``(x, y)``, or a function that makes a dataset of
     batches. It ends with the checkpoint that ends the training, or after ``max_evaluations``. The
-    name and the way are TensorFlow's. ``told`` is called with every :class:`Evaluation`.
+    name and the way are TensorFlow's. ``on_evaluation`` is called with every :class:`Evaluation`.
 
     Raises :class:`~meshwright.UnreachableError` where nothing new appears for ``timeout_s``.
     """
@@ -60,13 +60,13 @@ class SidecarEvaluator:
         max_evaluations: int | None = None,
         poll_s: float = 1.0,
         timeout_s: float | None = None,
-        told: Callable[[Evaluation], None] | None = None,
+        on_evaluation: Callable[[Evaluation], None] | None = None,
     ) -> None:
         check_compiled(model)
         self.model, self.directory = model, Path(checkpoint_dir)
         self._data, self._steps, self._batch_size = data, steps, batch_size
         self._max, self._poll_s, self._timeout_s = max_evaluations, poll_s, timeout_s
-        self._told = told
+        self._on_evaluation = on_evaluation
         self._variables: KerasVariables | None = None
         self._beside: Beside | None = None  # of a model whose tables are not in it
 
@@ -90,8 +90,8 @@ class SidecarEvaluator:
                 )
                 continue
             done.append(found)
-            if self._told is not None:
-                self._told(found)
+            if self._on_evaluation is not None:
+                self._on_evaluation(found)
         return done
 
     def evaluate(self, info: CheckpointInfo) -> Evaluation:

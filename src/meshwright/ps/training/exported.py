@@ -79,8 +79,8 @@ class Exported:
     @functools.cached_property
     def digest(self) -> str:
         """Equal for equal code on equal devices."""
-        told = [*self._code, repr(self.mesh).encode()]
-        return hashlib.blake2b(b"".join(told), digest_size=16).hexdigest()
+        parts = [*self._code, repr(self.mesh).encode()]
+        return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
     @property
     def _code(self) -> list[bytes]:

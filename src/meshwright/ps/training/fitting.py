@@ -146,7 +146,7 @@ def evaluate(
     step = of_model.step(uuid.uuid4().hex, None, fresh=False)
     measure = MeasureShard(step, feed.made, num_shards(workers, steps), steps)
     counts = validate(ClusterCoordinator(strategy), measure, 0)
-    assert counts is not None  # nobody breaks it off
+    assert counts is not None  # nothing breaks it off
     return of_model.logs_from(counts)
 
 

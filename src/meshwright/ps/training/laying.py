@@ -157,7 +157,7 @@ def laying_of(
     """How a model's step lies by the strategy of a worker; ``tables`` travel by rows.
 
     Raises :class:`~meshwright.PlacementError` for rules that place nothing and variables that
-    cannot lie as they are told, and :class:`~meshwright.ModelError` for rules of such tables.
+    cannot be laid out so, and :class:`~meshwright.ModelError` for rules of such tables.
     """
     here = worker if worker.mesh.is_abstract else worker.on(worker.mesh.abstract())
     placement = here.placement

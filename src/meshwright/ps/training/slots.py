@@ -22,7 +22,7 @@ def optimizer_heads(
     without_decay: Sequence[VariableSpec] = (),
     compensation: bool = False,
 ) -> dict[int, dict[str, Any]]:
-    """What each server that holds a part of these variables is told of their optimizer."""
+    """The message about the optimizer of these variables, for each server that has a part."""
     wholes = wholes_of(specs)
     undecayed = {shard.name for spec in without_decay for shard in spec.shards}
     heads: dict[int, dict[str, Any]] = {}

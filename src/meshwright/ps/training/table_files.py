@@ -110,8 +110,8 @@ class TablesOnDisk:
         if name not in self._places:
             folder = self._directory / f"table{self._numbers[name]}"
             self._places[name] = _Places.of(folder, self._index[name])
-        told = self._index[name]
-        rows = np.zeros((len(ids), *told["row"]), told["dtype"])
+        about = self._index[name]
+        rows = np.zeros((len(ids), *about["row"]), about["dtype"])
         return rows, self._places[name].fill(ids, rows)
 
 
@@ -125,10 +125,10 @@ class _Places:
     at: np.ndarray
 
     @classmethod
-    def of(cls, folder: Path, told: Mapping[str, Any]) -> _Places:
+    def of(cls, folder: Path, about: Mapping[str, Any]) -> _Places:
         pieces = [
             (shard, piece)
-            for shard, own in enumerate(told["shards"])
+            for shard, own in enumerate(about["shards"])
             for piece in range(len(own["pieces"]))
         ]
         ids = [_loaded(_file(folder, *piece, _ROWS)) for piece in pieces]
@@ -234,10 +234,10 @@ def _save(path: Path, array: np.ndarray) -> None:
 # Reading
 
 
-def _read(directory: Path, told: Mapping[str, Any], spec: VariableSpec) -> None:
+def _read(directory: Path, about: Mapping[str, Any], spec: VariableSpec) -> None:
     servers = here().servers
     _empty(servers, spec)
-    for piece in _pieces(directory, told, len(spec.shards)):
+    for piece in _pieces(directory, about, len(spec.shards)):
         head, rows, arrays = piece
         for shard, at, local in split_rows(spec, rows):
             own = (local, *(array[at] for array in arrays))
@@ -245,12 +245,12 @@ def _read(directory: Path, told: Mapping[str, Any], spec: VariableSpec) -> None:
 
 
 def _pieces(
-    directory: Path, told: Mapping[str, Any], num_shards: int
+    directory: Path, about: Mapping[str, Any], num_shards: int
 ) -> Iterator[tuple[dict[str, Any], np.ndarray, list[np.ndarray]]]:
     """A head for each piece, its rows, its values and slots."""
     # Cut anew, rows of shards that have made different numbers of steps come together.
-    steps = None if num_shards == len(told["shards"]) else max(s["steps"] for s in told["shards"])
-    for shard, own in enumerate(told["shards"]):
+    steps = None if num_shards == len(about["shards"]) else max(s["steps"] for s in about["shards"])
+    for shard, own in enumerate(about["shards"]):
         for number, kinds in enumerate(own["pieces"]):
             files = [_file(directory, shard, number, kind) for kind in kinds]
             try:
