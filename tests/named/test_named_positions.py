@@ -103,6 +103,21 @@ def softmaxes(x: Any, table: Any, prior: Any, heads: Any) -> Any:
 
 SOFTMAXES = layers.MixtureOfSoftmaxes("vocab:16", "d_model:8", "mixture:3")
 
+PRODUCT_KEYS = layers.ProductKeyMemory("d_model:8", "heads:2", "d_key:4", "keys:8", "best:3")
+
+
+def read(x: Any, query: Any, left: Any, right: Any, values: Any) -> Any:
+    """The best of all pairs of keys, each of which is looked at."""
+    queries = np.einsum("bd,dshk->bshk", x, query)
+    scores = (np.einsum("bhk,khi->bhi", queries[:, 0], left)[..., :, None]
+              + np.einsum("bhk,khj->bhj", queries[:, 1], right)[..., None, :])  # fmt: skip
+    scores = scores.reshape(*scores.shape[:2], 64)
+    best = np.argsort(-scores, -1)[..., :3]
+    weights = np.exp(np.take_along_axis(scores, best, -1))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bhn,bhnd->bd", weights, values[best])
+
+
 SEGMENTS = np.repeat([1, 2, 0], [5, 8, 3])
 NEAR = np.abs(np.arange(16)[:, None] - np.arange(16)) <= 3
 
@@ -139,6 +154,12 @@ CASES = [
     Case("heads that talk", talking, mixed,
          [*HEADS[:3], "heads:8 talkers:8", "talkers:8 heads:8"], ["heads", "memory"],
          slopes=(0, 2, 3, 4)),
+    Case("product keys",
+         lambda x, query, left, right, values: PRODUCT_KEYS(
+             {"query": query, "left": left, "right": right, "values": values}, x),
+         read, ["batch:8 d_model:8", "d_model:8 side:2 heads:2 d_key:4", "d_key:4 heads:2 keys:8",
+                "d_key:4 heads:2 keys:8", "slot:64 d_model:8"], ["slot", "batch", "heads"],
+         slopes=(0, 1, 2, 4)),
     Case("a mixture of softmaxes",
          lambda x, table, prior, heads: SOFTMAXES.logits(
              {"table": table, "prior": prior, "heads": heads}, x),

@@ -33,6 +33,7 @@ from .normalisation import rms_norm as rms_norm
 from .positions import RelativeBias as RelativeBias
 from .positions import rotated as rotated
 from .positions import sinusoids as sinusoids
+from .product_keys import ProductKeyMemory as ProductKeyMemory
 from .vocabulary import FactorizedVocabulary as FactorizedVocabulary
 from .vocabulary import MixtureOfSoftmaxes as MixtureOfSoftmaxes
 from .vocabulary import Vocabulary as Vocabulary
