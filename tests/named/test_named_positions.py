@@ -347,6 +347,23 @@ def test_padding_takes_no_place_of_an_expert() -> None:
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_shared_layers_are_layers_with_the_same_parameters(scan: bool) -> None:
+    apart = models.EncoderDecoder(DEPTHS)
+    model = dataclasses.replace(apart, shared_layers=True, scan=scan)
+    params = plain.parameters(model)
+    several = dict(params)
+    for end in ("encoder", "decoder"):
+        assert list(params[end]) == ["layer_0"]
+        several[end] = {f"layer_{i}": params[end]["layer_0"] for i in range(2)}
+    several["encoder"].pop("layer_1")
+    batch = mn.named(ids(2, 6), "batch:2 length:6"), mn.named(ids(2, 8), "batch:2 length:8")
+    found = jax.jit(model.loss)(params, *batch)
+    np.testing.assert_allclose(found, jax.jit(apart.loss)(several, *batch), rtol=1e-6)
+    both = (jax.jit(lambda p, m=m: m.greedy(p, batch[0], 5).array) for m in (model, apart))
+    np.testing.assert_array_equal(next(both)(params), next(both)(several))
+
+
 # Prefix LM.
 
 

@@ -91,6 +91,7 @@ class EncoderDecoder:
     attention: Turns[Attention] = None
     cross: Turns[Attention] = None
     vocabulary: Vocabulary | None = None
+    shared_layers: bool = False
 
     def __post_init__(self) -> None:
         _ = self._dims  # what is wrong with them is said here
@@ -138,7 +139,7 @@ class EncoderDecoder:
             attention = with_positions(attention, self.positions)
             blocks.append(Block(self.last, attention, layer, cross=cross, dropout=rate))
         depth = dims[layers] if layers in dims else dims["layers"]
-        return Stack(tuple(blocks), depth, self.recompute, self.scan)
+        return Stack(tuple(blocks), depth, self.recompute, self.scan, self.shared_layers)
 
     def _relative(self, causal: bool) -> RelativeBias | None:
         found = relative_of(self.positions, self._dims.get("heads"), causal)

@@ -165,15 +165,23 @@ class Stack:
     Of several blocks, layer ``i`` is block ``i % len(block)``, such as every second one with a
     mixture of experts (GShard, Lepikhin et al. 2020). With ``scan`` their parameters are a dict of
     ``block_0``, ``block_1`` and so on, each with its own part of ``layers``, which has to divide.
+
+    With ``shared`` all layers are one block with the same parameters, those of ``layer_0``
+    (Universal Transformer, Dehghani et al. 2019, without its halting; ALBERT, Lan et al. 2020).
     """
 
     block: Block | Sequence[Block]
     layers: str | Dim
     recompute: bool | str = False
     scan: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         count = len(self.blocks)
+        if self.shared and count > 1:
+            raise ModelError(
+                f"shared=True makes all layers one block; received {count} that take turns."
+            )
         if not count:
             raise ModelError("a Stack takes one Block or more; received none.")
         if self.scan and self._layers.size % count:
@@ -199,6 +207,8 @@ class Stack:
     @under_rules
     def init(self, key: Any) -> Params:
         keys = jax.random.split(key, self._layers.size)
+        if self.shared:
+            return {"layer_0": self.blocks[0].init(keys[0])}
         return self._together(lambda block, own: block.init(own), keys)
 
     @under_rules
@@ -212,12 +222,12 @@ class Stack:
         """
 
         def body(block: Block, carry: Any, own: Any) -> tuple[Any, None]:
-            (x, total), (params, memory, key) = carry, own
-            x, loss = block(params, x, memory=memory, key=key, **how)
+            (x, total), (own_params, memory, key) = carry, own
+            x, loss = block(own_params or params["layer_0"], x, memory=memory, key=key, **how)
             return (x, total if loss is None else total + loss), None
 
         nothing = NamedArray(jnp.zeros([], jnp.float32), ())
-        own = params, memory, self._keys(key)
+        own = self._own(params), memory, self._keys(key)
         return self._repeat(body, (x, nothing), own, recomputes=True)[0]
 
     @under_rules
@@ -234,10 +244,10 @@ class Stack:
         """Position number ``at`` alone; ``kept`` are all keys and values of those before."""
 
         def body(block: Block, x: Any, own: Any) -> tuple[Any, Any]:
-            params, kept, memory = own
-            return block.step(params, x, kept, at, memory=memory, **how)
+            own_params, kept, memory = own
+            return block.step(own_params or params["layer_0"], x, kept, at, memory=memory, **how)
 
-        return self._repeat(body, x, (params, kept, memory))
+        return self._repeat(body, x, (self._own(params), kept, memory))
 
     @under_rules
     def empty(self, batch: DimsLike, length: int, dtype: Any = jnp.float32) -> Params:
@@ -253,9 +263,13 @@ class Stack:
         def body(block: Block, _: None, own: Any) -> tuple[None, Kept]:
             if block.cross is None:
                 raise ModelError("blocks without cross= look at no memory: give Block(cross=...).")
-            return None, block.cross.keep(own[0]["cross"], memory)
+            return None, block.cross.keep((own[0] or params["layer_0"])["cross"], memory)
 
-        return self._repeat(body, None, (params,))[1]
+        return self._repeat(body, None, (self._own(params),))[1]
+
+    def _own(self, params: Params) -> Params | None:
+        """The parameters that each layer has for itself."""
+        return None if self.shared else params
 
     def _keys(self, key: Any) -> Any:
         """A key for each block, in the form of the parameters."""

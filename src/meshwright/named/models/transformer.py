@@ -91,6 +91,7 @@ class Transformer:
     start: int = 0  # the token before the first
     positions: Positions | RelativeBias = "learned"
     vocabulary: Vocabulary | None = None  # in place of one table for tokens
+    shared_layers: bool = False  # all layers have the same parameters
 
     def __post_init__(self) -> None:
         _ = self._dims  # what is wrong with them is said here
@@ -127,7 +128,7 @@ class Transformer:
             )
             attention = with_positions(attention, self.positions)
             blocks.append(Block(self.norm(dims["d_model"]), attention, layer, dropout=rate))
-        return Stack(tuple(blocks), dims["layers"], self.recompute, self.scan)
+        return Stack(tuple(blocks), dims["layers"], self.recompute, self.scan, self.shared_layers)
 
     @property
     def _relative(self) -> RelativeBias | None:
