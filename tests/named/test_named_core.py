@@ -562,11 +562,17 @@ def test_functions_of_numpy_keep_names_or_are_refused():
     for found in (np.sqrt(x), np.float32(2) * x, x / np.float32(2), np.negative(x)):
         assert found.dims == x.dims
     np.testing.assert_array_equal(np.sqrt(x), [1, 2])
+    assert (np.sum(x), np.mean(x), np.max(x), np.any(x), np.argmax(x)) == (5, 2.5, 4, True, 1)
+    for function, says in [(lambda: np.sum(x, 0), r"x.sum\('a'\); received axis=0"),
+                           (lambda: np.argmax(x, axis=0), r"x.argmax\('a'\)"),
+                           (lambda: np.transpose(x), "every dim of .a:2. by name")]:  # fmt: skip
+        with pytest.raises(mw.DimError, match=says):
+            function()
     assert np.add(x, y).dims == mn.as_dims("a:2 b:3")
     assert np.any(x > 3)
     assert not np.all(x > 3)
     assert np.sum(x) == 5
-    for wrong in (lambda: np.sum(x, axis=0), lambda: np.matmul(x, x), lambda: np.add.outer(x, x)):
+    for wrong in (lambda: np.matmul(x, x), lambda: np.add.outer(x, x)):
         with pytest.raises(TypeError, match="__array_ufunc__"):
             wrong()
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from ..dim_rules import text_of
+from ..errors import DimError
 from .array import NamedArray
 from .contraction import einsum
 from .elementwise import cast
@@ -20,7 +24,7 @@ from .reductions import (
 )
 from .shapes import broadcast, rename, reshape, transpose
 
-_METHODS: dict[str, Callable[..., Any]] = {
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
     "sum": reduce_sum,
     "mean": reduce_mean,
     "max": reduce_max,
@@ -30,9 +34,10 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "any": reduce_any,
     "argmax": argmax,
     "argmin": argmin,
+}
+_METHODS: dict[str, Callable[..., Any]] = {
     "reshape": reshape,
     "rename": rename,
-    "transpose": transpose,
     "broadcast": broadcast,
     "astype": cast,
     "item": lambda self: self.array.item(),
@@ -40,6 +45,41 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "__rmatmul__": lambda self, other: einsum([other, self]),
 }
 
-for _name, _function in _METHODS.items():
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     # A plain function binds itself to its array, whatever the operation is wrapped in.
-    setattr(NamedArray, _name, lambda self, *args, _f=_function, **how: _f(self, *args, **how))
+    return lambda self, *args, **options: function(self, *args, **options)
+
+
+def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: NamedArray, *args: Any, **options: Any) -> Any:
+        if "axis" in options:  # np.sum(x) asks its argument so
+            return _for_numpy(name, self, **options)
+        return function(self, *args, **options)
+
+    return method
+
+
+def _for_numpy(name: str, x: NamedArray, axis: Any, **options: Any) -> Any:
+    """The number of all elements, as NumPy's function gives it."""
+    if axis is not None:
+        raise DimError(
+            f"dims of [{text_of(x.dims)}] are said by name, as x.{name}('{x.dims[0].name}'); "
+            f"received axis={axis!r}. Of the bare array: np.{name}(x.array, {axis!r})."
+        )
+    return getattr(np.asarray(x), name)(**options)
+
+
+def _transposed(self: NamedArray, order: Any = None, *, rules: Any = None) -> NamedArray:
+    if order is None:  # np.transpose(x) asks so
+        raise DimError(
+            f"transpose takes every dim of [{text_of(self.dims)}] by name, in the new order."
+        )
+    return transpose(self, order, rules=rules)
+
+
+for _name, _function in _METHODS.items():
+    setattr(NamedArray, _name, _method(_function))
+for _name, _function in _REDUCTIONS.items():
+    setattr(NamedArray, _name, _reduction(_name, _function))
+NamedArray.transpose = _transposed
