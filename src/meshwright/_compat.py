@@ -468,6 +468,11 @@ def update_metrics(model: Any, metrics: list[Any], loss: Any, batch: Any, output
     return model._update_metrics_variables(metrics, loss, x, y, outputs, weights)
 
 
+def has_loss(model: Any) -> bool:
+    """Whether a model was compiled with a loss, which compares outputs with targets."""
+    return getattr(model, "_compile_loss", None) is not None
+
+
 def has_own(model: Any, method: str) -> bool:
     """Whether the model's class brings its own ``train_step``, ``test_step`` and so on."""
     from keras.src.backend.jax.trainer import JAXTrainer

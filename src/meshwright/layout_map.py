@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from .dim_names import DimNames
@@ -46,7 +46,7 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
             )
         self.mesh = mesh
         self._layouts: dict[str, Given] = {}
-        self.update(rules)
+        self.update(_pairs(rules))
 
     def __setitem__(self, pattern: str, layout: Given | Specs) -> None:
         if not isinstance(pattern, str) or not pattern:
@@ -91,8 +91,14 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
         return tuple(Rule(pattern, layout) for pattern, layout in self._layouts.items())
 
     def find(self, spellings: Iterable[str] | str) -> Rule | None:
-        """The rule for a variable that has these paths, or ``None``; see :func:`find_rule`."""
-        return find_rule(self.rules, spellings)
+        """The rule for a variable that has these paths, or ``None``; see :func:`find_rule`.
+
+        Raises :class:`LayoutError` for what is no path.
+        """
+        paths = [spellings] if isinstance(spellings, str) else spellings
+        if not isinstance(paths, Iterable) or not all(isinstance(p, str) for p in (*paths,)):
+            raise LayoutError(f"expected a path, such as 'hidden/kernel'; received {spellings!r}.")
+        return find_rule(self.rules, paths)
 
     def get_default_mesh(self) -> Mesh | None:
         """The mesh that the map was made with (TensorFlow DTensor's name for it)."""
@@ -112,6 +118,19 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
         # The Keras room stands above this one; it is only entered when somebody asks for it.
         sharded = importlib.import_module("meshwright.frontends.keras").Sharded
         return sharded(self.mesh, self, batch=self.mesh.axis_names[0]).scope()
+
+
+def _pairs(rules: Any) -> Any:
+    """Rules as pairs of pattern and layout. Raises :class:`LayoutError` for anything else."""
+    if isinstance(rules, Mapping):
+        return rules
+    pairs = list(rules) if isinstance(rules, Iterable) and not isinstance(rules, str) else None
+    if pairs is None or not all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
+        raise LayoutError(
+            "expected rules as a dict from path pattern to layout, {'hidden.*kernel': [None, "
+            f"'model']}}; received {rules!r}."
+        )
+    return pairs
 
 
 def as_given(layout: Given | Specs) -> Given:

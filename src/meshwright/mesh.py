@@ -460,10 +460,16 @@ def _unpickle(axes: AxesLike, named: tuple[tuple[str, int], ...] | None, name: s
 
 def _named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
     """JAX devices for a mixture of devices and names such as ``"cpu:3"``."""
+    if isinstance(devices, str) or not hasattr(devices, "__iter__"):
+        raise MeshError(
+            f"devices={devices!r}: expected a list of JAX devices or of their names, such as "
+            "['cpu:0', 'cpu:1']."
+        )
     chosen, faults = [], []
     for device in devices:
-        found = _device_called(device, platform) if isinstance(device, str) else device
-        if found is None:
+        is_name = isinstance(device, str)
+        found: Any = _device_called(device, platform) if is_name else device
+        if is_name and found is None:
             faults.append(f"there is no device {device!r}. {_devices_there(device, platform)}")
         elif not hasattr(found, "platform"):
             faults.append(

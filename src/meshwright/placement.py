@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from .dim_names import ANY, DimNames
 from .dim_rules import DimRules, RulesLike
-from .errors import BatchError, DimError, LayoutError, PlacementError
+from .errors import BatchError, DimError, LayoutError, MeshError, PlacementError
 from .layout import MATCH, UNSHARDED, Layout, Spec
 from .layout_map import Given, LayoutMap, Rule, as_given, find_rule, names_exactly
 from .merging import merged
@@ -130,6 +130,10 @@ class Placement:
     dim_rules: DimRules | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise MeshError(
+                "expected a mesh, such as mw.create_mesh({'batch': 8}); received " + repr(self.mesh)
+            )
         check_level(self.zero)
         if self.unmatched not in get_args(Unmatched):
             raise LayoutError(
@@ -187,11 +191,11 @@ class Placement:
         dim_rules = None if rules is None else DimRules(rules)
         return cls(
             mesh=mesh,
-            rules=LayoutMap(rules=layouts or {}).rules,
+            rules=LayoutMap(rules={} if layouts is None else layouts).rules,
             batch=_batch_by(dim_rules, batch),
             inputs=_keyed(inputs, "inputs"),
             targets=_keyed(targets, "targets"),
-            activations=LayoutMap(rules=activations or {}).rules,
+            activations=LayoutMap(rules={} if activations is None else activations).rules,
             zero=zero,
             unmatched=unmatched,
             strict=strict,

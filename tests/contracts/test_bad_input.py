@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -274,3 +276,120 @@ def test_an_activation_that_does_not_divide_names_its_layer() -> None:
         model = sequential()
     with pytest.raises(mw.LayoutError, match=r"output of layer '.*wide' \(size 15\)"):
         sharded.predict(model, X, batch_size=16, verbose=0)
+
+
+OPTIONS = {  # of fit, with what they are told to be
+    "epochs": (2.5, "x", None, -1),
+    "initial_epoch": (None, -1),
+    "batch_size": (0, 2.5, "x"),
+    "steps_per_epoch": (2.5, "x"),
+    "validation_split": ("x", 1.5, None),
+    "validation_freq": (None, 0, "x", [0]),
+    "validation_batch_size": (2.5,),
+    "validation_steps": ("x",),
+    "callbacks": (5, "x", [5]),
+    "class_weight": (-1, [1.0]),
+    "shuffle": (None, [1]),
+    "verbose": ("loud", 3, None),
+    "save_every": ("x", 0, 1.5),
+    "keep": ("x", 0, 1.5),
+    "resume": ("x", 2),
+    "nan_guard": (None, "x"),
+}
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a mesh that is none": (lambda: mw.Sharded(5), mw.MeshError, r"expected a mesh.*received 5"),  # type: ignore[arg-type]
+    "axes for a mesh": (lambda: mw.DataParallel({"batch": 8}), mw.MeshError, "expected a mesh"),  # type: ignore[arg-type]
+    "devices that are a number": (
+        lambda: mw.create_mesh({"batch": 8}, devices=8),  # type: ignore[arg-type]
+        mw.MeshError,
+        r"devices=8: expected a list",
+    ),
+    "devices that are None": (
+        lambda: mw.create_mesh({"batch": 1}, devices=[None]),
+        mw.MeshError,
+        "None is no JAX device",
+    ),
+    "rules that are a number": (lambda: strategy(5), mw.LayoutError, "expected rules as a dict"),
+    "rules that are a text": (lambda: strategy("kernel"), mw.LayoutError, "as a dict"),
+    "one rule without its dict": (lambda: strategy(["h", "model"]), mw.LayoutError, "as a dict"),
+    "rules None in a map": (lambda: mw.LayoutMap(rules=None), mw.LayoutError, "received None"),
+    "a layout that is a number": (lambda: strategy({"h": 5}), mw.LayoutError, "'h'.*5"),
+    "activations that are a number": (
+        lambda: strategy(activations=5),
+        mw.LayoutError,
+        "as a dict",
+    ),
+    "a path that is none": (lambda: mw.LayoutMap().find(5), mw.LayoutError, "expected a path"),  # type: ignore[arg-type]
+    "no model first": (lambda: strategy().fit(X, Y), mw.ModelError, r"The model comes first"),
+    "a model that is None": (lambda: strategy().place(None), mw.ModelError, "received None"),  # type: ignore[arg-type]
+    "a model to explain": (lambda: strategy().explain("m"), mw.ModelError, "received 'm'"),  # type: ignore[arg-type]
+    "a model to predict": (lambda: strategy().predict(5, X), mw.ModelError, "received 5"),
+    "a state that is none": (
+        lambda: whole().load_state(with_state(), {}),  # type: ignore[arg-type]
+        mw.ModelError,
+        r"expected the mw\.TrainState",
+    ),
+    "a state of another model": (
+        lambda: whole().load_state(with_state(), mw.TrainState({}, {}, {}, {})),
+        mw.ModelError,
+        "lacks 6 variable.*params narrow/kernel",
+    ),
+    "x that is None": (lambda: strategy().fit(compiled(), None, Y), mw.DataError, "x=None"),
+    "x that is empty": (lambda: strategy().evaluate(compiled(), [], Y), mw.DataError, r"x=\[\]"),
+    "y that is missing": (lambda: strategy().fit(compiled(), X), mw.DataError, "y is None"),
+    "validation data that are none": (
+        lambda: strategy().fit(compiled(), X, Y, validation_data=-1),
+        mw.DataError,
+        "validation_data=-1",
+    ),
+    "an empty batch": (lambda: strategy().put(()), mw.BatchError, "the batch is empty"),
+    "texts in a batch": (
+        lambda: strategy().put((np.array(["a"] * 4),)),
+        mw.BatchError,
+        "dtype <U1.*expected numbers",
+    ),
+    "a directory that is none": (lambda: mw.Checkpoints(5), mw.CheckpointError, "received 5"),  # type: ignore[arg-type]
+    "a checkpoint that is none": (
+        lambda: mw.read_checkpoint(None),  # type: ignore[arg-type]
+        mw.CheckpointError,
+        "received None",
+    ),
+}
+
+
+def compiled() -> keras.Model:
+    model = keras.Sequential([keras.Input([12]), layers.Dense(4, name="narrow")])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def with_state() -> keras.Model:
+    model = compiled()
+    whole().state(model, (X, Y))
+    return model
+
+
+def whole() -> mw.Sharded:
+    return mw.DataParallel(mw.create_mesh({"batch": 8}))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_has_the_wrong_type_is_an_error_of_ours(case: str) -> None:
+    call, error, says = WRONG[case]
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_every_option_of_fit_is_looked_at_first(tmp_path: Path) -> None:
+    """With what it was and what it should be; and before any step is taken."""
+    model = compiled()
+    for name, values in OPTIONS.items():
+        for value in values:
+            options = {"checkpoint": tmp_path, name: value, "validation_data": (X, Y)}
+            with pytest.raises(mw.MeshwrightError, match=rf"{name}={re.escape(repr(value))}"):
+                strategy().fit(model, X, Y, **options)
+    with pytest.raises(mw.ModelError, match=r"(?s)batch_size=0: .*epochs=None: "):
+        strategy().fit(model, X, Y, batch_size=0, epochs=None)
+    assert int(model.optimizer.iterations) == 0
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ Resume = Literal["auto"] | bool
 
 def check_every(every: int | None) -> None:
     """Raise :class:`CheckpointError` unless steps can be saved so often."""
-    if every is not None and every < 1:
+    if every is not None and not (isinstance(every, int) and every >= 1):
         raise CheckpointError(f"save_every={every!r}: a number of steps, at least 1.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -102,7 +103,7 @@ def read_checkpoint(directory: str | Path, step: int | None = None) -> Checkpoin
     >>> info.step, info.nbytes, str(info.arrays[0])
     (7, 32, 'w (4, 2) float32')
     """
-    directory = Path(directory)
+    directory = as_directory(directory)
     if (alone := _read(directory)) is not None and step is None:
         return alone
     found = list_checkpoints(directory)
@@ -111,6 +112,15 @@ def read_checkpoint(directory: str | Path, step: int | None = None) -> Checkpoin
     if not found:
         raise CheckpointError(_absent(directory, step))
     return found[-1]
+
+
+def as_directory(directory: Any) -> Path:
+    """The path of a directory. Raises :class:`CheckpointError` for what is no path."""
+    if not isinstance(directory, str | os.PathLike):
+        raise CheckpointError(
+            f"expected the path of a directory, such as 'runs/first'; received {directory!r}."
+        )
+    return Path(directory)
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointInfo]:

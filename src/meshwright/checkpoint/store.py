@@ -16,6 +16,7 @@ from .record import (
     PARTS,
     CheckpointInfo,
     Position,
+    as_directory,
     check_same,
     is_leftover_name,
     list_checkpoints,
@@ -51,10 +52,13 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, keep: int | None = 3) -> None:
-        if keep is not None and keep < 1:
-            raise CheckpointError(f"keep={keep!r}: at least the newest checkpoint has to be kept.")
+        if keep is not None and not (isinstance(keep, int) and keep >= 1):
+            raise CheckpointError(
+                f"keep={keep!r}: expected a whole number, at least 1, or None to keep all: the "
+                "newest checkpoint is always kept."
+            )
         files.require_orbax()  # now, and not at the first save after hours of training
-        self.directory = Path(directory)
+        self.directory = as_directory(directory)
         self.keep = keep
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None

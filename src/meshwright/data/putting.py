@@ -77,9 +77,16 @@ class Putter:
         Raises :class:`BatchError` for another one that does not divide.
         """
         import jax
+        import numpy as np
 
         flat, tree = jax.tree.flatten(batch)
         flat = [_as_array(value, self._copy) for value in flat]
+        for value in flat:
+            if np.dtype(value.dtype).kind in "USOMm":
+                raise BatchError(
+                    f"an array of the batch has dtype {value.dtype}, which devices cannot hold: "
+                    "expected numbers. Turn texts into ids first."
+                )
         if self._local:
             return jax.tree.unflatten(tree, self._put_local(tree, flat))
         key = (tree, tuple(value.shape for value in flat), last)

@@ -32,6 +32,8 @@ def labeller(
     """Labels the arrays of ``(x, y, sample_weight)``; those without a key have these names."""
 
     def label(batch: Batch) -> list[Label]:
+        if isinstance(batch, tuple) and not batch:
+            raise BatchError("the batch is empty: expected (x, y) or (x, y, sample_weight).")
         x, *others = batch if isinstance(batch, tuple) else (batch,)
         labels = [Label("input", name, i) for i, name in enumerate(_names(x, inputs))]
         for part in others:

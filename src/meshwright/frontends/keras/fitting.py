@@ -30,6 +30,7 @@ from .compiled import Functions, functions_of
 from .epochs import Epochs, chunk_size, is_due
 from .finite import FiniteGuard, NanGuard, check_nan_guard
 from .logs import on_host
+from .options import check_data, check_model, check_options, check_validation
 from .program import KerasVariables, read_state, take_state, write_state
 from .progress import Progress
 from .saving import Resume, Saver, saver_for
@@ -68,12 +69,28 @@ def fit(
     nan_guard: NanGuard = "warn",
 ) -> Any:
     """See :meth:`Sharded.fit`."""
+    check_compiled(model)
     check_nan_guard(nan_guard)
+    check_options(
+        batch_size=batch_size,
+        epochs=epochs,
+        verbose=verbose,
+        callbacks=callbacks,
+        validation_split=validation_split,
+        shuffle=shuffle,
+        class_weight=class_weight,
+        initial_epoch=initial_epoch,
+        steps_per_epoch=steps_per_epoch,
+        validation_steps=validation_steps,
+        validation_batch_size=validation_batch_size,
+        validation_freq=validation_freq,
+    )
+    check_data(model, x, y)
+    check_validation(validation_data)
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = _compat.split_validation(
             (x, y, sample_weight), validation_split
         )
-    check_compiled(model)
     saver = saver_for(strategy, checkpoint, save_every, keep, resume)
     data = Epochs(
         strategy.placement,
@@ -148,6 +165,8 @@ def evaluate(
 ) -> Any:
     """See :meth:`Sharded.evaluate`."""
     check_compiled(model)
+    check_options(batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+    check_data(model, x, y, "test")
     data = Epochs(strategy.placement, model, x, y, sample_weight, batch_size, steps, kind="test")
     variables = strategy.prepare(model, data.first_batch)
     functions = functions_of(strategy, model, variables)
@@ -189,6 +208,9 @@ def predict(
     callbacks: Any = None,
 ) -> Any:
     """See :meth:`Sharded.predict`."""
+    check_model(model)
+    check_options(batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+    check_data(model, x, None, "predict")
     data = Epochs(strategy.placement, model, x, None, None, batch_size, steps, kind="predict")
     variables = strategy.prepare(model, data.first_batch, forward_only=True)
     functions = functions_of(strategy, model, variables)
@@ -431,7 +453,8 @@ def _shown(verbose: str | int) -> str | int:
 
 
 def check_compiled(model: keras.Model) -> None:
-    """Raise :class:`ModelError` if the model was not compiled."""
+    """Raise :class:`ModelError` if the model was not compiled, or is none."""
+    check_model(model)
     if not model.compiled:
         raise ModelError(
             f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."

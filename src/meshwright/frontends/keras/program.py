@@ -124,6 +124,19 @@ def write_state(variables: KerasVariables, state: TrainState) -> None:
             variable.assign(values[path])
 
 
+def check_state(variables: KerasVariables, state: Any) -> None:
+    """Raise :class:`ModelError` unless a state has an array for each of the variables."""
+    if not isinstance(state, TrainState):
+        raise ModelError(f"expected the mw.TrainState of strategy.state(model); received {state!r}")
+    parts = zip(TrainState._fields, _parts(variables), state, strict=True)
+    missing = [f"{name} {path}" for name, part, values in parts for path in part.keys() - values]
+    if missing:
+        raise ModelError(
+            f"the state lacks {len(missing)} variable(s) of the model: {', '.join(sorted(missing))}"
+            ". Give the newest state of strategy.state(model)."
+        )
+
+
 def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
     """The Program of a built and compiled model. Raises :class:`ModelError` if not compiled."""
     if not model.compiled:

@@ -29,9 +29,10 @@ from . import batches, fitting, saving
 from .abstract import AbstractRoom, adopt, is_abstract
 from .described import described
 from .hooks import Hooks, OutputOf, layout_of, parameter_of
+from .options import check_model
 from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
 from .pending import WaitingRoom, is_pending, settle, waiting_room
-from .program import KerasVariables, keras_program, read_state, write_state
+from .program import KerasVariables, check_state, keras_program, read_state, write_state
 
 
 class _Laid(NamedTuple):
@@ -171,6 +172,7 @@ class Sharded(_Distribution):
         Raises :class:`~meshwright.ModelError` if it is not built.
         """
         self._need_devices("place(model)")
+        check_model(model)
         if not model.built:
             raise ModelError(
                 f"model {model.name!r} is not built, so it has no variables to lay out. Call it "
@@ -192,6 +194,7 @@ class Sharded(_Distribution):
 
         ``print`` it for a table.
         """
+        check_model(model)
         return Explanation(self.mesh, tuple(placed for _, placed in self._placed(model)))
 
     # Training: our own loop over pure functions
@@ -250,8 +253,13 @@ class Sharded(_Distribution):
         return read_state(self.prepare(model, _given(batch)))
 
     def load_state(self, model: keras.Model, state: TrainState) -> None:
-        """Write a state back into the model, its optimizer and its metrics."""
-        write_state(self.prepare(model), state)
+        """Write a state back into the model, its optimizer and its metrics.
+
+        Raises :class:`~meshwright.ModelError` if it is not a state of this model.
+        """
+        variables = self.prepare(model)
+        check_state(variables, state)
+        write_state(variables, state)
 
     def save(
         self,
@@ -306,6 +314,7 @@ class Sharded(_Distribution):
 
         ``first_batch`` is only called if a batch is needed to know the shapes.
         """
+        check_model(model)
         training = model.compiled and not forward_only
         lacks_batch = (
             _compat.needs_batch_to_build(model) if training else not _compat.is_built(model)

@@ -1,0 +1,127 @@
+"""What ``fit``, ``evaluate`` and ``predict`` are given, looked at before any work begins."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from ... import _compat
+from ...errors import DataError, ModelError
+
+
+def check_model(model: Any) -> None:
+    """Raise :class:`ModelError` for what is no Keras model."""
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            f"expected a Keras model, received {model!r}. The model comes first: "
+            "strategy.fit(model, x, y); a Program is trained by mw.Trainer."
+        )
+
+
+def check_options(**options: Any) -> None:
+    """Raise :class:`ModelError` that lists every option of a wrong type or size.
+
+    >>> check_options(epochs=2.5, batch_size=16, callbacks=None, verbose="auto")
+    Traceback (most recent call last):
+    meshwright.errors.ModelError: epochs=2.5: expected a whole number, at least 0.
+    """
+    faults = []
+    for name, value in options.items():
+        accepts, expected = _EXPECTED[name]
+        if not accepts(value):
+            faults.append(f"{name}={value!r}: expected {expected}.")
+    if faults:
+        raise ModelError("\n".join(faults))
+
+
+def check_data(model: keras.Model, x: Any, y: Any, kind: str = "train") -> None:
+    """Raise :class:`DataError` where there are no inputs, or no targets for a loss."""
+    _check_source("x", x)
+    own = kind != "predict" and _compat.has_own(model, f"{kind}_step")
+    if kind != "predict" and y is None and _are_arrays(x) and _compat.has_loss(model) and not own:
+        raise DataError(
+            f"y is None, and the loss of model {model.name!r} compares outputs with targets. Give "
+            "y=, or compile the model without a loss if it adds its own (add_loss)."
+        )
+
+
+def check_validation(data: Any) -> None:
+    """Raise :class:`DataError` for what cannot be validation data: not after an epoch, but now."""
+    if isinstance(data, tuple | list) and len(data) in (1, 2, 3):
+        _check_source("validation_data[0]", data[0])
+    elif data is not None:
+        _check_source("validation_data", data)
+
+
+def _check_source(name: str, value: Any) -> None:
+    is_scalar = value is None or isinstance(value, int | float | complex | str | bytes)
+    is_empty = isinstance(value, list | tuple | Mapping) and not value
+    if is_scalar or is_empty:
+        raise DataError(f"{name}={value!r}: expected arrays, a dataset or a generator of batches.")
+
+
+def _are_arrays(x: Any) -> bool:
+    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, list) else [x]
+    return all(isinstance(value, np.ndarray) for value in values)
+
+
+def _whole(least: int | None) -> Callable[[Any], bool]:
+    def accepts(value: Any) -> bool:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            return False
+        return least is None or number >= least
+
+    return accepts
+
+
+def _maybe(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or accepts(value)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and bool(0 <= value < 1)
+
+
+def _is_due(value: Any) -> bool:
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        return all(map(_whole(1), value))
+    return _whole(1)(value)
+
+
+def _are_callbacks(value: Any) -> bool:
+    if isinstance(value, keras.callbacks.CallbackList | keras.callbacks.Callback):
+        return True
+    return isinstance(value, list | tuple) and all(
+        isinstance(each, keras.callbacks.Callback) for each in value
+    )
+
+
+_NUMBER = _maybe(_whole(1)), "a whole number, at least 1, or None"
+_STEPS = _maybe(_whole(None)), "a whole number, or None"
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "batch_size": _NUMBER,
+    "validation_batch_size": _NUMBER,
+    "epochs": (_whole(0), "a whole number, at least 0"),
+    "initial_epoch": (_whole(0), "a whole number, at least 0"),
+    "steps": _STEPS,
+    "steps_per_epoch": _STEPS,
+    "validation_steps": _STEPS,
+    "validation_split": (_is_share, "a number from 0 to 1, without 1"),
+    "validation_freq": (_is_due, "a whole number, at least 1, or the numbers of epochs"),
+    "callbacks": (_maybe(_are_callbacks), "Keras callbacks in a list"),
+    "class_weight": (
+        _maybe(lambda value: isinstance(value, Mapping)),
+        "a dict, such as {0: 1.0, 1: 2.5}",
+    ),
+    "shuffle": (lambda value: isinstance(value, bool | np.bool_ | str | int), "True or False"),
+    "verbose": (
+        lambda value: isinstance(value, int | str | np.integer) and value in (0, 1, 2, "auto"),
+        "'auto', 0, 1 or 2",
+    ),
+}
