@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 
 from .dim_names import ANY, DimNames
-from .errors import MeshwrightWarning, PlacementError
+from .errors import PlacementError
 from .layout_map import Rule, find_rule, finds
 from .merging import merged
 from .placement import ParamInfo, Placed, Placement
+from .warn import warn
 
 LARGE_BYTES = 1 << 20
 _NEAREST = 3
@@ -49,15 +49,13 @@ def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the p
             raise PlacementError(f"{text}Name them in a rule, or say unmatched='replicate'.")
         if placement.unmatched == "warn":
             text += "Name them in a rule; unmatched='error' refuses them, 'replicate' is silent."
-            warnings.warn(text, MeshwrightWarning, stacklevel=3)
+            warn(text)
     if axes := idle_axes(placement, placement.place(infos)):
         named = " and ".join(f"{axis!r} (size {placement.mesh[axis]})" for axis in axes)
-        warnings.warn(
+        warn(
             f"no parameter and no input of {name} lies along axis {named}: all devices along it "
             "will repeat the same work. Split something over it, add it to batch=, or make the "
-            "mesh without it.",
-            MeshwrightWarning,
-            stacklevel=3,
+            "mesh without it."
         )
 
 
@@ -74,7 +72,7 @@ def refuse_idle_rules(
             text = _of_another_model(placement.rules, infos, name)
         if placement.strict:
             raise PlacementError(f"{text}; strict=False makes this a warning.")
-        warnings.warn(f"{text}.", MeshwrightWarning, stacklevel=3)
+        warn(f"{text}.")
 
 
 def _of_another_model(rules: Sequence[Rule], infos: Sequence[ParamInfo], name: str) -> str:
@@ -126,7 +124,7 @@ def refuse_idle_dim_rules(placement: Placement) -> None:
     )
     if placement.strict:
         raise PlacementError(f"{text}; strict=False makes this a warning.")
-    warnings.warn(f"{text}.", MeshwrightWarning, stacklevel=3)
+    warn(f"{text}.")
 
 
 def _named_dims(placement: Placement) -> list[str]:

@@ -13,13 +13,13 @@ import importlib.util
 import os
 import re
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import _compat
-from .errors import MeshwrightWarning, TopologyError
+from .errors import TopologyError
+from .warn import warn
 
 _THREADS_PER_DEVICE = 2  # 16 for 8 devices and 32 for 16 were never seen to lock up; 8 for 8 were
 _POOL_VARIABLE = "NPROC"  # read by XLA's DefaultThreadPoolSize, in place of the number of cores
@@ -153,13 +153,11 @@ def warn_if_cpu_pool_is_small(count: int) -> None:
     """Warn where ``count`` CPU devices of this process share too small a pool to be safe."""
     threads = _pool_threads()
     if count > 1 and threads is not None and threads < _THREADS_PER_DEVICE * count:
-        warnings.warn(
+        warn(
             f"{count} CPU devices share a pool of {threads} threads: a training loop that does "
             "not block at every step can lock up in a collective and abort. Call "
             f"meshwright.virtual_devices({count}) before JAX is first used, or start the program "
-            f"with {_POOL_VARIABLE}={_THREADS_PER_DEVICE * count}.",
-            MeshwrightWarning,
-            stacklevel=3,
+            f"with {_POOL_VARIABLE}={_THREADS_PER_DEVICE * count}."
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +14,10 @@ import numpy as np
 from ... import _compat
 from ...data import Ahead, HostRows, LocalRows
 from ...data.putting import row_count
-from ...errors import BatchError, MeshwrightWarning
+from ...errors import BatchError
 from ...placement import Placement
 from ...step.several import Together
+from ...warn import warn
 from . import batches
 from .rowwise import Kind, RowWise
 
@@ -195,7 +195,7 @@ class Epochs:
     def _warn_of(self, odd: str | None) -> None:
         """More comes after a batch that does not divide: say so once."""
         if odd is not None and not self._warned:
-            warnings.warn(odd, MeshwrightWarning, stacklevel=6)
+            warn(odd)
             self._warned = True
 
     # Arrays of which each process reads its rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -13,9 +12,10 @@ import jax
 import keras
 import numpy as np
 
-from ...errors import MeshwrightWarning, ModelError, NotFiniteError
+from ...errors import ModelError, NotFiniteError
 from ...program import Logs, TrainState
 from ...step.finite import NotFinite, look
+from ...warn import warn
 from .program import KerasVariables, keras_program
 
 if TYPE_CHECKING:
@@ -112,13 +112,11 @@ class FiniteGuard:
         """An epoch has ended with these logs, on the host."""
         if self._how == "warn" and not math.isfinite(_loss_of(logs)):
             self._how = "off"  # once is enough
-            warnings.warn(
+            warn(
                 f"the loss of epoch {self._epoch + 1} is {_loss_of(logs)}. "
                 "fit(..., nan_guard='raise') stops at the step where that begins, names the first "
                 "variable that is not finite and keeps the values before it; nan_guard='off' is "
-                "silent.",
-                MeshwrightWarning,
-                stacklevel=4,
+                "silent."
             )
 
     def _look_at_first(self, newest: Callable[[], TrainState]) -> None:

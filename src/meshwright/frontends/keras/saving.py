@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,10 @@ from ...checkpoint.asked import Resume as Resume
 from ...checkpoint.asked import checkpoints_of, to_go_on_from
 from ...checkpoint.files import require_orbax
 from ...checkpoint.randomness import read_randomness, write_randomness
-from ...errors import CheckpointError, MeshwrightWarning, Preempted
+from ...errors import CheckpointError, Preempted
 from ...program import Logs, TrainState
 from ...train.stopping import Stopping
+from ...warn import warn
 from .lasting import LastingNames
 from .logs import as_json, history_from_json
 from .program import KerasVariables, read_state, write_state
@@ -272,12 +272,10 @@ def _put_back(random: Any) -> None:
 def _warn_of_other_batches(start: CheckpointInfo, num_batches: int | None) -> None:
     before = start.notes.get("num_batches")
     if before != num_batches:
-        warnings.warn(
+        warn(
             f"an epoch has {num_batches} batches now and had {before} when {start.directory} was "
             f"written, after {start.position.batches} of them. As many are left out now, which may "
-            "be other rows. Train with the same batch size and data to repeat and miss none.",
-            MeshwrightWarning,
-            stacklevel=2,
+            "be other rows. Train with the same batch size and data to repeat and miss none."
         )
 
 

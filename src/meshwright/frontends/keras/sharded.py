@@ -169,7 +169,8 @@ class Sharded(_Distribution):
     def place(self, model: keras.Model) -> None:
         """Lay out a model that was built or loaded before, with its optimizer and metrics.
 
-        Raises :class:`~meshwright.ModelError` if it is not built.
+        Raises :class:`~meshwright.ModelError` if it is not built, and
+        :class:`~meshwright.PlacementError` for rules that place nothing of it.
         """
         self._need_devices("place(model)")
         check_model(model)
@@ -178,6 +179,7 @@ class Sharded(_Distribution):
                 f"model {model.name!r} is not built, so it has no variables to lay out. Call it "
                 "on a batch first, or build it inside strategy.scope()."
             )
+        self._inspect(model)
         everywhere = self._placed(model)
         room = WaitingRoom(self._place_new, self._models)
         room.note_model(model)
