@@ -1,0 +1,86 @@
+"""Models as others write them: laid out without a change, they train as on one device.
+
+At small widths one step on eight CPU devices is that of one, in float64, where rounding decides
+nothing; at real widths the model is built as shapes and dry-run on targets that are not there.
+"""
+
+from __future__ import annotations
+
+import re
+
+import families
+import keras
+import numpy as np
+import pytest
+from families import DEEP, FAMILIES, RULES, Family
+
+import meshwright as mw
+from meshwright import _compat
+
+pytestmark = pytest.mark.full
+
+TARGETS = {"v5e:4x4": (4, 4), "v5p:4x4x4": (16, 4), "h100:8": (2, 4)}  # batch, model
+
+
+def compiled(model: keras.Model) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+    return model
+
+
+def strategy_for(model: keras.Model, mesh: mw.Mesh, splits: tuple[str, ...]) -> mw.Sharded:
+    paths = [variable.path for variable in model.variables]
+    rules = {p: RULES[p] for p in splits if any(re.search(p, path) for path in paths)}
+    return mw.Sharded(mesh, rules, unmatched="replicate")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_is_that_of_one_device(name: str) -> None:
+    family = FAMILIES[name]
+    with _compat.double_precision():
+        keras.utils.set_random_seed(1)
+        alone, model = compiled(family.small()), compiled(family.small())
+        model.set_weights(alone.get_weights())
+        x, y = families.batch_of(model, families.ROWS)
+        strategy = strategy_for(model, mw.create_mesh({"batch": 4, "model": 2}), family.splits)
+        how = {"batch_size": families.ROWS, "shuffle": False, "verbose": 0}
+        wanted = alone.fit(x, y, **how).history["loss"]
+        found = strategy.fit(model, x, y, **how).history["loss"]
+        assert found == pytest.approx(wanted, rel=1e-9)
+        for variable, value in zip(alone.variables, model.variables, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(value.value), np.asarray(variable.value), atol=1e-8, err_msg=value.path
+            )
+        split = [each for each in strategy.explain(model).placed if each.layout.axes]
+        assert split
+
+
+def dry_runs(model: keras.Model, rows: int, splits: tuple[str, ...]) -> None:
+    for target, (batch, parts) in TARGETS.items():
+        strategy = strategy_for(model, mw.Mesh({"batch": batch, "model": parts}), splits)
+        report = mw.dry_run(
+            model,
+            families.shapes_of(model, rows),
+            strategy=strategy,
+            target=target,
+            compile=False,
+        )
+        assert report.is_analytic
+        assert report.memory.peak_bytes > 4 * model.count_params() / parts / batch
+        assert report.flops > 0
+        assert report.collectives
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_real_widths_are_dry_run_on_targets_that_are_not_there(name: str) -> None:
+    family: Family = FAMILIES[name]
+    with mw.abstract():
+        model = compiled(family.real())
+    dry_runs(model, family.rows, family.splits)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_deep_applications_are_dry_run(name: str) -> None:
+    with mw.abstract():
+        model = compiled(DEEP[name]())
+    dry_runs(model, 64, ("(predictions|head)/kernel",))
