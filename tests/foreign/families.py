@@ -19,7 +19,8 @@ RULES = {  # of all families; each takes those that are found in its paths
     r"(up|gate|wide|expand)/kernel": [None, "model"],
     r"(down|project)/kernel": ["model", None],
     r"embed/embeddings": ["model", None],
-    r"(predictions|head)/kernel": ["model", None],
+    r"(predictions|head)/kernel": [None, "model"],
+    r"conv_preds/kernel": [None, None, None, "model"],
 }
 
 
