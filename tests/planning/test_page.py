@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import json
 import math
 import re
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -27,7 +29,7 @@ from meshwright.cli import main
 from meshwright.drawing.canvas import text_width
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.placement import ParamInfo, Placed
-from meshwright.planning import Target, traffic
+from meshwright.planning import Target, accuracy, traffic
 from meshwright.planning.collectives import Collective
 from meshwright.planning.costs import LayerCost, Loop, Operation
 from meshwright.planning.dry_run import DryRun, Memory, dry_run
@@ -277,6 +279,7 @@ def a_plan(**more) -> Plan:
     both = (("batch", 4), ("model", 2))
     split = (("batch", ("batch",)), ("block/ffn.hidden", ("model",)))
     values = {
+        "name": "net",
         "target": "h100:8",
         "hardware": "h100",
         "objective": "time",
@@ -287,7 +290,7 @@ def a_plan(**more) -> Plan:
         "layouts": (("x", (("batch",), ())), ("block/ffn/kernel", ((), ("model",)))),
         "inputs": ("x",),
         "batch": ("batch",),
-        "why": ("block/ffn.hidden over model: saves 3.1 GB, most of it slots",),
+        "why": ("block/ffn.hidden over model: saves 2.89 GiB, most of it slots",),
         "notes": ("said",),
     }
     return Plan(**{**values, **more})
@@ -302,12 +305,43 @@ def test_a_plan_shows_what_was_chosen_beside_what_was_not():
     assert rows["runner-up 1"][3] == "batch over batchblock/ffn.hidden over model"
     assert rows["runner-up 1"][-1] == "10.000 ms slower, saves 9.31 GiB"
     assert rows["data parallel"][-2:] == ["✗ no", "50.000 ms slower, takes 46.57 GiB"]
-    assert "block/ffn.hidden over model: saves 3.1 GB, most of it slots" in text(tree)
+    assert "block/ffn.hidden over model: saves 2.89 GiB, most of it slots" in text(tree)
     assert rows_of(tree, "layouts-table")[1] == [
         "block/ffn/kernel",
         "parameter",
         "[unsharded, model]",
     ]
+
+
+def test_a_plan_has_the_name_of_its_model_and_says_how_sure_its_time_is():
+    why = ("a.dim0 over model: changes next to nothing", "b.dim1 over model: saves 1.00 GiB")
+    shown = text(ElementTree.fromstring(a_plan(why=why).to_html()))
+    assert "net" in shown
+    assert "by the planner's model; dry runs in the benchmarks: 6.800 ms to 18.200 ms" in shown
+    assert "next to nothing" not in shown
+    assert "b.dim1 over model: saves 1.00 GiB" in shown
+    assert "h100:8" in text(ElementTree.fromstring(a_plan(name="").to_html()))
+
+
+def test_the_ranges_of_times_are_those_of_the_benchmarks():
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    models = json.loads((results / "plans.json").read_text()).values()
+    hands = [hand for model in models for hand in model["hand"].values()]
+    ratios = [
+        each["step_time_s"] / each["model_time_s"]
+        for each in hands
+        if each.get("step_time_s") and each.get("model_time_s")
+    ]
+    low, high = accuracy.OF_THE_MODEL
+    assert sum(low <= ratio <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
+    layouts = [
+        each
+        for run in json.loads((results / "ranking.json").read_text())
+        for each in run["layouts"]
+    ]
+    ratios = [statistics.mean(each["passes_s"]) / each["estimated_s"] for each in layouts]
+    low, high = accuracy.OF_DRY_RUNS
+    assert sum(low <= round(ratio, 2) <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
 
 
 def test_dry_runs_are_set_beside_dry_runs_alone():

@@ -66,8 +66,8 @@ def test_reasons_are_differences_of_the_model():
         cost(graph, mesh, each, choices, target="cpu:8", hardware=CPU)
         for each in ({"batch": ["batch"], "hidden": ["model"]}, {"batch": ["batch"]})
     )
-    saved = (without.peak_bytes - with_it.peak_bytes) / 1e6
-    assert f"saves {saved:.1f} MB" in line
+    saved = (without.peak_bytes - with_it.peak_bytes) / 2**20
+    assert f"saves {saved:.2f} MiB" in line
     assert without.compute_s is not None
     assert with_it.compute_s is not None
     assert f"saves {1e3 * (without.compute_s - with_it.compute_s):,.3f} ms of compute" in line
@@ -213,7 +213,7 @@ def test_the_nearest_miss_and_what_would_make_it_fit():
         )
     error = caught.value
     assert error.available_bytes == 40_000_000 < error.needed_bytes
-    assert "no layout keeps within 40.0 MB on h100:2. The nearest takes" in str(error)
+    assert "no layout keeps within 38.15 MiB on h100:2. The nearest takes" in str(error)
     with pytest.raises(PlanError) as caught:
         plan_step(graph, "h100:2", memory_limit=40_000_000, zero=(0,), accumulate=(1,))
     more = [each for each in caught.value.remedies if each.startswith("more devices, h100:")]
@@ -474,7 +474,7 @@ def test_a_dry_run_without_a_peak_is_not_the_nearest():
     def nothing_smaller(_limit):
         return []
 
-    with pytest.raises(PlanError, match=r"The nearest takes 3\.0 MB") as told:
+    with pytest.raises(PlanError, match=r"The nearest takes 2\.86 MiB") as told:
         verified([plan, other], Report, 100, nothing_smaller)
     assert str(other.chosen.layouts) in str(told.value)
     with pytest.raises(PlanError, match=r"does not fit\. No other holds so much less"):

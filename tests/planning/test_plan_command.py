@@ -275,7 +275,7 @@ def test_the_planner_is_asked_and_its_plan_is_kept(job, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--memory-limit", "1kB"], "no layout keeps within 1.0 kB on h100:8"),
+        (["--memory-limit", "1kB"], "no layout keeps within 1000 B on h100:8"),
         (["--memory-limit", "14 GG"], "'--memory-limit': expected a number of bytes above zero"),
         (["--mesh", "batch=16"], "takes 16 devices, and h100:8 has 8"),
         (

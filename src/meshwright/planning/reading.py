@@ -12,7 +12,7 @@ from ..program import TrainState
 from ..step.flops import least_flops, model_flops
 from . import gpu
 from .ahead import Compiled, trace
-from .alive import alive_at_peak
+from .alive import LiveTensor, alive_at_peak
 from .blocks import Blocks, Reduced, heights_of, unmarked
 from .blocks import extended as extending
 from .described import Described
@@ -101,7 +101,7 @@ def read(
         collectives=transfers(
             compiled.collectives, arguments(described), described.placement, compiled.lines
         ),
-        tensors=alive[:most],
+        tensors=_named(alive[:most], arguments(described)),
         alive_bytes=sum(each.nbytes for each in alive),
         estimate=estimated,
         notes=(*_notes(compiled.target), *_besides(compiled), *estimated.uncertain),
@@ -109,6 +109,20 @@ def read(
         placed=described.placed,
         hardware=hardware,
     )
+
+
+def _named(
+    tensors: Sequence[LiveTensor], variables: Sequence[Placed | None]
+) -> tuple[LiveTensor, ...]:
+    """Copies of variables under their paths, where they belong to no layer."""
+    named = []
+    for each in tensors:
+        number = each.argument
+        known = None if number is None or number >= len(variables) else variables[number]
+        if known is not None and not each.origin.path:
+            each = replace(each, origin=replace(each.origin, path=known.info.path))
+        named.append(each)
+    return tuple(named)
 
 
 def refused(

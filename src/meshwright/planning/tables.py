@@ -115,10 +115,12 @@ def _tensors(tensors: Sequence[LiveTensor]) -> str:
         dims = "x".join(map(str, each.array.dims)) or "scalar"
         where = each.origin.path or "-"
         alike[where, each.origin.phase, dims, each.array.dtype].append(each.nbytes)
-    rows = [
-        (f"{len(sizes)} x", *key, in_words(sum(sizes)))
-        for key, sizes in sorted(alike.items(), key=lambda item: -sum(item[1]))
-    ]
+    rows = []
+    for keys in grouped(alike, lambda key: (without_numbers(key[0]), key[1:], len(alike[key]))):
+        sizes = [size for key in keys for size in alike[key]]
+        where = pattern([key[0] for key in keys])
+        rows.append((sum(sizes), (f"{len(sizes)} x", where, *keys[0][1:], in_words(sum(sizes)))))
+    rows = [row for _, row in sorted(rows, key=lambda each: -each[0])]
     return laid_out(_first(rows), right=(0, 5))
 
 

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...layout import UNSHARDED
 from ...mesh import Mesh
+from ..accuracy import range_of
+from ..quantities import in_words as nbytes
+from ..quantities import ms
 from ..search.choices import recompute_in_words
-from ..search.words import ms, nbytes
+from ..search.words import NOTHING
 from .bars import Part, bar, key
 from .grid import Cell, Column, Row, grid
 from .markup import Child, Html, breakable, section, tag
@@ -40,7 +43,7 @@ def alternatives_section(plan: Plan) -> Html:
         _times(every),
         _peaks(every, plan.limit_bytes),
         _table(every, plan.limit_bytes),
-        _list("What each choice brings, beside the same plan without it", plan.why),
+        _list("What each choice brings, beside the same plan without it", _of_note(plan.why)),
         _list("Notes of the planner", plan.notes),
     )
 
@@ -50,7 +53,7 @@ def plan_head(plan: Plan) -> Html:
     chosen = plan.chosen
     axes = " × ".join(f"{axis}={size}" for axis, size in plan.axes)
     figures = [
-        ("time of a step", ms(_time(chosen)), _how(chosen.dry_run_time_s is not None)),
+        ("time of a step", ms(_time(chosen)), _how_sure(chosen)),
         (
             "peak of a device",
             nbytes(chosen.held_bytes),
@@ -71,7 +74,7 @@ def plan_head(plan: Plan) -> Html:
     return tag(
         "header",
         tag("p", "Meshwright plan", class_="over"),
-        tag("h1", f"A plan for {plan.target}"),
+        tag("h1", plan.name or f"A plan for {plan.target}"),
         tag("p", tag("b", plan.target), by, class_="under"),
         _verdict(plan),
         tag("dl", told),
@@ -126,6 +129,20 @@ def _verdict(plan: Plan) -> Html:
         said = "? Whether it fits is not known, as the memory of a device is not"
         return tag("p", said, class_="verdict maybe")
     return tag("p", f"✓ Fits into {nbytes(limit)}", class_="verdict good")
+
+
+def _how_sure(option: Option) -> str:
+    """Who says how long a step takes, and how far that was off elsewhere."""
+    is_dry_run = option.dry_run_time_s is not None
+    time_s = _time(option)
+    if time_s is None:
+        return ""
+    return f"{_how(is_dry_run)}; {range_of(time_s, is_dry_run)}"
+
+
+def _of_note(why: Sequence[str]) -> list[str]:
+    """Without the choices that change next to nothing."""
+    return [each for each in why if not each.endswith(NOTHING)]
 
 
 def _how(is_dry_run: bool) -> str:

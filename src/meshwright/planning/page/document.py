@@ -68,7 +68,8 @@ def of_plan(plan: Plan) -> str:
         "mesh": plan_mesh_section(plan),
         "layouts": plan_layouts_section(plan),
     }
-    return _page(f"A plan for {plan.target}", plan_head(plan), parts)
+    title = f"{plan.name} on {plan.target}" if plan.name else f"A plan for {plan.target}"
+    return _page(title, plan_head(plan), parts)
 
 
 def _page(title: str, top: Html, parts: Mapping[str, Html | None]) -> str:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..alike import grouped, pattern, without_numbers
 from ..tables import memory_rows
 from .bars import Part, bar, swatch
 from .grid import Cell, Column, grid
@@ -103,7 +104,11 @@ def _tensors(run: DryRun) -> Child:
     for each in run.tensors:
         dims = " × ".join(map(str, each.array.dims)) or "scalar"
         alike[each.origin.path or "-", each.origin.phase, dims, each.array.dtype].append(each)
-    rows = [_row(*key, found, run.alive_bytes) for key, found in alike.items()]
+    rows = []
+    for keys in grouped(alike, lambda key: (without_numbers(key[0]), key[1:], len(alike[key]))):
+        found = [each for key in keys for each in alike[key]]
+        where = pattern([key[0] for key in keys])
+        rows.append(_row(where, *keys[0][1:], found, run.alive_bytes))
     rows.sort(key=lambda row: -(row[5].key or 0))
     columns = (
         Column("where", "path"),

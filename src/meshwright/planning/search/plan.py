@@ -87,6 +87,7 @@ class Plan(Viewable):
     inputs: tuple[str, ...]
     batch: tuple[str, ...]
     why: tuple[str, ...]
+    name: str = ""  # of the model
     notes: tuple[str, ...] = ()
     is_proven: bool = True
     num_inputs: int | None = None

@@ -15,6 +15,7 @@ from .setting import Setting
 if TYPE_CHECKING:
     from .plan import Option
 
+NOTHING = "changes next to nothing"
 _SMALL_SHARE = 1e-3  # of the step, or of the peak: what is less is not worth a word
 
 
@@ -98,7 +99,7 @@ def _difference(problem: Compact, setting: Setting, before: Layouts, after: Layo
     """What changes from one answer to another."""
     old, new = _measured(problem, setting, before), _measured(problem, setting, after)
     parts = [*_of_bytes(old, new), *_of_time(old, new)]
-    return ", ".join(parts) or "changes next to nothing"
+    return ", ".join(parts) or NOTHING
 
 
 def _measured(problem: Compact, setting: Setting, layouts: Layouts) -> dict[str, Any]:
