@@ -50,6 +50,18 @@ if TYPE_CHECKING:
 )
 @option("--html", type=NewFile("the report"), metavar="FILE", help="Also write the report as HTML.")
 @option(
+    "--trace",
+    type=NewFile("the trace"),
+    metavar="FILE",
+    help="Also write the step's time line for Perfetto.",
+)
+@option(
+    "--price",
+    type=click.FloatRange(0),
+    metavar="NUMBER",
+    help="Price of a device-hour: also report the cost of a step, of samples and of tokens.",
+)
+@option(
     "--measure",
     is_flag=True,
     help="Also run the step on this machine and compare; for targets such as cpu:8.",
@@ -87,6 +99,8 @@ def dry_run(
     no_cache: bool,
     no_compile: bool,
     html: Path | None,
+    trace: Path | None,
+    price: float | None,
     measure: bool,
     save: Path | None,
     before: Lock | None,
@@ -128,6 +142,10 @@ def dry_run(
     here = run_here(asked, timeout, html) if measure else (run(asked, timeout, html), None)
     report, beside = here
     click.echo(str(report))
+    if price is not None:
+        click.echo(f"\n{report.price(price)}")
+    if trace is not None:
+        report.save_trace(trace)
     if beside is not None:
         click.echo(f"\n{beside}")
     words, is_worse = ("", False) if before is None else checked(report, before, tolerance)

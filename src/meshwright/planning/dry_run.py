@@ -20,6 +20,7 @@ from .reading import extended, read, refused
 from .report import DryRun as DryRun
 from .report import Memory as Memory
 from .target import Target, check_size
+from .throughput import fed
 
 _ON_THE_CHIP = (
     "all blocks were compiled: with one and two of them so little is held that most of it lies in "
@@ -76,6 +77,21 @@ def dry_run(
         strategy = strategy.on(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
     _check_devices(strategy, target)
     described = describe(model, batch, strategy)
+    found = _report(model, batch, strategy, described, target, hardware, blocks, compile, timeout_s)
+    return replace(found, fed=fed(batch, described.how.accumulate))
+
+
+def _report(
+    model: Any,
+    batch: Batch,
+    strategy: Describes | Placement,
+    described: Described,
+    target: Target,
+    hardware: Hardware,
+    blocks: str,
+    compile: bool,
+    timeout_s: float,
+) -> DryRun:
     if why := not_compiled(target, compile):
         return _analytic(model, batch, strategy, described, target, hardware, why)
     if blocks == "whole":

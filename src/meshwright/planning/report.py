@@ -19,6 +19,7 @@ from .estimate import Estimate
 from .hardware import Hardware
 from .measured import Measured
 from .target import Target
+from .throughput import Fed, Price, price
 from .traffic import Transfer
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class DryRun(Viewable):
     hardware: Hardware | None = field(default=None, repr=False)
     blocks: Blocks | None = None
     not_compiled: str = ""
+    fed: Fed | None = None
 
     @property
     def is_analytic(self) -> bool:
@@ -150,6 +152,26 @@ class DryRun(Viewable):
         return () if self.estimate is None else self.estimate.errors
 
     @property
+    def samples_per_s(self) -> float | None:
+        """Rows of the batch that all devices together would take in a second."""
+        known = self.fed is not None and self.step_time_s
+        return self.fed.rows / self.step_time_s if self.fed and known else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The same of tokens; ``None`` where the batch's first array is not integers by rows."""
+        known = self.fed is not None and self.fed.tokens is not None and self.step_time_s
+        return self.fed.tokens / self.step_time_s if self.fed and known else None
+
+    def price(self, per_device_hour: float) -> Price:
+        """What a step, a million samples and a million tokens cost, where a device costs so much.
+
+        Raises :class:`~meshwright.DataError` for a price below zero, and where the time of a step
+        is not known.
+        """
+        return price(per_device_hour, self.target.num_devices, self.step_time_s, self.fed)
+
+    @property
     def bound_by(self) -> str | None:
         """Where most of the time would go: to compute, memory, communication."""
         return None if self.estimate is None else self.estimate.bound_by
@@ -203,3 +225,13 @@ class DryRun(Viewable):
     def save(self, path: str | Path, plan: Plan | None = None) -> None:
         """Write the page of :meth:`to_html`. Raises :class:`~meshwright.DataError` if it cannot."""
         write(path, self.to_html(plan), "the report")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the time line as a trace, JSON that Perfetto and ``chrome://tracing`` open.
+
+        Raises :class:`~meshwright.DataError` where there is no time line, as nothing was compiled
+        or numbers of the hardware are missing, and if the file cannot be written.
+        """
+        from . import traced_events
+
+        write(path, traced_events.of_dry_run(self), "the trace")

@@ -37,7 +37,7 @@ def of_dry_run(run: DryRun) -> str:
     if run.compiled is not None or run.is_analytic:
         parts.append(_titled("collectives of one step", _transfers(run.collectives)))
     if run.estimate is not None:
-        parts.append(_titled("time of one step, estimated", _time(run.estimate)))
+        parts.append(_titled("time of one step, estimated", _time(run)))
     if run.unexpected:
         rows = [(f"! {remedy}",) for remedy in remedies_of(run.unexpected)]
         parts.append(_titled("unexpected, and what would remove it", laid_out(_first(rows), ())))
@@ -84,7 +84,9 @@ def _memory(memory: Memory) -> str:
     return laid_out(told, right=(1, 2))
 
 
-def _time(found: Estimate) -> str:
+def _time(run: DryRun) -> str:
+    found = run.estimate
+    assert found is not None
     rows = [
         ("step time", ms(found.step_time_s), f"bound by {found.bound_by}" * bool(found.bound_by)),
         ("compute", ms(found.compute_s), f"{flops_text(found.flops)} in one device"),
@@ -97,6 +99,10 @@ def _time(found: Estimate) -> str:
     if found.mfu is not None:
         rows.append(("model FLOPs", f"{found.mfu:.1%}", "of the peak"))
     rows.append(("replicated", *replicated(found)))
+    if run.fed is not None and run.samples_per_s:
+        rows.append(("samples", f"{run.samples_per_s:,.0f} /s", f"{run.fed.rows:,} in a step"))
+    if run.fed is not None and run.tokens_per_s:
+        rows.append(("tokens", f"{run.tokens_per_s:,.0f} /s", f"{run.fed.tokens:,} in a step"))
     if found.missing:
         rows.append(("not known", "", ", ".join(found.missing) + how_to_know(found.target)))
     return laid_out(rows, right=(1,))

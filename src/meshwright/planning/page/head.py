@@ -56,6 +56,10 @@ def _figures(run: DryRun) -> list[tuple[str, list[Child]]]:
         ("replicated", percent(run.replicated_share), "of all devices' FLOPs"),
         ("FLOPs of a device", UNKNOWN if run.flops is None else flops_text(run.flops), "in a step"),
     ]
+    if run.samples_per_s:
+        figures.append(("samples per second", f"{run.samples_per_s:,.0f}", "of all devices"))
+    if run.tokens_per_s:
+        figures.append(("tokens per second", f"{run.tokens_per_s:,.0f}", "of all devices"))
     if run.compiled is not None or run.is_analytic:
         found = len(run.unexpected)
         says = "see their remedies" if found else "all asked for"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..alike import grouped, pattern, without_numbers
 from ..tables import memory_rows
 from .bars import Part, bar, swatch
+from .course import course_picture
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
 from .words import in_words
@@ -46,6 +47,7 @@ def memory_section(run: DryRun) -> Html:
         "Memory of one device",
         _bar(memory),
         _numbers(memory),
+        course_picture(run),
         _tensors(run) if run.tensors else None,
         _refusal(run.refusal),
     )

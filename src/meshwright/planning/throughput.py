@@ -1,0 +1,90 @@
+"""What a step is worth: samples and tokens per second, and their price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DataError
+
+_MILLION = 1e6
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What one step of all devices is fed: rows of a batch, and tokens where rows are of such."""
+
+    rows: int
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a step, a million samples and a million tokens cost, in the unit of the price that was
+    given for one device and hour; ``None`` for what the batch does not have."""
+
+    per_device_hour: float
+    per_step: float
+    per_million_samples: float | None
+    per_million_tokens: float | None
+
+    def __str__(self) -> str:
+        parts = [
+            f"at {self.per_device_hour:g} for a device and hour: {self.per_step:.4g} for a step"
+        ]
+        if self.per_million_samples is not None:
+            parts.append(f"{self.per_million_samples:.4g} for a million samples")
+        if self.per_million_tokens is not None:
+            parts.append(f"{self.per_million_tokens:.4g} for a million tokens")
+        return ", ".join(parts)
+
+
+def fed(batch: Any, micro_batches: int) -> Fed | None:
+    """What a step is fed with ``micro_batches`` of such batches; ``None`` for one without rows.
+
+    Tokens are the elements of the first array, where that holds integers in two dims.
+
+    >>> import jax
+    >>> fed((jax.ShapeDtypeStruct((8, 512), "int32"), jax.ShapeDtypeStruct((8,), "int32")), 4)
+    Fed(rows=32, tokens=16384)
+    """
+    import jax
+    import numpy as np
+
+    arrays = [each for each in jax.tree.leaves(batch) if np.ndim(each)]
+    if not arrays:
+        return None
+    dims = np.shape(arrays[0])
+    rows = micro_batches * dims[0]
+    is_text = len(dims) == 2 and np.issubdtype(np.dtype(arrays[0].dtype), np.integer)
+    return Fed(rows, rows * dims[1] if is_text else None)
+
+
+def price(
+    per_device_hour: float, devices: int, step_time_s: float | None, what: Fed | None
+) -> Price:
+    """The price of a step that all devices take together.
+
+    Raises :class:`~meshwright.DataError` for a price below zero, and where the time of a step is
+    not known.
+
+    >>> price(3.6, 10, 0.5, Fed(rows=5000)).per_million_samples
+    1.0
+    """
+    if not per_device_hour >= 0:
+        raise DataError(
+            f"the price of a device must be 0 or more an hour; received {per_device_hour}."
+        )
+    if step_time_s is None:
+        raise DataError(
+            "a step has a price where its time is known, and this report has none. Its notes and "
+            "errors say why; hardware= gives the numbers of a machine."
+        )
+    step = per_device_hour / 3600 * devices * step_time_s
+    rows, tokens = (None, None) if what is None else (what.rows, what.tokens)
+    return Price(
+        per_device_hour,
+        step,
+        _MILLION * step / rows if rows else None,
+        _MILLION * step / tokens if tokens else None,
+    )
