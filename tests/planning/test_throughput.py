@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +51,6 @@ def test_a_step_is_worth_its_rows_and_tokens(report):
 
 
 def test_without_a_time_there_is_no_price_and_no_trace(report, tmp_path):
-    from dataclasses import replace
-
     missing = replace(report.estimate, step_time_s=None, missing=("x",))
     timeless = replace(report, estimate=missing)
     assert timeless.samples_per_s is None
@@ -75,9 +75,7 @@ def test_a_trace_has_the_spans_of_the_time_line(report, tmp_path):
     for each in spans:
         lanes[each["tid"]].append(each)
     for lane in lanes.values():  # one after the other
-        assert all(
-            a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in zip(lane, lane[1:], strict=False)
-        )
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in itertools.pairwise(lane))
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(
         1e6 * report.step_time_s, rel=0.01
     )

@@ -19,7 +19,7 @@ from .estimate import Estimate
 from .hardware import Hardware
 from .measured import Measured
 from .target import Target
-from .throughput import Fed, Price, price
+from .throughput import Fed, Price, per_s, price
 from .traffic import Transfer
 
 if TYPE_CHECKING:
@@ -154,14 +154,12 @@ class DryRun(Viewable):
     @property
     def samples_per_s(self) -> float | None:
         """Rows of the batch that all devices together would take in a second."""
-        known = self.fed is not None and self.step_time_s
-        return self.fed.rows / self.step_time_s if self.fed and known else None
+        return per_s(None if self.fed is None else self.fed.rows, self.step_time_s)
 
     @property
     def tokens_per_s(self) -> float | None:
         """The same of tokens; ``None`` where the batch's first array is not integers by rows."""
-        known = self.fed is not None and self.fed.tokens is not None and self.step_time_s
-        return self.fed.tokens / self.step_time_s if self.fed and known else None
+        return per_s(None if self.fed is None else self.fed.tokens, self.step_time_s)
 
     def price(self, per_device_hour: float) -> Price:
         """What a step, a million samples and a million tokens cost, where a device costs so much.

@@ -60,6 +60,11 @@ def fed(batch: Any, micro_batches: int) -> Fed | None:
     return Fed(rows, rows * dims[1] if is_text else None)
 
 
+def per_s(count: int | None, step_time_s: float | None) -> float | None:
+    """So many in each step, as a rate; ``None`` where either is not known, or no time passes."""
+    return count / step_time_s if count is not None and step_time_s else None
+
+
 def price(
     per_device_hour: float, devices: int, step_time_s: float | None, what: Fed | None
 ) -> Price:
