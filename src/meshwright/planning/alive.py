@@ -9,7 +9,7 @@ its own figure, and not the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .hlo import Array, Computation, Instruction, Module
 from .origins import Origin, Sources, origins_of
@@ -28,7 +28,8 @@ _Alive = list[_Held]
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """One array that is alive at the peak. ``origin`` is where in the model it was made.
+    """One array that is alive at the peak. ``origin`` is where in the model it was made, or the
+    nearest place to that.
 
     ``argument`` is the number of the step's argument of which it is a copy, or ``None``.
     """
@@ -68,6 +69,12 @@ def in_words(held: _Alive, sources: Sources) -> tuple[LiveTensor, ...]:
 def _tensor(inside: Computation, each: Instruction, place: int, sources: Sources) -> LiveTensor:
     argument, op_name = sources.of_result(inside, each, place)
     origin, *_ = origins_of(op_name)
+    if not origin.path and argument is None:  # such as a gathered variable
+        if each.opcode.startswith("all-gather"):
+            argument, _ = sources.of(inside, each.operands[0])
+        if argument is None:
+            argument, nearest = sources.near(inside, each)
+            origin = replace(origin, path=origins_of(nearest)[0].path)
     return LiveTensor(each.results[place], origin, argument)
 
 
