@@ -105,7 +105,7 @@ def test_rules_are_one_value_however_they_are_written(rules):
 
 
 def test_two_axes_for_one_dim_are_an_error():
-    with pytest.raises(LayoutError, match=r"dim 'a' is given 2 axes \('x', 'y'\); one dim lies"):
+    with pytest.raises(LayoutError, match=r"dim 'a' is given 2 axes \('x', 'y'\).*write 'a:x\+y'"):
         DimRules("a:x;a:y")
 
 
@@ -388,3 +388,73 @@ def test_naming_dims_needs_no_jax():
         "mw.Placement.of(mw.Mesh({'all': 8}), {'k': mw.dims('a b')}, rules='b:all')\n"
         "assert 'jax' not in sys.modules"
     )
+
+
+# Several axes for one dim
+
+TWO = "batch:rows;d_ff:rows+cols"
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        TWO,
+        {"batch": "rows", "d_ff": "rows+cols"},
+        {"batch": ("rows",), "d_ff": ("rows", "cols")},  # as Plan.rules are
+        [("batch", ["rows"]), ("d_ff", ["rows", "cols"])],
+        {"batch": "rows", "d_ff": ("rows", "cols"), "io": ()},
+    ],
+)
+def test_a_dim_may_lie_along_several_axes(rules):
+    found = DimRules(rules)
+    assert str(found) == TWO
+    assert DimRules(str(found)) == DimRules(found) == found == pickle.loads(pickle.dumps(found))
+    assert (found.axes("batch"), found.axes("d_ff")) == (("rows",), ("rows", "cols"))
+    assert found.pieces("d_ff", MESH) == 8
+    layout = found.layout(as_dims("d_model:4 d_ff:16"), MESH)
+    assert layout == Layout([UNSHARDED, ("rows", "cols")], MESH)
+    assert layout_of(info(sizes=(8, 16)), rules="d_ff:rows+cols") == layout
+    with pytest.raises(DivisibilityError, match=r"axes 'rows' \(size 4\) and 'cols' \(size 2\)"):
+        found.layout(as_dims("d_ff:12"), MESH)
+    with pytest.raises(LayoutError, match="would both lie along axis 'rows'"):
+        found.layout(as_dims("batch:8 d_ff:16"))
+    with pytest.raises(LayoutError, match="'planes' is not an axis of the mesh"):
+        DimRules("d_ff:rows+planes").check(MESH)
+    with pytest.raises(LayoutError, match=r"lies along 2 axes .* where one is supported"):
+        found.axis("d_ff")
+
+
+def test_the_batch_follows_a_rule_of_several_axes():
+    placement = Placement.of(MESH, FFN, rules="batch:rows+cols")
+    assert placement.batch_axes == ("rows", "cols")
+    assert Placement.of(MESH, FFN, batch=["rows", "cols"], rules="batch:rows+cols") == placement
+    with pytest.raises(LayoutError, match=r"the rule 'batch:rows\+cols' say different axes"):
+        Placement.of(MESH, FFN, batch="rows", rules="batch:rows+cols")
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"d_ff": 4}, "received 'd_ff': 4"),
+        ({"d_ff": None}, "received 'd_ff': None"),
+        ({"d_ff": ("rows", 2)}, r"received 'd_ff': \('rows', 2\)"),
+        ({("d_ff",): "rows"}, r"received \('d_ff',\): 'rows'"),
+    ],
+)
+def test_an_axis_that_is_no_text_is_a_type_error(rules, said):
+    with pytest.raises(TypeError, match=said) as caught:
+        DimRules(rules)
+    assert isinstance(caught.value, LayoutError)
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ("d_ff:rows+", "names no axis beside"),
+        ("d_ff:+rows", "names no axis beside"),
+        ("d_ff:rows+rows", "names axis 'rows' more than once"),
+    ],
+)
+def test_axes_that_are_not_there_or_twice(rules, said):
+    with pytest.raises(LayoutError, match=said):
+        DimRules(rules)

@@ -25,6 +25,7 @@ from .errors import DoesNotFitError as DoesNotFitError
 from .errors import ExhaustedError as ExhaustedError
 from .errors import FencedError as FencedError
 from .errors import LayoutError as LayoutError
+from .errors import LayoutTypeError as LayoutTypeError
 from .errors import MeshError as MeshError
 from .errors import MeshwrightError as MeshwrightError
 from .errors import MeshwrightWarning as MeshwrightWarning

@@ -70,16 +70,17 @@ class DimNames:
         >>> print(dims("d_model d_ff").layout(DimRules("d_ff:cols")))
         [unsharded, cols]
         """
-        axes = [None if name == ANY else rules.axis(name) for name in self.names]
-        for axis, count in Counter(axis for axis in axes if axis is not None).items():
+        axes = [() if name == ANY else rules.axes(name) for name in self.names]
+        for axis, count in Counter(axis for each in axes for axis in each).items():
             if count > 1:
-                taking = [n for n, each in zip(self.names, axes, strict=True) if each == axis]
+                taking = [n for n, each in zip(self.names, axes, strict=True) if axis in each]
                 raise LayoutError(
                     f"dims {' and '.join(map(repr, taking))} of [{self}] would both lie along axis "
                     f"{axis!r}, which can split one of them. Leave one out of the rules ({rules}), "
                     f"or name it '{ANY}' here."
                 )
-        return Layout([axis or UNSHARDED for axis in axes], pad=self.pad)
+        specs = [UNSHARDED if name == ANY else rules.spec(name) for name in self.names]
+        return Layout(specs, pad=self.pad)
 
     def whole(self, dim: int) -> DimNames:
         """The same names but for one dim that is never split."""

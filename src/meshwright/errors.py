@@ -4,6 +4,7 @@
     ├── MeshError            ValueError    axes, sizes or devices that make no mesh
     ├── LayoutError          ValueError    specs that make no layout, or do not fit a shape
     │   ├── DivisibilityError              a dim that does not divide over its axes
+    │   ├── LayoutTypeError  TypeError     an axis that is not a text
     │   └── PlacementError                 variables that a strategy cannot lay out, all at once
     ├── DimError             ValueError    named dims that do not fit each other, or an operation
     ├── ArrayError           ValueError    parts or arrays that do not fit their layout
@@ -52,6 +53,10 @@ class LayoutError(MeshwrightError, ValueError):
 
 class DivisibilityError(LayoutError):
     """A dim does not divide over the axes that it lies on."""
+
+
+class LayoutTypeError(LayoutError, TypeError):
+    """The name of a dim or an axis is not a text."""
 
 
 class PlacementError(LayoutError):

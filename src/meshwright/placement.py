@@ -300,7 +300,7 @@ class Placement:
             raise _NamedDimsError(
                 "\n".join(f"  {info.path} {info.dims}{whose}: {line}" for line in lines)
             ) from None
-        splitting = [f"{n}:{axis}" for n in names.names if (axis := self.dim_rules.axis(n))]
+        splitting = [f"{n}:{'+'.join(a)}" for n in names.names if (a := self.dim_rules.axes(n))]
         reason = ", ".join([rule] * bool(rule) + splitting) or "no rule for its dims: replicated"
         placed = _padded(info, names.layout(self.dim_rules).on(self.mesh), reason)
         return placed._replace(names=names)
@@ -470,14 +470,14 @@ def _batch_axes_faults(batch: Any, mesh: Mesh) -> list[str]:
 
 def _batch_by(rules: DimRules | None, batch: Any) -> Any:
     """The axes of the batch; left out, ``"batch"``, or where the rules lay the dim of that name."""
-    ruled = None if rules is None else rules.axis("batch")
+    ruled = None if rules is None else rules.spec("batch")
     if batch is ...:
         return "batch" if rules is None else ruled
     batch = tuple(batch) if isinstance(batch, list) else batch
     if ruled is not None and batch not in (ruled, (ruled,)):
         raise LayoutError(
-            f"batch={batch!r} and the rule 'batch:{ruled}' say different axes for the batch. Leave "
-            "batch= out, or take the rule out."
+            f"batch={batch!r} and the rule 'batch:{'+'.join(_as_axes(ruled))}' say different axes "
+            "for the batch. Leave batch= out, or take the rule out."
         )
     return batch
 
@@ -485,8 +485,8 @@ def _batch_by(rules: DimRules | None, batch: Any) -> Any:
 def _dim_rules_faults(rules: DimRules | None, mesh: Mesh) -> list[str]:
     if rules is None:
         return []
-    axis = rules.axis(ANY)
-    faults = [f"rule '{ANY}:{axis}': '{ANY}' names dims that are never split."] if axis else []
+    axes = "+".join(rules.axes(ANY))
+    faults = [f"rule '{ANY}:{axes}': '{ANY}' names dims that are never split."] if axes else []
     try:
         rules.check(mesh)
     except LayoutError as error:

@@ -715,6 +715,42 @@ def test_a_plan_for_another_model_is_an_error_of_a_few_lines():
     assert len(str(caught.value).splitlines()) == 4
 
 
+def test_rules_of_a_plan_are_rules():
+    """They lay a named program out by hand as the plan does, and come back."""
+    import meshwright.named as mn
+
+    def init():
+        return {
+            "up": mn.named(jnp.ones([8, 4096]), "io:8 hidden:4096"),
+            "down": mn.named(jnp.ones([4096, 8]), "hidden:4096 io:8"),
+        }
+
+    def loss(params, batch):
+        hidden = mn.relu(mn.einsum([batch["x"], params["up"]]))
+        return mn.reduce_mean(mn.square(mn.einsum([hidden, params["down"]]) - batch["x"]))
+
+    program = mw.named_program(loss, init, optax.sgd(0.1), batch={"x": "batch io"})
+    rows = {"x": jax.ShapeDtypeStruct((16, 8), "float32")}
+    axes = {"rows": 2, "cols": 4}
+    plan = mw.plan(program, rows, target="cpu:8", hardware=CPU, axes=axes)
+    assert plan.rules == {"hidden": ("rows", "cols")}
+    rules = mn.DimRules(plan.rules)
+    assert str(rules) == "hidden:rows+cols"
+    assert {dim: rules.axes(dim) for dim, _ in rules.pairs} == plan.rules
+    assert mn.DimRules(str(rules)) == rules
+    layout = mw.Layout([U, ("rows", "cols")], plan.mesh)
+    assert mn.layout_of("io:8 hidden:4096", plan.rules, plan.mesh) == layout
+    byhand = mw.Placement.of(plan.mesh, rules=plan.rules)
+    assert byhand.dim_rules == rules
+    strategy = mw.Sharded(plan.mesh, {"kernel": mw.dims("_ hidden")}, rules=plan.rules)
+    assert strategy.placement.dim_rules == rules
+    one = mw.Placement.of(mw.Mesh({"all": 1}))
+    infos = [each.info for each in describe(program, rows, one).placed]
+    lies = {each.info.path: each.layout for each in byhand.place(infos)}
+    assert lies == {each.info.path: each.layout for each in plan.placement().place(infos)}
+    assert lies["up"] == layout
+
+
 # Layouts that are known by name, and seconds that run out
 
 NAMED = ["data parallel", "tensor parallel", "FSDP", "FSDP × tensor parallel"]

@@ -89,7 +89,8 @@ def setups(case: Case, meshes: Sequence[Mesh]) -> list[Setup]:
     layouts = {pattern: as_given(layout) for pattern, layout in (case.layouts or {}).items()}
     asked = {f"rule {pattern!r}": _axes_of(layout) for pattern, layout in layouts.items()}
     asked["batch="] = _as_axes(batch)
-    asked |= {f"rule '{dim}:{axis}'": (axis,) for dim, axis in (ruled.pairs if ruled else ())}
+    pairs = ruled.pairs if ruled else ()
+    asked |= {f"rule '{dim}:{axes}'": DimRules([(dim, axes)]).axes(dim) for dim, axes in pairs}
     for name in _MAPPED:
         asked |= {f"{name} {k!r}": _axes_of(v) for k, v in _mapped(case.options.get(name)).items()}
     unknown = {what: [a for a in axes if a not in known] for what, axes in asked.items()}
@@ -134,7 +135,7 @@ def _setup(
         if options.get(name) is not None:
             options[name] = {k: _within(v, mesh) for k, v in _mapped(options[name]).items()}
     if (ruled := _dim_rules(case)) is not None:
-        options["rules"] = DimRules([(dim, axis) for dim, axis in ruled.pairs if axis in mesh])
+        options["rules"] = ruled.on(mesh)
     if ruled is None or "batch" in options:
         options["batch"] = tuple(axis for axis in _as_axes(batch) if axis in mesh) or None
     absent = dict.fromkeys(a for axes in asked.values() for a in axes if a not in mesh)

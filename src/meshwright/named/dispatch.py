@@ -57,10 +57,10 @@ class Post:
         return self.dispatch == "einsum" or not self.places.size  # nothing is gathered from nothing
 
     @property
-    def _shared(self) -> str | None:
-        """The axis along which both the tokens and the experts lie."""
-        axis = _axis(self.experts)
-        return axis if axis in {_axis(dim) for dim in (*self.groups, self.group)} else None
+    def _shared(self) -> tuple[str, ...] | None:
+        """The axes along which both the tokens and the experts lie."""
+        axes = _axes(self.experts)
+        return axes if axes in {_axes(dim) for dim in (*self.groups, self.group)} else None
 
     @property
     def _box(self) -> Dim:
@@ -72,13 +72,13 @@ class Post:
         """Other names for dims, by which an axis goes from the groups to the experts."""
         if self._shared is None:
             return {}
-        along = [dim for dim in self.groups if _axis(dim) == self._shared]
+        along = [dim for dim in self.groups if _axes(dim) == self._shared]
         return {self.gate.name: self.experts.name} | {d.name: f"{d.name}_whole" for d in along}
 
 
-def _axis(dim: Dim) -> str | None:
+def _axes(dim: Dim) -> tuple[str, ...] | None:
     found = in_force()
-    return None if found is None else found.rules.axis(dim.name)
+    return None if found is None else found.rules.axes(dim.name) or None
 
 
 @operation

@@ -148,8 +148,7 @@ class Gating:
 def _pieces(dim: Dim) -> int:
     """Over how many devices the rules in force lay a dim."""
     found = in_force()
-    axis = None if found is None else found.rules.axis(dim.name)
-    return 1 if found is None or axis is None else found.mesh[axis]
+    return 1 if found is None else found.rules.pieces(dim.name, found.mesh)
 
 
 class Choice(NamedTuple):

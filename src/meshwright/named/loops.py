@@ -148,8 +148,8 @@ def _vmap(function: Callable[..., Any], dim: str | Dim, args: Any, options: Any)
             return given(function)(*args, **options)
 
     places = [position(x.dims, along) for x in over.values()]
-    axis = None if rules is None or rules.only_check else rules.rules.axis(along.name)
-    mapped = jax.vmap(at_a_place, places, axis_size=along.size, spmd_axis_name=axis)
+    axes = None if rules is None or rules.only_check else rules.rules.axes(along.name) or None
+    mapped = jax.vmap(at_a_place, places, axis_size=along.size, spmd_axis_name=axes)
     return _stacked(mapped(*(x.array for x in over.values())), along, "vmap")
 
 

@@ -30,8 +30,11 @@ def split_of(*several: Sequence[Dim]) -> Split:
     split: dict[str, str] = {}
     taken = _mapped_axes()
     for dim in (dim for dims in several for dim in dims):
-        axis = found.rules.axis(dim.name)
-        if axis is None or axis in taken or axis in split.values() or found.mesh[axis] == 1:
+        axes = found.rules.axes(dim.name)
+        if len(axes) != 1:  # those along several axes are left to XLA
+            continue
+        (axis,) = axes
+        if axis in taken or axis in split.values() or found.mesh[axis] == 1:
             continue
         if dim.size and not dim.size % found.mesh[axis]:
             split[dim.name] = axis
@@ -94,8 +97,7 @@ def _mapped_axes() -> frozenset[str]:
     found = in_force()
     if found is None or found.only_check:
         return frozenset()
-    axes = (found.rules.axis(dim.name) for dim in found.mapped)
-    return frozenset(axis for axis in axes if axis is not None)
+    return frozenset(axis for dim in found.mapped for axis in found.rules.axes(dim.name))
 
 
 def _spec(dims: Sequence[Dim], split: Split) -> PartitionSpec:

@@ -179,8 +179,8 @@ def _axes(dims: Iterable[Dim]) -> tuple[str, ...]:
     """The axes that split any of these dims."""
     if (found := laying()) is None:
         return ()
-    axes = (found.rules.axis(dim.name) for dim in dims)
-    return tuple(axis for axis in axes if axis is not None and found.mesh[axis] > 1)
+    axes = (axis for dim in dims for axis in found.rules.axes(dim.name))
+    return tuple(axis for axis in axes if found.mesh[axis] > 1)
 
 
 def _names(dims: Iterable[Dim]) -> tuple[str, ...]:

@@ -179,9 +179,17 @@ def laid_along(
 
 
 def _cut(found: BoundRules, name: str) -> tuple[str | None, int]:
-    """The axis that splits dims of this name, and into how many pieces."""
+    """The axis that splits dims of this name, and into how many pieces.
+
+    Raises :class:`LayoutError` for several axes: devices exchange their borders along one.
+    """
     axis = found.rules.axis(name)
     return (None, 1) if axis is None or found.mesh[axis] == 1 else (axis, found.mesh[axis])
+
+
+def _split(found: BoundRules, name: str) -> tuple[str, ...] | None:
+    """The axes that split dims of this name."""
+    return tuple(axis for axis in found.rules.axes(name) if found.mesh[axis] > 1) or None
 
 
 def _reach(one: Along) -> int:
@@ -244,7 +252,7 @@ def by_device(
 
     if found is None:
         return function
-    specs = [PartitionSpec(*(_cut(found, dim.name)[0] for dim in dims)) for dims in (*ins, out)]
+    specs = [PartitionSpec(*(_split(found, dim.name) for dim in dims)) for dims in (*ins, out)]
     return jax.shard_map(
         function, mesh=found.mesh.jax_mesh, in_specs=tuple(specs[:-1]), out_specs=specs[-1]
     )

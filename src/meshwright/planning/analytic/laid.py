@@ -245,10 +245,10 @@ def _by_names(
     if rules is None:
         return {}
     return {
-        place: (axis,)
+        place: over
         for place, dim in enumerate(graph.dims)
-        if place not in along and (axis := rules.axis(dim.name.partition("#")[0])) in known
-        if axis is not None
+        if place not in along
+        if (over := tuple(a for a in rules.axes(dim.name.partition("#")[0]) if a in known))
     }
 
 
