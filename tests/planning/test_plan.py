@@ -744,7 +744,7 @@ def test_rules_of_a_plan_are_rules():
     assert byhand.dim_rules == rules
     strategy = mw.Sharded(plan.mesh, {"kernel": mw.dims("_ hidden")}, rules=plan.rules)
     assert strategy.placement.dim_rules == rules
-    one = mw.Placement.of(mw.Mesh({"all": 1}))
+    one = mw.Placement.of(mw.Mesh({"batch": 1}))
     infos = [each.info for each in describe(program, rows, one).placed]
     lies = {each.info.path: each.layout for each in byhand.place(infos)}
     assert lies == {each.info.path: each.layout for each in plan.placement().place(infos)}
