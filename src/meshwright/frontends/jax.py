@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,15 +29,20 @@ def jax_program(
     ``loss(params, batch)`` returns a scalar, or ``(scalar, logs)`` with a dict of scalars to show.
     ``params`` is a pytree of arrays, or a function without arguments that makes one; the function
     is traced, so that each array can be made directly in its layout. Where it is a pytree of
-    ``jax.ShapeDtypeStruct``, the program is one to plan with. ``optimizer`` is Optax' pair
-    of functions ``init`` and ``update``. ``forward(params, inputs)`` is only needed for prediction.
-    Paths of parameters are their keys joined by ``/``.
+    ``jax.ShapeDtypeStruct``, the program is one to plan with. A pytree that can be called, such as
+    an Equinox module, is parameters: its arrays; what else is in it stays. ``optimizer`` is Optax'
+    pair of functions ``init`` and ``update``. ``forward(params, inputs)`` is only needed for
+    prediction. Paths of parameters are their keys joined by ``/``.
 
     >>> import optax
     >>> program = jax_program(lambda p, b: p["w"] * b, {"w": jnp.ones([])}, optax.adam(0.1))
     >>> [info.path for info in program.slots]
     ['0/count', '0/mu/w', '0/nu/w']
     """
+    if callable(params) and not _makes_parameters(params):
+        params, rest = _parted(params)
+        loss = _filled_up(loss, rest)
+        forward = None if forward is None else _filled_up(forward, rest)
     return program_of(loss, params, optimizer, forward, name, Tree)
 
 
@@ -54,8 +60,8 @@ def program_of(
             f"optimizer={optimizer!r} has no functions init and update: give one of Optax, such as "
             "optax.adam(0.001)."
         )
-    make = params if callable(params) else lambda: jax.tree.map(_valued, params)
-    shapes = jax.eval_shape(make) if callable(params) else jax.tree.map(_shape, params)
+    make = params if _makes_parameters(params) else lambda: jax.tree.map(_valued, params)
+    shapes = jax.eval_shape(make) if make is params else jax.tree.map(_shape, params)
     slot_shapes = jax.eval_shape(optimizer.init, shapes)
     tree, slot_tree = tree_of(shapes), tree_of(slot_shapes)
     param_infos = tree.infos("parameter")
@@ -104,6 +110,35 @@ def program_of(
         update=update,
         logs="of one batch",
     )
+
+
+def _makes_parameters(params: Any) -> bool:
+    """Whether it is a function that makes parameters, rather than a pytree of them."""
+    is_function = jax.tree_util.all_leaves([params]) or isinstance(params, functools.partial)
+    return callable(params) and is_function
+
+
+def _parted(tree: Any) -> tuple[Any, Any]:
+    """The arrays of a pytree, and what else is in it, each with ``None`` for the other."""
+    is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # noqa: E731
+    arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+    return arrays, jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, tree)
+
+
+def _filled_up(function: Callable[..., Any], rest: Any) -> Callable[..., Any]:
+    """The function of arrays alone, which gets ``rest`` with them in one tree."""
+
+    @functools.wraps(function)
+    def filled(arrays: Any, *args: Any, **options: Any) -> Any:
+        tree = jax.tree.map(
+            lambda array, other: other if array is None else array,
+            arrays,
+            rest,
+            is_leaf=lambda leaf: leaf is None,
+        )
+        return function(tree, *args, **options)
+
+    return filled
 
 
 def _shape(value: Any) -> Any:

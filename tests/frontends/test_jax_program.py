@@ -1,0 +1,78 @@
+"""Parameters of a JAX program: trees, functions that make them, and trees that can be called."""
+
+from __future__ import annotations
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshwright as mw
+
+
+def network(width=16):
+    return eqx.nn.MLP(8, 4, width, depth=2, key=jax.random.key(0))  # holds its activation, too
+
+
+def loss(model, batch):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def batch():
+    x, y = jax.random.normal(jax.random.key(1), (2, 16, 8))
+    return np.asarray(x), np.asarray(y[:, :4])
+
+
+def test_an_equinox_module_trains_as_optax_trains_it_alone():
+    model, optimizer = network(), optax.adam(0.01)
+    program = mw.jax_program(loss, model, optimizer, forward=lambda m, x: jax.vmap(m)(x))
+    paths = [info.path for info in program.params]
+    assert paths[:2] == ["layers/0/weight", "layers/0/bias"]
+    assert len(paths) == 6
+    layouts = {"layers/0/weight": ["model", None], "layers/1/weight": [None, "model"]}
+    mesh = mw.create_mesh({"batch": 4, "model": 2})
+    placement = mw.Placement.of(mesh, layouts, unmatched="replicate")
+    trainer = mw.Trainer(program, placement)
+    state = trainer.init()
+    rows = batch()
+    slots = optimizer.init(eqx.filter(model, eqx.is_array))
+    for _ in range(3):
+        state, logs = trainer.step(state, rows)
+        value, slopes = eqx.filter_value_and_grad(loss)(model, rows)
+        changes, slots = optimizer.update(slopes, slots)
+        model = eqx.apply_updates(model, changes)
+        np.testing.assert_allclose(logs["loss"], value, rtol=1e-4)
+    weight = state.params["layers/1/weight"]
+    np.testing.assert_allclose(weight, model.layers[1].weight, rtol=1e-3, atol=1e-5)
+    assert str(weight.sharding.spec) == "P(None, 'model')"
+    found = trainer.forward(state, rows[0])
+    np.testing.assert_allclose(found, jax.vmap(model)(rows[0]), rtol=1e-3, atol=1e-5)
+
+
+def test_a_module_of_shapes_is_planned_with():
+    model = eqx.filter_eval_shape(network, 4096)
+    program = mw.jax_program(loss, model, optax.adam(0.01))
+    rows = jax.ShapeDtypeStruct((16, 8), "float32"), jax.ShapeDtypeStruct((16, 4), "float32")
+    plan = mw.plan(program, rows, target="h100:4")
+    assert {"layers/0/weight", "layers/2/bias"} <= plan.layouts_of(inputs=False).keys()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"w": jnp.ones(3)},
+        functools.partial(lambda n: {"w": jnp.ones(n)}, 3),
+        jax.tree_util.Partial(lambda n: {"w": jnp.ones(3) * n}, 1.0),
+        jax.jit(lambda: {"w": jnp.ones(3)}),
+    ],
+    ids=["function", "partial", "tree of a partial", "jitted"],
+)
+def test_a_function_still_makes_parameters(make):
+    program = mw.jax_program(lambda p, b: jnp.sum(p["w"] * b), make, optax.sgd(0.1))
+    assert [(info.path, info.dims) for info in program.params] == [("w", (3,))]
+    np.testing.assert_array_equal(program.initial().params["w"], np.ones(3))
