@@ -173,6 +173,23 @@ A layout with pad=True pads such a weight where a step stores it, and only there
     assert isinstance(error.value, ValueError)
 
 
+def test_equal_layers_stand_in_one_line():
+    """KV heads that do not divide: one line for all layers, and one for their values."""
+    infos = [
+        ParamInfo(path, (path,), (64, 8, 16), "float32", 4)
+        for path in (f"blocks.{i}.attention/{name}" for i in range(32) for name in ("key", "value"))
+    ]
+    placement = Placement.of(Mesh({"model": 16}), {"attention": [None, "model", None]}, batch=None)
+    with pytest.raises(PlacementError, match=r"64 variable\(s\) cannot be laid out") as caught:
+        placement.place(infos)
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == [
+        "blocks.0…31.attention/key",
+        "blocks.0…31.attention/value",
+    ]
+    assert len(lines) == 4  # the last says how to pad
+
+
 def test_on_another_mesh_the_same_rules_hold():
     placement = Placement.of(MESH, {"kernel": [None, "model"]}, inputs={"x": ["batch", "model"]})
     other = Mesh({"model": 3, "batch": 1})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..merging import merged
 
 PARTS = ("params", "state", "slots", "metrics")  # the fields of a TrainState
 KEY = "meshwright"  # where the record stands among Orbax' own metadata
@@ -225,7 +226,9 @@ def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
     if faults:
         raise CheckpointError(
             f"{len(faults)} array(s) of {info.directory} differ from what is to be restored; "
-            "nothing was changed.\n" + "\n".join(faults) + "\nBuild and compile the model as it "
+            "nothing was changed.\n"
+            + "\n".join(merged(faults))
+            + "\nBuild and compile the model as it "
             "was when the checkpoint was written, or restore only some parts of it (parts=...)."
         )
 
