@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..errors import ModelError
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from .extras import Extras, zeros
 from .trees import Tree
 
 Params = Any  # a pytree of arrays
@@ -23,27 +24,40 @@ def jax_program(
     *,
     forward: Callable[[Params, Any], Any] | None = None,
     name: str = "program",
+    seed: int = 0,
 ) -> Program:
     """A Program from a pure loss function, parameters and an optimizer.
 
-    ``loss(params, batch)`` returns a scalar, or ``(scalar, logs)`` with a dict of scalars to show.
+    ``loss(params, batch)`` returns a scalar, or ``(scalar, logs)`` with a dict of scalars to show,
+    each a mean over the rows of the batch. It may also take, by these names, ``key``, a random key
+    that is new for each batch and micro-batch, ``keys``, one for each row of it, and ``step``, the
+    number of the step from 0. Keys begin with ``seed`` and are equal on every mesh and layout;
+    those of rows also however a step is cut into micro-batches. What is drawn from ``key`` is not,
+    for every micro-batch has another.
     ``params`` is a pytree of arrays, or a function without arguments that makes one; the function
     is traced, so that each array can be made directly in its layout. Where it is a pytree of
     ``jax.ShapeDtypeStruct``, the program is one to plan with. A pytree that can be called, such as
     an Equinox module, is parameters: its arrays; what else is in it stays. ``optimizer`` is Optax'
     pair of functions ``init`` and ``update``. ``forward(params, inputs)`` is only needed for
-    prediction. Paths of parameters are their keys joined by ``/``.
+    prediction. Paths of parameters are their keys joined by ``/``. Raises
+    :class:`~meshwright.ModelError` for a loss with other arguments that have no default.
 
     >>> import optax
     >>> program = jax_program(lambda p, b: p["w"] * b, {"w": jnp.ones([])}, optax.adam(0.1))
     >>> [info.path for info in program.slots]
     ['0/count', '0/mu/w', '0/nu/w']
+    >>> def dropped(params, batch, keys):
+    ...     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, [4]))(keys)
+    ...     return jnp.mean(batch @ params["w"] * kept / 0.9)
+    >>> [info.path for info in jax_program(dropped, {"w": jnp.ones([3, 4])}, optax.sgd(0.1)).state]
+    ['counts/rows']
     """
+    extras = Extras.of(loss, seed)
     if callable(params) and not _makes_parameters(params):
         params, rest = _parted(params)
         loss = _filled_up(loss, rest)
         forward = None if forward is None else _filled_up(forward, rest)
-    return program_of(loss, params, optimizer, forward, name, Tree)
+    return program_of(loss, params, optimizer, forward, name, Tree, extras)
 
 
 def program_of(
@@ -53,8 +67,12 @@ def program_of(
     forward: Callable[[Params, Any], Any] | None,
     name: str,
     tree_of: Callable[[Any], Tree],
+    extras: Extras,
 ) -> Program:
-    """The Program of plain functions over trees, whose arrays ``tree_of`` gives their paths."""
+    """The Program of plain functions over trees, whose arrays ``tree_of`` gives their paths.
+
+    ``loss(params, batch, **more)`` takes what ``extras`` says.
+    """
     if not all(callable(getattr(optimizer, each, None)) for each in ("init", "update")):
         raise ModelError(
             f"optimizer={optimizer!r} has no functions init and update: give one of Optax, such as "
@@ -68,7 +86,8 @@ def program_of(
 
     def initial() -> TrainState:
         values = make()
-        return TrainState(tree.named(values), {}, slot_tree.named(optimizer.init(values)), {})
+        slots = {**slot_tree.named(optimizer.init(values)), **zeros(extras.slots)}
+        return TrainState(tree.named(values), zeros(extras.state), slots, {})
 
     def apply(values: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
         del training  # a plain function has no modes
@@ -81,10 +100,10 @@ def program_of(
     def whole_loss(
         values: Arrays, whole: TrainState, batch: Batch, training: bool
     ) -> tuple[Any, Aux]:
-        del training
-        result = loss(tree.whole(values), batch)
+        result = loss(tree.whole(values), batch, **extras.values(whole, batch))
         value, logs = result if isinstance(result, tuple) else (result, {})
-        return value, Aux(value, logs, whole.state, whole.metrics)
+        state = extras.after_batch(whole.state, batch) if training else whole.state
+        return value, Aux(value, logs, state, whole.metrics)
 
     def measure(metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
         del batch
@@ -95,13 +114,13 @@ def program_of(
             tree.whole(grads), slot_tree.whole(slots), tree.whole(values)
         )
         moved = {path: values[path] + change for path, change in tree.named(changes).items()}
-        return moved, slot_tree.named(new)
+        return moved, {**slot_tree.named(new), **extras.after_step(slots)}
 
     return Program(
         name=name,
         params=param_infos,
-        state=(),
-        slots=slot_tree.infos("slot", param_infos),
+        state=extras.state,
+        slots=(*slot_tree.infos("slot", param_infos), *extras.slots),
         metrics=(),
         initial=initial,
         forward=apply,

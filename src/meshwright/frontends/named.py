@@ -17,6 +17,7 @@ from ..named.array import NamedArray, named
 from ..named.rules import bound, no_rules, rules
 from ..placement import ParamInfo, Placement
 from ..program import Program
+from .extras import Extras
 from .jax import Params, program_of
 from .trees import Tree
 
@@ -29,6 +30,7 @@ def named_program(
     batch: Any = None,
     forward: Callable[[Params, Any], Any] | None = None,
     name: str = "program",
+    seed: int = 0,
 ) -> Program:
     """A Program from a loss over named arrays, its parameters and an optimizer.
 
@@ -40,7 +42,8 @@ def named_program(
 
     ``batch`` names the dims of a batch's arrays, as a tree of texts: they are then laid out by the
     rules as they come from the host, and ``loss`` gets them named. Without it, it gets them as they
-    are. ``forward`` is only needed for prediction, and gets its inputs as they are.
+    are. ``forward`` is only needed for prediction, and gets its inputs as they are. ``loss`` may
+    take ``key``, ``keys`` and ``step`` as well, which begin with ``seed``.
 
     >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw, meshwright.named as mn
     >>> def loss(params, batch):
@@ -66,12 +69,14 @@ def named_program(
     """
     batch_names = None if batch is None else _batch_names(batch)
 
-    def scalar_loss(params: Params, batch: Any) -> Any:
-        result = loss(params, batch if batch_names is None else _with_names(batch, batch_names))
+    def scalar_loss(params: Params, batch: Any, **more: Any) -> Any:
+        batch = batch if batch_names is None else _with_names(batch, batch_names)
+        result = loss(params, batch, **more)
         value, logs = result if isinstance(result, tuple) else (result, {})
         return _scalar(value, "the loss"), {k: _scalar(v, f"log {k!r}") for k, v in logs.items()}
 
-    program = program_of(scalar_loss, params, optimizer, forward, name, _named_tree)
+    extras = Extras.of(loss, seed)
+    program = program_of(scalar_loss, params, optimizer, forward, name, _named_tree, extras)
 
     def update(*args: Any) -> Any:
         # ZeRO updates in pieces that no rule knows of; where they lie is told from outside.

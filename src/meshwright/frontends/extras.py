@@ -1,0 +1,111 @@
+"""What a loss may take beside parameters and batch: random keys, and the number of the step.
+
+Rows are counted over all of training, and keys are folded from that count, not drawn one from
+another. So a key depends neither on the mesh nor on the layout; one per row depends not even on how
+a step is cut into micro-batches, and a resumed run draws what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import ModelError
+from ..placement import ParamInfo, Role
+from ..program import Arrays, Batch, TrainState
+from ..step.padding import rows_of
+
+NAMES = ("key", "keys", "step")
+_ROWS, _STEP = "counts/rows", "counts/step"
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Those of :data:`NAMES` that a loss takes; keys begin with ``seed``."""
+
+    names: tuple[str, ...]
+    seed: int
+
+    @classmethod
+    def of(cls, loss: Callable[..., Any], seed: int) -> Extras:
+        """Read from the signature: arguments after the first two without default, or with ``None``.
+
+        Raises :class:`~meshwright.ModelError` for another argument without default.
+
+        >>> Extras.of(lambda params, batch, key, temperature=1.0: 0.0, seed=0).names
+        ('key',)
+        """
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ModelError(f"seed={seed!r} is invalid: expected a whole number.")
+        try:
+            every = inspect.signature(loss).parameters.values()
+        except (TypeError, ValueError):  # written in C, or not a function
+            return cls((), seed)
+        named = [each for each in every if each.kind in _BY_NAME][_taken_by_place(every) :]
+        required = [each.name for each in named if each.default is inspect.Parameter.empty]
+        if unknown := [name for name in required if name not in NAMES]:
+            raise ModelError(
+                f"the loss has arguments without a default that are unknown: {', '.join(unknown)}. "
+                f"Expected params, batch and any of {', '.join(NAMES)}."
+            )
+        optional = [each.name for each in named if each.default is None]
+        return cls(tuple(name for name in NAMES if name in (*required, *optional)), seed)
+
+    @property
+    def state(self) -> tuple[ParamInfo, ...]:
+        """What is kept from one micro-batch to the next: the rows before."""
+        return (_info(_ROWS, "seed", "uint32"),) if {"key", "keys"} & {*self.names} else ()
+
+    @property
+    def slots(self) -> tuple[ParamInfo, ...]:
+        """What is kept from one step to the next: how many there were."""
+        return (_info(_STEP, "slot", "int32"),) if "step" in self.names else ()
+
+    def values(self, whole: TrainState, batch: Batch) -> dict[str, Any]:
+        """The arguments for one batch or micro-batch."""
+        taken: dict[str, Any] = {}
+        if "step" in self.names:
+            taken["step"] = whole.slots[_STEP]
+        if self.state:
+            before = whole.state[_ROWS]
+            of_batches, of_rows = jax.random.split(jax.random.key(self.seed))
+            if "key" in self.names:
+                taken["key"] = jax.random.fold_in(of_batches, before)
+            if "keys" in self.names:
+                numbers = before + jnp.arange(rows_of(batch), dtype="uint32")
+                taken["keys"] = jax.vmap(jax.random.fold_in, (None, 0))(of_rows, numbers)
+        return taken
+
+    def after_batch(self, state: Arrays, batch: Batch) -> Arrays:
+        """The state when the rows of a batch have been counted."""
+        return {**state, _ROWS: state[_ROWS] + rows_of(batch)} if self.state else state
+
+    def after_step(self, slots: Arrays) -> Arrays:
+        """The slots that count steps, when one more was taken."""
+        return {_STEP: slots[_STEP] + 1} if self.slots else {}
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _taken_by_place(every: Any) -> int:
+    """How many of the arguments that have names are ``params`` and ``batch``."""
+    nameless = [each for each in every if each.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in every):
+        by_place = [e for e in every if e.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        return min(2 - min(2, len(nameless)), len(by_place))
+    return max(0, 2 - len(nameless))
+
+
+def zeros(infos: tuple[ParamInfo, ...]) -> Arrays:
+    """Counts before the first step."""
+    return {info.path: jnp.zeros([], info.dtype) for info in infos}
+
+
+def _info(path: str, role: Role, dtype: str) -> ParamInfo:
+    return ParamInfo(path=path, spellings=(path,), dims=(), dtype=dtype, itemsize=4, role=role)
