@@ -99,6 +99,49 @@ def test_a_step_may_be_changed_by_the_user() -> None:
     )
 
 
+def _library_step(strategy: mw.Sharded, model: keras.Model, program: mw.Program) -> Any:
+    return strategy.train_step(model)
+
+
+def _own_step(strategy: mw.Sharded, model: keras.Model, program: mw.Program) -> Any:
+    def step(whole: mw.TrainState, batch: Any) -> Any:
+        (_, aux), grads = jax.value_and_grad(program.loss, has_aux=True)(
+            whole.params, whole, batch, True
+        )
+        params, slots = program.update(whole.params, grads, whole.slots)
+        metrics, logs = program.measure(aux.metrics, aux, batch)
+        return mw.TrainState(params, aux.state, slots, metrics), logs
+
+    return step
+
+
+@pytest.mark.parametrize("make", [_library_step, _own_step])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_step_keeps_every_layout_and_compiles_once(make: Any, zero: int) -> None:
+    """Biases and their slots are whole beside kernels that are split over their features."""
+    mesh = mw.create_mesh({"batch": 4, "model": 2})
+    strategy = mw.Sharded(mesh, {"kernel": [None, "model"]}, zero=zero, unmatched="replicate")
+    with strategy.scope():
+        net = [layers.Dense(64), layers.BatchNormalization(), layers.Dense(2)]
+        model = keras.Sequential([keras.Input([64]), *net])
+        model.compile("adam", "mse")
+    batch = np.ones([8, 64], "float32"), np.ones([8, 2], "float32")
+    program = strategy.program(model, batch)
+    step = jax.jit(make(strategy, model, program), donate_argnums=0)
+    batch = strategy.put(batch)
+    state = strategy.state(model)
+    before = jax.tree.map(lambda array: array.sharding, state)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    lies = jax.tree.map(
+        lambda array, sharding: array.sharding.is_equivalent_to(sharding, array.ndim),
+        state,
+        before,
+    )
+    assert all(jax.tree.leaves(lies)), lies
+    assert step._cache_size() == 1
+
+
 # Plain JAX
 
 

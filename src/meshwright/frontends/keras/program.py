@@ -87,6 +87,21 @@ def read_state(variables: KerasVariables) -> TrainState:
     return variables.storing.store(values)
 
 
+def shardings_of(variables: KerasVariables) -> TrainState:
+    """How the arrays of :func:`read_state` lie; also of variables whose arrays were donated."""
+    return TrainState(
+        *(
+            {
+                path: padded[path].kept.sharding
+                if path in padded
+                else _compat.raw_value(variable).sharding
+                for path, variable in part.items()
+            }
+            for part, padded in zip(_parts(variables), variables.storing.parts, strict=True)
+        )
+    )
+
+
 def take_state(variables: KerasVariables) -> TrainState:
     """The same for steps that donate it: the variables hold nothing until :func:`write_state`.
 

@@ -21,6 +21,7 @@ from ...mesh import Mesh
 from ...placement import BatchLike, ParamInfo, Placed, Placement, Unmatched
 from ...planning.described import Described
 from ...program import Batch, Program, TrainState
+from ...step.keeping import keeping
 from ...step.options import PLAIN, StepOptions, Sums
 from ...step.sharing import Sharing
 from ...step.train import Step, make_train_step
@@ -32,7 +33,14 @@ from .hooks import Hooks, OutputOf, layout_of, parameter_of
 from .options import check_model
 from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
 from .pending import WaitingRoom, is_pending, settle, waiting_room
-from .program import KerasVariables, check_state, keras_program, read_state, write_state
+from .program import (
+    KerasVariables,
+    check_state,
+    keras_program,
+    read_state,
+    shardings_of,
+    write_state,
+)
 
 
 class _Laid(NamedTuple):
@@ -224,8 +232,12 @@ class Sharded(_Distribution):
         """The compiled model as a :class:`~meshwright.Program`.
 
         ``batch`` (arrays ``(x, y)``) is needed while model, metrics or optimizer are not built.
+        Whatever step its functions are called in, new values lie as the old ones do.
         """
-        return keras_program(model, self.prepare(model, _given(batch)))
+        variables = self.prepare(model, _given(batch))
+        program = keras_program(model, variables)
+        sharing = Sharing.of(self.placement, program.params)
+        return keeping(program, shardings_of(variables), sharing)
 
     def train_step(self, model: keras.Model, batch: Batch | None = None) -> Step:
         """The pure function ``(state, batch) -> (state, logs)``, to be called under ``jax.jit``.
