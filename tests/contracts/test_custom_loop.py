@@ -142,6 +142,22 @@ def test_a_step_keeps_every_layout_and_compiles_once(make: Any, zero: int) -> No
     assert step._cache_size() == 1
 
 
+def test_parts_of_a_program_are_traced_under_the_strategy_anywhere() -> None:
+    """Else gradients of split images would be XLA's, which are wrong where rows do not divide."""
+    mesh = mw.create_mesh({"batch": 2, "rows": 4})
+    strategy = mw.Sharded(mesh, batch="batch", inputs=["batch", "rows", None, None])
+    batch = np.ones([4, 12, 8, 1], "float32"), np.ones([4, 1], "float32")
+    with strategy.scope():
+        net = [layers.Conv2D(2, 3, padding="same"), layers.GlobalMaxPooling2D()]
+        model = keras.Sequential([keras.Input([12, 8, 1]), *net, layers.Dense(1)])
+        model.compile("sgd", "mse")
+    program, state = strategy.program(model, batch), strategy.state(model)
+    traced = jax.make_jaxpr(lambda batch: program.loss(state.params, state, batch, True)[0])
+    inside = jax.make_jaxpr(strategy.train_step(model))(state, strategy.put(batch))
+    for found in (str(traced(strategy.put(batch))), str(inside)):
+        assert "shard_map" in found  # the exchange of borders, written out
+
+
 # Plain JAX
 
 

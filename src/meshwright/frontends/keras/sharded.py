@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,7 +238,12 @@ class Sharded(_Distribution):
         variables = self.prepare(model, _given(batch))
         program = keras_program(model, variables)
         sharing = Sharing.of(self.placement, program.params)
-        return keeping(program, shardings_of(variables), sharing)
+        here = replace(
+            program,
+            forward=self.traced_here(model, program.forward),
+            loss=self.traced_here(model, program.loss),
+        )
+        return keeping(here, shardings_of(variables), sharing)
 
     def train_step(self, model: keras.Model, batch: Batch | None = None) -> Step:
         """The pure function ``(state, batch) -> (state, logs)``, to be called under ``jax.jit``.
