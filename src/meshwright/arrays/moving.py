@@ -25,7 +25,9 @@ def relayout(x: Any, layout: LayoutLike) -> jax.Array:
     ``x``: a JAX array, a Keras variable, NumPy, a list or a scalar, the same in every process.
     ``MATCH`` keeps a dim as it is. Inside ``jit`` this tells the compiler where the value lies, on
     the mesh of the ``jit`` (the same axes over other devices are found there by JAX itself, when it
-    compiles). Differentiable: eagerly the gradient comes back in the layout of ``x``. NumPy's
+    compiles). XLA refuses a ``lax.cond`` whose branches end in different layouts, as an INTERNAL
+    error; a training step of this library takes it, in another ``jit`` relayout the result instead.
+    Differentiable: eagerly the gradient comes back in the layout of ``x``. NumPy's
     64-bit types become JAX's 32-bit ones, as everywhere in JAX.
 
     Raises :class:`LayoutError` where the layout does not fit, :class:`ArrayError` for what is no

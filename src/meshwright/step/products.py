@@ -26,10 +26,11 @@ def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
     >>> [e.primitive.name for e in jax.make_jaxpr(in_order(transposed))(x, y).eqns]
     ['dot_general']
     """
-    return edited(function, _ordered)
+    return edited(function, ordered)
 
 
-def _ordered(jaxpr: Any) -> Any:
+def ordered(jaxpr: Any) -> Any:
+    """The same of an open jaxpr."""
     uses = count_uses(jaxpr)
     products = {
         eqn.outvars[0]: number

@@ -9,8 +9,10 @@ from typing import Any
 
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .accumulate import accumulating_step
+from .branches import with_free_results
+from .jaxprs import edited
 from .options import PLAIN, StepOptions
-from .products import in_order
+from .products import ordered
 from .sharing import Gradient, Sharing, shared
 from .spatial import guard
 from .sums import summed_in
@@ -62,8 +64,8 @@ def gradient(program: Program, share: float = 1.0, *, sums: str | None = None) -
         (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, whole, batch)
         return aux, grads
 
-    ordered = in_order(differentiated)
-    return ordered if sums is None else summed_in(ordered, sums)
+    taken = edited(differentiated, lambda jaxpr: with_free_results(ordered(jaxpr)))
+    return taken if sums is None else summed_in(taken, sums)
 
 
 def guarded(
@@ -88,8 +90,11 @@ def guarded(
 def make_test_step(program: Program) -> Step:
     """The pure step ``(state, batch) -> (state, logs)`` that only measures."""
 
+    def loss(whole: TrainState, batch: Batch) -> Any:
+        return program.loss(whole.params, whole, batch, False)
+
     def test_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-        _, aux = program.loss(whole.params, whole, batch, False)
+        _, aux = edited(loss, with_free_results)(whole, batch)
         metrics, logs = program.measure(aux.metrics, aux, batch)
         return whole._replace(state=aux.state, metrics=metrics), logs
 
