@@ -570,6 +570,7 @@ def test_options_come_from_a_file_and_the_command_line_wins(job, place):
         ("targte = 'cpu:8'", "conf.toml: unknown key 'targte'. Did you mean 'target'?"),
         ("[dry-run]\nstep = 2", "conf.toml, table 'dry-run': unknown key 'step'."),
         ("dry-run = 3", "conf.toml: 'dry-run' must be a table."),
+        ("mesh = ['batch=8']", "conf.toml: 'mesh' takes one value; received a list of 1."),
         ("mesh = 'batch'", "(from conf.toml)"),
         ("mesh = ", "Could not open file 'conf.toml'"),
     ],

@@ -367,7 +367,7 @@ def test_a_tensor_that_does_not_fit_is_an_error_with_its_name():
         Section("", mesh, (drawn("kernel", (6, 4), ["batch", None]),))
     with pytest.raises(LayoutError, match=r"kernel has 1 dims \(6,\), but its layout .* has 2"):
         drawn("kernel", (6,), ["batch", None])
-    with pytest.raises(LayoutError, match=r"x: layout .* holds MATCH"):
+    with pytest.raises(LayoutError, match=r"x: layout .* contains MATCH"):
         drawn("x", (6,), [MATCH])
     with pytest.raises(LayoutError, match=r"2 dims \(6, 4\) and 1 dim_names"):
         drawn("kernel", (6, 4), [None, None], dim_names=("in",))
@@ -540,7 +540,7 @@ def test_show_says_what_it_cannot_show():
         mw.show(np.zeros(3))
     with pytest.raises(LayoutError, match="is unbound"):
         mw.show(Layout(["batch"]), [4])
-    with pytest.raises(LayoutError, match=r"dims=\(4,\) belong to a Layout, but Mesh was given"):
+    with pytest.raises(LayoutError, match=r"dims=\(4,\) belong to a Layout; received a Mesh"):
         mw.show(Mesh(GRID), [4])
 
 

@@ -34,7 +34,9 @@ def _take(ctx: click.Context, _parameter: click.Parameter, path: Path | None) ->
     _refuse(own, here, f"{place}, table {ctx.info_name!r}", ctx)
     said = {_key(key): value for key, value in {**shared, **own}.items()}
     ctx.default_map = {
-        str(param.name): _value(param, said[key]) for key, param in here.items() if key in said
+        str(param.name): _value(param, said[key], f"{place}: {key!r}")
+        for key, param in here.items()
+        if key in said
     }
 
 
@@ -81,7 +83,7 @@ def _refuse(table: Mapping[str, Any], known: Iterable[str], place: str, ctx: cli
         )
 
 
-def _value(param: click.Parameter, value: Any) -> Any:
+def _value(param: click.Parameter, value: Any, place: str) -> Any:
     """A value of TOML as the option takes it from the command line."""
     joint = _JOINTS.get(param.opts[0])
     if isinstance(value, Mapping) and joint is not None:
@@ -89,8 +91,10 @@ def _value(param: click.Parameter, value: Any) -> Any:
     if isinstance(value, Mapping):  # a mesh
         value = ",".join(f"{key}={item}" for key, item in value.items())
     several = param.multiple or param.nargs == -1
-    if several and isinstance(value, list):
-        return [_value(_one, item) if isinstance(item, Mapping) else item for item in value]
+    if isinstance(value, list):
+        if not several:
+            raise click.UsageError(f"{place} takes one value; received a list of {len(value)}.")
+        return [_value(_one, item, place) for item in value]
     return [value] if several else value
 
 
