@@ -64,7 +64,7 @@ def test_the_quick_demo_ends_with_a_table_and_a_picture(tmp_path: Path) -> None:
     ]
     assert "\x1b" not in printed
     assert "(c) data, space: loss" in printed
-    picture = Path(printed.rstrip().rsplit("How the tensors lie: ", 1)[1])
+    picture = Path(printed.rstrip().rsplit("Picture of the layouts: ", 1)[1])
     assert picture == (tmp_path / "pictures" / "layouts.svg").resolve()
     drawn = "".join(ElementTree.parse(picture).getroot().itertext())
     assert all(word in drawn for word in ("(a) data", "(b) data, model", "(c) data, space"))

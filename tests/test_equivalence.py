@@ -328,7 +328,7 @@ def test_an_unknown_option_is_told_with_those_that_there_are() -> None:
 
 
 def test_too_few_devices_are_told() -> None:
-    with pytest.raises(mw.MeshError, match="needs 64 devices, and there are 8"):
+    with pytest.raises(mw.MeshError, match="needs 64 devices; 8 are available"):
         check(linear, {"batch": 64})
 
 

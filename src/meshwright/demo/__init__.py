@@ -54,7 +54,7 @@ def main(
     results = _train(console, jobs, digits, epochs)
     picture = _write_picture(results, folder)
     show_results(console, results, digits)
-    console.print(f"How the tensors lie: {picture}", soft_wrap=True, highlight=False)
+    console.print(f"Picture of the layouts: {picture}", soft_wrap=True, highlight=False)
 
 
 def _train(console: Console, jobs: list[Job], digits: Digits, epochs: int) -> list[Result]:

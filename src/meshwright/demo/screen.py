@@ -83,7 +83,7 @@ def progress_of(
 
 
 def show_plan(console: Console, digits: Digits, jobs: Sequence[Job]) -> None:
-    """Say what is going to run, on which digits, and why on these."""
+    """Print what will run, on which digits, and why on these."""
     source, *reasons = digits.origin.splitlines()
     console.print(f"[bold]Meshwright[/]: one model, any mesh of {_DEVICES}", highlight=False)
     console.print(f"Digits: {source}", highlight=False)
@@ -108,7 +108,7 @@ def show_results(console: Console, results: Sequence[Result], digits: Digits) ->
     )
     if trained < _FULL_SET:
         console.print(
-            f"All {_FULL_SET:,} digits of MNIST take the accuracy further: "
+            f"For a higher accuracy, train on all {_FULL_SET:,} digits of MNIST: "
             "meshwright demo --data mnist.npz",
             style="dim",
             highlight=False,

@@ -41,7 +41,7 @@ def draw_svg(items: Items, title: str = "") -> str:
     for section in sheet.sections:
         y = _section(canvas, section, columns, width, y)
     height = _legend(canvas, width, y) if columns else y
-    name = sheet.title or "How tensors lie on a mesh"
+    name = sheet.title or "Layouts of tensors on a mesh"
     return canvas.finish(width, height, name, _description(sheet), PAPER, RULE)
 
 

@@ -29,7 +29,7 @@ def check(
 ) -> Equivalence:
     """Train what ``build`` makes on one device and under each mesh, and compare everything.
 
-    See :func:`meshwright.testing.assert_equivalent`, which raises where this tells.
+    See :func:`meshwright.testing.assert_equivalent`, which raises where this only reports.
     """
     from .. import _compat
     from .cases import setups
@@ -46,7 +46,7 @@ def check(
         again = oracle.run_again(steps, tolerance.eps, seed)
         found = []
         for setup in chosen:
-            with _told(setup.mesh) as warned:
+            with _warnings_under(setup.mesh) as warned:
                 run = under_mesh(build, setup, seed, double, steps, oracle.is_pure, **more)
             notes = (*setup.notes, *warned)
             found.append(judge(setup.mesh, run, one, again, tolerance, notes))
@@ -54,19 +54,19 @@ def check(
 
 
 @contextlib.contextmanager
-def _told(mesh: Mesh) -> Iterator[list[str]]:
-    """Collects what Meshwright warns of; an error says under which mesh it happened."""
-    told: list[str] = []
+def _warnings_under(mesh: Mesh) -> Iterator[list[str]]:
+    """Collects Meshwright's warnings; an error says under which mesh it happened."""
+    texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MeshwrightWarning)
         try:
-            yield told
+            yield texts
         except MeshwrightError as error:
             error.add_note(f"This happened under the mesh {mesh.axes_text}.")
             raise
     for each in caught:
         if issubclass(each.category, MeshwrightWarning):
-            told.append(str(each.message))
+            texts.append(str(each.message))
         else:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
@@ -86,7 +86,7 @@ def _bound(given: MeshLike) -> Mesh:
     there = jax.devices()
     if len(there) < mesh.size:
         raise MeshError(
-            f"the mesh {mesh.axes_text} needs {mesh.size} devices, and there are {len(there)}. "
+            f"the mesh {mesh.axes_text} needs {mesh.size} devices; {len(there)} are available. "
             f"Call meshwright.virtual_devices({mesh.size}) before JAX is first used."
         )
     return create_mesh(mesh.axes, devices=there[: mesh.size])
