@@ -93,7 +93,7 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
     def find(self, spellings: Iterable[str] | str) -> Rule | None:
         """The rule for a variable that has these paths, or ``None``; see :func:`find_rule`.
 
-        Raises :class:`LayoutError` for what is no path.
+        Raises :class:`LayoutError` for a value that is not a path.
         """
         paths = [spellings] if isinstance(spellings, str) else spellings
         if not isinstance(paths, Iterable) or not all(isinstance(p, str) for p in (*paths,)):

@@ -82,7 +82,7 @@ def _of_another_model(rules: Sequence[Rule], infos: Sequence[ParamInfo], name: s
     return (
         f"none of {len(rules)} rules places a variable of {name}: they are for another model.\n"
         f"  rules: {_some(patterns)}\n  variables: {_some(paths)}\n"
-        "Use the model that the rules, or the plan, were made for, or make them anew"
+        "Use the model that the rules or the plan were made for, or make new ones"
     )
 
 

@@ -116,7 +116,7 @@ def read_checkpoint(directory: str | Path, step: int | None = None) -> Checkpoin
 
 
 def as_directory(directory: Any) -> Path:
-    """The path of a directory. Raises :class:`CheckpointError` for what is no path."""
+    """The path of a directory. Raises :class:`CheckpointError` for a value that is not a path."""
     if not isinstance(directory, str | os.PathLike):
         raise CheckpointError(
             f"expected the path of a directory, such as 'runs/first'; received {directory!r}."
@@ -208,8 +208,8 @@ def from_record(path: Path, record: Mapping[str, Any]) -> CheckpointInfo:
 def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
     """Raise :class:`CheckpointError` that lists every wanted array which is not there as wanted.
 
-    Arrays of the wanted parts that nobody asked for are listed too. Weights that were rounded when
-    they were saved may be wanted in any floating-point type.
+    Arrays of the wanted parts that were not asked for are listed too. Weights that were rounded
+    when they were saved may be wanted in any floating-point type.
     """
     saved = {each.key: each for each in info.arrays}
     asked = {each.key: each for each in wanted}

@@ -14,7 +14,7 @@ from ...errors import DataError, ModelError
 
 
 def check_model(model: Any) -> None:
-    """Raise :class:`ModelError` for what is no Keras model."""
+    """Raise :class:`ModelError` for a value that is not a Keras model."""
     if not isinstance(model, keras.Model):
         raise ModelError(
             f"expected a Keras model, received {model!r}. The model comes first: "
