@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 
-import families
+import foreign_families as families
 import keras
 import numpy as np
 import pytest
-from families import DEEP, FAMILIES, RULES, Family
+from foreign_families import DEEP, FAMILIES, RULES, Family
 
 import meshwright as mw
 from meshwright import _compat

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import foreign_transformers as t
 import keras
 import numpy as np
-import transformers as t
 from keras import layers
 
 ROWS = 8
