@@ -86,3 +86,25 @@ def test_the_course_of_the_memory_has_the_peak_of_the_tensors(report):
     assert max(heights) == max(in_slots(heights, 7)) == report.alive_bytes
     assert in_slots([], 3) == []
     assert "Memory in the course of a step" in report.to_html()
+
+
+def test_two_reports_are_shown_side_by_side(report, tmp_path):
+    slower = replace(
+        report,
+        axes=(("batch", 4), ("model", 2)),
+        estimate=replace(report.estimate, step_time_s=2 * report.step_time_s),
+    )
+    pair = report.beside(slower)
+    rows = {row.name: row for row in pair.rows}
+    assert rows["step time"].ratio == pytest.approx(2)
+    assert rows["samples per second"].ratio == pytest.approx(0.5)
+    assert rows["peak"].first == rows["peak"].second == report.peak_bytes
+    assert pair.titles == ("batch=8", "batch=4, model=2")
+    lines = str(pair).splitlines()
+    assert lines[:2] == ["net on cpu:8 (batch=8)", "net on cpu:8 (batch=4, model=2)"]
+    assert lines[3].split() == ["batch=8", "batch=4,", "model=2", "ratio"]
+    pair.save(tmp_path / "pair.html")
+    shown = (tmp_path / "pair.html").read_text()
+    assert all(cell in shown for row in pair.rows for cell in row.cells)
+    with pytest.raises(mw.DataError, match="or beside another dry run; received something of type"):
+        report.beside(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from ..errors import DataError
 from ..files import write
@@ -18,6 +18,7 @@ from .blocks import Blocks
 from .estimate import Estimate
 from .hardware import Hardware
 from .measured import Measured
+from .pair import Pair
 from .target import Target
 from .throughput import Fed, Price, per_s, price
 from .traffic import Transfer
@@ -182,8 +183,13 @@ class DryRun(Viewable):
     def __str__(self) -> str:
         return tables.of_dry_run(self)
 
-    def beside(self, measured: Measured) -> Comparison:
-        """What was foretold beside what :func:`~meshwright.measure` saw; ``print`` it for a table.
+    @overload
+    def beside(self, other: Measured) -> Comparison: ...
+    @overload
+    def beside(self, other: DryRun) -> Pair: ...
+    def beside(self, other: Measured | DryRun) -> Comparison | Pair:
+        """The figures beside what :func:`~meshwright.measure` saw, or beside those of another dry
+        run, as of another layout; ``print`` it for a table.
 
         Raises :class:`~meshwright.DataError` for anything else.
 
@@ -192,13 +198,15 @@ class DryRun(Viewable):
         >>> run.beside(seen).row("parameters").ratio
         1.0
         """
-        if not isinstance(measured, Measured):
+        if isinstance(other, DryRun):
+            return Pair(self, other)
+        if not isinstance(other, Measured):
             raise DataError(
-                f"a dry run is shown beside what was measured; received something of type "
-                f"{type(measured).__name__}. "
+                f"a dry run is shown beside what was measured or beside another dry run; received "
+                f"something of type {type(other).__name__}. "
                 "Give report.beside(mw.measure(model, batch, strategy=strategy))."
             )
-        return beside(self, measured)
+        return beside(self, other)
 
     def to_html(self, plan: Plan | None = None) -> str:
         """The report as one HTML page that needs no network: sortable tables and pictures.

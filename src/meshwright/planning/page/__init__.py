@@ -5,4 +5,5 @@ tables that are whole without them.
 """
 
 from .document import of_dry_run as of_dry_run
+from .document import of_pair as of_pair
 from .document import of_plan as of_plan

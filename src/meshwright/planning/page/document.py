@@ -23,8 +23,10 @@ from .markup import Html, tag
 from .memory import memory_section
 from .meshes import mesh_section
 from .timeline import time_section
+from .two import pair_head, pair_section
 
 if TYPE_CHECKING:
+    from ..pair import Pair
     from ..report import DryRun
     from ..search.plan import Plan
 
@@ -37,6 +39,7 @@ _NAMES = {
     "layers": "FLOPs",
     "layouts": "Layouts",
     "notes": "Notes",
+    "figures": "Figures",
 }
 _PAINTS = ("orange", "pink", "grey")  # that need a pattern in the time line
 
@@ -70,6 +73,12 @@ def of_plan(plan: Plan) -> str:
     }
     title = f"{plan.name} on {plan.target}" if plan.name else f"A plan for {plan.target}"
     return _page(title, plan_head(plan), parts)
+
+
+def of_pair(pair: Pair) -> str:
+    """Two reports as a page of the same kind."""
+    parts: dict[str, Html | None] = {"figures": pair_section(pair)}
+    return _page(f"{pair.first.name}: {' and '.join(pair.titles)}", pair_head(pair), parts)
 
 
 def _page(title: str, top: Html, parts: Mapping[str, Html | None]) -> str:
