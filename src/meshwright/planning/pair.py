@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,6 @@ from .traffic import moved_bytes
 
 if TYPE_CHECKING:
     from .report import DryRun
-    from .traffic import Transfer
 
 
 class PairedRow(NamedTuple):
@@ -49,7 +47,8 @@ class Pair:
     @property
     def rows(self) -> tuple[PairedRow, ...]:
         """Every figure that one of them has."""
-        one, two = (_figures(run) for run in (self.first, self.second))
+        every = [each.axes for run in (self.first, self.second) for each in run.collectives]
+        one, two = (_figures(run, every) for run in (self.first, self.second))
         names = dict.fromkeys((*one, *two))
         none: tuple[None, Callable[[Any], str]] = (None, str)
         found = []
@@ -96,7 +95,9 @@ def _title(run: DryRun) -> str:
     return f"{name} on {target} ({axes}{how})"
 
 
-def _figures(run: DryRun) -> dict[str, tuple[float | None, Callable[[Any], str]]]:
+def _figures(
+    run: DryRun, every: Iterable[tuple[str, ...]]
+) -> dict[str, tuple[float | None, Callable[[Any], str]]]:
     found = run.estimate
     figures: dict[str, tuple[float | None, Callable[[Any], str]]] = {
         "step time": (run.step_time_s, ms),
@@ -111,10 +112,8 @@ def _figures(run: DryRun) -> dict[str, tuple[float | None, Callable[[Any], str]]
         figures["memory traffic"] = found.memory_s, ms
         figures["waiting for collectives"] = found.waiting_s, ms
     figures |= {name: (nbytes, in_words) for name, nbytes, _ in memory_rows(run.memory)}
-    by_axes: dict[str, list[Transfer]] = defaultdict(list)
-    for each in run.collectives:
-        by_axes[", ".join(each.axes) or "-"].append(each)
-    for axes, some in by_axes.items():
-        figures[f"collectives over {axes}"] = moved_bytes(some), in_words
+    for axes in dict.fromkeys(every):
+        some = moved_bytes(each for each in run.collectives if each.axes == axes)
+        figures[f"collectives over {', '.join(axes) or '-'}"] = some, in_words
     figures["unexpected collectives"] = len(run.unexpected), str
     return figures
