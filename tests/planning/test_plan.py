@@ -768,7 +768,7 @@ LARGE = 10**12
     ],
     ids=["mlp", "transformer", "tight", "big"],
 )
-@pytest.mark.parametrize("limit_s", [0.0, 10.0])
+@pytest.mark.parametrize("limit_s", [0.0, pytest.param(10.0, marks=pytest.mark.full)])
 def test_no_plan_is_slower_than_a_layout_that_is_known_by_name(
     target, graph, memory_limit, limit_s
 ):
