@@ -163,11 +163,15 @@ def test_report_and_page_say_that_nothing_was_compiled():
 @pytest.mark.parametrize(
     ("layouts", "more", "says"),
     [
-        ({"w": ["batch", "model"]}, {}, r"meet in one array or operation, and both lie along axis"),
         (
-            {"w": [None, "batch"], "v": ["model", None]},
+            {"w": ["model", None], "v": ["model", None]},
             {},
-            r"lies along model in v, and along batch",
+            r"meet in one array or operation, and both lie along axis",
+        ),
+        (
+            {"w": [None, "other"], "v": ["model", None]},
+            {"axes": {"batch": 2, "model": 2, "other": 2}},
+            r"lies along model in v, and along other",
         ),
         (
             SPLIT,
@@ -178,7 +182,7 @@ def test_report_and_page_say_that_nothing_was_compiled():
 )
 def test_what_the_model_does_not_know_takes_a_compiler(layouts, more, says):
     with pytest.raises(mw.TargetError, match=says) as info:
-        asked(two_layers(), BOTH, layouts, **more)
+        asked(two_layers(), layouts=layouts, **{"axes": BOTH, **more})
     assert "pip install 'meshwright[cuda]' adds it" in str(info.value)
 
 
