@@ -347,7 +347,7 @@ def test_padding_takes_no_place_of_an_expert() -> None:
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.full), True])
 def test_shared_layers_are_layers_with_the_same_parameters(scan: bool) -> None:
     apart = models.EncoderDecoder(DEPTHS)
     model = dataclasses.replace(apart, shared_layers=True, scan=scan)
@@ -367,6 +367,7 @@ def test_shared_layers_are_layers_with_the_same_parameters(scan: bool) -> None:
 # Prefix LM.
 
 
+@pytest.mark.full
 def test_a_prefix_is_seen_by_all_and_has_no_loss() -> None:
     model = models.Transformer(DIMS, positions=layers.RelativeBias("heads:8", 8, 16))
     params, tokens = plain.parameters(model), ids(2, 8)
@@ -422,6 +423,7 @@ def test_a_prefix_is_continued_as_it_was_learned() -> None:
     np.testing.assert_allclose(scores, likely, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_log_likelihoods_are_sums_of_losses() -> None:
     model = models.Transformer(DIMS, z_loss=0.1)
     params, tokens = plain.parameters(model), ids(2, 8)
@@ -446,7 +448,7 @@ def pairs() -> tuple[list[Any], dict[str, np.ndarray]]:
     return several, batch
 
 
-@pytest.mark.parametrize("positions", ["learned", "relative"])
+@pytest.mark.parametrize("positions", [slow("learned"), "relative"])
 def test_a_packed_pair_is_translated_as_alone(positions: Any) -> None:
     model = models.EncoderDecoder(DEPTHS, positions=positions)
     params = plain.parameters(model)
@@ -482,7 +484,7 @@ def test_weights_of_a_translator_count_beside_padding() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("positions", ["relative", slow("rotary")])
+@pytest.mark.parametrize("positions", [slow("relative"), slow("rotary")])
 def test_a_translator_decodes_with_positions(positions: Any) -> None:
     model = models.EncoderDecoder(DEPTHS, positions=positions)
     params, source = plain.parameters(model), mn.named(ids(2, 6), "batch:2 length:6")
