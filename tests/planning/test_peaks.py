@@ -119,7 +119,7 @@ def test_the_peak_of_level_3_on_a_tpu_is_the_compilers(dtype):
     asked = {"strategy": strategy, "target": "v5e:2x2", "blocks": "whole"}
     told = mw.dry_run(program, batch, compile=False, **asked)
     compiled = mw.dry_run(program, batch, **asked)
-    assert 0.75 * compiled.peak_bytes < told.peak_bytes < 1.05 * compiled.peak_bytes
+    assert 0.75 * compiled.peak_bytes < told.peak_bytes < 1.15 * compiled.peak_bytes
 
 
 def deep(layers, dtype, width=1024, rows=64):
