@@ -19,6 +19,7 @@ from meshwright.errors import (
     UnreachableError,
 )
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
+from meshwright.ps.coordinator.links import LocalLinks
 from meshwright.ps.partitioners import FixedShardsPartitioner
 from meshwright.ps.placing import placed
 from meshwright.ps.strategy import ParameterServer, current_strategy
@@ -426,7 +427,7 @@ def test_what_an_iterator_raises_is_raised_in_its_place(coordinator):
         raise KeyError("row 20")
 
     elements = numbers()
-    values = [coordinator.schedule(_take_some, args=(elements, 1)) for _ in range(30)]
+    values = [coordinator.schedule(_take_some, args=(elements, 1)) for _ in range(21)]
     with pytest.raises(KeyError, match="row 20"):
         coordinator.join(WAIT_S)
     assert [value.fetch() for value in values[:20]] == [[n] for n in range(20)]
@@ -493,3 +494,10 @@ def test_what_is_no_dataset_is_refused_at_once():
     coordinator = mw.ClusterCoordinator(mw.ParameterServer())
     with pytest.raises(mw.DataError, match="5 is no dataset"):
         coordinator.create_per_worker_dataset(5)
+
+
+def test_a_coordinator_that_is_closed_may_be_woken():
+    links = LocalLinks(mw.ParameterServer().connect("worker:0"), lambda name, asked: ([], []))
+    links.wake()
+    links.close()
+    links.wake()  # a thread that schedules while another one closes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -42,16 +43,39 @@ class Links(Protocol):
         ...
 
 
+class _Bell:
+    """Ends a wait for ``reading`` in another thread; may be rung when it is gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # a descriptor that was closed may be another file's by now
+        self.reading, self._writing = os.pipe()
+        os.set_blocking(self.reading, False)
+        os.set_blocking(self._writing, False)
+
+    def ring(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):  # it is ringing already
+            if self._writing >= 0:
+                os.write(self._writing, b"!")
+
+    def drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.reading, 4096)
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self.reading)
+            os.close(self._writing)
+            self._writing = -1
+
+
 class SocketLinks:
     """Workers in processes of their own, which connect to ``address``."""
 
     def __init__(self, address: str, keys: Keys | None) -> None:
         self._listener = Listener(address, keys, task="chief:0", reserved=_is_a_servers)
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._reading, False)
-        os.set_blocking(self._writing, False)
+        self._bell = _Bell()
         self._poller = zmq.Poller()
-        self._poller.register(self._reading, zmq.POLLIN)
+        self._poller.register(self._bell.reading, zmq.POLLIN)
         for socket in self._listener.sockets:
             self._poller.register(socket, zmq.POLLIN)
 
@@ -59,8 +83,8 @@ class SocketLinks:
         """See :meth:`Links.poll`."""
         if not self._listener.has_messages:
             events = dict(self._poller.poll(round(1000 * timeout_s)))
-            if self._reading in events:
-                _drain(self._reading)
+            if self._bell.reading in events:
+                self._bell.drain()
         return [(peer.decode(errors="replace"), m) for peer, m in self._listener.poll(0.0)]
 
     def send(self, peer: str, message: Message, number: int | None = None) -> bool:
@@ -69,13 +93,12 @@ class SocketLinks:
 
     def wake(self) -> None:
         """See :meth:`Links.wake`."""
-        _ring(self._writing)
+        self._bell.ring()
 
     def close(self) -> None:
         """See :meth:`Links.close`."""
         self._listener.close()
-        os.close(self._reading)
-        os.close(self._writing)
+        self._bell.close()
 
 
 class LocalLinks:
@@ -91,9 +114,7 @@ class LocalLinks:
         head = {"task": LOCAL_TASK, "incarnation": _INCARNATION, "pid": os.getpid(), "host": "here"}
         self._coming: deque[tuple[str, Message]] = deque([(self.name, Message("join", head))])
         self._calls: deque[Any] = deque()
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._reading, False)
-        os.set_blocking(self._writing, False)
+        self._bell = _Bell()
 
     def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
         """See :meth:`Links.poll`."""
@@ -104,8 +125,8 @@ class LocalLinks:
             if any(message.kind == "failed" for message in told):
                 self._give_back([call.step for call in self._calls])
         elif not self._coming:
-            select.select([self._reading], [], [], timeout_s)
-        _drain(self._reading)
+            select.select([self._bell.reading], [], [], timeout_s)
+        self._bell.drain()
         coming, self._coming = list(self._coming), deque()
         return coming
 
@@ -127,12 +148,11 @@ class LocalLinks:
 
     def wake(self) -> None:
         """See :meth:`Links.wake`."""
-        _ring(self._writing)
+        self._bell.ring()
 
     def close(self) -> None:
         """See :meth:`Links.close`."""
-        os.close(self._reading)
-        os.close(self._writing)
+        self._bell.close()
 
     def _recall(self, steps: list[list[int]]) -> None:
         wanted = {step for step, _ in steps}
@@ -150,13 +170,3 @@ def _is_a_servers(message: Message) -> bool:
 
 def _sent(message: Message) -> Message:
     return decode(encode(message))
-
-
-def _ring(writing: int) -> None:
-    with contextlib.suppress(BlockingIOError):  # it is ringing already
-        os.write(writing, b"!")
-
-
-def _drain(reading: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        os.read(reading, 4096)
