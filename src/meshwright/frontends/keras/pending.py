@@ -22,6 +22,7 @@ import numpy as np
 from ... import _compat
 from ...data import put
 from ...placement import Placed
+from ...step.jaxprs import edited
 
 Place = Callable[[list[Any], list[keras.Model]], list[Placed]]
 
@@ -193,7 +194,7 @@ def _made_in_one_program(
     if not variables:
         return [], []
     try:
-        values, states = jax.jit(program, out_shardings=(shardings, None))()
+        values, states = jax.jit(edited(program, _drawn_flat), out_shardings=(shardings, None))()
     except jax.errors.JAXTypeError:
         # Somebody's initializer looks at values while it computes: it cannot be compiled.
         values = [
@@ -202,3 +203,31 @@ def _made_in_one_program(
         ]
         return values, []
     return values, list(zip(generators, states, strict=True))
+
+
+_FLAT = 1 << 20  # elements; above, an array that is split would be drawn whole on each device
+
+
+def _drawn_flat(jaxpr: Any) -> Any:
+    """The open jaxpr, whose random bits for kernels of three dims or more are drawn as one dim.
+
+    They are the same bits, for Threefry counts elements, and XLA compiles the counts of one dim
+    nine times as fast (0.24 s of CPU for a 3 x 3 kernel in place of 2.0).
+    """
+    config = jax.config
+    if config.jax_default_prng_impl != "threefry2x32" or not config.jax_threefry_partitionable:
+        return jaxpr
+    return jaxpr.replace(eqns=[each for eqn in jaxpr.eqns for each in _flat(eqn)])
+
+
+def _flat(eqn: Any) -> list[Any]:
+    if eqn.primitive.name != "random_bits" or eqn.invars[0].aval.shape:
+        return [eqn]
+    (out,) = eqn.outvars
+    if len(out.aval.shape) < 3 or out.aval.size > _FLAT:
+        return [eqn]
+    flat = jax.ShapeDtypeStruct((out.aval.size,), out.aval.dtype)
+    traced = jax.make_jaxpr(lambda bits: bits.reshape(out.aval.shape))(flat).jaxpr
+    (reshape,) = traced.eqns
+    bits = eqn.replace(params={**eqn.params, "shape": flat.shape}, outvars=traced.invars)
+    return [bits, reshape.replace(outvars=[out])]
