@@ -214,7 +214,7 @@ def _drawn_flat(jaxpr: Any) -> Any:
     They are the same bits, for Threefry counts elements, and XLA compiles the counts of one dim
     nine times as fast (0.24 s of CPU for a 3 x 3 kernel in place of 2.0).
     """
-    config = jax.config
+    config: Any = jax.config
     if config.jax_default_prng_impl != "threefry2x32" or not config.jax_threefry_partitionable:
         return jaxpr
     return jaxpr.replace(eqns=[each for eqn in jaxpr.eqns for each in _flat(eqn)])
