@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .files import write
+from ..files import write
 from .quantities import UNKNOWN, flops_text, in_words, ms, percent
 from .tables import laid_out, memory_rows
 from .traffic import moved_bytes
