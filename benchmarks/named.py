@@ -18,7 +18,7 @@ from typing import Any
 import report
 from environments import MESH_TENSORFLOW
 from named_jobs import JOBS, SAME_LOSS, NamedJob
-from processes import run_process, say_load
+from processes import run_process, wait_for_quiet
 
 HERE = Path(__file__).parent
 ROUNDS = 5
@@ -46,7 +46,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     peer = MESH_TENSORFLOW.python(given.mesh_tensorflow_python)
-    say_load()
+    wait_for_quiet()
     saved = {each["job"]: each for each in report.saved("named")}
     for name in given.jobs:
         saved[name] = job_result(
@@ -104,6 +104,10 @@ def job_result(job: NamedJob, rounds: list[dict[str, dict[str, Any]]]) -> dict[s
         "ours_over_peer": _ratios(times[ours], times[PEER]) if PEER in sides else [],
         "best_over_peer": _ratios(times[best], times[PEER]) if PEER in sides else [],
         "limit": LIMIT,
+        "cpu_s_by_round": {
+            side: [each[side]["load"]["cpu_s"] for each in rounds] for side in rounds[0]
+        },
+        "other_busy_cores": report.other_busy_cores(rounds),
         "machine": report.machine(),
     }
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import report
-from processes import say_load
+from processes import wait_for_quiet
 from protocol import eight_jax_devices
 
 LAYERS, ROUNDS, LIMIT = 24, 9, 1.3
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="write no results")
     given = parser.parse_args()
     eight_jax_devices()
-    say_load()
+    wait_for_quiet()
     times_s = measure(given.rounds)
     ratios = [ours / twin for ours, twin in times_s]
     result = {

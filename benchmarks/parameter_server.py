@@ -18,7 +18,7 @@ from typing import Any
 
 import report
 from environments import TENSORFLOW
-from processes import run_process, say_load
+from processes import run_process, wait_for_quiet
 from ps_protocol import JOBS, PsJob
 
 HERE = Path(__file__).parent
@@ -42,7 +42,7 @@ def main() -> int:
     peer = TENSORFLOW.python(given.tensorflow_python)
     if peer is None:
         return 1
-    say_load()
+    wait_for_quiet()
     saved = {each["job"]: each for each in report.saved("parameter_server")}
     for name in given.jobs:
         saved[name] = job_result(
@@ -86,6 +86,10 @@ def job_result(job: PsJob, rounds: list[dict[str, dict[str, Any]]]) -> dict[str,
         "ratio": statistics.median(ratios),
         "ratio_by_round": ratios,
         "at_least": job.at_least,
+        "cpu_s_by_round": {
+            side: [each[side]["load"]["cpu_s"] for each in rounds] for side in rounds[0]
+        },
+        "other_busy_cores": report.other_busy_cores(rounds),
         "machine": report.machine(),
     }
 

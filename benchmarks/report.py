@@ -45,6 +45,9 @@ NAMES = {
     "tf_dtensor_right": "the same, `..._GROUP_SIZE=1`",
 }
 
+UNDER_LOAD_CORES = 0.25  # kept busy by others while a side ran
+UNDER_LOAD, UNKNOWN_LOAD = "†", "‡"
+
 Rounds = list[dict[str, dict[str, Any]]]  # per round: side -> what its script printed
 
 
@@ -60,6 +63,7 @@ def job_result(job: Job, rounds: Rounds) -> dict[str, Any]:
         "rounds": len(rounds),
         "sides": sides,
         "pairs": [_compare(pair, sides) for pair in pairs],
+        "other_busy_cores": other_busy_cores(rounds),
         "machine": machine(),
     }
 
@@ -70,6 +74,7 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "median_ms_per_step": statistics.median(times_ms),
         "ms_per_step_by_round": times_ms,
         "mean_ms_per_step_by_round": [result["mean_ms_per_step"] for result in results],
+        "cpu_s_by_round": [result["load"]["cpu_s"] for result in results],
         "loss": statistics.median(result["loss"] for result in results),
         "accuracy": statistics.median(result["accuracy"] for result in results),
         "versions": results[0]["versions"],
@@ -99,6 +104,24 @@ def _compare(pair: Pair, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _ratios(above: dict[str, Any], below: dict[str, Any], times: str) -> list[float]:
     return [one / other for one, other in zip(above[times], below[times], strict=True)]
+
+
+def other_busy_cores(rounds: Rounds) -> float | None:
+    """The most cores that other processes kept busy while any side ran."""
+    found = [side["load"]["other_busy_cores"] for each in rounds for side in each.values()]
+    return None if None in found else max(found)
+
+
+def _says(each: dict[str, Any]) -> str:
+    """What was measured, marked where it was taken under load, or where that is unknown."""
+    return f"{each['says']}{_mark(each)}"
+
+
+def _mark(each: dict[str, Any]) -> str:
+    others = each.get("other_busy_cores")
+    if others is None:
+        return f" {UNKNOWN_LOAD}"
+    return f" {UNDER_LOAD}" if others > UNDER_LOAD_CORES else ""
 
 
 def machine() -> dict[str, Any]:
@@ -166,6 +189,7 @@ def write_page() -> Path:
     # Other files are of other pages: their programs print them.
     listed = jobs, [start_up] if start_up else [], features, named, tracing
     listed += servers, exchanges, accuracy, ranking
+    parts.append(_marks([*jobs, *named, *servers]))
     parts.append(_facts([each for rows in listed for each in rows], jobs))
     page = RESULTS / "README.md"
     page.write_text("\n\n".join(part for part in parts if part) + "\n")
@@ -175,7 +199,7 @@ def write_page() -> Path:
 def pairs_table(jobs: list[dict[str, Any]]) -> str:
     rows = [
         (
-            job["says"],
+            _says(job),
             NAMES[pair["peer"]],
             "time, ours ÷ peer" if pair["measure"] == "time" else "steps/s, ours ÷ peer",
             f"**{pair['ratio']:.2f}** ({min(pair['ratio_by_round']):.2f}"
@@ -199,7 +223,7 @@ def pairs_table(jobs: list[dict[str, Any]]) -> str:
 def sides_table(jobs: list[dict[str, Any]]) -> str:
     rows = [
         (
-            job["says"],
+            _says(job),
             NAMES[name],
             f"{side['median_ms_per_step']:.2f}",
             f"{1000 / side['median_ms_per_step']:.0f}",
@@ -246,7 +270,7 @@ def features_table(features: list[dict[str, Any]]) -> str:
 def named_table(named: list[dict[str, Any]]) -> str:
     rows = [
         (
-            each["says"],
+            _says(each),
             f"`{each['layout']}`",
             *(_fastest(each, sides) for sides in NAMED_SIDES),
             _spread(each["ours_over_best"]),
@@ -268,7 +292,7 @@ def named_table(named: list[dict[str, Any]]) -> str:
 def servers_table(servers: list[dict[str, Any]]) -> str:
     rows = [
         (
-            each["says"],
+            _says(each),
             *(f"{each['steps_per_s'][side]:,.0f}" for side in SERVERS_SIDES),
             *(f"{each['cpu_ms_per_step'][side]:.2f} ms" for side in SERVERS_SIDES),
             _spread(each["ratio_by_round"]),
@@ -367,6 +391,16 @@ def _spread(ratios: list[float]) -> str:
     if not ratios:
         return "not measured"
     return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def _marks(marked: list[dict[str, Any]]) -> str:
+    """What the marks mean, of those that stand on the page."""
+    meanings = {
+        UNDER_LOAD: f"taken under load: others kept more than {UNDER_LOAD_CORES} cores busy",
+        UNKNOWN_LOAD: "the load of the machine was not recorded",
+    }
+    used = {_mark(each).strip() for each in marked}
+    return "; ".join(f"{mark} {text}" for mark, text in meanings.items() if mark in used)
 
 
 def _facts(saved: list[dict[str, Any]], jobs: list[dict[str, Any]]) -> str:

@@ -20,7 +20,7 @@ import digits
 import report
 import start_up
 from environments import TENSORFLOW as TENSORFLOW_ENVIRONMENT
-from processes import SideFailed, run_process, say_load
+from processes import SideFailed, run_process, wait_for_quiet
 from settings import JOBS, OURS, PAIRS, ROUNDS, TENSORFLOW, TENSORFLOW_RIGHT, Job
 
 HERE = Path(__file__).parent
@@ -35,7 +35,7 @@ def main() -> int:
         found = TENSORFLOW_ENVIRONMENT.python(arguments.tensorflow_python)
         pythons |= {TENSORFLOW: found, TENSORFLOW_RIGHT: found}
     missing = {side for side in peers if side in pythons and pythons[side] is None}
-    say_load()
+    wait_for_quiet()
     results, failures = [], [f"{side}: no environment" for side in sorted(missing)]
     for job in arguments.jobs:
         asked = [p.peer for p in PAIRS if p.job == job.name and p.peer in peers - missing]
