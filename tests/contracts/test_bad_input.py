@@ -307,7 +307,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "devices that are None": (
         lambda: mw.create_mesh({"batch": 1}, devices=[None]),
         mw.MeshError,
-        "None is no JAX device",
+        "expected a JAX device or its name, such as 'cpu:3'; received None",
     ),
     "rules that are a number": (lambda: strategy(5), mw.LayoutError, "expected rules as a dict"),
     "rules that are a text": (lambda: strategy("kernel"), mw.LayoutError, "as a dict"),
