@@ -16,7 +16,7 @@ from .drawing.tiling import Tiling
 from .drawing.words import copies_text
 from .layout import Layout
 from .planning.page.markup import Html, joined, tag
-from .units import bytes_text, seconds_text
+from .units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from .equivalence.judging import Equivalence, UnderMesh
@@ -104,12 +104,12 @@ def _dry_run(run: DryRun) -> Html:
         ("slots", bytes_text(memory.slot_bytes)),
         ("other state", bytes_text(memory.state_bytes)),
         ("inputs", bytes_text(memory.input_bytes)),
-        ("temporaries", _or_unknown(memory.temporary_bytes, bytes_text)),
-        ("peak", _or_unknown(memory.peak_bytes, bytes_text)),
-        ("available", _or_unknown(memory.available_bytes, bytes_text)),
-        ("step time, estimated", _or_unknown(run.step_time_s, seconds_text)),
+        ("temporaries", bytes_text(memory.temporary_bytes)),
+        ("peak", bytes_text(memory.peak_bytes)),
+        ("available", bytes_text(memory.available_bytes)),
+        ("step time, estimated", seconds_text(run.step_time_s)),
         ("bound by", run.bound_by or "unknown"),
-        ("MFU", _or_unknown(run.mfu, "{:.1%}".format)),
+        ("MFU", share_text(run.mfu)),
         ("collectives", f"{len(run.collectives)}, of which {len(run.unexpected)} unexpected"),
     ]
     return joined(
@@ -142,7 +142,7 @@ def _plan(plan: Plan) -> Html:
 
 def _option(name: str, option: Option) -> tuple[str, ...]:
     mesh = ", ".join(f"{axis}={size}" for axis, size in option.axes)
-    time = _or_unknown(option.time_s, seconds_text)
+    time = seconds_text(option.time_s)
     numbers = str(option.zero), str(option.accumulate)
     return name, mesh, *numbers, time, bytes_text(option.held_bytes)
 
@@ -157,7 +157,7 @@ def _measured(seen: Measured) -> Html:
         ("slots", bytes_text(seen.slot_bytes), ""),
         ("other state", bytes_text(seen.state_bytes), ""),
         ("inputs", bytes_text(seen.input_bytes), ""),
-        ("peak", _or_unknown(seen.peak_bytes, bytes_text), seen.peak_is),
+        ("peak", bytes_text(seen.peak_bytes), seen.peak_is),
     ]
     for each in seen.collectives or ():
         over = f"{each.kind} over {', '.join(each.axes)}"
@@ -239,10 +239,6 @@ def _fit(fits: bool | None) -> Html:
     if fits is None:
         return tag("span", "fit unknown: device memory not known", class_="soft")
     return tag("span", "fits" if fits else "does not fit", class_="good" if fits else "bad")
-
-
-def _or_unknown(value: Any, text: Callable[[Any], str]) -> str:
-    return "unknown" if value is None else text(value)
 
 
 def _notes(notes: Sequence[str]) -> Html | None:

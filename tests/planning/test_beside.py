@@ -175,7 +175,7 @@ def test_the_table_has_what_was_foretold_what_was_seen_and_their_ratio():
     assert told[1].split() == ["predicted", "measured", "ratio"]
     assert told[3].split() == ["slots", "12", "B", "24", "B", "2.00"]
     assert told[6].endswith("  measured: counted")
-    assert "median of 3 steps, 250.000 ms to 4,000.000 ms" in told[7]
+    assert "median of 3 steps, 250 ms to 4 s" in told[7]
     with pytest.raises(KeyError):
         bare().beside(seen).row("no such row")
     with pytest.raises(mw.DataError, match=r"type int\. Give report\.beside\(mw\.measure"):

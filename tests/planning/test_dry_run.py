@@ -435,10 +435,10 @@ def test_whether_a_step_fits_and_by_how_much():
     fits = report_of(peak_bytes=2048, available_bytes=4096)
     assert fits.fits is True
     assert fits.memory.free_bytes == 2048
-    assert "fits, with 2.00 KiB to spare" in str(fits)
+    assert "fits, with 2 KiB to spare" in str(fits)
     small = report_of(peak_bytes=5120, available_bytes=4096)
     assert small.fits is False
-    assert "does not fit, by 1.00 KiB" in str(small)
+    assert "does not fit, by 1 KiB" in str(small)
     unknown = report_of(peak_bytes=5120)
     assert unknown.fits is None
     assert "whether it fits is not known" in str(unknown)

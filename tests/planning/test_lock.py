@@ -132,7 +132,7 @@ def lying(*places):
         (
             taking(step_time_s=0.025, mfu=0.32),
             [
-                "worse   step        step time: 20.000 ms -> 25.000 ms (+25.0%)",
+                "worse   step        step time: 20 ms -> 25 ms (+25.0%)",
                 "worse   step        MFU: 40.0% -> 32.0% (-20.0%)",
             ],
         ),
@@ -140,14 +140,14 @@ def lying(*places):
             taking(step_time_s=0.01, flops=5e12, mfu=0.8),
             [
                 "worse   step        FLOPs: 4 TFLOP -> 5 TFLOP (+25.0%)",
-                "better  step        step time: 20.000 ms -> 10.000 ms (-50.0%)",
+                "better  step        step time: 20 ms -> 10 ms (-50.0%)",
                 "better  step        MFU: 40.0% -> 80.0% (+100.0%)",
             ],
         ),
         (
             taking(step_time_s=None, mfu=None),
             [
-                "worse   step        step time: 20.000 ms -> unknown",
+                "worse   step        step time: 20 ms -> unknown",
                 "worse   step        MFU: 40.0% -> unknown",
             ],
         ),
@@ -396,8 +396,8 @@ def test_a_layout_that_is_gone_fails_and_its_return_passes(split):
     assert is_worse
     assert re.match(r"\d+ things got worse than the lock file", words)
     for expected in (
-        "worse   memory      parameters: 2.00 KiB -> 3.00 KiB (+50.0%)",
-        "worse   layout      w/kernel: 1.00 KiB -> 2.00 KiB (+100.0%), "
+        "worse   memory      parameters: 2 KiB -> 3 KiB (+50.0%)",
+        "worse   layout      w/kernel: 1 KiB -> 2 KiB (+100.0%), "
         "[unsharded, model] -> [unsharded, unsharded]",
         "worse   collective  all-gather over model for ",
     ):

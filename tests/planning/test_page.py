@@ -224,7 +224,7 @@ def test_the_command_says_before_it_compiles_that_a_file_cannot_be_written(optio
 @pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
 def test_every_number_of_the_terminal_is_in_the_page(found):
     shown = text(page(found()))
-    told = re.findall(r"\d[\d,.]*(?: (?:[KMGT]?i?B|ms|[kMGTP]?FLOP)\b|%)?", str(found()))
+    told = re.findall(r"\d[\d,.]*(?: (?:[KMGT]?i?B|[mµ]?s|[kMGTP]?FLOP)\b|%)?", str(found()))
     assert len(told) > 40
     assert [each for each in told if each.rstrip(".,") not in shown] == []
 
@@ -303,8 +303,8 @@ def test_a_plan_shows_what_was_chosen_beside_what_was_not():
     assert rows["chosen"][4] == "ZeRO 1, 4 micro-batches, recompute"
     assert rows["chosen"][-2:] == ["✓ yes", "-"]
     assert rows["runner-up 1"][3] == "batch over batchblock/ffn.hidden over model"
-    assert rows["runner-up 1"][-1] == "10.000 ms slower, saves 9.31 GiB"
-    assert rows["data parallel"][-2:] == ["✗ no", "50.000 ms slower, takes 46.57 GiB"]
+    assert rows["runner-up 1"][-1] == "10 ms slower, saves 9.31 GiB"
+    assert rows["data parallel"][-2:] == ["✗ no", "50 ms slower, takes 46.6 GiB"]
     assert "block/ffn.hidden over model: saves 2.89 GiB, most of it slots" in text(tree)
     assert rows_of(tree, "layouts-table")[1] == [
         "block/ffn/kernel",
@@ -314,12 +314,12 @@ def test_a_plan_shows_what_was_chosen_beside_what_was_not():
 
 
 def test_a_plan_has_the_name_of_its_model_and_says_how_sure_its_time_is():
-    why = ("a.dim0 over model: changes next to nothing", "b.dim1 over model: saves 1.00 GiB")
+    why = ("a.dim0 over model: changes next to nothing", "b.dim1 over model: saves 1 GiB")
     shown = text(ElementTree.fromstring(a_plan(why=why).to_html()))
     assert "net" in shown
-    assert "by the planner's model; dry runs in the benchmarks: 6.800 ms to 18.200 ms" in shown
+    assert "by the planner's model; dry runs in the benchmarks: 6.8 ms to 18.2 ms" in shown
     assert "next to nothing" not in shown
-    assert "b.dim1 over model: saves 1.00 GiB" in shown
+    assert "b.dim1 over model: saves 1 GiB" in shown
     assert "h100:8" in text(ElementTree.fromstring(a_plan(name="").to_html()))
 
 
@@ -350,10 +350,10 @@ def test_dry_runs_are_set_beside_dry_runs_alone():
     first = replace(a_plan().runners_up[0], dry_run_time_s=0.08, dry_run_peak_bytes=86 * 10**9)
     plan = a_plan(chosen=chosen, runners_up=(first, a_plan().runners_up[1]))
     rows = {row[0]: row for row in rows_of(ElementTree.fromstring(plan.to_html()), "plan-table")}
-    assert rows["chosen"][5] == "20.000 msdry run: 60.000 ms"
+    assert rows["chosen"][5] == "20 msdry run: 60 ms"
     assert rows["chosen"][-2] == "✗ no"  # by its dry run, which knows better
-    assert rows["runner-up 1"][-1] == "20.000 ms slower, takes 953.67 MiB"
-    assert rows["runner-up 2"][-1] == "30.000 ms slower, saves 18.63 GiB"  # both by the model
+    assert rows["runner-up 1"][-1] == "20 ms slower, takes 954 MiB"
+    assert rows["runner-up 2"][-1] == "30 ms slower, saves 18.6 GiB"  # both by the model
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_every_number_of_a_plan_is_in_its_page(plan):
     ids = [each.get("id") for each in tree.iter() if each.get("id")]
     assert len(ids) == len(set(ids))
     shown = text(tree)
-    told = re.findall(r"\d[\d,.]* (?:[kMGT]?B|ms|us)\b", str(plan))
+    told = re.findall(r"\d[\d,.]* (?:[KMGT]?i?B|[mµ]?s)\b", str(plan))
     assert told
     assert [each for each in told if each not in shown] == []
 
@@ -409,8 +409,8 @@ def test_the_command_that_chooses_writes_the_page(tmp_path, monkeypatch):
 
 def test_what_fits_and_what_does_not_is_said_in_words():
     fits = text(page(bare(peak_bytes=2048, available_bytes=4096)))
-    assert "Fits, with 2.00 KiB to spare" in fits
-    assert "Does not fit, by 1.00 KiB" in text(page(bare(peak_bytes=5120, available_bytes=4096)))
+    assert "Fits, with 2 KiB to spare" in fits
+    assert "Does not fit, by 1 KiB" in text(page(bare(peak_bytes=5120, available_bytes=4096)))
     assert "Whether it fits is not known" in text(page(bare(peak_bytes=5120)))
 
 
@@ -464,7 +464,7 @@ def test_collectives_and_flops_of_equal_layers_share_a_row():
     first, last = rows_of(tree, "collectives-table")
     assert (first[2].startswith("block_*/up_1 (24 alike)"), first[5]) == (True, "24")
     assert (last[2], last[5]) == ("block_24/up_1", "1")
-    assert re.search(r"all-reduce +batch +24 +1.50 KiB +backward +block_\*/up_1", str(found))
+    assert re.search(r"all-reduce +batch +24 +1\.5 KiB +backward +block_\*/up_1", str(found))
 
 
 def test_numbers_sort_by_what_they_are_and_not_by_how_they_look():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..mesh import Mesh
+from ..units import bytes_text
 from .canvas import Canvas, Point, clip_text, text_width
 from .cells import Arrangement, arrange
 from .painting import BARE, LABELLED, Look, draw_bar, paint_cells
@@ -12,7 +13,7 @@ from .palette import FAINT, INK, SOFT
 from .sheet import Section
 from .tensor import LINE, Frame
 from .tiling import device_numbers, mesh_grid
-from .words import bytes_text, devices_text, numbers_text
+from .words import devices_text, numbers_text
 
 KEY = 200.0  # width of the mesh with all its texts
 _EDGE = 30.0  # room left of the mesh for the name of an axis

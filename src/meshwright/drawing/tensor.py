@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..mesh import Mesh
+from ..units import bytes_text
 from .canvas import MONO, Canvas, clip_text, text_width, wrap_path, wrap_text
 from .cells import Arrangement, arrange
 from .painting import Look, draw_bar, paint_cells
@@ -14,7 +15,6 @@ from .palette import INK, SOFT, paint
 from .tiling import Tiling, device_numbers, mesh_grid
 from .words import (
     DOT,
-    bytes_text,
     copies_text,
     dims_text,
     hidden_text,

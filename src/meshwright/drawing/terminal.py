@@ -21,13 +21,13 @@ from rich.text import Text
 from ..errors import LayoutError
 from ..layout import Layout
 from ..mesh import Mesh
+from ..units import bytes_text
 from .palette import Paint, paint
 from .sheet import Drawn, Items, Section, Sheet, as_sheet
 from .tiling import Grid, Tiling, device_numbers, mesh_grid
 from .words import (
     DOT,
     axes_text,
-    bytes_text,
     copies_text,
     devices_text,
     dims_text,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ..layout import Layout
 from ..mesh import Mesh
-from ..units import bytes_text as bytes_text
 from .tiling import Tiling, mesh_grid
 
 TIMES = "\N{MULTIPLICATION SIGN}"

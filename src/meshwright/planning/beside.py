@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..units import bytes_text, seconds_text, share_text
 from ..views import Viewable
 from .links import collective_s, links_of
 from .measured import Measured, SeenCollective
-from .quantities import in_words, ms
 from .tables import laid_out
 
 if TYPE_CHECKING:
@@ -95,8 +95,9 @@ def beside(run: DryRun, measured: Measured) -> Comparison:
     ]
     time_s, estimate_s = measured.step_time_s, run.step_time_s
     mfu = None if run.mfu is None or estimate_s is None else run.mfu * estimate_s / time_s
-    least, most = min(measured.step_times_s), max(measured.step_times_s)
-    spread = f"median of {len(measured.step_times_s)} steps, {ms(least)} to {ms(most)}"
+    times = measured.step_times_s
+    least, most = seconds_text(min(times)), seconds_text(max(times))
+    spread = f"median of {len(times)} steps, {least} to {most}"
     return Comparison(
         title=f"{run.name}: predicted for {run.target}, measured on {measured.device}",
         rows=(
@@ -208,5 +209,5 @@ def _shown(value: float | None, unit: Unit) -> str:
     if value is None:
         return "unknown"
     if unit == "bytes":
-        return in_words(int(value))
-    return ms(value) if unit == "seconds" else f"{value:.1%}"
+        return bytes_text(int(value))
+    return seconds_text(value) if unit == "seconds" else share_text(value)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import TargetError
+from ..units import bytes_text, flops_text, seconds_text, share_text
 from .lock import COMPILED, Lock, LockedCollective
-from .quantities import flops_text, in_words, ms, percent
 
 _LINES = {
     "parameter": "parameters",
@@ -227,5 +227,5 @@ def _verdict(before: float | None, now: float | None, share: float) -> str:
 def _told(number: float | None, unit: str) -> str:
     if number is None:
         return "unknown"
-    written = {"bytes": in_words, "FLOP": flops_text, "s": ms, "share": percent}
+    written = {"bytes": bytes_text, "FLOP": flops_text, "s": seconds_text, "share": share_text}
     return written[unit](number) if unit in written else f"{number} x"

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..units import bytes_text, flops_text, seconds_text, share_text
 from .ahead import Compiled
 from .costs import Costs, LayerCost, read_costs
 from .hardware import Hardware
 from .links import links_of
-from .quantities import flops_text, in_words, ms, percent
 from .schedule import Clock, Times, run
 from .tables import how_to_know
 from .target import Target
@@ -318,8 +318,8 @@ def _short_in_words(found: Estimate) -> str:
     fact = (
         f"the compiled step has {flops_text(found.sums.done_flops)} in each of {devices} devices, "
         f"and the model needs {flops_text(found.sums.least_flops or 0.0)}: work is missing from "
-        f"FLOPs and bytes, the step takes longer than {ms(found.sums.times.length)}, and step "
-        "time and MFU are not given"
+        f"FLOPs and bytes, the step takes longer than {seconds_text(found.sums.times.length)}, and "
+        "step time and MFU are not given"
     )
     if found.uncertain:
         return f"{fact}. {'; '.join(found.uncertain)}."
@@ -343,30 +343,34 @@ def _lines(found: Estimate) -> list[str]:
     talk = sum(spent or 0.0 for _, spent in found.communication_s)
     lines = [
         f"estimate for {found.target} by the numbers of {found.hardware}, one step of one device",
-        f"  step time      {ms(found.step_time_s)}"
+        f"  step time      {seconds_text(found.step_time_s)}"
         + (f", bound by {found.bound_by}" if found.bound_by else ""),
-        f"  model FLOPs    {percent(found.mfu)} of the peak",
-        f"  compute        {ms(found.compute_s)} for {flops_text(found.flops)}s"
+        f"  model FLOPs    {share_text(found.mfu)} of the peak",
+        f"  compute        {seconds_text(found.compute_s)} for {flops_text(found.flops)}s"
         + (
             f", {flops_text(found.recompute_flops)}s of them again" if found.recompute_flops else ""
         ),
-        f"  memory         {ms(found.memory_s)} for {in_words(found.bytes)}",
-        f"  communication  {ms(talk if not found.missing else None)}"
-        + (f", of it {ms(found.overlap_s)} beside other work" if found.overlap_s else ""),
+        f"  memory         {seconds_text(found.memory_s)} for {bytes_text(found.bytes)}",
+        f"  communication  {seconds_text(talk if not found.missing else None)}"
+        + (f", of it {seconds_text(found.overlap_s)} beside other work" if found.overlap_s else ""),
     ]
-    lines += [f"    over {', '.join(axes):10}  {ms(s)}" for axes, s in found.communication_s]
+    lines += [
+        f"    over {', '.join(axes):10}  {seconds_text(s)}" for axes, s in found.communication_s
+    ]
     if found.replicated_share is not None:
-        lines.append(f"  replicated     {percent(found.replicated_share)} of the FLOPs")
+        lines.append(f"  replicated     {share_text(found.replicated_share)} of the FLOPs")
     if found.missing:
         lines.append(f"  not known      {', '.join(found.missing)}{how_to_know(found.target)}")
     lines.append("  heaviest instructions")
     for each in found.heaviest:
         count = "?" if each.count is None else each.count
         where = f"{each.layer or '-'} ({each.phase})"
-        time = "unknown" if found.missing else ms(each.time_s)
+        time = "unknown" if found.missing else seconds_text(each.time_s)
         lines.append(f"    {time:>12} {count:>4} x {each.opcode:22} {where}")
     lines.append("  heaviest layers")
     for layer in found.layers[:_HEAVIEST]:
         share = layer.flops / found.flops if found.flops else 0.0
-        lines.append(f"    {share:>6.1%} {in_words(layer.bytes):>10}  {layer.layer or '-'}")
+        lines.append(
+            f"    {share_text(share):>6} {bytes_text(layer.bytes):>10}  {layer.layer or '-'}"
+        )
     return lines + [f"  assumed: {each}" for each in found.assumptions]

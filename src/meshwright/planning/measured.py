@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from ..units import bytes_text, seconds_text
 from ..views import Viewable
-from .quantities import in_words, ms
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,18 @@ class Measured(Viewable):
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes)
         times = self.step_times_s
         held = self.parameter_bytes + self.slot_bytes + self.state_bytes + self.input_bytes
+        least, most = seconds_text(min(times)), seconds_text(max(times))
         lines = [
             f"{self.name} on {self.device} ({mesh}), {len(times)} steps",
-            f"  step         {ms(self.step_time_s)}, {ms(min(times))} to {ms(max(times))}",
-            f"  arrays       {held:,} bytes ({in_words(held)}) of one device",
+            f"  step         {seconds_text(self.step_time_s)}, {least} to {most}",
+            f"  arrays       {held:,} bytes ({bytes_text(held)}) of one device",
         ]
         if self.peak_bytes is not None:
-            peak = f"{self.peak_bytes:,} bytes ({in_words(self.peak_bytes)})"
+            peak = f"{self.peak_bytes:,} bytes ({bytes_text(self.peak_bytes)})"
             lines.append(f"  peak         {peak}: {self.peak_is}")
         for each in self.collectives or ():
             lines.append(
                 f"  {each.kind:20} over {', '.join(each.axes)}: {each.count:g} in a step, "
-                f"{ms(each.time_s)}"
+                f"{seconds_text(each.time_s)}"
             )
         return "\n".join(lines)

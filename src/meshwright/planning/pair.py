@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import write
-from .quantities import UNKNOWN, flops_text, in_words, ms, percent
+from ..units import UNKNOWN, bytes_text, flops_text, seconds_text, share_text
 from .tables import laid_out, memory_rows
 from .traffic import moved_bytes
 
@@ -100,20 +100,20 @@ def _figures(
 ) -> dict[str, tuple[float | None, Callable[[Any], str]]]:
     found = run.estimate
     figures: dict[str, tuple[float | None, Callable[[Any], str]]] = {
-        "step time": (run.step_time_s, ms),
-        "MFU": (run.mfu, percent),
-        "replicated": (run.replicated_share, percent),
+        "step time": (run.step_time_s, seconds_text),
+        "MFU": (run.mfu, share_text),
+        "replicated": (run.replicated_share, share_text),
         "samples per second": (run.samples_per_s, "{:,.0f}".format),
         "tokens per second": (run.tokens_per_s, "{:,.0f}".format),
         "FLOPs of a device": (run.flops, flops_text),
     }
     if found is not None:
-        figures["compute"] = found.compute_s, ms
-        figures["memory traffic"] = found.memory_s, ms
-        figures["waiting for collectives"] = found.waiting_s, ms
-    figures |= {name: (nbytes, in_words) for name, nbytes, _ in memory_rows(run.memory)}
+        figures["compute"] = found.compute_s, seconds_text
+        figures["memory traffic"] = found.memory_s, seconds_text
+        figures["waiting for collectives"] = found.waiting_s, seconds_text
+    figures |= {name: (nbytes, bytes_text) for name, nbytes, _ in memory_rows(run.memory)}
     for axes in dict.fromkeys(every):
         some = moved_bytes(each for each in run.collectives if each.axes == axes)
-        figures[f"collectives over {', '.join(axes) or '-'}"] = some, in_words
+        figures[f"collectives over {', '.join(axes) or '-'}"] = some, bytes_text
     figures["unexpected collectives"] = len(run.unexpected), str
     return figures

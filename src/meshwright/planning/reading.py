@@ -10,6 +10,7 @@ from ..errors import DoesNotFitError
 from ..placement import Placed
 from ..program import TrainState
 from ..step.flops import least_flops, model_flops
+from ..units import bytes_text
 from . import gpu
 from .ahead import Compiled, trace
 from .alive import LiveTensor, alive_at_peak
@@ -19,7 +20,6 @@ from .described import Described
 from .estimate import estimate
 from .hardware import Hardware
 from .hlo import parse
-from .quantities import in_words
 from .report import DryRun, Memory
 from .target import Target
 from .traffic import transfers
@@ -210,7 +210,7 @@ def _besides(compiled: Compiled) -> tuple[str, ...]:
     if compiled.target.platform != "tpu" or rest < _BESIDES * compiled.peak_bytes:
         return ()
     return (
-        f"the compiler's peak has {in_words(rest)} that no other of its figures names: where a "
+        f"the compiler's peak has {bytes_text(rest)} that no other of its figures names: where a "
         "step is small, arrays in the chip's own memory count there, too",
     )
 

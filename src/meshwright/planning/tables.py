@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ..units import bytes_text, flops_text, seconds_text, share_text
 from .alike import grouped, pattern, without_numbers
-from .quantities import flops_text, in_words, ms
 from .traffic import alike
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def of_dry_run(run: DryRun) -> str:
     if run.refusal:
         parts.append("the compiler says\n" + _indented(run.refusal.strip()))
     if run.tensors:
-        title = f"largest of the temporary arrays at the peak, {in_words(run.alive_bytes)} in all"
+        title = f"largest of the temporary arrays at the peak, {bytes_text(run.alive_bytes)} in all"
         parts.append(_titled(title, _tensors(run.tensors)))
     if run.compiled is not None or run.is_analytic:
         parts.append(_titled("collectives of one step", _transfers(run.collectives)))
@@ -59,8 +59,8 @@ def _verdict(run: DryRun) -> str:
     if run.fits is None:
         return "whether it fits is not known, as the memory of a device is not"
     if run.fits:
-        return f"fits, with {in_words(free or 0)} to spare"
-    return "does not fit" + ("" if free is None else f", by {in_words(-free)}")
+        return f"fits, with {bytes_text(free or 0)} to spare"
+    return "does not fit" + ("" if free is None else f", by {bytes_text(-free)}")
 
 
 def memory_rows(memory: Memory) -> list[tuple[str, int | None, str]]:
@@ -80,7 +80,7 @@ def memory_rows(memory: Memory) -> list[tuple[str, int | None, str]]:
 
 def _memory(memory: Memory) -> str:
     rows = memory_rows(memory)
-    told = [(name, f"{n:,}", in_words(n), why) for name, n, why in rows if n is not None]
+    told = [(name, f"{n:,}", bytes_text(n), why) for name, n, why in rows if n is not None]
     return laid_out(told, right=(1, 2))
 
 
@@ -88,16 +88,20 @@ def _time(run: DryRun) -> str:
     found = run.estimate
     assert found is not None
     rows = [
-        ("step time", ms(found.step_time_s), f"bound by {found.bound_by}" * bool(found.bound_by)),
-        ("compute", ms(found.compute_s), f"{flops_text(found.flops)} in one device"),
-        ("memory", ms(found.memory_s), f"{in_words(found.bytes)} read and written"),
+        (
+            "step time",
+            seconds_text(found.step_time_s),
+            f"bound by {found.bound_by}" * bool(found.bound_by),
+        ),
+        ("compute", seconds_text(found.compute_s), f"{flops_text(found.flops)} in one device"),
+        ("memory", seconds_text(found.memory_s), f"{bytes_text(found.bytes)} read and written"),
     ]
     for axes, time_s in found.communication_s:
-        rows.append(("collectives", ms(time_s), f"over {', '.join(axes)}"))
+        rows.append(("collectives", seconds_text(time_s), f"over {', '.join(axes)}"))
     if found.overlap_s:
-        rows.append(("", ms(found.overlap_s), "of them beside other work"))
+        rows.append(("", seconds_text(found.overlap_s), "of them beside other work"))
     if found.mfu is not None:
-        rows.append(("model FLOPs", f"{found.mfu:.1%}", "of the peak"))
+        rows.append(("model FLOPs", share_text(found.mfu), "of the peak"))
     rows.append(("replicated", *replicated(found)))
     if run.fed is not None and run.samples_per_s:
         rows.append(("samples", f"{run.samples_per_s:,.0f} /s", f"{run.fed.rows:,} in a step"))
@@ -112,7 +116,7 @@ def replicated(found: Estimate) -> tuple[str, str]:
     """How much of the work more than one device does, and of what that is a share."""
     if found.replicated_share is None:
         return "unknown", "as the model's own FLOPs are not"
-    return f"{found.replicated_share:.1%}", "of all devices' FLOPs, which others compute as well"
+    return share_text(found.replicated_share), "of all devices' FLOPs, which others compute as well"
 
 
 def _tensors(tensors: Sequence[LiveTensor]) -> str:
@@ -125,7 +129,7 @@ def _tensors(tensors: Sequence[LiveTensor]) -> str:
     for keys in grouped(alike, lambda key: (without_numbers(key[0]), key[1:], len(alike[key]))):
         sizes = [size for key in keys for size in alike[key]]
         where = pattern([key[0] for key in keys])
-        rows.append((sum(sizes), (f"{len(sizes)} x", where, *keys[0][1:], in_words(sum(sizes)))))
+        rows.append((sum(sizes), (f"{len(sizes)} x", where, *keys[0][1:], bytes_text(sum(sizes)))))
     rows = [row for _, row in sorted(rows, key=lambda each: -each[0])]
     return laid_out(_first(rows), right=(0, 5))
 
@@ -142,7 +146,7 @@ def _transfers(transfers: Sequence[Transfer]) -> str:
                 first.kind,
                 ", ".join(first.axes),
                 f"{row.count}" if known else "?",
-                in_words(row.nbytes) + ("" if known else " each time"),
+                bytes_text(row.nbytes) + ("" if known else " each time"),
                 ", ".join(first.phases),
                 _in_short(row.places),
                 _in_short(first.lines),

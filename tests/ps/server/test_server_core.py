@@ -112,9 +112,9 @@ def test_messages_that_make_no_sense_are_refused() -> None:
 def test_a_variable_larger_than_the_memory_is_refused() -> None:
     server = Asking(ServerCore(2, memory_bytes=1000))
     server.table("w", [100])
-    with pytest.raises(mw.TaskError, match=r"'big' takes 8e-07 GB more on ps:2, which holds 4e-07"):
+    with pytest.raises(mw.TaskError, match=r"'big' takes 800 B more on ps:2, which holds 400 B"):
         server.table("big", [200])
-    with pytest.raises(mw.TaskError, match=r"'w' takes 8e-07 GB more .* Use more servers, or a"):
+    with pytest.raises(mw.TaskError, match=r"'w' takes 800 B more .* Use more servers, or a"):
         server.optimizer("Adam", ["w"])
     assert server.optimizer("SGD", ["w"])["made"]
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...program import Logs
-from ...units import clock_text as clock
-from ...units import count_text
+from ...units import clock_text, count_text
 from .logs import flat, on_host, texts
 from .work import StepWork
 
@@ -84,7 +83,7 @@ class Progress:
         self._shown = dict(logs)
         rate = self._done / seconds if seconds else None
         start = "\r" if self._live else ""
-        _draw(start, self._line(rate, clock(seconds)), "\x1b[K\n" if self._live else "\n")
+        _draw(start, self._line(rate, clock_text(seconds)), "\x1b[K\n" if self._live else "\n")
 
     def _take_ready(self) -> None:
         """The newest logs that are there; older ones are forgotten."""
@@ -118,9 +117,9 @@ class Progress:
         elif rate and self._steps:
             still = (self._steps - self._done) / rate
             whole = still + (self._epochs - self._epoch - 1) * self._steps / rate
-            parts.append((f"{clock(still)} left", 1))
+            parts.append((f"{clock_text(still)} left", 1))
             if whole > still:
-                parts.append((f"{clock(whole)} to the end", 8))
+                parts.append((f"{clock_text(whole)} to the end", 8))
         measured = texts(dict(sorted(self._shown.items(), key=lambda item: item[0] != "loss")))
         # Of many metrics the last go first.
         parts += [(text, 2 if not at else 6) for at, text in enumerate(measured)]

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...layout import UNSHARDED
 from ...mesh import Mesh
+from ...units import bytes_text, seconds_text
 from ..accuracy import range_of
-from ..quantities import in_words as nbytes
-from ..quantities import ms
 from ..search.choices import recompute_in_words
 from ..search.words import NOTHING
 from .bars import Part, bar, key
@@ -53,10 +52,10 @@ def plan_head(plan: Plan) -> Html:
     chosen = plan.chosen
     axes = " × ".join(f"{axis}={size}" for axis, size in plan.axes)
     figures = [
-        ("time of a step", ms(_time(chosen)), _how_sure(chosen)),
+        ("time of a step", seconds_text(_time(chosen)), _how_sure(chosen)),
         (
             "peak of a device",
-            nbytes(chosen.held_bytes),
+            bytes_text(chosen.held_bytes),
             _how(chosen.dry_run_peak_bytes is not None),
         ),
         ("devices", f"{chosen.num_devices:,}", f"mesh {axes}"),
@@ -128,7 +127,7 @@ def _verdict(plan: Plan) -> Html:
     if limit is None:
         said = "? Whether it fits is not known, as the memory of a device is not"
         return tag("p", said, class_="verdict maybe")
-    return tag("p", f"✓ Fits into {nbytes(limit)}", class_="verdict good")
+    return tag("p", f"✓ Fits into {bytes_text(limit)}", class_="verdict good")
 
 
 def _how_sure(option: Option) -> str:
@@ -162,10 +161,10 @@ def _times(every: Sequence[_Named]) -> Html | None:
     for name, option in known:
         spent = (option.compute_s or 0.0, option.communication_s or 0.0)
         parts = [
-            Part(part, time_s, ms(time_s), paint)
+            Part(part, time_s, seconds_text(time_s), paint)
             for (part, paint), time_s in zip(_PARTS, spent, strict=True)
         ]
-        told = f"{ms(option.time_s)}, {ms(option.compute_s)} of it compute"
+        told = f"{seconds_text(option.time_s)}, {seconds_text(option.compute_s)} of it compute"
         rows.append(_bar(name, bar(parts, whole, f"time of {name}"), told))
     return tag("figure", tag("figcaption", "Time of one step"), rows, key(_PARTS))
 
@@ -177,17 +176,18 @@ def _peaks(every: Sequence[_Named], limit: int | None) -> Html:
         _bar(
             name,
             bar(
-                [Part("peak", option.peak_bytes, nbytes(option.peak_bytes), "sky")],
+                [Part("peak", option.peak_bytes, bytes_text(option.peak_bytes), "sky")],
                 whole,
                 f"memory of {name}",
                 limit,
             ),
-            nbytes(option.peak_bytes) + ("" if _fits(option, limit) is not False else ": too much"),
+            bytes_text(option.peak_bytes)
+            + ("" if _fits(option, limit) is not False else ": too much"),
         )
         for name, option in every
     ]
     told = "Peak of one device" + (
-        "" if limit is None else f"; the line is the limit, {nbytes(limit)}"
+        "" if limit is None else f"; the line is the limit, {bytes_text(limit)}"
     )
     return tag("figure", tag("figcaption", told), rows)
 
@@ -226,9 +226,9 @@ def _row(each: _Named, chosen: Option, families: dict[str, None], limit: int | N
         Cell(", ".join(f"{axis}={size}" for axis, size in option.axes)),
         Cell(_split(option, families)),
         Cell(", ".join(_choices(option)) or "-"),
-        _figure(ms, option.time_s, option.dry_run_time_s),
-        Cell(ms(option.communication_s), option.communication_s or 0.0),
-        _figure(nbytes, option.peak_bytes, option.dry_run_peak_bytes),
+        _figure(seconds_text, option.time_s, option.dry_run_time_s),
+        Cell(seconds_text(option.communication_s), option.communication_s or 0.0),
+        _figure(bytes_text, option.peak_bytes, option.dry_run_peak_bytes),
         Cell("unknown" if fits is None else "✓ yes" if fits else "✗ no"),
         Cell("-" if option is chosen else ", ".join(_beside(option, chosen)) or "costs the same"),
     )
@@ -267,12 +267,12 @@ def _beside(option: Option, chosen: Option) -> Iterator[str]:
     if option.dry_run_time_s is not None and chosen.dry_run_time_s is not None:
         mine, other = option.dry_run_time_s, chosen.dry_run_time_s
     if mine is not None and other is not None and mine != other:
-        yield f"{ms(abs(mine - other))} {'slower' if mine > other else 'faster'}"
+        yield f"{seconds_text(abs(mine - other))} {'slower' if mine > other else 'faster'}"
     more = option.peak_bytes - chosen.peak_bytes
     if option.dry_run_peak_bytes is not None and chosen.dry_run_peak_bytes is not None:
         more = option.dry_run_peak_bytes - chosen.dry_run_peak_bytes
     if more:
-        yield f"{'takes' if more > 0 else 'saves'} {nbytes(abs(more))}"
+        yield f"{'takes' if more > 0 else 'saves'} {bytes_text(abs(more))}"
 
 
 def _time(option: Option) -> float | None:

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...units import bytes_text, seconds_text
 from ..collectives import KINDS
 from ..tables import remedies_of
 from ..traffic import Rows, alike, moved_bytes
 from .bars import Part, bar, key
-from .grid import Cell, Column, grid
+from .grid import Cell, Column, grid, spelled
 from .markup import Child, Html, breakable, section, tag
-from .words import in_words, ms, spelled
 
 if TYPE_CHECKING:
     from ..report import DryRun
@@ -48,7 +48,7 @@ def _axes(run: DryRun) -> Html:
     for axes, found in sorted(by_axes.items(), key=lambda item: -moved_bytes(item[1])):
         nbytes = moved_bytes(found)
         time_s = times.get(axes)
-        told = in_words(nbytes) + ("" if time_s is None else f", {ms(time_s)}")
+        told = bytes_text(nbytes) + ("" if time_s is None else f", {seconds_text(time_s)}")
         drawn = bar(_parts(found), whole, f"over {spelled(axes)}")
         rows.append(tag("div", tag("b", spelled(axes)), drawn, tag("span", told), class_="hbar"))
     kinds = [kind for kind in KINDS if any(each.kind == kind for each in run.collectives)]
@@ -60,7 +60,9 @@ def _axes(run: DryRun) -> Html:
 
 def _parts(found: Sequence[Transfer]) -> list[Part]:
     sums = {kind: moved_bytes(each for each in found if each.kind == kind) for kind in _PAINTS}
-    return [Part(kind, size, in_words(size), _PAINTS[kind]) for kind, size in sums.items() if size]
+    return [
+        Part(kind, size, bytes_text(size), _PAINTS[kind]) for kind, size in sums.items() if size
+    ]
 
 
 def _unexpected(found: Sequence[Transfer]) -> Child:
@@ -68,7 +70,7 @@ def _unexpected(found: Sequence[Transfer]) -> Child:
         return tag("p", tag("b", "✓ None of them is unexpected", class_="good"), ".")
     remedies = remedies_of(found)
     items = [
-        tag("li", remedy, " ", tag("small", f"({in_words(moved_bytes(each))} in one step)"))
+        tag("li", remedy, " ", tag("small", f"({bytes_text(moved_bytes(each))} in one step)"))
         for remedy, each in sorted(remedies.items(), key=lambda item: -moved_bytes(item[1]))
     ]
     title = f"! {len(found)} unexpected, and what would remove them"
@@ -112,7 +114,7 @@ def _row(found: Rows) -> list[Cell]:
         Cell(", ".join(first.phases) or "-"),
         Cell(", ".join(dtypes)),
         Cell(f"{found.count:,}" if known else "?", found.count or 0),
-        Cell(in_words(found.nbytes) + ("" if known else " each time"), found.nbytes),
+        Cell(bytes_text(found.nbytes) + ("" if known else " each time"), found.nbytes),
         Cell("! unexpected" if first.is_unexpected else "yes"),
     ]
 

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...units import bytes_text
 from ..alive import Alive
 from ..hlo import parse
 from .markup import Html, tag
-from .words import in_words
 
 if TYPE_CHECKING:
     from ..report import DryRun
@@ -46,7 +46,7 @@ def course_picture(run: DryRun) -> Html | None:
     whole = always + max(heights)
     drawn = tag(
         "svg",
-        tag("title", f"Bytes of one device over the schedule, at most {in_words(whole)}"),
+        tag("title", f"Bytes of one device over the schedule, at most {bytes_text(whole)}"),
         tag("path", d=_steps([0] * len(heights), [always] * len(heights), whole), class_="f-blue"),
         tag("path", d=_steps([always] * len(heights), heights, whole), class_="f-sky"),
         viewBox=f"0 0 {_WIDE} {_HIGH}",
@@ -55,7 +55,7 @@ def course_picture(run: DryRun) -> Html | None:
         class_="course",
     )
     told = (
-        f"Memory in the course of a step, in the order of its instructions, to {in_words(whole)} "
+        f"Memory in the course of a step, in the order of its instructions, to {bytes_text(whole)} "
         "by our own reading of the schedule. At the foot is what is always there: state, inputs "
         "and padding."
     )

@@ -34,6 +34,15 @@ class Cell:
 Row = Sequence[Cell | str]
 
 
+def spelled(axes: tuple[str, ...]) -> str:
+    """Axes of a mesh as one text.
+
+    >>> spelled(("batch", "model")), spelled(())
+    ('batch, model', '-')
+    """
+    return ", ".join(axes) or "-"
+
+
 def grid(
     name: str,
     caption: str,

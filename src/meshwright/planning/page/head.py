@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...units import UNKNOWN, bytes_text, flops_text, seconds_text, share_text
 from ..tables import by_the_model
 from .grid import Column, grid
 from .markup import Child, Html, section, tag
-from .words import UNKNOWN, flops_text, in_words, ms, percent
 
 if TYPE_CHECKING:
     from ..report import DryRun
@@ -35,8 +35,8 @@ def _verdict(run: DryRun) -> Html:
         said = "? Whether it fits is not known, as the memory of a device is not"
         return tag("p", said, class_="verdict maybe")
     if run.fits:
-        return tag("p", f"✓ Fits, with {in_words(free or 0)} to spare", class_="verdict good")
-    by = "" if free is None else f", by {in_words(-free)}"
+        return tag("p", f"✓ Fits, with {bytes_text(free or 0)} to spare", class_="verdict good")
+    by = "" if free is None else f", by {bytes_text(-free)}"
     return tag("p", f"✗ Does not fit{by}", class_="verdict bad")
 
 
@@ -47,13 +47,13 @@ def _not_compiled(run: DryRun) -> Html | None:
 
 def _figures(run: DryRun) -> list[tuple[str, list[Child]]]:
     memory = run.memory
-    of = "" if memory.available_bytes is None else f"of {in_words(memory.available_bytes)}"
+    of = "" if memory.available_bytes is None else f"of {bytes_text(memory.available_bytes)}"
     figures = [
-        ("peak of a device", in_words(memory.peak_bytes), of),
-        ("time of a step", ms(run.step_time_s), "estimated" if run.step_time_s else ""),
-        ("MFU", percent(run.mfu), "of the peak FLOP/s" if run.mfu is not None else ""),
+        ("peak of a device", bytes_text(memory.peak_bytes), of),
+        ("time of a step", seconds_text(run.step_time_s), "estimated" if run.step_time_s else ""),
+        ("MFU", share_text(run.mfu), "of the peak FLOP/s" if run.mfu is not None else ""),
         ("bound by", run.bound_by or UNKNOWN, ""),
-        ("replicated", percent(run.replicated_share), "of all devices' FLOPs"),
+        ("replicated", share_text(run.replicated_share), "of all devices' FLOPs"),
         ("FLOPs of a device", UNKNOWN if run.flops is None else flops_text(run.flops), "in a step"),
     ]
     if run.samples_per_s:

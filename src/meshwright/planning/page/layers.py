@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...units import bytes_text, flops_text, seconds_text, share_text
 from ..alike import grouped, pattern, without_numbers
 from .bars import Part, bar, key
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
-from .words import flops_text, in_words, ms, percent
 
 if TYPE_CHECKING:
     from ..costs import LayerCost
@@ -38,7 +38,9 @@ def layers_section(found: Estimate | None) -> Html | None:
     if found.recompute_flops:
         said += f", {flops_text(found.recompute_flops)}s of them computed again"
     if found.replicated_share is not None:
-        said += f"; {percent(found.replicated_share)} of all devices' FLOPs are replicated: others "
+        said += (
+            f"; {share_text(found.replicated_share)} of all devices' FLOPs are replicated: others "
+        )
         said += "compute them as well"
     return section(
         "layers",
@@ -74,9 +76,9 @@ def _row(found: Sequence[LayerCost], whole: float, total: float) -> tuple[Cell, 
         Cell(_names([each.layer or "-" for each in found])),
         Cell(f"{count} ×", count),
         Cell(flops_text(flops), flops),
-        Cell(f"{flops / total if total else 0.0:.1%}", flops),
+        Cell(share_text(flops / total if total else 0.0), flops),
         Cell(bar(parts, whole, "FLOPs"), flops),
-        Cell(in_words(nbytes), nbytes),
+        Cell(bytes_text(nbytes), nbytes),
     )
 
 
@@ -102,9 +104,9 @@ def _heaviest(heaviest: Sequence[Heavy]) -> Html:
             Cell(breakable(each.layer or "-")),
             Cell(each.phase),
             Cell("?" if each.count is None else f"{each.count:,}", each.count or 0),
-            Cell(ms(each.time_s) if each.time_s else "-", each.time_s),
+            Cell(seconds_text(each.time_s) if each.time_s else "-", each.time_s),
             Cell(flops_text(each.flops) if each.flops else "-", each.flops),
-            Cell(in_words(each.bytes), each.bytes),
+            Cell(bytes_text(each.bytes), each.bytes),
         )
         for each in heaviest
     ]

@@ -11,11 +11,11 @@ from ...drawing import Drawn
 from ...drawing.words import dims_text, specs_text
 from ...layout import Layout
 from ...placement import Placed
+from ...units import bytes_text
 from ..alike import pattern, without_numbers
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
 from .pictures import tiling_picture
-from .words import in_words
 
 if TYPE_CHECKING:
     from ..report import DryRun
@@ -128,7 +128,7 @@ def _picture(name: str, layout: Layout, members: Sequence[Alike]) -> Html:
     info = largest.members[0].info
     tensor = Drawn(largest.pattern, largest.dims, layout, info.itemsize)
     count = sum(len(each.members) for each in members)
-    held = in_words(sum(each.bytes_per_device for each in members))
+    held = bytes_text(sum(each.bytes_per_device for each in members))
     noun = "variable lies" if count == 1 else "variables lie"
     told = f"{count:,} {noun} so: {held} in each device."
     example = [tag("br"), "Drawn: ", tag("code", breakable(largest.pattern))]
@@ -161,7 +161,7 @@ def _row(each: Alike) -> tuple[Cell, ...]:
         Cell(info.dtype),
         Cell(tag("code", specs_text(each.layout))),
         Cell(dims_text(each.layout.local_dims(each.dims))),
-        Cell(in_words(each.bytes_per_device), each.bytes_per_device),
+        Cell(bytes_text(each.bytes_per_device), each.bytes_per_device),
         Cell(pattern([member.reason for member in each.members])),
     )
 

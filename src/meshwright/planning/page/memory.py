@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...units import bytes_text
 from ..alike import grouped, pattern, without_numbers
 from ..tables import memory_rows
 from .bars import Part, bar, swatch
 from .course import course_picture
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
-from .words import in_words
 
 if TYPE_CHECKING:
     from ..alive import LiveTensor
@@ -34,7 +34,7 @@ def parts_of(memory: Memory) -> tuple[Part, ...]:
     held = sum(size for _, size, _ in kept)
     rest = 0 if memory.peak_bytes is None else max(0, memory.peak_bytes - held)
     return tuple(
-        Part(name, size, in_words(size), paint)
+        Part(name, size, bytes_text(size), paint)
         for name, size, paint in [*kept, (REST, rest, "sky")]
     )
 
@@ -58,14 +58,14 @@ def _bar(memory: Memory) -> Html:
     held = sum(part.size for part in parts)
     available = memory.available_bytes
     whole = max(held, available or 0, 1)
-    free = Part("free", whole - held, in_words(int(whole - held)), "free")
+    free = Part("free", whole - held, bytes_text(int(whole - held)), "free")
     drawn = [bar((*parts, free), whole, "Memory of one device", available)]
     if available is None:
         below = "How much memory a device has is not known: the bar is the peak."
     elif held > available:
-        below = f"The line is what a device has, {in_words(available)}: the bar goes beyond it."
+        below = f"The line is what a device has, {bytes_text(available)}: the bar goes beyond it."
     else:
-        below = f"The whole bar is what a device has, {in_words(available)}."
+        below = f"The whole bar is what a device has, {bytes_text(available)}."
     if 0 < held < _SMALL * whole:
         drawn.append(bar(parts, held, "The peak alone"))
         below += " The lower bar is the peak alone."
@@ -81,7 +81,7 @@ def _numbers(memory: Memory) -> Html:
         (
             Cell([swatch(paints[name]) if name in paints else None, name]),
             Cell(f"{n:,}", n),
-            Cell(in_words(n), n),
+            Cell(bytes_text(n), n),
             why,
         )
         for name, n, why in rows
@@ -126,8 +126,8 @@ def _tensors(run: DryRun) -> Child:
         tag("h3", "Largest temporary arrays at the peak"),
         tag(
             "p",
-            f"{in_words(run.alive_bytes)} are alive in all, by our own reading of the schedule; "
-            f"these {len(run.tensors)} are {in_words(shown)} of them.",
+            f"{bytes_text(run.alive_bytes)} are alive in all, by our own reading of the schedule; "
+            f"these {len(run.tensors)} are {bytes_text(shown)} of them.",
         ),
         grid("tensors-table", "Temporary arrays alive at the peak", columns, rows),
     ]
@@ -137,7 +137,7 @@ def _row(
     where: str, phase: str, dims: str, dtype: str, found: Sequence[LiveTensor], alive_bytes: int
 ) -> tuple[Cell, ...]:
     nbytes = sum(each.nbytes for each in found)
-    part = Part(where, nbytes, in_words(nbytes), "sky")
+    part = Part(where, nbytes, bytes_text(nbytes), "sky")
     share = bar([part], max(alive_bytes, nbytes, 1), "share of what is alive")
     return (
         Cell(breakable(where)),
@@ -145,7 +145,7 @@ def _row(
         Cell(dims),
         Cell(dtype),
         Cell(f"{len(found)} ×", len(found)),
-        Cell(in_words(nbytes), nbytes),
+        Cell(bytes_text(nbytes), nbytes),
         Cell(share, nbytes),
     )
 

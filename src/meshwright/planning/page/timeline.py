@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...units import bytes_text, flops_text, seconds_text, share_text
 from ..tables import how_to_know
 from .bars import key
-from .grid import Cell, Column, grid
+from .grid import Cell, Column, grid, spelled
 from .layers import PAINTS
 from .markup import Html, section, tag
 from .moments import COMPUTE, MEMORY, Moments, Span, moments_of
-from .words import flops_text, in_words, ms, percent, spelled
 
 if TYPE_CHECKING:
     from ..estimate import Estimate
@@ -72,7 +72,7 @@ def _numbers(found: Estimate) -> Html:
     rows: list[tuple[str, float | None, str]] = [
         ("step time", found.step_time_s, bound),
         ("compute", found.compute_s, flops),
-        ("memory", found.memory_s, f"{in_words(found.bytes)} read and written"),
+        ("memory", found.memory_s, f"{bytes_text(found.bytes)} read and written"),
     ]
     rows += [
         ("collectives", time_s, f"over {spelled(axes)}") for axes, time_s in found.communication_s
@@ -81,9 +81,9 @@ def _numbers(found: Estimate) -> Html:
         rows.append(("waiting", found.waiting_s, "of the collectives, with nothing to do beside"))
     if found.overlap_s:
         rows.append(("overlap", found.overlap_s, "of the collectives, beside other work"))
-    told = [(name, Cell(ms(time_s), time_s or 0.0), why) for name, time_s, why in rows]
+    told = [(name, Cell(seconds_text(time_s), time_s or 0.0), why) for name, time_s, why in rows]
     if found.mfu is not None:
-        told.append(("model FLOPs", Cell(percent(found.mfu), found.mfu), "of the peak (MFU)"))
+        told.append(("model FLOPs", Cell(share_text(found.mfu), found.mfu), "of the peak (MFU)"))
     columns = (Column("what"), Column("time", "num"), Column("which is"))
     return grid("time-table", "Times, each as if it were alone", columns, told, None)
 
@@ -148,7 +148,7 @@ def _lane(lane: _Lane, spans: Sequence[Span], length_s: float) -> Html:
     busy_s = sum(span.end_s - span.begin_s for span in spans)
     name = spelled(lane) if isinstance(lane, tuple) else lane
     kind = "collectives over " if isinstance(lane, tuple) else ""
-    told = f"{ms(busy_s)}, {percent(busy_s / length_s)} of the step"
+    told = f"{seconds_text(busy_s)}, {share_text(busy_s / length_s)} of the step"
     drawn = tag(
         "svg",
         tag("title", f"{kind}{name}: busy {told}"),
@@ -196,7 +196,8 @@ def _titles(slots: Sequence[Slot], length_s: float) -> Iterator[Html]:
             found.append((count, begin, busiest))
         begin += count
     for count, begin, (layer, phase) in sorted(found, reverse=True)[:_MOST_TITLES]:
-        at = f"{ms(length_s * begin / SLOTS)} to {ms(length_s * (begin + count) / SLOTS)}"
+        first, last = (length_s * slot / SLOTS for slot in (begin, begin + count))
+        at = f"{seconds_text(first)} to {seconds_text(last)}"
         title = tag("title", f"{layer or 'no layer'}, {phase}: {at}")
         yield tag(
             "rect",
@@ -234,7 +235,8 @@ def _phases(moments: Moments) -> Html:
 
 def _ruler(length_s: float) -> Html:
     marks = [
-        tag("span", ms(length_s * place / 4), style=f"left:{25 * place}%") for place in range(5)
+        tag("span", seconds_text(length_s * place / 4), style=f"left:{25 * place}%")
+        for place in range(5)
     ]
     return tag(
         "div", tag("div", class_="lanename"), tag("div", marks, class_="ruler"), class_="lane"

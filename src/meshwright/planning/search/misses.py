@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ...errors import PlanError
+from ...units import bytes_text
 from ..graph import Graph, GraphTensor
 from ..hardware import Hardware
 from ..target import Target
@@ -14,7 +15,6 @@ from .choices import EVERY_RECOMPUTE
 from .facts import batch_dim
 from .search import search
 from .space import Space
-from .words import nbytes
 
 _TRY_S = 3.0  # for each change that is tried
 _DOUBLINGS = 6  # of devices
@@ -49,8 +49,8 @@ def no_plan(
         )
     )
     return PlanError(
-        f"no layout keeps within {nbytes(limit_bytes)} on {target}. The nearest takes "
-        f"{nbytes(peak)}, {nbytes(peak - limit_bytes)} too much: {nearest.layouts}.{ways}",
+        f"no layout keeps within {bytes_text(limit_bytes)} on {target}. The nearest takes "
+        f"{bytes_text(peak)}, {bytes_text(peak - limit_bytes)} too much: {nearest.layouts}.{ways}",
         peak,
         limit_bytes,
         remedies,
@@ -65,8 +65,8 @@ def none_in_time(known: Iterable[Candidate], limit_bytes: int | None, limit_s: f
         return PlanError(f"no layout was found within {limit_s:g} s. {way_out}")
     peak = nearest.cost.peak_bytes
     return PlanError(
-        f"no layout that keeps within {nbytes(limit_bytes)} was found within {limit_s:g} s. The "
-        f"nearest so far takes {nbytes(peak)}, {nbytes(peak - limit_bytes)} too much: "
+        f"no layout that keeps within {bytes_text(limit_bytes)} was found within {limit_s:g} s. "
+        f"The nearest so far takes {bytes_text(peak)}, {bytes_text(peak - limit_bytes)} too much: "
         f"{nearest.layouts}. {way_out}",
         peak,
         limit_bytes,
@@ -85,7 +85,7 @@ def _remedies(
         answer = _smallest(tried, hardware)
         if answer is not None and answer.cost.peak_bytes <= limit_bytes:
             found.add(kind)
-            yield f"{tried.name}: {nbytes(answer.cost.peak_bytes)} with {answer.layouts}"
+            yield f"{tried.name}: {bytes_text(answer.cost.peak_bytes)} with {answer.layouts}"
 
 
 def _changes(graph: Graph, target: Target, space: Space) -> Iterator[_Tried]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...errors import CompileError, PlanError
+from ...units import bytes_text, seconds_text
 from .choices import Layouts
 from .plan import Option, Plan
-from .words import ms, nbytes
 
 _TIMES = 2  # that plans which hold less are looked for, each time less than before
 _UNKNOWN = 1.25  # how far off the model is taken to be, where a dry run has no peak
@@ -146,7 +146,7 @@ def _off(seen: Iterable[_Seen], first: Plan) -> float:
 
 def _held_to(limit: int) -> str:
     return (
-        f"what the model took to fit did not by its dry run; this keeps within {nbytes(limit)} "
+        f"what the model took to fit did not by its dry run; this keeps within {bytes_text(limit)} "
         "by the model"
     )
 
@@ -158,7 +158,10 @@ def _ranked(seen: Iterable[_Seen]) -> list[_Seen]:
 
 def _preferred(best: Option, first: Option) -> Iterator[str]:
     if (best.axes, best.rules) != (first.axes, first.rules):
-        yield f"the dry run preferred this to the model's first, {ms(first.time_s)} by the model"
+        yield (
+            "the dry run preferred this to the model's first, "
+            f"{seconds_text(first.time_s)} by the model"
+        )
 
 
 def _no_fit(runs: _DryRuns) -> str:
@@ -170,8 +173,8 @@ def _no_fit(runs: _DryRuns) -> str:
     nearest = min(known, key=lambda one: one.dry_run_peak_bytes or 0, default=None)
     if nearest is not None:
         fact += (
-            f". The nearest takes {nbytes(nearest.dry_run_peak_bytes)}, where the model said "
-            f"{nbytes(nearest.peak_bytes)}: {nearest.layouts}"
+            f". The nearest takes {bytes_text(nearest.dry_run_peak_bytes)}, where the model said "
+            f"{bytes_text(nearest.peak_bytes)}: {nearest.layouts}"
         )
     return ". ".join([fact, *runs.left_out()]).rstrip(".") + "."
 

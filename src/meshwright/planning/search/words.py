@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..quantities import in_words as nbytes
-from ..quantities import ms as ms
+from ...units import bytes_text, seconds_text
 from .choices import Choices, Layouts, recompute_in_words
 from .compact import Compact
 from .cost import bytes_by_kind, cost_of, masks_of
@@ -36,12 +35,12 @@ def table(options: Mapping[str, Option], limit_bytes: int | None) -> list[str]:
         _cells("recompute", [each.recompute for each in options.values()]),
     ]
     for label, name in (("step", "time_s"), ("compute", "compute_s"), ("talk", "communication_s")):
-        rows.append(_cells(label, [ms(getattr(each, name)) for each in options.values()]))
-    rows.append(_cells("peak", [nbytes(each.peak_bytes) for each in options.values()]))
+        rows.append(_cells(label, [seconds_text(getattr(each, name)) for each in options.values()]))
+    rows.append(_cells("peak", [bytes_text(each.peak_bytes) for each in options.values()]))
     rows += _dry_runs(options)
     if limit_bytes is not None:
         fits = [each.held_bytes <= limit_bytes for each in options.values()]
-        label = f"fits {nbytes(limit_bytes)}"
+        label = f"fits {bytes_text(limit_bytes)}"
         rows.append(_cells(label, ["yes" if each else "no" for each in fits]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -54,9 +53,9 @@ def table(options: Mapping[str, Option], limit_bytes: int | None) -> list[str]:
 def _dry_runs(options: Mapping[str, Option]) -> Iterator[list[str]]:
     every = list(options.values())
     if any(each.dry_run_time_s is not None for each in every):
-        yield _cells("dry run: step", [ms(each.dry_run_time_s) for each in every])
+        yield _cells("dry run: step", [seconds_text(each.dry_run_time_s) for each in every])
     if any(each.dry_run_peak_bytes is not None for each in every):
-        yield _cells("dry run: peak", [nbytes(each.dry_run_peak_bytes) for each in every])
+        yield _cells("dry run: peak", [bytes_text(each.dry_run_peak_bytes) for each in every])
 
 
 def _cells(label: str, cells: list[str]) -> list[str]:
@@ -119,7 +118,7 @@ def _of_bytes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     kinds = {kind: old["kinds"].get(kind, 0) - new["kinds"].get(kind, 0) for kind in old["kinds"]}
     most = max(kinds, key=lambda kind: kinds[kind] * (1 if saved > 0 else -1))
     named = {"copy": "copies", "state": "state"}.get(most, f"{most}s")
-    yield f"{'saves' if saved > 0 else 'takes'} {nbytes(abs(saved))}, most of it {named}"
+    yield f"{'saves' if saved > 0 else 'takes'} {bytes_text(abs(saved))}, most of it {named}"
 
 
 def _of_time(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -128,8 +127,8 @@ def _of_time(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     small = _SMALL_SHARE * old["cost"].time_s
     computed = old["cost"].compute_s - new["cost"].compute_s
     if abs(computed) > small:
-        yield f"{'saves' if computed > 0 else 'costs'} {ms(abs(computed))} of compute"
+        yield f"{'saves' if computed > 0 else 'costs'} {seconds_text(abs(computed))} of compute"
     for kind in dict.fromkeys([*new["talk"], *old["talk"]]):
         spent = new["talk"].get(kind, 0.0) - old["talk"].get(kind, 0.0)
         if kind and abs(spent) > small:
-            yield f"{'costs' if spent > 0 else 'saves'} {ms(abs(spent))} of {kind}"
+            yield f"{'costs' if spent > 0 else 'saves'} {seconds_text(abs(spent))} of {kind}"

@@ -19,6 +19,7 @@ import msgpack
 import numpy as np
 
 from ...errors import CheckpointError
+from ...units import bytes_text
 from .applied import AppliedSteps, Fences
 from .groups import Group
 from .optimizers import twin_of
@@ -106,7 +107,7 @@ def write(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         raise CheckpointError(
-            f"the snapshot of {snapshot.head['task']} ({snapshot.num_bytes / 1e6:.3g} MB) cannot "
+            f"the snapshot of {snapshot.head['task']} ({bytes_text(snapshot.num_bytes)}) cannot "
             f"be written to {target}: {error.strerror or error}. The one before is still there."
         ) from error
 

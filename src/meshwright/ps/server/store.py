@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArrayError, TaskError, UnknownVariableError
+from ...units import bytes_text
 from .drawing import Draw, rows_of
 from .shards import HashShard, Shard
 
@@ -89,10 +90,10 @@ class Store:
 
     def _too_large(self, name: str, more_bytes: int) -> TaskError:
         held = self.variable_bytes + self.slot_bytes
-        limit = "" if self.memory_bytes is None else f" of {self.memory_bytes / 1e9:.3g} GB"
+        limit = "" if self.memory_bytes is None else f" of {bytes_text(self.memory_bytes)}"
         return TaskError(
-            f"variable {name!r} takes {more_bytes / 1e9:.3g} GB more on {self.task}, which holds "
-            f"{held / 1e9:.3g} GB{limit} already. Use more servers, or a partitioner that cuts "
+            f"variable {name!r} takes {bytes_text(more_bytes)} more on {self.task}, which holds "
+            f"{bytes_text(held)}{limit} already. Use more servers, or a partitioner that cuts "
             "the variable into more shards.",
             self.task,
         )
