@@ -411,7 +411,7 @@ def test_what_fits_and_what_does_not_is_said_in_words():
     fits = text(page(bare(peak_bytes=2048, available_bytes=4096)))
     assert "Fits, with 2 KiB to spare" in fits
     assert "Does not fit, by 1 KiB" in text(page(bare(peak_bytes=5120, available_bytes=4096)))
-    assert "Whether it fits is not known" in text(page(bare(peak_bytes=5120)))
+    assert "Fit unknown: device memory not known" in text(page(bare(peak_bytes=5120)))
 
 
 def test_the_parts_of_the_memory_add_up_to_the_peak():

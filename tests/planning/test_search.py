@@ -194,7 +194,7 @@ def test_what_cannot_be_is_refused():
         cost(graph, axes, {"batch": ["a"]}, target=H100)
     with pytest.raises(LayoutError, match="'batch' and 'hidden' meet in one array or operation"):
         cost(graph, axes, {"batch": ["b"], "hidden": ["b"]}, target=H100)
-    with pytest.raises(LayoutError, match="no family of dims 'rows'; there are batch, hidden, io"):
+    with pytest.raises(LayoutError, match="family of dims 'rows'; known are batch, hidden, io"):
         cost(graph, axes, {"rows": ["b"]}, target=H100)
     with pytest.raises(LayoutError, match="axis 'c', which the mesh does not have"):
         cost(graph, axes, {"batch": ["c"]}, target=H100)

@@ -2,8 +2,8 @@
 
 Read from the schedule of the program: an array is alive from where it is made to where it is read
 for the last time. Elementwise work, and sums over devices, put their results where an operand lies
-that nobody reads after. The compiler lets more arrays share memory, and pads some: the sum is near
-its own figure, and not the same.
+that is not read afterwards. The compiler lets more arrays share memory, and pads some: the sum is
+near its own figure, and not the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asks a compiler in a process of its own, which ends whenever this one does.
 
 The process gets the step as a file and an environment of its own, so that nothing is started here
-but what tracing needs. It is stopped, with whatever it started, when the time is up, when somebody
+but what tracing needs. It is stopped, with whatever it started, when the time is up, when the user
 presses Ctrl-C, and, as it watches its standard input, also when this process is killed.
 """
 
@@ -26,7 +26,9 @@ from . import cache
 from .target import Target
 
 _EVERY_S = 1.0
-_told: ContextVar[Callable[[float], None]] = ContextVar("told", default=lambda elapsed_s: None)
+_watcher: ContextVar[Callable[[float], None]] = ContextVar(
+    "watcher", default=lambda elapsed_s: None
+)
 
 
 def ask(step: bytes, job: dict[str, Any], target: Target, timeout_s: float) -> dict[str, Any]:
@@ -72,34 +74,34 @@ def _run(folder: Path, target: Target, timeout_s: float, dump: bool) -> dict[str
 
 
 def _wait(child: subprocess.Popen[bytes], target: Target, timeout_s: float) -> int:
-    """How the process ended; whoever watches is told about once a second."""
-    told = _told.get()
+    """How the process ended; the watcher is called about once a second."""
+    report = _watcher.get()
     begin = time.monotonic()
     while True:
-        told(elapsed := time.monotonic() - begin)
+        report(elapsed := time.monotonic() - begin)
         try:
             return child.wait(min(_EVERY_S, max(0.0, timeout_s - elapsed)))
         except subprocess.TimeoutExpired:
             if time.monotonic() - begin >= timeout_s:
                 raise CompileError(
                     f"compiling for {target} took longer than {timeout_s:g} s and was stopped. "
-                    "Give it more with timeout_s=."
+                    "Raise timeout_s=."
                 ) from None
 
 
 @contextlib.contextmanager
-def watching(told: Callable[[float], None]) -> Iterator[None]:
-    """Call ``told`` with the seconds that a compiler has been at work: as it begins, then about
-    once a second. What was compiled before is not told of.
+def watching(report: Callable[[float], None]) -> Iterator[None]:
+    """Call ``report`` with the seconds that a compiler has been at work: as it begins, then about
+    once a second. What was compiled before is not reported.
 
     >>> with watching(lambda elapsed_s: print(f"{elapsed_s:.0f} s")):
     ...     pass
     """
-    token = _told.set(told)
+    token = _watcher.set(report)
     try:
         yield
     finally:
-        _told.reset(token)
+        _watcher.reset(token)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ _PLATFORMS = {"cuda": "gpu"}  # a target's word for what JAX's devices say
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, as it was foretold and as it was seen; ``None`` for what nobody knows."""
+    """One figure, predicted and measured; ``None`` where it is unknown."""
 
     what: str
     predicted: float | None
@@ -84,7 +84,7 @@ class Comparison(Viewable):
 
 
 def beside(run: DryRun, measured: Measured) -> Comparison:
-    """What a dry run foretold and what was measured, figure by figure."""
+    """What a dry run predicted and what was measured, figure by figure."""
     memory = run.memory
     parts = [
         ("parameters", memory.parameter_bytes, measured.parameter_bytes, ""),
@@ -138,7 +138,7 @@ def _collectives(run: DryRun, measured: Measured) -> list[CollectiveRow]:
 
 
 def _seen(measured: Measured, found: SeenCollective | None, figure: str) -> Any:
-    """A figure of what ran; nothing is zero where the profiler would have told of it."""
+    """A figure of what ran; nothing is zero where the profiler would have recorded it."""
     if measured.collectives is None:
         return None
     return 0 if found is None else getattr(found, figure)
@@ -170,11 +170,11 @@ def _notes(run: DryRun, measured: Measured) -> list[str]:
         said.append(f"the step ran on another mesh than the dry run's: {here}")
     if run.step_time_s is None and run.target.platform == "cpu":
         said.append(
-            "nothing is known of this CPU, so no time was foretold: "
+            "no hardware table for this CPU, so no time was predicted: "
             f"dry_run(..., hardware=mw.calibrate({str(run.target)!r})) measures it"
         )
     if measured.collectives is None:
-        said.append("the profiler told of no collectives, so none are compared")
+        said.append("the profiler recorded no collectives, so none are compared")
     elif measured.collectives:
         said.append("a collective's time has in it what a device waits for the others")
     if run.blocks is not None:

@@ -32,7 +32,7 @@ def calibrate(target: Target | str = "cpu:8", *, timeout_s: float = 300.0) -> Ha
     """This machine's numbers for a target such as ``"cpu:8"``, to estimate steps with.
 
     Keep them with ``Path(...).write_text(hardware.to_toml())``, and read them again with
-    :func:`load_hardware`. Raises :class:`~meshwright.TargetError` for a target that is no CPU,
+    :func:`load_hardware`. Raises :class:`~meshwright.TargetError` for a target other than a CPU,
     :class:`~meshwright.CompileError` if the benchmark does not end well.
 
     >>> machine = calibrate("cpu:2")
@@ -42,8 +42,8 @@ def calibrate(target: Target | str = "cpu:8", *, timeout_s: float = 300.0) -> Ha
     target = Target.of(target)
     if target.platform != "cpu":
         raise TargetError(
-            f"only CPU targets are measured here, and {target} is none. What is published of it "
-            f"is hardware_of({str(target)!r})."
+            f"only CPU targets can be measured here; received {target}. Its published numbers "
+            f"are hardware_of({str(target)!r})."
         )
     code = f"from {__name__} import main; main({target.num_devices})"
     environment = {

@@ -142,7 +142,7 @@ def _mesh(lock: Lock) -> str:
 def _fit(before: Lock, now: Lock) -> Iterator[Finding]:
     if before.fits != now.fits:
         verdict = {False: "worse", True: "better", None: "changed"}[now.fits]
-        words = {False: "does not fit", True: "fits", None: "nobody knows whether it fits"}
+        words = {False: "does not fit", True: "fits", None: "fit unknown"}
         detail = f"{words[before.fits]} -> {words[now.fits]}"
         yield Finding(verdict, "fit", "the step", None, None, "none", detail)
 

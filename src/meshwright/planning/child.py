@@ -102,7 +102,7 @@ def _memory(stats: Any) -> dict[str, int]:
 
 
 def _end_with_the_parent() -> None:
-    """End at once when standard input is closed: whoever wanted the answer is gone."""
+    """End at once when standard input is closed: the process that asked is gone."""
     sys.stdin.buffer.read()
     os._exit(1)
 

@@ -51,7 +51,7 @@ class Operation:
 
     @property
     def times(self) -> int:
-        """How often it counts: once, where nobody knows."""
+        """How often it counts: once, where it is unknown."""
         return 1 if self.count is None else self.count
 
     @property

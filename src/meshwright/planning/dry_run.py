@@ -125,7 +125,7 @@ def _analytic(
     hardware: Hardware,
     why: str,
 ) -> DryRun:
-    """The report on a step that nobody compiles."""
+    """The report on a step that is not compiled."""
     from .analytic import report_of  # the planner's model, which a compiler needs not
 
     if target.platform == "cuda":

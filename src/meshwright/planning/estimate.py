@@ -41,9 +41,9 @@ class Sums:
     """What an estimate's shares are made of; each adds up over the parts of a step.
 
     ``own_flops`` are the model's own in one device, ``split_flops`` with them what is computed
-    again (``None`` where nobody told), as if no two devices did the same; ``done_flops`` are those
-    that a device does, without what the compiler runs twice. ``least_flops`` are the fewest that
-    the model's own can come to in one device, ``elements`` what is computed besides products:
+    again (``None`` where it is unknown), as if no two devices did the same; ``done_flops`` are
+    those that a device does, without what the compiler runs twice. ``least_flops`` are the fewest
+    that the model's own can come to in one device, ``elements`` what is computed besides products:
     compilers turn products of vectors into such. ``times`` is where the time goes.
     """
 

@@ -1,4 +1,4 @@
-"""Errors of a model's own code, told with the line that raised them."""
+"""Errors of a model's own code, raised with the line that raised them."""
 
 from __future__ import annotations
 

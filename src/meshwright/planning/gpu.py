@@ -1,4 +1,4 @@
-"""GPUs that are not there, as XLA's compiler has to be told of them.
+"""GPUs that are not there, described for XLA's compiler.
 
 XLA compiles for a GPU by a description of it, which it otherwise asks of the driver; here it is
 made from what is published. What limits a kernel is given by the compute capability (NVIDIA, CUDA

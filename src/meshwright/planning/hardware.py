@@ -49,7 +49,7 @@ class Hardware:
 
     ``peak_flops_per_s`` holds ``(dtype, FLOP/s)`` of matrix products without sparsity.
     ``elements_per_s`` is the speed of elementwise work and ``instruction_s`` what each instruction
-    costs besides, where somebody measured them (:func:`calibrate`). ``sources`` holds
+    costs besides, where it was measured (:func:`calibrate`). ``sources`` holds
     ``(name of the number, where it is from)``.
 
     >>> v5p = hardware_of("v5p:2x2x2")
@@ -120,7 +120,7 @@ def hardware_of(target: Target | str) -> Hardware:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     meant = f" The nearest are {', '.join(near)}." if near else ""
     raise TargetError(
-        f"nothing is known of a chip {name!r}.{meant} Known are {', '.join(known)}; others come "
+        f"unknown chip {name!r}.{meant} Known are {', '.join(known)}; others come "
         "from a file of yours with load_hardware(path)."
     )
 
@@ -242,7 +242,7 @@ def _table_of(read: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _unknown(key: str, keys: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(key.rpartition(".")[2], keys, n=1)
     meant = f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(keys)}."
-    return f"there is no key {key!r}. {meant}"
+    return f"unknown key {key!r}. {meant}"
 
 
 def _not_positive(key: str, value: Any) -> str:

@@ -31,7 +31,7 @@ class Measured(Viewable):
 
     Bytes are those of the device that holds most. ``step_times_s`` has each measured step, waited
     for. ``peak_bytes`` is the figure that ``peak_is`` names. ``collectives`` is ``None`` where
-    no profiler told of any.
+    no profiler recorded any.
     """
 
     name: str

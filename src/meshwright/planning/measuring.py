@@ -1,5 +1,5 @@
 """Takes steps of training on the devices that are here, and looks: how long, how many bytes, what
-the profiler tells. A step donates its state: :func:`kept` is for whoever wants it back."""
+the profiler records. A step donates its state: :func:`kept` gives it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which collectives nobody asked for, and what would remove them.
+"""Which collectives are unexpected, and what would remove them.
 
 Three kinds of gathers are *unexpected*: of a weight that its layout splits though ZeRO does not
 share it out; of the new value of a variable, which devices that hold it whole have computed in

@@ -71,7 +71,7 @@ class DryRun(Viewable):
     known. ``collectives`` are in the order in which they are issued. ``tensors`` are the largest
     temporary arrays alive at the peak and ``alive_bytes`` is the sum of all, by our own reading of
     the schedule. ``refusal`` is what the compiler said of a step that does
-    not fit, of which there is no more to tell. ``estimate`` says how long the step would take, by
+    not fit, of which no more is known. ``estimate`` says how long the step would take, by
     the numbers of ``hardware``. ``placed`` says where every variable lies and why. ``blocks`` is
     set where not all equal blocks of the model were compiled: the figures are extended then from
     one and two of them, and ``compiled`` is the step with two. Where nothing was compiled,
@@ -177,7 +177,7 @@ class DryRun(Viewable):
 
     @property
     def unexpected(self) -> tuple[Transfer, ...]:
-        """The collectives that nobody asked for."""
+        """The unexpected collectives."""
         return tuple(each for each in self.collectives if each.is_unexpected)
 
     def __str__(self) -> str:

@@ -57,7 +57,7 @@ def by_the_model(run: DryRun) -> str:
 def _verdict(run: DryRun) -> str:
     free = run.memory.free_bytes
     if run.fits is None:
-        return "whether it fits is not known, as the memory of a device is not"
+        return "fit unknown: device memory not known"
     if run.fits:
         return f"fits, with {bytes_text(free or 0)} to spare"
     return "does not fit" + ("" if free is None else f", by {bytes_text(-free)}")

@@ -60,7 +60,7 @@ class Target:
             near = difflib.get_close_matches(self.kind, _KINDS, n=2, cutoff=0.6)
             meant = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
             raise TargetError(
-                f"there is no target of kind {self.kind!r}. {meant}Known are {', '.join(_KINDS)}."
+                f"unknown kind of target {self.kind!r}. {meant}Known are {', '.join(_KINDS)}."
             )
         ranks = (known.rank, known.rank + known.comes_in_nodes)
         if len(self.topology) not in ranks or min(self.topology) < 1:
@@ -81,8 +81,8 @@ class Target:
         found = re.fullmatch(r"\s*(\w+):(\d+(?:x\d+)*)\s*", text)
         if found is None:
             raise TargetError(
-                f"{text!r} is no target; one reads 'v5e:4x4', 'h200:8' or 'cpu:8'. Known kinds are "
-                f"{', '.join(_KINDS)}."
+                f"expected a target such as 'v5e:4x4', 'h200:8' or 'cpu:8'; received {text!r}. "
+                f"Known kinds are {', '.join(_KINDS)}."
             )
         return cls(found[1].lower(), tuple(map(int, found[2].split("x"))))
 
@@ -131,7 +131,7 @@ class Target:
             return Target(self.kind, (num_devices,))
         if in_node is not None and num_devices % in_node == 0:
             return Target(self.kind, (num_devices // in_node, in_node))
-        raise TargetError(f"{num_devices} devices of {self} are no target of their own.")
+        raise TargetError(f"{num_devices} devices of {self} cannot be a target of their own.")
 
     def __str__(self) -> str:
         return f"{self.kind}:{'x'.join(map(str, self.topology))}"

@@ -24,7 +24,7 @@ _ALWAYS = (
 
 
 def estimate_of(laid: Laid, deeds: Sequence[Deed], target: Target, hardware: Hardware) -> Estimate:
-    """The estimate of a step, all of whose work is told."""
+    """The estimate of a step, all of whose work is known."""
     links = links_of(target, hardware, laid.setting.axes)
     clock = Clock(hardware, target.platform, links)
     missing, times = laid.setting.missing, _times(deeds)

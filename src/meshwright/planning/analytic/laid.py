@@ -181,7 +181,7 @@ def _names(axes: Axes, mask: int) -> tuple[str, ...]:
 
 
 def _lies(described: Described, axes: Axes) -> dict[str, Along]:
-    """The axes of each variable, as it lies without ZeRO, and of each input."""
+    """The axes of each variable, as it is laid out without ZeRO, and of each input."""
     import jax
 
     plain = described.placement.with_zero(0).place(each.info for each in described.placed)

@@ -43,7 +43,7 @@ def report_of(
         laid = laid_out(graph, described, target, hardware)
     except LayoutError as error:
         raise TargetError(
-            f"{why}. Without a compiler the planner's model would have to do, and it cannot say of "
+            f"{why}. Without a compiler only the planner's estimate is possible, and it failed for "
             f"{described.name!r}:\n{error}"
         ) from error
     deeds = deeds_of(laid, described.placement)

@@ -118,7 +118,7 @@ def is_understood(two: DryRun) -> bool:
 
 
 def _always_there(run: DryRun) -> int:
-    """The bytes of the peak that are no temporary arrays; XLA for CPU adds new outputs to them."""
+    """The bytes of the peak that are not temporary arrays; XLA for CPU adds new outputs to them."""
     memory = run.memory
     if run.target.platform == "cpu":
         return (memory.peak_bytes or 0) - (memory.temporary_bytes or 0)
@@ -213,7 +213,7 @@ def _repeated(
 
 
 def _is_of_second(path: str, found: Reduced) -> bool:
-    """Whether a path is of the second block alone: the first one's is called otherwise."""
+    """Whether a path is of the second block alone: the first one's has another name."""
     return found.renaming(1, 0)(path) != path
 
 

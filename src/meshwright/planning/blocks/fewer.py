@@ -1,7 +1,7 @@
 """A Program with fewer of its equal blocks: the same in all else, and quick to compile.
 
-The loss is traced whole. What reads the last block is made to read an earlier one, and what nobody
-reads any more is left out; gradients, ZeRO, accumulation, recompute and the optimizer's update are
+The loss is traced whole. What reads the last block is made to read an earlier one, and what is
+no longer read is left out; gradients, ZeRO, accumulation, recompute and the optimizer's update are
 then made of what is left, as of any Program.
 """
 

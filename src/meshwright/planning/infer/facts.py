@@ -98,5 +98,5 @@ Rule = Callable[[Facts], list[Dims]]  # gives the dims of the results
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
-    """The shape of a variable or a literal; of what is no array, none."""
+    """The shape of a variable or a literal; none for anything else."""
     return tuple(getattr(atom.aval, "shape", ()))

@@ -31,7 +31,7 @@ class Argument:
 
 
 class Made(NamedTuple):
-    """An array that is no argument: the layer that it is of, and the operation that makes it."""
+    """An array other than an argument: the layer that it is of, and the operation that makes it."""
 
     path: str
     kind: str

@@ -14,8 +14,8 @@ from .facts import Facts, shape_of
 class Value(NamedTuple):
     """What a variable holds: its dims, and its place among the arrays, if it is one of them.
 
-    ``dims`` is ``None`` for what depends on no argument, such as zeros: it lies as whoever reads it
-    wants it. Values of one ``number`` are equal; 0 is that of no other.
+    ``dims`` is ``None`` for what depends on no argument, such as zeros: its layout is what its
+    reader wants. Values of one ``number`` are equal; 0 is that of no other.
     """
 
     dims: Dims | None

@@ -63,7 +63,7 @@ def follow(record: Record, jaxpr: Any, values: Sequence[Value], at: At) -> list[
 
 
 def _constant(record: Record, var: Any) -> Value:
-    """A small array that the function closes over lies as whoever reads it wants it."""
+    """A small array that the function closes over has the layout that its reader wants."""
     shape = shape_of(var)
     if math.prod(shape) <= _SMALL:
         return CONSTANT._replace(number=record.number(var))

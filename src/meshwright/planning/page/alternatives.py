@@ -32,9 +32,9 @@ class _Named(NamedTuple):
 def alternatives_section(plan: Plan) -> Html:
     """The section on what a plan decided, and against what."""
     every = _every(plan)
-    said = "Each by the planner's model, which takes nothing to overlap."
+    said = "Estimates of the planner, without overlap of compute and communication."
     if any(each.option.dry_run_time_s is not None for each in every):
-        said += " Those with a dry run were compiled, and ranked by that."
+        said += " Options with a dry run were compiled and are ranked by it."
     return section(
         "plan",
         "The plan and its alternatives",
@@ -125,7 +125,7 @@ def _every(plan: Plan) -> list[_Named]:
 def _verdict(plan: Plan) -> Html:
     limit = plan.limit_bytes
     if limit is None:
-        said = "? Whether it fits is not known, as the memory of a device is not"
+        said = "? Fit unknown: device memory not known"
         return tag("p", said, class_="verdict maybe")
     return tag("p", f"✓ Fits into {bytes_text(limit)}", class_="verdict good")
 

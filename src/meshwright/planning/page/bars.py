@@ -11,11 +11,11 @@ _LABELLED = 0.12  # the share of a bar from which on a part bears its name
 
 
 class Part(NamedTuple):
-    """A part of a bar; ``paint`` is one of the paints of page.css, ``told`` its size in words."""
+    """A part of a bar; ``paint`` is one of the paints of page.css, ``text`` its size in words."""
 
     name: str
     size: float
-    told: str
+    text: str
     paint: str
 
 
@@ -27,14 +27,14 @@ def bar(parts: Sequence[Part], whole: float, label: str, limit: float | None = N
             tag("b", part.name) if part.size / whole >= _LABELLED else None,
             class_=f"part p-{part.paint}",
             style=f"width:{_percent(part.size / whole)}",
-            title=f"{part.name}: {part.told}",
+            title=f"{part.name}: {part.text}",
         )
         for part in parts
         if part.size > 0
     ]
     at = None if limit is None else f"left:{_percent(min(1.0, limit / whole))}"
     mark = None if at is None else tag("i", class_="limit", style=at)
-    told = "; ".join(f"{part.name} {part.told}" for part in parts if part.size > 0)
+    told = "; ".join(f"{part.name} {part.text}" for part in parts if part.size > 0)
     return tag("div", drawn, mark, class_="bar", role="img", aria_label=f"{label}: {told}")
 
 

@@ -32,7 +32,7 @@ def head(run: DryRun) -> Html:
 def _verdict(run: DryRun) -> Html:
     free = run.memory.free_bytes
     if run.fits is None:
-        said = "? Whether it fits is not known, as the memory of a device is not"
+        said = "? Fit unknown: device memory not known"
         return tag("p", said, class_="verdict maybe")
     if run.fits:
         return tag("p", f"✓ Fits, with {bytes_text(free or 0)} to spare", class_="verdict good")

@@ -23,7 +23,7 @@ REST = "temporaries at the peak"
 
 
 def parts_of(memory: Memory) -> tuple[Part, ...]:
-    """The parts of the peak, which add up to it: what is no argument of the step is temporary."""
+    """The parts of the peak, which add up to it: all but the arguments of the step is temporary."""
     kept = [
         ("parameters", memory.parameter_bytes, "blue"),
         ("slots", memory.slot_bytes, "orange"),

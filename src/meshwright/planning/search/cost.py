@@ -74,7 +74,7 @@ def masks_of(problem: Compact, axes: Axes, rules: Rules) -> dict[int, int]:
     bits = {name: 1 << bit for bit, (name, _) in enumerate(axes)}
     families = {unit.family for unit in problem.units}
     faults = [
-        f"there is no family of dims {family!r}; there are {', '.join(sorted(families))}."
+        f"unknown family of dims {family!r}; known are {', '.join(sorted(families))}."
         for family in rules
         if family not in families
     ]

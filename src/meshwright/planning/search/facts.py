@@ -49,7 +49,7 @@ class Facts:
 def facts_of(graph: Graph) -> Facts:
     """Read a graph.
 
-    Gradients and what updates make are told from other activations by their dims, those of a
+    Gradients and what updates make differ from other activations by their dims, those of a
     parameter, and because nothing that is made of them has a dim of the batch any more. A "cast" is
     a parameter in another type, as products of the forward pass take it.
 
@@ -96,7 +96,7 @@ def block_of(path: str) -> str:
 def _is_of_weights(graph: Graph, operation: Operation) -> bool:
     """Whether it is a convolution, or a product whose operands share no dim but what is summed.
 
-    Constants are no operands: a product with one has one operand, and a product of two has none.
+    Constants do not count: a product with one has one operand, and a product of two has none.
     A product of an array with itself has one operand, too, and a joint for the dim it has twice.
     """
     if operation.kind != "dot_general":

@@ -1,7 +1,7 @@
 """Which work of a step XLA for CPU does on the way to other work, so that nothing of it is written.
 
 Read from the programs that it makes (jaxlib 0.10): equal work is done once, even where a block is
-asked to be computed again, as barriers are taken out; work that nobody needs is left out; what is
+asked to be computed again, as barriers are taken out; unused work is left out; what is
 elementwise runs inside of what reads it, or is the end of a sum.
 """
 
@@ -43,9 +43,9 @@ _MADE_ANEW = ("broadcast_in_dim", "iota", "convert_element_type")  # as cheap as
 
 
 class Fused:
-    """A graph without what is done twice or for nobody, and what is fused in it.
+    """A graph without what is done twice or never used, and what is fused in it.
 
-    Arrays are numbers, those of the graph. A *root* is an array that is no view of another one.
+    Arrays are numbers, those of the graph. A *root* is an array that is not a view of another.
     """
 
     def __init__(self, graph: Graph, twins: bool = True) -> None:
@@ -245,7 +245,7 @@ class Fused:
                 self._absorb(before)
 
     def _end(self, place: int) -> None:
-        """Elementwise work on the rows of a sum that nobody else reads is its end."""
+        """Elementwise work on the rows of a sum that only this work reads is its end."""
         chain: list[int] = []
         while len(self.op(place).results) == 1:
             uses = self.uses(self.op(place).results[0])

@@ -34,19 +34,17 @@ class _Tried:
 def no_plan(
     graph: Graph, target: Target, hardware: Hardware, limit_bytes: int, space: Space
 ) -> PlanError:
-    """The error that says why no layout fits, with the changes of which one does."""
+    """The error for a problem that no layout fits, with the changes that would help."""
     nearest = _smallest(_Tried("", graph, target, space), hardware)
     if nearest is None:
-        return PlanError("no layout was found in the time that was given; give more, limit_s=.")
+        return PlanError("no layout was found within the time limit. Raise limit_s=.")
     remedies = tuple(_remedies(graph, target, hardware, limit_bytes, space))
     peak = nearest.cost.peak_bytes
     listed = "".join(f"\n- {each}" for each in remedies)
     ways = (
         f" What would make it fit:{listed}"
         if remedies
-        else (
-            " More devices, ZeRO, recomputing and smaller batches were tried, and none is enough."
-        )
+        else (" More devices, ZeRO, recomputing and smaller batches were tried; none is enough.")
     )
     return PlanError(
         f"no layout keeps within {bytes_text(limit_bytes)} on {target}. The nearest takes "
@@ -58,7 +56,7 @@ def no_plan(
 
 
 def none_in_time(known: Iterable[Candidate], limit_bytes: int | None, limit_s: float) -> PlanError:
-    """The error that says that nothing that fits was found before the seconds ran out."""
+    """The error for a search that ends at its time limit with nothing that fits."""
     way_out = "Give the search more time with limit_s=, or name a mesh with axes=."
     nearest = min(known, key=lambda each: each.cost.peak_bytes, default=None)
     if nearest is None or limit_bytes is None:

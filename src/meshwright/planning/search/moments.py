@@ -1,7 +1,7 @@
 """What is alive when, in counts that do not depend on the layout: the planner's peak is linear.
 
 The peak of a layout is the fullest moment, each array counted with its bytes under that layout. So
-CP-SAT holds layouts to a limit with the same figure that is told of them. Which arrays there are
+CP-SAT holds layouts to a limit with the same figure that is reported. Which arrays there are
 and how long they live is read from the step once for each platform (``courses.py``).
 """
 

@@ -199,8 +199,7 @@ class Plan(Viewable):
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
-                f"the text holds no plan: {type(error).__name__}: {error}. "
-                "Plan.to_json() writes one."
+                f"not a readable plan: {type(error).__name__}: {error}. Plan.to_json() writes one."
             ) from error
 
     def to_html(self) -> str:
@@ -254,7 +253,7 @@ def _spec(axes: tuple[str, ...]) -> Any:
 
 
 def _pattern(path: str) -> str:
-    """The path itself, which a rule names exactly, unless it is no regular expression."""
+    """The path itself, which a rule names exactly, unless it is not a valid regular expression."""
     try:
         re.compile(path)
     except re.error:
@@ -268,7 +267,7 @@ def _pattern(path: str) -> str:
 def _values(read: Mapping[str, Any]) -> dict[str, Any]:
     known = {each.name for each in fields(Plan)}
     if unknown := set(read) - known:
-        raise PlanError(f"the plan has keys that nobody knows: {', '.join(sorted(unknown))}.")
+        raise PlanError(f"unknown keys in the plan file: {', '.join(sorted(unknown))}.")
     values = {name: _tuples(value) for name, value in read.items()}
     values["chosen"] = _option(read["chosen"])
     values["runners_up"] = tuple(_option(each) for each in read["runners_up"])
@@ -282,7 +281,7 @@ def _values(read: Mapping[str, Any]) -> dict[str, Any]:
 def _option(read: Mapping[str, Any]) -> Option:
     if read["recompute"] not in EVERY_RECOMPUTE:
         known = ", ".join(map(repr, EVERY_RECOMPUTE))
-        raise PlanError(f"the plan's recompute is {read['recompute']!r}: say one of {known}.")
+        raise PlanError(f"recompute must be one of {known}; received {read['recompute']!r}.")
     return Option(**{name: _tuples(value) for name, value in read.items()})
 
 

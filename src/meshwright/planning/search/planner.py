@@ -85,21 +85,21 @@ def plan_step(
 
 
 def _check(objective: str, memory_limit: int | None, verify: int, recompute: Sequence[str]) -> None:
-    """Raise :class:`~meshwright.PlanError` for every wish that cannot be."""
+    """Raise :class:`~meshwright.PlanError` that lists every invalid argument."""
     faults = []
     if objective not in get_args(Objective):
         faults.append(
-            f"objective={objective!r}: say 'time' for the least time of a step, or 'memory' for "
-            "the least bytes at the peak."
+            "objective must be 'time' (of a step) or 'memory' (peak bytes); received "
+            f"{objective!r}."
         )
     if memory_limit is not None and memory_limit < 1:
-        faults.append(f"memory_limit={memory_limit!r}: say bytes of one device, from 1 on.")
+        faults.append(f"memory_limit must be 1 byte or more; received {memory_limit!r}.")
     if verify < 0:
-        faults.append(f"verify={verify!r}: say how many plans are compiled, from 0 on.")
+        faults.append(f"verify must be a number of plans, 0 or more; received {verify!r}.")
     if not recompute or not set(recompute) <= set(EVERY_RECOMPUTE):
         faults.append(
-            f"recompute={recompute!r}: say which of {', '.join(map(repr, EVERY_RECOMPUTE))} may be "
-            "chosen, one at the least."
+            f"recompute must list one or more of {', '.join(map(repr, EVERY_RECOMPUTE))}; "
+            f"received {recompute!r}."
         )
     if faults:
         raise PlanError("\n".join(faults))
@@ -275,15 +275,15 @@ def _notes(
     for _, size in candidate.layouts.axes:
         used *= size
     if used == 1 < target.num_devices:
-        said.append("one device is fastest: to share the step out costs more than it saves")
+        said.append("one device is fastest: splitting costs more than it saves")
     elif used < target.num_devices:
         said.append(
-            f"{used} of {target.num_devices} devices are used: more are not faster, or do not "
-            "divide what there is to split"
+            f"{used} of {target.num_devices} devices are used: more devices are not faster, or do "
+            "not divide the dims"
         )
     if parallel is None and target.num_devices > 1:
         said.append("data parallel is left out: the batch does not divide")
     if not found.is_proven:
-        said.append("the seconds ran out before all was looked at; limit_s= gives more")
-    said.append("by the planner's model, which takes nothing to overlap; a dry run says more")
+        said.append("the search stopped at its time limit; raise limit_s= to search further")
+    said.append("estimate without overlap of compute and communication; a dry run is more precise")
     return tuple(said)

@@ -73,7 +73,7 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
 
 
 def require_times(setting: Setting, target: Target, hardware: Hardware) -> None:
-    """Raise :class:`~meshwright.TargetError` where times cannot be told."""
+    """Raise :class:`~meshwright.TargetError` where times cannot be estimated."""
     if setting.missing:
         measured = (
             f"hardware=mw.calibrate({str(target)!r})"
@@ -81,8 +81,8 @@ def require_times(setting: Setting, target: Target, hardware: Hardware) -> None:
             else ("hardware=load_hardware(path), with a file of your own")
         )
         raise TargetError(
-            f"nobody says of {hardware.name!r}: {', '.join(setting.missing)}. Without, no layout "
-            f"can be told to be fast. Give {measured}, or say objective='memory'."
+            f"no {', '.join(setting.missing)} in the hardware table of {hardware.name}: step times "
+            f"cannot be estimated. Give {measured}, or use objective='memory'."
         )
 
 

@@ -122,7 +122,7 @@ def is_shared(piece: Piece, zero: int) -> bool:
 
 
 def resting_bytes(lay: Lay, piece: Piece) -> Values:
-    """Bytes of one device's part of an array while nobody works on it."""
+    """Bytes of one device's part of an array while it is not in use."""
     if piece.kind == "gathered":
         return np.where(replicas_sharing(lay, piece) > 1, piece.nbytes // shards(lay, piece), 0)
     divisor = shards(lay, piece) * lay.loops(piece)

@@ -18,7 +18,7 @@ from .plan import Option, Plan
 _TIMES = 2  # that plans which hold less are looked for, each time less than before
 _UNKNOWN = 1.25  # how far off the model is taken to be, where a dry run has no peak
 _LESS = 0.98  # of what would fit if the model were off as it was
-_NOT_DRY_RUN = "by the model alone: so many devices are no slice of a TPU to dry-run it for"
+_NOT_DRY_RUN = "estimated only: no TPU slice has this number of devices"
 
 
 class Report(Protocol):
@@ -146,8 +146,8 @@ def _off(seen: Iterable[_Seen], first: Plan) -> float:
 
 def _held_to(limit: int) -> str:
     return (
-        f"what the model took to fit did not by its dry run; this keeps within {bytes_text(limit)} "
-        "by the model"
+        "plans that fit by the estimate did not fit by their dry runs; this one stays within "
+        f"{bytes_text(limit)} by the estimate"
     )
 
 
@@ -159,21 +159,21 @@ def _ranked(seen: Iterable[_Seen]) -> list[_Seen]:
 def _preferred(best: Option, first: Option) -> Iterator[str]:
     if (best.axes, best.rules) != (first.axes, first.rules):
         yield (
-            "the dry run preferred this to the model's first, "
-            f"{seconds_text(first.time_s)} by the model"
+            "by its dry run this is faster than the plan with the best estimate, "
+            f"{seconds_text(first.time_s)}"
         )
 
 
 def _no_fit(runs: _DryRuns) -> str:
     options = [each.plan.chosen for each in runs.seen.values()]
-    fact = f"of {len(options)} plans that were dry-run none fits"
+    fact = f"none of {len(options)} dry-run plans fits"
     if len(options) == 1:
-        fact = "the plan that was dry-run does not fit"
+        fact = "the dry-run plan does not fit"
     known = [one for one in options if one.dry_run_peak_bytes is not None]
     nearest = min(known, key=lambda one: one.dry_run_peak_bytes or 0, default=None)
     if nearest is not None:
         fact += (
-            f". The nearest takes {bytes_text(nearest.dry_run_peak_bytes)}, where the model said "
+            f". The nearest takes {bytes_text(nearest.dry_run_peak_bytes)}, where the estimate was "
             f"{bytes_text(nearest.peak_bytes)}: {nearest.layouts}"
         )
     return ". ".join([fact, *runs.left_out()]).rstrip(".") + "."

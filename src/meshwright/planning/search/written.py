@@ -27,7 +27,7 @@ class Node:
     """Something that runs, and the arrays that it writes, by tensors of the graph of their size.
 
     ``reads`` are nodes, by place, and ``takes`` are arguments of the step. ``shares`` says that it
-    may write where something of its size lies that nobody reads after.
+    may write where something of its size lies that is not read afterwards.
     """
 
     operation: int
