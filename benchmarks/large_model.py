@@ -36,7 +36,7 @@ def main() -> None:
         "target": TARGET,
         "axes": AXES,
         "zero": 3,
-        "recompute": "block",
+        "remat": "block",
         "tokens": ROWS * 2048,
         "blocks": run.blocks.count,
         "peak_bytes": run.peak_bytes,

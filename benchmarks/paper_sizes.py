@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 import meshwright as mw
 import meshwright.named as mn
-from meshwright.planning.search.choices import recompute_in_words
+from meshwright.planning.search.choices import remat_text
 
 RESULTS = Path(__file__).with_name("results") / "paper_sizes.json"
 BATCH = {"tokens": jax.ShapeDtypeStruct((256, 256), "int32")}
@@ -103,7 +103,7 @@ def plan_row(s: int) -> dict[str, Any]:
         "rules": ";".join(f"{dim}:{'+'.join(along)}" for dim, along in plan.rules.items()),
         "zero": plan.zero,
         "accumulate": plan.accumulate,
-        "recompute": plan.recompute,
+        "remat": plan.remat,
         **figures(found),
         "search_s": round(search_s, 1),
     }
@@ -154,7 +154,7 @@ def laid(found: dict[str, Any]) -> str:
     said = [f"`{mesh}`", f"`{found['rules']}`"]
     said += [f"ZeRO {found['zero']}"] if found.get("zero") else []
     said += [f"{found['accumulate']} micro-batches"] if found.get("accumulate", 1) > 1 else []
-    again = recompute_in_words(found.get("recompute", "none"))
+    again = remat_text(found.get("remat", "none"))
     said += [again] if again else []
     return ", ".join(said)
 

@@ -49,7 +49,7 @@ class Job:
     batch: Any
     target: str
     by_hand: dict[str, Hand]
-    can_recompute: bool = False
+    can_remat: bool = False
 
 
 def shape(*dims: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
@@ -216,19 +216,19 @@ JOBS = {
     ),
     "gpt2_h100": Job(
         "GPT-2 1.5B, 128 x 1,024 tokens", lambda: gpt(48, 1600, 25, 1024), ids(128, 1024),
-        "h100:8", usual(8, FEED_FORWARD, (1, 8, 0), (4, 2, 1)), can_recompute=True,
+        "h100:8", usual(8, FEED_FORWARD, (1, 8, 0), (4, 2, 1)), can_remat=True,
     ),
     "gpt2_v5e": Job(
         "GPT-2 1.5B, 128 x 1,024 tokens", lambda: gpt(48, 1600, 25, 1024), ids(128, 1024),
-        "v5e:4x4", usual(16, FEED_FORWARD, (1, 16, 0), (4, 4, 1), (4, 4, 3)), can_recompute=True,
+        "v5e:4x4", usual(16, FEED_FORWARD, (1, 16, 0), (4, 4, 1), (4, 4, 3)), can_remat=True,
     ),
     "gpt_13b_v5p": Job(
         "GPT 13B, 1,024 x 2,048 tokens", lambda: gpt(40, 5120, 40, 2048), ids(1024, 2048),
-        "v5p:8x8x8", usual(512, MEGATRON, (64, 8, 1), (64, 8, 3)), can_recompute=True,
+        "v5p:8x8x8", usual(512, MEGATRON, (64, 8, 1), (64, 8, 3)), can_remat=True,
     ),
     "gpt_13b_h200": Job(
         "GPT 13B, 1,024 x 2,048 tokens", lambda: gpt(40, 5120, 40, 2048), ids(1024, 2048),
-        "h200:8x8", usual(64, MEGATRON, (8, 8, 1), (8, 8, 3)), can_recompute=True,
+        "h200:8x8", usual(64, MEGATRON, (8, 8, 1), (8, 8, 3)), can_remat=True,
     ),
     "paper_4.9b": Job(
         "4.9B of the Mesh-TensorFlow paper, 256 x 256 tokens",

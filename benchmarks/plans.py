@@ -32,7 +32,7 @@ from plan_models import JOBS, Hand, Job
 import meshwright as mw
 from meshwright.planning.described import describe
 from meshwright.planning.hardware import hardware_of
-from meshwright.planning.search.choices import recompute_in_words
+from meshwright.planning.search.choices import remat_text
 from meshwright.planning.target import Target
 
 RESULTS = Path(__file__).with_name("results") / "plans.json"
@@ -50,10 +50,10 @@ def of_hand(job: Job, hand: Hand) -> dict[str, Any]:
     if available is not None and held > available:
         return {**said, "fits": False, "state_bytes": held}
     found = tried(job, hand, "none", available)
-    if found["fits"] is False and job.can_recompute:
+    if found["fits"] is False and job.can_remat:
         found = {
             **tried(job, hand, "block", available),
-            "recompute": "block",
+            "remat": "block",
             "peak_without_bytes": found["peak_bytes"],
             "selective": tried(job, hand, "selective", available),
         }
@@ -153,7 +153,7 @@ def of_plan(job: Job) -> dict[str, Any]:
                 "rules": {dim: list(along) for dim, along in each.rules},
                 "zero": each.zero,
                 "accumulate": each.accumulate,
-                "recompute": each.recompute,
+                "remat": each.remat,
                 "step_time_s": each.dry_run_time_s,
                 "peak_bytes": each.dry_run_peak_bytes,
                 "model_time_s": each.time_s,
@@ -174,7 +174,7 @@ def ratio(found: dict[str, Any], selective: bool = False) -> float | None:
     """
     ways = [*found["hand"].values()]
     if selective:
-        again = [each for each in ways if "recompute" in each]
+        again = [each for each in ways if "remat" in each]
         if any("selective" not in each for each in again):
             return None
         ways += [each["selective"] for each in again]
@@ -201,7 +201,7 @@ def least_by_model(found: dict[str, Any]) -> float | None:
 def table(kept: dict[str, Any]) -> str:
     lines = [
         "| model | target | fastest by hand | | the plan | | plan ÷ hand "
-        "| given selective recompute | least ÷ hand, by the model | search |",
+        "| given selective remat | least ÷ hand, by the model | search |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in kept.values():
@@ -225,7 +225,7 @@ def table(kept: dict[str, Any]) -> str:
 
 def again(found: dict[str, Any]) -> str:
     """What is computed again, in words."""
-    words = recompute_in_words(found.get("recompute", "none"))
+    words = remat_text(found.get("remat", "none"))
     return f", {words}" if words else ""
 
 
@@ -272,7 +272,7 @@ def model_again(name: str) -> None:
     job, found = JOBS[name], kept_results()[name]
     for hand, known in found["hand"].items():
         if "step_time_s" in known:
-            known |= by_model(job, job.by_hand[hand], known.get("recompute", "none"))
+            known |= by_model(job, job.by_hand[hand], known.get("remat", "none"))
     keep(name, found)
     print(f"{name}: {ratio(found)} compiled, at least {least_by_model(found)} by the model")
 

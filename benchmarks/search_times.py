@@ -101,7 +101,7 @@ def measured(job: Job) -> dict[str, Any]:
         "rules": {dim: list(along) for dim, along in plan.chosen.rules},
         "zero": plan.zero,
         "accumulate": plan.accumulate,
-        "recompute": plan.recompute,
+        "remat": plan.remat,
         "time_s": [each.cost.time_s for each in found.candidates],
         "peak_bytes": [each.cost.peak_bytes for each in found.candidates],
     }

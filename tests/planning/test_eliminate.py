@@ -88,7 +88,7 @@ def test_prices_bound_what_the_solver_finds(zero):
 def test_what_is_too_entangled_is_left_to_the_solver(monkeypatch):
     """The same answers, of CP-SAT alone."""
     graph, hardware = transformer(32, 512, 1024, 8, 128, 4096, blocks=1), hardware_of(H100)
-    space = Space(accumulate=(1, 2), recompute=("none",))
+    space = Space(accumulate=(1, 2), remat=("none",))
     limit = 2 * 10**9
 
     def best():

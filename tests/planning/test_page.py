@@ -269,7 +269,7 @@ def test_a_layer_with_an_evil_name_is_shown_by_its_name():
 
 
 def option(time_s, peak_bytes, axes=(("batch", 8),), rules=(("batch", ("batch",)),), **more):
-    told = {"zero": 0, "accumulate": 1, "recompute": "none", **more}
+    told = {"zero": 0, "accumulate": 1, "remat": "none", **more}
     compute_s, talk_s = time_s and 0.75 * time_s, time_s and 0.25 * time_s
     times = {"time_s": time_s, "compute_s": compute_s, "communication_s": talk_s}
     return Option(axes, rules, peak_bytes=peak_bytes, **times, **told)
@@ -284,7 +284,7 @@ def a_plan(**more) -> Plan:
         "hardware": "h100",
         "objective": "time",
         "limit_bytes": 80 * 10**9,
-        "chosen": option(0.02, 40 * 10**9, both, split, zero=1, accumulate=4, recompute="block"),
+        "chosen": option(0.02, 40 * 10**9, both, split, zero=1, accumulate=4, remat="block"),
         "runners_up": (option(0.03, 30 * 10**9, both, split), option(0.05, 20 * 10**9)),
         "data_parallel": option(0.07, 90 * 10**9),
         "layouts": (("x", (("batch",), ())), ("block/ffn/kernel", ((), ("model",)))),
@@ -300,7 +300,7 @@ def test_a_plan_shows_what_was_chosen_beside_what_was_not():
     tree = ElementTree.fromstring(a_plan().to_html())
     rows = {row[0]: row for row in rows_of(tree, "plan-table")}
     assert list(rows) == ["chosen", "runner-up 1", "runner-up 2", "data parallel"]
-    assert rows["chosen"][4] == "ZeRO 1, 4 micro-batches, recompute"
+    assert rows["chosen"][4] == "ZeRO 1, 4 micro-batches, remat"
     assert rows["chosen"][-2:] == ["✓ yes", "-"]
     assert rows["runner-up 1"][3] == "batch over batchblock/ffn.hidden over model"
     assert rows["runner-up 1"][-1] == "10 ms slower, saves 9.31 GiB"

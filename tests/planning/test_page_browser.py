@@ -212,7 +212,7 @@ PLAN = """{"version": 2, "target": "h100:8", "hardware": "h100", "objective": "t
 "data_parallel": SECOND, "layouts": [["x", [["batch"]]], ["block/kernel", [[], ["model"]]]],
 "inputs": ["x"], "batch": ["batch"], "why": ["a reason"]}"""
 OPTION = """{"axes": [["batch", 4], ["model", 2]], "rules": [["batch", ["batch"]],
-["block_0/attention/query.heads", ["model"]]], "zero": 1, "accumulate": 4, "recompute": "block",
+["block_0/attention/query.heads", ["model"]]], "zero": 1, "accumulate": 4, "remat": "block",
 "time_s": 0.012345, "compute_s": 0.01, "communication_s": 0.002345, "peak_bytes": 45678901234,
 "dry_run_time_s": 0.0231, "dry_run_peak_bytes": 51234567890}"""
 

@@ -62,7 +62,7 @@ def test_reasons_are_differences_of_the_model():
     assert plan.rules == {"batch": ("batch",), "hidden": ("model",)}
     (line,) = [line for line in plan.why if line.startswith("hidden over model")]
     mesh = tuple(axes.items())
-    choices = Choices(plan.zero, plan.accumulate, plan.recompute)
+    choices = Choices(plan.zero, plan.accumulate, plan.remat)
     with_it, without = (
         cost(graph, mesh, each, choices, target="cpu:8", hardware=CPU)
         for each in ({"batch": ["batch"], "hidden": ["model"]}, {"batch": ["batch"]})
@@ -132,7 +132,7 @@ options = st.builds(
     rules=st.lists(st.tuples(names, along), max_size=3).map(tuple),
     zero=st.integers(0, 3),
     accumulate=st.integers(1, 64),
-    recompute=st.sampled_from(["none", "selective", "block"]),
+    remat=st.sampled_from(["none", "selective", "block"]),
     time_s=numbers,
     compute_s=numbers,
     communication_s=numbers,
@@ -183,8 +183,8 @@ def test_a_file_keeps_a_plan(tmp_path):
         (lambda read: read | {"colour": 1}, "unknown keys in the plan file: colour"),
         (lambda read: {k: v for k, v in read.items() if k != "chosen"}, "KeyError: 'chosen'"),
         (
-            lambda read: read | {"chosen": read["chosen"] | {"recompute": "blok"}},
-            "recompute must be one of 'none', 'selective', 'block'; received 'blok'",
+            lambda read: read | {"chosen": read["chosen"] | {"remat": "blok"}},
+            "remat must be one of 'none', 'selective', 'block'; received 'blok'",
         ),
         (lambda read: [], r"not a readable plan.*Plan.to_json\(\) writes one"),
     ],
@@ -209,7 +209,7 @@ def test_the_nearest_miss_and_what_would_make_it_fit():
             axes={"batch": 2},
             zero=(0,),
             accumulate=(1,),
-            recompute=("none",),
+            remat=("none",),
         )
     error = caught.value
     assert error.available_bytes == 40_000_000 < error.needed_bytes
@@ -227,14 +227,14 @@ def test_the_nearest_miss_and_what_would_make_it_fit():
         plan_step(graph, f"h100:{count // 2}", **enough)
 
 
-NOTHING = {"zero": (0,), "accumulate": (1,), "recompute": ("none",)}
+NOTHING = {"zero": (0,), "accumulate": (1,), "remat": ("none",)}
 
 
 @pytest.mark.parametrize(
     ("remedy", "graph", "axes", "change"),
     [
         ("ZeRO", mlp(1024, 512, 1024), {"batch": 8}, {"zero": (0, 1, 2, 3)}),
-        ("recompute", transformer(8, blocks=4), {"batch": 2}, {"recompute": ("none", "block")}),
+        ("remat", transformer(8, blocks=4), {"batch": 2}, {"remat": ("none", "block")}),
         ("accumulate", transformer(8, blocks=4), {"batch": 2}, {"accumulate": (1, 4)}),
         ("another mesh", mlp(21, 64, 4096), {"batch": 7}, {"axes": None}),
     ],
@@ -286,10 +286,10 @@ def test_a_mesh_too_large_is_refused():
         ({"memory_limit": 0}, "memory_limit must be 1 byte or more; received 0"),
         ({"verify": -1}, "verify must be .* received -1"),
         (
-            {"recompute": ("blocks",)},
+            {"remat": ("blocks",)},
             "one or more of 'none', 'selective', 'block'; received .'blocks',.",
         ),
-        ({"recompute": ()}, "list one or more of"),
+        ({"remat": ()}, "list one or more of"),
     ],
 )
 def test_wishes_that_cannot_be_are_refused(wish, said):
@@ -374,7 +374,7 @@ def test_the_best_are_compiled_and_ranked_again():
         hardware=CPU,
         zero=(0,),
         accumulate=(1,),
-        recompute=("none",),
+        remat=("none",),
         verify=3,
         dry_run_of=dry_run_of,
     )
@@ -561,7 +561,7 @@ def test_fsdp_is_verified_too():
 
     plan_step(mlp(64, 1024, 4096), "h100:8", verify=1, dry_run_of=Report)
     alone = [each for each in asked if each.zero == 3 and each.axes == (("batch", 8),)]
-    assert [(each.rules, each.recompute) for each in alone] == [((("batch", ("batch",)),), "none")]
+    assert [(each.rules, each.remat) for each in alone] == [((("batch", ("batch",)),), "none")]
     asked.clear()
     plan_step(mlp(64, 1024, 4096), "h100:8", zero=(0, 1), verify=1, dry_run_of=Report)
     assert {each.zero for each in asked} <= {0, 1}

@@ -171,8 +171,8 @@ def test_micro_batches_keep_less_and_recomputing_too():
         for choices in (
             Choices(),
             Choices(accumulate=4),
-            Choices(recompute="block"),
-            Choices(recompute="selective"),
+            Choices(remat="block"),
+            Choices(remat="selective"),
         )
     )
     assert four.peak_bytes < plain.peak_bytes
@@ -237,7 +237,7 @@ def enumerated(graph, target, hardware, space, limit_bytes, objective, mesh_size
     for dim in graph.dims:
         families.setdefault(dim.family, dim.size)
     best = float("inf")
-    every = itertools.product(space.zero, space.accumulate, space.recompute)
+    every = itertools.product(space.zero, space.accumulate, space.remat)
     for sizes, choices in itertools.product(mesh_sizes, list(every)):
         axes = tuple(zip("abc", sizes, strict=False))
         subsets = [
@@ -290,7 +290,7 @@ def compare(seed, objective):
     count = len({dim.family for dim in graph.dims})
     sizes = [(2, 2, 2)] if count <= 3 else [(4, 2)] if seed % 2 else [(8,), (2, 2)]
     zero, accumulate = ((0, 2), (1, 2)) if count <= 3 else ((0, 3) if count == 4 else (1,), (1,))
-    space = Space(zero=zero, accumulate=accumulate, recompute=("none",))
+    space = Space(zero=zero, accumulate=accumulate, remat=("none",))
 
     def best(objective, limit):
         values = []
@@ -345,7 +345,7 @@ def test_meshes_and_axes_are_chosen_together():
         for each in itertools.product(range(2, 9), repeat=count):
             if math.prod(each) <= 8:
                 sizes.add(each)
-    space = Space(zero=(0, 1), accumulate=(1,), recompute=("none",))
+    space = Space(zero=(0, 1), accumulate=(1,), remat=("none",))
     wanted = enumerated(graph, H100, hardware, space, None, "time", sorted(sizes))
     found = search(graph, H100, hardware, space=space)
     assert found.candidates[0].cost.time_s <= 1.02 * wanted
@@ -360,12 +360,12 @@ def test_answers_are_the_same_each_time():
 
 
 def test_what_holds_most_is_an_alternative_where_it_is_faster():
-    """Of the least bytes first: recompute that holds less does not hide what takes less time."""
+    """Of the least bytes first: remat that holds less does not hide what takes less time."""
     graph = transformer(32, 512, 1024, 8, 128, 4096, blocks=2)
     space = Space(axes=(("batch", 4),), zero=(0,), accumulate=(1,))
     found = search(graph, H100, hardware_of(H100), objective="memory", space=space, keep=3)
     costs = [each.cost for each in found.candidates]
-    ways = [each.layouts.choices.recompute for each in found.candidates]
+    ways = [each.layouts.choices.remat for each in found.candidates]
     assert ways == ["block", "selective", "none"]
     assert costs == sorted(costs, key=lambda cost: cost.peak_bytes)
     assert costs == sorted(costs, key=lambda cost: cost.time_s, reverse=True)
@@ -392,7 +392,7 @@ _TIMES = """
 from small_graphs import transformer
 
 from meshwright.planning.hardware import hardware_of
-from meshwright.planning.search.choices import EVERY_RECOMPUTE
+from meshwright.planning.search.choices import EVERY_REMAT
 from meshwright.planning.search.compact import compact
 from meshwright.planning.search.frame import frame_of
 from meshwright.planning.search.setting import setting_of
@@ -402,7 +402,7 @@ target = Target.of("h100:8")
 problem = compact(transformer(32, 512, 1024, 8, 128, 4096, blocks=2), target.platform)
 setting = setting_of((("a", 4), ("b", 2)), target, hardware_of(target))
 corners = frame_of(problem, setting, 1).corners
-print([each.time_s(1, how).tobytes().hex() for each in corners for how in EVERY_RECOMPUTE])
+print([each.time_s(1, how).tobytes().hex() for each in corners for how in EVERY_REMAT])
 """
 
 
@@ -482,4 +482,4 @@ def test_without_its_defects():
 
 def test_layouts_read_well():
     layouts = Layouts((("batch", 4),), (("batch", ("batch",)),), Choices(1, 2, "block"))
-    assert str(layouts) == "(batch=4): batch over batch; zero=1, accumulate=2, recompute"
+    assert str(layouts) == "(batch=4): batch over batch; zero=1, accumulate=2, remat"

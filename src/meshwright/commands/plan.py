@@ -79,7 +79,7 @@ def plan(
     html: Path | None,
     save: Path | None,
 ) -> None:
-    """Choose mesh, layouts, ZeRO, micro-batches and recompute for a model on a target, and say why.
+    """Choose mesh, layouts, ZeRO, micro-batches and remat for a model on a target, and say why.
 
     BUILD is a function without arguments. It returns (model, batch), where the model is a compiled
     Keras model or a Program; layouts that it returns are ignored.

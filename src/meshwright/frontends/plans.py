@@ -64,7 +64,7 @@ def plan(
 ) -> Plan:
     """The best way to lay a training step out on a target, which need not be there, and why.
 
-    Mesh, the axes that dims lie along, ZeRO, accumulation and recompute are chosen together, for
+    Mesh, the axes that dims lie along, ZeRO, accumulation and remat are chosen together, for
     the least time of a step or, with ``objective="memory"``, the least bytes at the peak of one
     device. Nothing takes more than ``memory_limit`` bytes, or a device's memory if it is left out.
     ``axes`` fixes the mesh, ``"batch=4,model=2"``. ``model`` and ``batch`` are those of

@@ -86,7 +86,7 @@ def _operations(laid: Laid) -> Iterator[Deed]:
             layer=operation.path,
             phase=_phase(graph, operation, facts.kinds, facts.is_forward[place]),
             done=known[problem.work_of[place]],
-            again=laid.choices.recompute in work.again,
+            again=laid.choices.remat in work.again,
             itemsize=graph.tensors[touched[0]].itemsize if touched else 0,
             whole_flops=operation.flops * operation.times,
         )

@@ -24,7 +24,7 @@ from ..hardware import Hardware
 from ..infer import graph_of_step
 from ..infer.tracing import input_path
 from ..search.beside import rows_of_tables
-from ..search.choices import EVERY_RECOMPUTE, Choices, recompute_of
+from ..search.choices import EVERY_REMAT, Choices, remat_of
 from ..search.compact import Compact, compact
 from ..search.cost import faults_of
 from ..search.setting import Setting, setting_of
@@ -82,7 +82,7 @@ def graph_alone(
     mesh = Mesh(dict.fromkeys(placement.mesh.axis_names, 1))
     whole = Placement.of(mesh, batch=placement.batch, unmatched="replicate")
     rows = _joined(batch, how.accumulate)
-    plain = StepOptions(remat="none" if how.remat in EVERY_RECOMPUTE else how.remat)
+    plain = StepOptions(remat="none" if how.remat in EVERY_REMAT else how.remat)
     with tracing(described.name):
         if isinstance(model, Program):
             return graph_of_step(of_program(model, rows, whole, plain))
@@ -159,7 +159,7 @@ def _laid(
     problem = _with_tables(problem)
     how = described.how
     zero = 3 if shared else described.placement.zero
-    choices = Choices(zero, how.accumulate, recompute_of(how.remat))
+    choices = Choices(zero, how.accumulate, remat_of(how.remat))
     faults = list(faults_of(problem, axes, masks, choices))
     rows = () if problem.batch is None else _names(axes, masks[problem.batch])
     over = {name for name, _ in axes} & set(described.placement.batch_axes)

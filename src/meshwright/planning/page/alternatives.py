@@ -9,7 +9,7 @@ from ...layout import UNSHARDED
 from ...mesh import Mesh
 from ...units import bytes_text, seconds_text
 from ..accuracy import range_of
-from ..search.choices import recompute_in_words
+from ..search.choices import remat_text
 from ..search.words import NOTHING
 from .bars import Part, bar, key
 from .grid import Cell, Column, Row, grid
@@ -61,7 +61,7 @@ def plan_head(plan: Plan) -> Html:
         ("devices", f"{chosen.num_devices:,}", f"mesh {axes}"),
         ("ZeRO", str(chosen.zero), ""),
         ("micro-batches", str(chosen.accumulate), ""),
-        ("recompute", chosen.recompute, ""),
+        ("remat", chosen.remat, ""),
     ]
     told = [
         tag(
@@ -248,8 +248,8 @@ def _choices(option: Option) -> Iterator[str]:
         yield f"ZeRO {option.zero}"
     if option.accumulate > 1:
         yield f"{option.accumulate} micro-batches"
-    if option.recompute != "none":
-        yield recompute_in_words(option.recompute)
+    if option.remat != "none":
+        yield remat_text(option.remat)
 
 
 def _split(option: Option, families: dict[str, None]) -> Child:

@@ -28,7 +28,7 @@ def plain(problem: Compact, tables: Tables, masks: Mapping[int, int], keep_axes:
     )
     batch = problem.batch
     if batch is None or not masks.get(batch, 0):
-        choices = Choices(0, choices.accumulate, choices.recompute)
+        choices = Choices(0, choices.accumulate, choices.remat)
     used = {axis for _, along in rules for axis in along}
     kept = axes if keep_axes else tuple(axis for axis in axes if axis[0] in used)
     return Layouts(kept, rules, choices)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..hardware import Hardware
 from ..target import Target
 from .answers import Candidate
-from .choices import EVERY_RECOMPUTE, Choices, Layouts
+from .choices import EVERY_REMAT, Choices, Layouts
 from .compact import Compact
 from .cost import cost_of, divides, masks_of
 from .setting import setting_of
@@ -50,9 +50,9 @@ def _at_level(layouts: Layouts, zero: int) -> Layouts:
 
 
 def _fully_sharded(parallel: Layouts) -> Iterator[Layouts]:
-    """FSDP: ZeRO of level 3 (Rajbhandari et al. 2020), and that with more and more recompute."""
-    for recompute in EVERY_RECOMPUTE:
-        yield replace(parallel, choices=Choices(zero=3, recompute=recompute))
+    """FSDP: ZeRO of level 3 (Rajbhandari et al. 2020), and that with more and more remat."""
+    for remat in EVERY_REMAT:
+        yield replace(parallel, choices=Choices(zero=3, remat=remat))
 
 
 def _with_tables(problem: Compact, parallel: Layouts) -> Iterator[Layouts]:

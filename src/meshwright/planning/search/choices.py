@@ -7,15 +7,15 @@ from typing import Literal
 
 from ..groups import Axes
 
-Recompute = Literal["none", "selective", "block"]  # as a strategy's ``remat=`` takes it
-EVERY_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "block")  # the fastest first
+Remat = Literal["none", "selective", "block"]  # as a strategy's ``remat=`` takes it
+EVERY_REMAT: tuple[Remat, ...] = ("none", "selective", "block")  # the fastest first
 
 DATA_PARALLEL = "data parallel"  # layouts that are known by name, see ``classics.py``
 FSDP = "FSDP"
 TENSOR_PARALLEL = "tensor parallel"
 FSDP_TENSOR = "FSDP × tensor parallel"
 
-_IN_WORDS = {"none": "", "selective": "selective recompute", "block": "recompute"}
+_IN_WORDS = {"none": "", "selective": "selective remat", "block": "remat"}
 
 
 @dataclass(frozen=True)
@@ -24,28 +24,28 @@ class Choices:
 
     zero: int = 0
     accumulate: int = 1
-    recompute: Recompute = "none"
+    remat: Remat = "none"
 
     def __str__(self) -> str:
         words = [f"zero={self.zero}"] if self.zero else []
         words += [f"accumulate={self.accumulate}"] if self.accumulate > 1 else []
-        words += [recompute_in_words(self.recompute)] if self.recompute != "none" else []
+        words += [remat_text(self.remat)] if self.remat != "none" else []
         return ", ".join(words) or "nothing else"
 
 
 PLAIN = Choices()
 
 
-def recompute_of(remat: str) -> Recompute:
+def remat_of(remat: str) -> Remat:
     """The choice that a strategy's ``remat=`` is. What a policy of JAX recomputes is in the step's
     graph already, and no choice."""
-    found: dict[str, Recompute] = {each: each for each in EVERY_RECOMPUTE}
+    found: dict[str, Remat] = {each: each for each in EVERY_REMAT}
     return found.get(remat, "none")
 
 
-def recompute_in_words(recompute: Recompute) -> str:
+def remat_text(remat: Remat) -> str:
     """What is computed again; empty where nothing is."""
-    return _IN_WORDS[recompute]
+    return _IN_WORDS[remat]
 
 
 @dataclass(frozen=True)

@@ -163,10 +163,10 @@ class _Classics:
     def _of_options(
         self, way: _Way, options: Options, choices: Choices, best: Candidate | None
     ) -> Iterator[Candidate]:
-        """The best with each way to recompute, but for those that cannot beat one that fits."""
+        """The best with each kind of remat, but for those that cannot beat one that fits."""
         frame = frame_of(self.problem, self._setting(way.axes), choices.accumulate, options)
-        for recompute in self.space.recompute:
-            tables = tables_of(frame, replace(choices, recompute=recompute))
+        for remat in self.space.remat:
+            tables = tables_of(frame, replace(choices, remat=remat))
             if best is not None and self._fits(best) and self._is_beaten(tables, best):
                 continue
             masks = self._masks(tables)
@@ -174,7 +174,7 @@ class _Classics:
             yield found
             is_fastest = self.objective == "time" and tables.time_s(masks) <= tables.least_time_s
             if is_fastest and self._fits(found):
-                return  # to recompute more takes more time
+                return  # more remat takes more time
 
     def _is_beaten(self, tables: Tables, best: Candidate) -> bool:
         if self.objective == "memory":

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..graph import Graph, Joint, Operation
-from .choices import EVERY_RECOMPUTE, Recompute
+from .choices import EVERY_REMAT, Remat
 from .facts import Facts, facts_of
 from .spans import is_computed_again
 
@@ -89,7 +89,7 @@ class Work:
     whole: frozenset[int]
     moves: tuple[Move, ...]
     times: int
-    again: frozenset[Recompute]  # the ways to recompute that do it twice
+    again: frozenset[Remat]  # the kinds of remat that do it twice
 
     @property
     def is_free(self) -> bool:
@@ -261,7 +261,7 @@ class _Reader:
             ),
             times=operation.times,
             again=frozenset(
-                how for how in EVERY_RECOMPUTE if is_computed_again(self.facts, place, how)
+                how for how in EVERY_REMAT if is_computed_again(self.facts, place, how)
             ),
         )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..graph import Graph
-from .choices import Recompute
+from .choices import Remat
 from .facts import Facts, facts_of
 from .spans import is_computed_again, spans_of
 from .tiled import Tile, tiled
@@ -48,15 +48,15 @@ class Course:
     ahead: tuple[int, ...] = ()  # where micro-batches are that run beside this one
 
 
-def course_of(problem: Compact, zero: int, recompute: Recompute) -> Course:
+def course_of(problem: Compact, zero: int, remat: Remat) -> Course:
     """The course of a step on the platform that it was made small for."""
-    return _COURSES.get(problem.platform, _traced)(problem, zero, recompute)
+    return _COURSES.get(problem.platform, _traced)(problem, zero, remat)
 
 
-def _traced(problem: Compact, zero: int, recompute: Recompute) -> Course:
+def _traced(problem: Compact, zero: int, remat: Remat) -> Course:
     """In the order of the trace."""
     graph, facts = problem.graph, facts_of(problem.graph)
-    spans = spans_of(graph, facts, recompute)
+    spans = spans_of(graph, facts, remat)
     lives = [
         Life(problem.piece_of[tensor], first, last)
         for tensor, alive in enumerate(spans)
@@ -67,7 +67,7 @@ def _traced(problem: Compact, zero: int, recompute: Recompute) -> Course:
     return Course(count, tuple(lives), tuple((place, place) for place in range(count)))
 
 
-def _on_tpu(problem: Compact, zero: int, recompute: Recompute) -> Course:
+def _on_tpu(problem: Compact, zero: int, remat: Remat) -> Course:
     """As XLA for TPU runs it: in the order of the trace, and last what only the logs need."""
     graph, facts = problem.graph, facts_of(problem.graph)
     at = _logs_last(graph, facts)
@@ -76,7 +76,7 @@ def _on_tpu(problem: Compact, zero: int, recompute: Recompute) -> Course:
         Life(problem.piece_of[t], 0, end) for t, kind in enumerate(facts.kinds) if kind in _RESTING
     ]
     tiles = tiled(graph, zero == 3)
-    begins = _made_again(facts, tiles, recompute)
+    begins = _made_again(facts, tiles, remat)
     for tile in tiles:
         if facts.kinds[tile.tensor] == "update" or _is_gathered(facts, tile.tensor, zero):
             continue
@@ -116,12 +116,12 @@ def _logs_last(graph: Graph, facts: Facts) -> list[int]:
     return at
 
 
-def _made_again(facts: Facts, tiles: Iterable[Tile], recompute: Recompute) -> dict[int, int]:
+def _made_again(facts: Facts, tiles: Iterable[Tile], remat: Remat) -> dict[int, int]:
     """Of arrays that recomputing drops: where they are made again."""
     inner: dict[int, str] = {}
     begins: dict[str, int] = {}
     for tile in tiles:
-        if not is_computed_again(facts, tile.made, recompute):
+        if not is_computed_again(facts, tile.made, remat):
             continue
         block = facts.blocks[tile.made]
         later = [read for read in tile.reads if not facts.is_forward[read]]
@@ -132,7 +132,7 @@ def _made_again(facts: Facts, tiles: Iterable[Tile], recompute: Recompute) -> di
     return {tensor: begins[block] for tensor, block in inner.items()}
 
 
-def _on_cpu(problem: Compact, zero: int, recompute: Recompute) -> Course:
+def _on_cpu(problem: Compact, zero: int, remat: Remat) -> Course:
     """As XLA for CPU runs it, which takes out what asks it to compute anything again."""
     graph, kinds = problem.graph, facts_of(problem.graph).kinds
     step = written(graph)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .choices import Choices, Recompute
+from .choices import Choices, Remat
 from .compact import Compact, Piece, Work
 from .cost import columns, divides, held_bytes
 from .eliminate import Elimination
@@ -38,21 +38,21 @@ class Corner:
     every: list[Piece | Work]  # all columns
     known: dict[object, np.ndarray] = field(default_factory=dict)
 
-    def time_s(self, zero: int, recompute: Recompute) -> np.ndarray:
+    def time_s(self, zero: int, remat: Remat) -> np.ndarray:
         """Seconds of each row."""
         level = min(zero, 2)  # from there on only parameters differ
-        key = "time", zero, recompute
+        key = "time", zero, remat
         if key not in self.known:
             total = self._parameters_s(zero)
             # In the order of the works, that sums are the same in each process.
             for again in dict.fromkeys(self.lay.problem.works[place].again for place in self.works):
-                runs = 2 if recompute in again else 1
+                runs = 2 if remat in again else 1
                 works_s = self._works_s(0, False, again) + self._works_s(level, True, again)
                 total = total + runs * works_s
             self.known[key] = total
         return self.known[key]
 
-    def _works_s(self, level: int, shares: bool, again: frozenset[Recompute]) -> np.ndarray:
+    def _works_s(self, level: int, shares: bool, again: frozenset[Remat]) -> np.ndarray:
         """What works take that are computed again in these ways, recomputing apart: of those whose
         results ZeRO shares, or the others."""
         key = "works", level, shares, again

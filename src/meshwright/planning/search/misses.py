@@ -11,7 +11,7 @@ from ..graph import Graph, GraphTensor
 from ..hardware import Hardware
 from ..target import Target
 from .answers import Candidate
-from .choices import EVERY_RECOMPUTE
+from .choices import EVERY_REMAT
 from .facts import batch_dim
 from .search import search
 from .space import Space
@@ -91,8 +91,8 @@ def _changes(graph: Graph, target: Target, space: Space) -> Iterator[_Tried]:
         yield _Tried("another mesh", graph, target, replace(space, axes=None))
     if tuple(space.zero) != _EVERY_ZERO:
         yield _Tried("ZeRO", graph, target, replace(space, zero=_EVERY_ZERO))
-    if "block" not in space.recompute:  # which holds the least
-        yield _Tried("recompute", graph, target, replace(space, recompute=EVERY_RECOMPUTE))
+    if "block" not in space.remat:  # which holds the least
+        yield _Tried("remat", graph, target, replace(space, remat=EVERY_REMAT))
     rows = _rows(graph)
     more = tuple(k for k in (1, 2, 4, 8, 16, 32, 64) if rows % k == 0)
     if not set(more) <= set(space.accumulate):

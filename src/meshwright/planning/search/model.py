@@ -39,7 +39,7 @@ class Clique:
     @functools.cached_property
     def time_s(self) -> np.ndarray:
         """Seconds per assignment."""
-        return self.corner.time_s(self.choices.zero, self.choices.recompute)
+        return self.corner.time_s(self.choices.zero, self.choices.remat)
 
     @functools.cached_property
     def bytes_of(self) -> np.ndarray:

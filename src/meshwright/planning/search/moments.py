@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .choices import Choices, Recompute
+from .choices import Choices, Remat
 from .courses import course_of
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ def alive(problem: Compact, choices: Choices) -> np.ndarray:
     """What is alive when: rows of moments, columns of pieces, then of works, then of sums."""
     differs = {"cpu": (2, 3)}.get(problem.platform, (3,))  # levels of ZeRO
     zero = choices.zero if choices.zero in differs else 0
-    return _alive(problem, choices.recompute, choices.accumulate, zero)
+    return _alive(problem, choices.remat, choices.accumulate, zero)
 
 
 @functools.lru_cache(maxsize=16)
-def _alive(problem: Compact, recompute: Recompute, accumulate: int, zero: int) -> np.ndarray:
+def _alive(problem: Compact, remat: Remat, accumulate: int, zero: int) -> np.ndarray:
     on_cpu = problem.platform == "cpu"
     beside = accumulate if on_cpu else 1
-    found = _moments(problem, "none" if on_cpu else recompute, zero, beside)
+    found = _moments(problem, "none" if on_cpu else remat, zero, beside)
     if accumulate == 1:
         return found
     sums = np.array([count for _, count in problem.parameters], found.dtype)
@@ -41,9 +41,9 @@ def _alive(problem: Compact, recompute: Recompute, accumulate: int, zero: int) -
 
 
 @functools.lru_cache(maxsize=16)
-def _moments(problem: Compact, recompute: Recompute, zero: int, beside: int) -> np.ndarray:
+def _moments(problem: Compact, remat: Remat, zero: int, beside: int) -> np.ndarray:
     """How many of each piece are alive at each operation, equal moments once."""
-    course = course_of(problem, zero, recompute)
+    course = course_of(problem, zero, remat)
     changes = np.zeros((course.length + 1, len(problem.pieces)), np.int32)
     for life in course.lives:
         changes[life.first, life.piece] += 1

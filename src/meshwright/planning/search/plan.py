@@ -17,7 +17,7 @@ from ...placement import Placement
 from ...step.options import StepOptions
 from ...views import Viewable
 from ..groups import Axes
-from .choices import DATA_PARALLEL, EVERY_RECOMPUTE, Choices, Layouts, Recompute
+from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
 from .words import table
 
 VERSION = 2
@@ -36,7 +36,7 @@ class Option:
     rules: tuple[tuple[str, tuple[str, ...]], ...]
     zero: int
     accumulate: int
-    recompute: Recompute
+    remat: Remat
     time_s: float | None
     compute_s: float | None
     communication_s: float | None
@@ -57,7 +57,7 @@ class Option:
     @property
     def layouts(self) -> Layouts:
         """What was decided, without what it costs."""
-        choices = Choices(self.zero, self.accumulate, self.recompute)
+        choices = Choices(self.zero, self.accumulate, self.remat)
         return Layouts(self.axes, self.rules, choices)
 
 
@@ -131,9 +131,9 @@ class Plan(Viewable):
         return self.chosen.accumulate
 
     @property
-    def recompute(self) -> Recompute:
+    def remat(self) -> Remat:
         """What of blocks is computed again in the backward pass, as a strategy's ``remat=``."""
-        return self.chosen.recompute
+        return self.chosen.remat
 
     def layouts_of(self, inputs: bool) -> dict[str, list[Any]]:
         """Specs by path, as a strategy takes them: of the inputs, or of the parameters."""
@@ -146,7 +146,7 @@ class Plan(Viewable):
     @property
     def how(self) -> StepOptions:
         """How the step is computed, as a strategy or :class:`~meshwright.Trainer` takes it."""
-        return StepOptions(accumulate=self.accumulate, remat=self.recompute)
+        return StepOptions(accumulate=self.accumulate, remat=self.remat)
 
     def placement(self, mesh: Mesh | None = None) -> Placement:
         """The placement that lays parameters and inputs out so, on this mesh or the plan's own.
@@ -279,9 +279,9 @@ def _values(read: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option(read: Mapping[str, Any]) -> Option:
-    if read["recompute"] not in EVERY_RECOMPUTE:
-        known = ", ".join(map(repr, EVERY_RECOMPUTE))
-        raise PlanError(f"recompute must be one of {known}; received {read['recompute']!r}.")
+    if read["remat"] not in EVERY_REMAT:
+        known = ", ".join(map(repr, EVERY_REMAT))
+        raise PlanError(f"remat must be one of {known}; received {read['remat']!r}.")
     return Option(**{name: _tuples(value) for name, value in read.items()})
 
 
@@ -292,7 +292,7 @@ def _tuples(value: Any) -> Any:
 
 _EXAMPLE = """{"kind": "plan", "version": 2, "target": "h100:8", "hardware": "h100",
 "objective": "time", "limit_bytes": null, "chosen": {"axes": [["batch", 8]],
-"rules": [["batch", ["batch"]]], "zero": 1, "accumulate": 1, "recompute": "none", "time_s": 0.1,
+"rules": [["batch", ["batch"]]], "zero": 1, "accumulate": 1, "remat": "none", "time_s": 0.1,
 "compute_s": 0.1, "communication_s": 0.0, "peak_bytes": 4}, "runners_up": [],
 "data_parallel": null, "layouts": [["x", [["batch"]]], ["dense/kernel", [[], []]]],
 "inputs": ["x"], "batch": ["batch"], "why": []}"""

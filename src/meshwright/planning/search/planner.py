@@ -16,7 +16,7 @@ from ..hardware import Hardware, hardware_of
 from ..target import Target
 from .answers import Candidate
 from .beside import plainer
-from .choices import DATA_PARALLEL, EVERY_RECOMPUTE, Choices, Layouts, Recompute
+from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
 from .classics import Classics, classics
 from .compact import Compact, compact
 from .misses import no_plan, none_in_time
@@ -38,18 +38,18 @@ def plan_step(
     hardware: Hardware | None = None,
     zero: tuple[int, ...] = (0, 1, 2, 3),
     accumulate: tuple[int, ...] = (1, 2, 4, 8),
-    recompute: tuple[Recompute, ...] = EVERY_RECOMPUTE,
+    remat: tuple[Remat, ...] = EVERY_REMAT,
     max_axes: int = 3,
     limit_s: float = 10.0,
     verify: int = 0,
     dry_run_of: DryRunOf | None = None,
 ) -> Plan:
-    """The best plan for a step on a target: mesh, axes of dims, ZeRO, micro-batches, recompute.
+    """The best plan for a step on a target: mesh, axes of dims, ZeRO, micro-batches, remat.
 
     ``objective`` is ``"time"`` of a step or ``"memory"`` at the peak of one device. Nothing takes
     more than ``memory_limit`` bytes, which is a device's memory where it is left out. ``axes``
     fixes the mesh, else all up to ``max_axes`` axes are tried, of fewer devices too. ``zero``,
-    ``accumulate`` and ``recompute`` are what may be chosen. Data parallel, FSDP, tensor parallel
+    ``accumulate`` and ``remat`` are what may be chosen. Data parallel, FSDP, tensor parallel
     and both together are looked at first: no plan is slower than one of them that fits. After
     ``limit_s`` seconds more the best so far is taken. With ``verify=k`` the best ``k`` are given to
     ``dry_run_of``, with less ZeRO, plain data parallel and FSDP beside them, and ranked by what it
@@ -69,10 +69,10 @@ def plan_step(
     """
     target = Target.of(target)
     hardware = hardware or hardware_of(target)
-    _check(objective, memory_limit, verify, recompute)
+    _check(objective, memory_limit, verify, remat)
     graph = step if isinstance(step, Graph) else _graph_of(step)
     limit_bytes = hardware.memory_bytes if memory_limit is None else memory_limit
-    space = Space(_axes(axes, target), max_axes, axes is None, zero, accumulate, recompute)
+    space = Space(_axes(axes, target), max_axes, axes is None, zero, accumulate, remat)
     keep, verify = max(2, verify), verify if dry_run_of is not None else 0
     question = _Question(
         graph, target, hardware, objective, limit_bytes, space, keep, verify, limit_s
@@ -84,7 +84,7 @@ def plan_step(
     return replace(chosen, runners_up=tuple(each.chosen for each in plans[1:]))
 
 
-def _check(objective: str, memory_limit: int | None, verify: int, recompute: Sequence[str]) -> None:
+def _check(objective: str, memory_limit: int | None, verify: int, remat: Sequence[str]) -> None:
     """Raise :class:`~meshwright.PlanError` that lists every invalid argument."""
     faults = []
     if objective not in get_args(Objective):
@@ -96,10 +96,10 @@ def _check(objective: str, memory_limit: int | None, verify: int, recompute: Seq
         faults.append(f"memory_limit must be 1 byte or more; received {memory_limit!r}.")
     if verify < 0:
         faults.append(f"verify must be a number of plans, 0 or more; received {verify!r}.")
-    if not recompute or not set(recompute) <= set(EVERY_RECOMPUTE):
+    if not remat or not set(remat) <= set(EVERY_REMAT):
         faults.append(
-            f"recompute must list one or more of {', '.join(map(repr, EVERY_RECOMPUTE))}; "
-            f"received {recompute!r}."
+            f"remat must list one or more of {', '.join(map(repr, EVERY_REMAT))}; "
+            f"received {remat!r}."
         )
     if faults:
         raise PlanError("\n".join(faults))
@@ -186,7 +186,7 @@ class _Question:
         return [each for each in new if self._may_choose(each.layouts.choices)]
 
     def _may_choose(self, choices: Choices) -> bool:
-        return choices.zero in self.space.zero and choices.recompute in self.space.recompute
+        return choices.zero in self.space.zero and choices.remat in self.space.remat
 
     @functools.cached_property
     def _classics(self) -> Classics:
@@ -246,7 +246,7 @@ def _option(candidate: Candidate) -> Option:
         rules=layouts.rules,
         zero=layouts.choices.zero,
         accumulate=layouts.choices.accumulate,
-        recompute=layouts.choices.recompute,
+        remat=layouts.choices.remat,
         time_s=cost.time_s,
         compute_s=cost.compute_s,
         communication_s=cost.communication_s,

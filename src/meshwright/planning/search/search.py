@@ -18,7 +18,7 @@ from ..groups import Axes
 from ..hardware import Hardware
 from ..target import Target
 from .answers import Candidate, in_words, plain, simplified
-from .choices import EVERY_RECOMPUTE, Choices, Cost, Layouts
+from .choices import EVERY_REMAT, Choices, Cost, Layouts
 from .compact import Compact, compact
 from .cost import cost_of, divides, masks_of
 from .frame import Frame, frame_of, least_shared_s
@@ -138,7 +138,7 @@ class _Search:
 
     def _base(self, zero: int) -> Choices:
         """The choices that take the least time at a level of ZeRO."""
-        least = min(self.space.recompute, key=EVERY_RECOMPUTE.index)
+        least = min(self.space.remat, key=EVERY_REMAT.index)
         return Choices(zero, min(self.space.accumulate), least)
 
     def _levels(self, axes: Axes) -> Sequence[int]:
@@ -151,7 +151,7 @@ class _Search:
         return self.space.zero if can else (min(self.space.zero),)
 
     def _choices(self, axes: Axes) -> Iterator[Choices]:
-        every = itertools.product(self._levels(axes), self.space.accumulate, self.space.recompute)
+        every = itertools.product(self._levels(axes), self.space.accumulate, self.space.remat)
         return (choices for each in every if self._is_possible(choices := Choices(*each)))
 
     def _is_possible(self, choices: Choices) -> bool:
@@ -297,10 +297,8 @@ def _worth_it(ranked: Iterable[Candidate]) -> list[Candidate]:
     known: dict[object, list[tuple[int, int]]] = {}
     for each in ranked:
         choices, held = each.layouts.choices, each.cost.peak_bytes
-        again = EVERY_RECOMPUTE.index(choices.recompute)
-        better = known.setdefault(
-            replace(each.layouts, choices=replace(choices, recompute="none")), []
-        )
+        again = EVERY_REMAT.index(choices.remat)
+        better = known.setdefault(replace(each.layouts, choices=replace(choices, remat="none")), [])
         if not any(less <= again and bytes_ <= held for less, bytes_ in better):
             better.append((again, held))
             kept.append(each)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..groups import Axes
-from .choices import EVERY_RECOMPUTE, Recompute
+from .choices import EVERY_REMAT, Remat
 
 Objective = Literal["time", "memory"]
 
@@ -20,7 +20,7 @@ class Space:
     fewer_devices: bool = True
     zero: tuple[int, ...] = (0, 1, 2, 3)
     accumulate: tuple[int, ...] = (1, 2, 4, 8)
-    recompute: tuple[Recompute, ...] = EVERY_RECOMPUTE
+    remat: tuple[Remat, ...] = EVERY_REMAT
 
 
 EVERYTHING = Space()

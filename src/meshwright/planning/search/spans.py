@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..graph import Graph
-from .choices import Recompute
+from .choices import Remat
 from .facts import Facts
 
 Spans = list[list[tuple[int, int]]]  # of each tensor: first and last operation, both included
 
 
-def spans_of(graph: Graph, facts: Facts, recompute: Recompute) -> Spans:
+def spans_of(graph: Graph, facts: Facts, remat: Remat) -> Spans:
     """When each tensor is alive; state and inputs always are, what is fused never is.
 
     What a block makes for itself and computes again is dropped after the forward pass, and lives
@@ -17,7 +17,7 @@ def spans_of(graph: Graph, facts: Facts, recompute: Recompute) -> Spans:
     """
     end = len(graph.operations) - 1
     made, uses = _uses(graph)
-    dropped = _dropped(facts, made, uses, recompute)
+    dropped = _dropped(facts, made, uses, remat)
     spans: Spans = []
     for place, first in enumerate(made):
         if facts.kinds[place] in ("parameter", "slot", "state", "input"):
@@ -45,13 +45,13 @@ def _uses(graph: Graph) -> tuple[list[int | None], list[list[int]]]:
 
 
 def _dropped(
-    facts: Facts, made: list[int | None], uses: list[list[int]], recompute: Recompute
+    facts: Facts, made: list[int | None], uses: list[list[int]], remat: Remat
 ) -> dict[int, int]:
     """Of tensors that recomputing drops: where they are made again."""
     inner: dict[int, str] = {}
     begins: dict[str, int] = {}
     for place, first in enumerate(made):
-        if first is None or not is_computed_again(facts, first, recompute):
+        if first is None or not is_computed_again(facts, first, remat):
             continue
         block = facts.blocks[first]
         later = [use for use in uses[place] if not facts.is_forward[use]]
@@ -62,12 +62,12 @@ def _dropped(
     return {place: begins[block] for place, block in inner.items()}
 
 
-def is_computed_again(facts: Facts, operation: int, recompute: Recompute) -> bool:
+def is_computed_again(facts: Facts, operation: int, remat: Remat) -> bool:
     """Whether an operation is done twice: it is in a block of the forward pass.
 
-    Selective recompute spares products with weights (Korthikanti et al. 2022).
+    Selective remat spares products with weights (Korthikanti et al. 2022).
     """
-    if recompute == "none" or (recompute == "selective" and facts.is_of_weights[operation]):
+    if remat == "none" or (remat == "selective" and facts.is_of_weights[operation]):
         return False
     in_block = facts.is_forward[operation] and bool(facts.blocks[operation])
     return in_block and facts.has_backward

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...units import bytes_text, seconds_text
-from .choices import Choices, Layouts, recompute_in_words
+from .choices import Choices, Layouts, remat_text
 from .compact import Compact
 from .cost import bytes_by_kind, cost_of, masks_of
 from .setting import Setting
@@ -32,7 +32,7 @@ def table(options: Mapping[str, Option], limit_bytes: int | None) -> list[str]:
     rows += [
         _cells("ZeRO", [str(each.zero) for each in options.values()]),
         _cells("micro-batches", [str(each.accumulate) for each in options.values()]),
-        _cells("recompute", [each.recompute for each in options.values()]),
+        _cells("remat", [each.remat for each in options.values()]),
     ]
     for label, name in (("step", "time_s"), ("compute", "compute_s"), ("talk", "communication_s")):
         rows.append(_cells(label, [seconds_text(getattr(each, name)) for each in options.values()]))
@@ -78,9 +78,9 @@ def reasons(problem: Compact, setting: Setting, layouts: Layouts) -> tuple[str, 
     ]
     choices = layouts.choices
     others = {
-        f"ZeRO {choices.zero}": Choices(0, choices.accumulate, choices.recompute),
-        f"{choices.accumulate} micro-batches": Choices(choices.zero, 1, choices.recompute),
-        recompute_in_words(choices.recompute): Choices(choices.zero, choices.accumulate),
+        f"ZeRO {choices.zero}": Choices(0, choices.accumulate, choices.remat),
+        f"{choices.accumulate} micro-batches": Choices(choices.zero, 1, choices.remat),
+        remat_text(choices.remat): Choices(choices.zero, choices.accumulate),
     }
     for name, other in others.items():
         if other != choices:
