@@ -120,13 +120,13 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
     words = str(failure.value)
     for fault in (
         "unknown key 'memory_byte'. Did you mean 'memory_bytes'?",
-        "'memory_bandwidth_bytes_per_s' is a number above zero; received -1.0.",
-        "'peak_flops_per_s.bfloat16' is a number above zero; received 'fast'.",
-        "'links.bus.pattern' is one of ('ring', 'switch', 'shared'); received 'star'.",
+        "'memory_bandwidth_bytes_per_s' must be a number above zero; received -1.0.",
+        "'peak_flops_per_s.bfloat16' must be a number above zero; received 'fast'.",
+        "'links.bus.pattern' must be one of ('ring', 'switch', 'shared'); received 'star'.",
         "unknown key 'links.bus.latency'. Did you mean 'latency_s'?",
-        "'links.bus.bytes_per_s' is a number above zero; received True.",
-        "'links.odd' is a table, [links.odd]; received 3.",
-        "'sources.memory_bytes' is a text; received 4.",
+        "'links.bus.bytes_per_s' must be a number above zero; received True.",
+        "'links.odd' must be a table, [links.odd]; received 3.",
+        "'sources.memory_bytes' must be a text; received 4.",
         "'name' is missing: a text.",
     ):
         assert fault in words

@@ -553,7 +553,7 @@ def test_without_the_numbers_of_the_hardware_the_missing_ones_are_named():
     found = replace(report(), hardware=Hardware("bare"))
     unknown = replace(report().estimate, step_time_s=None, missing=("links.shared.bytes_per_s",))
     shown = text(page(replace(found, estimate=unknown)))
-    assert "There is no time line" in shown
+    assert "No time line" in shown
     assert "links.shared.bytes_per_s" in shown
 
 

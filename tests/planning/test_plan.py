@@ -179,7 +179,7 @@ def test_a_file_keeps_a_plan(tmp_path):
     ("change", "said"),
     [
         (lambda read: read | {"kind": "dry-run lock"}, "received a dry-run lock"),
-        (lambda read: read | {"version": 0}, "another version than 2"),
+        (lambda read: read | {"version": 0}, "expected 2. Plan again"),
         (lambda read: read | {"colour": 1}, "unknown keys in the plan file: colour"),
         (lambda read: {k: v for k, v in read.items() if k != "chosen"}, "KeyError: 'chosen'"),
         (

@@ -58,7 +58,7 @@ def test_without_a_time_there_is_no_price_and_no_trace(report, tmp_path):
         timeless.price(1.0)
     with pytest.raises(mw.DataError, match="0 or more an hour; received -1"):
         report.price(-1)
-    with pytest.raises(mw.DataError, match="no time line, so there is no trace of it: x"):
+    with pytest.raises(mw.DataError, match="no time line to trace: x"):
         timeless.save_trace(tmp_path / "trace.json")
 
 

@@ -164,10 +164,10 @@ def _notes(run: DryRun, measured: Measured) -> list[str]:
     said = []
     platform = _PLATFORMS.get(run.target.platform, run.target.platform)
     if platform != measured.platform:
-        said.append(f"{run.target} was asked for, and this is {measured.device}: times differ")
+        said.append(f"predicted for {run.target}, measured on {measured.device}: times differ")
     if run.axes != measured.axes:
         here = ", ".join(f"{axis}={size}" for axis, size in measured.axes)
-        said.append(f"the step ran on another mesh than the dry run's: {here}")
+        said.append(f"the step ran on a different mesh from the dry run: {here}")
     if run.step_time_s is None and run.target.platform == "cpu":
         said.append(
             "no hardware table for this CPU, so no time was predicted: "
@@ -176,7 +176,7 @@ def _notes(run: DryRun, measured: Measured) -> list[str]:
     if measured.collectives is None:
         said.append("the profiler recorded no collectives, so none are compared")
     elif measured.collectives:
-        said.append("a collective's time has in it what a device waits for the others")
+        said.append("a collective's time includes waiting for other devices")
     if run.blocks is not None:
         said.append(str(run.blocks))
     if run.is_analytic:

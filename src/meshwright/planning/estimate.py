@@ -289,7 +289,7 @@ def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
     if any(link.pattern == "ring" for link in used):
         said.append("Dims of the torus are closed to rings, and used in both directions.")
     late = dict.fromkeys(link.kind for link in used if link.latency_s is None)
-    said += [f"The latency of {kind} is not known, and counts as zero." for kind in late]
+    said += [f"The latency of {kind} is unknown and counts as zero." for kind in late]
     if clock.hardware.elements_per_s is None:
         said.append("Elementwise work counts by the bytes that it moves.")
     if target.platform == "tpu" and any(each.dtype == "float32" for each in costs.operations):
@@ -298,7 +298,7 @@ def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
         said.append("float32 products run as tensorfloat32 unless the highest precision is asked.")
     said += [f"Loop {loop!r} ends by a condition, and counts once." for loop in costs.unknown_loops]
     said += [
-        f"Of the kernel {kernel} nothing is known: it takes no time."
+        f"Unknown kernel {kernel}: its time counts as zero."
         for kernel in _of_users(costs.uncounted)
     ]
     return tuple(said)
@@ -360,7 +360,7 @@ def _lines(found: Estimate) -> list[str]:
     if found.replicated_share is not None:
         lines.append(f"  replicated     {share_text(found.replicated_share)} of the FLOPs")
     if found.missing:
-        lines.append(f"  not known      {', '.join(found.missing)}{how_to_know(found.target)}")
+        lines.append(f"  unknown        {', '.join(found.missing)}{how_to_know(found.target)}")
     lines.append("  heaviest instructions")
     for each in found.heaviest:
         count = "?" if each.count is None else each.count

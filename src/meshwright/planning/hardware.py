@@ -208,29 +208,29 @@ def _hardware(read: Mapping[str, Any]) -> Hardware:
 def _faults(read: Mapping[str, Any]) -> list[str]:
     faults = [_unknown(key, _KEYS) for key in read if key not in _KEYS]
     if "name" in read and not isinstance(read["name"], str):
-        faults.append(f"'name' is a text; received {read['name']!r}.")
+        faults.append(f"'name' must be a text; received {read['name']!r}.")
     faults += [_not_positive(key, read[key]) for key in _NUMBERS if key in read]
     for name in ("peak_flops_per_s", "links", "sources"):
         if not isinstance(read.get(name, {}), dict):
-            faults.append(f"'{name}' is a table, [{name}]; received {read[name]!r}.")
+            faults.append(f"'{name}' must be a table, [{name}]; received {read[name]!r}.")
     for dtype, flops in _table_of(read, "peak_flops_per_s").items():
         faults.append(_not_positive(f"peak_flops_per_s.{dtype}", flops))
     for kind, link in _table_of(read, "links").items():
         faults += _link_faults(kind, link)
     for name, source in _table_of(read, "sources").items():
         if not isinstance(source, str):
-            faults.append(f"'sources.{name}' is a text; received {source!r}.")
+            faults.append(f"'sources.{name}' must be a text; received {source!r}.")
     return [fault for fault in faults if fault]
 
 
 def _link_faults(kind: str, link: Any) -> list[str]:
     here = f"links.{kind}"
     if not isinstance(link, dict):
-        return [f"'{here}' is a table, [{here}]; received {link!r}."]
+        return [f"'{here}' must be a table, [{here}]; received {link!r}."]
     keys = ("pattern", *_LINK_NUMBERS)
     faults = [_unknown(f"{here}.{key}", keys) for key in link if key not in keys]
     if link.get("pattern", "switch") not in PATTERNS:
-        faults.append(f"'{here}.pattern' is one of {PATTERNS}; received {link['pattern']!r}.")
+        faults.append(f"'{here}.pattern' must be one of {PATTERNS}; received {link['pattern']!r}.")
     return faults + [_not_positive(f"{here}.{key}", link[key]) for key in link if key in keys[1:]]
 
 
@@ -248,7 +248,7 @@ def _unknown(key: str, keys: tuple[str, ...]) -> str:
 def _not_positive(key: str, value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
         return ""
-    return f"{key!r} is a number above zero; received {value!r}."
+    return f"{key!r} must be a number above zero; received {value!r}."
 
 
 # Writing

@@ -108,7 +108,7 @@ def _time(run: DryRun) -> str:
     if run.fed is not None and run.tokens_per_s:
         rows.append(("tokens", f"{run.tokens_per_s:,.0f} /s", f"{run.fed.tokens:,} in a step"))
     if found.missing:
-        rows.append(("not known", "", ", ".join(found.missing) + how_to_know(found.target)))
+        rows.append(("unknown", "", ", ".join(found.missing) + how_to_know(found.target)))
     return laid_out(rows, right=(1,))
 
 
@@ -210,5 +210,5 @@ def _indented(text: str) -> str:
 def how_to_know(target: Target) -> str:
     """What to do where the numbers of a machine are missing, after their names."""
     if target.platform != "cpu":
-        return ". Give them: hardware=."
+        return ". Pass them as hardware=."
     return f". hardware=mw.calibrate({str(target)!r}), or --measure in the terminal, measures them."

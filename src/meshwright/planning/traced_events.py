@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .report import DryRun
 
 _NO_LINE = (
-    "this report has no time line, so there is no trace of it: {}. A trace needs a compiled step "
+    "this report has no time line to trace: {}. A trace needs a compiled step "
     "and all numbers of the hardware (hardware=)."
 )
 

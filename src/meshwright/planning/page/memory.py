@@ -61,7 +61,7 @@ def _bar(memory: Memory) -> Html:
     free = Part("free", whole - held, bytes_text(int(whole - held)), "free")
     drawn = [bar((*parts, free), whole, "Memory of one device", available)]
     if available is None:
-        below = "How much memory a device has is not known: the bar is the peak."
+        below = "Device memory unknown: the bar is the peak."
     elif held > available:
         below = f"The line is what a device has, {bytes_text(available)}: the bar goes beyond it."
     else:

@@ -53,14 +53,14 @@ def time_section(run: DryRun) -> Html | None:
 
 def _missing(found: Estimate, is_analytic: bool) -> Html:
     if not found.missing and is_analytic:
-        return tag("p", "There is no time line, as nothing was compiled.")
+        return tag("p", "No time line: nothing was compiled.")
     if found.errors:
-        return tag("p", "There is no time line, as work is missing from what was read.")
+        return tag("p", "No time line: work is missing from the compiled program.")
     if not found.missing:
         return tag("p", "The step does nothing that takes time.")
     return tag(
         "p",
-        f"There is no time line: of {found.hardware}, {', '.join(found.missing)} is not known"
+        f"No time line: no {', '.join(found.missing)} in the hardware table of {found.hardware}"
         f"{how_to_know(found.target)}",
         class_="warning",
     )

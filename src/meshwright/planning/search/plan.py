@@ -193,7 +193,9 @@ class Plan(Viewable):
                 raise PlanError(f"not a plan: {fault}.")
             read.pop("kind")
             if read.pop("version") != VERSION:
-                raise PlanError(f"the plan is of another version than {VERSION}; plan again.")
+                raise PlanError(
+                    f"unsupported version of the plan file; expected {VERSION}. Plan again."
+                )
             return cls(**_values(read))
         except PlanError:
             raise
