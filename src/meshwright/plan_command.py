@@ -23,6 +23,7 @@ from .planning.lock import Lock, lock_of
 from .planning.target import check_size
 from .program import Program
 from .topology import virtual_devices
+from .units import clock_text
 
 if TYPE_CHECKING:
     from .frontends.plans import Plan
@@ -95,7 +96,7 @@ class _Case(NamedTuple):
         how |= {} if self.compile else {"compile": False}
         progress = _Progress(self.target)
         try:
-            with watching(progress.told):
+            with watching(progress.show):
                 return dry_run(self.model, self.batch, **how)
         finally:
             progress.end()
@@ -123,9 +124,9 @@ class _Progress:
         self._words = f"compiling for {target} ..."
         self._is_said = False
 
-    def told(self, elapsed_s: float) -> None:
+    def show(self, elapsed_s: float) -> None:
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r{self._words} {elapsed_s:.0f} s ")
+            sys.stderr.write(f"\r{self._words} {clock_text(elapsed_s)} ")
         elif not self._is_said:
             sys.stderr.write(f"{self._words}\n")
         sys.stderr.flush()

@@ -284,4 +284,4 @@ def test_the_command_runs_the_step_on_virtual_devices(tmp_path, monkeypatch):
     assert "median of 10 steps" in done.stdout
     refused = CliRunner().invoke(main, [*asked, "v5e:2x4"])
     assert refused.exit_code == 2
-    assert "v5e:2x4 is another. Where it is, mw.measure(...) does so" in refused.output
+    assert "needs a CPU target, such as cpu:8; received v5e:2x4" in refused.output

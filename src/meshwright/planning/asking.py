@@ -26,9 +26,7 @@ from . import cache
 from .target import Target
 
 _EVERY_S = 1.0
-_watcher: ContextVar[Callable[[float], None]] = ContextVar(
-    "watcher", default=lambda elapsed_s: None
-)
+_watcher: ContextVar[Callable[[float], None]] = ContextVar("watcher", default=lambda _: None)
 
 
 def ask(step: bytes, job: dict[str, Any], target: Target, timeout_s: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Errors of a model's own code, raised with the line that raised them."""
+"""Errors of a model's own code, with the line that raised them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _MOST = 600  # characters of somebody else's message
 def told_as(what: str, way_out: str = "") -> Iterator[None]:
     """Tell an error of the user's code inside as a :class:`~meshwright.ModelError`.
 
-    >>> with told_as("the step of 'net' cannot be traced"):
-    ...     raise TypeError("no such operand")
-    Traceback (most recent call last):
-        ...
-    meshwright.errors.ModelError: the step of 'net' cannot be traced ...: TypeError: no such operand
+    >>> try:
+    ...     with told_as("the step of 'net' cannot be traced"):
+    ...         raise TypeError("no such operand")
+    ... except ModelError as error:
+    ...     print(error)
+    the step of 'net' cannot be traced (...): TypeError: no such operand
     """
     try:
         yield
