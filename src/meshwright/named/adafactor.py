@@ -72,8 +72,8 @@ def adafactor(
     - ``momentum``: the part of the last update that is kept, at the cost of one more slot.
     - ``weight_decay``: the part of itself that a parameter loses each step, whatever the rate.
 
-    Raises :class:`ModelError` for a choice that there is not, and, at ``init``, :class:`DimError`
-    for a parameter without names and for a stacked dim that no parameter has.
+    Raises :class:`ModelError` for an invalid choice, and, at ``init``, :class:`DimError` for a
+    parameter without names and for a stacked dim that no parameter has.
 
     >>> from meshwright.named import named
     >>> state = adafactor(min_dim=2).init({"w": named(jnp.ones([4, 3]), "io:4 hidden:3")})

@@ -42,8 +42,8 @@ class NamedArray:
         if shape != tuple([dim.size for dim in known]):  # a list: it is asked for very often
             raise DimError(
                 f"the array has shape {tuple(shape)} and is named [{text_of(self._dims)}]: "
-                "something that knows no names, such as jax.vmap or jax.tree.map, has changed its "
-                "shape. Use meshwright.named's own, or name it anew: named(x.array, ...)."
+                "a function that knows no names, such as jax.vmap or jax.tree.map, has changed its "
+                "shape. Use meshwright.named's own, or name it again: named(x.array, ...)."
             )
         return known
 

@@ -266,7 +266,7 @@ def _queued(
 
 
 def _cut(tokens: Dims, size: int) -> tuple[Dims, Dim] | None:
-    """The innermost so many tokens as one dim, and what is left; none if they are no block."""
+    """The innermost ``size`` tokens as one dim, and the other dims; ``None`` if no dims make it."""
     left, groups, inner = size, list(tokens), list[Dim]()
     while left > 1:
         dim = groups.pop()

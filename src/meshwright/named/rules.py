@@ -1,6 +1,6 @@
 """The rules in force: how every named array of a program is laid out while it is traced.
 
-They are a context that ``jax.jit`` knows of: the same function under other rules is traced anew.
+They are part of the context that ``jax.jit`` caches by: under other rules a function is retraced.
 """
 
 from __future__ import annotations

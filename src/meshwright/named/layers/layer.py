@@ -28,9 +28,9 @@ class Layer(Protocol):
 
     A layer with a loss of its own, such as the balance of a mixture of experts, returns a tuple
     that begins ``(output, loss)``. That loss is a named array without dims; it is added to the
-    model's. A layer that computes something else in training than in evaluation, beside dropout,
-    takes ``training=`` by this name: models then ask their caller which of the two is meant. One
-    that takes ``present=`` gets the tokens that are no padding, where the model knows.
+    model's. A layer that differs between training and evaluation in more than dropout takes
+    ``training=`` by this name: models then ask their caller for it. A layer that takes
+    ``present=`` gets a mask of the tokens that are not padding, where the model has one.
     """
 
     def init(self, key: Any) -> Params: ...

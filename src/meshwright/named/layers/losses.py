@@ -27,11 +27,11 @@ def softmax_cross_entropy(
 
     ``targets`` are class numbers, without the dim ``over``, or probabilities with it. ``z_loss``
     times the square of the logits' logsumexp is added, which keeps logits from drifting.
-    ``smoothing`` shares that part of the targets among all classes. A number that is no class has
-    no logit; give such positions no weight. Sums are taken in float32 at least. Of split classes
-    only one maximum and two sums per position are exchanged. Raises :class:`DimError` if dims of
-    the targets are not those of the logits. (Mesh-TensorFlow's loss of this name; z-loss after
-    its Transformer.)
+    ``smoothing`` spreads that part of the targets over all classes. A class number out of range
+    has no logit; give such positions weight 0. Sums are taken in float32 at least. Where classes
+    are split, only one maximum and two sums per position are exchanged. Raises :class:`DimError`
+    if dims of the targets are not those of the logits. (Mesh-TensorFlow's loss of this name;
+    z-loss after its Transformer.)
 
     >>> from meshwright.named import named
     >>> logits = named(jnp.zeros([2, 4]), "batch:2 vocab:4")

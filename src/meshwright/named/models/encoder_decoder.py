@@ -53,9 +53,9 @@ class EncoderDecoder:
     ``dims`` are ``length`` (the most positions, of either), ``vocab`` (of both), ``d_model``,
     ``d_ff``, ``heads``, ``d_kv`` and ``layers`` (of the encoder, and of the decoder; or
     ``encoder_layers`` and ``decoder_layers``). Source and target are whole numbers with the dim
-    ``length``, each of its own size; their other dims, such as ``batch``, are the same. The token
-    ``padding`` is no token: nothing looks at it, and it has no part in the loss. It is also the
-    token before the first of a target.
+    ``length``, each of its own size; their other dims, such as ``batch``, are the same. The id
+    ``padding`` marks empty positions: they are masked in attention and left out of the loss. It is
+    also the token before the first of a target.
 
     ``attention`` replaces self-attention at both ends (the decoder's is made causal), ``cross`` the
     attention of the decoder to what the encoder says. The other choices are those of

@@ -67,7 +67,7 @@ class Block:
         """The output, and the loss of a feed-forward layer that has one of its own.
 
         ``memory`` holds the keys and values that ``cross`` looks at. Without ``training``, a key
-        means training. ``present`` is true for tokens that are no padding, for layers that ask.
+        means training. ``present`` is true for tokens that are not padding, for layers that ask.
         ``seen`` are options of self-attention, such as ``mask`` or ``bias``.
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)

@@ -287,7 +287,7 @@ class Transformer:
     def _whole_stepper(
         self, params: Params, prompt: NamedArray, length: int, beam: Dims = ()
     ) -> tuple[decoding.Step, decoding.States]:
-        """A step that computes all positions anew, of which the prompt's see each other."""
+        """A step that recomputes all positions; those of the prompt attend to each other."""
         self.tokens.check(length)
         along = Dim("length", length)
         # A token stands one position after its own in what goes in.
@@ -305,8 +305,8 @@ class Transformer:
     ) -> NamedArray:
         """The prompt, continued to ``length`` tokens: the likeliest, or drawn at a temperature.
 
-        With ``prefix`` the tokens of the prompt see each other, as those of ``prefix=`` of the
-        loss; every step then computes all positions anew. ``how`` are the options of
+        With ``prefix`` the tokens of the prompt attend to each other, as with ``prefix=`` of the
+        loss; every step then recomputes all positions. ``how`` are the options of
         :func:`decoding.greedy`.
         """
         forced = decoding.forced(prompt, length)
