@@ -3,7 +3,7 @@
 The numbers are those of one batch of all the rows, for models whose rows do not meet: each
 micro-batch counts by its rows, also in what is logged; learning-rate schedules and moving averages
 of weights count steps of the optimizer. Batch statistics are those of each micro-batch in turn, and
-dropout draws anew.
+dropout draws a new mask for each.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A training step that stands still once something is not finite, and what it was.
+"""A training step that changes nothing once something is not finite, and finds what it was.
 
-The check costs one look at the gradients, which the optimizer reads anyway; nobody waits for its
-answer. The step whose gradients are not finite changes no variable and marks the loss, and no step
-after it changes anything either: however late that is noticed, the values before are there, and
-with them and the batch it can be told what went wrong.
+The check reads the gradients once, as the optimizer does anyway, and never blocks. A step whose
+gradients are not finite changes no variable and marks the loss, and no later step changes anything
+either. So the host may notice it late: the values before the bad step are still there, and with
+them and the batch the cause can be found.
 """
 
 from __future__ import annotations

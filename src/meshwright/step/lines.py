@@ -1,4 +1,4 @@
-"""Which line of the user's code each operation of a step comes from, for whoever plans with it.
+"""Which line of the user's code each operation of a step comes from, for reports and plans.
 
 A compiled program keeps the name scopes that its operations were traced under, also through
 gradients and where XLA merges several. So while a step is traced for planning, each operation of
@@ -130,7 +130,7 @@ def _inside(value: Any, lines: Lines) -> Any:
 
 def _is_of_the_user(eqn: Any) -> bool:
     """Whether the lines inside are those of this call: a function that a library has compiled is
-    traced once, and keeps the lines of whoever called it first."""
+    traced once, and keeps the lines of its first caller."""
     if eqn.primitive.name in _BODIES:
         return True
     name = eqn.params.get("name")

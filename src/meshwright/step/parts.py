@@ -30,9 +30,9 @@ _CALLS = ("checkpoint", "jit", "remat2")
 class Pieces:
     """The pieces of a batch: a :class:`jax.sharding.Mesh`, the axes that split rows, the rows.
 
-    ``times`` is how many batches there are to be summed over, if their rows may be kept till then.
-    ``narrow`` leaves each part in the type it is computed in, where that is widened afterwards: so
-    it travels, and whoever sums the parts widens them.
+    ``times`` is the number of batches to sum over, if their rows may be kept till then. ``narrow``
+    leaves each part in the type it is computed in where it is widened afterwards: it travels
+    narrow, and is widened where the parts are summed.
     """
 
     mesh: Any

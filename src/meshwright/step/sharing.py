@@ -108,7 +108,7 @@ class Sharing:
         return self.share(grads) if self.level >= 2 else grads
 
     def part(self, value: Any, ndim: int) -> Any:
-        """A gradient that may be in parts, as it lies; see ``parts.py``."""
+        """A gradient that may be in parts, in its layout; see ``parts.py``."""
         import jax
 
         if value.ndim == ndim:

@@ -26,8 +26,8 @@ class Stretch:
     """Equations from ``start`` to before ``end``; ``policy`` says what of them is kept.
 
     ``in_turn`` has parameters gathered no sooner than what else is read has been computed. With
-    ``inside`` it is one call or loop, and the function in it is cut; it is no stretch itself unless
-    parameters are gathered for it.
+    ``inside`` it is one call or loop, and the function in it is cut; it is a stretch itself only
+    if parameters are gathered for it.
     """
 
     start: int
@@ -116,7 +116,7 @@ def evaluated(found: Equations, stretches: Sequence[Stretch], given: Sequence[An
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
-    """Those that are no literals."""
+    """The atoms that are not literals."""
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 

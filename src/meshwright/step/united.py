@@ -6,7 +6,7 @@ from typing import Self
 
 
 class United:
-    """One of several; whoever unites two roots makes one the ``parent`` of the other."""
+    """A node of a union-find: uniting two roots makes one the ``parent`` of the other."""
 
     __slots__ = ("parent",)
     parent: Self

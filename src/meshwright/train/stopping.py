@@ -16,8 +16,9 @@ PREEMPTED_CODE = 75  # EX_TEMPFAIL of sysexits.h: try the same again
 class Stopping(contextlib.AbstractContextManager["Stopping"]):
     """Notes SIGINT, and SIGTERM where ``saves``, instead of stopping in the middle of a step.
 
-    A second signal stops at once. Signals are only heard in the main thread; elsewhere, and where
-    somebody ignores them, nothing changes. Whoever handled them before does so again afterwards.
+    A second signal stops at once. Only the main thread can handle signals; in other threads, and
+    for a signal that is ignored, nothing changes. The previous handlers are restored afterwards.
+
     """
 
     def __init__(self, saves: bool) -> None:
@@ -90,7 +91,7 @@ def _several_processes() -> bool:
 
 
 def _all_reached(step: int) -> bool:
-    """Whether a process was told to stop, and this is the step at which all of them do."""
+    """Whether a process was asked to stop, and this is the step at which all of them do."""
     import jax
     from jax.experimental import multihost_utils
 
