@@ -69,7 +69,7 @@ FAULTS = {
         ["at most one chief, and the cluster has several: x:1, y:1"],
     ),
     "no chief in the job": ({**DENSE, "chief": []}, ["job 'chief' has no tasks"]),
-    "an unknown job": ({**DENSE, "foobar": ["x:1"]}, ["'foobar' is no job of a cluster"]),
+    "an unknown job": ({**DENSE, "foobar": ["x:1"]}, ["unknown job 'foobar'"]),
     "an address twice": (
         {"worker": ["a:1"], "ps": ["a:1"]},
         ["address 'a:1' is that of worker:0 and ps:0"],
@@ -81,7 +81,7 @@ FAULTS = {
     "several at once": (
         {"foobar": ["x:1"], "chief": ["a:1", "a:1"], "worker": ["no port"]},
         [
-            "'foobar' is no job",
+            "unknown job 'foobar'",
             "at least one ps",
             "at most one chief",
             "address 'a:1' is that of chief:0 and chief:1",
@@ -128,7 +128,7 @@ def test_a_task_is_read_from_its_text():
     for text in ("", "worker:", "worker:-1", "worker:1:2"):
         with pytest.raises(ClusterError, match="names no task"):
             Task.parse(text)
-    with pytest.raises(ClusterError, match=r"'foobar' is no job.*\n.*index -1"):
+    with pytest.raises(ClusterError, match=r"unknown job 'foobar'.*\n.*index -1"):
         Task("foobar", -1)
 
 

@@ -64,13 +64,13 @@ def test_tf_config_is_read_as_tensorflow_reads_it(variables, task):
 
 WRONG_TF_CONFIGS = {
     "absent": ({}, "TF_CONFIG is not set"),
-    "no JSON": ({"TF_CONFIG": "{cluster"}, "TF_CONFIG is no JSON"),
-    "no mapping": ({"TF_CONFIG": "[1]"}, "TF_CONFIG is no mapping"),
+    "no JSON": ({"TF_CONFIG": "{cluster"}, "TF_CONFIG is not valid JSON"),
+    "no mapping": ({"TF_CONFIG": "[1]"}, "TF_CONFIG must be a JSON object"),
     "no cluster": ({"TF_CONFIG": "{}"}, "TF_CONFIG has no cluster in it: None"),
     "no ps": (tf_config({"worker": ["a:1"]}), "TF_CONFIG: there must be at least one ps"),
     "no type": (tf_config(task={"index": 0}), "task has no type"),
     "no index": (tf_config(task={"type": "worker"}), "more than one worker"),
-    "an unknown type": (tf_config(task={"type": "foobar", "index": 0}), "'foobar' is no job"),
+    "an unknown type": (tf_config(task={"type": "foobar", "index": 0}), "unknown job 'foobar'"),
     "an index out of range": (
         tf_config(task={"type": "worker", "index": 2}),
         "worker:2 is not in the cluster: the indices of its workers are 0, 1",
@@ -189,7 +189,7 @@ WRONG_STEPS = {
     "too few jobs": (step(), {"ps": 1, "worker": 1}, "(ps=1, worker=1) have 2 tasks together"),
     "no jobs": (step(), None, "MESHWRIGHT_JOBS is not set"),
     "no whole number": (step(), {"ps": 1, "worker": -2}, "worker=-2"),
-    "an unknown job": (step(), {"ps": 2, "foobar": 1}, "'foobar' is no job"),
+    "an unknown job": (step(), {"ps": 2, "foobar": 1}, "unknown job 'foobar'"),
     "a rank too high": (step(rank=3), {"ps": 1, "worker": 2}, "SLURM_PROCID is 3"),
     "counts that do not agree": (
         step(SLURM_STEP_NUM_TASKS="4"),
@@ -206,7 +206,7 @@ WRONG_STEPS = {
         {"ps": 1, "worker": 2},
         "rank 1 is task 0 of n02, where ranks given out block by block make it task 1 of n01",
     ),
-    "no port": (step(MESHWRIGHT_PORT="x"), {"ps": 1, "worker": 2}, "MESHWRIGHT_PORT='x'"),
+    "no port": (step(MESHWRIGHT_PORT="x"), {"ps": 1, "worker": 2}, "from 1 to 65535; received 'x'"),
 }
 
 
@@ -245,7 +245,7 @@ WRONG_PODS = {
     "an index out of range": ({**POD, "HOSTNAME": "r-worker-3"}, "worker:3 is not in the cluster"),
     "an unknown job": (
         {**POD, "MESHWRIGHT_JOB": "foobar", "HOSTNAME": "r-foobar-0"},
-        "'foobar' is no job",
+        "unknown job 'foobar'",
     ),
 }
 
@@ -279,7 +279,7 @@ def test_where_nothing_tells_of_a_cluster_the_variables_looked_for_are_named():
 def test_a_cluster_in_a_variable_that_is_not_set_or_not_right_is_refused():
     with pytest.raises(ClusterError, match="MESHWRIGHT_CLUSTER is not set"):
         EnvironmentResolver({})
-    with pytest.raises(ClusterError, match="the cluster is no JSON"):
+    with pytest.raises(ClusterError, match="the cluster is not valid JSON"):
         EnvironmentResolver({"MESHWRIGHT_CLUSTER": "{"})
 
 

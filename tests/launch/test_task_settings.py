@@ -97,7 +97,9 @@ def test_a_task_must_be_told_which_it_is():
 def test_all_numbers_that_are_none_are_named():
     variables = variables_of(TaskSettings(Task("ps", 0), LOCAL), None)
     wrong = {"MESHWRIGHT_HEARTBEAT_S": "often", "MESHWRIGHT_GENERATION": "1.5"}
-    with pytest.raises(ClusterError, match=r"HEARTBEAT_S='often'[^$]*GENERATION='1.5'"):
+    with pytest.raises(
+        ClusterError, match=r"HEARTBEAT_S must be .*'often'[^$]*GENERATION must be .*'1.5'"
+    ):
         settings_from({**variables, **wrong})
 
 

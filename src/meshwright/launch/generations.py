@@ -1,4 +1,4 @@
-"""How often a task was started before, where nobody counts but its folder."""
+"""How often a task was started before, counted in its folder where no supervisor counts."""
 
 from __future__ import annotations
 

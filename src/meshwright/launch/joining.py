@@ -1,4 +1,4 @@
-"""The variables by which a task is told its settings."""
+"""The environment variables from which a task reads its settings."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _numbers(variables: Environment) -> dict[str, Any]:
         try:
             numbers[field] = kind(text)
         except ValueError:
-            faults.append(f"{name}={text!r} is no number.")
+            faults.append(f"{name} must be a number; received {text!r}.")
     if faults:
         raise ClusterError("\n".join(faults))
     return numbers

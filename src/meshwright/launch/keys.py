@@ -114,5 +114,5 @@ def _check_mode(path: Path) -> None:
         done, doing = ("read", "read") if mode & 0o044 else ("written to", "changed")
         raise ClusterError(
             f"the keys in {str(path)!r} can be {done} by others (mode {mode:04o}). "
-            f"Run `chmod 600 {path}`, and make new ones if somebody may have {doing} them."
+            f"Run `chmod 600 {path}`; make new keys if another user may have {doing} them."
         )

@@ -1,4 +1,4 @@
-"""Keys for a cluster on this host that nobody made keys for: those of the user who runs it.
+"""Default keys of a cluster on this host: those of the user who runs it.
 
 A port on loopback is open to every user of the host. So tasks that listen there encrypt with keys
 from a file that only their user can read; the first task makes it.

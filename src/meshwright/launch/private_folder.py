@@ -1,7 +1,6 @@
-"""A folder for one run, which its owner alone may enter, and which does not stay behind.
+"""A folder for one run, which only its owner may enter, and which is always removed.
 
-A process that is killed cannot clean up: its folder is found by the next run, as nobody holds the
-lock in it any more.
+A process that is killed cannot clean up. The next run removes its folder: the lock in it is free.
 """
 
 from __future__ import annotations

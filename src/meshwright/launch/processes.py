@@ -68,9 +68,9 @@ def _python_path() -> str:
 class Child:
     """A running process in a session of its own, tied to this one (see :mod:`.tie`).
 
-    ``output`` is the reading end of a pipe with its stdout and stderr; whoever takes it closes
-    it. ``exit_descriptor`` can be read when it has ended (``None`` where the system has no such
-    thing, or it is noted already). Not for several threads at once.
+    ``output`` is the reading end of a pipe with its stdout and stderr; the code that takes it must
+    close it. ``exit_descriptor`` becomes readable when the process has ended (``None`` where the
+    system has no such descriptor, or the end is noted already). Not thread-safe.
     """
 
     def __init__(self, command: Command) -> None:

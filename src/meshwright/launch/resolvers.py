@@ -29,7 +29,7 @@ class ClusterResolver(Protocol):
         ...
 
     def task(self) -> Task | None:
-        """The task of this process; ``None`` where nobody says."""
+        """The task of this process; ``None`` if it is unknown."""
         ...
 
 
@@ -37,8 +37,8 @@ class ClusterResolver(Protocol):
 class SimpleResolver:
     """A cluster that is written down, and the task of this process.
 
-    Raises :class:`~meshwright.errors.ClusterError` for a task that the cluster does not have; an
-    evaluator need not be in it, as nobody connects to one.
+    Raises :class:`~meshwright.errors.ClusterError` for a task that the cluster does not have. An
+    evaluator need not be listed, because no task connects to it.
 
     >>> SimpleResolver({"worker": ["b:1"], "ps": ["a:1"]}, "worker:0").task()
     Task(job='worker', index=0)
@@ -250,7 +250,7 @@ def _check_own(spec: ClusterSpec, own: Task) -> None:
 def _port(variables: Environment) -> int:
     text = variables.get("MESHWRIGHT_PORT") or str(DEFAULT_PORT)
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise ClusterError(f"MESHWRIGHT_PORT={text!r} is no port: a number from 1 to 65535.")
+        raise ClusterError(f"MESHWRIGHT_PORT must be a number from 1 to 65535; received {text!r}.")
     return int(text)
 
 

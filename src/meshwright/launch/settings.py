@@ -1,4 +1,4 @@
-"""What a task is told when it starts, as one value."""
+"""The settings that a task starts with, as one value."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 def expand_nodes(text: str) -> list[str]:
     """The hosts of a node list, in its order.
 
-    Raises :class:`~meshwright.errors.ClusterError` for what is no node list.
+    Raises :class:`~meshwright.errors.ClusterError` for an invalid node list.
 
     >>> expand_nodes("n[01-02,07],gpu3")
     ['n01', 'n02', 'n07', 'gpu3']
@@ -69,7 +69,8 @@ def tasks_per_node(text: str) -> list[int]:
     for match in found:
         if match is None:
             raise ClusterError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} is no list of counts such as '2(x3),1'."
+                "SLURM_STEP_TASKS_PER_NODE must be a list of counts such as '2(x3),1'; "
+                f"received {text!r}."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -151,4 +152,6 @@ def check_place(rank: int, place: tuple[str, int], variables: Environment) -> No
 
 
 def _no_node_list(text: str) -> ClusterError:
-    return ClusterError(f"SLURM_STEP_NODELIST={text!r} is no list of nodes such as 'n[01-04],m7'.")
+    return ClusterError(
+        f"SLURM_STEP_NODELIST must be a list of nodes such as 'n[01-04],m7'; received {text!r}."
+    )

@@ -151,7 +151,7 @@ class ClusterSpec:
         try:
             return cls(json.loads(text))
         except json.JSONDecodeError as error:
-            raise ClusterError(f"the cluster is no JSON ({error}): {text!r}.") from error
+            raise ClusterError(f"the cluster is not valid JSON ({error}): {text!r}.") from error
 
     def __repr__(self) -> str:
         return f"ClusterSpec({self.as_dict()!r})"
@@ -253,4 +253,4 @@ def _twice(entries: Mapping[Any, Sequence[tuple[Any, Any]]]) -> list[str]:
 
 
 def _unknown_job(job: Any) -> str:
-    return f"{job!r} is no job of a cluster: the jobs are {', '.join(JOBS)}."
+    return f"unknown job {job!r}: the jobs of a cluster are {', '.join(JOBS)}."

@@ -25,15 +25,15 @@ class Event:
 
     def __str__(self) -> str:
         text = f"{self.time_s:.3f} s: {self.task} {self.what}"
-        return text if self.exit_code is None else f"{text} ({told(self.exit_code)})"
+        return text if self.exit_code is None else f"{text} ({exit_text(self.exit_code)})"
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often a task may be started again: ``at_most`` times, with growing delays between.
+    """How often a task may be restarted: ``at_most`` times, with growing delays between.
 
-    The first time at once; then after ``first_s``, twice that, and so on up to ``longest_s``. A
-    task that has run for ``healthy_s`` begins to be counted anew.
+    The first restart is immediate; the next waits ``first_s``, then twice that, and so on up to
+    ``longest_s``. After ``healthy_s`` of running the count starts from zero again.
     """
 
     at_most: int = 10
@@ -56,10 +56,10 @@ class Restarts:
         return min(self.first_s * 2 ** (restarts - 1), self.longest_s) if restarts else 0.0
 
 
-def told(exit_code: int) -> str:
+def exit_text(exit_code: int) -> str:
     """An exit code in words.
 
-    >>> told(-9), told(1)
+    >>> exit_text(-9), exit_text(1)
     ('signal 9', 'exit code 1')
     """
     return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

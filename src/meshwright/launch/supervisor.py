@@ -13,7 +13,7 @@ from ..errors import ClusterError, TaskError
 from .logs import LogPump
 from .processes import Child, Command, end_all
 from .spec import Task
-from .supervision import Event, Restarts, told
+from .supervision import Event, Restarts, exit_text
 
 _TRY_AGAIN_S = 1.0
 _AFTER_STOP_S = 0.2
@@ -172,7 +172,7 @@ class Supervisor:
         if kept.restarts is None:
             kept.over = "died" if code else "ended"
             if code:
-                self._tell(task, f"has died ({told(code)}), and is not started again")
+                self._tell(task, f"has died ({exit_text(code)}), and is not started again")
             return
         now_s = time.monotonic()
         kept.counted = kept.restarts.count(kept.counted, now_s - kept.started_s)
@@ -180,13 +180,13 @@ class Supervisor:
         if delay_s is None:
             kept.over = "given up"
             self._note(task, "given up", code)
-            self._tell(task, f"has ended again ({told(code)}), and is given up")
+            self._tell(task, f"has ended again ({exit_text(code)}), and is given up")
             return
         # What was told to stop may well see its cluster closed next.
         kept.due_s = now_s + (delay_s if code else max(delay_s, _AFTER_STOP_S))
         kept.counted += 1
         if code:
-            self._tell(task, f"has died ({told(code)}); it is started again")
+            self._tell(task, f"has died ({exit_text(code)}); it is started again")
 
     def _start_again(self, task: Task, kept: _Kept) -> None:
         kept.due_s, kept.over, kept.started_s = None, "", time.monotonic()
@@ -227,7 +227,7 @@ class Supervisor:
         times = f" after {kept.generation} restarts" if kept.generation else ""
         lines = self._logs.last_lines(str(task), wait_s=1.0)
         last = "".join(f"\n    {line}" for line in lines) or " none"
-        return f"{task} has ended ({told(code)}){times}. Its last lines:{last}"
+        return f"{task} has ended ({exit_text(code)}){times}. Its last lines:{last}"
 
     def _wake(self) -> None:
         os.write(self._wake_write, b".")

@@ -22,9 +22,9 @@ def read_config(text: str) -> Mapping[str, Any]:
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ClusterError(f"TF_CONFIG is no JSON ({error}): {text!r}. {_FORM}") from error
+        raise ClusterError(f"TF_CONFIG is not valid JSON ({error}): {text!r}. {_FORM}") from error
     if not isinstance(config, Mapping):
-        raise ClusterError(f"TF_CONFIG is no mapping: {text!r}. {_FORM}")
+        raise ClusterError(f"TF_CONFIG must be a JSON object; received {text!r}. {_FORM}")
     return config
 
 

@@ -24,7 +24,7 @@ VARIABLE = "MESHWRIGHT_LIFELINE"  # number of the pipe's reading end
 
 
 def tie_from_environment() -> None:
-    """Tie this process to its parent if that has asked for it; what it starts is not told."""
+    """Tie this process to its parent if the parent asked for it; children do not inherit that."""
     number = os.environ.pop(VARIABLE, "")
     if number:
         tie(int(number), group=True)
