@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnknownVariableError
-from .clipping import Told, next_to_clip
+from .clipping import RoundState, next_to_clip
 from .cutting import assembled, by_server, checked_rows, rows_of, split, split_rows
 from .placing import VariableSpec
 from .pushing import Acknowledged, Pending, Push, Stamp, applied_of
@@ -245,9 +245,9 @@ class Servers:
         return error
 
     def reconnected(self) -> set[int]:
-        """The servers that were connected to anew since this was asked last.
+        """The servers that reconnected since the last call.
 
-        An answer that came meanwhile may be from before or after a restart: nobody can say.
+        An answer that came meanwhile may be from before or after a restart.
         """
         found: set[int] = set()
         for server, channel in enumerate(self.channels):
@@ -285,14 +285,14 @@ class Servers:
         else:
             self._clip(told)
 
-    def _clip(self, told: Sequence[Told]) -> None:
+    def _clip(self, told: Sequence[RoundState]) -> None:
         while (due := next_to_clip(told)) is not None:
             number, totals = due
             head = {"round": number, "totals": totals}
             told = self._told(self.ask_all(Message("clip", head)))
 
-    def _told(self, answers: Iterable[Message]) -> list[Told]:
-        return [Told.of(answer.head["clipping"]) for answer in answers]
+    def _told(self, answers: Iterable[Message]) -> list[RoundState]:
+        return [RoundState.of(answer.head["clipping"]) for answer in answers]
 
     def fence(self, incarnation: str) -> None:
         """No server takes a push of this incarnation of a worker any more."""

@@ -1,9 +1,9 @@
-"""The second phase of a round that is clipped by norms: whoever sees all servers ready goes on.
+"""The second phase of a round that is clipped by norms: one worker sums the squares of all.
 
 Every worker asks after its push. The one whose push was the last to reach all servers sees the
-round complete on each, and sends them the sums of their squares. Where it is killed before, its
-step is run again by another, who sees the same: sums are the same whoever makes them, and a server
-takes them once. Norms alone travel; pure.
+round complete on each, and sends them the sums of their squares. If it is killed before that,
+another worker runs its step again and sees the same: every worker computes the same sums, and a
+server accepts them once. Only norms are sent; pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Told:
+class RoundState:
     """What a server says of its rounds.
 
     ``applied`` counts them, ``due`` are the squares of the next one where it is complete, and
@@ -27,20 +27,21 @@ class Told:
     last: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, head: Mapping[str, Any]) -> Told:
+    def of(cls, head: Mapping[str, Any]) -> RoundState:
         """As it stands in an answer."""
         return cls(head["applied"], head["waits"], head["due"], head["last"])
 
 
-def next_to_clip(servers: Sequence[Told]) -> tuple[int, dict[str, float]] | None:
+def next_to_clip(servers: Sequence[RoundState]) -> tuple[int, dict[str, float]] | None:
     """The round that all servers wait to clip, and the sums of their squares.
 
-    Servers that have applied it already, as somebody was killed while he told them, say what they
-    had given to it.
+    If a worker was killed while it sent the sums, some servers have applied the round already;
+    those answer with the squares that they had contributed.
 
-    >>> next_to_clip([Told(3, True, {"variable w": 9.0}), Told(4, last={"variable w": 16.0})])
+    >>> ready = RoundState(3, True, {"variable w": 9.0})
+    >>> next_to_clip([ready, RoundState(4, last={"variable w": 16.0})])
     (3, {'variable w': 25.0})
-    >>> next_to_clip([Told(3, True, {"variable w": 9.0}), Told(3, True)]) is None
+    >>> next_to_clip([ready, RoundState(3, True)]) is None
     True
     """
     number = min(told.applied for told in servers)

@@ -20,10 +20,10 @@ from .wire.sockets import SocketChannel
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Whoever started the tasks and keeps them running, such as a ``LocalCluster``."""
+    """The owner that started the tasks and keeps them running, such as a ``LocalCluster``."""
 
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks that there are now."""
+        """The present tasks."""
         ...
 
     def pid(self, task: str) -> int:

@@ -55,8 +55,7 @@ def placing(name: str) -> Placing:
     """
     if name not in PLACINGS:
         raise ClusterError(
-            f"placement={name!r} is no way to place variables. Say one of "
-            f"{', '.join(map(repr, PLACINGS))}."
+            f"placement must be one of {', '.join(map(repr, PLACINGS))}; received {name!r}."
         )
     return PLACINGS[name]
 

@@ -246,8 +246,8 @@ class ParameterServer:
 
         For programs that make variables step by step: the call to :meth:`variable` that makes the
         last one restores them all. Variables that are not in the checkpoint are left alone. Returns
-        the checkpoint's step. Raises :class:`~meshwright.errors.CheckpointError`, here where there
-        is no checkpoint, and in that call for variables that do not fit it.
+        the checkpoint's step. Raises :class:`~meshwright.errors.CheckpointError` for a missing
+        checkpoint; the call that restores raises it for variables that do not fit.
         """
         step, names = names_in(directory)
         self._awaited = (directory, names)
@@ -402,11 +402,11 @@ class ParameterServer:
             return False
 
     def _replace(self, task: str, pid: int) -> bool:
-        """Let a cluster on this machine start a frozen server anew; tells whether it does."""
+        """Let a cluster on this machine restart a frozen server; returns whether it does."""
         if self._launcher is None:
-            return False  # somebody else has started it: errors name it
+            return False  # the cluster is not ours to restart: errors name the server
         try:
-            if self._launcher.pid(task) != pid:  # it was started anew by now, and is not ready yet
+            if self._launcher.pid(task) != pid:  # it was restarted meanwhile, and is not ready yet
                 return False
             self._launcher.kill(task, signal.SIGKILL)
         except (ClusterError, TaskError):  # the cluster is closed

@@ -18,8 +18,8 @@ def checked_worker(worker: Any, cluster: Any) -> Any:
         return None
     if not hasattr(worker, "placement") or not hasattr(worker, "how"):
         raise ClusterError(
-            f"worker={worker!r} is no strategy of one process. Give mw.Sharded(mesh, rules) or "
-            "mw.DataParallel(mesh): a worker lays its step out over its own devices so."
+            "worker must be mw.Sharded(mesh, layouts) or mw.DataParallel(mesh), the layout of the "
+            f"step over each worker's own devices; received {worker!r}."
         )
     size, there = worker.mesh.size, devices_of(cluster)
     faults = []

@@ -492,7 +492,7 @@ def test_arguments_are_a_tuple(args):
 
 def test_what_is_no_dataset_is_refused_at_once():
     coordinator = mw.ClusterCoordinator(mw.ParameterServer())
-    with pytest.raises(mw.DataError, match="5 is no dataset"):
+    with pytest.raises(mw.DataError, match=r"expected a dataset.*received 5"):
         coordinator.create_per_worker_dataset(5)
 
 

@@ -184,7 +184,7 @@ def test_a_round_that_waits_to_be_clipped_is_in_the_snapshot():
 
 def test_what_cannot_be_clipped_so_is_refused_by_name():
     training = Training(1, 1, {"clipnorm": 1.0, "gradient_accumulation_steps": 2})
-    with pytest.raises(ModelError, match="nobody holds whole"):
+    with pytest.raises(ModelError, match="no server holds all of it"):
         training.updates(training.clients[0], gradients(0, 0))
 
 

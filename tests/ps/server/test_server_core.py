@@ -70,7 +70,7 @@ FAULTS = [
     (("w", "add", [np.ones(2, complex)]), "is float32, came with complex128"),
     (("n", "add", [np.ones(2)]), "is int64, came with float64"),
     (("w", "add", [np.ones(2), np.ones(2)]), "takes 1 arrays, not 2"),
-    (("w", "multiply", [np.ones(2)]), "'multiply' is no way to change a variable. Ways are assign"),
+    (("w", "multiply", [np.ones(2)]), "unknown operation 'multiply'; expected one of assign"),
     (("w", "rows_add", [np.array([0]), np.ones((1, 1))]), r"1 rows of 'w' came with values of"),
     (("w", "rows_add", [np.array([9]), np.ones(1)]), "row 9 is asked of 'w'"),
     (("w", "gradient", [np.ones(2)]), "'w' has no optimizer here"),

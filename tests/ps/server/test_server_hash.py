@@ -86,7 +86,7 @@ def test_a_table_is_loaded_by_its_keys() -> None:
     with pytest.raises(mw.ArrayError, match=r"keys of shape \[2\] and values of \[1, 4\]"):
         other.ask("load", np.array([1, 2]), np.ones((1, 4)), tables=["t"])
     other.table("plain", [2])
-    with pytest.raises(mw.ArrayError, match="'plain' is no hash table, and takes no keys"):
+    with pytest.raises(mw.ArrayError, match="'plain' is not a hash table and takes no keys"):
         other.ask("load", np.array([1, 2]), np.ones((1, 4)), tables=["plain"])
     with pytest.raises(mw.ArrayError, match="a load that needs 2 arrays brings 1"):
         other.ask("load", np.array([1, 2]), tables=["t"])
@@ -118,5 +118,5 @@ def test_hash_tables_are_made_once() -> None:
     with pytest.raises(mw.ArrayError, match="as a hash table of rows"):
         server.table("t", [0, 4])
     server.table("plain", [2])
-    with pytest.raises(mw.TaskError, match="'plain' is no hash table, and has no keys"):
+    with pytest.raises(mw.TaskError, match="'plain' is not a hash table and has no keys"):
         server.ask("keys", name="plain")

@@ -273,7 +273,7 @@ def test_damage_is_noticed(tmp_path) -> None:
     for length in (26, len(whole) // 2, len(whole) - 1):
         expect_damage(path, whole[:length])
     path.write_bytes(b"something else")
-    with pytest.raises(mw.CheckpointError, match="is no snapshot of a server of this version"):
+    with pytest.raises(mw.CheckpointError, match="is not a server snapshot of this version"):
         Asking(ServerCore(snapshot_dir="/")).ask("restore", path=str(path))
     with pytest.raises(mw.CheckpointError, match="cannot be read: No such file"):
         Asking(ServerCore(snapshot_dir="/")).ask("restore", path=str(tmp_path / "missing"))

@@ -260,7 +260,7 @@ def test_the_step_is_one_program_over_the_devices_of_the_mesh():
 
 
 def test_what_is_no_strategy_of_one_process_is_refused():
-    with pytest.raises(mw.ClusterError, match=r"worker=4 is no strategy.*Give mw.Sharded"):
+    with pytest.raises(mw.ClusterError, match=r"worker must be mw.Sharded.*received 4"):
         ParameterServer(worker=4)
     with pytest.raises(mw.ClusterError, match=r"accumulate=2.*gradient_accumulation_steps=2"):
         ParameterServer(worker=rows(accumulate=2))

@@ -166,7 +166,7 @@ def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
                 Listener(first.address)
     Listener(f"ipc://{tmp_path}/s").close()
     (tmp_path / "file").write_text("not a socket")
-    with pytest.raises(ClusterError, match="a file that is no socket lies there"):
+    with pytest.raises(ClusterError, match="the path is a file and not a socket"):
         Listener(f"ipc://{tmp_path}/file")
 
 

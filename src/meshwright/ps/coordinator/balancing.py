@@ -1,4 +1,4 @@
-"""Which steps go elsewhere, and which can be done by nobody: pure."""
+"""Which steps move to another worker, and which no worker can do: pure."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class Silent:
 class Beats:
     """The last beat of every server; one that never beat is not waited for.
 
-    A server has a thread that beats, so that a long piece of work is no silence. Some beats may
-    be lost on their way.
+    A server beats from a thread of its own, so that long work does not delay a beat. Some beats
+    may be lost on their way.
 
     >>> beats = Beats()
     >>> beats.heard("ps:0", 71, every_s=1.0, now_s=1.0)
@@ -42,12 +42,12 @@ class Beats:
         self._heard[task] = (pid, every_s, now_s)
 
     def paused(self, seconds: float) -> None:
-        """For so long nobody could be heard."""
+        """For this time no beat could be received."""
         kept = self._heard.items()
         self._heard = {task: (pid, every_s, at_s + seconds) for task, (pid, every_s, at_s) in kept}
 
     def silent(self, now_s: float, limit_s: float) -> list[Silent]:
-        """Those that are silent for too long, each told once: until it beats again."""
+        """Those that are silent for too long, each reported once until it beats again."""
         found = [
             Silent(task, pid, now_s - at_s)
             for task, (pid, every_s, at_s) in self._heard.items()

@@ -109,7 +109,7 @@ class Book:
         self._ledgers[server].snapshot(snapshot, generation)
 
     def restarted(self, server: int, generation: int, base: int) -> None:
-        """Somebody has seen that a server was started again, and came back with this version."""
+        """A server was started again, and came back with this version."""
         ledger = self._ledgers[server]
         if self.servers_can_die and generation > ledger.generation:
             self._lost(ledger.restored(generation, base))

@@ -78,7 +78,7 @@ class Packer:
         return made
 
     def _watch(self, function: Any, identity: Any, key: str) -> bool:
-        """Forget a function when it is gone; ``False`` where nobody can tell when."""
+        """Forget a function when it is gone; ``False`` where that cannot be observed."""
         is_method = hasattr(function, "__func__")
         owner, packer = function.__self__ if is_method else function, weakref.ref(self)
 

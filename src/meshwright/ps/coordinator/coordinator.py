@@ -156,15 +156,15 @@ class ClusterCoordinator:
         """A dataset that every worker makes by calling ``dataset_fn``; ``iter()`` begins it.
 
         ``sharding``: ``"dynamic"`` gives each element to one step, on demand; ``"static"`` gives
-        worker i of n every n-th one, and passes a step on where nothing is left; ``"copy"`` gives
+        worker i of n every n-th one, and passes a step on when it has none left; ``"copy"`` gives
         every worker all of them, as TensorFlow does. The dataset must come in the same order each
-        time that it is made. Raises :class:`~meshwright.DataError` for what is no dataset.
+        time that it is made. Raises :class:`~meshwright.DataError` unless it can be iterated over.
         """
         check_sharding(sharding)
         if not callable(dataset_fn) and not isinstance(dataset_fn, Iterable):
             raise DataError(
-                f"{dataset_fn!r} is no dataset: give something to iterate over, or a function that "
-                "makes it on each worker."
+                "expected a dataset: something to iterate over, or a function that makes it on "
+                f"each worker; received {dataset_fn!r}."
             )
         make = dataset_fn if callable(dataset_fn) else _Made(dataset_fn)
         return PerWorkerDataset(make, sharding, self._begin)
@@ -220,7 +220,7 @@ class ClusterCoordinator:
         self._dispatcher.restarted(restarts)
 
     def close(self, stop_workers: bool = False) -> None:
-        """End the coordinator; the workers wait for another one, or are told to stop."""
+        """End the coordinator; the workers wait for another one, or stop if ``stop_workers``."""
         self._dispatcher.stop(stop_workers)
         if self._dispatcher.guardian is not None:
             self._dispatcher.guardian.close()

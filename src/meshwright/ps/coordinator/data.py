@@ -1,10 +1,10 @@
 """Which step gets which element: every element goes to one step, also when workers die.
 
-An element is bound to the step that it was handed to. A step that is done again elsewhere gets the
-same ones, and what a step did not take goes to the next. Elements are sent ahead of the steps that
-will take them; where a step takes more or fewer than the one before, those of the steps behind it
-on its worker are bound anew, so that one worker takes them in order. Pure, but for the user's own
-iterators.
+An element is bound to the step that it was handed to. A step that runs again on another worker gets
+the same elements, and what a step did not take goes to the next. Elements are sent ahead of the
+steps that will take them. If a step takes more or fewer than the one before, the elements of the
+steps behind it on its worker are bound again, so that one worker takes them in order. Pure, except
+for the user's own iterators.
 """
 
 from __future__ import annotations

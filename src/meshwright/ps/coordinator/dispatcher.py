@@ -128,7 +128,7 @@ class Dispatcher:
             _HANDLERS[message.kind](self, worker, message)
 
     def _refuse(self, peer: str, message: Message, error: Exception) -> None:
-        """What cannot be taken in is told; a worker that sent it joins anew, and its steps too."""
+        """Report a message that is not accepted; a worker that sent it must join again."""
         assert self.links is not None
         if self.guardian is None:
             raise error  # the worker of this process joins but once
@@ -249,7 +249,7 @@ class Dispatcher:
         return dropped
 
     def _leave(self, worker: Worker, message: Message) -> None:
-        """It was told to end, and has reported everything that it has done."""
+        """The worker was asked to end, and has reported everything that it has done."""
         self._lose(worker)
 
     def server_state(self, server: int, generation: int, base: int, snapshot: int) -> int:
@@ -259,7 +259,7 @@ class Dispatcher:
             return self.queue.rounds_done
 
     def restarted(self, restarts: Iterable[Sequence[int]]) -> None:
-        """Somebody who has spoken with the servers saw these: server, generation, version."""
+        """Restarts that a client of the servers saw: server, generation, version."""
         with self.changed:
             for server, generation, base in restarts:
                 self.book.restarted(server, generation, base)
@@ -439,7 +439,7 @@ class Dispatcher:
                 self.packer.sources[key].ended(number, num_used)
 
     def _tell_ended(self) -> None:
-        """Cancelled steps are told so, and whoever waits looks again."""
+        """Mark cancelled steps as cancelled, and wake all waiting threads."""
         for step in self.queue.cancelled:
             self.book.counts.cancelled += 1
             step.call.value.cancel()

@@ -15,7 +15,7 @@ Told = list[tuple[str, Message]]  # worker's name, and what it is told
 
 
 def forgotten(packer: Packer, queue: StepQueue, workers: Collection[Worker]) -> Told:
-    """What to tell workers of iterators and functions that nobody can use any more."""
+    """The messages to workers about iterators and functions that the program has dropped."""
     return [*_iterators(packer, workers), *_functions(packer, queue, workers)]
 
 

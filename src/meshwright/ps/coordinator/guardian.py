@@ -48,7 +48,7 @@ class _Fence:
 
 
 class Guardian:
-    """A thread with its own channels to the servers, so that nobody else waits for one."""
+    """A thread with its own channels to the servers, so that no other thread waits for one."""
 
     def __init__(self, connect: Callable[[], Servers], ward: Ward, heartbeat_s: float) -> None:
         self.waits_for = ""  # what it waits for, for reports

@@ -24,10 +24,10 @@ _INCARNATION = "local"
 
 
 class Links(Protocol):
-    """Messages from and to workers, and a way to wake whoever waits for one."""
+    """Messages from and to workers, and a way to wake the thread that waits for one."""
 
     def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
-        """What has come, with the peers' names; waits at most so long."""
+        """The messages received, with the peers' names; waits at most ``timeout_s``."""
         ...
 
     def send(self, peer: str, message: Message, number: int | None = None) -> bool:

@@ -57,7 +57,7 @@ class Ledger:
                 self._kept.popleft()
 
     def began(self, generation: int, version: int) -> None:
-        """Somebody saw the server begin a generation at this version, or a little above."""
+        """The server was seen to begin a generation at this version, or a little above."""
         if generation > self.generation:
             known = self._restored_at.get(generation, version)
             self._restored_at[generation] = min(known, version)

@@ -148,7 +148,7 @@ class StepQueue:
     def assign(self, flush: bool = False, fits: Fits = _anything) -> list[Step]:
         """Hand out all steps that may start now; each knows its worker and attempt.
 
-        ``flush`` says that somebody waits, so that a round is made of the steps there are.
+        ``flush`` says that a caller waits, so that a round is made of the queued steps alone.
         ``fits`` says whether a worker can do a step.
         """
         if self.error is not None:
@@ -215,7 +215,7 @@ class StepQueue:
         return waiting[0] if waiting else None
 
     def drop_waiting(self) -> int:
-        """Cancel what nobody has begun, but for the rest of a round that is under way; how many."""
+        """Cancel steps not yet begun, except those of a round under way; returns how many."""
         left = deque(step for step in self._queued if step.attempt)
         waiting = [step for step in self._queued if not step.attempt]
         self._queued = left

@@ -21,9 +21,9 @@ def messages_for(
     done_below: int,
     broken_rounds: list[tuple[int, int]],
 ) -> tuple[list[Message], Failures]:
-    """What a worker is sent for these steps, and the steps whose elements could not be made.
+    """The messages to a worker for these steps, and the steps whose elements could not be made.
 
-    ``broken_rounds`` are all that there were: the worker is told those that it does not know.
+    ``broken_rounds`` are all so far: the worker is sent those that it does not know.
     """
     messages: list[Message] = []
     calls: list[list[Any]] = []

@@ -116,7 +116,7 @@ class PerWorkerValues:
 
 @dataclass(frozen=True, eq=False)
 class PerWorkerDataset:
-    """A dataset that each worker makes itself; ``iter()`` begins it anew on every worker."""
+    """A dataset that each worker makes itself; ``iter()`` restarts it on every worker."""
 
     dataset_fn: Callable[[], Any]
     sharding: str

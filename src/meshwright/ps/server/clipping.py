@@ -2,8 +2,8 @@
 
 A norm may go over several servers: a variable that is cut, and all variables of an optimizer
 together. So a round whose gradients are to be clipped is not applied when it is complete, but when
-somebody who has asked every server says what the squares come to. Squares are by key: a
-variable's name for ``clipnorm``, and for ``global_clipnorm`` which gradients are clipped together.
+a worker that has asked every server sends the sum of the squares. Squares are by key: a
+variable's name for ``clipnorm``, the group clipped together for ``global_clipnorm``.
 """
 
 from __future__ import annotations

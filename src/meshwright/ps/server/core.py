@@ -221,7 +221,7 @@ class ServerCore:
         (shard,) = self.state.store.get([message.head["name"]])
         if not isinstance(shard, HashShard):
             raise TaskError(
-                f"variable {shard.name!r} is no hash table, and has no keys.", self.task
+                f"variable {shard.name!r} is not a hash table and has no keys.", self.task
             )
         return self._ok({}, shard.keys)
 

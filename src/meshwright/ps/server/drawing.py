@@ -42,7 +42,7 @@ class Draw:
         kind = str(init["kind"])
         if kind not in KINDS:
             raise ArrayError(
-                f"{kind!r} is no way to make first values. Ways are {', '.join(sorted(KINDS))}."
+                f"unknown initializer {kind!r}; expected one of {', '.join(sorted(KINDS))}."
             )
         given = {**init, **init.get("params", {})}
         return KINDS[kind](given, tuple(full_shape))

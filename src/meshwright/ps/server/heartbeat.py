@@ -1,4 +1,4 @@
-"""Tells the chief, again and again, that a task lives, and notices when nobody listens."""
+"""Sends heartbeats of a task to the chief, and notices when the chief does not answer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..wire.securing import Keys, secure_client
 class Heartbeats:
     """A small thread that sends ``alive`` to ``address`` every ``heartbeat_s``.
 
-    ``identity`` is the task's name. Nobody needs to be there yet: ZeroMQ connects when there is.
-    A beat that cannot leave is dropped, so that none is ever late. :attr:`silent_s` tells how
-    long the chief has not answered one.
+    ``identity`` is the task's name. The chief need not be there yet: ZeroMQ connects when it is.
+    A beat that cannot be sent is dropped, so that none is ever late. :attr:`silent_s` is the time
+    since the chief last answered one.
     """
 
     def __init__(

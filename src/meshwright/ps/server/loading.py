@@ -49,7 +49,7 @@ def _load_values(shard: Shard, values: np.ndarray) -> None:
 
 def _load_table(shard: Shard, keys: np.ndarray, values: np.ndarray) -> None:
     if not isinstance(shard, HashShard):
-        raise ArrayError(f"variable {shard.name!r} is no hash table, and takes no keys.")
+        raise ArrayError(f"variable {shard.name!r} is not a hash table and takes no keys.")
     if keys.ndim != 1 or values.shape != (len(keys), *shard.row_shape):
         raise ArrayError(
             f"hash table {shard.name!r}, whose rows have shape {list(shard.row_shape)}, came with "

@@ -27,7 +27,7 @@ class _Task(Protocol):
 
 
 class Settings(Protocol):
-    """What a server must be told: :class:`meshwright.launch.settings.TaskSettings`."""
+    """What a server needs to know: :class:`meshwright.launch.settings.TaskSettings`."""
 
     @property
     def task(self) -> _Task: ...
@@ -50,11 +50,11 @@ class Settings(Protocol):
 
 
 def serve(settings: Settings) -> None:
-    """Be a parameter server until told to stop, SIGTERM, or no chief for ``orphan_s``.
+    """Run a parameter server until a stop message, SIGTERM, or ``orphan_s`` without a chief.
 
-    After a restart (``generation`` > 0) it goes on from its last snapshot. It answers whoever
-    asks, also before there is a chief. Raises :class:`~meshwright.errors.ClusterError` where it
-    cannot listen, and :class:`~meshwright.errors.CheckpointError` for a damaged snapshot.
+    After a restart (``generation`` > 0) it goes on from its last snapshot. It answers every client
+    that has its key, even before there is a chief. Raises :class:`~meshwright.errors.ClusterError`
+    if it cannot listen, and :class:`~meshwright.errors.CheckpointError` for a damaged snapshot.
     """
     core = ServerCore(
         settings.task.index,

@@ -52,7 +52,7 @@ class Rounds:
     def offer(self, number: int, of: int, step: int, gradients: Sequence[Gradient]) -> bool:
         """Give a step's gradients to a round; ``False``: too late, they are dropped.
 
-        The gradients are kept until the round is applied, so they must be nobody else's memory.
+        The gradients are kept until the round is applied, so they must own their memory.
         """
         if number < self.applied:
             return False

@@ -127,7 +127,7 @@ class HashShard(Shard):
         self.first[name] = first
 
     def positions(self, rows: np.ndarray, *, make: bool = True) -> np.ndarray:
-        """Where these keys' rows lie; new ones are made, or told as -1 if not ``make``."""
+        """The positions of these keys' rows; new rows are made, or given as -1 if not ``make``."""
         check_rows(self.name, rows)
         keys = rows.astype(np.int64, copy=False)
         found = self._found(keys)

@@ -1,7 +1,7 @@
 """A server's state in one file: written aside and renamed, so that it is there whole or not.
 
-After a mark and a check sum comes a head in msgpack, then every array as it lies in memory. Nothing
-is pickled.
+The file holds a mark, a checksum, a head in msgpack, and then the bytes of every array. Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
     try:
         with target.open("rb") as file:
             if file.read(len(_MARK)) != _MARK:
-                raise CheckpointError(f"{target} is no snapshot of a server of this version.")
+                raise CheckpointError(f"{target} is not a server snapshot of this version.")
             length, check = _LENGTHS.unpack(file.read(_LENGTHS.size))
             if length > os.fstat(file.fileno()).st_size:
                 raise ValueError("it ends too early")

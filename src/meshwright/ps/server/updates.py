@@ -21,7 +21,7 @@ from .store import Store
 
 @dataclass(frozen=True)
 class Change:
-    """One checked update that is no gradient."""
+    """One checked update that is not a gradient."""
 
     op: str
     shard: Shard
@@ -127,7 +127,7 @@ def apply_gradient(
 
 def _change(shard: Shard, op: str, arrays: Sequence[np.ndarray]) -> Change:
     if op not in OPS:
-        raise TaskError(f"{op!r} is no way to change a variable. Ways are {', '.join(_ALL)}.")
+        raise TaskError(f"unknown operation {op!r}; expected one of {', '.join(_ALL)}.")
     by_rows = op.startswith("rows_")
     if len(arrays) != 1 + by_rows:
         raise ArrayError(f"{op} of {shard.name!r} takes {1 + by_rows} arrays, not {len(arrays)}.")

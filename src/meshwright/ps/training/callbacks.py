@@ -93,7 +93,7 @@ def feed_batch_end(callbacks: keras.callbacks.CallbackList, step: int, logs: Any
 
 
 def others(callbacks: keras.callbacks.CallbackList) -> bool:
-    """Whether somebody besides the history may look at the model after an epoch."""
+    """Whether a callback besides the history may look at the model after an epoch."""
     return any(not isinstance(callback, _OURS) for callback in callbacks.callbacks)
 
 

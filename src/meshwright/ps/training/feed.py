@@ -47,9 +47,9 @@ def feed_of(
     num_workers: int = 1,
     seed: int = 0,
 ) -> Feed:
-    """The feed of what a user gives, for so many epochs of so many ``steps``.
+    """The feed of a user's data, for ``epochs`` of ``steps`` each.
 
-    Raises :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for what is no data.
+    Raises :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for invalid data.
     """
     if _is_arrays(x):
         arrays = tuple(part for part in (x, y, sample_weight) if part is not None)

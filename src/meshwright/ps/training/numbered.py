@@ -21,7 +21,7 @@ _MOST_KEPT = 2  # datasets of epochs that a worker keeps of a run
 class Numbered:
     """A dataset whose elements are taken by number; by index, where it can be indexed.
 
-    Others are run through, and made anew where an earlier element is wanted: a step that another
+    Others are iterated, and made again where an earlier element is needed, for a step that another
     worker has lost. Such a dataset must come in the same order each time that it is made.
 
     >>> letters = Numbered(Made(lambda context: iter("abc")))

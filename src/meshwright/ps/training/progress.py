@@ -130,7 +130,7 @@ def _fitted(parts: list[str], columns: int | None) -> str:
 
 
 class Watch:
-    """Draws on standard output; on what is no terminal, one line per epoch."""
+    """Draws on standard output; if that is not a terminal, one line per epoch."""
 
     def __init__(
         self,

@@ -248,7 +248,7 @@ class Served:
         return logs_of(self.model, self.variables, self.exported.parts, counts)
 
     def forget_counts(self, before: Sequence[float] | None = None) -> None:
-        """Begin to count anew, or go on from what was counted before a checkpoint."""
+        """Reset the counts, or continue those of a checkpoint."""
         assert self.specs.counts is not None
         value = np.zeros(self.specs.counts.shape)
         if before is not None and len(before) == len(value):

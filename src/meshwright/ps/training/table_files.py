@@ -268,7 +268,7 @@ def _pieces(
 
 
 def _empty(servers: Servers, spec: VariableSpec) -> None:
-    """Take all rows out of a hash table; a dense one gets every row anew."""
+    """Take all rows out of a hash table; of a dense table every row is overwritten later."""
     none = np.zeros([0], np.int64), np.zeros([0, *spec.shape[1:]], spec.dtype)
     for shard in spec.shards if spec.is_hash else ():
         servers.ask(shard.server, Message("load", {"tables": [shard.name]}, none))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Taken(NamedTuple):
-    """What a lookup returns: ``rows`` of shape (*ids.shape, dim), and which ids are no padding.
+    """What a lookup returns: ``rows`` of shape (*ids.shape, dim), and which ids are not padding.
 
     The rows of padding are 0. ``present`` has the shape of the ids.
     """

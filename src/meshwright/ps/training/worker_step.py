@@ -44,9 +44,9 @@ class TrainStep:
     slots: Mapping[str, np.ndarray] = field(default_factory=dict)  # that local steps begin with
 
     def __call__(self, batches: Iterator[Any], edition: int = 0, count: int = 1) -> float:
-        """Train on the next batch, or with ``local`` on so many.
+        """Train on the next batch, or with ``local`` on ``count`` batches.
 
-        ``edition`` changes when somebody else has changed variables.
+        ``edition`` changes when variables were changed from outside the training steps.
         """
         if not self.local:
             return engine(self).train(here(), next(batches), edition)

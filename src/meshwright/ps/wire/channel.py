@@ -40,7 +40,7 @@ class Channel(Protocol):
         ...
 
     def receive_nowait(self) -> Message | None:
-        """The next message that nobody asked for, or ``None``."""
+        """The next unsolicited message, or ``None``."""
         ...
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ _EVENTS = {
 class Dialled:
     """A DEALER that ZeroMQ connects, and connects again, to one address.
 
-    Raises ``zmq.ZMQError`` where that is no address.
+    Raises ``zmq.ZMQError`` for an invalid address.
     """
 
     def __init__(self, address: str, identity: str | bytes | None, keys: Keys | None) -> None:

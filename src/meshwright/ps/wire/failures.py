@@ -22,10 +22,10 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 def failure(error: BaseException, task: str = "") -> Message:
-    """The message that tells of an error; ``task`` is the one in which it was raised.
+    """The message that describes an error; ``task`` is the one in which it was raised.
 
-    >>> told = failure(KeyError("depth"), "worker:1")
-    >>> raise_failure(told)
+    >>> message = failure(KeyError("depth"), "worker:1")
+    >>> raise_failure(message)
     Traceback (most recent call last):
     ...
     KeyError: 'depth'
@@ -102,7 +102,7 @@ def _of_the_same_class(head: Any) -> Exception | None:
 
 
 def _is_of_the_class(kind: type[Exception], name: str) -> bool:
-    """Whether a name is no attribute that an error may be given: a method, or one of Python's."""
+    """Whether a name belongs to the class and must not be set: a method, or one of Python's."""
     return name.startswith("__") or callable(getattr(kind, name, None))
 
 

@@ -223,7 +223,7 @@ def _held_by_another(address: str) -> str | None:
     if not address.startswith("ipc://") or not path.exists():
         return None
     if not stat.S_ISSOCK(path.stat().st_mode):
-        return "a file that is no socket lies there"
+        return "the path is a file and not a socket"
     with sockets_of_python.socket(sockets_of_python.AF_UNIX) as probe:
         try:
             probe.connect(str(path))

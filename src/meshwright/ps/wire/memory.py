@@ -121,7 +121,7 @@ class MemoryChannel:
 
 
 class _Post:
-    """The answers of one core that nobody has taken yet."""
+    """The answers of one core that are not yet taken."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())

@@ -168,7 +168,7 @@ def array_of(described: Described, buffer: Any) -> np.ndarray:
 def check_version(mark: bytes) -> None:
     """Raise :class:`~meshwright.errors.ProtocolError` unless the peer speaks this version."""
     if not mark.startswith(_MARK):
-        raise ProtocolError("a peer sent something that is no message of Meshwright's.")
+        raise ProtocolError("a peer sent something that is not a Meshwright message.")
     theirs = mark.removeprefix(_MARK)[:20].decode(errors="replace")
     if theirs != str(PROTOCOL):
         raise ProtocolError(
@@ -213,7 +213,7 @@ def dtype_of(name: str) -> np.dtype:
     else:
         dtype = np.dtype(name)
     if dtype.hasobject:  # NumPy would read the peer's bytes as addresses
-        raise TypeError(f"{name!r} is no dtype of plain numbers")
+        raise TypeError(f"expected a dtype of plain numbers; received {name!r}")
     return dtype
 
 
@@ -245,7 +245,7 @@ def _pieces(array: np.ndarray) -> Iterator[memoryview]:
 def _dims(shape: Sequence[int]) -> tuple[int, ...]:
     dims = tuple(shape)
     if any(type(dim) is not int or dim < 0 for dim in dims):
-        raise ValueError(f"{dims} is no shape")
+        raise ValueError(f"expected a shape of non-negative integers; received {dims}")
     return dims
 
 
@@ -256,7 +256,7 @@ def _plain(value: object) -> Any:
 
 
 class _Packers(threading.local):
-    """A msgpack encoder for each thread: making one anew costs more than most messages do."""
+    """A msgpack encoder for each thread: making one costs more than packing most messages."""
 
     def __init__(self) -> None:
         self.pack = msgpack.Packer(default=_plain, use_bin_type=True).pack

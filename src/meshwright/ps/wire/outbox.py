@@ -47,7 +47,7 @@ class Outbox:
         return True
 
     def drop_told(self) -> None:
-        """Forget the oldest of the messages that nobody answers, where too many are kept."""
+        """Forget the oldest message that needs no answer, where too many are kept."""
         if len(self.queue) < KEPT_MESSAGES:
             return
         for entry in self.queue:

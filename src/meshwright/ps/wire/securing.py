@@ -57,10 +57,10 @@ def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
 
 
 class Doorkeeper:
-    """Answers, for the listeners of one context, whether a key may come in, and as whom.
+    """Decides, for the listeners of one context, whether a key is admitted, and in which role.
 
-    It has a thread, which sleeps until somebody knocks: so the listener's own loop waits for
-    messages alone, and a task that is busy still lets others in. It ends with the context.
+    It has a thread, which sleeps until a peer connects: so the listener's own loop waits for
+    messages alone, and a busy task still admits peers. It ends with the context.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:

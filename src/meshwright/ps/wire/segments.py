@@ -1,4 +1,4 @@
-"""Memory that two processes of one host map, and that nobody else can find.
+"""Memory that two processes of one host map, and that no other process can find.
 
 On Linux a segment is an unnamed file in memory, which its peer opens by way of its owner's
 ``/proc/PID/fd``: nothing can be left behind by processes that are killed. Elsewhere it is a file
@@ -58,7 +58,7 @@ class Segment:
         """The peer's; raises ``OSError`` where it cannot be opened. A name is gone afterwards."""
         parts = _NAME.fullmatch(name)
         if parts is None:
-            raise OSError(f"{name!r} is no name of a segment")
+            raise OSError(f"invalid segment name {name!r}")
         text, process, descriptor = parts.groups()
         fd = _opened_unnamed(text, process, descriptor) if process else _opened(text)
         try:

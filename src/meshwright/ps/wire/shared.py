@@ -1,10 +1,10 @@
 """Large arrays between two tasks of one host, through memory that both have mapped.
 
-The messages go over the channel as ever, so whoever may not speak there gets nothing here; they
-say only where an array lies. Each direction has segments of its own, which its sender fills and
-makes anew, twice as large, when they are full. A block is free again when the last array that
-lies in it is gone at the receiver, who says so in the notes of its next message: an array stays
-what it was for as long as somebody holds it. Ray's Plasma and BytePS share memory likewise.
+Messages still go over the channel, so a peer that is not admitted there gets nothing here; they
+hold only the position of an array. Each direction has segments of its own. Its sender fills them,
+and makes new ones of twice the size when they are full. A block is free again when the receiver has
+dropped the last array in it and says so in the notes of its next message: the contents of an array
+do not change while it is held. Ray's Plasma and BytePS share memory in the same way.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Shared:
         return self._filled.place(array) if self.agreed else None
 
     def take(self, described: Described) -> np.ndarray:
-        """The array that the peer has placed: a view that nobody changes while it is held."""
+        """The array that the peer has placed: a view that does not change while it is held."""
         try:
             segment, offset = described.content  # type: ignore[misc]
             if segment < 0 or not 0 <= offset <= self._found[segment].num_bytes:
@@ -82,7 +82,7 @@ class Shared:
         return array
 
     def notes(self) -> dict[str, Any]:
-        """What the peer must be told with the next message: new segments, and free blocks."""
+        """What the next message must carry to the peer: new segments, and free blocks."""
         notes: dict[str, Any] = {}
         if self._agreeing:
             notes["agreed"], self._agreeing = True, False

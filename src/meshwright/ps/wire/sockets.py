@@ -1,4 +1,4 @@
-"""A channel over ZeroMQ: encrypted, and made anew when the other end comes back."""
+"""A channel over ZeroMQ: encrypted, and reconnected when the other end comes back."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class SocketChannel:
         return self._unasked.popleft() if self._unasked else None
 
     def close(self) -> None:
-        """See :meth:`Channel.close`; what was told or asked last has a second to leave."""
+        """See :meth:`Channel.close`; the last messages have a second to leave."""
         if self._closed:
             return
         self._closed = True

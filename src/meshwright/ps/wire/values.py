@@ -97,7 +97,7 @@ class _Packing:
             try:
                 return self._array(np.asarray(value), _ARRAY, path)
             except Exception as error:
-                self._fault(path, f"is a {_type_name(value)} that is no array of numbers: {error}")
+                self._fault(path, f"is a {_type_name(value)} and not an array of numbers: {error}")
                 return None
         self._fault(path, f"is a {_type_name(value)}")
         return None
@@ -135,7 +135,7 @@ def _value(head: Any, arrays: tuple[np.ndarray, ...]) -> Any:
         return arrays[rest[0]][()]
     if tag == _ARRAY:
         return arrays[rest[0]]
-    raise ValueError(f"{tag!r} is no tag of a value")
+    raise ValueError(f"unknown tag of a value: {tag!r}")
 
 
 def _int_bytes(value: int) -> bytes:

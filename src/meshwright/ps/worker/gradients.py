@@ -52,8 +52,9 @@ def config_of(optimizer: Any) -> dict[str, Any]:
     if get_config is not None and hasattr(optimizer, "apply_gradients"):
         return {"class_name": type(optimizer).__name__, "config": dict(get_config())}
     raise ModelError(
-        f"{optimizer!r} is no optimizer: give one of Keras', or a mapping such as "
-        "{'class_name': 'SGD', 'config': {'learning_rate': 0.1}}."
+        "expected a Keras optimizer, or a mapping such as "
+        "{'class_name': 'SGD', 'config': {'learning_rate': 0.1}}; "
+        f"received {optimizer!r}."
     )
 
 
@@ -67,9 +68,9 @@ def gradient_updates(
 ) -> list[Update]:
     """The updates for (gradient, variable) pairs, whose optimizer the servers know afterwards.
 
-    ``known`` remembers what was told to which servers. A gradient by rows is a pair of rows and
-    values. Clipping by norms needs whole gradients, so it is done here; in a round it is the mean
-    that is clipped, by the servers.
+    ``known`` remembers what was sent to which servers. A gradient by rows is a pair of rows and
+    values. Clipping by norms needs whole gradients, so it is done here; in a round the servers
+    clip the mean.
     """
     specs = [variable.spec for _, variable in pairs]
     norms = [config["config"].get(name) for name in NORMS]
@@ -93,7 +94,7 @@ def tell_optimizer(
     options: Mapping[str, Any],
     only: int | None = None,
 ) -> str:
-    """Let the servers know an optimizer, unless they do: after a restart they are told again.
+    """Register an optimizer with the servers, if they do not know it; again after a restart.
 
     ``only`` names one server. Returns the name of the group of these variables.
     """

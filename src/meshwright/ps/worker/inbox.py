@@ -30,7 +30,7 @@ class Inbox:
             self._calls.append(call)
 
     def begin(self) -> Call | None:
-        """The next call that nobody wants back."""
+        """The next call that is not recalled."""
         with self._lock:
             while self._calls:
                 call = self._calls.popleft()

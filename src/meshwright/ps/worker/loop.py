@@ -1,4 +1,4 @@
-"""A worker's process: joins its coordinator, runs what that sends, and joins anew when fenced."""
+"""A worker's process: joins its coordinator, runs what it sends, and joins again when fenced."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def work(settings: TaskSettings) -> None:
 
 
 class _Life:
-    """One incarnation of a worker, from joining until it is fenced or told to stop."""
+    """One incarnation of a worker, from joining until it is fenced or asked to stop."""
 
     def __init__(self, settings: TaskSettings, ending: Ending) -> None:
         self.settings = settings

@@ -97,6 +97,7 @@ def _settings(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _check_clipping(name: str, twin: Twin) -> None:
     if phase(twin) == "two-phase" and twin.gradient_accumulation_steps:
         raise ModelError(
-            f"{name} clips by a norm the mean of {twin.gradient_accumulation_steps} gradients, "
-            "which nobody holds whole. Use clipvalue, or leave out gradient_accumulation_steps."
+            f"{name} clips the mean of {twin.gradient_accumulation_steps} gradients by its norm, "
+            "and no server holds all of it. Use clipvalue, or leave out "
+            "gradient_accumulation_steps."
         )
