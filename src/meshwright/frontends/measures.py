@@ -23,11 +23,11 @@ def measure(
 ) -> Measured:
     """What one step of training takes on the devices that are here: bytes, time, collectives.
 
-    Takes what :func:`~meshwright.dry_run` does, so that ``report.beside(measured)`` shows what was
-    foretold and what was seen. ``strategy`` lies on real devices. Two steps are taken first, then
-    ``steps`` that are timed one by one, then three under JAX's profiler. A Keras model has its
-    values back afterwards, as if it had not been trained; of a :class:`~meshwright.Program` a new
-    state is made, and dropped. Shapes will do for the batch: zeros are taken then. Raises
+    Takes the arguments of :func:`~meshwright.dry_run`, so ``report.beside(measured)`` compares
+    prediction and measurement. The mesh of ``strategy`` must have real devices. Two steps warm up,
+    ``steps`` are timed one by one, and three run under JAX's profiler. A Keras model gets its
+    values back afterwards, as if it had not been trained; for a :class:`~meshwright.Program` a new
+    state is made and discarded. The batch may be shapes alone; it is then filled with zeros. Raises
     :class:`~meshwright.TopologyError` for a mesh without devices and
     :class:`~meshwright.ModelError` for a model whose step is not compiled.
 

@@ -144,7 +144,7 @@ def _report(
     model: Any, batch: Batch, candidate: Decided, whole: Target, hardware: Hardware | None,
     blocks: Literal["auto", "whole", "few"], timeout_s: float,
 ) -> DryRun | Report:  # fmt: skip
-    """The dry run of one candidate; of a part of a TPU slice that is no slice, nothing."""
+    """The dry run of one candidate; :class:`NoReport` where its devices do not form a TPU slice."""
     try:
         part = whole.part(candidate.mesh.size)
     except TargetError:

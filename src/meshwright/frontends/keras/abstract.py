@@ -37,7 +37,7 @@ def abstract() -> Iterator[None]:
 
 
 class AbstractRoom(WaitingRoom):
-    """Where variables wait that nobody makes, until a strategy adopts them."""
+    """Holds variables without values until a strategy adopts them."""
 
     def __init__(self) -> None:
         super().__init__(_place_none, weakref.WeakSet())
@@ -55,7 +55,7 @@ class AbstractRoom(WaitingRoom):
         return filled(variable) if is_building and not variable.trainable else None
 
     def settle(self) -> None:
-        """Raise :class:`ModelError`: somebody asks for a value."""
+        """Raise :class:`ModelError`: a value was requested, and abstract variables have none."""
         _place_none([], [])
 
 

@@ -37,7 +37,7 @@ class Functions:
     how: StepOptions = PLAIN
 
     def steps_at_once(self, state: TrainState, batch: Any) -> int:
-        """How many steps to take in one call when nobody looks between them."""
+        """How many steps to take in one call when no callback looks between them."""
         if self.train_several is None:
             return 1
         (batch,) = self.how.for_steps([batch] * self.how.accumulate)
@@ -49,7 +49,7 @@ def functions_of(
 ) -> Functions:
     """The compiled steps of this model under this strategy, made when first asked for.
 
-    They are kept on the model, for they hold it; a model that is compiled anew gets new ones.
+    They are kept on the model, because they refer to it; ``model.compile`` invalidates them.
     ``stands_still`` makes training steps that change nothing once something is not finite.
     """
     token = (*_compat.compile_token(model), tuple(variables.params), tuple(variables.slots))

@@ -442,7 +442,7 @@ def _listen(callbacks: Any, *hooks: str) -> bool:
 
 
 def _alike(steps: list[Any]) -> bool:
-    """Whether all batches have the same shapes; a smaller last one would compile them all anew."""
+    """Whether all batches have equal shapes; a smaller last one would recompile the whole call."""
     trees = [jax.tree.map(lambda leaf: leaf.shape, batch) for batch in steps]
     return all(each == trees[0] for each in trees)
 

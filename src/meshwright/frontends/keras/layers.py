@@ -1,8 +1,8 @@
 """Keras' own layers, each with an argument ``<weight>_layout`` for every weight it has.
 
-``mw.keras.layers`` stands where ``keras.layers`` stands: layers with weights are subclasses
-generated from Keras' classes when somebody asks for them; everything else is Keras' own. The
-arguments are those of TensorFlow DTensor's Keras layers, under the names that the weights bear.
+``mw.keras.layers`` replaces ``keras.layers``: layers with weights are subclasses, generated from
+Keras' classes on first access; everything else is Keras' own. The arguments are those of
+TensorFlow DTensor's Keras layers, named after the weights.
 
 A model saved with them is an ordinary Keras file: it names Keras' classes and loads without
 Meshwright. The layouts travel inside a layer's ``dtype`` entry, the one place in every layer's
@@ -225,7 +225,7 @@ def _generated(plain: Any) -> type[_LaidOut]:
 
 
 def _is_generated(cls: type) -> bool:
-    """Whether a class is one of ours, and not somebody's subclass of it."""
+    """Whether a class is one of ours, and not a user's subclass of it."""
     return "_plain" in vars(cls)
 
 

@@ -12,7 +12,7 @@ from ...program import Logs
 
 
 def on_host(logs: Mapping[str, Any]) -> Logs:
-    """Logs as Keras' own loops give them: floats, arrays where a metric is no scalar, no nesting.
+    """Logs as Keras' own loops give them: floats, arrays for non-scalar metrics, no nesting.
 
     Waits for the devices.
 

@@ -224,7 +224,7 @@ def layer_spellings(model: keras.Model) -> dict[str, tuple[str, ...]]:
 
 
 def block_paths(model: keras.Model) -> frozenset[str]:
-    """Keras' paths of the outermost layers that are no models: what users call blocks."""
+    """Keras' paths of the outermost layers that are not models: what users call blocks."""
     found: set[str] = set()
     waiting = list(model.layers)
     while waiting:

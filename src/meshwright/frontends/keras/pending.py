@@ -1,8 +1,8 @@
 """Variables that wait: described when the model is built, made when all of them are known to fit.
 
-Inside ``Sharded.scope()`` a variable is only noted. When the scope ends, or as soon as somebody
-asks for a value, all that wait are checked together and then each is made directly in its layout,
-so that no large variable is ever whole on one device.
+Inside ``Sharded.scope()`` a variable is only recorded. When the scope ends, or when a value is
+first read, all recorded variables are checked together, and each is then made directly in its
+layout. So no large variable is ever whole on one device.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class Saver:
     # While it runs
 
     def after_steps(self, count: int, batches: int, state: TrainState, logs: Logs) -> None:
-        """Save if it is due; stop if somebody asked for it."""
+        """Save if it is due; stop if a stop was requested."""
         self._step += count
         self._position = Position(self._position.epoch, batches, self._random)
         if self._stopping.asked():
@@ -217,7 +217,7 @@ class Saver:
             raise
 
     def after_epoch(self, epoch: int, last: bool) -> None:
-        """Save after the callbacks of an epoch, if that is due or somebody asked to stop."""
+        """Save after the callbacks of an epoch, if it is due or a stop was requested."""
         self._random = self._draw() if self._data.restarts else self._random
         self._position = Position(epoch + 1, 0, self._random)
         asked = self._stopping.asked()

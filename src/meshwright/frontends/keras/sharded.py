@@ -161,8 +161,8 @@ class Sharded(_Distribution):
         """Build and compile models inside: their variables are made directly in their layouts.
 
         They are checked together when the block ends (or when a value is first needed): raises
-        :class:`~meshwright.PlacementError` that lists every variable which cannot lie as it is
-        told, before anything is allocated. Inside :func:`~meshwright.abstract` nothing is made.
+        one :class:`~meshwright.PlacementError` that lists every variable whose layout does not fit,
+        before anything is allocated. Inside :func:`~meshwright.abstract` nothing is made.
         """
         if isinstance(waiting_room(), AbstractRoom):
             with super().scope():
@@ -518,7 +518,7 @@ def _given(batch: Batch | None) -> Callable[[], Batch] | None:
 
 
 def _keras_mesh(mesh: Mesh) -> Any:
-    """The mesh in Keras' words, for whoever reads ``distribution.device_mesh``."""
+    """The mesh as Keras' ``DeviceMesh``, for code that reads ``distribution.device_mesh``."""
     names = [f"{device.platform}:{device.id}" for device in mesh.bound_devices()]
     return keras.distribution.DeviceMesh(mesh.shape, list(mesh.axis_names), names)
 
