@@ -9,7 +9,7 @@ devices. Trains for some minutes, and ends by writing a text with beam search.
 
 The text is Python's own manual, the topics that ``help()`` shows, which every Python ships
 (``pydoc_data.topics``; about 460,000 characters; © Python Software Foundation, PSF License
-Version 2). The paper trained up to five thousand million parameters on Wikipedia and on the
+Version 2). The paper trained up to five billion parameters on Wikipedia and on the
 billion-word benchmark; neither is reproduced here.
 """
 

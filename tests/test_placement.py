@@ -166,8 +166,8 @@ not divide over axis 'model' (size 2). Pad it to 6, or leave it UNSHARDED.
 the mesh (batch=4, model=2) does not have. Its axes are 'batch', 'model'.
   f/kernel (8, 8), [batch, unsharded] by the layer's own argument: the variable is laid out twice: \
 rule 'f/kernel' names this very path and gives [unsharded, model]. Keep one of the two.
-  g/kernel (8, 8), [match, unsharded] by the layer's own argument: MATCH keeps a dim as it lies, \
-but nothing lies anywhere yet; name an axis, or leave the dim UNSHARDED.
+  g/kernel (8, 8), [match, unsharded] by the layer's own argument: MATCH keeps the layout that a \
+dim has, and here it has none yet; name an axis, or leave the dim UNSHARDED.
 A layout with pad=True pads such a weight where a step stores it, and only there."""
     assert str(error.value) == expected
     assert isinstance(error.value, ValueError)
@@ -347,7 +347,7 @@ FAULTS = {
     ),
     "MATCH in a rule": (
         lambda: Placement.of(MESH, {"kernel": [MATCH, "model"]}),
-        "rule 'kernel': MATCH keeps a dim as it lies, but nothing lies anywhere yet",
+        "rule 'kernel': MATCH keeps the layout that a dim has, and here it has none yet",
     ),
     "MATCH in an input": (
         lambda: Placement.of(MESH, inputs={"x": [MATCH]}),

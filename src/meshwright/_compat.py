@@ -74,9 +74,9 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     """Ask ``hooks`` where Keras has no public hook; done once, and each passes on what is not ours.
 
     Keras 3.15.1 (https://github.com/keras-team/keras): no hook sees all variables before they are
-    allocated (``backend/jax/core.py``), none is told which parameter a slot belongs to
-    (``optimizers/base_optimizer.py``), layouts of batches are computed once and kept for a smaller
-    last one, and a failure in ``predict`` or ``evaluate`` leaves every weight empty
+    allocated (``backend/jax/core.py``), no hook learns which parameter a slot belongs to
+    (``optimizers/base_optimizer.py``), layouts of batches are computed once and reused for a
+    smaller last batch, and a failure in ``predict`` or ``evaluate`` leaves every weight empty
     (``backend/jax/trainer.py``).
     """
     from keras.src.backend.jax import core, distribution_lib, trainer
@@ -638,9 +638,9 @@ def read_keras_name_as(name: str, reader: Any) -> None:
 
 @contextlib.contextmanager
 def names_from_the_start() -> Iterator[None]:
-    """Inside, Keras counts the names of layers from one anew: two builds give the same paths.
+    """Inside, Keras numbers layer names from one again, so two builds give the same paths.
 
-    Keras 3.15 resets its counter with everything else (``clear_session``), or not at all.
+    Keras 3.15 resets this counter only together with everything else (``clear_session``).
     """
     from keras.src.backend.common import global_state
 
@@ -706,7 +706,7 @@ def devices_by_hand(shard_map: Any) -> int:
 def decays(optimizer: Any, parameter: Any) -> bool:
     """Whether an optimizer lets the weights of a parameter decay.
 
-    Keras 3.15: ``exclude_from_weight_decay`` keeps what it was told under private names
+    Keras 3.15: ``exclude_from_weight_decay`` stores its arguments under private names
     (keras/src/optimizers/base_optimizer.py).
     """
     return optimizer._use_weight_decay(parameter)

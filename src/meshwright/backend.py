@@ -14,8 +14,8 @@ _VARIABLE = "KERAS_BACKEND"
 def settle_keras_backend() -> None:
     """Choose JAX for Keras where nothing is chosen yet; never imports Keras.
 
-    Raises :class:`BackendError` if another backend is chosen already; the command-line program,
-    which has nobody to catch it, ends with the sentence alone.
+    Raises :class:`BackendError` if another backend is chosen already. The command-line program
+    prints the message without a traceback and exits.
     """
     if "keras" in sys.modules:
         chosen = sys.modules["keras"].config.backend()

@@ -99,7 +99,7 @@ def dims(names: str | Iterable[str | None], *, pad: bool = False) -> DimNames:
     One name per dim, in a text or a sequence; ``_`` or ``None`` names a dim that is never split.
     Where a layout is expected a bare sequence is always axes, and this is always names.
     ``pad=True`` pads a weight whose dims do not divide, as in :class:`~meshwright.Layout`. Raises
-    :class:`DimError` for what is no name, and for one that comes twice.
+    :class:`DimError` for an invalid name and for a duplicate.
 
     >>> dims("d_model d_ff"), dims([None, "vocab"])
     (dims('d_model d_ff'), dims('_ vocab'))

@@ -64,8 +64,8 @@ RulesLike: TypeAlias = "DimRules | str | Mapping[str, AxesLike] | Iterable[tuple
 def as_dims(dims: DimsLike) -> Dims:
     """Dims from a text such as ``"batch:64 io:16"``, from a :class:`Dim` or from several.
 
-    Items of the text stand apart by blanks, ``,``, ``.`` or ``;``. Raises :class:`DimError` for
-    what is no dim, and for a name that comes twice.
+    Items of the text are separated by blanks, ``,``, ``.`` or ``;``. Raises :class:`DimError` for
+    an invalid dim and for a duplicate name.
 
     >>> [str(dim) for dim in as_dims("batch:64; io:16")]
     ['batch:64', 'io:16']
@@ -104,7 +104,7 @@ class DimRules:
     one axis where they never meet in one array, and a dim along several axes, the first of them
     the slowest: ``"hidden:rows+cols"``, or ``{"hidden": ("rows", "cols")}`` as in
     :attr:`meshwright.Plan.rules`. Raises :class:`LayoutError` for a dim that two rules name and for
-    what is no rule, and :class:`LayoutTypeError`, a ``TypeError``, for an axis that is not a text.
+    an invalid rule, and :class:`LayoutTypeError`, a ``TypeError``, for an axis that is not a str.
 
     >>> rules = DimRules("batch:rows;hidden:cols")
     >>> rules.axes("hidden"), rules.axes("io")

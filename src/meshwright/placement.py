@@ -29,8 +29,8 @@ BatchLike = BatchAxes | list[str] | EllipsisType  # ... is "batch", or what the 
 _BY_LAYER = "the layer's own argument"
 _PADDING = "A layout with pad=True pads such a weight where a step stores it, and only there."
 _MATCHES_NOTHING = (
-    "MATCH keeps a dim as it lies, but nothing lies anywhere yet; name an axis, or leave the dim "
-    "UNSHARDED."
+    "MATCH keeps the layout that a dim has, and here it has none yet; name an axis, or leave the "
+    "dim UNSHARDED."
 )
 
 _PADS_WEIGHTS = (
@@ -238,9 +238,9 @@ class Placement:
     # Variables
 
     def place(self, infos: Iterable[ParamInfo]) -> list[Placed]:
-        """Where each variable lies and why. A slot lies as its owner, if that is among ``infos``.
+        """The layout of each variable and why. A slot follows its owner, if that is in ``infos``.
 
-        Raises :class:`PlacementError` that lists every variable which cannot lie as it is told.
+        Raises one :class:`PlacementError` that lists every variable whose layout does not fit.
         """
         infos = list(infos)
         ruled: dict[ParamInfo, Placed] = {}

@@ -23,8 +23,8 @@ def check_level(zero: int) -> None:
     """Raise :class:`LayoutError` unless it is a level of ZeRO."""
     if zero not in LEVELS or isinstance(zero, bool):
         raise LayoutError(
-            f"zero={zero!r} is no level of ZeRO. Say 0 (nothing is shared out), 1 (optimizer "
-            "slots), 2 (gradients too) or 3 (parameters as well)."
+            "zero must be 0 (nothing is shared out), 1 (optimizer slots), 2 (gradients too) or 3 "
+            f"(parameters as well); received {zero!r}."
         )
 
 

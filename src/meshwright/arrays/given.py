@@ -21,7 +21,7 @@ def array_in(x: Any) -> jax.Array | None:
 
 
 def host_array(x: Any) -> Any:
-    """What is no JAX array yet, as NumPy; a list that holds tracers, as a tracer."""
+    """A value that is not a JAX array yet, as NumPy; a list that holds tracers, as a tracer."""
     try:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
             return jnp.asarray(x)

@@ -17,8 +17,8 @@ def fetch_layout(x: Any) -> Layout:
     """The layout of an array or a Keras variable; one device counts as a mesh of one.
 
     JAX's meshes have no name, so the mesh comes back without one. Raises :class:`ArrayError` for
-    what is no ``jax.Array``, :class:`TracingError` inside ``jit``, where the compiler has yet to
-    decide (axes that JAX calls explicit are known there and answered).
+    anything but a ``jax.Array``, and :class:`TracingError` inside ``jit``, where the compiler has
+    not chosen a layout yet (axes that JAX calls explicit are known there and returned).
 
     >>> import jax.numpy as jnp
     >>> print(fetch_layout(jnp.ones((2, 3))))

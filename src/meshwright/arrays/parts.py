@@ -56,7 +56,7 @@ def pack(parts: Iterable[Any], layout: LayoutLike, check_replicas: bool | None =
 def unpack(x: Any) -> list[jax.Array]:
     """The pieces of ``x`` on this process's devices, in mesh order; :func:`pack` undoes it.
 
-    Raises :class:`ArrayError` for what is no ``jax.Array``, :class:`TracingError` inside ``jit``.
+    Raises :class:`ArrayError` unless it is a ``jax.Array``, :class:`TracingError` inside ``jit``.
 
     >>> from meshwright import create_mesh, relayout
     >>> x = relayout(range(8), Layout(["batch"], create_mesh({"batch": 4, "model": 2})))

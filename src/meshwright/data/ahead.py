@@ -16,11 +16,11 @@ _SLOW_READS = 2  # in a row: one may be the first of its source, or have been in
 
 
 class Ahead:
-    """Reads an iterator in a thread, at most ``number`` items ahead of whoever takes them.
+    """Reads an iterator in a thread, at most ``number`` items ahead of the consumer.
 
-    Only if reading takes long: until two items in a row took more than 2 ms, and from a source
-    that never does, they are read as they are asked for. What the iterator raises is raised where
-    its item would have come. Closing the generator stops the thread and waits for it.
+    The thread starts only for a slow source: when two items in a row have taken more than 2 ms.
+    Until then each item is read on request. An error of the iterator is raised in place of its
+    item. Closing the generator stops the thread and waits for it.
 
     >>> import time
     >>> def slow():
