@@ -357,7 +357,7 @@ def test_statistics_and_no_parameter_bytes_through_here(strategy, coordinator):
     ("arguments", "told"),
     [
         ({"cluster": "host:1"}, "received 'host:1'"),
-        ({"placement": "random"}, "no way to place"),
+        ({"placement": "random"}, "placement must be one of"),
         ({"heartbeat_s": 3.0, "dead_after_s": 1.0}, "heartbeat_s=3.0"),
         ({"consistency": "later"}, "'later' is unknown"),
     ],
