@@ -659,7 +659,7 @@ def test_wrong_sums_of_products_are_refused():
         ("b:3 is in reduce= and in out=[a:2 b:3 c:4]",
          lambda: mn.einsum([x, y], "a:2 b:3 c:4", reduce="b")),
         ("no subscripts such as 'ab,bc'", lambda: mn.einsum("ab,bc")),
-        ("dims are said by name, as 'batch' or ['h', 'w']; received 0 in 0",
+        ("dims are given by name, as 'batch' or ['h', 'w']; received 0 in 0",
          lambda: mn.reduce_sum(x, 0)),  # pyright: ignore
         ("received 1 in ['a', 1]", lambda: mn.softmax(x, ["a", 1])),  # pyright: ignore
         ("c:4 is neither in reduce= nor in out=[a:2]",

@@ -57,7 +57,7 @@ def adafactor(
     epsilon: float = 1e-30,
     least_scale: float = 1e-3,
 ) -> Transformation:
-    """Adafactor (Shazeer and Stern 2018), for ``mw.named_program`` or a loop of one's own.
+    """Adafactor (Shazeer and Stern 2018), for ``mw.named_program`` or a loop of your own.
 
     - ``learning_rate``: a number, or a function of the steps done so far, as a schedule of Optax;
       none is the paper's relative step ``min(0.01, 1 / sqrt(step))``.

@@ -86,7 +86,7 @@ def conv_transposed(
     It is the adjoint of :func:`conv` with the same strides, dilation and padding, and takes the
     same arguments: channels that both have are summed over, those that only the kernel has are the
     result's. SAME gives ``strides`` times the size; VALID gives every place that a window touches
-    (and at least that much); pairs cut so many rows off VALID's.
+    (and at least that much); pairs cut rows off the ends of VALID's.
 
     >>> import jax.numpy as jnp
     >>> from meshwright.named import named

@@ -40,8 +40,8 @@ class Gating:
     weighs what they say by their gates (GShard, Lepikhin et al. 2020); ``"switch"`` sends it to the
     best alone (Fedus et al. 2021). A gate is a probability that the router gives, in float32.
 
-    - ``group_size``: so many tokens, neighbours in order of their dims, queue together; fewer are
-      one group. None makes a group of all dims but the first: of each sequence of a batch.
+    - ``group_size``: the number of tokens, neighbours in order of their dims, that queue together;
+      fewer are one group. None makes each sequence of a batch a group: all dims but the first.
     - ``capacity_factor``, in evaluation ``capacity_factor_eval``: in each group an expert takes
       ``group_size * factor / experts`` tokens, rounded down, and ``min_capacity`` at least. First
       choices come before second ones, and then tokens in order. Who finds no place is dropped.
@@ -234,7 +234,7 @@ def _logits(router: NamedArray, x: NamedArray, features: Dims, gate: Dim) -> Nam
 
 
 def _allowed(may: NamedArray | None, number: int) -> Any:
-    """Where a token may go to so many experts."""
+    """Where a token may go to at least ``number`` experts."""
     return 1.0 if may is None else cast(may >= number, jnp.float32)
 
 

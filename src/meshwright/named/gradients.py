@@ -1,4 +1,4 @@
-"""Gradients: of functions with named results, of one's own, recomputed, reversed and clipped.
+"""Gradients: of functions with named results, custom, recomputed, reversed and clipped.
 
 ``jax.grad`` itself takes named arguments as it is; :func:`grad` also takes a named loss.
 """
@@ -67,7 +67,7 @@ def value_and_grad(
 def custom_gradient(
     function: Callable[..., Any], backward: Callable[[tuple[Any, ...], Any, Any], Any]
 ) -> Callable[..., Any]:
-    """A function with a gradient of one's own: ``backward(inputs, result, gradient)``.
+    """A function with a custom gradient: ``backward(inputs, result, gradient)``.
 
     ``backward`` gets the inputs, what the function made of them, and the gradient of that; it
     returns the gradients of the inputs, or ``None`` for one of zero. What a gradient is taken of

@@ -64,7 +64,7 @@ def _for_numpy(name: str, x: NamedArray, axis: Any, **options: Any) -> Any:
     """The number of all elements, as NumPy's function gives it."""
     if axis is not None:
         raise DimError(
-            f"dims of [{text_of(x.dims)}] are said by name, as x.{name}('{x.dims[0].name}'); "
+            f"dims of [{text_of(x.dims)}] are given by name, as x.{name}('{x.dims[0].name}'); "
             f"received axis={axis!r}. Of the bare array: np.{name}(x.array, {axis!r})."
         )
     return getattr(np.asarray(x), name)(**options)

@@ -134,7 +134,7 @@ class MixtureOfExperts:
         key: Any,
         training: bool,
     ) -> Mixed:
-        """What is said to these tokens, of which level ``i`` sends each to some experts."""
+        """The output for these tokens; level ``i`` sends each to some experts."""
         if i == len(self.levels):
             return self._said(params, x)
         level, stack, d_model = self.levels[i], self._experts[:i], as_dims(self.d_model)

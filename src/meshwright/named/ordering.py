@@ -72,7 +72,7 @@ def top_k(x: Any, dim: str | Dim, k: DimsLike) -> tuple[NamedArray, NamedArray]:
 def nth_largest(x: Any, n: int, dim: str | Dim) -> NamedArray:
     """The element that ``n`` others along a dim are not smaller than: 0 is the largest.
 
-    Raises :class:`DimError` if there are not so many.
+    Raises :class:`DimError` if the dim has fewer elements.
 
     >>> from meshwright.named import named
     >>> int(nth_largest(named(jnp.array([3, 9, 7]), "length:3"), 1, "length"))
@@ -85,7 +85,7 @@ def nth_largest(x: Any, n: int, dim: str | Dim) -> NamedArray:
 def nth_smallest(x: Any, n: int, dim: str | Dim) -> NamedArray:
     """The element that ``n`` others along a dim are not larger than: 0 is the smallest.
 
-    Raises :class:`DimError` if there are not so many.
+    Raises :class:`DimError` if the dim has fewer elements.
     """
     return _nth(as_named(x), n, dim, "nth_smallest", largest=False)
 

@@ -21,8 +21,8 @@ Split = Mapping[str, str]  # the axis along which the dims of a name are cut
 def split_of(*several: Sequence[Dim]) -> Split:
     """Which of these dims the rules in force cut, and along which axis.
 
-    A dim that does not divide is whole, and an axis is the first dim's that asks for it: what is
-    not legal in a result is said when the result is laid out.
+    A dim that does not divide is whole, and an axis is the first dim's that asks for it: an
+    invalid layout of a result is reported when the result is laid out.
     """
     found = in_force()
     if found is None or found.only_check:

@@ -43,7 +43,7 @@ Windows = DimsLike | Mapping[str, int]  # "h:2 w:3": how many elements of each d
 def max_pool(
     x: Any, windows: Windows, *, strides: Numbers | None = None, padding: Padding = "VALID"
 ) -> NamedArray:
-    """The largest element of each window, which spans so many elements of each dim, "h:3 w:3".
+    """The largest element of each window, which spans a number of elements per dim, "h:3 w:3".
 
     Windows lie side by side unless ``strides`` says how far apart they begin: for all or per dim,
     ``2``, ``"h:2 w:1"``, ``{"h": 2}``. ``padding`` is "VALID", "SAME", or how many places a window

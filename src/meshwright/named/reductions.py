@@ -31,7 +31,7 @@ def names_in(over: str | Dim | Iterable[str | Dim]) -> list[str | Dim]:
         several = list(over)
     if wrong := [each for each in several if not isinstance(each, str | Dim)]:
         raise DimError(
-            f"dims are said by name, as 'batch' or ['h', 'w']; received {wrong[0]!r} in {over!r}."
+            f"dims are given by name, as 'batch' or ['h', 'w']; received {wrong[0]!r} in {over!r}."
         )
     return several
 
@@ -61,7 +61,7 @@ def dims_among(dims: DimsLike | Iterable[str | Dim], known: Dims) -> Dims:
 def reduced(function: Callable[..., Any], x: Any, over: Over) -> NamedArray:
     """A bare function with ``axis=``, applied over dims by name.
 
-    The result lies as the array does, without the dims that are gone; XLA sees to it.
+    The result keeps the array's layout, without the reduced dims; XLA ensures that.
     """
     x = as_named(x)
     gone = chosen(x.dims, over)

@@ -26,7 +26,7 @@ class BoundRules:
     """Rules and the mesh that they speak of; a value, and ``rules=`` of every operation.
 
     ``mapped`` are dims that arrays have and do not show: those that ``vmap`` maps over. ``ahead``
-    lays out what is traced for an abstract mesh, to be compiled for devices that are not there.
+    lays out what is traced for an abstract mesh, to be compiled for devices that are not present.
     """
 
     rules: DimRules

@@ -27,8 +27,8 @@ Padding = Any  # "SAME", "VALID", rows on both sides, a pair of them; or these p
 class Along:
     """How windows lie along one dim, and along which axes it and the kernel's dim are split.
 
-    Those are ``axis`` and ``window_axis``, into so many pieces. ``flipped`` says that the kernel's
-    rows are used last first, as in transposed convolution.
+    Those are ``axis`` and ``window_axis``, with their numbers of pieces. ``flipped`` says that
+    the kernel's rows are used last first, as in transposed convolution.
     """
 
     dim: Dim
