@@ -56,7 +56,7 @@ class Variable:
     def lookup(self, rows: Any) -> np.ndarray:
         """Some rows, in the order asked for; only they travel.
 
-        Raises :class:`~meshwright.errors.ArrayError` for a row that is not there.
+        Raises :class:`~meshwright.errors.ArrayError` for an unknown row.
         """
         rows = np.asarray(rows)
         context = self._context()

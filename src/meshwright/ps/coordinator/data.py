@@ -136,14 +136,14 @@ class Source:
         return [element for _, (_, element) in self._bound.get(step, [])[num_used:]]
 
     def took(self, step: int, num_used: int) -> None:
-        """A step takes only so many of its elements: the others may go elsewhere."""
+        """A step takes ``num_used`` of its elements: the others may go to other steps."""
         bound = self._bound.get(step, [])
         if len(bound) > num_used:
             self._bound[step] = bound[:num_used]
             self._return(bound[num_used:])
 
     def expect(self, num_used: int) -> None:
-        """So many were taken by the last step: the next one will want as many."""
+        """The last step took ``num_used``: the next one is expected to take as many."""
         self._usual = num_used
 
     def freed(self, step: int) -> None:
@@ -152,7 +152,7 @@ class Source:
             self._return(self._bound.pop(step, []))
 
     def ended(self, step: int, num_used: int) -> None:
-        """A step has ended, and took so many of its elements."""
+        """A step has ended, and took ``num_used`` of its elements."""
         self._usual = num_used
         self._return(self._bound.pop(step, [])[num_used:])
 

@@ -97,7 +97,7 @@ class StepQueue:
         return step
 
     def begin_rounds(self, first: int) -> None:
-        """The servers have applied so many rounds."""
+        """Continue after rounds that the servers have applied: ``first`` is the next one."""
         self._round = first - 1
 
     @property

@@ -15,7 +15,7 @@ name one; so everything that a server promises can be tested without a process.
     keys       name                               those of a hash table, in the order of its rows
     piece      name, start, stop                  some rows of a table, with their slots
     put        name, slots, scalars, steps        rows of a table and their slots, from a piece
-    round      round, of                          a round gets fewer gradients than was said
+    round      round, of                          a round gets another number of gradients
     norms                                         of the round that waits to be clipped
     clip       round, totals                      apply it; the squares of all servers together
     fence      incarnation                        nothing of this one is taken any more

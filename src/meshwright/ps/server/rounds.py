@@ -63,7 +63,7 @@ class Rounds:
         return True
 
     def resize(self, number: int, of: int) -> None:
-        """A round needs as many steps, not what was said before."""
+        """Change the number of steps that a round needs."""
         if number >= self.applied:
             self._open.setdefault(number, _Round(of)).of = of
             self._means = None

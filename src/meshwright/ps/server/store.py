@@ -153,8 +153,8 @@ def _drawn(name: str, shape: tuple[int, ...], dtype: np.dtype, init: dict) -> np
     rows = shape[0] if shape else 1
     if stop - start != rows or shape[1:] != full_shape[1:] or not 0 <= start <= stop:
         raise ArrayError(
-            f"variable {name!r} of shape {list(shape)} is said to be rows {start} to {stop} of "
-            f"{list(full_shape)}, which do not fit."
+            f"variable {name!r} of shape {list(shape)} does not fit rows {start} to {stop} "
+            f"of {list(full_shape)}."
         )
     seed = int(init.get("seed") or 0)
     return rows_of(draw, seed, full_shape or (1,), start, stop, dtype).reshape(shape)

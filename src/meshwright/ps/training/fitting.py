@@ -79,7 +79,7 @@ def fit(
 
     ``checkpoint`` is a directory that is written to after each epoch, or after ``save_every``
     steps, and that the run goes on from (``resume``). ``embeddings`` says which Embedding layers
-    travel by rows: those with tables of at least so many bytes, or these names, or ``None``.
+    travel by rows: a least number of bytes of their tables, names, or ``None`` for none.
     ``table_optimizer`` is one of Keras' for all of these tables that have none of their own.
     ``local`` is :class:`LocalSGD` or :class:`DiLoCo`, ``compression`` how gradients are made
     smaller on their way.
@@ -271,7 +271,7 @@ class _Run:
         return iter(self._coordinator.create_per_worker_dataset(made, self._sharding))
 
     def _train(self, batches: Any, epoch: int, first: int, count: int) -> int:
-        """So many steps, and nothing under way after them; how many, where a signal came."""
+        """Take ``count`` steps and wait for them; the number of steps done, also after a signal."""
         dataset, begin = (0, epoch * self._steps) if self._feed.whole else (epoch, 0)
         scheduled, stopping = 0, self._saver.stopping
         try:

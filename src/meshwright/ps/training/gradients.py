@@ -28,7 +28,7 @@ Clip = Callable[[Arrays], Arrays]
 
 @dataclass(frozen=True)
 class IdsOf:
-    """An array of a batch, by its number, whose values are ids of a table with so many rows."""
+    """An array of a batch, by its number, whose values are ids of a table of ``num_rows`` rows."""
 
     leaf: int
     table: str

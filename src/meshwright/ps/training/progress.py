@@ -151,7 +151,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def begin_epoch(self, epoch: int, steps: int, skipped: int = 0) -> None:
-        """An epoch begins, of which so many steps were done before."""
+        """An epoch begins, of which ``skipped`` steps were done before."""
         self._epoch, self._steps, self._skipped = epoch, steps, skipped
         self._first = self._look()
         if self._live:

@@ -257,7 +257,7 @@ class Served:
         self._on_servers(lambda servers: servers.push([update]))
 
     def move_on(self, steps: int) -> None:
-        """Let the model's seeds stand where so many steps have left them."""
+        """Advance the model's seeds by ``steps`` steps."""
         for path in self.exported.parts.seeds:
             variable = self.variables.state[path]
             seed = np.array(variable.value)

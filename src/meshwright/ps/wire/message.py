@@ -178,7 +178,7 @@ def check_version(mark: bytes) -> None:
 
 
 def num_pieces(num_bytes: int) -> int:
-    """Of how many frames an array of so many bytes is made.
+    """The number of frames of an array of ``num_bytes`` bytes.
 
     >>> num_pieces(400_000)
     4
@@ -188,9 +188,9 @@ def num_pieces(num_bytes: int) -> int:
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """How a dtype is called on the wire.
+    """The name of a dtype on the wire.
 
-    NumPy has no code of its own for bfloat16 and its like: they go by name (ml_dtypes). Raises
+    NumPy has no code of its own for bfloat16 and similar types: they go by name (ml_dtypes). Raises
     :class:`~meshwright.errors.ShippingError` for objects and records.
     """
     if dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None:

@@ -29,7 +29,7 @@ class Outbox:
         self._waiting_bytes = 0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether one more request of so many bytes may be sent; the only one always may."""
+        """Whether one more request of ``num_bytes`` may be sent; the only one always may."""
         small = self._waiting_bytes + num_bytes <= WINDOW_BYTES
         return not self.waiting or (small and len(self.waiting) < WINDOW_MESSAGES)
 
