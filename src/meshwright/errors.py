@@ -8,11 +8,11 @@
     │   └── PlacementError                 variables that a strategy cannot lay out, all at once
     ├── DimError             ValueError    named dims that do not fit each other, or an operation
     ├── ArrayError           ValueError    parts or arrays that do not fit their layout
-    ├── BatchError           ValueError    a batch that a mesh cannot share out
+    ├── BatchError           ValueError    a batch that cannot be split over a mesh
     ├── DataError            ValueError    input data that cannot be found or read
     ├── ModelError           ValueError    a model that is not ready for what was asked
-    ├── CheckpointError      ValueError    a checkpoint that is not there, or does not fit
-    ├── TopologyError        RuntimeError  devices or processes that are not there, or come too late
+    ├── CheckpointError      ValueError    a missing checkpoint, or one that does not fit
+    ├── TopologyError        RuntimeError  missing devices or processes, or requested too late
     ├── TargetError          ValueError    a text that names no target, or one that does not fit
     ├── CompileError         RuntimeError  a step that does not compile for its target
     │   └── DoesNotFitError                because it needs more memory than a device has

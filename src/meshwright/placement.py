@@ -368,9 +368,9 @@ class Placement:
     def check_data_keys(
         self, kind: Literal["input", "target"], names: Sequence[str | None]
     ) -> None:
-        """Raise :class:`LayoutError` if ``inputs`` or ``targets`` name one that is not there.
+        """Raise :class:`LayoutError` if ``inputs`` or ``targets`` name an unknown one.
 
-        ``names`` are those of the arrays in order; nothing is said of names where some are unknown,
+        ``names`` are those of the arrays in order; names are not checked where some are unknown,
         nor with ``strict=False``.
         """
         keys = [key for key, _ in (self.inputs if kind == "input" else self.targets)]

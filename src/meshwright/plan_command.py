@@ -91,7 +91,7 @@ class _Case(NamedTuple):
     compile: bool
 
     def dry_run(self, timeout_s: float, **more: Any) -> DryRun:
-        """Its report; meanwhile it is said that a compiler is at work."""
+        """Its report; meanwhile the terminal shows that a compiler is running."""
         how = {"strategy": self.strategy, "target": self.target, "timeout_s": timeout_s, **more}
         how |= {} if self.compile else {"compile": False}
         progress = _Progress(self.target)
@@ -221,7 +221,7 @@ def _how(options: Mapping[str, Any]) -> Any:
 
 
 def _micro_batch(batch: Any, rows: int | None, parts: int) -> Any:
-    """The shapes of a batch of so many rows, or of the part of it that is taken at once."""
+    """The shapes of a batch of ``rows`` rows, or of the part of it that is taken at once."""
     import jax
     import numpy as np
 

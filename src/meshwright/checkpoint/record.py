@@ -206,7 +206,7 @@ def from_record(path: Path, record: Mapping[str, Any]) -> CheckpointInfo:
 
 
 def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
-    """Raise :class:`CheckpointError` that lists every wanted array which is not there as wanted.
+    """Raise :class:`CheckpointError` that lists every missing or different array.
 
     Arrays of the wanted parts that were not asked for are listed too. Weights that were rounded
     when they were saved may be wanted in any floating-point type.

@@ -161,7 +161,7 @@ class Putter:
         return -(-row_count(batch) // shards) * shards
 
     def padded(self, batch: Batch, rows: int, inputs_only: bool = True) -> Padded:
-        """The batch on the mesh with so many rows of each input, and the true ones of the rest.
+        """The batch on the mesh with ``rows`` rows of each input; other arrays keep theirs.
 
         The first rows stand in for those that are added: whatever is finite stays so.
         """

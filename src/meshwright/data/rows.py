@@ -44,7 +44,7 @@ class HostRows:
         return np.asarray(self._read(self._numbers), *args)
 
     def cycled(self, rows: int) -> HostRows:
-        """So many rows: these, and then from the first one again."""
+        """``rows`` rows: these, repeated from the first one."""
         import numpy as np
 
         return HostRows(self._read, np.resize(self._numbers, rows), self._tail)

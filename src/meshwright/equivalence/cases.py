@@ -170,7 +170,7 @@ def _within(layout: Given, mesh: Mesh) -> Given:
 
 
 def _mapped(layouts: Any) -> dict[Any, Given]:
-    """``inputs=`` and its like: a mapping, or one layout for the only array."""
+    """``inputs=`` or ``targets=``: a mapping, or one layout for the only array."""
     if layouts is None:
         return {}
     given = layouts if isinstance(layouts, Mapping) else {0: layouts}

@@ -66,7 +66,7 @@ class OneDevice:
         ]
 
     def tolerance(self, rtol: float | None) -> Tolerance:
-        """What the coarsest float of the training step allows, unless it is said."""
+        """What the coarsest float of the training step allows, unless ``rtol`` is given."""
         jaxpr = jax.make_jaxpr(self._program.own_step or _plain_step(self._program))
         dtypes = _floats(jaxpr(self._start, self.case.batches[0]))
         eps, name = max((float(jnp.finfo(dtype).eps), str(dtype)) for dtype in dtypes)

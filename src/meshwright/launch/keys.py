@@ -89,8 +89,8 @@ class Keys:
     def load(cls, path: str | os.PathLike[str]) -> Keys:
         """Read what :meth:`save` wrote.
 
-        Raises :class:`ClusterError` for a file that is not there, holds no keys, or that others
-        than its owner may read or write.
+        Raises :class:`ClusterError` for a file that is missing, holds no keys, or that other
+        users may read or write.
         """
         name = os.fspath(path)
         try:

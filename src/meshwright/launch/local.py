@@ -40,8 +40,8 @@ class LocalCluster:
     A server that ends is started again at the same address, and restores its last snapshot,
     which is written after every ``snapshot_every`` pushes (``None``: never). A worker is started
     again, too, with growing delays. Both at most ``max_restarts`` times in a row; then
-    :meth:`check` raises. ``env`` holds variables for the tasks. ``worker_devices`` makes so many
-    CPU devices in each worker; without it a worker has those that JAX finds. ``evaluator`` is a
+    :meth:`check` raises. ``env`` holds variables for the tasks. ``worker_devices`` is the number
+    of CPU devices in each worker; without it a worker has those that JAX finds. ``evaluator`` is a
     Python program with its arguments, to be run beside them as the evaluator.
 
     Raises :class:`~meshwright.errors.ClusterError` for numbers that make no cluster.

@@ -91,7 +91,7 @@ class ClusterSpec:
         return [Task(job, index) for job, tasks in self._jobs for index, _ in tasks]
 
     def num_tasks(self, job: str) -> int:
-        """How many tasks a job has. Raises :class:`ClusterError` for a job that is not there."""
+        """How many tasks a job has. Raises :class:`ClusterError` for an unknown job."""
         return len(self._of(job))
 
     def task_indices(self, job: str) -> list[int]:
@@ -99,7 +99,7 @@ class ClusterSpec:
         return list(self._of(job))
 
     def task_address(self, job: str, index: int = 0) -> str:
-        """Where a task is. Raises :class:`ClusterError` for a task that is not there."""
+        """The address of a task. Raises :class:`ClusterError` for an unknown task."""
         tasks = self._of(job)
         if index not in tasks:
             raise ClusterError(

@@ -1,4 +1,4 @@
-"""Steps of one's own keep the layouts of the state that they begin with.
+"""Custom steps keep the layouts of the state that they begin with.
 
 XLA lays a result out as suits the step, not as its argument lay: a replicated bias beside a split
 kernel comes back split, and the next call compiles again. A loop of the library names the layouts

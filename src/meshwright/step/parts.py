@@ -153,7 +153,7 @@ class Gathered:
 
 
 def sum_parts(gradient: Any, ndim: int) -> Any:
-    """A gradient of a variable with so many dims, no longer in parts."""
+    """A gradient of a variable with ``ndim`` dims, no longer in parts."""
     return gradient.sum(0) if gradient.ndim > ndim else gradient
 
 

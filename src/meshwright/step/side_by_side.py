@@ -42,7 +42,7 @@ def saves_nothing_in_turn(
     """Whether these batches may be taken side by side, with no more memory than in turn.
 
     They may where no batch changes what the next one reads: a seed, or batch statistics. Their
-    activations, over so many ``pieces`` of the rows, are counted as if all were kept at once.
+    activations, over ``pieces`` pieces of the rows, are counted as if all were kept at once.
     """
     import jax
 

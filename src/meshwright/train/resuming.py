@@ -96,12 +96,12 @@ class Source:
                 yield batch
 
     def took(self, batches: int) -> None:
-        """So many more batches were trained on."""
+        """Note that ``batches`` more batches were trained on."""
         for _ in range(min(batches, len(self._states))):
             self._state = self._states.popleft()
 
     def position(self, batches: int) -> Position:
-        """The position after so many batches."""
+        """The position after ``batches`` batches."""
         return Position(0, batches, self._random, self._state)
 
 

@@ -18,7 +18,6 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
 
     A second signal stops at once. Only the main thread can handle signals; in other threads, and
     for a signal that is ignored, nothing changes. The previous handlers are restored afterwards.
-
     """
 
     def __init__(self, saves: bool) -> None:

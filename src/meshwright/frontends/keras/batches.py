@@ -52,7 +52,7 @@ def _names(part: Any, known: tuple[str, ...]) -> list[str | None]:
 
 
 def abstract(batch: Batch, without: int = 0) -> Batch:
-    """Shapes and dtypes of a batch as it is on devices, without so many dims in front."""
+    """Shapes and dtypes of a batch as it is on devices, without the first ``without`` dims."""
 
     def one(value: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(value.shape[without:], device_dtype(value))

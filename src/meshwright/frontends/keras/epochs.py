@@ -97,7 +97,7 @@ class Epochs:
         return not (self._is_capped or _compat.is_one_shot(self._epochs))
 
     def drop_epochs(self, count: int) -> None:
-        """Read so many epochs and drop them: a run that goes on has trained on them before."""
+        """Read and drop ``count`` epochs, on which a resumed run has trained before."""
         for _ in range(count):
             for _ in self._host():
                 pass

@@ -56,7 +56,7 @@ class Progress:
         self._marks = []
 
     def after(self, done: int, logs: Logs) -> None:
-        """So many steps of this epoch were begun; the logs may still be under way."""
+        """``done`` steps of this epoch have begun; the logs may still be computing."""
         self._done = done
         self._newest = [*self._newest[-15:], logs]
         now = self._clock()
@@ -94,7 +94,7 @@ class Progress:
                 return
 
     def _rate(self) -> float | None:
-        """Steps per second of late."""
+        """Recent steps per second."""
         (first, before), (last, after) = self._marks[0], self._marks[-1]
         return (after - before) / (last - first) if after > before else None
 

@@ -32,7 +32,7 @@ class RowWise:
         self._known: dict[Any, str | None] = {}
 
     def why_not(self, kind: Kind, batch: Any, rows: int, padded: int) -> str | None:
-        """Why a batch of so many ``rows`` must not be padded; ``None`` if it may be.
+        """Why a batch of ``rows`` rows must not be padded; ``None`` if it may be.
 
         ``batch`` holds host arrays and is looked at for their shapes.
         """
