@@ -32,6 +32,14 @@ PHRASES = (
     r"of which nothing is known",
     r"is to be (said|told|had)\b",
     r"called otherwise\b|call it otherwise\b",
+    r"so (many|few)\b(?! as\b| that\b)",
+    r"(which|that) (is|are) not there\b",
+    r"(is|are|was|were) said\b",
+    r"(their|its) like\b",
+    r"of late\b",
+    r"sees? to it\b",
+    r"without a word\b",
+    r"(?<!no )one's own\b",
 )
 FOUND = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)
 
