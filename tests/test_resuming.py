@@ -153,5 +153,5 @@ def test_a_state_that_no_file_can_hold_is_told(tmp_path: Path) -> None:
 
 
 def test_save_every_is_a_number_of_steps(tmp_path: Path) -> None:
-    with pytest.raises(mw.CheckpointError, match="save_every=0"):
+    with pytest.raises(mw.CheckpointError, match="save_every must be a whole number"):
         run(trainer(batch=8), drawn(), tmp_path, every=0)

@@ -75,7 +75,7 @@ def test_they_are_silent_where_it_is_meant(placement: mw.Placement) -> None:
 
 
 def test_another_word_than_the_three_is_refused() -> None:
-    with pytest.raises(mw.LayoutError, match="unmatched='ignore': say 'warn', 'error' or"):
+    with pytest.raises(mw.LayoutError, match="unmatched must be 'warn', 'error' or"):
         mw.Placement.of(MESH, unmatched="ignore")  # type: ignore[arg-type]
 
 

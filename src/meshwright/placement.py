@@ -137,8 +137,8 @@ class Placement:
         check_level(self.zero)
         if self.unmatched not in get_args(Unmatched):
             raise LayoutError(
-                f"unmatched={self.unmatched!r}: say 'warn', 'error' or 'replicate', for large "
-                "parameters that no rule names."
+                "unmatched must be 'warn', 'error' or 'replicate', for large parameters that no "
+                f"rule names; received {self.unmatched!r}."
             )
         named = [(f"rule {rule.pattern!r}", rule.layout) for rule in self.rules]
         named += [(f"the layout of input {key!r}", layout) for key, layout in self.inputs]

@@ -225,8 +225,8 @@ def test_keep_and_save_every_are_what_they_say(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"resume": False}, "resume=False.*holds checkpoints up to step 15"),
-        ({"resume": "never"}, "resume='never'. Say 'auto'"),
-        ({"save_every": 0}, "save_every=0"),
+        ({"resume": "never"}, "resume must be 'auto'.*received 'never'"),
+        ({"save_every": 0}, "save_every must be"),
         ({"keep": 0}, "keep=0"),
         ({"checkpoint": None, "save_every": 3}, "save_every=3 needs checkpoint="),
     ],

@@ -154,7 +154,7 @@ def test_it_can_be_silent() -> None:
 
 
 def test_a_guard_that_there_is_not_is_told() -> None:
-    with pytest.raises(mw.ModelError, match="nan_guard='stop': say 'warn'"):
+    with pytest.raises(mw.ModelError, match="nan_guard must be 'warn'"):
         trained(sharded(), build, X, nan_guard="stop")
 
 

@@ -90,7 +90,7 @@ def test_a_cluster_without_a_chief_has_nobody_to_wait_for():
 
 
 def test_a_task_must_be_told_which_it_is():
-    with pytest.raises(ClusterError, match=r"\(chief:0, worker:0, ps:0\) and not which"):
+    with pytest.raises(ClusterError, match=r"\(chief:0, worker:0, ps:0\), but does not say which"):
         settings_from({"MESHWRIGHT_CLUSTER": LOCAL.to_json()})
 
 

@@ -145,7 +145,7 @@ def test_recompute_keeps_what_the_policy_says():
 @pytest.mark.parametrize("policy", ["nothing_savable", "save_only_these_names", "block", "none"])
 def test_a_name_of_no_policy_is_refused(policy):
     with pytest.raises(
-        mw.ModelError, match=f"policy='{policy}' is none of jax.checkpoint_policies"
+        mw.ModelError, match=f"unknown policy '{policy}': expected one of jax.checkpoint_policies"
     ):
         gradients.recompute(mn.sin, policy)
 

@@ -56,7 +56,7 @@ def test_consistency_is_a_value(choice, value):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: consistency("later"), "'later' is unknown"),
+        (lambda: consistency("later"), "received 'later'"),
         (lambda: Stale(-1), r"Stale\(-1\)"),
         (lambda: Stale(True), r"Stale\(True\)"),
         (lambda: Backup(0), r"Backup\(0\)"),

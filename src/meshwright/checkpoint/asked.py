@@ -15,7 +15,9 @@ Resume = Literal["auto"] | bool
 def check_every(every: int | None) -> None:
     """Raise :class:`CheckpointError` unless steps can be saved so often."""
     if every is not None and not (isinstance(every, int) and every >= 1):
-        raise CheckpointError(f"save_every={every!r}: a number of steps, at least 1.")
+        raise CheckpointError(
+            f"save_every must be a whole number of steps, at least 1; received {every!r}."
+        )
 
 
 def checkpoints_of(
@@ -38,8 +40,8 @@ def to_go_on_from(checkpoints: Checkpoints, resume: Resume) -> CheckpointInfo | 
     """
     if resume not in ("auto", True, False):
         raise CheckpointError(
-            f"resume={resume!r}. Say 'auto' (go on if there is a checkpoint), True (there must be "
-            "one) or False (there must be none)."
+            "resume must be 'auto' (resume if there is a checkpoint), True (there must be one) or "
+            f"False (there must be none); received {resume!r}."
         )
     latest = checkpoints.latest
     if resume is True and latest is None:

@@ -55,8 +55,8 @@ def settings_from(environment: Environment | None = None) -> TaskSettings:
     spec, task = resolver.cluster_spec(), resolver.task()
     if task is None:
         raise ClusterError(
-            f"the environment tells of a cluster ({', '.join(map(str, spec.tasks))}) and not "
-            'which of its tasks this process is: set MESHWRIGHT_TASK="worker:0", or "task" in '
+            f"the environment describes a cluster ({', '.join(map(str, spec.tasks))}), but does "
+            'not say which task this process is: set MESHWRIGHT_TASK="worker:0", or "task" in '
             "TF_CONFIG."
         )
     if "chief" not in spec.jobs:

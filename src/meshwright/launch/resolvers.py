@@ -209,7 +209,7 @@ def resolve(environment: Environment | None = None) -> ClusterResolver:
     if slurm.in_step(variables):
         return SlurmResolver(environment=variables)
     raise ClusterError(
-        "nothing in the environment tells of a cluster. Looked for: MESHWRIGHT_CLUSTER and "
+        "the environment describes no cluster. Looked for: MESHWRIGHT_CLUSTER and "
         "MESHWRIGHT_TASK; TF_CONFIG; MESHWRIGHT_JOB, MESHWRIGHT_JOBS and MESHWRIGHT_SERVICE (a "
         "pod of Kubernetes); SLURM_PROCID with SLURM_STEP_NUM_TASKS above 1, and MESHWRIGHT_JOBS "
         "(a step of Slurm). `meshwright launch` and LocalCluster start one on this machine."

@@ -118,8 +118,8 @@ def recompute(
     if isinstance(policy, str):
         if policy in ("none", *BY_BLOCK) or check_remat(policy):
             raise ModelError(
-                f"policy={policy!r} is none of jax.checkpoint_policies that take no arguments: say "
-                "'nothing_saveable' or 'dots_saveable', for example, or give the policy itself."
+                f"unknown policy {policy!r}: expected one of jax.checkpoint_policies that takes no "
+                "arguments, such as 'nothing_saveable' or 'dots_saveable', or the policy itself."
             )
         policy = getattr(jax.checkpoint_policies, policy)
     again = jax.checkpoint(given(function), policy=policy)  # type: ignore[arg-type]

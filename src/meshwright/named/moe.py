@@ -70,7 +70,7 @@ class MixtureOfExperts:
     def __post_init__(self) -> None:
         object.__setattr__(self, "gating", self.levels)
         if self.dispatch not in ("einsum", "gather"):
-            raise ModelError(f"dispatch={self.dispatch!r}: there are 'einsum' and 'gather'.")
+            raise ModelError(f"dispatch must be 'einsum' or 'gather'; received {self.dispatch!r}.")
         if not self.levels:
             raise ModelError("gating=(): a mixture of experts has one Gating or more.")
         as_dims((*self._experts, *as_dims(self.d_model), *as_dims(self.d_ff)))

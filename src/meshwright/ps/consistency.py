@@ -82,8 +82,8 @@ def consistency(choice: str | Consistency) -> Consistency:
     named = {"async": Async(), "sync": Sync()}
     if choice not in named:
         raise ClusterError(
-            f"consistency={choice!r} is unknown. "
-            "Say 'async', 'sync', Stale(bound) or Backup(spare)."
+            "consistency must be 'async', 'sync', Stale(bound) or Backup(spare); "
+            f"received {choice!r}."
         )
     return named[choice]
 

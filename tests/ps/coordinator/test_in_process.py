@@ -359,7 +359,7 @@ def test_statistics_and_no_parameter_bytes_through_here(strategy, coordinator):
         ({"cluster": "host:1"}, "received 'host:1'"),
         ({"placement": "random"}, "placement must be one of"),
         ({"heartbeat_s": 3.0, "dead_after_s": 1.0}, "heartbeat_s=3.0"),
-        ({"consistency": "later"}, "'later' is unknown"),
+        ({"consistency": "later"}, "received 'later'"),
     ],
 )
 def test_wrong_settings_are_refused(arguments, told):

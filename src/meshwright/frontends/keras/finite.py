@@ -31,8 +31,8 @@ def check_nan_guard(nan_guard: Any) -> None:
     """Raise :class:`ModelError` for an unknown ``nan_guard`` value."""
     if nan_guard not in get_args(NanGuard):
         raise ModelError(
-            f"nan_guard={nan_guard!r}: say 'warn' (at the end of an epoch), 'raise' (names the "
-            "step and what was not finite, and keeps the values before) or 'off'."
+            "nan_guard must be 'warn' (at the end of an epoch), 'raise' (names the step and what "
+            f"was not finite, and keeps the values before) or 'off'; received {nan_guard!r}."
         )
 
 

@@ -206,7 +206,8 @@ def check_sharding(sharding: str) -> str:
     """``sharding`` itself, or :class:`~meshwright.errors.ClusterError`."""
     if sharding not in SHARDINGS:
         raise ClusterError(
-            f"sharding={sharding!r}: say 'dynamic' (each element to one step, on demand), 'static' "
-            "(worker i of n takes every n-th) or 'copy' (each worker takes all, as TensorFlow)."
+            "sharding must be 'dynamic' (each element to one step, on demand), 'static' (worker i "
+            "of n takes every n-th) or 'copy' (each worker takes all, as TensorFlow); received "
+            f"{sharding!r}."
         )
     return sharding
