@@ -577,7 +577,10 @@ def test_check_layout_compares_axes_and_devices_and_names_both():
     ):
         with pytest.raises(LayoutError) as caught:
             mw.check_layout(x, wrong)
-        assert f"the array lies as {mw.fetch_layout(x)}, but {wrong} is" in str(caught.value)
+        present = mw.fetch_layout(x)
+        assert f"expected layout {wrong}; received an array with layout {present}" in str(
+            caught.value
+        )
 
 
 def test_check_layout_does_not_tell_an_axis_of_size_one_from_unsharded():

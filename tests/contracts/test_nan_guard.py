@@ -176,5 +176,5 @@ def test_a_step_that_it_cannot_reach_into_is_refused() -> None:
         return model
 
     for make, why in ((own, "brings its own train_step"), (scaled, "leaves steps out by itself")):
-        with pytest.raises(mw.ModelError, match=f"cannot reach into the step of model.*{why}"):
+        with pytest.raises(mw.ModelError, match=f"is not supported for model.*{why}"):
             trained(sharded(), make, X)

@@ -197,7 +197,7 @@ def test_a_models_own_train_step_cannot_be_reached_into() -> None:
     with strategy.scope():
         model = Own([keras.Input([16]), layers.Dense(4)])
         model.compile("sgd", "mse")
-    with pytest.raises(mw.ModelError, match="accumulate=2 cannot reach into the train_step"):
+    with pytest.raises(mw.ModelError, match="accumulate=2 is not supported with the train_step"):
         strategy.fit(model, data(16)[0], np.zeros([16, 4]), verbose=0)
 
 

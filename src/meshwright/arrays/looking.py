@@ -50,14 +50,14 @@ def check_layout(x: Any, layout: LayoutLike) -> None:
     >>> check_layout(jnp.ones(4), Layout(["batch"], Mesh({"batch": 8})))
     Traceback (most recent call last):
         ...
-    meshwright.errors.LayoutError: the array lies as [unsharded] on batch=1 @ cpu:0, but
-    [batch] on batch=8 is expected. relayout(x, layout) lays it out so.
+    meshwright.errors.LayoutError: expected layout [batch] on batch=8; received an array with
+    layout [unsharded] on batch=1 @ cpu:0. Use relayout(x, layout).
     """
     wanted, present = bound(layout), fetch_layout(x)
     if not _lies_as(present, wanted):
         raise LayoutError(
-            f"the array lies as {present}, but {wanted} is expected. "
-            "relayout(x, layout) lays it out so."
+            f"expected layout {wanted}; received an array with layout {present}. "
+            "Use relayout(x, layout)."
         )
 
 

@@ -70,8 +70,8 @@ class StepOptions:
         ]
         if asked:
             raise ModelError(
-                f"{', '.join(asked)} cannot reach into the train_step that model {name!r} brings. "
-                "Do it there, or leave train_step to Keras."
+                f"{', '.join(asked)} is not supported with the train_step of model {name!r}. "
+                "Implement it there, or use Keras' own train_step."
             )
 
 

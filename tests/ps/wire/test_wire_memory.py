@@ -57,7 +57,7 @@ def test_what_nobody_can_answer_is_an_error_and_no_hang(monkeypatch: pytest.Monk
     with pytest.raises(UnreachableError, match=r"after 0\.1 s; it waits for what another task"):
         channel.wait(late, 0.1)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
-    with pytest.raises(UnreachableError, match="in this process there is none that does it"):
+    with pytest.raises(UnreachableError, match="no task in this process does it"):
         channel.wait(late)
 
 

@@ -77,8 +77,8 @@ class FiniteGuard:
         if nan_guard == "raise":
             if why := can_stand_still(model, variables):
                 raise ModelError(
-                    f"nan_guard='raise' cannot reach into the step of model {model.name!r}: "
-                    f"{why}. Say nan_guard='warn', or use keras.callbacks.TerminateOnNaN."
+                    f"nan_guard='raise' is not supported for model {model.name!r}: {why}. "
+                    "Use nan_guard='warn' or keras.callbacks.TerminateOnNaN."
                 )
             self.stands_still = True
 

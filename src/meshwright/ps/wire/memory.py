@@ -111,7 +111,7 @@ class MemoryChannel:
                     raise UnreachableError(
                         f"{self.peer} has not answered message {number} after {waited_s:.1f} s; "
                         "it waits for what another task must do first, "
-                        "and in this process there is none that does it.",
+                        "and no task in this process does it.",
                         self.peer,
                     )
                 left_s = _LOOK_AGAIN_S if timeout_s is None else timeout_s - waited_s

@@ -117,7 +117,7 @@ def decode(frames: Frames) -> Message:
     Raises :class:`~meshwright.errors.ProtocolError` for another version or a broken message.
     """
     if not frames:
-        raise ProtocolError("a message has no frames, where at least 1 belongs.")
+        raise ProtocolError("a message has no frames; expected at least 1.")
     opened = open_first(bytes(frames[0]))
     left = list(frames[:0:-1])
     arrays = []
