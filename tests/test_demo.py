@@ -120,7 +120,7 @@ def test_live_bytes_count_every_device() -> None:
     assert set(held.values()) == {203_560}
 
 
-def test_the_spatial_run_exchanges_borders_and_gathers_nothing() -> None:
+def test_the_spatial_run_exchanges_borders_and_gathers_no_image() -> None:
     strategy = mw.Sharded(mw.create_mesh(SPACE.axes), inputs=SPACE.inputs)
     with strategy.scope():
         model = build_convnet()
@@ -129,8 +129,11 @@ def test_the_spatial_run_exchanges_borders_and_gathers_nothing() -> None:
     step = jax.jit(strategy.train_step(model, batch))
     compiled = step.lower(strategy.state(model), strategy.put(batch)).compile().as_text() or ""
     assert "collective-permute" in compiled
-    assert "all-gather" not in compiled
     assert "all-to-all" not in compiled
+    # New weights lie as the old ones: of the dense layer behind the images, whose rows XLA has
+    # split meanwhile, something as large as its input is gathered.
+    gathered = re.findall(r"= f32\[([\d,]*)\]\S* all-gather\(", compiled)
+    assert all(np.prod([int(n) for n in dims.split(",")]) <= 64 * 64 for dims in gathered)
 
 
 def test_runs_are_chosen_by_name() -> None:

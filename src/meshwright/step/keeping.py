@@ -23,7 +23,8 @@ def keeping(program: Program, lies: TrainState, sharing: Sharing) -> Program:
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         value, aux = program.loss(params, whole, batch, training)
-        state, metrics = _laid(aux.state, lies.state), _laid(aux.metrics, lies.metrics)
+        state = _laid(aux.state, lies.state, whole.state)
+        metrics = _laid(aux.metrics, lies.metrics, whole.metrics)
         return value, aux._replace(state=state, metrics=metrics)
 
     def measure(metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
@@ -46,9 +47,17 @@ def keeping(program: Program, lies: TrainState, sharing: Sharing) -> Program:
     return replace(program, loss=loss, measure=measure, update=update, own_step=own and own_step)
 
 
-def _laid(values: Arrays, lies: dict[str, Any]) -> Arrays:
+def _laid(values: Arrays, lies: dict[str, Any], before: Arrays | None = None) -> Arrays:
+    """The values, each with its layout; one that is still that of ``before`` is left as it is.
+
+    Micro-batches are computed side by side only where a program hands its state on untouched.
+    """
     import jax
 
+    before = before or {}
     return {
-        path: jax.lax.with_sharding_constraint(value, lies[path]) for path, value in values.items()
+        path: value
+        if value is before.get(path)
+        else jax.lax.with_sharding_constraint(value, lies[path])
+        for path, value in values.items()
     }

@@ -81,7 +81,8 @@ def test_exported_code_runs_without_keras_and_gives_the_model_s_gradients(tmp_pa
     (tmp_path / "made").write_bytes(pickle.dumps((made, arguments)))
     run = [sys.executable, "-c", RUN, str(tmp_path / "made"), str(tmp_path / "out.npz")]
     subprocess.run(run, check=True, timeout=120, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-    found = np.load(tmp_path / "out.npz")
+    with np.load(tmp_path / "out.npz") as file:
+        found = dict(file)
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(1.0), model.loss)
     expected = model.train_on_batch(x, y, return_dict=True)

@@ -251,7 +251,7 @@ def test_the_line_shows_rates_with_units_staleness_and_stragglers():
     assert "100/200 steps  640 samples/s  10 steps/s (8 + 2 by worker)" in shown
     assert "staleness 0.5 updates  slow: worker:1  2 steps repeated  7 steps queued" in shown
     ended = line(1, 3, 200, 200, first, last, {"loss": 0.25, "f1": np.array([0.5, 0.1])})
-    assert "200/200 steps  10s  loss 0.25  f1 0.3  10 steps/s" in ended
+    assert "200/200 steps  10s  loss 0.25  f1 0.3 (mean of 2)  10 steps/s" in ended
     several = line(1, 3, 200, 200, first, last, {}, steps_per_call=8, batch_rows=64)
     assert "5,120 samples/s  80 steps/s (64 + 16 by worker)" in several
     assert line(1, 3, 100, 200, first, last, None, columns=60).endswith("100/200 steps")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...frontends.keras.logs import texts
-from ...frontends.keras.progress import clock
 from ...program import Logs
+from ...units import clock_text
 
 _SECONDS_BETWEEN = 0.2
 _BAR = 20
@@ -88,7 +88,7 @@ def line(
         parts.append("━" * filled + "─" * (_BAR - filled))
     parts.append(f"{done}/{steps} steps")
     if logs is not None:
-        parts.append(clock(seconds))
+        parts.append(clock_text(seconds))
         parts += texts(logs)
     if batch_rows is not None:
         parts.append(f"{_rate(batch_rows * steps_per_s)} samples/s")
