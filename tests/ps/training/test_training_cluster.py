@@ -112,10 +112,12 @@ def test_workers_that_die_lose_no_step_and_no_element(how):
         ended = threading.Event()
 
         def kill() -> None:
-            while not ended.wait(1.0):
+            wait_s = 0.3  # all steps may be done within a second
+            while not ended.wait(wait_s):
                 cluster.kill("worker:1", how)
                 if how == signal.SIGSTOP:
                     return
+                wait_s = 1.0
 
         killer = threading.Thread(target=kill)
         killer.start()
