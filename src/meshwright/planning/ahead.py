@@ -206,7 +206,7 @@ def _export(jitted: Any, abstract: Any, target: Target) -> Any:
         except NotImplementedError as error:
             advice = ""
             if "callback" in str(error):
-                advice = " Leave jax.debug.print, jax.pure_callback and their like out of it."
+                advice = " Leave jax.debug.print, jax.pure_callback and similar calls out of it."
             raise CompileError(
                 f"the step cannot be lowered for {target}: {str(error).rstrip('.')}.{advice}"
             ) from error

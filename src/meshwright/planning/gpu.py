@@ -1,4 +1,4 @@
-"""GPUs that are not there, described for XLA's compiler.
+"""Absent GPUs, described for XLA's compiler.
 
 XLA compiles for a GPU by a description of it, which it otherwise asks of the driver; here it is
 made from what is published. What limits a kernel is given by the compute capability (NVIDIA, CUDA
@@ -61,7 +61,7 @@ _CHIPS = {
 
 
 def described(target: Target) -> dict[str, str]:
-    """What a compiling process has to know of GPUs that are not there, as texts.
+    """What a compiling process has to know of absent GPUs, as texts.
 
     ``"topology"`` counts partitions, hosts of each and GPUs of each, as XLA does. ``"config"`` is
     its ``GpuTargetConfigProto``, and ``"compiler"`` the version of what compiles. Raises

@@ -49,7 +49,7 @@ def events_in(folder: Path) -> Iterator[Event]:
 def collectives_seen(
     events: Iterable[Event], text: str, axes: Axes, num_steps: int
 ) -> tuple[SeenCollective, ...] | None:
-    """The collectives of a compiled step, ``text``, in the trace of so many runs of it.
+    """The collectives of a compiled step, ``text``, in the trace of several runs of it.
 
     ``None`` where the step has some and the trace tells of none.
 

@@ -80,7 +80,7 @@ def _doubts(memory: Memory, target: Target) -> tuple[str, ...]:
 def read(
     described: Described, compiled: Compiled, hardware: Hardware, most: int | None = _TENSORS
 ) -> DryRun:
-    """The report on a step that was compiled, with so many of the tensors at the peak."""
+    """The report on a step that was compiled, with the largest of the tensors at the peak."""
     alive = alive_at_peak(parse(compiled.text))
     known = sizes(described)
     peak, peak_is = _peak(compiled)

@@ -116,7 +116,7 @@ class Target:
         return self.topology[-1] if in_nodes else None
 
     def part(self, num_devices: int) -> Target:
-        """A target of the same kind with so many of the devices.
+        """A target of the same kind with ``num_devices`` of the devices.
 
         Raises :class:`~meshwright.TargetError` where they are none, as half a node more, or a part
         of a TPU slice.

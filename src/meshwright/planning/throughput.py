@@ -61,7 +61,7 @@ def fed(batch: Any, micro_batches: int) -> Fed | None:
 
 
 def per_s(count: int | None, step_time_s: float | None) -> float | None:
-    """So many in each step, as a rate; ``None`` where either is not known, or no time passes."""
+    """A count per step as a rate; ``None`` where either is not known, or no time passes."""
     return count / step_time_s if count is not None and step_time_s else None
 
 

@@ -161,7 +161,7 @@ def _of_variable(
 
 
 def transfers_of(deeds: Iterable[Deed], dtypes: dict[int, str]) -> tuple[Transfer, ...]:
-    """The collectives in the report's words; ``dtypes`` are those of so many bytes."""
+    """The collectives in the report's words; ``dtypes`` maps an element's bytes to its type."""
     return tuple(
         Transfer(
             kind=said.kind,

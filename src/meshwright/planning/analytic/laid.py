@@ -91,7 +91,7 @@ def graph_alone(
 
 
 def _joined(batch: Batch, count: int) -> Batch:
-    """The shapes of so many batches in one."""
+    """The shapes of ``count`` batches in one."""
     import jax
     import numpy as np
 

@@ -112,5 +112,5 @@ def _at_end(laid: Laid) -> int:
 
 
 def _dtypes(placed: Sequence[Placed]) -> dict[int, str]:
-    """What elements of so many bytes are, by the parameters."""
+    """The type of an element by its bytes, as the parameters have it."""
     return {each.info.itemsize: each.info.dtype for each in placed if each.info.role == "parameter"}

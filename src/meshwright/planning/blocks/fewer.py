@@ -27,7 +27,7 @@ class Reduced:
     """The equal blocks of a step, and the step with fewer of them.
 
     ``blocks`` has the paths of the variables of each, in one order, and ``layers`` the name scopes.
-    ``with_blocks`` describes the step with the first so many.
+    ``with_blocks`` describes the step with the first few.
     """
 
     blocks: tuple[Paths, ...]

@@ -70,7 +70,7 @@ def heights_of(text: str) -> Heights | None:
 
 
 def peak_with(one: Heights, two: Heights, count: int) -> Peak:
-    """The peak with so many blocks, from those with one and with two.
+    """The peak with ``count`` blocks, from those with one and with two.
 
     >>> one = Heights(Height(50), None, Height(60), kept_bytes=(30, 30), left_bytes=10)
     >>> two = Heights(Height(90), Height(95), Height(100), kept_bytes=(28, 60), left_bytes=50)

@@ -27,7 +27,7 @@ def heights_of(text: str) -> list[int]:
 
 
 def in_slots(heights: Sequence[int], slots: int = SLOTS) -> list[int]:
-    """The most of each of so many equal parts, fewer if there are not as many heights.
+    """The most of each of ``slots`` equal parts, fewer if there are not as many heights.
 
     >>> in_slots([1, 5, 2, 3], 2)
     [5, 3]

@@ -76,7 +76,7 @@ class _Recorder(Timeline):
         super().issue(each)
 
     def repeat(self, body: Moments, times: int) -> None:
-        """Goes through the body of a loop so many times."""
+        """Goes through the body of a loop ``times`` times."""
         begin = self.spent.length
         self.spent.length += times * body.length_s
         if times * len(body.spans) > _MOST_SPANS:

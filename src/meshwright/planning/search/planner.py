@@ -154,7 +154,7 @@ class _Question:
         raise no_plan(self.graph, self.target, self.hardware, self.limit_bytes, self.space)
 
     def plans_within(self, limit_bytes: int) -> list[Plan]:
-        """The best plans that hold so many bytes at most, if there are any."""
+        """The best plans that hold at most ``limit_bytes``, if there are any."""
         return self._plans(self._search(limit_bytes), limit_bytes)
 
     def _search(self, limit_bytes: int | None) -> Found:

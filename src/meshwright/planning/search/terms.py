@@ -230,7 +230,7 @@ def parameter_spent(lay: Lay, piece: Piece) -> Spent:
 
 
 class Talk(NamedTuple):
-    """A collective over the axes ``over``, ``times`` times, of so many bytes in one device.
+    """A collective over the axes ``over``, ``times`` times; its bytes are those in one device.
 
     ``piece`` is what is summed, gathered or moved; the first, where it is several.
     """
