@@ -79,6 +79,20 @@ def test_real_widths_are_dry_run_on_targets_that_are_not_there(name: str) -> Non
     dry_runs(model, family.rows, family.splits)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_planner_finds_a_layout_no_slower_than_those_with_a_name(name: str) -> None:
+    family: Family = FAMILIES[name]
+    with mw.abstract():
+        model = compiled(family.real())
+    batch = families.shapes_of(model, family.rows)
+    for target in TARGETS:
+        plan = mw.plan(model, batch, target=target, limit_s=2)
+        assert plan.chosen.peak_bytes <= plan.limit_bytes
+        assert {"data parallel", "FSDP"} <= {*plan.named}
+        fit = [each for each in plan.named.values() if each.peak_bytes <= plan.limit_bytes]
+        assert all(plan.chosen.time_s <= each.time_s for each in fit)
+
+
 @pytest.mark.parametrize("name", DEEP)
 def test_deep_applications_are_dry_run(name: str) -> None:
     with mw.abstract():
