@@ -207,7 +207,8 @@ def test_texts_stand_out_from_their_paper(opened, scheme):
         assert _contrast(opened, selector) >= 4.5, selector
 
 
-PLAN = """{"version": 2, "target": "h100:8", "hardware": "h100", "objective": "time",
+PLAN = """{"kind": "plan", "version": 2,
+"target": "h100:8", "hardware": "h100", "objective": "time",
 "limit_bytes": 80000000000, "chosen": OPTION, "runners_up": [SECOND, THIRD],
 "data_parallel": SECOND, "layouts": [["x", [["batch"]]], ["block/kernel", [[], ["model"]]]],
 "inputs": ["x"], "batch": ["batch"], "why": ["a reason"]}"""

@@ -266,7 +266,7 @@ def test_custom_optimizers_and_settings_are_refused() -> None:
         server.optimizer("SGD", ["w"], shine=3)
     with pytest.raises(mw.ModelError, match="'Mine' runs no code on a server"):
         server.optimizer("SGD", ["w"], learning_rate={"class_name": "Mine", "config": {}})
-    with pytest.raises(mw.ModelError, match="clips by a norm the mean of 2 gradients"):
+    with pytest.raises(mw.ModelError, match="clips the mean of 2 gradients by its norm"):
         server.optimizer("SGD", ["w"], clipnorm=1.0, gradient_accumulation_steps=2)
 
 
