@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from deaths import Kill, workers_lost
 from training_models import apart, data, dense, ratings, recommender
 
 from meshwright.launch.local import LocalCluster
@@ -74,32 +74,21 @@ CLIPPED = {"global_clipnorm": 0.2}, {"clipnorm": 0.1}, {"clipvalue": 0.02}
 def test_synchronous_steps_of_two_workers_are_one_big_batch():
     """Clipping by norms too, of variables that are cut over two servers, while workers die."""
     x, y = data(256)
-    ended = threading.Event()
+    how = {"epochs": 2, "shuffle": False, "verbose": 0}
     with trained_on(consistency="sync", partitioner=FixedShardsPartitioner(2)) as (
         cluster,
         strategy,
     ):
-        killer = threading.Thread(target=_kill_now_and_then, args=(cluster, ended))
-        killer.start()
-        try:
-            for clipped in ({}, *CLIPPED):
-                expected, model = (
-                    dense(keras.optimizers.SGD(0.2, momentum=0.5, **clipped)) for _ in range(2)
-                )
-                expected.fit(x, y, batch_size=32, shuffle=False, epochs=2, verbose=0)
-                fit(strategy, model, x, y, batch_size=16, shuffle=False, epochs=2, verbose=0)
-                assert apart(expected, model) < 2e-6, clipped
-                assert int(model.optimizer.iterations) == 16
-        finally:
-            ended.set()
-            killer.join()
-        lost = ClusterCoordinator(strategy).stats()["workers_lost"]
-    assert lost > 0
-
-
-def _kill_now_and_then(cluster: LocalCluster, ended: threading.Event) -> None:
-    while not ended.wait(3.0):
-        cluster.kill("worker:1", signal.SIGKILL)
+        for clipped in ({}, *CLIPPED):
+            expected, model = (
+                dense(keras.optimizers.SGD(0.2, momentum=0.5, **clipped)) for _ in range(2)
+            )
+            expected.fit(x, y, batch_size=32, **how)
+            kill = Kill(cluster, "worker:1", signal.SIGKILL, 1)
+            fit(strategy, model, x, y, batch_size=16, callbacks=[kill], **how)
+            assert apart(expected, model) < 2e-6, clipped
+            assert int(model.optimizer.iterations) == 16
+        assert workers_lost(strategy) > 0
 
 
 @pytest.mark.full
@@ -109,29 +98,16 @@ def test_workers_that_die_lose_no_step_and_no_element(how):
     model = dense(keras.optimizers.Adam(0.01))
     with trained_on() as (cluster, strategy):
         fit(strategy, model, x, y, batch_size=16, steps_per_epoch=20, verbose=0)
-        ended = threading.Event()
-
-        def kill() -> None:
-            wait_s = 0.3  # all steps may be done within a second
-            while not ended.wait(wait_s):
-                cluster.kill("worker:1", how)
-                if how == signal.SIGSTOP:
-                    return
-                wait_s = 1.0
-
-        killer = threading.Thread(target=kill)
-        killer.start()
+        epochs = (1, 3) if how == signal.SIGKILL else (1,)
+        options = {"epochs": 5, "verbose": 0, "validation_data": (x, y), "shuffle": False}
+        options["callbacks"] = [Kill(cluster, "worker:1", how, *epochs)]
         try:
-            options = {"epochs": 5, "verbose": 0, "validation_data": (x, y), "shuffle": False}
             history = fit(strategy, model, x, y, batch_size=16, **options).history
+            assert workers_lost(strategy) > 0
         finally:
-            ended.set()
-            killer.join()
             with contextlib.suppress(Exception):
                 cluster.kill("worker:1", signal.SIGCONT)
         counts = int(model.optimizer.iterations)
-        lost = ClusterCoordinator(strategy).stats()["workers_lost"]
-    assert lost > 0
     assert counts == 20 + 5 * 100  # every step was applied once
     assert history["accuracy"][-1] > 0.9
     expected = model.evaluate(x, y, verbose=0, return_dict=True)
@@ -146,10 +122,9 @@ def test_training_goes_on_when_a_server_dies():
     model = dense(keras.optimizers.Adam(0.01))
     with trained_on() as (cluster, strategy):
         fit(strategy, model, x, y, batch_size=16, epochs=1, verbose=0)
-        timer = threading.Timer(0.3, lambda: cluster.kill("ps:0", signal.SIGKILL))
-        timer.start()
-        history = fit(strategy, model, x, y, batch_size=16, epochs=25, verbose=0).history
-        timer.join()
+        kill = Kill(cluster, "ps:0", signal.SIGKILL, 3)
+        options = {"epochs": 25, "verbose": 0, "callbacks": [kill]}
+        history = fit(strategy, model, x, y, batch_size=16, **options).history
         restarts = cluster.generation("ps:0")
     assert restarts == 1
     assert history["accuracy"][-1] > 0.9

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from deaths import Kill, workers_lost
 from jax import export as jax_export
 from training_models import apart, data, dense, ratings, recommender
 
@@ -375,23 +375,9 @@ def test_workers_of_several_devices_that_die_lose_no_step():
     model = dense(keras.optimizers.Adam(0.01))
     with trained_on(2) as (cluster, strategy):
         fit(strategy, model, x, y, batch_size=16, steps_per_epoch=20, verbose=0)
-        ended = threading.Event()
-
-        def kill() -> None:
-            for pause_s in (0.2, 6.0):  # till it is back
-                if ended.wait(pause_s):
-                    return
-                cluster.kill("worker:1", signal.SIGKILL)
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        try:
-            history = fit(strategy, model, x, y, **{**HOW, "epochs": 8}).history
-        finally:
-            ended.set()
-            killer.join()
-        lost = ClusterCoordinator(strategy).stats()["workers_lost"]
-    assert lost > 0
+        kill = Kill(cluster, "worker:1", signal.SIGKILL, 1, 5)
+        history = fit(strategy, model, x, y, callbacks=[kill], **{**HOW, "epochs": 8}).history
+        assert workers_lost(strategy) > 0
     assert int(model.optimizer.iterations) == 20 + 8 * 100  # every step was applied once
     assert history["accuracy"][-1] > 0.9
 
