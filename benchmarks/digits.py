@@ -19,7 +19,7 @@ CACHE = Path(__file__).parent / ".cache" / "digits.npz"
 def prepare(source: str | None = None) -> Path:
     """Write the digits that the jobs need, from an ``mnist.npz`` or from those shipped with us."""
     if source is None:
-        from meshwright.datasets import shipped_subset
+        from meshwright.data.datasets import shipped_subset
 
         shipped = shipped_subset()  # the same on every machine, with and without a network
         x, y = shipped.x_train, shipped.y_train

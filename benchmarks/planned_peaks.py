@@ -29,13 +29,13 @@ import jax.numpy as jnp
 import optax
 
 import meshwright as mw  # before Keras: it settles KERAS_BACKEND=jax
-from meshwright.placement import Placed
+from meshwright.layouts.placement import Placed
 from meshwright.planning.described import describe
 from meshwright.planning.dry_run import DryRun, dry_run
 from meshwright.planning.graph import Graph
-from meshwright.planning.infer import graph_of_step
 from meshwright.planning.search import Choices, cost
 from meshwright.planning.search.facts import batch_dim
+from meshwright.planning.traced_graph import graph_of_step
 
 RESULTS = Path(__file__).with_name("results") / "planned_peaks.json"
 DEPTH, WIDTH, HEADS, VOCAB, LENGTH, ROWS = 6, 1024, 16, 16384, 256, 256

@@ -31,9 +31,9 @@ from plan_models import JOBS, Hand, Job
 
 import meshwright as mw
 from meshwright.planning.described import describe
-from meshwright.planning.hardware import hardware_of
 from meshwright.planning.search.choices import remat_text
-from meshwright.planning.target import Target
+from meshwright.targets.hardware import hardware_of
+from meshwright.targets.target import Target
 
 RESULTS = Path(__file__).with_name("results") / "plans.json"
 VERIFY = 2

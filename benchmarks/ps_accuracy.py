@@ -16,7 +16,7 @@ from typing import Any
 import report
 
 import meshwright as mw  # before Keras, whose backend it settles
-from meshwright.datasets import mnist
+from meshwright.data.datasets import mnist
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.strategy import ParameterServer

@@ -27,9 +27,9 @@ import report
 
 import meshwright as mw
 from meshwright.planning import compile_ahead
-from meshwright.planning.calibrate import calibrate
 from meshwright.planning.estimate import estimate
-from meshwright.planning.hardware import Hardware, load_hardware
+from meshwright.targets.calibrate import calibrate
+from meshwright.targets.hardware import Hardware, load_hardware
 
 BLOCKS, WIDTH, HIDDEN, HEADS, VOCAB, LENGTH, ROWS = 2, 256, 1024, 8, 1024, 64, 16
 ROUNDS_PER_PASS = 5

@@ -8,7 +8,7 @@ Runs on eight virtual CPU devices. `meshwright demo` is the same job with a tabl
 import sys
 
 import meshwright as mw  # before Keras, whose backend it settles
-from meshwright.datasets import mnist
+from meshwright.data.datasets import mnist
 
 # isort: split
 import keras

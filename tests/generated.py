@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from meshwright import MATCH, UNSHARDED, Layout, Mesh
-from meshwright.mesh import RESERVED
+from meshwright.layouts.mesh import RESERVED
 
 settings.register_profile("meshwright", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("meshwright")

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import meshwright as mw
-from meshwright.datasets import Digits, shipped_subset
+from meshwright.data.datasets import Digits, shipped_subset
 from meshwright.demo import eight_devices, main
 from meshwright.demo.jobs import BATCH_SIZE, JOBS, Job, build_convnet, chosen
 from meshwright.demo.screen import progress_of

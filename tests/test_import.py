@@ -14,7 +14,16 @@ import meshwright
 from meshwright.testing import run_in_fresh_process
 
 ROOMS = Path(meshwright.__file__).parent
-PURE = ["errors", "_compat", "topology", "mesh", "layout", "layout_map", "placement", "backend"]
+PURE = [
+    "errors",
+    "_compat",
+    "topology",
+    "backend",
+    "layouts/mesh",
+    "layouts/layout",
+    "layouts/layout_map",
+    "layouts/placement",
+]
 HEAVY = {"numpy", "jax", "jaxlib", "keras", "rich", "click", "scipy", "optax", "tensorflow"}
 
 

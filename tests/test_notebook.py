@@ -14,7 +14,7 @@ from meshwright.equivalence.judging import Difference, Equivalence, Gap, Toleran
 from meshwright.planning.dry_run import DryRun, Memory
 from meshwright.planning.measured import Measured, SeenCollective
 from meshwright.planning.search.plan import _EXAMPLE
-from meshwright.planning.target import Target
+from meshwright.targets.target import Target
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
 SLY = "<script>alert('&')</script>"

@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .backend import settle_keras_backend as _settle_keras_backend
-from .dim_names import DimNames as DimNames
-from .dim_names import dims as dims
 from .errors import ArrayError as ArrayError
 from .errors import BackendError as BackendError
 from .errors import BatchError as BatchError
@@ -43,15 +41,17 @@ from .errors import TopologyError as TopologyError
 from .errors import TracingError as TracingError
 from .errors import UnknownVariableError as UnknownVariableError
 from .errors import UnreachableError as UnreachableError
-from .layout import MATCH as MATCH
-from .layout import UNSHARDED as UNSHARDED
-from .layout import Layout as Layout
-from .layout_map import LayoutMap as LayoutMap
+from .layouts.dim_names import DimNames as DimNames
+from .layouts.dim_names import dims as dims
+from .layouts.layout import MATCH as MATCH
+from .layouts.layout import UNSHARDED as UNSHARDED
+from .layouts.layout import Layout as Layout
+from .layouts.layout_map import LayoutMap as LayoutMap
+from .layouts.mesh import Mesh as Mesh
+from .layouts.mesh import create_mesh as create_mesh
+from .layouts.placement import ParamInfo as ParamInfo
+from .layouts.placement import Placement as Placement
 from .lazy import lazily as _lazily
-from .mesh import Mesh as Mesh
-from .mesh import create_mesh as create_mesh
-from .placement import ParamInfo as ParamInfo
-from .placement import Placement as Placement
 from .topology import settle_cpu_pool as _settle_cpu_pool
 from .topology import settle_tpu_library as _settle_tpu_library
 from .topology import virtual_devices as virtual_devices
@@ -95,26 +95,26 @@ if TYPE_CHECKING:
     from .launch.resolvers import SlurmResolver as SlurmResolver
     from .launch.resolvers import TFConfigResolver as TFConfigResolver
     from .launch.spec import ClusterSpec as ClusterSpec
-    from .planning.calibrate import calibrate as calibrate
     from .planning.dry_run import DryRun as DryRun
     from .planning.dry_run import dry_run as dry_run
     from .planning.measured import Measured as Measured
     from .program import Program as Program
     from .program import TrainState as TrainState
-    from .ps.consistency import Async as Async
-    from .ps.consistency import Backup as Backup
-    from .ps.consistency import Stale as Stale
     from .ps.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
-    from .ps.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
-    from .ps.partitioners import MaxSizePartitioner as MaxSizePartitioner
-    from .ps.partitioners import MinSizePartitioner as MinSizePartitioner
+    from .ps.shared.consistency import Async as Async
+    from .ps.shared.consistency import Backup as Backup
+    from .ps.shared.consistency import Stale as Stale
+    from .ps.shared.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
+    from .ps.shared.partitioners import MaxSizePartitioner as MaxSizePartitioner
+    from .ps.shared.partitioners import MinSizePartitioner as MinSizePartitioner
     from .ps.strategy import ParameterServer as ParameterServer
     from .ps.task import run_task as run_task
     from .ps.training import DiLoCo as DiLoCo
     from .ps.training import LocalSGD as LocalSGD
+    from .run import Trainer as Trainer
     from .step.options import StepOptions as StepOptions
-    from .step.recompute import block_output as block_output
-    from .train import Trainer as Trainer
+    from .step.remat import block_output as block_output
+    from .targets.calibrate import calibrate as calibrate
 
 __version__ = "0.1.0"
 
@@ -140,15 +140,15 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("DataParallel", "Sharded"), "frontends.keras"),
     **dict.fromkeys(("DryRun", "dry_run"), "planning.dry_run"),
     **dict.fromkeys(("Plan", "plan"), "frontends.plans"),
-    "calibrate": "planning.calibrate",
+    "calibrate": "targets.calibrate",
     "Measured": "planning.measured",
     "measure": "frontends.measures",
     **dict.fromkeys(("Program", "TrainState"), "program"),
     "abstract": "frontends.keras.abstract",
     "StepOptions": "step.options",
-    "block_output": "step.recompute",
+    "block_output": "step.remat",
     "LocalRows": "data",
-    "Trainer": "train",
+    "Trainer": "run",
     "jax_program": "frontends.jax",
     "named_program": "frontends.named",
     "show": "drawing",
@@ -159,10 +159,11 @@ _LAZY = {  # name -> the room that it lives in
         "launch.resolvers",
     ),
     "ClusterSpec": "launch.spec",
-    **dict.fromkeys(("Async", "Backup", "Stale"), "ps.consistency"),
+    **dict.fromkeys(("Async", "Backup", "Stale"), "ps.shared.consistency"),
     "ClusterCoordinator": "ps.coordinator.coordinator",
     **dict.fromkeys(
-        ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"), "ps.partitioners"
+        ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"),
+        "ps.shared.partitioners",
     ),
     "ParameterServer": "ps.strategy",
     "run_task": "ps.task",

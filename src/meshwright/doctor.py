@@ -285,7 +285,7 @@ def _gpu_notes(devices: list[Device]) -> list[str]:
 def _data() -> str:
     """Where the digits for the demo would come from."""
     try:
-        from .datasets import cache_files
+        from .data.datasets import cache_files
 
         found = [path for path in cache_files() if path.is_file()]
         if found:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from .drawing import Drawn, Section, draw_svg
 from .drawing.tiling import Tiling
 from .drawing.words import copies_text
-from .layout import Layout
+from .layouts.layout import Layout
 from .planning.page.markup import Html, joined, tag
 from .units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from .equivalence.judging import Equivalence, UnderMesh
-    from .explain import Explanation
-    from .layout_map import LayoutMap
-    from .mesh import Mesh
+    from .layouts.explain import Explanation
+    from .layouts.layout_map import LayoutMap
+    from .layouts.mesh import Mesh
     from .planning.beside import Comparison
     from .planning.measured import Measured
     from .planning.report import DryRun
@@ -190,10 +190,10 @@ def _open(each: UnderMesh) -> str | None:
 
 
 _VIEWS: dict[str, _View] = {
-    "mesh.Mesh": _mesh,
-    "layout.Layout": _layout,
-    "layout_map.LayoutMap": _layout_map,
-    "explain.Explanation": _explanation,
+    "layouts.mesh.Mesh": _mesh,
+    "layouts.layout.Layout": _layout,
+    "layouts.layout_map.LayoutMap": _layout_map,
+    "layouts.explain.Explanation": _explanation,
     "planning.report.DryRun": _dry_run,
     "planning.search.plan.Plan": _plan,
     "planning.measured.Measured": _measured,

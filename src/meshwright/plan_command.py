@@ -11,17 +11,17 @@ from . import _compat
 from .equivalence.cases import Case, case_of, setups
 from .equivalence.finding import find_build
 from .errors import BatchError, LayoutError, ModelError, TargetError
-from .layout import Layout
-from .mesh import Mesh, create_mesh
-from .placement import Placement
+from .layouts.layout import Layout
+from .layouts.mesh import Mesh, create_mesh
+from .layouts.placement import Placement
 from .planning import Target
 from .planning.asking import watching
 from .planning.changes import compare, notes
 from .planning.dry_run import dry_run
 from .planning.faults import told_as
 from .planning.lock import Lock, lock_of
-from .planning.target import check_size
 from .program import Program
+from .targets.target import check_size
 from .topology import virtual_devices
 from .units import clock_text
 
@@ -60,7 +60,7 @@ def run_here(
     Raises :class:`~meshwright.TargetError` for other targets.
     """
     from .frontends.measures import measure
-    from .planning.calibrate import calibrate
+    from .targets.calibrate import calibrate
 
     target = asked.target
     if target.platform != "cpu":
@@ -151,7 +151,7 @@ def choose(
 ) -> Plan:
     """The planner's layout of the model that ``build`` makes; layouts of its own are ignored."""
     from .frontends.plans import plan
-    from .planning.calibrate import calibrate
+    from .targets.calibrate import calibrate
 
     if not _compat.jax_is_running():
         virtual_devices(1)

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from .dim_names import DimNames
-from .placement import ParamInfo, Placement
+from .layouts.dim_names import DimNames
+from .layouts.placement import ParamInfo, Placement
 
 Arrays = dict[str, Any]  # path -> jax.Array
 Batch = Any  # a pytree; Keras' is (inputs, targets, sample weights), shorter where parts are absent

@@ -17,7 +17,7 @@ import numpy as np
 from .equivalence import Case as Case
 from .equivalence import Equivalence as Equivalence
 from .equivalence import check
-from .mesh import Mesh
+from .layouts.mesh import Mesh
 
 # What Meshwright or an earlier test has settled in this process, and a fresh one settles anew.
 _SETTLED = re.compile(r"NPROC|XLA_FLAGS|KERAS_BACKEND|JAX_NUM_CPU_DEVICES")

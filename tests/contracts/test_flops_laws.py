@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import meshwright as mw
-from meshwright.planning.costs import read_costs
+from meshwright.hlo.costs import read_costs
+from meshwright.jaxprs.flops import model_flops
 from meshwright.step.accumulate import Way, accumulating_in
-from meshwright.step.flops import model_flops
 
 WIDTH, HEADS, WORDS, TOKENS = 64, 8, 128, 16
 SPLIT = {

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from meshwright.frontends.keras.pending import _drawn_flat
-from meshwright.step.jaxprs import edited, equations
+from meshwright.jaxprs.edits import edited, equations
 
 
 def test_bits_along_one_dim_are_the_same_bits() -> None:

@@ -12,7 +12,7 @@ from meshwright import ClusterError
 from meshwright.launch import ClusterSpec, Keys, Task, TaskSettings, settings_from
 from meshwright.launch.addresses import to_bind, to_connect
 from meshwright.launch.joining import variables_of
-from meshwright.ps.connecting import spec_and_keys
+from meshwright.ps.shared.connecting import spec_and_keys
 
 LOCAL = ClusterSpec({"chief": ["ipc:///x/c"], "worker": ["ipc:///x/w"], "ps": ["ipc:///x/p"]})
 LOOPBACK = ClusterSpec({"chief": ["localhost:1"], "worker": ["ipc:///x/w"], "ps": ["127.0.0.1:2"]})

@@ -15,7 +15,7 @@ import pytest
 
 import meshwright as mw
 import meshwright.named as mn
-from meshwright.planning.collectives import read_collectives
+from meshwright.hlo.collectives import read_collectives
 
 SIZES = {"batch": 64, "io": 16, "hidden": 32}
 # The names of the rules and of the axes, and how often each dim is cut.

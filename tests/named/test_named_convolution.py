@@ -16,8 +16,8 @@ from named_laws import KINDS, Case, check, of_each
 import meshwright as mw
 import meshwright.named as mn
 from meshwright import errors
+from meshwright.hlo.collectives import read_collectives
 from meshwright.named import convolution as c
-from meshwright.planning.collectives import read_collectives
 
 Pads = Sequence[tuple[int, int]]
 

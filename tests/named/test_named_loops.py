@@ -12,10 +12,10 @@ from named_laws import USUAL, Case, check
 
 import meshwright as mw
 import meshwright.named as mn
+from meshwright.hlo.collectives import read_collectives
 from meshwright.named import loops
 from meshwright.named.ordering import top_k
 from meshwright.named.shapes import rename
-from meshwright.planning.collectives import read_collectives
 
 X = "a:8 b:8 c:8"
 

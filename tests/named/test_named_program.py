@@ -10,8 +10,8 @@ import pytest
 
 import meshwright as mw
 import meshwright.named as mn
+from meshwright.hlo.collectives import read_collectives
 from meshwright.planning import compile_ahead
-from meshwright.planning.collectives import read_collectives
 from meshwright.step.accumulate import accumulating_in
 
 BATCH, IO, HIDDEN = 16, 8, 64
@@ -217,7 +217,7 @@ def test_the_table_shows_dims_and_rules():
     [("data parallel", 1), ("2-D", 1), ("2-D", 2), ("data parallel", 3), ("2-D", 3)],
 )
 def test_zero_shares_out_on_top_of_the_rules(kind, zero, wanted, monkeypatch):
-    monkeypatch.setattr("meshwright.zero.SMALL_ELEMENTS", 8)
+    monkeypatch.setattr("meshwright.layouts.zero.SMALL_ELEMENTS", 8)
     trainer = mw.Trainer(program(), placed(kind, zero=zero))
     found, state = train(trainer)
     np.testing.assert_allclose(found, wanted[0], rtol=1e-5)
@@ -232,7 +232,7 @@ def test_zero_shares_out_on_top_of_the_rules(kind, zero, wanted, monkeypatch):
     [("side by side", 0), ("side by side", 2), ("in a loop", 0), ("written out", 2)],
 )
 def test_micro_batches_make_one_step(way, zero, wanted, monkeypatch):
-    monkeypatch.setattr("meshwright.zero.SMALL_ELEMENTS", 8)
+    monkeypatch.setattr("meshwright.layouts.zero.SMALL_ELEMENTS", 8)
     how = mw.StepOptions(accumulate=2)
     halves = [
         {k: v[i : i + BATCH // 2] for k, v in batch.items()}
@@ -381,7 +381,7 @@ def test_the_forward_pass_is_laid_out_too_and_the_backward_pass_is_traced_under_
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_transformer_trains_alike_whatever_else_a_step_does(zero, accumulate, monkeypatch):
-    monkeypatch.setattr("meshwright.zero.SMALL_ELEMENTS", 8)
+    monkeypatch.setattr("meshwright.layouts.zero.SMALL_ELEMENTS", 8)
     model = mn.models.Transformer("length:8 vocab:16 d_model:8 d_ff:16 heads:2 d_kv:4 layers:1")
     language = mw.named_program(
         lambda params, batch: model.loss(params, batch["tokens"]),

@@ -13,8 +13,8 @@ from named_laws import KINDS, Case, scope
 
 import meshwright as mw
 import meshwright.named as mn
+from meshwright.hlo.collectives import read_collectives
 from meshwright.named import random
-from meshwright.planning.collectives import read_collectives
 
 DIMS = "a:8 b:8 c:16"
 SHAPE = (8, 8, 16)

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright import _compat
-from meshwright.planning import Compiled, compile_ahead, compile_step, gpu
+from meshwright.hlo.collectives import read_collectives
+from meshwright.planning import Compiled, compile_ahead, compile_step
 from meshwright.planning.asking import watching
-from meshwright.planning.collectives import read_collectives
+from meshwright.targets import gpu
 from meshwright.testing import run_in_fresh_process
 
 MESH = {"batch": 4, "model": 2}

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 import meshwright as mw
 from meshwright.cli import main
 from meshwright.frontends.keras.abstract import abstract
-from meshwright.planning import gpu
 from meshwright.planning.measured import Measured
+from meshwright.targets import gpu
 
 ROWS, IO, HIDDEN = 64, 16, 32
 BOTH = {"batch": 4, "model": 2}

@@ -18,12 +18,13 @@ from keras import layers
 import meshwright as mw
 from meshwright.cli import main
 from meshwright.frontends import measures
-from meshwright.planning import Target, calibrate
+from meshwright.planning import Target
 from meshwright.planning.dry_run import DryRun, Memory
-from meshwright.planning.hardware import Hardware, Link
 from meshwright.planning.measured import SeenCollective
 from meshwright.planning.measuring import kept
 from meshwright.planning.profiled import Event, collectives_seen
+from meshwright.targets import calibrate
+from meshwright.targets.hardware import Hardware, Link
 
 AXES = (("batch", 4), ("model", 2))
 GUESS = Hardware(

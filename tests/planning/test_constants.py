@@ -11,10 +11,11 @@ import pytest
 from jax import lax
 
 import meshwright as mw
-from meshwright.planning.hardware import Hardware, Link
-from meshwright.planning.infer import Argument, graph_of, unknown_kinds
+from meshwright.jaxprs.flops import model_flops
+from meshwright.jaxprs.names import Argument
 from meshwright.planning.search import plan_step
-from meshwright.step.flops import model_flops
+from meshwright.planning.traced_graph import graph_of, unknown_kinds
+from meshwright.targets.hardware import Hardware, Link
 
 ROWS, WIDTH = 32, 64
 CPU = Hardware(

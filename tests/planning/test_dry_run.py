@@ -17,14 +17,14 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
-from meshwright.placement import ParamInfo, Placed
+from meshwright.hlo.collectives import Collective
+from meshwright.hlo.origins import Origin
+from meshwright.hlo.remedies import remedy
+from meshwright.hlo.text import Array
+from meshwright.layouts.placement import ParamInfo, Placed
 from meshwright.planning import Compiled, Target, compile_step
-from meshwright.planning.collectives import Collective
 from meshwright.planning.dry_run import DryRun, Memory, dry_run
-from meshwright.planning.hardware import Hardware
-from meshwright.planning.hlo import Array
-from meshwright.planning.origins import Origin
-from meshwright.planning.remedies import remedy
+from meshwright.targets.hardware import Hardware
 
 AXES = {"batch": 4, "model": 2}
 ROWS, IO, HIDDEN = 64, 16, 32

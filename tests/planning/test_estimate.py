@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
+from meshwright.hlo.collectives import Collective
+from meshwright.hlo.costs import read_costs
+from meshwright.hlo.links import AxisLink, collective_s, links_of
+from meshwright.hlo.text import Array
+from meshwright.jaxprs.flops import least_flops, model_flops
 from meshwright.planning import Compiled, Target, compile_ahead, reading
-from meshwright.planning.calibrate import calibrate, hardware_from
-from meshwright.planning.collectives import Collective
-from meshwright.planning.costs import read_costs
 from meshwright.planning.estimate import estimate
-from meshwright.planning.hardware import Hardware, Link, hardware_of
-from meshwright.planning.hlo import Array
-from meshwright.planning.links import AxisLink, collective_s, links_of
-from meshwright.step.flops import least_flops, model_flops
+from meshwright.targets.calibrate import calibrate, hardware_from
+from meshwright.targets.hardware import Hardware, Link, hardware_of
 
 RING = Link("ici", "ring", 100.0, 0.5)
 SWITCH = Link("nvlink", "switch", 100.0, 0.5)
@@ -217,7 +217,7 @@ def test_model_flops_tell_replicated_work_and_lower_the_mfu():
 
 def test_products_run_as_the_platform_runs_them():
     def peak(target, dtype, precision=""):
-        from meshwright.planning.schedule import Clock
+        from meshwright.hlo.schedule import Clock
 
         target = Target.of(target)
         return Clock(hardware_of(target), target.platform, ()).peak(dtype, precision)

@@ -15,10 +15,10 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
+from meshwright.jaxprs.lines import Lines, SourceLine, number_in
 from meshwright.planning import Target, asking
 from meshwright.planning.ahead import _exported
 from meshwright.planning.described import describe
-from meshwright.step.lines import Lines, SourceLine, number_in
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
 SPLIT = {"up": [None, "model"], "down": ["model", None]}

@@ -28,22 +28,23 @@ from meshwright import plan_command
 from meshwright.cli import main
 from meshwright.drawing.canvas import text_width
 from meshwright.frontends.keras.abstract import abstract
-from meshwright.placement import ParamInfo, Placed
-from meshwright.planning import Target, accuracy, traffic
-from meshwright.planning.collectives import Collective
-from meshwright.planning.costs import LayerCost, Loop, Operation
+from meshwright.hlo import traffic
+from meshwright.hlo.collectives import Collective
+from meshwright.hlo.costs import LayerCost, Loop, Operation
+from meshwright.hlo.links import AxisLink
+from meshwright.hlo.schedule import Clock, run
+from meshwright.hlo.text import Array
+from meshwright.hlo.traffic import Transfer
+from meshwright.layouts.placement import ParamInfo, Placed
+from meshwright.planning import Target, accuracy
 from meshwright.planning.dry_run import DryRun, Memory, dry_run
-from meshwright.planning.hardware import Hardware, Link
-from meshwright.planning.hlo import Array
-from meshwright.planning.links import AxisLink
 from meshwright.planning.page.layouts import alike
 from meshwright.planning.page.memory import parts_of
 from meshwright.planning.page.meshes import mesh_picture
 from meshwright.planning.page.moments import COMPUTE, MEMORY, Span, moments_of, record
 from meshwright.planning.page.timeline import SLOTS, slots_of
-from meshwright.planning.schedule import Clock, run
 from meshwright.planning.search.plan import Option, Plan
-from meshwright.planning.traffic import Transfer
+from meshwright.targets.hardware import Hardware, Link
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
 GUESS = Hardware(

@@ -17,7 +17,7 @@ from keras import layers
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.planning.dry_run import DryRun, dry_run
-from meshwright.planning.hardware import Hardware, Link
+from meshwright.targets.hardware import Hardware, Link
 
 pytestmark = [pytest.mark.targets, pytest.mark.alone]
 

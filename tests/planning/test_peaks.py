@@ -10,14 +10,13 @@ import optax
 import pytest
 
 import meshwright as mw
+from meshwright.jaxprs.names import Argument
 from meshwright.planning.described import describe
-from meshwright.planning.infer import graph_of_step
-from meshwright.planning.infer.names import Argument
-from meshwright.planning.infer.tracing import graph_of
 from meshwright.planning.search import Choices, cost
 from meshwright.planning.search.facts import batch_dim
 from meshwright.planning.search.tiled import tiled
 from meshwright.planning.search.written import breadth_first, written
+from meshwright.planning.traced_graph import graph_of, graph_of_step
 
 WIDTH, HEADS, VOCAB, LENGTH, ROWS = 128, 4, 512, 64, 64
 DATA = {"batch": 8}

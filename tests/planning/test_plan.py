@@ -16,13 +16,13 @@ from small_graphs import Builder, mlp, transformer
 
 import meshwright as mw
 from meshwright.errors import CompileError, PlanError
-from meshwright.placement import ParamInfo
+from meshwright.layouts.placement import ParamInfo
 from meshwright.planning import compile_ahead
 from meshwright.planning.described import describe
 from meshwright.planning.estimate import estimate
-from meshwright.planning.hardware import Hardware, Link
 from meshwright.planning.search import Choices, Option, Plan, cost, plan_step, solve
 from meshwright.planning.search.verified import verified
+from meshwright.targets.hardware import Hardware, Link
 from meshwright.units import bytes_text, seconds_text
 
 U = mw.UNSHARDED

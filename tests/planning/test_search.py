@@ -18,16 +18,17 @@ from small_graphs import Builder, mlp, transformer
 
 import meshwright as mw
 from meshwright.errors import DivisibilityError, LayoutError, TargetError
-from meshwright.planning.hardware import Hardware, Link, hardware_of
-from meshwright.planning.links import links_of
-from meshwright.planning.search import Choices, Layouts, Space, cost, search
+from meshwright.hlo.links import links_of
+from meshwright.layouts.zero import share_out
+from meshwright.planning.search import Choices, Layouts, Space, cost
+from meshwright.planning.search import searching as search
 from meshwright.planning.search.compact import compact
 from meshwright.planning.search.facts import facts_of
 from meshwright.planning.search.meshes import meshes
 from meshwright.planning.search.setting import setting_of
 from meshwright.planning.search.terms import Lay, replicas_sharing
-from meshwright.planning.target import Target
-from meshwright.zero import share_out
+from meshwright.targets.hardware import Hardware, Link, hardware_of
+from meshwright.targets.target import Target
 
 # Round numbers, so that times can be read: 1 TFLOP/s, 1 GB/s of memory, 100 MB/s of links, 1 us.
 ROUND = Hardware(
@@ -391,12 +392,12 @@ def test_times_do_not_depend_on_the_process():
 _TIMES = """
 from small_graphs import transformer
 
-from meshwright.planning.hardware import hardware_of
+from meshwright.targets.hardware import hardware_of
 from meshwright.planning.search.choices import EVERY_REMAT
 from meshwright.planning.search.compact import compact
 from meshwright.planning.search.frame import frame_of
 from meshwright.planning.search.setting import setting_of
-from meshwright.planning.target import Target
+from meshwright.targets.target import Target
 
 target = Target.of("h100:8")
 problem = compact(transformer(32, 512, 1024, 8, 128, 4096, blocks=2), target.platform)

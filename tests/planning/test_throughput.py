@@ -13,9 +13,9 @@ import pytest
 from optax import sgd
 
 import meshwright as mw
-from meshwright.planning.hardware import Hardware, Link
 from meshwright.planning.page.course import heights_of, in_slots
 from meshwright.planning.page.moments import moments_of
+from meshwright.targets.hardware import Hardware, Link
 
 ROWS, LENGTH, WIDTH = 16, 8, 32
 NUMBERS = Hardware("h", (("float32", 1e9),), None, 1e9, (Link("shared", "shared", 1e9, 0.0),))

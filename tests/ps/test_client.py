@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ArrayError, TaskError
-from meshwright.ps.client import Servers
-from meshwright.ps.placing import placed
-from meshwright.ps.pushing import Stamp
 from meshwright.ps.server.core import ServerCore
+from meshwright.ps.shared.client import Servers
+from meshwright.ps.shared.placing import placed
+from meshwright.ps.shared.pushing import Stamp
 from meshwright.ps.wire.failures import failure
 from meshwright.ps.wire.memory import MemoryChannel
 from meshwright.ps.worker.updates import Update

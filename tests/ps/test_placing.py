@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ClusterError
-from meshwright.ps.consistency import Async, Backup, Stale, Sync, consistency
-from meshwright.ps.placing import by_bytes, placed, placing, round_robin
+from meshwright.ps.shared.consistency import Async, Backup, Stale, Sync, consistency
+from meshwright.ps.shared.placing import by_bytes, placed, placing, round_robin
 
 SIZES = st.lists(st.integers(0, 10**9), min_size=1, max_size=40)
 

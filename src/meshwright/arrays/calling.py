@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from ..errors import ArrayError, DivisibilityError, LayoutError, TracingError
-from ..layout import Layout
-from ..mesh import Mesh
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from .default import LayoutLike, bound
 from .given import host_array
 from .looking import fetch_layout

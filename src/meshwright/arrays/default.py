@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from ..errors import LayoutError, MeshError, TopologyError
-from ..layout import Layout, Specs, as_layout
-from ..mesh import Mesh
+from ..layouts.layout import Layout, Specs, as_layout
+from ..layouts.mesh import Mesh
 
 LayoutLike = Layout | Specs
 _DEFAULT_MESHES: ContextVar[tuple[Mesh, ...]] = ContextVar("default_meshes", default=())

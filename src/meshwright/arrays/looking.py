@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..errors import ArrayError, LayoutError, TracingError
-from ..layout import Layout
+from ..layouts.layout import Layout
 from .default import LayoutLike, bound
 from .given import array_in
 from .tracing import known_sharding

@@ -11,8 +11,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import TopologyError, TracingError
-from ..layout import MATCH, UNSHARDED, Layout
-from ..mesh import Mesh
+from ..layouts.layout import MATCH, UNSHARDED, Layout
+from ..layouts.mesh import Mesh
 from .default import LayoutLike, bound
 from .given import array_in, host_array, rank_of
 from .looking import fetch_layout

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..errors import ArrayError, TracingError
-from ..layout import Layout
+from ..layouts.layout import Layout
 from .default import LayoutLike, bound, own_devices
 from .given import array_in, host_array
 from .looking import fetch_layout

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from ..errors import TopologyError, TracingError
-from ..layout import Layout
-from ..mesh import Mesh
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from .default import as_mesh, own_devices
 from .tracing import is_tracing
 

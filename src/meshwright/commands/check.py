@@ -13,8 +13,8 @@ from .options import build_argument, layout_option, strategy_option
 from .texts import MeshText
 
 if TYPE_CHECKING:
-    from ..layout import Layout
-    from ..mesh import Mesh
+    from ..layouts.layout import Layout
+    from ..layouts.mesh import Mesh
 
 _TAKEN = ("steps", "seed", "rtol", "double")
 

@@ -22,10 +22,10 @@ from .options import (
 from .texts import LockFile, MeshText, NewFile
 
 if TYPE_CHECKING:
-    from ..layout import Layout
-    from ..mesh import Mesh
+    from ..layouts.layout import Layout
+    from ..layouts.mesh import Mesh
     from ..planning.lock import Lock
-    from ..planning.target import Target
+    from ..targets.target import Target
 
 
 @click.command("dry-run", cls=Command, short_help="Report what a step costs on a target.")

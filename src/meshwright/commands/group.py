@@ -42,7 +42,7 @@ def _lines_of(error: Exception) -> list[str]:
     notes = [str(note) for note in getattr(error, "__notes__", ())]
     if isinstance(error, MeshwrightError):
         return [str(error), *notes]
-    from ..step.lines import user_lines
+    from ..jaxprs.lines import user_lines
 
     frames = [f"  {line}" for line in user_lines(error)]
     way_out = ["(--traceback shows the whole traceback)"]

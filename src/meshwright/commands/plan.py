@@ -13,8 +13,8 @@ from .options import batch_size_option, build_argument, target_option, timeout_o
 from .texts import BytesText, MeshText, NewFile
 
 if TYPE_CHECKING:
-    from ..mesh import Mesh
-    from ..planning.target import Target
+    from ..layouts.mesh import Mesh
+    from ..targets.target import Target
 
 
 @click.command(cls=Command, short_help="Choose mesh and layouts for a target, and say why.")

@@ -15,7 +15,7 @@ from .texts import MeshText, NewFile
 
 if TYPE_CHECKING:
     from ..drawing import Drawn
-    from ..mesh import Mesh
+    from ..layouts.mesh import Mesh
 
 _ITEMSIZES = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -144,7 +144,7 @@ def _all_drawn(
 
 def _drawn(name: str, dims_text: str, layout_text: str, mesh: Mesh, itemsize: int) -> Drawn:
     from ..drawing import Drawn
-    from ..layout import Layout
+    from ..layouts.layout import Layout
 
     sizes = [size.strip() for size in re.split("[,x×]", dims_text)] if dims_text.strip() else []
     if not all(size.isdecimal() for size in sizes):

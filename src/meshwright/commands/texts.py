@@ -13,10 +13,10 @@ import click
 from ..errors import MeshwrightError
 
 if TYPE_CHECKING:
-    from ..layout import Layout
-    from ..mesh import Mesh
+    from ..layouts.layout import Layout
+    from ..layouts.mesh import Mesh
     from ..planning.lock import Lock
-    from ..planning.target import Target
+    from ..targets.target import Target
 
 _SIZES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -41,7 +41,7 @@ class MeshText(_Read):
     name = "mesh"
 
     def read(self, text: str) -> Mesh:
-        from ..mesh import Mesh
+        from ..layouts.mesh import Mesh
 
         return Mesh.from_string(text)
 
@@ -52,7 +52,7 @@ class TargetText(_Read):
     name = "target"
 
     def read(self, text: str) -> Target:
-        from ..planning.target import Target
+        from ..targets.target import Target
 
         return Target.from_string(text)
 
@@ -63,7 +63,7 @@ class LayoutsText(_Read):
     name = "pattern:layout"
 
     def read(self, text: str) -> tuple[tuple[str, Layout], ...]:
-        from ..layout import Layout
+        from ..layouts.layout import Layout
 
         return tuple(
             (pattern, Layout.from_string(f"[{axes}]"))

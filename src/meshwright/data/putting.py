@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from ..dim_names import DimNames
 from ..errors import BatchError
-from ..layout import Layout
-from ..layout_map import Given
-from ..placement import Placement
+from ..layouts.dim_names import DimNames
+from ..layouts.layout import Layout
+from ..layouts.layout_map import Given
+from ..layouts.placement import Placement
 from ..program import Batch
 from ..step.padding import Padded
 from ..step.several import Together

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from .. import MeshwrightError, _compat, topology
-from ..datasets import Digits, mnist, shipped_subset
+from ..data.datasets import Digits, mnist, shipped_subset
 from ..drawing import Sheet, draw_svg
 from .jobs import BATCH_SIZE, Job, chosen
 from .screen import progress_of, show_plan, show_results
@@ -32,8 +32,8 @@ def main(
 ) -> None:
     """Train on eight virtual CPU devices, print a table and write a picture into ``out``.
 
-    ``data``: an ``mnist.npz``; by default :func:`meshwright.datasets.mnist` finds one. ``quick``:
-    one epoch on a few of the digits, to see that all works. Raises
+    ``data``: an ``mnist.npz``; :func:`meshwright.data.datasets.mnist` finds one by default.
+    ``quick``: one epoch on a few of the digits, to see that all works. Raises
     :class:`~meshwright.DataError` for a file that cannot be read, and
     :class:`~meshwright.MeshwrightError` for a run that does not exist, for no epochs and for an
     ``out`` that is a file.

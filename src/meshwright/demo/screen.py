@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..datasets import Digits
+from ..data.datasets import Digits
 from .jobs import Job
 from .training import Result
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from .. import Layout, Mesh, Sharded, create_mesh, fetch_layout
-from ..datasets import Digits
+from ..data.datasets import Digits
 from ..drawing import Drawn, Section
 from .jobs import BATCH_SIZE, LEARNING_RATE, Job
 

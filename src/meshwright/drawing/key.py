@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..mesh import Mesh
+from ..layouts.mesh import Mesh
 from ..units import bytes_text
 from .canvas import Canvas, Point, clip_text, text_width
 from .cells import Arrangement, arrange

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ..errors import LayoutError
-from ..layout import MATCH, Layout
-from ..mesh import Mesh
+from ..layouts.layout import MATCH, Layout
+from ..layouts.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..mesh import Mesh
+from ..layouts.mesh import Mesh
 from ..units import bytes_text
 from .canvas import MONO, Canvas, clip_text, text_width, wrap_path, wrap_text
 from .cells import Arrangement, arrange

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import LayoutError
-from ..layout import Layout
-from ..mesh import Mesh
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from ..units import bytes_text
 from .palette import Paint, paint
 from .sheet import Drawn, Items, Section, Sheet, as_sheet

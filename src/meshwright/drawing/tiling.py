@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..mesh import Mesh
+from ..layouts.mesh import Mesh
 from .sheet import Drawn
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..layout import Layout
-from ..mesh import Mesh
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from .tiling import Tiling, mesh_grid
 
 TIMES = "\N{MULTIPLICATION SIGN}"

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..dim_rules import DimRules
 from ..errors import BatchError, LayoutError, ModelError
-from ..layout import MATCH, UNSHARDED, Layout, Spec
-from ..layout_map import Given, LayoutMap, as_given
-from ..mesh import Mesh
+from ..layouts.dim_rules import DimRules
+from ..layouts.layout import MATCH, UNSHARDED, Layout, Spec
+from ..layouts.layout_map import Given, LayoutMap, as_given
+from ..layouts.mesh import Mesh
 
 Build = Callable[[], Any]
 

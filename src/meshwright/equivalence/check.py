@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MeshError, MeshwrightError, MeshwrightWarning
-from ..mesh import Mesh, create_mesh
+from ..layouts.mesh import Mesh, create_mesh
 
 if TYPE_CHECKING:
     from .judging import Equivalence

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import _compat
-from ..layout import Layout
-from ..mesh import Mesh
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from ..planning.faults import told_as
 from ..topology import virtual_devices
 from .check import check

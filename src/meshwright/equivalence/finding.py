@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MeshwrightError, ModelError
-from ..step.lines import user_lines
+from ..jaxprs.lines import user_lines
 
 
 def find_build(text: str) -> Callable[[], Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import ModelError
-from ..mesh import Mesh
+from ..layouts.mesh import Mesh
 from ..views import Viewable
 
 Quantity = Literal["initial value", "loss", "gradient", "value"]

@@ -16,11 +16,11 @@ import numpy as np
 
 from .. import _compat
 from ..errors import BatchError, LayoutError, ModelError
-from ..placement import ParamInfo, Placement
+from ..jaxprs.edits import equations
+from ..layouts.placement import ParamInfo, Placement
 from ..program import Program, TrainState
-from ..step.jaxprs import equations
+from ..run import Trainer
 from ..step.options import StepOptions
-from ..train import Trainer
 from .cases import Build, Case, Setup, case_of
 from .judging import Run, Tolerance
 

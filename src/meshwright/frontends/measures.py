@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import LayoutError, ModelError
-from ..placement import Placement
+from ..layouts.placement import Placement
 from ..planning.measured import Measured
 from ..planning.measuring import kept, measure_step
 from ..program import Batch, Program
+from ..run import Trainer
 from ..step.options import PLAIN
-from ..train import Trainer
 
 if TYPE_CHECKING:
     import keras

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from ..dim_names import DimNames, dims
-from ..dim_rules import text_of
 from ..errors import DimError, ModelError
+from ..layouts.dim_names import DimNames, dims
+from ..layouts.dim_rules import text_of
+from ..layouts.placement import ParamInfo, Placement
 from ..named.array import NamedArray, named
 from ..named.rules import bound, no_rules, rules
-from ..placement import ParamInfo, Placement
 from ..program import Program
 from .extras import Extras
 from .jax import Params, program_of

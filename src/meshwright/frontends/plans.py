@@ -7,21 +7,21 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import TargetError
-from ..mesh import Mesh, create_mesh
-from ..placement import Placement
+from ..layouts.mesh import Mesh, create_mesh
+from ..layouts.placement import Placement
 from ..planning.described import Described, describe
 from ..planning.dry_run import DryRun, dry_run, not_compiled
 from ..planning.faults import tracing
-from ..planning.hardware import Hardware
-from ..planning.infer import graph_of_step
 from ..planning.search.plan import Along
 from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import plan_step
 from ..planning.search.solve import require_solver
 from ..planning.search.space import Objective
 from ..planning.search.verified import NoReport, Report
-from ..planning.target import Target
+from ..planning.traced_graph import graph_of_step
 from ..program import Batch, Program
+from ..targets.hardware import Hardware
+from ..targets.target import Target
 
 if TYPE_CHECKING:
     from .keras import Sharded

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from ..dim_names import DimNames
-from ..placement import ParamInfo, Role
+from ..layouts.dim_names import DimNames
+from ..layouts.placement import ParamInfo, Role
 from ..program import Arrays
 
 

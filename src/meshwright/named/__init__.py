@@ -6,9 +6,9 @@ on it. The language is that of Mesh-TensorFlow (Shazeer et al. 2018), on JAX.
 
 from __future__ import annotations
 
-from ..dim_rules import Dim as Dim
-from ..dim_rules import DimRules as DimRules
-from ..dim_rules import as_dims as as_dims
+from ..layouts.dim_rules import Dim as Dim
+from ..layouts.dim_rules import DimRules as DimRules
+from ..layouts.dim_rules import as_dims as as_dims
 from . import layers as layers
 from . import methods as _methods  # noqa: F401  (they are given to NamedArray)
 from . import models as models

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..dim_rules import Dim, Dims, text_of
 from ..errors import DimError, ModelError
+from ..layouts.dim_rules import Dim, Dims, text_of
 from .array import NamedArray
 from .elementwise import cast, maximum, rsqrt, sqrt, square
 from .operation import operation

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..errors import ArrayError, DimError
+from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .rules import BoundRules, bound, in_force, inside_operation, under
 
 

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..dim_rules import text_of
 from ..errors import DimError
+from ..layouts.dim_rules import text_of
 from .array import NamedArray, as_named, union
 from .contraction import einsum
 from .operation import operation

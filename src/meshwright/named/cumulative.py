@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dim_rules import Dim
+from ..layouts.dim_rules import Dim
 from .array import NamedArray, as_named, find, position
 from .operation import operation
 from .pieces import on_pieces, split_of

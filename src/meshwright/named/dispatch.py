@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from ..dim_rules import Dim, Dims
+from ..layouts.dim_rules import Dim, Dims
 from .array import NamedArray
 from .contraction import einsum
 from .elementwise import add, cast, where

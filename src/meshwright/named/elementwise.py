@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dim_rules import Dims, DimsLike, text_of
 from ..errors import DimError
+from ..layouts.dim_rules import Dims, DimsLike, text_of
 from .array import NamedArray, as_named, spread, union
 from .operation import operation
 from .reductions import dims_among

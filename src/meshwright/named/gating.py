@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax.lax import Precision
 
-from ..dim_rules import Dim, Dims, text_of
 from ..errors import DimError, DivisibilityError, ModelError
+from ..layouts.dim_rules import Dim, Dims, text_of
 from .array import NamedArray
 from .contraction import einsum
 from .cumulative import cumsum

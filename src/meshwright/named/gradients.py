@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dim_rules import text_of
 from ..errors import DimError, ModelError
-from ..step.recompute import BY_BLOCK, check_remat
+from ..layouts.dim_rules import text_of
+from ..step.remat import BY_BLOCK, check_remat
 from .array import NamedArray, as_named, spread
 from .operation import given, is_named, operation
 

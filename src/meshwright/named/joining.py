@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dim_rules import Dim, Dims, text_of
 from ..errors import DimError
+from ..layouts.dim_rules import Dim, Dims, text_of
 from .array import NamedArray, as_named, find, position, spread
 from .operation import operation
 from .pieces import held_whole, split_of

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dim_rules import Dim, as_dims, text_of
 from ..errors import DimError, ModelError
+from ..layouts.dim_rules import Dim, as_dims, text_of
 from .array import NamedArray, as_named, find, laid, position, spread, union
 from .operation import given, is_named, operation
 from .pieces import held_whole

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ..dim_rules import Dim, Dims
+from ..layouts.dim_rules import Dim, Dims
 from .array import NamedArray, union
 from .pieces import on_pieces, split_of
 

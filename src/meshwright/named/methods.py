@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dim_rules import text_of
 from ..errors import DimError
+from ..layouts.dim_rules import text_of
 from .array import NamedArray
 from .contraction import einsum
 from .elementwise import cast

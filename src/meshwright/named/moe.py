@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..dim_rules import Dims, DimsLike, as_dims
 from ..errors import ModelError
+from ..layouts.dim_rules import Dims, DimsLike, as_dims
 from .array import NamedArray
 from .contraction import einsum
 from .dispatch import Dispatch, Post

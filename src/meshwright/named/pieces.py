@@ -10,8 +10,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..dim_rules import Dim, Dims
-from ..mesh import Mesh
+from ..layouts.dim_rules import Dim, Dims
+from ..layouts.mesh import Mesh
 from .array import NamedArray
 from .rules import in_force
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dim_rules import Dim, Dims, as_dims
+from ..layouts.dim_rules import Dim, Dims, as_dims
 from .array import NamedArray, as_named, position
 from .pieces import held_whole, on_pieces, split_of
 

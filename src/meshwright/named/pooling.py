@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..errors import ArrayError, DimError
+from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .array import NamedArray, as_named, position
 from .operation import operation
 from .reductions import reduce_mean

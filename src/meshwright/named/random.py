@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..errors import DimError, ModelError
+from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .array import NamedArray, as_named, spread
 from .elementwise import add, divide, where
 from .operation import operation

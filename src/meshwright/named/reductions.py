@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..errors import DimError
+from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .array import NamedArray, as_named, find, position
 from .operation import operation
 

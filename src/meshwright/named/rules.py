@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
-from ..dim_rules import Dim, DimRules, Dims, DimsLike, RulesLike, as_dims
 from ..errors import LayoutError, MeshError
-from ..layout import Layout
-from ..mesh import Mesh
+from ..layouts.dim_rules import Dim, DimRules, Dims, DimsLike, RulesLike, as_dims
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 
 
 @dataclass(frozen=True)

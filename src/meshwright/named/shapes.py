@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..errors import DimError
+from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .array import NamedArray, as_named, find, spread, union
 from .operation import operation
 from .reductions import chosen, dims_among

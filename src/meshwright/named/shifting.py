@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..dim_rules import Dim, text_of
 from ..errors import DimError
+from ..layouts.dim_rules import Dim, text_of
 from .array import NamedArray, as_named, find
 from .elementwise import where
 from .indexing import arange, gather, whole_numbers

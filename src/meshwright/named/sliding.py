@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dim_rules import Dim, Dims, pairs_of, text_of
 from ..errors import DimError
+from ..layouts.dim_rules import Dim, Dims, pairs_of, text_of
 from .array import NamedArray, as_named, find, position, union
 from .reductions import Over, names_in
 from .rules import BoundRules, in_force

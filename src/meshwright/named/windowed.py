@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from ..dim_rules import Dim, as_dims
 from ..errors import DimError, DivisibilityError
+from ..layouts.dim_rules import Dim, as_dims
 from ..step.windows import Halo, Window, fetch_along, halo
 from .rules import BoundRules, in_force
 

@@ -18,14 +18,14 @@ from typing import Any
 
 from .. import _compat
 from ..errors import CompileError, DoesNotFitError, TargetError
+from ..hlo.collectives import Collective, read_collectives
+from ..jaxprs.lines import Lines, SourceLine, noting
 from ..step.accumulate import accumulating_on
-from ..step.lines import Lines, SourceLine, noting
-from . import gpu
+from ..targets import gpu
+from ..targets.target import Target
 from .asking import ask
-from .collectives import Collective, read_collectives
 from .described import Described, Describes, describe
 from .faults import tracing
-from .target import Target
 
 # A function is traced once, and asked for again when it is not.
 _LINES: weakref.WeakKeyDictionary[Any, Lines] = weakref.WeakKeyDictionary()

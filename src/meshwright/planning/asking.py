@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CompileError
+from ..targets.target import Target
 from . import cache
-from .target import Target
 
 _EVERY_S = 1.0
 _watcher: ContextVar[Callable[[float], None]] = ContextVar("watcher", default=lambda _: None)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..hlo.links import collective_s, links_of
 from ..units import bytes_text, seconds_text, share_text
 from ..views import Viewable
-from .links import collective_s, links_of
 from .measured import Measured, SeenCollective
 from .tables import laid_out
 
 if TYPE_CHECKING:
+    from ..hlo.traffic import Transfer
     from .report import DryRun
-    from .traffic import Transfer
 
 Unit = Literal["bytes", "seconds", "share"]
 _PLATFORMS = {"cuda": "gpu"}  # a target's word for what JAX's devices say

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..layout import Layout
-from ..mesh import Mesh
-from ..placement import ParamInfo, Placed, Placement
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
+from ..layouts.placement import ParamInfo, Placed, Placement
+from ..layouts.strict import inspect
 from ..program import Batch, Program, TrainState
 from ..step.options import PLAIN, StepOptions
 from ..step.sharing import Sharing
 from ..step.storing import Storing, stored
 from ..step.train import Step, guarded, make_train_step
-from ..strict import inspect
 from .faults import tracing
 
 if TYPE_CHECKING:

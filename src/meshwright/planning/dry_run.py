@@ -7,19 +7,19 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ..errors import DataError, DoesNotFitError
-from ..mesh import Mesh
-from ..placement import Placement
+from ..layouts.mesh import Mesh
+from ..layouts.placement import Placement
 from ..program import Batch
-from . import gpu
+from ..targets import gpu
+from ..targets.hardware import Hardware, hardware_of
+from ..targets.target import Target, check_size
 from .ahead import compile_described
 from .blocks import Reduced, reduced
 from .described import Described, Describes, describe
 from .faults import tracing
-from .hardware import Hardware, hardware_of
 from .reading import extended, read, refused
 from .report import DryRun as DryRun
 from .report import Memory as Memory
-from .target import Target, check_size
 from .throughput import fed
 
 _ON_THE_CHIP = (

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..hlo.costs import Costs, LayerCost, read_costs
+from ..hlo.links import links_of
+from ..hlo.schedule import Clock, Times, run
+from ..targets.hardware import Hardware
+from ..targets.target import Target
 from ..units import bytes_text, flops_text, seconds_text, share_text
 from .ahead import Compiled
-from .costs import Costs, LayerCost, read_costs
-from .hardware import Hardware
-from .links import links_of
-from .schedule import Clock, Times, run
 from .tables import how_to_know
-from .target import Target
 
 _HEAVIEST = 10
 _SHORT = 0.02  # of the model's FLOPs, which a compiled step may lack before that is an error

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..errors import MeshwrightError, ModelError
-from ..step.lines import user_lines, where_raised
+from ..jaxprs.lines import user_lines, where_raised
 
 # Keras tells an error in words of its own, which for some of JAX' classes it cannot.
 _WRAPPED = re.compile("Exception encountered|_error_repr")

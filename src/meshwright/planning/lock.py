@@ -18,7 +18,7 @@ from ..errors import DataError
 from ..files import write, wrong_kind
 
 if TYPE_CHECKING:
-    from .hardware import Hardware
+    from ..targets.hardware import Hardware
     from .report import DryRun
 
 VERSION = 1

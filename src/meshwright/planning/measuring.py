@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..hlo.groups import Axes
 from ..program import TrainState
-from .groups import Axes
 from .measured import Measured, SeenCollective
 from .profiled import collectives_seen, events_in
 

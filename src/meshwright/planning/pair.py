@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import write
+from ..hlo.traffic import moved_bytes
 from ..units import UNKNOWN, bytes_text, flops_text, seconds_text, share_text
 from .tables import laid_out, memory_rows
-from .traffic import moved_bytes
 
 if TYPE_CHECKING:
     from .report import DryRun

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .costs import read_costs
-from .groups import Axes
+from ..hlo.costs import read_costs
+from ..hlo.groups import Axes
 from .measured import SeenCollective
 
 

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import DoesNotFitError
-from ..placement import Placed
+from ..hlo.alive import LiveTensor, alive_at_peak
+from ..hlo.text import parse
+from ..hlo.traffic import transfers
+from ..jaxprs.flops import least_flops, model_flops
+from ..layouts.placement import Placed
 from ..program import TrainState
-from ..step.flops import least_flops, model_flops
+from ..targets import gpu
+from ..targets.hardware import Hardware
+from ..targets.target import Target
 from ..units import bytes_text
-from . import gpu
 from .ahead import Compiled, trace
-from .alive import LiveTensor, alive_at_peak
 from .blocks import Blocks, Reduced, heights_of, unmarked
 from .blocks import extended as extending
 from .described import Described
 from .estimate import estimate
-from .hardware import Hardware
-from .hlo import parse
 from .report import DryRun, Memory
-from .target import Target
-from .traffic import transfers
 
 _TENSORS = 32  # that are kept of those alive at the peak
 _BESIDES = 0.2  # of the peak, from where it wants a word

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, overload
 
 from ..errors import DataError
 from ..files import write
-from ..placement import Placed
+from ..hlo.alive import LiveTensor
+from ..hlo.traffic import Transfer
+from ..layouts.placement import Placed
+from ..targets.hardware import Hardware
+from ..targets.target import Target
 from ..views import Viewable
 from . import tables
 from .ahead import Compiled
-from .alive import LiveTensor
 from .beside import Comparison, beside
 from .blocks import Blocks
 from .estimate import Estimate
-from .hardware import Hardware
 from .measured import Measured
 from .pair import Pair
-from .target import Target
 from .throughput import Fed, Price, per_s, price
-from .traffic import Transfer
 
 if TYPE_CHECKING:
     from .search.plan import Plan

@@ -6,16 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ..hlo.alike import grouped, pattern, without_numbers
+from ..hlo.traffic import alike
 from ..units import bytes_text, flops_text, seconds_text, share_text
-from .alike import grouped, pattern, without_numbers
-from .traffic import alike
 
 if TYPE_CHECKING:
-    from .alive import LiveTensor
+    from ..hlo.alive import LiveTensor
+    from ..hlo.traffic import Transfer
+    from ..targets.target import Target
     from .estimate import Estimate
     from .report import DryRun, Memory
-    from .target import Target
-    from .traffic import Transfer
 
 _ROWS = 12
 

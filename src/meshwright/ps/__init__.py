@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from .coordinator.values import PerWorkerDataset as PerWorkerDataset
     from .coordinator.values import PerWorkerValues as PerWorkerValues
     from .coordinator.values import RemoteValue as RemoteValue
+    from .shared.variables import Variable as Variable
     from .training import Embedding as Embedding
     from .training import Half as Half
     from .training import InputContext as InputContext
     from .training import SidecarEvaluator as SidecarEvaluator
     from .training import TopK as TopK
     from .training import table_of as table_of
-    from .variables import Variable as Variable
 
 _LAZY = {  # name -> the part of this room that it lives in
     **dict.fromkeys(("PerWorkerDataset", "PerWorkerValues", "RemoteValue"), "coordinator.values"),
     **dict.fromkeys(
         ("Embedding", "Half", "InputContext", "SidecarEvaluator", "TopK", "table_of"), "training"
     ),
-    "Variable": "variables",
+    "Variable": "shared.variables",
 }
 
 

@@ -17,21 +17,21 @@ import numpy as np
 
 from ..errors import ArrayError, ClusterError, MeshwrightError, TaskError
 from ..launch.addresses import to_bind
-from .client import Servers
-from .connecting import Launcher, checked_times, connect, connect_here, spec_and_keys
-from .consistency import Async, Consistency, Stale, consistency
 from .coordinator.dispatcher import Dispatcher
 from .coordinator.guardian import Guardian
 from .coordinator.links import LocalLinks, SocketLinks
 from .coordinator.queue import StepQueue
 from .coordinator.saving import check_fits, names_in, restore_here, save_here
 from .coordinator.terms import Terms
-from .initial import initial
-from .partitioners import Partitioner, num_shards
-from .placing import VariableSpec, placed, placing
-from .pushing import Stamp
 from .server.core import ServerCore
-from .variables import Variable
+from .shared.client import Servers
+from .shared.connecting import Launcher, checked_times, connect, connect_here, spec_and_keys
+from .shared.consistency import Async, Consistency, Stale, consistency
+from .shared.initial import initial
+from .shared.partitioners import Partitioner, num_shards
+from .shared.placing import VariableSpec, placed, placing
+from .shared.pushing import Stamp
+from .shared.variables import Variable
 from .wire.message import Message
 from .worker.context import current
 from .worker.gradients import (

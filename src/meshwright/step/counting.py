@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _compat
-from .jaxprs import count_uses
+from ..jaxprs.edits import count_uses
 
 Counts = dict[str, Any]
 Count = Callable[[Counts, Any], tuple[Counts, Any]]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
+from ..jaxprs.reach import inner_jaxprs, opened
 from ..program import Arrays, Batch, Logs, Program, TrainState
-from .reach import inner_jaxprs, opened
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]
 

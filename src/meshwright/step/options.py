@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..errors import ModelError
 from ..program import Batch
-from .recompute import BY_BLOCK, check_remat
+from .remat import BY_BLOCK, check_remat
 
 Sums = Literal["float32"] | None
 
@@ -19,7 +19,7 @@ class StepOptions:
     """Choices that leave the numbers of a step alone, up to rounding.
 
     ``accumulate`` micro-batches make one step of the optimizer. ``remat`` says what is computed
-    again in the backward pass instead of being kept, see :mod:`meshwright.step.recompute`.
+    again in the backward pass instead of being kept, see :mod:`meshwright.step.remat`.
     ``sums="float32"`` sums gradients over devices in that type, whatever they are computed in.
     Raises :class:`~meshwright.ModelError` that lists every invalid choice.
     """

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
-from .jaxprs import count_uses
+from ..jaxprs.edits import count_uses
 
 # What may stand between such a sum and the gradient: it does to each part what it does to the sum.
 _MOVES = ("convert_element_type", "reduce_sum", "reshape", "rev", "squeeze", "transpose")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .jaxprs import count_uses, edited
+from ..jaxprs.edits import count_uses, edited
 
 
 def in_order(function: Callable[..., Any]) -> Callable[..., Any]:

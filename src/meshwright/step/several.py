@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ..jaxprs.edits import equations
+from ..jaxprs.flops import product_flops
 from ..program import Batch, Logs, TrainState
-from .flops import product_flops
-from .jaxprs import equations
 from .train import Step
 
 AT_ONCE = 4  # eight gained little more and compiled twice as long

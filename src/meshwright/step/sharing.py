@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..placement import ParamInfo, Placement
+from ..layouts.placement import ParamInfo, Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .gathering import also_between, from_one_to_the_next, where_read
 from .parts import Pieces, in_parts, scatter_parts, sum_parts
-from .recompute import BY_BLOCK, blocks, policy_of, recomputing
+from .remat import BY_BLOCK, blocks, policy_of, recomputing
 from .stretches import GATHERED, Cut, in_stretches
 
 Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]

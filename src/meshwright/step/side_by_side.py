@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from ..jaxprs.edits import equations
 from ..program import Arrays, Aux, Batch, Program, TrainState
-from .jaxprs import equations
 
 
 def side_by_side(program: Program) -> Program:

@@ -23,10 +23,11 @@ from typing import Any
 
 from .. import _compat
 from ..errors import LayoutError
-from ..layout import Layout
-from ..mesh import Mesh
-from . import lines, reach, windows
-from .reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
+from ..jaxprs import lines, reach
+from ..jaxprs.reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
+from . import windows
 
 Layouts = Any  # per argument, a pytree prefix of Layout or None, as jit's in_shardings
 Specs = dict[tuple[bool, int], dict[int, None]]  # (is a result, which): the dims to be whole

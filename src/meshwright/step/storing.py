@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..layout import Layout
-from ..placement import ParamInfo, Placement
+from ..layouts.layout import Layout
+from ..layouts.placement import ParamInfo, Placement
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .sharing import GATHERED
 

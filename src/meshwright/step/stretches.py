@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
-from .flops import equation_flops
-from .jaxprs import jaxprs_inside
+from ..jaxprs.edits import jaxprs_inside
+from ..jaxprs.flops import equation_flops
 
 Var = Any
 GATHERED = "gathered parameter"  # the name of what is not kept for the backward pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .jaxprs import count_uses, edited
+from ..jaxprs.edits import count_uses, edited
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _MOVES = ("transpose", "reshape", "squeeze", "rev")  # say nothing of the type

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..jaxprs.branches import with_free_results
+from ..jaxprs.edits import edited
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .accumulate import accumulating_step
-from .branches import with_free_results
-from .jaxprs import edited
 from .options import PLAIN, StepOptions
 from .products import ordered
 from .sharing import Gradient, Sharing, shared

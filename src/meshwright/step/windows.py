@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..mesh import Mesh
-from .reach import conv_places
+from ..jaxprs.reach import conv_places
+from ..layouts.mesh import Mesh
 
 Entry = tuple[str, ...]  # the axes that split a dim; none if it is whole
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from meshwright.errors import ArrayError, ModelError
-from meshwright.ps.consistency import Async, Stale
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
-from meshwright.ps.partitioners import FixedShardsPartitioner
+from meshwright.ps.shared.consistency import Async, Stale
+from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 
 WAIT_S = 20.0

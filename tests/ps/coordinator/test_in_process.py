@@ -20,8 +20,8 @@ from meshwright.errors import (
 )
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.coordinator.links import LocalLinks
-from meshwright.ps.partitioners import FixedShardsPartitioner
-from meshwright.ps.placing import placed
+from meshwright.ps.shared.partitioners import FixedShardsPartitioner
+from meshwright.ps.shared.placing import placed
 from meshwright.ps.strategy import ParameterServer, current_strategy
 from meshwright.ps.worker.context import current
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from clusters import WAIT_S, trained_on, wait_for_workers
 
-from meshwright.ps.consistency import Backup, Stale
+from meshwright.ps.shared.consistency import Backup, Stale
 from meshwright.ps.worker.context import current
 
 pytestmark = pytest.mark.alone

@@ -8,12 +8,12 @@ from collections import deque
 import pytest
 
 from meshwright.errors import MeshwrightWarning
-from meshwright.ps.consistency import Async
 from meshwright.ps.coordinator.calls import Packer, Scheduled
 from meshwright.ps.coordinator.dispatcher import Dispatcher
 from meshwright.ps.coordinator.schemas import BEAT, SCHEMAS
 from meshwright.ps.coordinator.terms import Terms
 from meshwright.ps.coordinator.values import RemoteValue
+from meshwright.ps.shared.consistency import Async
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.wire.message import Message
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from meshwright.ps.consistency import Async, Backup, Stale, Sync
 from meshwright.ps.coordinator.queue import StepQueue
+from meshwright.ps.shared.consistency import Async, Backup, Stale, Sync
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -11,7 +11,7 @@ from clusters import WAIT_S, trained_on
 import meshwright as mw
 from meshwright.errors import CheckpointError
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
-from meshwright.ps.partitioners import FixedShardsPartitioner
+from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 
 ADAM = {"class_name": "Adam", "config": {"learning_rate": 0.05}}

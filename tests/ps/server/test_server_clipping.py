@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from meshwright.errors import ModelError
-from meshwright.ps.client import Servers
-from meshwright.ps.connecting import connect_here
-from meshwright.ps.placing import VariableSpec, placed
-from meshwright.ps.pushing import Acknowledged, Stamp
 from meshwright.ps.server.core import ServerCore
 from meshwright.ps.server.snapshot import restore, snapshot_of
+from meshwright.ps.shared.client import Servers
+from meshwright.ps.shared.connecting import connect_here
+from meshwright.ps.shared.placing import VariableSpec, placed
+from meshwright.ps.shared.pushing import Acknowledged, Stamp
 from meshwright.ps.wire.message import Message
 from meshwright.ps.worker.gradients import gradient_updates
 from meshwright.ps.worker.updates import Update

@@ -9,7 +9,7 @@ import pytest
 from training_models import ratings, recommender
 
 import meshwright as mw
-from meshwright.ps.partitioners import FixedShardsPartitioner
+from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import table_of
 from meshwright.ps.training.combining import COMBINERS, combine

@@ -18,7 +18,7 @@ from training_models import apart, data, dense, ratings, recommender
 
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
-from meshwright.ps.partitioners import FixedShardsPartitioner
+from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import Embedding, LocalSGD, evaluate, fit, table_of
 

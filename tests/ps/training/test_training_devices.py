@@ -22,7 +22,7 @@ from training_models import apart, data, dense, ratings, recommender
 import meshwright as mw
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
-from meshwright.ps.partitioners import FixedShardsPartitioner
+from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import DiLoCo, LocalSGD, evaluate, fit
 from meshwright.ps.training.exported import Exported, Filling

@@ -8,9 +8,9 @@ import pytest
 from training_models import apart, data, dense, ratings, recommender
 
 from meshwright.frontends.keras.program import KerasVariables
-from meshwright.ps.consistency import Async, Backup, Stale
-from meshwright.ps.partitioners import FixedShardsPartitioner
 from meshwright.ps.server.optimizers import TWINS, twin_of
+from meshwright.ps.shared.consistency import Async, Backup, Stale
+from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import fit
 

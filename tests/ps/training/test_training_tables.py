@@ -11,10 +11,10 @@ from training_models import apart, ratings, recommender
 
 import meshwright as mw
 from meshwright.errors import CheckpointError
-from meshwright.ps.client import Servers
-from meshwright.ps.connecting import connect_here
-from meshwright.ps.placing import VariableSpec, placed
 from meshwright.ps.server.core import ServerCore
+from meshwright.ps.shared.client import Servers
+from meshwright.ps.shared.connecting import connect_here
+from meshwright.ps.shared.placing import VariableSpec, placed
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import fit, table_files, table_of
 from meshwright.ps.training.embeddings import Embedding

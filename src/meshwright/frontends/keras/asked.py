@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...layout import Layout
+from ...layouts.layout import Layout
 
 
 def ask_layout(variable: Any, layout: Layout) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from ...data import Label, Putter, named_leaves
 from ...errors import BatchError, LayoutError
-from ...layout import Layout
-from ...placement import Placement
+from ...layouts.layout import Layout
+from ...layouts.placement import Placement
 from ...program import Batch
 
 

@@ -11,7 +11,7 @@ import keras
 
 from ... import _compat
 from ...errors import BatchError, ModelError
-from ...placement import Placed
+from ...layouts.placement import Placed
 from ...planning.described import Described, Source, batch_of, state_of
 from ...program import Batch, Program
 from ...step.sharing import Sharing

@@ -15,7 +15,7 @@ from ... import _compat
 from ...data import Ahead, HostRows, LocalRows
 from ...data.putting import row_count
 from ...errors import BatchError
-from ...placement import Placement
+from ...layouts.placement import Placement
 from ...step.several import Together
 from ...warn import warn
 from . import batches

@@ -20,8 +20,8 @@ import numpy as np
 
 from ... import _compat
 from ...errors import BatchError, ModelError
+from ...jaxprs.flops import model_flops
 from ...program import Logs, TrainState
-from ...step.flops import model_flops
 from ...step.padding import Padded
 from ...step.several import Together
 from .backlog import Backlog

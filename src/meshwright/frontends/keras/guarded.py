@@ -9,8 +9,8 @@ import jax
 import keras
 
 from ... import _compat
-from ...layout import Layout
-from ...placement import Placement
+from ...layouts.layout import Layout
+from ...layouts.placement import Placement
 from ...step.spatial import guard
 from .batches import putter
 from .paths import model_infos

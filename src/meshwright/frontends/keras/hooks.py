@@ -12,8 +12,8 @@ from jax.core import Tracer
 
 from ... import _compat
 from ...arrays import relayout
-from ...layout import UNSHARDED, Layout
-from ...step.recompute import block_output
+from ...layouts.layout import UNSHARDED, Layout
+from ...step.remat import block_output
 from .guarded import stateless_call
 from .pending import waiting_room
 

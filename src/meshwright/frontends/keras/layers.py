@@ -21,7 +21,7 @@ import keras
 
 from ... import _compat
 from ...errors import LayoutError
-from ...layout import Layout, as_layout
+from ...layouts.layout import Layout, as_layout
 from .asked import ask_layout as ask_layout
 from .asked import asked_layout as asked_layout
 from .quantized import KERNELS

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from ... import _compat
-from ...placement import Follows, ParamInfo, Role
+from ...layouts.placement import Follows, ParamInfo, Role
 from .asked import asked_layout
 from .quantized import companions
 

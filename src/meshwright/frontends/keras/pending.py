@@ -21,8 +21,8 @@ import numpy as np
 
 from ... import _compat
 from ...data import put
-from ...placement import Placed
-from ...step.jaxprs import edited
+from ...jaxprs.edits import edited
+from ...layouts.placement import Placed
 
 Place = Callable[[list[Any], list[keras.Model]], list[Placed]]
 

@@ -11,7 +11,7 @@ import keras
 
 from ... import _compat
 from ...errors import ModelError
-from ...placement import ParamInfo, Placement
+from ...layouts.placement import ParamInfo, Placement
 from ...program import Arrays, Aux, Batch, Logs, Program, TrainState
 from ...step.padding import Padded
 from ...step.storing import Storing, stored

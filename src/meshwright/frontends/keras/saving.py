@@ -26,7 +26,7 @@ from ...checkpoint.files import require_orbax
 from ...checkpoint.randomness import read_randomness, write_randomness
 from ...errors import CheckpointError, Preempted
 from ...program import Logs, TrainState
-from ...train.stopping import Stopping
+from ...run.stopping import Stopping
 from ...warn import warn
 from .lasting import LastingNames
 from .logs import as_json, history_from_json

@@ -14,19 +14,19 @@ import keras
 from ... import _compat
 from ...checkpoint import PARTS, CheckpointInfo
 from ...data import put
-from ...dim_rules import RulesLike
 from ...errors import ModelError, TopologyError
-from ...explain import Explanation
-from ...layout_map import LayoutMap
-from ...mesh import Mesh
-from ...placement import BatchLike, ParamInfo, Placed, Placement, Unmatched
+from ...layouts.dim_rules import RulesLike
+from ...layouts.explain import Explanation
+from ...layouts.layout_map import LayoutMap
+from ...layouts.mesh import Mesh
+from ...layouts.placement import BatchLike, ParamInfo, Placed, Placement, Unmatched
+from ...layouts.strict import inspect, refuse_idle_dim_rules, refuse_idle_rules, unnamed
 from ...planning.described import Described
 from ...program import Batch, Program, TrainState
 from ...step.keeping import keeping
 from ...step.options import PLAIN, StepOptions, Sums
 from ...step.sharing import Sharing
 from ...step.train import Step, make_train_step
-from ...strict import inspect, refuse_idle_dim_rules, refuse_idle_rules, unnamed
 from . import batches, fitting, saving
 from .abstract import AbstractRoom, adopt, is_abstract
 from .described import described

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ...planning.hardware import hardware_of_device
+from ...targets.hardware import hardware_of_device
 from ...units import count_text
 
 

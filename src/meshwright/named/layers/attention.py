@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, text_of
 from ...errors import DimError
+from ...layouts.dim_rules import Dim, text_of
 from ..array import NamedArray, find
 from ..contraction import einsum
 from ..elementwise import absolute, add, equal, greater_equal, less, less_equal, logical_and, where

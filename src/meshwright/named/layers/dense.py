@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ...dim_rules import DimsLike, as_dims
+from ...layouts.dim_rules import DimsLike, as_dims
 from ..array import NamedArray
 from ..contraction import einsum
 from ..elementwise import gelu, multiply, relu, sigmoid, swish

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, DimsLike, as_dims
+from ...layouts.dim_rules import Dim, DimsLike, as_dims
 from ..array import NamedArray, find, laid
 from ..contraction import einsum
 from ..indexing import gather, one_hot

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from ...dim_rules import Dims, DimsLike, as_dims
+from ...layouts.dim_rules import Dims, DimsLike, as_dims
 from ..array import NamedArray
 from ..operation import operation
 

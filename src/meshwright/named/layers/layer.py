@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ...errors import DimError
+from ...layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..array import NamedArray, using
 from ..operation import operation
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, text_of
 from ...errors import DimError
+from ...layouts.dim_rules import Dim, text_of
 from ..array import NamedArray, find
 from ..elementwise import absolute, equal, maximum, multiply, relu, softplus, square, where
 from ..indexing import arange

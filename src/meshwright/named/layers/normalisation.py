@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...dim_rules import DimsLike, as_dims
+from ...layouts.dim_rules import DimsLike, as_dims
 from ..array import NamedArray
 from ..elementwise import rsqrt, square
 from ..operation import operation

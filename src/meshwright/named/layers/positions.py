@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...dim_rules import Dim
 from ...errors import DimError
+from ...layouts.dim_rules import Dim
 from ..array import NamedArray, find
 from ..elementwise import absolute, cos, elementwise, exp, sin, where
 from ..indexing import arange

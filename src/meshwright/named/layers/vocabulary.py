@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from ...dim_rules import Dim
+from ...layouts.dim_rules import Dim
 from ..array import NamedArray
 from ..contraction import einsum
 from ..elementwise import tanh

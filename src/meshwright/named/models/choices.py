@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ...dim_rules import Dim
 from ...errors import ModelError
+from ...layouts.dim_rules import Dim
 from ..array import NamedArray
 from ..indexing import arange
 from ..layers.layer import Params

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, Dims, DimsLike, as_dims
 from ...errors import DimError, ModelError
+from ...layouts.dim_rules import Dim, Dims, DimsLike, as_dims
 from ..array import NamedArray, find
 from ..elementwise import cast, equal, where
 from ..indexing import arange, gather

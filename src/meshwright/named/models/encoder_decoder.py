@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, DimsLike, as_dims
 from ...errors import ModelError
+from ...layouts.dim_rules import Dim, DimsLike, as_dims
 from ..array import NamedArray, find
 from ..elementwise import cast, equal, logical_and, not_equal, where
 from ..layers.dense import FeedForward

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, DimsLike
 from ...errors import ModelError
+from ...layouts.dim_rules import Dim, DimsLike
 from ..array import NamedArray
 from ..gradients import recompute
 from ..joining import stack

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, Dims
 from ...errors import DimError
+from ...layouts.dim_rules import Dim, Dims
 from ..array import NamedArray, as_named, find
 from ..elementwise import equal, where
 from ..indexing import arange

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...dim_rules import Dim, Dims, DimsLike
+from ...layouts.dim_rules import Dim, Dims, DimsLike
 from ..array import NamedArray, find
 from ..elementwise import cast, equal, less, less_equal, not_equal, where
 from ..indexing import arange, gather

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...placement import Placement
-from ..collectives import Collective
+from ...hlo.collectives import Collective
+from ...hlo.origins import Origin
+from ...hlo.remedies import remedy
+from ...hlo.text import Array
+from ...hlo.traffic import Transfer
+from ...layouts.placement import Placement
 from ..graph import Graph, Operation
-from ..hlo import Array
-from ..origins import Origin
-from ..remedies import remedy
 from ..search.facts import facts_of
 from ..search.terms import Lay, Talk, parameter_talks, runs_of, shards, talks_of, work_done
-from ..traffic import Transfer
 from .laid import Kept, Laid
 
 _OF_UPDATE = ("update", "parameter", "slot")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from ..costs import LayerCost
+from ...hlo.costs import LayerCost
+from ...hlo.links import links_of
+from ...hlo.schedule import Clock, Times
+from ...targets.hardware import Hardware
+from ...targets.target import Target
 from ..estimate import Estimate, Heavy, Sums, with_shares
-from ..hardware import Hardware
-from ..links import links_of
-from ..schedule import Clock, Times
-from ..target import Target
 from .deeds import Deed
 from .laid import Laid
 

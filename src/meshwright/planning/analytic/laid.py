@@ -11,25 +11,24 @@ from typing import Any
 import numpy as np
 
 from ...errors import LayoutError
+from ...hlo.groups import Axes
+from ...layouts.mesh import Mesh
+from ...layouts.placement import Placed, Placement
 from ...merging import merged
-from ...mesh import Mesh
-from ...placement import Placed, Placement
 from ...program import Batch, Program
 from ...step.options import StepOptions
+from ...targets.hardware import Hardware
+from ...targets.target import Target
 from ..described import Described, Describes, of_program
 from ..faults import tracing
 from ..graph import Graph
-from ..groups import Axes
-from ..hardware import Hardware
-from ..infer import graph_of_step
-from ..infer.tracing import input_path
 from ..search.beside import rows_of_tables
 from ..search.choices import EVERY_REMAT, Choices, remat_of
 from ..search.compact import Compact, compact
 from ..search.cost import faults_of
 from ..search.setting import Setting, setting_of
 from ..search.terms import Lay
-from ..target import Target
+from ..traced_graph import graph_of_step, input_path
 
 Along = tuple[tuple[str, ...], ...]  # the axes of each dim of an array
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import LayoutError, TargetError
-from ...placement import Placed, Placement
+from ...layouts.placement import Placed, Placement
 from ...program import Batch
+from ...targets.hardware import Hardware
+from ...targets.target import Target
 from ..described import Described, Describes
-from ..hardware import Hardware
 from ..reading import sizes
 from ..report import DryRun, Memory
 from ..search.cost import cost_of
 from ..search.terms import resting_bytes
-from ..target import Target
 from .deeds import deeds_of, transfers_of
 from .estimate import estimate_of
 from .laid import Laid, graph_alone, laid_out

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..alive import LiveTensor
+from ...hlo.alive import LiveTensor
+from ...hlo.schedule import Times
+from ...hlo.traffic import Transfer
 from ..estimate import Estimate, Heavy, Sums, with_shares
-from ..schedule import Times
-from ..traffic import Transfer
 from .fewer import Reduced
 from .heights import Heights, Peak, peak_with
 

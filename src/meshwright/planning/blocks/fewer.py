@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...placement import ParamInfo, Placed
+from ...jaxprs.repeats import LEAST, NO_RUN, Run, repeated
+from ...jaxprs.scopes import layer_of
+from ...layouts.placement import ParamInfo, Placed
 from ...program import Arrays, Aux, Batch, Program, TrainState
 from ..described import Described
-from ..scopes import layer_of
-from .run import LEAST, NO_RUN, Run, repeated
 from .traced import TracedLoss, evaluated, shortened, traced, training_loss
 
 Paths = tuple[str, ...]

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ..alive import Alive, LiveTensor, in_words
-from ..arithmetic import work_of
-from ..hlo import Computation, Instruction, Module, parse
-from ..origins import Sources, op_name_of
-from ..scopes import phase_of
+from ...hlo.alive import Alive, LiveTensor, in_words
+from ...hlo.arithmetic import work_of
+from ...hlo.origins import Sources, op_name_of
+from ...hlo.text import Computation, Instruction, Module, parse
+from ...jaxprs.scopes import phase_of
 from .marks import marked, without
 
 Held = tuple[tuple[LiveTensor, int | None], ...]  # arrays, and the block of each

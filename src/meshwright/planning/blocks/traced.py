@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...jaxprs.repeats import Run, Var
 from ...program import Program, TrainState
 from .marks import mark_of
-from .run import Run, Var
 
 
 def traced(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:

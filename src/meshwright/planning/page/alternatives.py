@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...layout import UNSHARDED
-from ...mesh import Mesh
+from ...layouts.layout import UNSHARDED
+from ...layouts.mesh import Mesh
 from ...units import bytes_text, seconds_text
 from ..accuracy import range_of
 from ..search.choices import remat_text

@@ -6,17 +6,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...hlo.collectives import KINDS
+from ...hlo.traffic import Rows, alike, moved_bytes
 from ...units import bytes_text, seconds_text
-from ..collectives import KINDS
 from ..tables import remedies_of
-from ..traffic import Rows, alike, moved_bytes
 from .bars import Part, bar, key
 from .grid import Cell, Column, grid, spelled
 from .markup import Child, Html, breakable, section, tag
 
 if TYPE_CHECKING:
+    from ...hlo.traffic import Transfer
     from ..report import DryRun
-    from ..traffic import Transfer
 
 _COLOURS = ("blue", "orange", "green", "sky", "grey", "yellow", "pink")
 _PAINTS: dict[str, str] = dict(zip(KINDS, _COLOURS, strict=True))

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...hlo.alive import Alive
+from ...hlo.text import parse
 from ...units import bytes_text
-from ..alive import Alive
-from ..hlo import parse
 from .markup import Html, tag
 
 if TYPE_CHECKING:

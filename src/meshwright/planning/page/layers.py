@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...hlo.alike import grouped, pattern, without_numbers
 from ...units import bytes_text, flops_text, seconds_text, share_text
-from ..alike import grouped, pattern, without_numbers
 from .bars import Part, bar, key
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
 
 if TYPE_CHECKING:
-    from ..costs import LayerCost
+    from ...hlo.costs import LayerCost
     from ..estimate import Estimate, Heavy
 
 # What belongs to no pass is chiefly the update of the parameters.

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from ...drawing import Drawn
 from ...drawing.words import dims_text, specs_text
-from ...layout import Layout
-from ...placement import Placed
+from ...hlo.alike import pattern, without_numbers
+from ...layouts.layout import Layout
+from ...layouts.placement import Placed
 from ...units import bytes_text
-from ..alike import pattern, without_numbers
 from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
 from .pictures import tiling_picture
@@ -58,7 +58,7 @@ def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
     """Variables grouped by equal layout and block, those with most bytes in a device first.
 
     >>> from meshwright import Layout, Mesh
-    >>> from meshwright.placement import ParamInfo
+    >>> from meshwright.layouts.placement import ParamInfo
     >>> lies = Layout(["model"], Mesh({"model": 2}))
     >>> paths = ("block_0/bias", "block_1/bias", "bias")
     >>> found = alike(Placed(ParamInfo(p, (p,), (4,), "float32", 4), lies, "rule") for p in paths)

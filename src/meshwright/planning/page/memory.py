@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...hlo.alike import grouped, pattern, without_numbers
 from ...units import bytes_text
-from ..alike import grouped, pattern, without_numbers
 from ..tables import memory_rows
 from .bars import Part, bar, swatch
 from .course import course_picture
@@ -15,7 +15,7 @@ from .grid import Cell, Column, grid
 from .markup import Child, Html, breakable, section, tag
 
 if TYPE_CHECKING:
-    from ..alive import LiveTensor
+    from ...hlo.alive import LiveTensor
     from ..report import DryRun, Memory
 
 _SMALL = 0.6  # a peak below this share of the device is shown once more, alone

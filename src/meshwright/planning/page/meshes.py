@@ -11,8 +11,8 @@ from ...drawing.painting import LABELLED, Look, paint_cells
 from ...drawing.palette import FAINT, INK, SOFT, paint
 from ...drawing.tiling import mesh_grid
 from ...drawing.words import axes_text, devices_text, numbers_text
-from ...mesh import Mesh
-from ..links import links_of
+from ...hlo.links import links_of
+from ...layouts.mesh import Mesh
 from .grid import Cell, Column, grid
 from .markup import Html, section, tag
 from .pictures import Picture

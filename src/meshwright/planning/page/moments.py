@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..costs import Loop, Operation, read_costs
-from ..links import links_of
-from ..schedule import Clock
-from ..schedule import _Timeline as Timeline  # its moments are what this file is about
-from ..scopes import layer_of, phase_of
+from ...hlo.costs import Loop, Operation, read_costs
+from ...hlo.links import links_of
+from ...hlo.schedule import Clock
+from ...hlo.schedule import _Timeline as Timeline  # its moments are what this file is about
+from ...jaxprs.scopes import layer_of, phase_of
 
 if TYPE_CHECKING:
     from ..report import DryRun
@@ -55,7 +55,7 @@ def moments_of(run: DryRun) -> Moments | None:
 
 
 def record(program: Sequence[Operation | Loop], clock: Clock) -> Moments:
-    """Runs through a program as :func:`meshwright.planning.schedule.run` does."""
+    """Runs through a program as :func:`meshwright.hlo.schedule.run` does."""
     recorder = _Recorder(clock, frozenset(e.ends for e in program if isinstance(e, Operation)))
     for each in program:
         if isinstance(each, Loop):

@@ -7,5 +7,5 @@ from .cost import cost as cost
 from .plan import Option as Option
 from .plan import Plan as Plan
 from .planner import plan_step as plan_step
-from .search import search as search
+from .searching import search as search
 from .space import Space as Space

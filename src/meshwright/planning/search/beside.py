@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ..hardware import Hardware
-from ..target import Target
+from ...targets.hardware import Hardware
+from ...targets.target import Target
 from .answers import Candidate
 from .choices import EVERY_REMAT, Choices, Layouts
 from .compact import Compact

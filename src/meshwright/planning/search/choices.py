@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..groups import Axes
+from ...hlo.groups import Axes
 
 Remat = Literal["none", "selective", "block"]  # as a strategy's ``remat=`` takes it
 EVERY_REMAT: tuple[Remat, ...] = ("none", "selective", "block")  # the fastest first

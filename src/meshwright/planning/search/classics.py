@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..groups import Axes
-from ..hardware import Hardware
-from ..target import Target
+from ...hlo.groups import Axes
+from ...targets.hardware import Hardware
+from ...targets.target import Target
 from .answers import Candidate, in_words, plain
 from .choices import DATA_PARALLEL, FSDP, FSDP_TENSOR, TENSOR_PARALLEL, Choices
 from .compact import Compact

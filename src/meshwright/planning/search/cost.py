@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from ...errors import DivisibilityError, LayoutError
+from ...hlo.groups import Axes
+from ...targets.hardware import Hardware, hardware_of
+from ...targets.target import Target
 from ..graph import Graph
-from ..groups import Axes
-from ..hardware import Hardware, hardware_of
-from ..target import Target
 from .choices import PLAIN, Choices, Cost, Term
 from .compact import Compact, Piece, Work, compact
 from .moments import alive

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..groups import Axes
-from ..hardware import Hardware
-from ..links import links_of
-from ..target import Target
+from ...hlo.groups import Axes
+from ...hlo.links import links_of
+from ...targets.hardware import Hardware
+from ...targets.target import Target
 
 _ALL_COUNTS_UP_TO = 16  # of more devices, only numbers that divide theirs are tried
 
@@ -22,7 +22,7 @@ def meshes(
     there are no more axes than the torus has dims, cores of a chip counting as one: they would
     share links, of which the closed forms know nothing.
 
-    >>> from ..hardware import hardware_of
+    >>> from ...targets.hardware import hardware_of
     >>> h100 = Target.of("h100:8")
     >>> [[size for _, size in axes] for axes in meshes(h100, hardware_of(h100), fewer=False)]
     [[8], [4, 2], [2, 2, 2]]

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ...errors import PlanError
+from ...targets.hardware import Hardware
+from ...targets.target import Target
 from ...units import bytes_text
 from ..graph import Graph, GraphTensor
-from ..hardware import Hardware
-from ..target import Target
 from .answers import Candidate
 from .choices import EVERY_REMAT
 from .facts import batch_dim
-from .search import search
+from .searching import search
 from .space import Space
 
 _TRY_S = 3.0  # for each change that is tried

@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from ...errors import PlanError
 from ...files import write, wrong_kind
-from ...layout import UNSHARDED
-from ...mesh import Mesh
-from ...placement import Placement
+from ...hlo.groups import Axes
+from ...layouts.layout import UNSHARDED
+from ...layouts.mesh import Mesh
+from ...layouts.placement import Placement
 from ...step.options import StepOptions
 from ...views import Viewable
-from ..groups import Axes
 from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
 from .words import table
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 from ...errors import PlanError
-from ...mesh import Mesh
+from ...hlo.groups import Axes
+from ...layouts.mesh import Mesh
+from ...targets.hardware import Hardware, hardware_of
+from ...targets.target import Target
 from ..described import Described
 from ..graph import Graph
-from ..groups import Axes
-from ..hardware import Hardware, hardware_of
-from ..target import Target
 from .answers import Candidate
 from .beside import plainer
 from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
@@ -21,7 +21,7 @@ from .classics import Classics, classics
 from .compact import Compact, compact
 from .misses import no_plan, none_in_time
 from .plan import Option, Plan
-from .search import Found, search
+from .searching import Found, search
 from .setting import setting_of
 from .space import Objective, Space
 from .verified import DryRunOf, verified
@@ -106,7 +106,7 @@ def _check(objective: str, memory_limit: int | None, verify: int, remat: Sequenc
 
 
 def _graph_of(described: Described) -> Graph:
-    from ..infer import graph_of_step  # heavy, and not needed for graphs that are there
+    from ..traced_graph import graph_of_step  # heavy, and not needed for graphs that are there
 
     return cast(Graph, graph_of_step(described))
 

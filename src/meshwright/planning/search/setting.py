@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import TargetError
-from ..collectives import Collective
-from ..groups import Axes
-from ..hardware import Hardware
-from ..hlo import Array
-from ..links import AxisLink, collective_s, links_of
-from ..schedule import Clock
-from ..target import Target
+from ...hlo.collectives import Collective
+from ...hlo.groups import Axes
+from ...hlo.links import AxisLink, collective_s, links_of
+from ...hlo.schedule import Clock
+from ...hlo.text import Array
+from ...targets.hardware import Hardware
+from ...targets.target import Target
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 _PROBE_BYTES = 1 << 30

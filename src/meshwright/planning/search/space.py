@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..groups import Axes
+from ...hlo.groups import Axes
 from .choices import EVERY_REMAT, Remat
 
 Objective = Literal["time", "memory"]

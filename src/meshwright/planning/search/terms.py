@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...zero import SMALL_ELEMENTS
+from ...layouts.zero import SMALL_ELEMENTS
 from .choices import Choices
 from .compact import Compact, Move, Piece, Work
 from .setting import Setting
@@ -96,7 +96,7 @@ def _shards(lay: Lay, piece: Piece) -> Values:
 
 
 def replicas_sharing(lay: Lay, piece: Piece) -> Values:
-    """Among how many replicas ZeRO shares an array out, as :func:`meshwright.zero.share_out`."""
+    """Among how many replicas ZeRO shares an array out; see :mod:`meshwright.layouts.zero`."""
     key = ("replicas", piece.units, piece.shape)
     if key not in lay.memo:
         lay.memo[key] = _replicas_sharing(lay, piece)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...errors import ExhaustedError, ProtocolError, TaskError
-from ..client import Servers
-from ..consistency import Async, Stale
+from ..shared.client import Servers
+from ..shared.consistency import Async, Stale
 from ..wire.failures import KIND, failure, rebuilt
 from ..wire.message import Message
 from ..wire.schema import check

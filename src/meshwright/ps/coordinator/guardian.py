@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...errors import UnreachableError
-from ..client import Servers
+from ..shared.client import Servers
 from ..wire.message import Message
 
 _ANSWER_S = 5.0

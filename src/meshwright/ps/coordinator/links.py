@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from ..client import Servers
+from ..shared.client import Servers
 from ..wire.message import Message, decode, encode
 from ..wire.sockets import Keys, Listener
 from ..worker.iterators import Asked, Given

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..consistency import Async, Backup, Consistency, Stale, Sync
+from ..shared.consistency import Async, Backup, Consistency, Stale, Sync
 
 _LOOK_AHEAD = 64  # how far a worker looks past steps that it cannot take
 

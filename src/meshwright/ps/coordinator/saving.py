@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError
-from ..client import Servers
-from ..placing import VariableSpec
+from ..shared.client import Servers
+from ..shared.placing import VariableSpec
 from ..wire.message import Message
 from ..worker.context import current
 from ..worker.gradients import tell_optimizer

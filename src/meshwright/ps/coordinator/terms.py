@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..consistency import Consistency
+from ..shared.consistency import Consistency
 
 
 @dataclass(frozen=True)

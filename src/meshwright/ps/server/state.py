@@ -86,7 +86,7 @@ class State:
             self.apply_rounds()
 
     def clipping_head(self) -> dict[str, Any]:
-        """The fields of :class:`~meshwright.ps.clipping.RoundState`, for an answer."""
+        """The fields of :class:`~meshwright.ps.shared.clipping.RoundState`, for an answer."""
         due = self._due_round()
         waits = self.rounds.is_open and any(group.clips for group in self.groups)
         return {

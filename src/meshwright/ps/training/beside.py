@@ -17,8 +17,8 @@ import numpy as np
 from ...errors import CheckpointError
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Logs
-from ..placing import VariableSpec
 from ..server.drawing import Draw, rows_by_key
+from ..shared.placing import VariableSpec
 from ..worker.context import Context
 from .compiled import Compiled
 from .embeddings import Embedding, KerasLookups

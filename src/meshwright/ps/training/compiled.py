@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...mesh import Mesh
+from ...layouts.mesh import Mesh
 from .devices import OnDevices, here
 from .exported import Code, Exported
 from .signature import Signature, on_devices

@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import topology
 from ...errors import TopologyError
-from ...mesh import Mesh, create_mesh
+from ...layouts.mesh import Mesh, create_mesh
 
 
 def here(mesh: Mesh) -> Mesh:

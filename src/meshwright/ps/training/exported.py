@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import BatchError
-from ...mesh import Mesh
+from ...layouts.mesh import Mesh
 from .gradients import Parts
 from .signature import Signature
 

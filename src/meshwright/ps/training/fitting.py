@@ -21,9 +21,9 @@ from ...errors import DataError, ExhaustedError, MeshwrightError, UnreachableErr
 from ...frontends.keras.fitting import check_compiled
 from ...frontends.keras.logs import as_json, history_from_json
 from ...program import Logs
-from ..consistency import Async
 from ..coordinator.coordinator import ClusterCoordinator
 from ..coordinator.data import check_sharding
+from ..shared.consistency import Async
 from .callbacks import callback_list, feed_batch_end, others, saves
 from .compression import Compression
 from .compression import compression as compression_of

@@ -9,7 +9,7 @@ import keras
 
 from ... import _compat
 from ...errors import ModelError
-from ..variables import Variable
+from ..shared.variables import Variable
 from .local import Local
 from .serving import Served
 from .signature import Signature

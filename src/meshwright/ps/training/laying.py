@@ -20,13 +20,13 @@ from ...frontends.keras.batches import putter
 from ...frontends.keras.described import traced_lying
 from ...frontends.keras.program import KerasVariables
 from ...frontends.keras.rowwise import RowWise
-from ...layout_map import find_rule
-from ...mesh import Mesh
-from ...placement import ParamInfo, Placed, Placement
+from ...layouts.layout_map import find_rule
+from ...layouts.mesh import Mesh
+from ...layouts.placement import ParamInfo, Placed, Placement
+from ...layouts.strict import inspect
 from ...program import Batch, Program
 from ...step.padding import Padded
 from ...step.sharing import Sharing, shared
-from ...strict import inspect
 from .exported import Filling
 
 if TYPE_CHECKING:

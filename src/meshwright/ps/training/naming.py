@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...frontends.keras.program import KerasVariables
-from ..placing import VariableSpec, placed
+from ..shared.placing import VariableSpec, placed
 from .embeddings import KerasLookups
 
 

@@ -14,8 +14,8 @@ from keras import ops
 
 from ... import _compat
 from ...errors import ModelError
-from ..client import Servers
-from ..placing import VariableSpec
+from ..shared.client import Servers
+from ..shared.placing import VariableSpec
 from ..wire.message import Message
 from .combining import combine
 from .embeddings import Embedding

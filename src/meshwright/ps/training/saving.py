@@ -18,7 +18,7 @@ from ...checkpoint import CheckpointInfo, Position, restore_state
 from ...checkpoint.asked import Resume, checkpoints_of, to_go_on_from
 from ...frontends.keras.lasting import LastingNames
 from ...frontends.keras.program import KerasVariables, read_state, write_state
-from ...train.stopping import Stopping
+from ...run.stopping import Stopping
 from .table_files import (
     Tables,
     check_tables,

@@ -16,9 +16,9 @@ from ... import _compat
 from ...errors import ModelError
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Logs
-from ..client import Servers
-from ..consistency import Backup, Sync
-from ..placing import VariableSpec
+from ..shared.client import Servers
+from ..shared.consistency import Backup, Sync
+from ..shared.placing import VariableSpec
 from ..worker.updates import Update
 from ..worker_devices import platforms_of
 from .compression import Compression

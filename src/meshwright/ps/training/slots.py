@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..client import Servers
-from ..placing import ShardPlace, VariableSpec, wholes_of
+from ..shared.client import Servers
+from ..shared.placing import ShardPlace, VariableSpec, wholes_of
 from ..wire.message import Message
 
 Slots = dict[str, dict[str, np.ndarray]]  # parameter -> kind ("momentum") -> whole array

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..placing import ShardPlace, VariableSpec
+from ..shared.placing import ShardPlace, VariableSpec
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Specs:
 def by_shard(spec: VariableSpec) -> list[tuple[VariableSpec, slice]]:
     """Each shard as a variable of its own, and which rows of the whole it holds.
 
-    >>> from meshwright.ps.placing import placed
+    >>> from meshwright.ps.shared.placing import placed
     >>> spec = placed("w", (5, 2), "float32", num_shards=2, loads_bytes=[0, 0])
     >>> [(one.name, one.shape, rows) for one, rows in by_shard(spec)]
     [('w/0', (3, 2), slice(0, 3, None)), ('w/1', (2, 2), slice(3, 5, None))]

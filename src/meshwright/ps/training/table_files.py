@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError
-from ..client import Servers
-from ..cutting import split_rows
-from ..placing import ShardPlace, VariableSpec
+from ..shared.client import Servers
+from ..shared.cutting import split_rows
+from ..shared.placing import ShardPlace, VariableSpec
 from ..wire.message import Message
 from ..worker.updates import Update
 from .worker_step import here

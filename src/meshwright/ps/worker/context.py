@@ -12,9 +12,9 @@ from ...errors import TaskError
 from .updates import Update, Updates
 
 if TYPE_CHECKING:
-    from ..client import Servers
-    from ..placing import VariableSpec
-    from ..pushing import Acknowledged
+    from ..shared.client import Servers
+    from ..shared.placing import VariableSpec
+    from ..shared.pushing import Acknowledged
 
 Push = Callable[[Sequence[Update], Sequence["VariableSpec"]], "Acknowledged"]
 

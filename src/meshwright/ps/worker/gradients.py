@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArrayError, ModelError, TaskError
-from ..client import Servers
-from ..placing import VariableSpec, wholes_of
+from ..shared.client import Servers
+from ..shared.placing import VariableSpec, wholes_of
 from ..wire.message import Message
 from .context import current
 from .updates import Update

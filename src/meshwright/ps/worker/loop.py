@@ -15,9 +15,9 @@ import zmq
 from ...errors import FencedError, UnreachableError
 from ...launch.addresses import to_connect
 from ...launch.settings import TaskSettings
-from ..client import Servers
 from ..coordinator.shipping import unpack
-from ..pushing import Stamp
+from ..shared.client import Servers
+from ..shared.pushing import Stamp
 from ..wire.message import Message
 from ..wire.sockets import SocketChannel
 from .ending import Ending

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import FencedError, TaskError
-from ..client import Servers
 from ..coordinator.shipping import unpack
 from ..coordinator.values import OWN
-from ..placing import VariableSpec
-from ..pushing import Acknowledged, Pending, Stamp
+from ..shared.client import Servers
+from ..shared.placing import VariableSpec
+from ..shared.pushing import Acknowledged, Pending, Stamp
 from ..wire.failures import failure
 from ..wire.message import Message
 from ..wire.values import pack_value

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..placing import VariableSpec
+from ..shared.placing import VariableSpec
 
 _SIGNS = {"add": 1, "sub": -1, "rows_add": 1, "rows_sub": -1}
 

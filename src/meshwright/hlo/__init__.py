@@ -1,0 +1,1 @@
+"""Compiled programs, read from their text: what they compute, hold, move and wait for."""

@@ -1,0 +1,216 @@
+"""Which arrays a compiled step holds in memory when it holds most.
+
+Read from the schedule of the program: an array is alive from where it is made to where it is read
+for the last time. Elementwise work, and sums over devices, put their results where an operand lies
+that is not read afterwards. The compiler lets more arrays share memory, and pads some: the sum is
+near its own figure, and not the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from .origins import Origin, Sources, origins_of
+from .text import Array, Computation, Instruction, Module
+
+_VIEWS = ("bitcast", "get-tuple-element", "opt-barrier", "tuple", "while")
+_IN_PLACE = (
+    *("add", "convert", "divide", "maximum", "multiply", "select", "subtract", "tanh"),
+    *("all-reduce", "all-reduce-start"),
+)
+_NO_MEMORY = ("parameter", "constant", "iota", "partition-id", "replica-id", "after-all", *_VIEWS)
+
+
+_Held = tuple[Computation, Instruction, int]  # and which of its results
+_Alive = list[_Held]
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """One array that is alive at the peak. ``origin`` is where in the model it was made, or the
+    nearest place to that.
+
+    ``argument`` is the number of the step's argument of which it is a copy, or ``None``.
+    """
+
+    array: Array
+    origin: Origin
+    argument: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+
+def alive_at_peak(module: Module) -> tuple[LiveTensor, ...]:
+    """The temporary arrays of a program where they need most memory, the largest first.
+
+    >>> from .text import parse
+    >>> text = '''
+    ... ENTRY %main (p: f32[4]) -> f32[4] {
+    ...   %p = f32[4]{0} parameter(0)
+    ...   %wide = f32[8]{0} concatenate(%p, %p), dimensions={0}, metadata={op_name="jvp(a)/join"}
+    ...   ROOT %sum = f32[4]{0} add(%p, %p)
+    ... }'''
+    >>> [(each.array.dims, each.origin.path) for each in alive_at_peak(parse(text))]
+    [((8,), 'a')]
+    """
+    peaks = Alive(module)
+    return in_words(peaks.of(module.computations[module.entry]), Sources(module))
+
+
+def in_words(held: _Alive, sources: Sources) -> tuple[LiveTensor, ...]:
+    """What is held, the largest first."""
+    tensors = (_tensor(inside, each, place, sources) for inside, each, place in held)
+    return tuple(sorted(tensors, key=lambda each: -each.nbytes))
+
+
+def _tensor(inside: Computation, each: Instruction, place: int, sources: Sources) -> LiveTensor:
+    argument, op_name = sources.of_result(inside, each, place)
+    origin, *_ = origins_of(op_name)
+    if not origin.path and argument is None:  # such as a gathered variable
+        if each.opcode.startswith("all-gather"):
+            argument, _ = sources.of(inside, each.operands[0])
+        if argument is None:
+            argument, nearest = sources.near(inside, each)
+            origin = replace(origin, path=origins_of(nearest)[0].path)
+    return LiveTensor(each.results[place], origin, argument)
+
+
+class Alive:
+    """The arrays alive in each computation, those of what it runs included."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._known: dict[str, _Alive] = {}
+
+    def of(self, inside: Computation) -> _Alive:
+        if inside.name not in self._known:
+            self._known[inside.name] = self._found(inside)
+        return self._known[inside.name]
+
+    def _found(self, inside: Computation) -> _Alive:
+        whole = [held + within for _, held, within in self.at_each(inside)]
+        return self.at(inside, whole.index(max(whole))) if whole else []
+
+    def at(self, inside: Computation, place: int, *, within: bool = True) -> _Alive:
+        """The arrays held at an instruction, and those held within what it runs."""
+        for at, _, held in self._states(inside):
+            if at == place:
+                own = [one for some in held.values() for one in some]
+                return own + (self._within(inside.instructions[at]) if within else [])
+        return []
+
+    def at_each(self, inside: Computation) -> Iterator[tuple[Instruction, int, int]]:
+        """``(instruction, bytes held, bytes that what it runs holds besides)``, by the schedule."""
+        for at, nbytes, _ in self._states(inside):
+            each = inside.instructions[at]
+            yield each, nbytes, _nbytes(self._within(each))
+
+    def _states(self, inside: Computation) -> Iterator[tuple[int, int, Mapping[str, _Alive]]]:
+        """``(place, bytes, what made the arrays that are held)`` at each instruction."""
+        ends = _ends(inside)
+        in_place = self._results_in_place(inside)
+        held: dict[str, _Alive] = {}  # by the name of what made it
+        dies: dict[int, list[str]] = {}
+        nbytes = 0
+        for at, each in enumerate(inside.instructions):
+            new = [(inside, each, i) for i in _allocated(each) if (each.name, i) not in in_place]
+            for name in _taken_over(inside, at, new, held, ends):
+                nbytes -= _nbytes(held.pop(name))
+            if new:
+                held[each.name] = new
+                dies.setdefault(ends[each.name], []).append(each.name)
+                nbytes += _nbytes(new)
+            yield at, nbytes, held
+            for name in dies.get(at, ()):
+                nbytes -= _nbytes(held.pop(name, []))
+
+    def _within(self, each: Instruction) -> _Alive:
+        """What the computations that it runs hold; a fusion holds nothing."""
+        if each.opcode == "fusion" or each.opcode.endswith(("-start", "-done", "-update")):
+            return []
+        runs = [self.of(self._module.computations[name]) for name in each.called]
+        return max(runs, key=_nbytes, default=[])
+
+    def _results_in_place(self, inside: Computation) -> set[tuple[str, int]]:
+        """What is written where an argument lies: donated arrays, and what goes around a loop.
+
+        Each is the name of an instruction and which of its results.
+        """
+        root = inside.root
+        if inside.name == self._module.entry:
+            donated = self._module.donated
+        else:
+            donated = frozenset(range(len(root.operands)))
+        names = root.operands if root.opcode == "tuple" else (root.name,)
+        return set(_made_by(inside, [n for i, n in enumerate(names) if i in donated]))
+
+
+def _nbytes(held: _Alive) -> int:
+    return sum(each.results[place].nbytes for _, each, place in held)
+
+
+def _allocated(each: Instruction) -> list[int]:
+    """Which results of an instruction take room in the main memory of the device."""
+    if each.opcode in _NO_MEMORY or each.opcode.endswith(("-done", "-update")):
+        return []
+    begin, end = 0, len(each.results)
+    if each.opcode == "copy-start":  # (result, operand, ...)
+        end = 1
+    elif each.opcode.endswith("-start") and end >= 2 * len(each.operands):
+        begin, end = len(each.operands), 2 * len(each.operands)  # (operands, results, ...)
+    return [i for i in range(begin, end) if each.results[i].space == 0 and each.results[i].nbytes]
+
+
+def _taken_over(
+    inside: Computation,
+    at: int,
+    new: _Alive,
+    held: Mapping[str, _Alive],
+    ends: Mapping[str, int],
+) -> set[str]:
+    """The names of what made the operands in whose memory an instruction puts its results."""
+    each = inside.instructions[at]
+    can = each.opcode in _IN_PLACE or each.attribute(r"kind=(kLoop)") is not None
+    if not new or not can:
+        return set()
+    sizes = [one[1].results[one[2]].nbytes for one in new]
+    taken: set[str] = set()
+    for name, _ in _made_by(inside, list(each.operands)):
+        dying = held.get(name, [])
+        if len(dying) == 1 and ends[name] == at and _nbytes(dying) in sizes:
+            sizes.remove(_nbytes(dying))
+            taken.add(name)
+    return taken
+
+
+def _ends(inside: Computation) -> Mapping[str, int]:
+    """Name -> the place where its memory is read for the last time, through views of it."""
+    ends: dict[str, int] = {}
+    for at in range(len(inside.instructions) - 1, -1, -1):
+        each = inside.instructions[at]
+        end = max(ends.get(each.name, at), at)
+        ends[each.name] = end
+        handed_on = end if _is_view(each) else at
+        for operand in each.operands:
+            ends[operand] = max(ends.get(operand, 0), handed_on)
+    return ends
+
+
+def _is_view(each: Instruction) -> bool:
+    return each.opcode in _VIEWS or each.opcode.endswith(("-done", "-update"))
+
+
+def _made_by(inside: Computation, names: list[str]) -> Iterator[tuple[str, int]]:
+    """The instructions, and which of their results, that made these values, through views."""
+    for name in names:
+        place = 0
+        made = inside.by_name.get(name)
+        while made is not None and _is_view(made) and len(made.operands) == 1:
+            if made.opcode == "get-tuple-element":
+                place = int(made.attribute(r"index=(\d+)") or 0)
+            made = inside.by_name.get(made.operands[0])
+        if made is not None:
+            yield made.name, place

@@ -1,0 +1,249 @@
+"""What one HLO instruction computes, reads and writes, with all that is fused into it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .text import Array, Computation, Instruction, Module
+
+FREE = {  # views of what is there, or known beforehand
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
+    *("partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency"),
+}
+_MOVES = {  # no arithmetic
+    *("broadcast", "iota", "copy", "transpose", "reshape", "slice", "concatenate", "pad", "gather"),
+    *("dynamic-slice", "dynamic-update-slice", "scatter", "reverse", "fusion", "custom-call"),
+}
+_READS_A_PART = ("dynamic-slice", "slice", "gather")
+_NO_PRODUCTS = re.compile(
+    r"Shard|SPMD|Gather|Scatter|AllocateBuffer|TopK|Pin|Rng|Layout|Annotate|Move|Concat|Bitcast"
+)
+
+
+_GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")  # XLA for GPU; convolutions of cuDNN likewise
+_CONVOLUTIONS = ("__cudnn$convForward", "__cudnn$convBias", "__cudnn$convBackward")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic: FLOPs of products, elements of everything else; the heaviest of the products."""
+
+    flops: float = 0.0
+    elements: int = 0
+    heaviest: Instruction | None = None
+    heaviest_flops: float = 0.0
+    dtype: str = ""
+    uncounted: tuple[str, ...] = ()  # kernels written by hand, of which nothing is known
+
+    def __add__(self, other: Work) -> Work:
+        heavier = max(self, other, key=lambda work: work.heaviest_flops)
+        return Work(
+            self.flops + other.flops,
+            self.elements + other.elements,
+            heavier.heaviest,
+            heavier.heaviest_flops,
+            heavier.dtype,
+            self.uncounted + other.uncounted,
+        )
+
+
+def work_of(each: Instruction, inside: Computation, module: Module) -> Work:
+    """The arithmetic of an instruction and of the computation that is fused into it."""
+    if each.opcode == "dot":
+        return _product(each, inside, _dot(each, inside))
+    if each.opcode == "convolution":
+        image, kernel = (_results(name, inside)[0] for name in each.operands[:2])
+        return _product(each, inside, _convolution(each, image, kernel, each.results[0]))
+    if each.opcode == "custom-call":
+        return _custom_call(each, inside)
+    total = Work(elements=_elements(each, inside))
+    for name in each.called:
+        fused = module.computations[name]
+        total = sum((work_of(part, fused, module) for part in fused.instructions), total)
+    return total
+
+
+def _product(each: Instruction, inside: Computation, flops: float) -> Work:
+    dtypes = [array.dtype for name in each.operands[:1] for array in _results(name, inside)]
+    return Work(flops, 0, each, flops, dtypes[0] if dtypes else "")
+
+
+def _dot(each: Instruction, inside: Computation) -> float:
+    (left,) = _results(each.operands[0], inside)
+    depth = math.prod(left.dims[dim] for dim in _numbers(each, r"lhs_contracting_dims=\{([^}]*)"))
+    return 2.0 * depth * each.results[0].elements
+
+
+def _convolution(each: Instruction, of: Array, by: Array, made: Array) -> float:
+    """As ``HloCostAnalysis`` counts: one product per place of a window that lies on an element.
+
+    TPUs spell every product as a convolution, the dims of a batch as windows of which one place
+    at a time lies on the image: to count whole windows would be wrong many times over.
+    """
+    image, kernel, out = of.dims, by.dims, made.dims
+    labels = each.attribute(r"dim_labels=([\w?]+_[\w?]+->[\w?]+)") or ""
+    of_image, of_kernel, of_out = re.split(r"_|->", labels)
+    total = 2.0 * kernel[of_kernel.index("i")]
+    total *= out[of_out.index("f")] * out[of_out.index("b")]
+    for dim in sorted(set(re.findall(r"\d", of_image))):
+        total *= _places(
+            image[of_image.index(dim)],
+            kernel[of_kernel.index(dim)],
+            out[of_out.index(dim)],
+            *_window(each, int(dim)),
+        )
+    return total
+
+
+def _window(each: Instruction, dim: int) -> tuple[int, int, int, int]:
+    """``(stride, padding before, dilation of the image, dilation of the window)`` of one dim."""
+    text = each.attribute(r"window=\{([^}]*)\}") or ""
+
+    def of(name: str, default: int) -> int:
+        found = re.search(rf"\b{name}=([\w\-]+)", text)
+        return int(found[1].split("x")[dim].partition("_")[0]) if found else default
+
+    return of("stride", 1), of("pad", 0), of("lhs_dilate", 1), of("rhs_dilate", 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(
+    size: int, window: int, out: int, stride: int, padding: int, spread: int, gaps: int
+) -> int:
+    """How many pairs of (output, place in the window) lie on an element of the image."""
+    shared = math.gcd(stride, spread)
+    period = spread // shared
+    total = 0
+    for place in range(window):
+        begin = place * gaps - padding  # output o lies at o * stride + begin
+        low = max(0, -(begin // stride))
+        high = min(out - 1, ((size - 1) * spread - begin) // stride)
+        if begin % shared == 0 and high >= low:
+            first = -(begin // shared) * pow(stride // shared, -1, period) % period
+            total += (high - first) // period - (low - 1 - first) // period
+    return total
+
+
+def _custom_call(each: Instruction, inside: Computation) -> Work:
+    """Kernels of libraries, and those written by hand: Pallas notes their FLOPs; of others nothing
+    is known."""
+    told = each.attribute(r'"flops"\s*:\s*"?(\d+)')
+    if told is not None:
+        return _product(each, inside, float(told))
+    target = _kernel(each)
+    if target.startswith(_GEMMS):
+        return _product(each, inside, _gemm(each, inside))
+    if target.startswith(_CONVOLUTIONS):
+        return _product(each, inside, _library_convolution(each, inside))
+    return Work() if _NO_PRODUCTS.search(target) else Work(uncounted=(target,))
+
+
+def _gemm(each: Instruction, inside: Computation) -> float:
+    """A product that cuBLAS computes; its other results are room to work in."""
+    (left,) = _results(each.operands[0], inside)
+    dims = _numbers(each, r'"lhs_contracting_dimensions":\[([^\]]*)')
+    return 2.0 * math.prod(left.dims[dim] for dim in dims) * each.results[0].elements
+
+
+def _library_convolution(each: Instruction, inside: Computation) -> float:
+    """A convolution that cuDNN computes: labels and window of its gradients are those forwards."""
+    first, second = (_results(name, inside)[0] for name in each.operands[:2])
+    made = each.results[0]
+    if "BackwardInput" in _kernel(each):  # of the result's gradient and the kernel
+        return _convolution(each, made, second, first)
+    if "BackwardFilter" in _kernel(each):  # of the image and the result's gradient
+        return _convolution(each, first, made, second)
+    return _convolution(each, first, second, made)
+
+
+def _kernel(each: Instruction) -> str:
+    """The name of what a custom call runs; empty for every other instruction."""
+    return each.attribute(r'custom_call_target="([^"]*)"') or ""
+
+
+def _elements(each: Instruction, inside: Computation) -> int:
+    if each.opcode in FREE | _MOVES or each.opcode.endswith("-start"):
+        return 0
+    if each.opcode.startswith("reduce"):
+        return sum(array.elements for array in _results(each.operands[0], inside))
+    return max((array.elements for array in each.results), default=0)
+
+
+# Bytes
+
+
+def bytes_moved(each: Instruction, inside: Computation, module: Module) -> tuple[int, int]:
+    """Bytes read and written in the device's main memory.
+
+    Of what is cut out of an operand only the cut is read; of what is changed in place only the
+    change is written. What lies in other memory, such as the on-chip memory of a TPU, is free.
+    """
+    if each.opcode == "copy-start":  # its results: the copy, the original, a signal
+        copy, original = each.results[:2]
+        return _in_main_memory(original), _in_main_memory(copy)
+    fused = module.computations[each.called[0]] if each.opcode == "fusion" else None
+    cuts = _parts_read(each) if fused is None else _parts_read_by(fused)
+    read = 0
+    for place, name in enumerate(each.operands):
+        whole = sum(map(_in_main_memory, _results(name, inside)))
+        read += min(whole, cuts.get(place, whole))
+    written = _written(each, inside) if fused is None else _written(fused.root, fused)
+    return read, min(written, sum(map(_in_main_memory, each.results)))
+
+
+def _in_main_memory(array: Array) -> int:
+    return 0 if array.space else array.nbytes
+
+
+def _parts_read(each: Instruction) -> Mapping[int, int]:
+    if each.opcode in _READS_A_PART:
+        return {0: sum(array.nbytes for array in each.results)}
+    return {0: 0} if each.opcode in ("dynamic-update-slice", "scatter") else {}
+
+
+def _parts_read_by(fused: Computation) -> Mapping[int, int]:
+    """Place of a parameter -> bytes read of it, where only parts of it are."""
+    users: dict[str, list[tuple[Instruction, int]]] = {}
+    for each in fused.instructions:
+        for place, name in enumerate(each.operands):
+            users.setdefault(name, []).append((each, place))
+
+    def read(name: str, size: int) -> int:
+        total = 0
+        for user, place in users.get(name, []):
+            if user.opcode == "bitcast":
+                total += read(user.name, size)
+            else:
+                total += _parts_read(user).get(place, size)
+        return min(total, size)
+
+    return {
+        int(each.operands[0]): read(each.name, sum(array.nbytes for array in each.results))
+        for each in fused.instructions
+        if each.opcode == "parameter"
+    }
+
+
+def _written(each: Instruction, inside: Computation) -> int:
+    if each.opcode == "tuple":
+        return sum(_written(inside.by_name[name], inside) for name in each.operands)
+    if each.opcode == "bitcast" and each.operands[0] in inside.by_name:
+        made = inside.by_name[each.operands[0]]
+        return _written(made, inside) if made.opcode != "parameter" else each.results[0].nbytes
+    if each.opcode in ("dynamic-update-slice", "scatter"):
+        place = 1 if each.opcode == "dynamic-update-slice" else 2
+        return sum(array.nbytes for array in _results(each.operands[place], inside))
+    is_library = _kernel(each).startswith((*_GEMMS, *_CONVOLUTIONS))  # the rest is room to work in
+    return sum(array.nbytes for array in each.results[: 1 if is_library else None])
+
+
+def _results(name: str, inside: Computation) -> tuple[Array, ...]:
+    return inside.by_name[name].results if name in inside.by_name else ()
+
+
+def _numbers(each: Instruction, pattern: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", each.attribute(pattern) or "")]

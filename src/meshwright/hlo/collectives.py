@@ -1,0 +1,226 @@
+"""The collectives of a compiled step: what each moves, over which axes, how often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from .groups import Axes, Groups, axes_of, parse_groups
+from .origins import Sources, op_name_of, origins_of
+from .text import Array, Computation, Instruction, Module, parse
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation of a compiled step.
+
+    ``arrays`` are the values that it makes whole, or begins with whole: what is reduced, gathered
+    or exchanged; XLA merges several into one operation. ``groups`` are positions in the mesh,
+    ``axes`` those of our mesh along which a group lies. ``count`` says how often one step runs it,
+    ``None`` where a loop does not tell. ``path`` is the name scope that it stems from, of one of
+    its arrays; ``op_names`` has one per array. ``position`` is its place in the schedule of the
+    step (that of the outermost loop which holds it), ``until`` the place where its result is read
+    for the last time.
+
+    ``arguments`` says of each array which argument of the step it is a copy of, counted from 0, or
+    ``None``; ``result`` which result of the step it makes as it is. ``gathered_dim`` is the dim
+    along which an all-gather puts pieces together. ``near`` is the argument, or the ``op_name``
+    within a layer, nearest to one that has neither itself.
+    """
+
+    kind: str
+    arrays: tuple[Array, ...]
+    groups: Groups
+    axes: tuple[str, ...]
+    count: int | None
+    path: str
+    position: int
+    until: int
+    op_names: tuple[str, ...] = ()
+    arguments: tuple[int | None, ...] = ()
+    result: int | None = None
+    gathered_dim: int | None = None
+    near: tuple[int | None, str] = (None, "")
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The element types that it moves, each once."""
+        return tuple(dict.fromkeys(array.dtype for array in self.arrays))
+
+    @property
+    def elements(self) -> int:
+        """Elements of all its arrays."""
+        return sum(array.elements for array in self.arrays)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of all its arrays in one device; each time that it runs."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def group_size(self) -> int:
+        """How many devices talk to each other."""
+        return max(map(len, self.groups))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it adds numbers up, so that its element type decides how exactly."""
+        return self.kind in ("all-reduce", "reduce-scatter")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A collective instruction and where the walk met it."""
+
+    instruction: Instruction
+    inside: Computation
+    count: int | None
+    position: int
+    fusion: Instruction | None  # that it is part of
+    is_outside_loops: bool
+
+    @property
+    def path(self) -> str:
+        return op_name_of(self.instruction) or (op_name_of(self.fusion) if self.fusion else "")
+
+
+def read_collectives(text: str, axes: Axes) -> tuple[Collective, ...]:
+    """The collectives of optimized HLO for a mesh with these axes, in the order of the schedule.
+
+    A start and its end count once. TPU programs repeat a collective in each fusion that it runs
+    beside: those count once too. An all-reduce of which every device keeps a piece (TPU's
+    ``all-reduce-scatter``) is a reduce-scatter.
+
+    >>> text = '''
+    ... ENTRY %main (p: f32[4]) -> f32[4] {
+    ...   %p = f32[4]{0} parameter(0)
+    ...   ROOT %sum = f32[4]{0} all-reduce(%p), channel_id=1, replica_groups={{0,1},{2,3}}
+    ... }'''
+    >>> [c] = read_collectives(text, (("batch", 2), ("model", 2)))
+    >>> c.kind, c.axes, c.bytes_per_device, c.count
+    ('all-reduce', ('model',), 16, 1)
+    """
+    module = parse(text)
+    entry = module.computations[module.entry]
+    repeated: dict[object, list[Seen]] = {}
+    for seen in _walk(module, entry, 1):
+        repeated.setdefault(identity_of(seen), []).append(seen)
+    sources = Sources(module)
+    return tuple(collective_of(each, entry, axes, sources) for each in repeated.values())
+
+
+def most_bytes_at_once(collectives: Iterable[Collective]) -> int:
+    """The most bytes that results of these collectives hold in one device at the same time.
+
+    A result counts from where it is asked for to where it is read for the last time.
+    """
+    each = tuple(collectives)
+    return max(
+        (
+            sum(c.bytes_per_device for c in each if c.position <= at <= c.until)
+            for at in {c.position for c in each}
+        ),
+        default=0,
+    )
+
+
+def _walk(
+    module: Module,
+    inside: Computation,
+    count: int | None,
+    position: int | None = None,
+    fusion: Instruction | None = None,
+    is_outside_loops: bool = True,
+) -> Iterator[Seen]:
+    for here, each in enumerate(inside.instructions):
+        at = here if position is None else position
+        if each.opcode.removesuffix("-start") in KINDS:
+            yield Seen(each, inside, count, at, fusion, is_outside_loops)
+        elif not each.opcode.endswith(("-done", "-update")):
+            times = count
+            if each.opcode == "while" and times is not None:
+                trips = module.trip_count(each, inside)
+                times = None if trips is None else times * trips
+            part_of = each if each.opcode == "fusion" else fusion
+            outside = is_outside_loops and each.opcode != "while"
+            for name in each.called:
+                called = module.computations[name]
+                yield from _walk(module, called, times, at, part_of, outside)
+
+
+def identity_of(seen: Seen) -> object:
+    """Equal for the repetitions of one collective, of which shard_map's share a channel."""
+    each = seen.instruction
+    channel = each.attribute(r"channel_id=(\d+)")
+    if seen.fusion is None or channel is None or _keeps_a_piece(seen):
+        return object()
+    chain = each.attribute(r'chain_id="(\w+)"') or seen.path
+    return each.opcode, channel, chain, each.results
+
+
+def collective_of(
+    repeated: list[Seen], entry: Computation, axes: Axes, sources: Sources
+) -> Collective:
+    seen = repeated[0]
+    each = seen.instruction
+    kind = each.opcode.removesuffix("-start")
+    groups = _groups(each, axes)
+    joined = [piece for name in each.operands for piece in sources.joined(seen.inside, name)]
+    made = [(name, array) for name in joined for array in _results(seen.inside, name)]
+    arrays = tuple(array for _, array in made)
+    found = [sources.of(seen.inside, name) for name, _ in made]
+    # What is merged has one name for all of it, and what XLA adds itself has none.
+    names = tuple((len(made) > 1 and name) or seen.path or name for _, name in found)
+    result = sources.result(seen.inside, each)
+    is_known = result is not None or any(argument is not None for argument, _ in found)
+    is_known = is_known or any(origins_of(name)[0].path for name in names)
+    dim = None
+    if kind == "all-gather":
+        dim = int(each.attribute(r"dimensions=\{(\d+)\}") or 0)
+        arrays = tuple(_times(array, dim, max(map(len, groups))) for array in arrays)
+    return Collective(
+        kind="reduce-scatter" if _keeps_a_piece(seen) else kind,
+        arrays=arrays,
+        groups=groups,
+        axes=axes_of(groups, axes),
+        count=seen.count,
+        path=seen.path,
+        position=seen.position,
+        until=entry.last_use(repeated[-1].position) if seen.is_outside_loops else seen.position,
+        op_names=names,
+        arguments=tuple(argument for argument, _ in found),
+        result=result,
+        gathered_dim=dim,
+        near=(None, "") if is_known else sources.near(seen.inside, each),
+    )
+
+
+def _keeps_a_piece(seen: Seen) -> bool:
+    reduces = seen.instruction.opcode.startswith("all-reduce")
+    return reduces and seen.inside.name.startswith("all-reduce-scatter")
+
+
+def _times(array: Array, dim: int, pieces: int) -> Array:
+    dims = tuple(size * (pieces if i == dim else 1) for i, size in enumerate(array.dims))
+    return replace(array, dims=dims)
+
+
+def _results(inside: Computation, name: str) -> tuple[Array, ...]:
+    return inside.by_name[name].results
+
+
+def _groups(each: Instruction, axes: Axes) -> Groups:
+    pairs = each.attribute(r"source_target_pairs=(\{(?:\{[\d,\s]*\},?\s*)*\})")
+    text = pairs or each.attribute(r"replica_groups=(.*)") or "{}"
+    return parse_groups(text, math.prod(size for _, size in axes))

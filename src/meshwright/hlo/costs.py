@@ -1,0 +1,306 @@
+"""What a compiled step computes and moves, instruction by instruction, from its optimized HLO.
+
+The compiler's own ``cost_analysis()`` will not do: it counts the body of a loop once, and is empty
+for some targets. FLOPs are those of products and convolutions, as is usual for "model FLOPs".
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from ..jaxprs.lines import without_number
+from ..jaxprs.scopes import PHASES, layer_of, phase_of
+from .arithmetic import FREE, bytes_moved, work_of
+from .collectives import KINDS, Collective, Seen, collective_of, identity_of
+from .groups import Axes
+from .origins import Sources, op_name_of
+from .text import Computation, Instruction, Module, parse
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One instruction of a compiled step, in one device, each time that it runs.
+
+    ``dtype`` and ``precision`` are those of what its products take. ``elements`` counts results of
+    elementwise work and what reductions take. ``count`` says how often one step runs it, ``None``
+    where a loop does not tell. ``collectives`` begin with it. ``ends`` names the instruction that
+    began what this one waits for. ``again`` is what the compiler itself runs a second time, to hold
+    less.
+    """
+
+    name: str
+    opcode: str
+    path: str
+    flops: float = 0.0
+    dtype: str = ""
+    precision: str = ""
+    elements: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    count: int | None = 1
+    collectives: tuple[Collective, ...] = ()
+    ends: str = ""
+    again: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def times(self) -> int:
+        """How often it counts: once, where it is unknown."""
+        return 1 if self.count is None else self.count
+
+    @property
+    def layer(self) -> str:
+        return layer_of(self.path)
+
+    @property
+    def phase(self) -> str:
+        return phase_of(self.path)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of a compiled step: what one run of its body does, in the order of the schedule."""
+
+    name: str
+    trips: int | None
+    body: tuple[Operation | Loop, ...]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What the instructions of one layer compute and move in one device in one step."""
+
+    layer: str
+    forward_flops: float
+    backward_flops: float
+    recompute_flops: float
+    other_flops: float
+    bytes: int
+
+    @property
+    def flops(self) -> float:
+        return self.forward_flops + self.backward_flops + self.recompute_flops + self.other_flops
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The work of a compiled step in one device.
+
+    ``program`` is its schedule. ``unknown_loops`` are counted once, since nothing says how often
+    they run; ``uncounted`` are kernels written by hand of whose work nothing is known.
+    """
+
+    program: tuple[Operation | Loop, ...]
+    unknown_loops: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """Every instruction that does something, those of a loop once with their count."""
+        return tuple(_flat(self.program))
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one step in one device."""
+        return sum(each.times * each.flops for each in self.operations)
+
+    @property
+    def done_flops(self) -> float:
+        """The same without what the compiler itself runs a second time, to hold less."""
+        return sum(each.times * each.flops for each in self.operations if not each.again)
+
+    @property
+    def recompute_flops(self) -> float:
+        """Those of them that the backward pass computes a second time."""
+        return sum(e.times * e.flops for e in self.operations if e.phase == "recompute")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one step reads and writes in the memory of one device."""
+        return sum(each.times * each.bytes for each in self.operations)
+
+    @functools.cached_property
+    def layers(self) -> tuple[LayerCost, ...]:
+        """The work of each layer, the heaviest first."""
+        found: dict[str, dict[str, float]] = {}
+        for each in self.operations:
+            layer = found.setdefault(each.layer, dict.fromkeys((*PHASES, "bytes"), 0))
+            layer[each.phase] += each.times * each.flops
+            layer["bytes"] += each.times * each.bytes
+        rows = [
+            LayerCost(layer, *(row[phase] for phase in PHASES), bytes=int(row["bytes"]))
+            for layer, row in found.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: (-row.flops, -row.bytes, row.layer)))
+
+    def replicated_share(self, model_flops: float, num_devices: int) -> float:
+        """The share of all devices' FLOPs that one device, with all of the step, would not do.
+
+        What the compiler runs again to hold less does not count. ``model_flops`` are those of the
+        step before it was split: ``step.flops.model_flops`` of its trace. Zero where nothing is
+        done twice; 1 - 1/n where n devices all do the same.
+
+        >>> Costs((Operation("dot", "dot", "", flops=100.0),)).replicated_share(400.0, 8)
+        0.5
+        """
+        done = self.done_flops
+        return max(0.0, 1.0 - model_flops / (num_devices * done)) if done else 0.0
+
+
+@functools.lru_cache(maxsize=16)
+def read_costs(text: str, axes: Axes = ()) -> Costs:
+    """The work of optimized HLO for a mesh with these axes, loops multiplied out.
+
+    Raises :class:`ValueError` for text that is not HLO.
+
+    >>> costs = read_costs('''
+    ... ENTRY %main (x: f32[8,4], w: f32[4,2]) -> f32[8,2] {
+    ...   %x = f32[8,4]{1,0} parameter(0)
+    ...   %w = f32[4,2]{1,0} parameter(1)
+    ...   ROOT %dot = f32[8,2]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    ... }''')
+    >>> costs.flops, costs.bytes
+    (128.0, 224)
+    """
+    walk = _Walk(parse(text), axes)
+    program = walk.program(walk.module.computations[walk.module.entry], 1)
+    return Costs(program, tuple(walk.unknown_loops), tuple(dict.fromkeys(walk.uncounted)))
+
+
+def _flat(program: Iterable[Operation | Loop]) -> Iterator[Operation]:
+    for each in program:
+        if isinstance(each, Loop):
+            yield from _flat(each.body)
+        else:
+            yield each
+
+
+class _Walk:
+    """Goes through a program once."""
+
+    def __init__(self, module: Module, axes: Axes) -> None:
+        self.module = module
+        self.axes = axes
+        self.sources = Sources(module)
+        self.met: set[str] = set()  # names, without what marks a copy of the compiler's own
+        self.begun: dict[object, str] = {}  # a collective -> the operation that began it
+        self.unknown_loops: list[str] = []
+        self.uncounted: list[str] = []
+
+    def program(self, inside: Computation, count: int | None) -> tuple[Operation | Loop, ...]:
+        found: list[Operation | Loop] = []
+        for each in inside.instructions:
+            if each.opcode == "while":
+                found.append(self._loop(each, inside, count))
+            elif each.opcode == "conditional":
+                branches = [self._called(name, count) for name in each.called]
+                found += max(branches, key=_weight, default=())
+            elif each.opcode == "call":
+                name = each.attribute(r"to_apply=%([\w.\-]+)") or each.called[0]
+                found += self._called(name, count)
+            elif each.opcode not in FREE:
+                found.append(self._operation(each, inside, count))
+        return _ending_last(found)
+
+    def _called(self, name: str, count: int | None) -> tuple[Operation | Loop, ...]:
+        return self.program(self.module.computations[name], count)
+
+    def _loop(self, each: Instruction, inside: Computation, count: int | None) -> Loop:
+        trips = self.module.trip_count(each, inside)
+        if trips is None:
+            self.unknown_loops.append(without_number(op_name_of(each)) or each.name)
+        times = None if trips is None or count is None else count * trips
+        body = each.attribute(r"body=%([\w.\-]+)") or ""
+        return Loop(each.name, trips, self._called(body, times))
+
+    def _operation(self, each: Instruction, inside: Computation, count: int | None) -> Operation:
+        path = op_name_of(each) or self.sources.of(inside, each.name)[1]
+        bare = Operation(each.name, each.opcode, path, count=count, again=self._is_again(each.name))
+        if each.opcode.endswith(("-done", "-update")):
+            return replace(bare, ends=each.operands[0])
+        begins, ends = self._collectives(each, inside, count)
+        if each.opcode.removesuffix("-start") in KINDS:
+            return replace(bare, collectives=begins)
+        work = work_of(each, inside, self.module)
+        self.uncounted += work.uncounted
+        read, written = bytes_moved(each, inside, self.module)
+        return replace(
+            bare,
+            path=(op_name_of(work.heaviest) if work.heaviest else "") or bare.path,
+            flops=work.flops,
+            dtype=work.dtype,
+            precision=_precision(work.heaviest),
+            elements=work.elements,
+            bytes_read=read,
+            bytes_written=written,
+            collectives=begins,
+            ends=ends,
+        )
+
+    def _is_again(self, name: str) -> bool:
+        """XLA names the copies of ``dot.8`` that it runs instead of keeping its result
+        ``dot.8.remat``, ``dot.8.remat2``, of which the first may be all that is left of it."""
+        base = re.sub(r"\.remat\d*(?=\.|$)", "", name)
+        is_again = base != name and base in self.met
+        self.met.add(base)
+        return is_again
+
+    def _collectives(
+        self, each: Instruction, inside: Computation, count: int | None
+    ) -> tuple[tuple[Collective, ...], str]:
+        """What an instruction begins, and the name of what a fusion of a TPU goes on with."""
+        begins, ends = [], ""
+        for seen in self._seen(each, inside, count, None):
+            identity = identity_of(seen)
+            if identity in self.begun:
+                ends = self.begun[identity]
+            else:
+                self.begun[identity] = each.name
+                begins.append(collective_of([seen], inside, self.axes, self.sources))
+        return tuple(begins), ends
+
+    def _seen(
+        self,
+        each: Instruction,
+        inside: Computation,
+        count: int | None,
+        fusion: Instruction | None,
+    ) -> Iterator[Seen]:
+        if each.opcode.removesuffix("-start") in KINDS:
+            yield Seen(each, inside, count, 0, fusion, is_outside_loops=False)
+        elif each.opcode == "fusion" or each.opcode.endswith("-start"):
+            for name in each.called:
+                fused = self.module.computations[name]
+                for part in fused.instructions:
+                    yield from self._seen(part, fused, count, fusion or each)
+
+
+def _ending_last(found: list[Operation | Loop]) -> tuple[Operation | Loop, ...]:
+    """Of the fusions that a collective runs beside, only the last waits for it."""
+    last: dict[str, int] = {}
+    for place, each in enumerate(found):
+        if isinstance(each, Operation) and each.ends:
+            last[each.ends] = place
+    return tuple(
+        replace(each, ends="")
+        if isinstance(each, Operation) and each.ends and last[each.ends] != place
+        else each
+        for place, each in enumerate(found)
+    )
+
+
+def _weight(program: tuple[Operation | Loop, ...]) -> tuple[float, int]:
+    return Costs(program).flops, Costs(program).bytes
+
+
+def _precision(product: Instruction | None) -> str:
+    """The highest precision that a product's operands are asked for; empty for the default."""
+    spelled = r'operand_precision"?[=:][{\[]([^}\]]*)'  # the second way in calls of cuBLAS
+    asked = ((product.attribute(spelled) if product else None) or "").lower().replace('"', "")
+    return next((word for word in ("highest", "high") if word in asked.split(",")), "")

@@ -1,0 +1,234 @@
+"""Where in the model an operation of a compiled program comes from.
+
+XLA keeps for most instructions the scopes that they were traced under, as one text: ``op_name``.
+Transformations of JAX wrap names in it: ``transpose(jvp(dense))`` is the backward pass of a scope
+``dense``. What is merged has several, ``jit(step)/(a/dot:b/dot)``, and what only moves a value has
+none of use: that is followed to the argument of the program that it copies.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..jaxprs.scopes import layer_of, phase_of
+from .text import Computation, Instruction, Module
+
+_MOVES = (
+    "bitcast",
+    "bitcast-convert",
+    "convert",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "dynamic-slice",
+    "reshape",
+    "slice",
+    "slice-done",
+    "slice-start",
+    "transpose",
+)
+_NEAR = 64  # instructions that are looked at for one with a layer
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A place in the model, ``"encoder/dense"``, and the part of the step that it is run in.
+
+    ``path`` is empty where the operation belongs to no layer; ``phase`` is one of ``PHASES``.
+    """
+
+    path: str
+    phase: str
+
+
+def origins_of(op_name: str) -> tuple[Origin, ...]:
+    """The places in the model that an ``op_name`` tells of, each once.
+
+    >>> origins_of("jit(traced)/transpose(jvp(block))/query/abc,cd->abd/dot_general")
+    (Origin(path='block/query', phase='backward'),)
+    >>> [each.path for each in origins_of("jit(traced)/jvp(block)/(key/dot_general:value/add)")]
+    ['block/key', 'block/value']
+    """
+    names = _spread(op_name)
+    return tuple(dict.fromkeys(Origin(layer_of(name), phase_of(name)) for name in names))
+
+
+def _spread(op_name: str) -> list[str]:
+    """The names that XLA has merged into one."""
+    scopes = _split(op_name, "/")
+    for place, scope in enumerate(scopes):
+        if scope.startswith("(") and scope.endswith(")"):
+            parts = _split(scope[1:-1], ":")
+            around = ["/".join(scopes[:place]), "/".join(scopes[place + 1 :])]
+            return [
+                name
+                for part in parts
+                for name in _spread("/".join(filter(None, [around[0], part, around[1]])))
+            ]
+    return [op_name]
+
+
+def _split(text: str, sign: str) -> list[str]:
+    """The parts between those signs that stand outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == sign and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+class Sources:
+    """Follows values of a program back to what made them."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._callers = {
+            called: (computation, each)
+            for computation in module.computations.values()
+            for each in computation.instructions
+            for called in each.called
+        }
+
+    def of(self, inside: Computation, name: str) -> tuple[int | None, str]:
+        """Which argument of the program a value is a copy of, if any, and its ``op_name``."""
+        told = ""
+        at: tuple[Computation, str] | None = (inside, name)
+        for _ in range(256):  # a value is not handed on more often
+            if at is None:
+                return None, told
+            inside, name = at
+            made = inside.by_name.get(name)
+            if made is None:
+                return None, told
+            told = told or op_name_of(made)
+            if made.opcode == "parameter" and inside.name == self._module.entry:
+                return int(made.operands[0]), told
+            at = self._before(inside, made)
+        return None, told
+
+    def joined(self, inside: Computation, name: str) -> tuple[str, ...]:
+        """The values that a value is put together from end to end, as XLA for GPUs does before it
+        sums several at once; else the value itself."""
+        made = inside.by_name.get(name)
+        if made is None or made.opcode != "fusion":
+            return (name,)
+        fused = self._module.computations[made.called[0]]
+        parts = [fused.by_name[part] for part in fused.root.operands if part in fused.by_name]
+        plain = fused.root.opcode == "concatenate" and len(fused.root.results[0].dims) == 1
+        if not plain or any(part.opcode != "parameter" for part in parts):
+            return (name,)
+        return tuple(self._flat(inside, made.operands[int(part.operands[0])]) for part in parts)
+
+    def _flat(self, inside: Computation, name: str) -> str:
+        """The value of which this is another view, with dims of its own."""
+        made = inside.by_name.get(name)
+        while made is not None and made.opcode == "bitcast" and made.operands[0] in inside.by_name:
+            name = made.operands[0]
+            made = inside.by_name[name]
+        return name
+
+    def of_result(
+        self, inside: Computation, made: Instruction, place: int
+    ) -> tuple[int | None, str]:
+        """The same of one result of an instruction that has several."""
+        one = self._item(inside, made.name, place) if len(made.results) > 1 else None
+        argument, told = self.of(*one) if one is not None else (None, "")
+        return (argument, told) if told else self.of(inside, made.name)
+
+    def result(self, inside: Computation, made: Instruction) -> int | None:
+        """Which result of the program a value becomes as it is, if any."""
+        if inside.name != self._module.entry:
+            return None
+        ways = [made.name]
+        for name in ways:
+            for user in inside.users_of(name):
+                if user is inside.root and user.opcode == "tuple":
+                    return user.operands.index(name)
+                if user.opcode in _MOVES or user.opcode.endswith("-done"):
+                    ways.append(user.name)
+        return None
+
+    def near(self, inside: Computation, made: Instruction) -> tuple[int | None, str]:
+        """For what has no layer of its own: an argument of the program, or the ``op_name`` of an
+        instruction in a layer, that is nearest among what takes the value and what it is made of.
+        """
+        around, call = self._callers.get(inside.name, (None, None))
+        while call is not None and around is not None and call.opcode == "fusion":
+            inside, made = around, call
+            around, call = self._callers.get(inside.name, (None, None))
+        return (
+            self._nearest(inside, made, forward=True) or self._nearest(inside, made) or (None, "")
+        )
+
+    def _nearest(
+        self, inside: Computation, made: Instruction, forward: bool = False
+    ) -> tuple[int | None, str] | None:
+        ways = [made]
+        for each in ways:
+            names = [user.name for user in inside.users_of(each.name)] if forward else each.operands
+            for name in names:
+                other = inside.by_name.get(name)
+                if other is None or other.opcode == "tuple" or other in ways:
+                    continue
+                argument, told = self.of(inside, name)
+                if layer_of(told) or (argument is not None and not forward):
+                    return argument, told
+                ways.append(other)
+            if len(ways) > _NEAR:
+                return None
+        return None
+
+    def _before(self, inside: Computation, made: Instruction) -> tuple[Computation, str] | None:
+        """The value that this one only hands on."""
+        if made.opcode in _MOVES or _is_put_together(made):
+            return inside, made.operands[0]
+        if made.opcode == "parameter":
+            return self._handed_in(inside, int(made.operands[0]))
+        if made.opcode == "fusion":
+            fused = self._module.computations[made.called[0]]
+            return fused, fused.root.name
+        if made.opcode == "get-tuple-element":
+            index = int(made.attribute(r"index=(\d+)") or 0)
+            return self._item(inside, made.operands[0], index)
+        return None
+
+    def _handed_in(self, inside: Computation, number: int) -> tuple[Computation, str] | None:
+        around, call = self._callers.get(inside.name, (None, None))
+        if around is None or call is None or call.opcode == "while":
+            return None
+        return (around, call.operands[number]) if number < len(call.operands) else None
+
+    def _item(self, inside: Computation, name: str, index: int) -> tuple[Computation, str] | None:
+        """An item of a tuple: of one made here, of a sum of several arrays, of a fusion, or of
+        what a loop began with."""
+        made = inside.by_name.get(name)
+        while made is not None and made.opcode in ("opt-barrier", "copy", "bitcast"):
+            made = inside.by_name.get(made.operands[0])
+        if made is None:
+            return None
+        reduces = made.opcode.startswith(("all-reduce", "reduce-scatter"))
+        if made.opcode == "tuple" or (reduces and index < len(made.operands)):
+            return inside, made.operands[index]
+        if made.opcode == "fusion":
+            fused = self._module.computations[made.called[0]]
+            return self._item(fused, fused.root.name, index)
+        if made.opcode == "parameter":
+            around, call = self._callers.get(inside.name, (None, None))
+            if around is not None and call is not None and call.opcode == "while":
+                return self._item(around, call.operands[0], index)
+        return None
+
+
+def _is_put_together(made: Instruction) -> bool:
+    """Whether it is a view of slices that lie end to end: TPUs fetch large arrays in four."""
+    return made.attribute(r'custom_call_target="(ConcatBitcast)"') is not None
+
+
+def op_name_of(each: Instruction) -> str:
+    """The ``op_name`` of an instruction, without what our own way of compiling puts before it."""
+    name = each.attribute(r'op_name="([^"]*)"') or ""
+    return re.sub(r"^jit\(call\)/call_exported/?", "", name)

@@ -1,0 +1,148 @@
+"""The schedule of a compiled step, run through on paper: what it takes, and what waits for what.
+
+Each instruction takes as long as its arithmetic or its memory traffic, whichever is longer (the
+roofline of Williams, Waterman and Patterson, 2009). A collective that the compiler splits into a
+start and a done runs beside what lies between them; every other one is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..targets.hardware import Hardware
+from .collectives import Collective
+from .costs import Loop, Operation
+from .links import AxisLink, collective_s
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What things take on a hardware; ``None`` for what cannot be known."""
+
+    hardware: Hardware
+    platform: str
+    links: Sequence[AxisLink]
+
+    def peak(self, dtype: str, precision: str) -> float | None:
+        """FLOP/s of a product as the platform runs it."""
+        known = self.hardware.peak
+        if self.platform == "tpu" and not dtype.startswith(("int", "float8")):
+            found = known("bfloat16")  # one pass, of what is rounded, unless more is asked for
+            passes = {"high": 3, "highest": 6}.get(precision, 1) if dtype == "float32" else 1
+            return None if found is None else found / passes
+        if self.platform == "cuda" and dtype == "float32" and precision != "highest":
+            return known("tensorfloat32") or known("float32")
+        if dtype.startswith("float8"):
+            return known("float8")
+        return known(dtype) or (known("float32") if self.platform == "cpu" else None)
+
+    def compute_s(self, each: Operation) -> float | None:
+        speed = self.peak(each.dtype, each.precision) if each.flops else 1.0
+        elementwise = self.hardware.elements_per_s
+        if speed is None:
+            return None
+        return each.flops / speed + (each.elements / elementwise if elementwise else 0.0)
+
+    def memory_s(self, each: Operation) -> float | None:
+        speed = self.hardware.memory_bandwidth_bytes_per_s
+        if speed is None:
+            return None if each.bytes else 0.0
+        return each.bytes / speed
+
+    def talk_s(self, each: Collective) -> float | None:
+        return collective_s(each, self.links)
+
+
+@dataclass
+class Times:
+    """How long a program took, and where the time went."""
+
+    length: float = 0.0
+    compute: float = 0.0
+    memory: float = 0.0
+    waiting: float = 0.0
+    begun: float = 0.0  # what instructions cost to begin
+
+    @property
+    def bound_by(self) -> str:
+        parts = {
+            "compute": self.compute,
+            "memory": self.memory,
+            "communication": self.waiting,
+            "instructions": self.begun,
+        }
+        return max(parts, key=lambda part: parts[part])
+
+    def add(self, other: Times, times: int) -> None:
+        self.length += times * other.length
+        self.compute += times * other.compute
+        self.memory += times * other.memory
+        self.waiting += times * other.waiting
+        self.begun += times * other.begun
+
+
+def run(program: Sequence[Operation | Loop], clock: Clock) -> Times:
+    """How long a schedule takes: a device computes one thing at a time, each set of axes carries
+    one collective at a time, and copies between memories wait for each other."""
+    timeline = _Timeline(clock, frozenset(e.ends for e in program if isinstance(e, Operation)))
+    for each in program:
+        if isinstance(each, Loop):
+            timeline.spent.add(run(each.body, clock), 1 if each.trips is None else each.trips)
+        else:
+            timeline.issue(each)
+    return timeline.spent
+
+
+class _Timeline:
+    """The moments at which a device, its links and its memory are free again."""
+
+    def __init__(self, clock: Clock, awaited: frozenset[str]) -> None:
+        self.clock = clock
+        self.awaited = awaited  # names of what a later instruction waits for
+        self.spent = Times()
+        self.free: dict[object, float] = {}  # axes, or the memory -> when they are
+        self.ready: dict[str, float] = {}  # what was begun -> when it will be done
+
+    def issue(self, each: Operation) -> None:
+        begin = self.clock.hardware.instruction_s or 0.0
+        self.spent.length += begin
+        self.spent.begun += begin
+        talked = self._talk(each)
+        if each.opcode == "copy-start":
+            self.ready[each.name] = self._occupy("memory", self.clock.memory_s(each) or 0.0)
+        elif each.opcode.endswith("-update"):
+            self.ready[each.name] = self.ready.get(each.ends, 0.0)
+        else:
+            self._work(each)
+            if each.ends:
+                self._wait(self.ready.get(each.ends, 0.0), each.opcode != "copy-done")
+        if each.name in self.awaited and each.collectives:
+            self.ready[each.name] = talked
+        else:
+            self._wait(talked, True)
+
+    def _talk(self, each: Operation) -> float:
+        """When the collectives that begin here will be done."""
+        return max(
+            (self._occupy(c.axes, self.clock.talk_s(c) or 0.0) for c in each.collectives),
+            default=0.0,
+        )
+
+    def _occupy(self, what: object, time_s: float) -> float:
+        self.free[what] = max(self.spent.length, self.free.get(what, 0.0)) + time_s
+        return self.free[what]
+
+    def _work(self, each: Operation) -> None:
+        compute, memory = self.clock.compute_s(each) or 0.0, self.clock.memory_s(each) or 0.0
+        self.spent.length += max(compute, memory)
+        self.spent.compute += compute if compute >= memory else 0.0
+        self.spent.memory += memory if memory > compute else 0.0
+
+    def _wait(self, moment: float, is_talk: bool) -> None:
+        waited = max(0.0, moment - self.spent.length)
+        self.spent.length += waited
+        if is_talk:
+            self.spent.waiting += waited
+        else:
+            self.spent.memory += waited

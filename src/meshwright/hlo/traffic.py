@@ -1,0 +1,171 @@
+"""The collectives of a step in the words of its model: what each moves, for which layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..jaxprs.lines import SourceLine, number_in
+from ..layouts.placement import Placed, Placement
+from .alike import grouped, pattern, without_numbers
+from .collectives import Collective
+from .origins import origins_of
+from .remedies import remedy
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective operation of a step.
+
+    ``bytes_per_device`` are those of its arrays in one device, each of the ``count`` times that a
+    step runs it (``None`` where a loop does not tell). ``paths`` are the places in the model that
+    it works for, those of the most bytes first, or the nearest one if it belongs to none itself;
+    ``lines`` the lines of the user's code that those were written in (``"model.py:12"``), and
+    ``variables`` those whose values it moves, by path. ``remedy`` is empty, or, where the
+    collective is unexpected, says what would remove it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes_per_device: int
+    count: int | None
+    paths: tuple[str, ...]
+    phases: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    variables: tuple[str, ...] = ()
+    remedy: str = ""
+    lines: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The first place in the model, or variable, that it works for; may be empty."""
+        return next(iter((*self.variables, *self.paths)), "")
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The variables that it moves, or else the places that it works for."""
+        return self.variables or self.paths
+
+    @property
+    def is_unexpected(self) -> bool:
+        return bool(self.remedy)
+
+    @property
+    def bytes_per_step(self) -> int | None:
+        """Bytes of one device in a whole step, loops multiplied out."""
+        return None if self.count is None else self.count * self.bytes_per_device
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Collectives that are alike: of one place, or of equal layers and as many bytes for each.
+
+    ``each`` has a tuple for each place or layer.
+    """
+
+    each: tuple[tuple[Transfer, ...], ...]
+
+    @property
+    def all(self) -> tuple[Transfer, ...]:
+        return tuple(transfer for some in self.each for transfer in some)
+
+    @property
+    def first(self) -> Transfer:
+        return self.each[0][0]
+
+    @property
+    def count(self) -> int | None:
+        """How often a step runs them, all together."""
+        counts = [transfer.count for transfer in self.all]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one device in one step; those of a loop of unknown length count once."""
+        return moved_bytes(self.all)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What they are for, with stars for the numbers in which equal layers differ."""
+        return tuple(map(pattern, zip(*(some[0].places for some in self.each), strict=True)))
+
+
+def alike(every: Iterable[Transfer]) -> list[Rows]:
+    """Collectives in rows, those with most bytes first: of each place together, and then of places
+    that differ in their numbers alone and move as much."""
+
+    def what(each: Transfer) -> tuple[object, ...]:
+        return each.is_unexpected, each.kind, each.axes, each.phases, each.lines
+
+    def layer(row: Rows) -> tuple[object, ...]:
+        places = tuple(map(without_numbers, row.first.places))
+        return what(row.first), places, row.count, row.nbytes
+
+    rows = [Rows((tuple(some),)) for some in grouped(every, lambda e: (what(e), e.places))]
+    layers = grouped(rows, layer)
+    joined = [Rows(tuple(some for row in rows for some in row.each)) for rows in layers]
+    return sorted(joined, key=lambda row: -row.nbytes)
+
+
+def moved_bytes(every: Iterable[Transfer]) -> int:
+    """Bytes of one device in one step; those of a loop of unknown length count once."""
+    return sum(
+        each.bytes_per_device if each.bytes_per_step is None else each.bytes_per_step
+        for each in every
+    )
+
+
+def transfers(
+    collectives: Iterable[Collective],
+    variables: Sequence[Placed | None],
+    placement: Placement,
+    lines: Sequence[SourceLine] = (),
+) -> tuple[Transfer, ...]:
+    """The collectives in the model's words. ``variables`` says which each argument is, if any, and
+    ``lines`` which line of the source a number stands for."""
+    return tuple(_transfer(each, variables, placement, lines) for each in collectives)
+
+
+def _transfer(
+    each: Collective,
+    variables: Sequence[Placed | None],
+    placement: Placement,
+    lines: Sequence[SourceLine],
+) -> Transfer:
+    origins = [origins_of(name)[0] for name in each.op_names]
+    moved = [_variable(variables, number) for number in each.arguments]
+    made = _variable(variables, each.result)
+    # What copies a variable is named after it, whatever scope it was traced under.
+    parts = zip(each.arrays, origins, moved, strict=True)
+    found = [(array.nbytes, o.path) for array, o, variable in parts if variable is None and o.path]
+    places = [path for _, path in sorted(found, key=lambda part: -part[0])]
+    known = [variable.info.path for variable in (*moved, made) if variable is not None]
+    if not places and not known:
+        nearest = _variable(variables, each.near[0])
+        known = [] if nearest is None else [nearest.info.path]
+        places = [path for path in [origins_of(each.near[1])[0].path] if path]
+    return Transfer(
+        kind=each.kind,
+        axes=each.axes,
+        bytes_per_device=each.bytes_per_device,
+        count=each.count,
+        paths=tuple(dict.fromkeys(places)),
+        phases=tuple(dict.fromkeys(origin.phase for origin in origins)),
+        dtypes=each.dtypes,
+        variables=tuple(dict.fromkeys(known)),
+        remedy=remedy(each, origins[0], moved[0], made, variables, placement),
+        lines=_lines(each, lines),
+    )
+
+
+def _lines(each: Collective, lines: Sequence[SourceLine]) -> tuple[str, ...]:
+    """The lines that its arrays come from, those of the most bytes first."""
+    parts = sorted(zip(each.arrays, each.op_names, strict=True), key=lambda p: -p[0].nbytes)
+    numbers = [number_in(name) for _, name in parts]
+    known = [each for each in numbers if each is not None and each < len(lines)]
+    return tuple(dict.fromkeys(str(lines[number]) for number in known))
+
+
+def _variable(variables: Sequence[Placed | None], number: int | None) -> Placed | None:
+    """The variable that an argument is; a step returns its state in the order it takes it in."""
+    return None if number is None or number >= len(variables) else variables[number]

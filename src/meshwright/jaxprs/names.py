@@ -1,0 +1,170 @@
+"""Names for inferred dims, from the paths of a model."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..layouts.dim_names import ANY
+from .factors import Factor
+
+Labels = tuple[Factor | None, ...]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a step, for its dims to be named after.
+
+    ``role`` is that of a :class:`~meshwright.ParamInfo`, or ``"input"``. ``names`` are those that
+    the author gave the dims: equal ones lie alike. ``owner`` is the path of the parameter that a
+    slot belongs to, and lies as; ``order`` is the place of a parameter in its model.
+    """
+
+    path: str
+    role: str = "parameter"
+    names: tuple[str, ...] | None = None
+    owner: str | None = None
+    order: int = 0
+
+
+class Made(NamedTuple):
+    """An array other than an argument: the layer that it is of, and the operation that makes it."""
+
+    path: str
+    kind: str
+    labels: Labels
+
+
+def names_of(
+    arguments: Iterable[tuple[Argument, Labels]], made: Iterable[Made]
+) -> dict[Factor, str]:
+    """One name for each factor that some array is split along: unique, and the same in each run.
+
+    The author's own names come first, then the batch, then parameters by their order.
+    """
+    arguments = _in_order(arguments)
+    given = _Given()
+    for argument, labels in arguments:
+        for name, one in zip(argument.names or (), labels, strict=False):
+            if name != ANY:
+                given.name(one, name)
+    inputs = [(a, labels) for a, labels in arguments if a.role == "input"]
+    for _, labels in inputs[:1]:
+        given.name(next(iter(labels), None), "batch")
+    for role in ("parameter", "state", "slot"):
+        for argument, labels in arguments:
+            if argument.role == role:
+                given.each(labels, _of_parameter(argument.path, len(labels)))
+    for argument, labels in inputs:
+        given.each(labels, [f"{argument.path}.dim{i}" for i in range(len(labels))])
+    for path, kind, labels in made:
+        if all(one is None or one in given.names for one in labels):
+            continue
+        where = f"{path}.{kind}" if path else kind
+        given.each(labels, [f"{where}.dim{i}" for i in range(len(labels))])
+    return given.names
+
+
+def _in_order(arguments: Iterable[tuple[Argument, Labels]]) -> list[tuple[Argument, Labels]]:
+    """As in the model; of one layer the kernel before the bias, which has fewer dims."""
+    ordered = sorted(arguments, key=lambda each: each[0].order)
+    layers: dict[str, int] = {}
+    for argument, _ in ordered:
+        layers.setdefault(_layer(argument.path), len(layers))
+    return sorted(ordered, key=lambda each: (layers[_layer(each[0].path)], -len(each[1])))
+
+
+def _layer(path: str) -> str:
+    """The layer of a parameter; where its own name tells more than Keras' do, with that."""
+    layer, _, last = path.rpartition("/")
+    return layer if layer and last in _WEIGHTS else path
+
+
+_WEIGHTS = {
+    *("bias", "beta", "gamma", "kernel", "scale", "weight", "weights", "b", "w"),
+    *("embeddings", "embedding", "depthwise_kernel", "pointwise_kernel", "recurrent_kernel"),
+    *("moving_mean", "moving_variance"),
+}
+
+
+class _Given:
+    """Names that are given already; the first one that a factor gets is kept."""
+
+    def __init__(self) -> None:
+        self.names: dict[Factor, str] = {}
+        self._often: dict[str, int] = defaultdict(int)
+
+    def name(self, one: Factor | None, name: str) -> None:
+        if one is None or one in self.names:
+            return
+        self._often[name] += 1
+        often = self._often[name]
+        self.names[one] = name if often == 1 else f"{name}#{often}"
+
+    def each(self, labels: Labels, names: Sequence[str]) -> None:
+        for one, name in zip(labels, names, strict=True):
+            self.name(one, name)
+
+
+def _of_parameter(path: str, rank: int) -> list[str]:
+    """``block/ffn/kernel`` has the dims ``block/ffn.in`` and ``block/ffn.out``."""
+    layer, last = _layer(path), path.rpartition("/")[2]
+    if last == "embeddings" and rank == 2:
+        ends = ["vocab", "out"]
+    elif rank > 3:  # the kernel of a convolution
+        ends = [*(f"dim{i}" for i in range(rank - 2)), "in", "out"]
+    else:
+        ends = ["in", *(f"dim{i}" for i in range(1, rank - 1)), "out"][-rank:] if rank else []
+    return [f"{layer}.{end}" for end in ends]
+
+
+# Families
+
+
+def families_of(sizes: Mapping[str, int], together: Iterable[Sequence[str]]) -> dict[str, str]:
+    """The family of each name: the name without the numbers of blocks and layers.
+
+    ``together`` are names that one array has: those are never of one family, and keep the numbers
+    of their layers, or all of them.
+
+    >>> families_of({"block_0/ffn.out": 8, "block_1/ffn.out": 8}, [])
+    {'block_0/ffn.out': 'block/ffn.out', 'block_1/ffn.out': 'block/ffn.out'}
+    >>> families_of({"dense.out": 8, "dense_1.out": 8}, [("dense.out", "dense_1.out")])
+    {'dense.out': 'dense.out', 'dense_1.out': 'dense_1.out'}
+    """
+    beside: dict[str, set[str]] = defaultdict(set)
+    for names in together:
+        for name in names:
+            beside[name].update(names)
+    families: dict[str, str] = {}
+    left = list(sizes)
+    for level in (_without_numbers, _with_own_numbers):
+        groups: dict[tuple[str, int], list[str]] = defaultdict(list)
+        for name in left:
+            groups[level(name), sizes[name]].append(name)
+        left = []
+        for (family, _), names in groups.items():
+            if any(len(beside[name].intersection(names)) > 1 for name in names):
+                left += names
+            else:
+                families.update(dict.fromkeys(names, family))
+    families.update({name: name for name in left})
+    return {name: families[name] for name in sizes}
+
+
+def _without_numbers(name: str) -> str:
+    path, dot, end = name.partition(".")
+    return "/".join(filter(None, map(_plain, path.split("/")))) + dot + end
+
+
+def _with_own_numbers(name: str) -> str:
+    path, dot, end = name.partition(".")
+    *blocks, layer = path.split("/")
+    return "/".join([*filter(None, map(_plain, blocks)), layer]) + dot + end
+
+
+def _plain(part: str) -> str:
+    return re.sub(r"_?\d+(?=_|$)", "", part).strip("_")

@@ -1,0 +1,231 @@
+"""Follows a traced step, equation by equation, through calls and loops."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from . import lookups, products, shapes
+from .edits import jaxprs_inside
+from .factors import Dim
+from .facts import Facts, shape_of
+from .flops import model_flops
+from .reach import inner_jaxprs, opened
+from .record import CONSTANT, Record, Value
+from .scopes import layer_of
+
+RULES = {**shapes.RULES, **products.RULES, **lookups.RULES}
+LOOPS = ("scan", "while", "cond", "store")  # kinds of operations beside those of rules
+
+_SMALL = 4096  # elements
+
+
+class At(NamedTuple):
+    """A place in the program: the scopes around it, and how often it runs."""
+
+    scopes: str = ""
+    times: int = 1
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is of the backward pass."""
+        return "transpose(" in self.scopes
+
+    @property
+    def path(self) -> str:
+        """The layer that it belongs to."""
+        return _layer(f"{self.scopes}/")
+
+    def within(self, eqn: Any) -> At:
+        """Where an equation stands that stands here."""
+        own = str(eqn.source_info.name_stack)
+        return At(f"{self.scopes}/{own}", self.times) if own else self
+
+    def repeated(self, times: int) -> At:
+        """The same, inside of a loop."""
+        return At(self.scopes, self.times * times)
+
+
+_layer = functools.lru_cache(maxsize=None)(layer_of)
+
+
+def follow(record: Record, jaxpr: Any, values: Sequence[Value], at: At) -> list[Value]:
+    """Follow an open jaxpr with these arguments; gives its results."""
+    held: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
+    held.update((var, _constant(record, var)) for var in jaxpr.constvars)
+    for eqn in jaxpr.eqns:
+        given = [_read(record, held, atom) for atom in eqn.invars]
+        held.update(zip(eqn.outvars, _equation(record, eqn, given, at), strict=True))
+    return [_read(record, held, atom) for atom in jaxpr.outvars]
+
+
+def _constant(record: Record, var: Any) -> Value:
+    """A small array that the function closes over has the layout that its reader wants."""
+    shape = shape_of(var)
+    if math.prod(shape) <= _SMALL:
+        return CONSTANT._replace(number=record.number(var))
+    return record.value(var, record.factors.new_dims(shape), "constant", "state")
+
+
+def _read(record: Record, held: dict[Any, Value], atom: Any) -> Value:
+    if not hasattr(atom, "val"):
+        return held[atom]
+    literal = ("literal", str(atom.val), str(atom.aval))
+    return CONSTANT._replace(number=record.number(literal))
+
+
+def _equation(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+    name, at = eqn.primitive.name, at.within(eqn)
+    if name == "shard_map" and eqn.params["mesh"].size == 1:
+        return follow(record, opened(eqn.params["jaxpr"]), given, at)
+    if inner_jaxprs(eqn):
+        return _WITH_INNER.get(name, _call)(record, eqn, given, at)
+    flops = _flops(eqn)
+    numbers = _numbers(record, eqn, given)
+    if not flops and all(value.dims is None for value in given) and not eqn.effects:
+        return [CONSTANT._replace(number=number) for number in numbers]
+    dims = [record.dims(atom, value) for atom, value in zip(eqn.invars, given, strict=True)]
+    made = [-1 if value.tensor is None else value.tensor for value in given]
+    facts = Facts(record.factors, eqn, dims, made, at.is_backward)
+    outs = RULES.get(name, shapes.unknown)(facts)
+    path = at.path
+    results = [
+        record.value(var, out, path, number=number)
+        for var, out, number in zip(eqn.outvars, outs, numbers, strict=True)
+    ]
+    record.add(name, path, given, results, facts, flops=flops, times=at.times)
+    return results
+
+
+def _numbers(record: Record, eqn: Any, given: Sequence[Value]) -> list[int]:
+    """What an equation makes of the same values in the same way has the same numbers."""
+    if eqn.effects or not all(value.number for value in given):
+        return [record.number() for _ in eqn.outvars]
+    way = eqn.primitive.name, str(eqn.params), tuple(value.number for value in given)
+    return [record.number((way, place)) for place in range(len(eqn.outvars))]
+
+
+def _flops(eqn: Any) -> float:
+    """Those of one equation; of what cannot be known, none."""
+    if eqn.primitive.name not in products.RULES and not jaxprs_inside(eqn):
+        return 0.0
+    return model_flops(SimpleNamespace(eqns=[eqn])) or 0.0
+
+
+# Equations that hold jaxprs
+
+
+def _call(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+    ((called,),) = inner_jaxprs(eqn).values()
+    return follow(record, opened(called), given, at)
+
+
+def _cond(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+    """The branch of most FLOPs counts; dims are joined through all of them."""
+    before = len(record.done)
+    results: list[list[Value]] = []
+    kept: list[Any] = []
+    for branch in eqn.params["branches"]:
+        results.append(follow(record, opened(branch), given[1:], at))
+        done = record.done[before:]
+        del record.done[before:]
+        kept = max(kept, done, key=lambda some: sum(d.flops * d.times for d in some))
+    record.done += kept
+    path = at.path
+    outs = []
+    for var, *ways in zip(eqn.outvars, *results, strict=True):
+        ways = [way for way in ways if way.dims is not None]
+        dims = ways[0].dims if ways else None
+        out = record.value(
+            var, record.factors.new_dims(shape_of(var)) if dims is None else dims, path
+        )
+        for way in ways:
+            record.carry("cond", path, out, way, at.times)
+        outs.append(out)
+        record.add("cond", path, ways, [out], times=at.times)
+    return outs
+
+
+def _while(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+    """A loop of unknown length, counted once."""
+    in_cond, in_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    first = in_cond + in_body
+    path = at.path
+    carry = _begun(record, eqn.invars[first:], given[first:], path)
+    follow(record, opened(eqn.params["cond_jaxpr"]), [*given[:in_cond], *carry], at)
+    outs = follow(record, opened(eqn.params["body_jaxpr"]), [*given[in_cond:first], *carry], at)
+    return _ended(record, "while", path, carry, outs, at.times)
+
+
+def _scan(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+    """Dims are joined through what is carried and through the arrays that are scanned."""
+    first, length = eqn.params["num_consts"], eqn.params["length"]
+    last = first + eqn.params["num_carry"]
+    body = opened(eqn.params["jaxpr"])
+    path, inside = at.path, at.repeated(length)
+    carry = _begun(record, eqn.invars[first:last], given[first:last], path)
+    steps = record.factors.new(length)
+    slices = [
+        _slice(record, var, value, steps, path, at)
+        for var, value in zip(body.invars[last:], given[last:], strict=True)
+    ]
+    outs = follow(record, body, [*given[:first], *carry, *slices], inside)
+    ended = _ended(record, "scan", path, carry, outs[: last - first], inside.times)
+    stacked = [
+        _stacked(record, var, inner, value, steps, path, at)
+        for var, inner, value in zip(
+            eqn.outvars[last - first :],
+            body.outvars[last - first :],
+            outs[last - first :],
+            strict=True,
+        )
+    ]
+    return [*ended, *stacked]
+
+
+def _begun(record: Record, atoms: Sequence[Any], given: Sequence[Value], path: str) -> list[Value]:
+    """What a loop carries, as it begins; zeros are an array there."""
+    return [
+        record.value(atom, record.dims(atom, value), path) if value.dims is None else value
+        for atom, value in zip(atoms, given, strict=True)
+    ]
+
+
+def _ended(
+    record: Record,
+    kind: str,
+    path: str,
+    carry: Sequence[Value],
+    outs: Sequence[Value],
+    times: int,
+) -> list[Value]:
+    """What a loop carries, as it ends: it lies as it did before."""
+    return [
+        record.carry(kind, path, kept, new, times) for kept, new in zip(carry, outs, strict=True)
+    ]
+
+
+def _slice(record: Record, var: Any, value: Value, steps: Dim, path: str, at: At) -> Value:
+    """What one turn of a loop reads of an array: the dim of turns is needed whole."""
+    if value.dims is None:
+        return CONSTANT
+    along, *rest = value.dims
+    record.factors.tie(steps, along)
+    one = record.value(var, tuple(rest), path)
+    record.add("scan", path, [value], [one], whole=[along], times=at.times)
+    return one
+
+
+def _stacked(
+    record: Record, var: Any, inner: Any, value: Value, steps: Dim, path: str, at: At
+) -> Value:
+    """What all turns of a loop give, one beside the other."""
+    one = record.value(var, (steps, *record.dims(inner, value)), path)
+    record.add("scan", path, [value], [one], times=at.times)
+    return one
+
+
+_WITH_INNER = {"cond": _cond, "scan": _scan, "while": _while}

@@ -1,0 +1,1 @@
+"""Where arrays lie, as values: mesh, layout, layout map, dim names and rules, placement."""

@@ -1,0 +1,182 @@
+"""The layout map: ordered rules, path pattern -> layout."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+from ..errors import LayoutError
+from ..views import Viewable
+from .dim_names import DimNames
+from .layout import Layout, Specs, as_layout
+from .mesh import Mesh
+
+Given = Layout | DimNames  # where something lies, or what its dims are called
+
+
+class Rule(NamedTuple):
+    """A pattern and the layout that it gives, or the names of dims that rules lay out."""
+
+    pattern: str
+    layout: Given
+
+
+class LayoutMap(Viewable, MutableMapping[str, Given]):
+    """An ordered mapping from path pattern to layout; it behaves as a dict does.
+
+    A value is a bare sequence of axes, a :class:`Layout`, bound or not, a Keras ``TensorLayout``,
+    or names of dims (:func:`dims`), which a strategy's ``rules=`` lay along axes. A pattern is a
+    regular expression that may be found anywhere in a variable's path (``re.search``); see
+    :meth:`find` for which rule wins. Raises :class:`LayoutError` for an invalid regular expression.
+
+    >>> layouts = LayoutMap()
+    >>> layouts["feature.*kernel"] = [None, "model"]
+    >>> print(layouts.find(["net/feature/kernel"]).layout)
+    [unsharded, model]
+    """
+
+    def __init__(self, mesh: Mesh | None = None, rules: Any = ()) -> None:
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise LayoutError(
+                f"LayoutMap(mesh, rules) takes a meshwright Mesh first; received {mesh!r}. "
+                "Rules alone are LayoutMap(rules=...)."
+            )
+        self.mesh = mesh
+        self._layouts: dict[str, Given] = {}
+        self.update(_pairs(rules))
+
+    def __setitem__(self, pattern: str, layout: Given | Specs) -> None:
+        if not isinstance(pattern, str) or not pattern:
+            raise LayoutError(
+                f"a pattern is a text such as 'feature.*kernel'; received {pattern!r}."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise LayoutError(
+                f"pattern {pattern!r} is not a valid regular expression: {error}."
+            ) from error
+        try:
+            self._layouts[pattern] = as_given(layout)
+        except LayoutError as error:
+            raise LayoutError(f"the layout of {pattern!r}: {error}") from None
+
+    def __getitem__(self, pattern: str) -> Given:
+        return self._layouts[pattern]
+
+    def __delitem__(self, pattern: str) -> None:
+        del self._layouts[pattern]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def text_of(self, pattern: str) -> str:
+        """The layout of a pattern as it is printed."""
+        layout = self[pattern]
+        return repr(layout) if isinstance(layout, DimNames) else str(layout)
+
+    def __repr__(self) -> str:
+        rules = "\n".join(f"  {pattern!r}: {self.text_of(pattern)}" for pattern in self)
+        return f"LayoutMap({len(self)} rules)" + (f"\n{rules}" if rules else "")
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules in order, as a value."""
+        return tuple(Rule(pattern, layout) for pattern, layout in self._layouts.items())
+
+    def find(self, spellings: Iterable[str] | str) -> Rule | None:
+        """The rule for a variable that has these paths, or ``None``; see :func:`find_rule`.
+
+        Raises :class:`LayoutError` for a value that is not a path.
+        """
+        paths = [spellings] if isinstance(spellings, str) else spellings
+        if not isinstance(paths, Iterable) or not all(isinstance(p, str) for p in (*paths,)):
+            raise LayoutError(f"expected a path, such as 'hidden/kernel'; received {spellings!r}.")
+        return find_rule(self.rules, paths)
+
+    def get_default_mesh(self) -> Mesh | None:
+        """The mesh that the map was made with (TensorFlow DTensor's name for it)."""
+        return self.mesh
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Lay out what is built inside by this map, as TensorFlow DTensor's ``LayoutMap.scope``.
+
+        The same as ``Sharded(mesh, layout_map, batch=<first axis>).scope()``. Raises
+        :class:`LayoutError` if the map was made without a mesh.
+        """
+        if self.mesh is None:
+            raise LayoutError(
+                "this layout map has no mesh: write LayoutMap(mesh), or give the map to "
+                "Sharded(mesh, layouts) and use its scope()."
+            )
+        # The Keras room stands above this one; it is only entered when somebody asks for it.
+        sharded = importlib.import_module("meshwright.frontends.keras").Sharded
+        return sharded(self.mesh, self, batch=self.mesh.axis_names[0]).scope()
+
+
+def _pairs(rules: Any) -> Any:
+    """Rules as pairs of pattern and layout. Raises :class:`LayoutError` for anything else."""
+    if isinstance(rules, Mapping):
+        return rules
+    pairs = list(rules) if isinstance(rules, Iterable) and not isinstance(rules, str) else None
+    if pairs is None or not all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
+        raise LayoutError(
+            "expected rules as a dict from path pattern to layout, {'hidden.*kernel': [None, "
+            f"'model']}}; received {rules!r}."
+        )
+    return pairs
+
+
+def as_given(layout: Given | Specs) -> Given:
+    """Names of dims as they are; anything else as a :class:`Layout`, Keras' own among it."""
+    if isinstance(layout, DimNames):
+        return layout
+    keras_axes = getattr(layout, "axes", None) if hasattr(layout, "device_mesh") else None
+    return as_layout(layout if keras_axes is None else keras_axes)
+
+
+def find_rule(rules: Iterable[Rule], spellings: Iterable[str] | str) -> Rule | None:
+    """The rule that places a variable with these paths, or with this one.
+
+    A rule whose pattern *is* one of the paths wins; else the first rule that ``re.search`` finds in
+    one of them. In paths ``/`` and ``.`` are alike.
+
+    >>> rules = [Rule("kernel", Layout(["x"])), Rule("a/kernel", Layout(["y"]))]
+    >>> find_rule(rules, ["a.kernel"]).layout, find_rule(rules, ["b.kernel"]).layout
+    (Layout(['y']), Layout(['x']))
+    """
+    rules = list(rules)
+    spellings = [spellings] if isinstance(spellings, str) else list(spellings)
+    for rule in rules:
+        if names_exactly(rule.pattern, spellings):
+            return rule
+    return next((rule for rule in rules if finds(rule.pattern, spellings)), None)
+
+
+def finds(pattern: str, spellings: Iterable[str]) -> bool:
+    """Whether the pattern is found in one of these paths; ``/`` is like ``.``.
+
+    >>> finds("a/k", ["net.a.kernel"]), finds("a/k$", ["net.a.kernel"])
+    (True, False)
+    """
+    paths = {_with(separator, path) for path in spellings for separator in "/."}
+    return any(re.search(pattern, path) for path in paths)
+
+
+def names_exactly(pattern: str, spellings: Iterable[str]) -> bool:
+    """Whether the pattern is one of these paths, rather than found in one; ``/`` is like ``.``.
+
+    >>> names_exactly("a/kernel", ["a.kernel"]), names_exactly("kernel", ["a.kernel"])
+    (True, False)
+    """
+    return _with("/", pattern) in {_with("/", path) for path in spellings}
+
+
+def _with(separator: str, path: str) -> str:
+    return path.replace(".", separator).replace("/", separator)

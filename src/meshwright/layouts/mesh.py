@@ -1,0 +1,496 @@
+"""The mesh: a named grid of devices, abstract (axes only) or bound to devices.
+
+A :class:`Mesh` is a value: immutable, hashable, printable. Nothing in this file starts JAX, except
+:func:`create_mesh` and what plainly asks for devices. The idea of a mesh whose axes have names is
+that of Mesh-TensorFlow (Shazeer et al. 2018) and of TensorFlow DTensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .. import topology
+from ..errors import MeshError, TopologyError
+from ..views import Viewable
+
+RESERVED = ("unsharded", "match")
+
+AxesLike = Mapping[str, int] | Iterable[tuple[str, int]]
+
+
+@dataclass(frozen=True, repr=False)
+class Mesh(Viewable):
+    """A named grid of devices; without devices it is abstract and can still be planned with.
+
+    ``axes`` is a mapping or a sequence of pairs ``(name, size)``, slowest first. ``devices``, where
+    given, are as many JAX devices in row-major order. Raises :class:`MeshError` and names every
+    fault.
+
+    >>> mesh = Mesh({"batch": 4, "model": 2})
+    >>> print(mesh, mesh.size, mesh["model"], mesh.is_abstract)
+    batch=4, model=2 8 2 True
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[Any, ...] | None = None
+    name: str = field(default="", compare=False)  # a label; JAX's own meshes could not carry it
+
+    def __init__(
+        self, axes: AxesLike, devices: Iterable[Any] | None = None, name: str = ""
+    ) -> None:
+        pairs = _pairs(axes)
+        if devices is not None:
+            devices = tuple(devices)
+        faults = _axis_faults(pairs) or _device_faults(pairs, devices)
+        if not isinstance(name, str) or (name and not re.fullmatch(r"\w+", name)):
+            faults.append(f"the mesh's name {name!r} is not made of letters, digits and '_'.")
+        if faults:
+            raise MeshError("\n".join(faults))
+        object.__setattr__(self, "axes", pairs)
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "name", name)
+
+    def __eq__(self, other: object) -> bool:
+        # Never NotImplemented: Python would then ask the other side, and an array answers with one
+        # truth value per element, or raises.
+        return isinstance(other, Mesh) and self._value == other._value
+
+    @property
+    def _value(self) -> tuple[Any, ...]:
+        return self.axes, self.devices
+
+    # What the mesh is
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the axes, slowest first."""
+        return tuple(axis for axis, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes, slowest first."""
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the mesh has axes only and no devices."""
+        return self.devices is None
+
+    @property
+    def is_single_device(self) -> bool:
+        """Whether the mesh has one device."""
+        return self.size == 1
+
+    @property
+    def platform(self) -> str | None:
+        """``"cpu"``, ``"gpu"``, ``"tpu"``; ``None`` while the mesh is abstract."""
+        return None if self.devices is None else self.devices[0].platform
+
+    def axis_size(self, axis: str) -> int:
+        """Size of one axis. Raises :class:`MeshError` if there is no such axis."""
+        for known, size in self.axes:
+            if known == axis:
+                return size
+        raise MeshError(
+            f"axis {axis!r} is not an axis of the mesh ({self.axes_text}). "
+            f"Its axes are {', '.join(map(repr, self.axis_names))}."
+        )
+
+    def __getitem__(self, axis: str) -> int:
+        return self.axis_size(axis)
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self.axis_names
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How far apart, in device positions, two neighbours on each axis are.
+
+        >>> Mesh({"batch": 4, "model": 2}).strides
+        (2, 1)
+        """
+        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.axes)))
+
+    def coords(self, position: int) -> dict[str, int]:
+        """Where the device at ``position`` (row-major) stands on each axis.
+
+        Raises :class:`MeshError` for a position outside the mesh.
+
+        >>> Mesh({"batch": 4, "model": 2}).coords(5)
+        {'batch': 2, 'model': 1}
+        """
+        if not _is_whole(position) or not 0 <= position < self.size:
+            raise MeshError(
+                f"there is no device at position {position!r}: the mesh ({self.axes_text}) has "
+                f"positions 0 to {self.size - 1}."
+            )
+        return {
+            axis: position // stride % size
+            for (axis, size), stride in zip(self.axes, self.strides, strict=True)
+        }
+
+    def unravel_index(self) -> dict[int, dict[str, int]]:
+        """Position -> coordinates, for every device."""
+        return {position: self.coords(position) for position in range(self.size)}
+
+    # Its devices
+
+    def bound_devices(self) -> tuple[Any, ...]:
+        """The devices, row-major. Raises :class:`TopologyError` if the mesh is abstract."""
+        if self.devices is None:
+            raise TopologyError(
+                f"the mesh ({self.axes_text}) is abstract: it has axes and no devices. "
+                f"Bind it with create_mesh({dict(self.axes)!r}), on a machine with "
+                f"{self.size} devices or after virtual_devices({self.size})."
+            )
+        return self.devices
+
+    @property
+    def global_device_ids(self) -> tuple[int, ...]:
+        """Ids of all devices, row-major."""
+        return tuple(device.id for device in self.bound_devices())
+
+    @property
+    def local_devices(self) -> tuple[Any, ...]:
+        """The devices that belong to this process, in mesh order."""
+        here = topology.process_index()
+        return tuple(d for d in self.bound_devices() if d.process_index == here)
+
+    @property
+    def local_device_ids(self) -> tuple[int, ...]:
+        """Ids of this process's devices, in mesh order."""
+        return tuple(device.id for device in self.local_devices)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether none of the devices belong to this process."""
+        return not self.local_devices
+
+    # Other meshes from this one
+
+    def update(self, **changes: Any) -> Mesh:
+        """The same mesh with some of ``axes``, ``devices``, ``name`` changed."""
+        return replace(self, **changes)
+
+    def abstract(self) -> Mesh:
+        """The same axes without devices."""
+        return self.update(devices=None)
+
+    def host_mesh(self) -> Mesh:
+        """The same grid on the CPU devices of this machine; starts JAX's CPU client."""
+        return create_mesh(self.axes, devices=topology.devices("cpu")[: self.size])
+
+    @classmethod
+    def from_device(cls, device: Any, axis: str = "batch") -> Mesh:
+        """A mesh of one device."""
+        return cls([(axis, 1)], [device])
+
+    # JAX's word for it
+
+    @functools.cached_property
+    def jax_mesh(self) -> Any:
+        """The same as ``jax.sharding.Mesh``, or ``AbstractMesh`` while there are no devices."""
+        return _jax_mesh(self.axes, self.devices)
+
+    @classmethod
+    def from_jax(cls, mesh: Any) -> Mesh:
+        """A :class:`Mesh` from a ``jax.sharding.Mesh`` or ``AbstractMesh``; JAX's have no name."""
+        import jax
+
+        pairs = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+        abstract = isinstance(mesh, jax.sharding.AbstractMesh)
+        return cls(pairs, None if abstract else mesh.devices.flat)
+
+    # As text and as pickle
+
+    @property
+    def axes_text(self) -> str:
+        """``"batch=4, model=2"``."""
+        return ", ".join(f"{axis}={size}" for axis, size in self.axes)
+
+    def __str__(self) -> str:
+        name = f"{self.name}: " if self.name else ""
+        where = "" if self.devices is None else f" @ {_devices_text(self.devices)}"
+        return f"{name}{self.axes_text}{where}"
+
+    def __repr__(self) -> str:
+        name = f", name={self.name!r}" if self.name else ""
+        where = "" if self.devices is None else f", devices=<{_devices_text(self.devices)}>"
+        return f"Mesh({dict(self.axes)!r}{where}{name})"
+
+    @classmethod
+    def from_string(cls, text: str) -> Mesh:
+        """Read what ``str(mesh)`` wrote.
+
+        The devices named in the text are bound if JAX is running here and has them all; else the
+        mesh comes back abstract. Reading never starts a device. Raises :class:`MeshError`.
+
+        >>> Mesh.from_string("batch=4, model=2")
+        Mesh({'batch': 4, 'model': 2})
+        """
+        found = re.fullmatch(r"\s*(?:(\w+):)?([^@]*)(?:@\s*(\w+):([\d,\- ]+))?", text)
+        if found is None:
+            raise MeshError(
+                f"expected a mesh such as 'batch=4, model=2 @ cpu:0-7'; received {text!r}."
+            )
+        name, axes, platform, ids = found.groups()
+        mesh = cls(_parse_axes(axes, text), name=name or "")
+        if ids is None:
+            return mesh
+        named = _parse_ids(ids, mesh.size, text)
+        return mesh.update(devices=_present_devices(platform, named))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        named = None
+        if self.devices is not None:
+            named = tuple((d.platform, d.id) for d in self.devices)
+        return _unpickle, (self.axes, named, self.name)
+
+
+def create_mesh(
+    axes: AxesLike | None = None,
+    devices: Sequence[Any] | None = None,
+    platform: str | None = None,
+    name: str = "",
+) -> Mesh:
+    """Bind named axes to devices; this starts JAX.
+
+    ``axes``: pairs or a mapping; one size may be ``-1``, meaning "the rest"; without axes, one axis
+    ``"x"`` over all devices. ``devices``: JAX devices or names such as ``"cpu:3"``, in row-major
+    order; by default all of ``platform``, or of JAX's default platform. On TPUs the order follows
+    the interconnect. Raises :class:`MeshError` if the sizes do not multiply to the number of
+    devices, and :class:`TopologyError` if there are no devices of that platform here.
+
+    >>> print(create_mesh({"batch": -1, "model": 2}))
+    batch=4, model=2 @ cpu:0-7
+    """
+    chosen = topology.devices(platform) if devices is None else _named_devices(devices, platform)
+    pairs = _pairs({"x": -1} if axes is None else axes)
+    faults = _axis_faults(pairs, wildcard=True)
+    if faults:
+        raise MeshError("\n".join(faults))
+    pairs = _fill_in(pairs, len(chosen))
+    if math.prod(size for _, size in pairs) != len(chosen):
+        raise MeshError(_wrong_count(pairs, chosen, devices is None))
+    if devices is None:
+        chosen = topology.in_mesh_order([size for _, size in pairs], chosen)
+    mesh = Mesh(pairs, chosen, name)
+    if mesh.platform == "cpu":
+        topology.warn_if_cpu_pool_is_small(len(mesh.local_devices))
+    return mesh
+
+
+# The checks, each returning the faults it found
+
+
+def is_axis_name(name: object) -> bool:
+    """Whether an axis can be called so: a text of letters, digits and '_', no digit first."""
+    return isinstance(name, str) and re.fullmatch(r"[^\W\d]\w*", name) is not None
+
+
+def _is_whole(number: object) -> bool:
+    return hasattr(number, "__index__") and not isinstance(number, bool)
+
+
+def _pairs(axes: AxesLike) -> tuple[tuple[str, int], ...]:
+    items: Any = axes.items() if isinstance(axes, Mapping) else axes
+    try:
+        # NumPy's whole numbers become Python's, so that equal meshes print alike.
+        return tuple(
+            (axis, operator.index(size) if _is_whole(size) else size) for axis, size in items
+        )
+    except (TypeError, ValueError):
+        raise MeshError(
+            f"axes are pairs (name, size) or a mapping, such as {{'batch': 4, 'model': 2}}; "
+            f"received {axes!r}."
+        ) from None
+
+
+def _axis_faults(pairs: tuple[tuple[str, int], ...], wildcard: bool = False) -> list[str]:
+    if not pairs:
+        return ["a mesh needs at least one axis; for one device write {'batch': 1}."]
+    names = [axis for axis, _ in pairs]
+    faults = []
+    for axis in names:
+        if not is_axis_name(axis):
+            faults.append(
+                f"invalid axis name {axis!r}: use letters, digits and '_', not beginning with a "
+                "digit."
+            )
+    for axis, times in Counter(filter(is_axis_name, names)).items():
+        if axis in RESERVED:
+            faults.append(f"{axis!r} is a reserved name; choose another axis name.")
+        elif times > 1:
+            faults.append(
+                f"axis {axis!r} appears {times} times in {names}; axis names must be unique."
+            )
+    for axis, size in pairs:
+        if not _is_whole(size) or (size < 1 and not (wildcard and size == -1)):
+            allowed = "a whole number from 1 up" + (", or -1 once" if wildcard else "")
+            faults.append(f"axis {axis!r} has size {size!r}; a size is {allowed}.")
+    if [size for _, size in pairs].count(-1) > 1:
+        faults.append("-1 ('the rest') stands for more than one axis; only one can be left open.")
+    return faults
+
+
+def _device_faults(
+    pairs: tuple[tuple[str, int], ...], devices: tuple[Any, ...] | None
+) -> list[str]:
+    if devices is None:
+        return []
+    strangers = [d for d in devices if not hasattr(d, "platform")]
+    if strangers:
+        return [f"a mesh is made of JAX devices; received {', '.join(map(repr, strangers))}."]
+    faults = []
+    wanted = math.prod(size for _, size in pairs)
+    if wanted != len(devices):
+        faults.append(_wrong_count(pairs, devices, may_shrink=False))
+    twice = [str(device) for device, times in Counter(devices).items() if times > 1]
+    if twice:
+        faults.append(f"the same device stands twice in the mesh: {', '.join(twice)}.")
+    platforms = sorted({d.platform for d in devices})
+    if len(platforms) > 1:
+        faults.append(f"the devices are of different platforms: {', '.join(platforms)}.")
+    return faults
+
+
+def _wrong_count(
+    pairs: tuple[tuple[str, int], ...], devices: Sequence[Any], may_shrink: bool
+) -> str:
+    wanted = math.prod(size for _, size in pairs)
+    sizes = " x ".join(f"{axis}={size}" for axis, size in pairs)
+    message = f"{sizes} makes {wanted} devices, but there are {len(devices)}."
+    if may_shrink and wanted < len(devices):
+        return f"{message} To use the first {wanted}, pass devices=jax.devices()[:{wanted}]."
+    if wanted > len(devices) and devices and devices[0].platform == "cpu":
+        return (
+            f"{message} Call meshwright.virtual_devices({wanted}) at the start of the program, "
+            "or let one axis be -1."
+        )
+    return f"{message} Let one axis be -1 to take the rest, or change the sizes."
+
+
+def _fill_in(pairs: tuple[tuple[str, int], ...], count: int) -> tuple[tuple[str, int], ...]:
+    known = math.prod(size for _, size in pairs if size != -1)
+    if all(size != -1 for _, size in pairs):
+        return pairs
+    if count % known:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in pairs)
+        raise MeshError(f"{sizes} cannot be filled in: {count} devices do not divide by {known}.")
+    return tuple((axis, count // known if size == -1 else size) for axis, size in pairs)
+
+
+def _jax_mesh(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...] | None) -> Any:
+    import jax
+    import numpy as np
+
+    names, shape = zip(*axes, strict=True)
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    if devices is None:
+        return jax.sharding.AbstractMesh(shape, names, axis_types=auto)
+    grid = np.empty(len(devices), dtype=object)
+    grid[:] = devices
+    return jax.sharding.Mesh(grid.reshape(shape), names, axis_types=auto)
+
+
+# Devices as text
+
+
+def _devices_text(devices: tuple[Any, ...]) -> str:
+    return f"{devices[0].platform}:{_ranges([d.id for d in devices])}"
+
+
+def _ranges(ids: list[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"0-2,5"``; the order is kept."""
+    runs: list[list[int]] = []
+    for i in ids:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _parse_axes(axes: str, text: str) -> list[tuple[str, int]]:
+    found = re.findall(r"(\w+)\s*=\s*(\d+)", axes)
+    if re.sub(r"\w+\s*=\s*\d+", "", axes).strip(" ,") or not found:
+        raise MeshError(f"expected a mesh such as 'batch=4, model=2 @ cpu:0-7'; received {text!r}.")
+    return [(axis, int(size)) for axis, size in found]
+
+
+def _parse_ids(ids: str, wanted: int, text: str) -> list[int]:
+    runs = []
+    for run in ids.split(","):
+        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", run)
+        first, last = map(int, (found[1], found[2] or found[1])) if found else (1, 0)
+        if last < first:
+            raise MeshError(f"{text!r} names no devices after '@'; write 'cpu:0-7' or 'cpu:0,2'.")
+        runs.append((first, last))
+    count = sum(last - first + 1 for first, last in runs)
+    if count != wanted:
+        raise MeshError(f"{text!r} names {count} device(s), but its axes make {wanted}.")
+    return [i for first, last in runs for i in range(first, last + 1)]
+
+
+def _present_devices(platform: str, ids: Iterable[int]) -> tuple[Any, ...] | None:
+    """The devices of these ids if all of them are here already, else ``None``."""
+    here = topology.running_devices(platform)
+    wanted = list(ids)
+    return tuple(here[i] for i in wanted) if all(i in here for i in wanted) else None
+
+
+def _unpickle(axes: AxesLike, named: tuple[tuple[str, int], ...] | None, name: str) -> Mesh:
+    mesh = Mesh(axes, name=name)
+    if named is None:
+        return mesh
+    return mesh.update(devices=_present_devices(named[0][0], [i for _, i in named]))
+
+
+def _named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
+    """JAX devices for a mixture of devices and names such as ``"cpu:3"``."""
+    if isinstance(devices, str) or not hasattr(devices, "__iter__"):
+        raise MeshError(
+            f"devices={devices!r}: expected a list of JAX devices or of their names, such as "
+            "['cpu:0', 'cpu:1']."
+        )
+    chosen, faults = [], []
+    for device in devices:
+        is_name = isinstance(device, str)
+        found: Any = _device_called(device, platform) if is_name else device
+        if is_name and found is None:
+            faults.append(f"there is no device {device!r}. {_devices_there(device, platform)}")
+        elif not hasattr(found, "platform"):
+            faults.append(
+                f"expected a JAX device or its name, such as 'cpu:3'; received {device!r}."
+            )
+        elif platform not in (None, found.platform, "cuda", "rocm"):  # both are JAX's "gpu"
+            faults.append(f"device {device!r} is not of the platform asked for, {platform!r}.")
+        chosen.append(found)
+    if not chosen:
+        faults.append("devices=[] leaves nothing to make a mesh of; without it all are taken.")
+    if faults:
+        raise MeshError("\n".join(faults))
+    return chosen
+
+
+def _device_called(name: str, platform: str | None) -> Any | None:
+    kind, _, number = name.lower().rpartition(":")
+    known = {str(device.id): device for device in topology.devices(kind or platform)}
+    return known.get(number)
+
+
+def _devices_there(name: str, platform: str | None) -> str:
+    there = topology.devices(name.lower().rpartition(":")[0] or platform)
+    return f"JAX has {_devices_text(tuple(there))}."

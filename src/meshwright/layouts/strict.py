@@ -1,0 +1,206 @@
+"""What is suspicious about a placement once all variables of a program are known.
+
+A rule with a typing error leaves its variables replicated, and the first that anybody hears of it
+is that a device has no memory left. So: rules that place nothing, rules for dims that nothing has,
+large variables that no rule names, and axes along which all devices would do the same work.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from ..errors import PlacementError
+from ..merging import merged
+from ..warn import warn
+from .dim_names import ANY, DimNames
+from .layout_map import Rule, find_rule, finds
+from .placement import ParamInfo, Placed, Placement
+
+LARGE_BYTES = 1 << 20
+_NEAREST = 3
+_FEW = 3  # rules of which each is told by itself
+
+
+def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the program") -> None:
+    """Raise or warn about what is suspicious, each kind at once.
+
+    ``infos`` are all the variables that the rules are for. Raises
+    :class:`~meshwright.PlacementError` for rules that place no variable (a warning with
+    ``strict=False``) and, with ``unmatched="error"``, for large variables that no rule names.
+
+    >>> import meshwright as mw
+    >>> placement = Placement.of(mw.Mesh({"batch": 2}), {"hiden/kernel": ["batch", None]})
+    >>> inspect(placement, [ParamInfo("hidden/kernel", ("hidden/kernel",), (4, 4), "float32", 4)])
+    Traceback (most recent call last):
+        ...
+    meshwright.errors.PlacementError: 1 rule(s) place no variable of the program, ...
+      'hiden/kernel' is found in no path. The nearest: 'hidden/kernel'.
+    Correct them or take them out; strict=False makes this a warning.
+    """
+    infos = [info for info in infos if info.role not in ("metric", "slot")]
+    refuse_idle_rules(placement, infos, name)
+    if not any(info.names for info in infos):  # else more dims turn up when it is traced
+        refuse_idle_dim_rules(placement)
+    if large := unnamed(placement, infos):
+        text = _unnamed_text(large, name)
+        if placement.unmatched == "error":
+            raise PlacementError(f"{text}Name them in a rule, or say unmatched='replicate'.")
+        if placement.unmatched == "warn":
+            text += "Name them in a rule; unmatched='error' refuses them, 'replicate' is silent."
+            warn(text)
+    if axes := idle_axes(placement, placement.place(infos)):
+        named = " and ".join(f"{axis!r} (size {placement.mesh[axis]})" for axis in axes)
+        warn(
+            f"no parameter and no input of {name} lies along axis {named}: all devices along it "
+            "will repeat the same work. Split something over it, add it to batch=, or make the "
+            "mesh without it."
+        )
+
+
+def refuse_idle_rules(
+    placement: Placement, infos: Sequence[ParamInfo], name: str = "the program"
+) -> None:
+    """Raise :class:`~meshwright.PlacementError`, or warn, if rules place none of the variables."""
+    if faults := idle_rules(placement, infos):
+        text = (
+            f"{len(faults)} rule(s) place no variable of {name}, and what they were meant for may "
+            "be replicated:\n" + "\n".join(merged(faults)) + "\nCorrect them or take them out"
+        )
+        if len(faults) == len(placement.rules) > _FEW:
+            text = _of_another_model(placement.rules, infos, name)
+        if placement.strict:
+            raise PlacementError(f"{text}; strict=False makes this a warning.")
+        warn(f"{text}.")
+
+
+def _of_another_model(rules: Sequence[Rule], infos: Sequence[ParamInfo], name: str) -> str:
+    """What is wrong where no rule out of many places anything."""
+    patterns = merged(repr(rule.pattern) for rule in rules)
+    paths = merged(repr(info.path) for info in infos)
+    return (
+        f"none of {len(rules)} rules places a variable of {name}: they are for another model.\n"
+        f"  rules: {_some(patterns)}\n  variables: {_some(paths)}\n"
+        "Use the model that the rules or the plan were made for, or make new ones"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 2 * _NEAREST
+    return ", ".join(names[: 2 * _NEAREST]) + (f" and {more} more" if more > 0 else "")
+
+
+def refuse_idle_dim_rules(placement: Placement) -> None:
+    """Raise :class:`~meshwright.PlacementError`, or warn, for rules of dims that nothing has.
+
+    For models whose dims are named in layouts alone. The dim ``batch`` is that of their batches.
+
+    >>> import meshwright as mw
+    >>> layouts = {"kernel": mw.dims("d_model d_ff")}
+    >>> placement = Placement.of(mw.Mesh({"all": 8}), layouts, rules="dff:all")
+    >>> refuse_idle_dim_rules(placement)
+    Traceback (most recent call last):
+        ...
+    meshwright.errors.PlacementError: no dim is named as in the rule(s) 'dff:all', so they split
+    nothing. Named dims: 'd_ff', 'd_model'. Correct the rules or take them out; strict=False makes
+    this a warning.
+    """
+    if placement.dim_rules is None:
+        return
+    named = _named_dims(placement)
+    idle = [f"'{d}:{axis}'" for d, axis in placement.dim_rules.pairs if d not in {*named, "batch"}]
+    if not idle:
+        return
+    known = (
+        f"Named dims: {', '.join(map(repr, named))}."
+        if named
+        else "Nothing has named dims: name those of weights, layouts['ffn.*kernel'] = "
+        "dims('d_model d_ff')."
+    )
+    text = (
+        f"no dim is named as in the rule(s) {', '.join(idle)}, so they split nothing. {known} "
+        "Correct the rules or take them out"
+    )
+    if placement.strict:
+        raise PlacementError(f"{text}; strict=False makes this a warning.")
+    warn(f"{text}.")
+
+
+def _named_dims(placement: Placement) -> list[str]:
+    layouts = [rule.layout for rule in (*placement.rules, *placement.activations)]
+    layouts += [given for _, given in (*placement.inputs, *placement.targets)]
+    names = (given.names for given in layouts if isinstance(given, DimNames))
+    return sorted({name for each in names for name in each} - {ANY})
+
+
+def idle_rules(placement: Placement, infos: Sequence[ParamInfo]) -> list[str]:
+    """A sentence for each rule that places none of the variables."""
+    placing = {find_rule(placement.rules, info.spellings) for info in infos}
+    return [
+        f"  {_why_idle(rule, placement.rules, infos)}"
+        for rule in placement.rules
+        if rule not in placing
+    ]
+
+
+def unnamed(placement: Placement, infos: Sequence[ParamInfo]) -> list[Placed]:
+    """Large parameters that every device holds whole because no rule names them.
+
+    Without any rule, or with level 3 of ZeRO where it shares them out, that is as it is meant.
+    """
+    if not placement.rules or placement.mesh.size == 1:
+        return []
+    return [
+        each
+        for each in placement.place(infos)
+        if each.info.role == "parameter"
+        and each.info.nbytes >= LARGE_BYTES
+        and each.layout.is_fully_replicated
+        and each.info.asked is None
+        and find_rule(placement.rules, each.info.spellings) is None
+    ]
+
+
+def idle_axes(placement: Placement, placed: Iterable[Placed]) -> list[str]:
+    """Axes of the mesh along which nothing is split."""
+    layouts = [each.layout for each in placed]
+    layouts += [placement.layout(given) for _, given in (*placement.inputs, *placement.targets)]
+    layouts += [placement.layout(rule.layout) for rule in placement.activations]
+    used = {axis for layout in layouts for axis in layout.axes} | set(placement.batch_axes)
+    return [axis for axis, size in placement.mesh.axes if size > 1 and axis not in used]
+
+
+def _why_idle(rule: Rule, rules: Sequence[Rule], infos: Sequence[ParamInfo]) -> str:
+    found = [info for info in infos if finds(rule.pattern, info.spellings)]
+    if not found:
+        near = _nearest(rule.pattern, infos)
+        hint = f" The nearest: {', '.join(map(repr, near))}." if near else ""
+        return f"{rule.pattern!r} is found in no path.{hint}"
+    others = {find_rule(rules, info.spellings) for info in found}
+    takers = ", ".join(sorted(repr(other.pattern) for other in others if other is not None))
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"{rule.pattern!r} comes too late: what it is found in ({found[0].path!r}{more}) is placed "
+        f"by {takers} already."
+    )
+
+
+def _nearest(pattern: str, infos: Sequence[ParamInfo]) -> list[str]:
+    """The paths that look most like a pattern, whose signs of regular expressions do not count."""
+    plain = re.sub(r"[\\^$()?+\[\]{}*|]|\.\*", "", pattern)
+    spelled = {path: info.path for info in infos for path in (info.path, *info.spellings)}
+    close = difflib.get_close_matches(plain, spelled, n=2 * _NEAREST, cutoff=0.5)
+    return list(dict.fromkeys(spelled[path] for path in close))[:_NEAREST]
+
+
+def _unnamed_text(large: list[Placed], name: str) -> str:
+    lines = merged(
+        f"  {each.info.path} {each.info.dims}: {each.info.nbytes:,} bytes"
+        for each in sorted(large, key=lambda each: -each.info.nbytes)
+    )
+    total = sum(each.info.nbytes for each in large)
+    return (
+        f"{len(large)} large parameter(s) of {name} are named by no rule, so every device holds "
+        f"them whole, {total:,} bytes in all:\n" + "\n".join(lines) + "\n"
+    )

@@ -1,0 +1,305 @@
+"""The search: meshes, axes of dims and other choices together, the most promising first.
+
+Each mesh with each set of choices has a bound that no assignment can beat; what cannot beat the
+best answers so far is never solved (best-first branch and bound, Land and Doig 1960).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ...hlo.groups import Axes
+from ...targets.hardware import Hardware
+from ...targets.target import Target
+from ..graph import Graph
+from .answers import Candidate, in_words, plain, simplified
+from .choices import EVERY_REMAT, Choices, Cost, Layouts
+from .compact import Compact, compact
+from .cost import cost_of, divides, masks_of
+from .frame import Frame, frame_of, least_shared_s
+from .meshes import meshes
+from .model import Tables, tables_of
+from .relaxed import Relaxed, relaxed
+from .setting import Setting, require_times, setting_of
+from .solve import GAP, solve_memory, solve_time
+from .space import EVERYTHING, Objective, Space
+
+_CLOSE = 0.995  # what cannot be better than this share of the best is not looked for
+
+
+@dataclass(frozen=True)
+class Found:
+    """Answers that keep within the memory, the best first, and whether nothing better can be.
+
+    ``tables`` and ``solved`` say how much was looked at, ``seconds`` how long it took.
+    """
+
+    candidates: tuple[Candidate, ...]
+    is_proven: bool
+    tables: int = field(compare=False)
+    solved: int = field(compare=False)
+    seconds: float = field(compare=False)
+
+
+def search(
+    graph: Graph,
+    target: Target,
+    hardware: Hardware,
+    *,
+    objective: Objective = "time",
+    limit_bytes: int | None = None,
+    space: Space = EVERYTHING,
+    keep: int = 2,
+    limit_s: float = 10.0,
+    known: Iterable[Candidate] = (),
+) -> Found:
+    """The best layouts of a step on a target, at most one per mesh and set of choices.
+
+    Nothing that is left out is better than the first by more than 1 %, under the model of
+    :func:`cost`, unless ``is_proven`` is false: then the seconds ran out. None of those that are
+    ``known`` beforehand and fit is better than the first, however few the seconds. Raises
+    :class:`~meshwright.TargetError` where the hardware's constants do not tell times.
+    """
+    problem = compact(graph, target.platform)
+    run = _Search(problem, target, hardware, objective, limit_bytes, space, keep)
+    return run(limit_s, known)
+
+
+class _Node(NamedTuple):
+    bound: float
+    order: int  # of equals, the first that was thought of
+    axes: Axes
+    choices: Choices
+    tables: Tables | None
+    relaxed: Relaxed | None
+
+
+@dataclass
+class _Search:
+    problem: Compact
+    target: Target
+    hardware: Hardware
+    objective: Objective
+    limit_bytes: int | None
+    space: Space
+    keep: int
+    heap: list[_Node] = field(default_factory=list)
+    best: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
+    costs: dict[Layouts, Cost] = field(default_factory=dict)
+    frames: dict[tuple[Axes, int], Frame] = field(default_factory=dict)
+    order: Iterator[int] = field(default_factory=itertools.count)
+    built: int = 0
+    solved: int = 0
+    is_proven: bool = True
+
+    def __call__(self, limit_s: float, known: Iterable[Candidate]) -> Found:
+        begun = time.monotonic()
+        deadline_s = begun + limit_s
+        for each in known:
+            self._add(each)
+        for axes in self._meshes():
+            self._push_mesh(axes)
+        while self.heap and self._can_help(self.heap[0].bound):
+            if time.monotonic() > deadline_s:
+                self.is_proven = False
+                break
+            self._visit(heapq.heappop(self.heap), deadline_s)
+        return Found(
+            tuple(self._ranked()[: self.keep]),
+            self.is_proven,
+            self.built,
+            self.solved,
+            time.monotonic() - begun,
+        )
+
+    def _meshes(self) -> Iterable[Axes]:
+        if self.space.axes is not None:
+            return (self.space.axes,)
+        return meshes(self.target, self.hardware, self.space.max_axes, self.space.fewer_devices)
+
+    def _setting(self, axes: Axes) -> Setting:
+        return setting_of(axes, self.target, self.hardware)
+
+    def _push_mesh(self, axes: Axes) -> None:
+        setting = self._setting(axes)
+        if self.objective == "time":
+            require_times(setting, self.target, self.hardware)
+            bound = least_shared_s(self.problem, setting)
+            for zero in self._levels(axes):
+                self._push(bound, axes, self._base(zero))
+            return
+        for choices in self._choices(axes):
+            self._push(0.0, axes, choices)
+
+    def _base(self, zero: int) -> Choices:
+        """The choices that take the least time at a level of ZeRO."""
+        least = min(self.space.remat, key=EVERY_REMAT.index)
+        return Choices(zero, min(self.space.accumulate), least)
+
+    def _levels(self, axes: Axes) -> Sequence[int]:
+        """Levels of ZeRO, which need something to share state out over."""
+        batch = self.problem.batch
+        everything = range(1, 2 ** len(axes))
+        can = batch is not None and any(
+            divides(self.problem, axes, batch, mask, 1) for mask in everything
+        )
+        return self.space.zero if can else (min(self.space.zero),)
+
+    def _choices(self, axes: Axes) -> Iterator[Choices]:
+        every = itertools.product(self._levels(axes), self.space.accumulate, self.space.remat)
+        return (choices for each in every if self._is_possible(choices := Choices(*each)))
+
+    def _is_possible(self, choices: Choices) -> bool:
+        batch = self.problem.batch
+        if choices.accumulate == 1:
+            return True
+        return batch is not None and self.problem.units[batch].size % choices.accumulate == 0
+
+    def _push(
+        self,
+        bound: float,
+        axes: Axes,
+        choices: Choices,
+        tables: Tables | None = None,
+        relaxed: Relaxed | None = None,
+    ) -> None:
+        heapq.heappush(self.heap, _Node(bound, next(self.order), axes, choices, tables, relaxed))
+
+    def _visit(self, node: _Node, deadline_s: float) -> None:
+        """Give a node its true bound, or solve it."""
+        if node.tables is None:
+            self.built += 1
+            tables = tables_of(self._frame(node.axes, node.choices.accumulate), node.choices)
+            is_time = self.objective == "time"
+            least = tables.least_time_s if is_time else float(tables.least_bytes)
+            self._push(max(node.bound, least), node.axes, node.choices, tables)
+        elif self.objective == "memory":
+            self._solve_memory(node.tables, deadline_s)
+        elif node.relaxed is None:
+            self._solve_free(node, node.tables, deadline_s)
+        else:
+            self._solve_limited(node.tables, node.relaxed, deadline_s)
+
+    def _frame(self, axes: Axes, accumulate: int) -> Frame:
+        key = axes, accumulate
+        if key not in self.frames:
+            self.frames[key] = frame_of(self.problem, self._setting(axes), accumulate)
+        return self.frames[key]
+
+    def _solve_free(self, node: _Node, tables: Tables, deadline_s: float) -> None:
+        """The fastest of all; where that does not fit, what the limit costs is its new bound."""
+        self.solved += 1
+        free = None if tables.free is None else tables.free[1]
+        if free is None:
+            found = solve_time(tables, None, deadline_s, self._worst())
+            self.is_proven &= found.is_proven
+            free = found.masks
+        if free is None:
+            return
+        if self.limit_bytes is None or tables.peaks(free).max() <= self.limit_bytes:
+            self._keep(tables, free)
+            return
+        self._push_children(node, tables.time_s(free))
+        if tables.least_bytes > self.limit_bytes:
+            return
+        limited = relaxed(tables, self.limit_bytes)
+        if limited.masks is not None and self._can_help(limited.time_s):
+            self._keep(tables, limited.masks)
+        if limited.bound_s < float("inf"):
+            bound = max(node.bound, limited.bound_s)
+            self._push(bound, node.axes, node.choices, tables, limited)
+
+    def _solve_limited(self, tables: Tables, known: Relaxed, deadline_s: float) -> None:
+        """The fastest of what fits, unless it is known already."""
+        if known.time_s <= known.bound_s * (1 + GAP):
+            return
+        self.solved += 1
+        fits = solve_time(tables, self.limit_bytes, deadline_s, self._worst(), known)
+        self.is_proven &= fits.is_proven
+        if fits.masks is not None:
+            self._keep(tables, fits.masks)
+
+    def _push_children(self, node: _Node, least_s: float) -> None:
+        """More micro-batches, or recomputing, take more time; they only help what does not fit."""
+        base = self._base(node.choices.zero)
+        if node.choices != base:
+            return
+        for choices in self._choices(node.axes):
+            if choices.zero == base.zero and choices != base:
+                self._push(least_s * _CLOSE, node.axes, choices)
+
+    def _solve_memory(self, tables: Tables, deadline_s: float) -> None:
+        self.solved += 1
+        worst = self._worst()
+        found = solve_memory(tables, deadline_s, None if worst is None else int(worst))
+        self.is_proven &= found.is_proven
+        if found.masks is not None:
+            self._keep(tables, found.masks)
+
+    def _keep(self, tables: Tables, masks: Mapping[int, int]) -> None:
+        fixed = self.space.axes is not None
+        layouts = plain(self.problem, tables, masks, fixed)
+        found = self._cost(layouts)
+        for simpler in [] if fixed else simplified(self.problem, layouts):
+            other = self._cost(simpler)
+            if self._rank(other) <= self._rank(found):
+                layouts, found = simpler, other
+        if not fixed:
+            layouts = in_words(self.problem, layouts)
+        self._add(Candidate(layouts, found), tables.frame.setting.axes, tables.choices)
+
+    def _add(self, new: Candidate, *key: object) -> None:
+        """Keep what fits, the best of each mesh and set of choices, by the names of the search."""
+        if self.limit_bytes is not None and new.cost.peak_bytes > self.limit_bytes:
+            return
+        at = key or (new.layouts,)
+        before = self.best.get(at)
+        if before is None or self._rank(new.cost) < self._rank(before.cost):
+            self.best[at] = new
+
+    def _cost(self, layouts: Layouts) -> Cost:
+        if layouts not in self.costs:
+            setting = self._setting(layouts.axes)
+            masks = masks_of(self.problem, layouts.axes, dict(layouts.rules))
+            self.costs[layouts] = cost_of(self.problem, setting, masks, layouts.choices)
+        return self.costs[layouts]
+
+    def _rank(self, cost: Cost) -> tuple[float, float]:
+        time_s = cost.time_s or 0.0
+        return (time_s, cost.peak_bytes) if self.objective == "time" else (cost.peak_bytes, time_s)
+
+    def _ranked(self) -> list[Candidate]:
+        """The answers, the best first; of those that cost the same, and differ in names, one."""
+        found: dict[object, Candidate] = {}
+        for each in self.best.values():
+            known = self._rank(each.cost) if each.cost.time_s is not None else each.layouts
+            found.setdefault(known, each)
+        return _worth_it(sorted(found.values(), key=lambda each: self._rank(each.cost)))
+
+    def _worst(self) -> float | None:
+        """The last of the answers that are kept; ``None`` while there is room for more."""
+        ranked = self._ranked()
+        return None if len(ranked) < self.keep else self._rank(ranked[self.keep - 1].cost)[0]
+
+    def _can_help(self, bound: float) -> bool:
+        worst = self._worst()
+        return worst is None or bound < _CLOSE * worst
+
+
+def _worth_it(ranked: Iterable[Candidate]) -> list[Candidate]:
+    """Without those that compute as much again as a better one, or more, and hold no less."""
+    kept: list[Candidate] = []
+    known: dict[object, list[tuple[int, int]]] = {}
+    for each in ranked:
+        choices, held = each.layouts.choices, each.cost.peak_bytes
+        again = EVERY_REMAT.index(choices.remat)
+        better = known.setdefault(replace(each.layouts, choices=replace(choices, remat="none")), [])
+        if not any(less <= again and bytes_ <= held for less, bytes_ in better):
+            better.append((again, held))
+            kept.append(each)
+    return kept

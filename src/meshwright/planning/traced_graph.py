@@ -1,0 +1,200 @@
+"""A traced step as a graph over inferred dims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..errors import MeshError, ModelError
+from ..jaxprs.factors import Dim, Dims, Factor, label
+from ..jaxprs.facts import shape_of
+from ..jaxprs.names import Argument, Labels, Made, families_of, names_of
+from ..jaxprs.reach import opened
+from ..jaxprs.record import Done, Record, Tensor, Value
+from ..jaxprs.walk import LOOPS, RULES, At, follow
+from ..layouts.dim_names import ANY
+from ..targets.target import Target
+from .ahead import trace
+from .described import Described
+from .graph import Graph, GraphDim, GraphTensor, Joint, Operation
+
+_NEVER_SPLIT = ("seed", "metric")
+
+
+def graph_of_step(described: Described) -> Graph:
+    """The graph of a training step that is described for a mesh of one device.
+
+    Raises :class:`~meshwright.MeshError` for another mesh, whose layouts would be in the step.
+    """
+    return graph_of(*traced_step(described))
+
+
+def traced_step(described: Described) -> tuple[Any, list[Argument], int]:
+    """The step as it is traced, what its arguments are, and how many of them it gives back."""
+    import jax
+
+    if described.mesh.size != 1:
+        raise MeshError(
+            f"dims are inferred from the step of one device, and {described.name!r} is laid out "
+            f"over {described.mesh.size} ({described.mesh.axes_text}). Describe it on a mesh whose "
+            "axes all have size 1."
+        )
+    traced = trace(described.jitted, (described.state, described.batch), Target.of("cpu:1"))
+    known = {}
+    for order, placed in enumerate(described.placed):
+        info, names = placed.info, placed.names or placed.info.names
+        known[info.path] = Argument(
+            info.path, info.role, names.names if names else None, info.owner, order
+        )
+    state = [known[path[-1].key] for path, _ in jax.tree.leaves_with_path(described.state)]
+    leaves = jax.tree.leaves_with_path(described.batch)
+    inputs = [Argument(input_path(path), "input") for path, _ in leaves]
+    return traced.jaxpr, [*state, *inputs], len(state)
+
+
+def input_path(path: Any) -> str:
+    """What an array of the batch is called, by its place in the tree."""
+    import jax
+
+    where = jax.tree_util.keystr(path, simple=True, separator="/")
+    return f"input/{where}" if where else "input"
+
+
+def graph_of(jaxpr: Any, arguments: Sequence[Argument], carried: int = 0) -> Graph:
+    """The graph of a traced function, whose flat arguments are described one by one.
+
+    The first ``carried`` results take the place of the first arguments, as the state of a training
+    step does, and lie as those. Raises :class:`~meshwright.ModelError` for another number of
+    arguments. How dims are joined follows Mesh-TensorFlow (Shazeer et al. 2018), whose programs
+    name them, and Shardy, which splits them into factors.
+
+    >>> import jax, jax.numpy as jnp
+    >>> jaxpr = jax.make_jaxpr(lambda x, w: x @ w)(jnp.ones([8, 4]), jnp.ones([4, 6]))
+    >>> graph = graph_of(jaxpr, [Argument("x", "input"), Argument("dense/kernel")])
+    >>> [(dim.name, dim.size) for dim in graph.dims]
+    [('batch', 8), ('dense.in', 4), ('dense.out', 6)]
+    >>> [graph.dims[dim].name for dim in graph.operations[0].summed]
+    ['dense.in']
+    """
+    inner = opened(jaxpr)
+    if len(inner.invars) != len(arguments):
+        raise ModelError(
+            f"the step has {len(inner.invars)} arrays as arguments and {len(arguments)} are "
+            "described. Describe each leaf of its arguments, in the order of jax.tree.leaves."
+        )
+    record = Record()
+    values = _begin(record, inner.invars, arguments)
+    results = follow(record, inner, values, At())
+    for argument, kept, new in zip(arguments[:carried], values, results, strict=False):
+        record.carry("store", argument.path, kept, new)
+    return _Assembled(record, arguments, values).graph()
+
+
+def unknown_kinds(graph: Graph) -> tuple[str, ...]:
+    """The kinds of operations that no rule is known for: they join no dims and are done whole.
+
+    >>> unknown_kinds(Graph((), (), (Operation("dot_general", "", (), ()),)))
+    ()
+    """
+    kinds = dict.fromkeys(each.kind for each in graph.operations)
+    return tuple(kind for kind in kinds if kind not in RULES and kind not in LOOPS)
+
+
+def _begin(record: Record, variables: Sequence[Any], arguments: Sequence[Argument]) -> list[Value]:
+    """The arguments, joined already where a slot has an owner, or an author said so."""
+    dims = [_dims(record, v, each) for v, each in zip(variables, arguments, strict=True)]
+    owners = {each.path: place for place, each in enumerate(arguments)}
+    named: dict[str, Dim] = {}
+    values = []
+    for place, argument in enumerate(arguments):
+        own, var = dims[place], variables[place]
+        owner = owners.get(argument.owner or "")
+        if owner is not None and shape_of(var) == shape_of(variables[owner]):
+            own = dims[owner]
+        role = "state" if argument.role in _NEVER_SPLIT else argument.role
+        values.append(record.value(var, own, argument.path, role))
+        for name, dim in zip(argument.names or (), own, strict=False):
+            if name != ANY:
+                record.factors.tie(named.setdefault(name, dim), dim)
+    return values
+
+
+def _dims(record: Record, var: Any, argument: Argument) -> Dims:
+    if argument.role in _NEVER_SPLIT:
+        return ((),) * len(shape_of(var))
+    return record.factors.new_dims(shape_of(var))
+
+
+class _Assembled:
+    """Gives numbers and names to what the record of a step holds."""
+
+    def __init__(
+        self, record: Record, arguments: Sequence[Argument], values: Sequence[Value]
+    ) -> None:
+        self._record = record
+        self._arguments = [
+            (argument, value.tensor)
+            for argument, value in zip(arguments, values, strict=True)
+            if value.tensor is not None
+        ]
+        used = [place for _, place in self._arguments]
+        used += [place for done in record.done for place in (*done.operands, *done.results)]
+        self._tensors = {place: number for number, place in enumerate(sorted(set(used)))}
+        self._labels: dict[int, Labels] = {
+            place: tuple(label(dim) for dim in record.tensors[place].dims)
+            for place in self._tensors
+        }
+
+    def graph(self) -> Graph:
+        made = [
+            Made(done.path, done.kind, self._labels[place])
+            for done in self._record.done
+            for place in (*done.operands, *done.results)
+        ]
+        names = names_of([(a, self._labels[place]) for a, place in self._arguments], made)
+        self._dims = {factor: number for number, factor in enumerate(names)}
+        sizes = {name: factor.size for factor, name in names.items()}
+        together = {
+            tuple(names[one] for one in labels if one is not None)
+            for labels in self._labels.values()
+        }
+        families = families_of(sizes, sorted(together))
+        return Graph(
+            dims=tuple(GraphDim(name, sizes[name], families[name]) for name in names.values()),
+            tensors=tuple(self._tensor(place) for place in self._tensors),
+            operations=tuple(map(self._operation, self._record.done)),
+        )
+
+    def _tensor(self, place: int) -> GraphTensor:
+        each: Tensor = self._record.tensors[place]
+        dims = tuple(None if one is None else self._dims[one] for one in self._labels[place])
+        twin = None if each.twin is None else self._tensors.get(each.twin)
+        return GraphTensor(each.path, dims, each.shape, each.itemsize, each.role, twin)
+
+    def _operation(self, done: Done) -> Operation:
+        joints = [
+            Joint(self._tensors[each.tensor], given, wanted)
+            for each in done.moved
+            if (given := self._dim(each.given)) != (wanted := self._dim(each.wanted))
+            and given is not None
+            and wanted is not None
+        ]
+        return Operation(
+            kind=done.kind,
+            path=done.path,
+            operands=tuple(self._tensors[place] for place in done.operands),
+            results=tuple(self._tensors[place] for place in done.results),
+            flops=done.flops,
+            summed=self._several(done.summed),
+            whole=self._several(done.whole),
+            joints=tuple(dict.fromkeys(joints)),
+            times=done.times,
+        )
+
+    def _several(self, dims: Iterable[Dim]) -> tuple[int, ...]:
+        found = [self._dim(dim) for dim in dims]
+        return tuple(sorted({number for number in found if number is not None}))
+
+    def _dim(self, dim: Dim) -> int | None:
+        one: Factor | None = label(dim)
+        return None if one is None else self._dims.get(one)

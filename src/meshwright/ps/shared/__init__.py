@@ -1,0 +1,1 @@
+"""What coordinator, workers and servers have in common."""

@@ -1,0 +1,102 @@
+"""How far workers may run ahead of each other: one switch, as a value.
+
+``"async"`` is TensorFlow's parameter-server training (Hogwild, Downpour SGD), ``"sync"`` a barrier
+after each step, :class:`Stale` the stale-synchronous rule (Ho et al. 2013), and :class:`Backup`
+synchronous training that does not wait for the slowest (Chen et al. 2016).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Async:
+    """Every update is applied as it comes.
+
+    ``by_staleness`` divides the learning rate by an update's staleness (Zhang et al. 2016), and
+    ``compensation`` is the factor of delay compensation (DC-ASGD, Zheng et al. 2017); with
+    ``adaptive`` it is divided by the root of the running mean of the gradient's square (DC-ASGD-a).
+    """
+
+    by_staleness: bool = False
+    compensation: float = 0.0
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        _check_options(self.compensation, self.adaptive)
+
+
+@dataclass(frozen=True)
+class Stale:
+    """No worker starts a step when it is more than ``bound`` steps ahead of the slowest one.
+
+    >>> Stale(3)
+    Stale(bound=3, by_staleness=False, compensation=0.0, adaptive=False)
+    """
+
+    bound: int
+    by_staleness: bool = False
+    compensation: float = 0.0
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        _check_whole("Stale", self.bound, least=0)
+        _check_options(self.compensation, self.adaptive)
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One step of every worker makes one update, from the mean of their gradients."""
+
+
+@dataclass(frozen=True)
+class Backup:
+    """As :class:`Sync`, but the last ``spare`` gradients of each round are not waited for.
+
+    >>> Backup(1)
+    Backup(spare=1)
+    """
+
+    spare: int
+
+    def __post_init__(self) -> None:
+        _check_whole("Backup", self.spare, least=1)
+
+
+Consistency = Async | Stale | Sync | Backup
+
+
+def consistency(choice: str | Consistency) -> Consistency:
+    """The value that ``"async"`` or ``"sync"`` stands for; values as they are.
+
+    Raises :class:`~meshwright.errors.ClusterError` for anything else.
+
+    >>> consistency("sync")
+    Sync()
+    """
+    if isinstance(choice, Async | Stale | Sync | Backup):
+        return choice
+    named = {"async": Async(), "sync": Sync()}
+    if choice not in named:
+        raise ClusterError(
+            "consistency must be 'async', 'sync', Stale(bound) or Backup(spare); "
+            f"received {choice!r}."
+        )
+    return named[choice]
+
+
+def _check_whole(name: str, number: object, least: int) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise ClusterError(f"{name}({number!r}): give a whole number from {least}.")
+
+
+def _check_options(compensation: float, adaptive: bool) -> None:
+    if not compensation >= 0:
+        raise ClusterError(f"compensation={compensation!r}: give a number from 0.")
+    if adaptive and not compensation:
+        raise ClusterError(
+            "adaptive=True is how delays are compensated: give compensation= too, 2.0 for example."
+        )

@@ -1,0 +1,164 @@
+"""A variable on the servers, as the user holds it: in the coordinator and inside functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...errors import ArrayError, TaskError
+from ..worker.context import Context, current
+from ..worker.updates import Update
+from .placing import ShardPlace, VariableSpec
+
+
+class Variable:
+    """A variable that lies on the servers, made by ``strategy.variable``.
+
+    Inside a scheduled function, changes are kept until the function returns and are then applied
+    once, whatever happens to the worker; the function's own reads see them. Outside, they are
+    applied at once. A variable travels to workers as a reference, not as its values.
+    """
+
+    def __init__(self, spec: VariableSpec, home: Any = None) -> None:
+        self.spec = spec
+        self._home = home  # the strategy; None on a worker
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.spec.dtype)
+
+    @property
+    def shards(self) -> tuple[ShardPlace, ...]:
+        """Where its rows lie: server, first row and end of each shard."""
+        return self.spec.shards
+
+    def read(self) -> np.ndarray:
+        """The whole value, as the servers have it now. For a scalar, NumPy's.
+
+        Raises :class:`~meshwright.errors.UnreachableError` where a server does not answer.
+        """
+        context = self._context()
+        if context is None:
+            return self._outside(lambda servers: servers.read([self.spec])[0])[()]
+        known = context.updates.sets(self.name)
+        value = np.empty(self.shape, self.dtype) if known else context.servers.read([self.spec])[0]
+        return context.updates.seen(self.spec, value)[()]
+
+    def lookup(self, rows: Any) -> np.ndarray:
+        """Some rows, in the order asked for; only they travel.
+
+        Raises :class:`~meshwright.errors.ArrayError` for an unknown row.
+        """
+        rows = np.asarray(rows)
+        context = self._context()
+        if context is None:
+            return self._outside(lambda servers: servers.lookup(self.spec, rows))
+        values = context.servers.lookup(self.spec, rows)
+        return context.updates.seen_rows(self.spec, rows, values)
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        """Part of the value, by NumPy's rules: ``variable[2:5]``, ``variable[rows, 0]``.
+
+        Only the rows that the first index picks travel. Raises ``IndexError`` for a row that is not
+        there, and :class:`~meshwright.errors.ArrayError` for a scalar or a hash table.
+        """
+        if not self.shape or self.spec.is_hash:
+            kind = "a hash table: use lookup(keys)" if self.spec.is_hash else "a scalar: use read()"
+            raise ArrayError(f"variable {self.name!r} cannot be sliced: it is {kind}.")
+        first, *rest = key if isinstance(key, tuple) and key else (key,)
+        if first is None or first is Ellipsis or not all(map(_is_basic, rest)):
+            return self.read()[key]
+        rows = np.asarray(np.arange(self.shape[0])[first])
+        values = self.lookup(rows.reshape(-1)).reshape(*rows.shape, *self.shape[1:])
+        return values[(*[slice(None)] * rows.ndim, *rest)]
+
+    __iter__ = None  # each row would be a message of its own: loop over read()
+
+    def assign(self, value: Any) -> None:
+        """Set the whole value."""
+        self._change("assign", self._whole(value))
+
+    def assign_add(self, value: Any) -> None:
+        """Add to the whole value; concurrent adds lose nothing."""
+        self._change("add", self._whole(value))
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtract from the whole value."""
+        self._change("sub", self._whole(value))
+
+    def rows_assign(self, rows: Any, values: Any) -> None:
+        """Set some rows; of one that comes twice, the last value stays."""
+        self._change("rows_assign", *self._by_rows(rows, values))
+
+    def rows_add(self, rows: Any, values: Any) -> None:
+        """Add to some rows; one that comes twice gets both values."""
+        self._change("rows_add", *self._by_rows(rows, values))
+
+    def rows_sub(self, rows: Any, values: Any) -> None:
+        """Subtract from some rows."""
+        self._change("rows_sub", *self._by_rows(rows, values))
+
+    def __repr__(self) -> str:
+        return f"Variable({self.name!r}, shape={self.shape}, dtype={self.spec.dtype})"
+
+    def __reduce__(self) -> Any:
+        return Variable, (self.spec,)
+
+    def _change(self, op: str, *arrays: np.ndarray) -> None:
+        update = Update(self.spec, op, arrays)
+        context = self._context()
+        if context is None:
+            self._outside(lambda servers: servers.push([update]))
+        else:
+            context.change(update)
+
+    def _context(self) -> Context | None:
+        context = current()
+        if context is None and self._home is None:
+            raise TaskError(
+                f"variable {self.name!r} is a reference, and there is no worker here that could "
+                "follow it. Use the variable in a function that the coordinator schedules."
+            )
+        return context
+
+    def _outside(self, do: Any) -> Any:
+        return self._home.with_servers(do)
+
+    def _whole(self, value: Any) -> np.ndarray:
+        array = np.asarray(value, dtype=self.dtype)
+        if array.shape != self.shape:
+            try:
+                # What is kept is the full array: a server takes no shape but the shard's own.
+                array = np.broadcast_to(array, self.shape)
+            except ValueError:
+                raise ArrayError(
+                    f"variable {self.name!r} has shape {self.shape}; received a value of shape "
+                    f"{array.shape}."
+                ) from None
+        return array
+
+    def _by_rows(self, rows: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.asarray(rows)
+        wanted = (len(rows) if rows.ndim else 0, *self.shape[1:])
+        array = np.asarray(values, dtype=self.dtype)
+        if not self.shape or rows.ndim != 1 or array.shape != wanted:
+            raise ArrayError(
+                f"variable {self.name!r} of shape {self.shape} takes one dim of row numbers and "
+                f"values of shape (rows, *{self.shape[1:]}); received rows of shape {rows.shape} "
+                f"and values of shape {array.shape}."
+            )
+        return rows.astype(np.int64), array
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether NumPy takes an index dim by dim, and does not pair it with that of another dim."""
+    return index is Ellipsis or index is None or isinstance(index, int | np.integer | slice)

@@ -1,0 +1,176 @@
+"""The training loop for any Program; front ends with loops of their own use its parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from ..checkpoint import Checkpoints
+from ..data import Putter
+from ..errors import TopologyError
+from ..layouts.explain import Explanation
+from ..layouts.layout import Layout
+from ..layouts.placement import Placed, Placement
+from ..layouts.strict import inspect
+from ..program import Batch, Logs, Program, TrainState
+from ..step.options import PLAIN, StepOptions
+from ..step.sharing import Sharing, shared
+from ..step.storing import Storing, stored
+from ..step.train import guarded, make_train_step
+from .resuming import train_saving
+
+
+class StepInfo(NamedTuple):
+    """One step that was taken; its arrays may still be under way."""
+
+    number: int
+    state: TrainState
+    logs: Logs
+
+
+@dataclass(frozen=True, eq=False)
+class Trainer:
+    """Trains a Program under a placement; enter at the height that is needed.
+
+    ``trainer.step(state, batch)`` takes one compiled step, ``trainer.steps(state, batches)``
+    yields one :class:`StepInfo` after another, ``trainer.train(state, batches)`` drains it. States
+    that are passed in are donated: go on with the returned one. ``trainer.forward(state, inputs)``
+    gives outputs. ``how`` has accumulation, recompute and the like; with ``accumulate`` above one,
+    a step takes a tuple of batches.
+
+    >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw
+    >>> def loss(params, batch):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    >>> program = mw.jax_program(loss, {"w": np.zeros([4, 2])}, optax.sgd(0.1))
+    >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
+    >>> trainer = mw.Trainer(program, mw.Placement.of(mesh, {"w": [None, "model"]}))
+    >>> batch = {"x": np.ones([8, 4]), "y": np.ones([8, 2])}
+    >>> state, logs = trainer.train(trainer.init(), [batch] * 20)
+    >>> float(logs["loss"]) < 1e-3
+    True
+    """
+
+    program: Program
+    placement: Placement
+    how: StepOptions = PLAIN
+
+    def __post_init__(self) -> None:
+        if self.placement.mesh.is_abstract:
+            raise TopologyError(
+                f"training needs devices, and the mesh ({self.placement.mesh}) is abstract. Use "
+                f"placement.on(create_mesh({dict(self.placement.mesh.axes)!r}))."
+            )
+
+    @functools.cached_property
+    def layouts(self) -> TrainState:
+        """How every array of the state lies; raises :class:`~meshwright.PlacementError`."""
+        inspect(self._placement, self.program.infos, repr(self.program.name))
+        return self._layouts(self.placement, lambda placed: placed.layout)
+
+    @functools.cached_property
+    def _placement(self) -> Placement:
+        return self.placement.naming(self.program.inputs)
+
+    def _layouts(self, placement: Placement, which: Callable[[Placed], Layout]) -> TrainState:
+        program = self.program
+        placed = {each.info: which(each) for each in placement.place(program.infos)}
+        return TrainState(
+            *(
+                {info.path: placed[info] for info in part}
+                for part in (program.params, program.state, program.slots, program.metrics)
+            )
+        )
+
+    @functools.cached_property
+    def _shardings(self) -> TrainState:
+        return jax.tree.map(lambda layout: layout.sharding, self.layouts)
+
+    def init(self) -> TrainState:
+        """The first state, each array made directly in its layout."""
+        initial = stored(self.program, self._storing).initial
+        under = self.program.under(self.placement, initial)
+        return jax.jit(under, out_shardings=self._shardings)()
+
+    def unpadded(self, state: TrainState) -> TrainState:
+        """The state with every weight in its own dims, where a layout has ``pad=True``.
+
+        Checkpoints hold it so. :meth:`padded` makes a state of it again that :attr:`step` takes.
+        """
+        return self._storing.restore(state)
+
+    def padded(self, state: TrainState) -> TrainState:
+        """A state whose arrays have their own dims, as :attr:`step` takes it."""
+        return self._storing.store(state)
+
+    @functools.cached_property
+    def _storing(self) -> Storing:
+        program = self.program
+        parts = program.params, program.state, program.slots, program.metrics
+        return Storing.of(self.placement, *parts)
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """The compiled step ``(state, batch) -> (state, logs)``; it donates the state."""
+        sharing = Sharing.of(self.placement, self.program.params)
+        used = self._layouts(self.placement, lambda placed: placed.unpadded)
+        gathered = self._layouts(self.placement.with_zero(0), lambda placed: placed.unpadded)
+        used = used._replace(params=gathered.params)
+        program = guarded(self.program, used, self.put.layouts)
+        step = make_train_step(stored(program, self._storing), sharing, self.how)
+        step = program.under(self.placement, step, whole=True)
+        return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+
+    @functools.cached_property
+    def forward(self) -> Any:
+        """The compiled forward pass ``(state, inputs) -> outputs``, of a program that has one."""
+        sharing = Sharing.of(self.placement, self.program.params)
+        program = shared(stored(self.program, self._storing), sharing)
+
+        def forward(state: TrainState, inputs: Any) -> Any:
+            return program.forward(state.params, state.state, inputs, False)[0]
+
+        return jax.jit(self.program.under(self.placement, forward))
+
+    @functools.cached_property
+    def put(self) -> Putter:
+        """Lays a batch of host arrays out on the mesh."""
+        return Putter(self._placement)
+
+    def steps(self, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
+        """Train on one batch after another, never waiting for the devices."""
+        laid_out = self.put.each(batches, alone_is_last=False)
+        for number, batch in enumerate(self.how.for_steps(laid_out)):
+            state, logs = self.step(state, batch)
+            yield StepInfo(number, state, logs)
+
+    def train(
+        self,
+        state: TrainState,
+        batches: Iterable[Batch],
+        *,
+        checkpoints: Checkpoints | None = None,
+        save_every: int | None = None,
+    ) -> tuple[TrainState, Logs]:
+        """Train on every batch; the last state and the logs of the last step.
+
+        With ``checkpoints`` the state is saved every ``save_every`` steps and at the end, and the
+        same call, made again after whatever happened, goes on from the newest of them: ``state``
+        then only says how the restored one lies, and the batches before are left out. Ctrl-C and
+        SIGTERM finish the step and save; then KeyboardInterrupt or
+        :class:`~meshwright.Preempted` is raised.
+        """
+        if checkpoints is not None:
+            layout = repr(self.placement.mesh)
+            return train_saving(self, state, batches, checkpoints, save_every, layout)
+        last = StepInfo(-1, state, {})
+        for last in self.steps(state, batches):  # noqa: B007 - only the last one is wanted
+            pass
+        return last.state, last.logs
+
+    def explain(self) -> Explanation:
+        """Every variable: its layout, the rule that gave it, bytes per device."""
+        return Explanation(self.placement.mesh, tuple(self.placement.place(self.program.infos)))

@@ -1,0 +1,150 @@
+"""The target: a kind and number of devices to compile for, present or not."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import TargetError
+from ..layouts.mesh import Mesh
+
+
+class _Kind(NamedTuple):
+    """What is known of one kind of device."""
+
+    platform: str  # in JAX's words
+    rank: int  # numbers in the topology; one where it is just a count
+    devices_per_chip: int = 1
+    comes_in_nodes: bool = False  # which may stand before the count: 2x8 are two of eight
+
+
+# TPU v2, v3 and v4 show each core of a chip as a device, TPU7x each of its two chiplets.
+_KINDS = {
+    "cpu": _Kind("cpu", 1),
+    "v2": _Kind("tpu", 2, 2),
+    "v3": _Kind("tpu", 2, 2),
+    "v4": _Kind("tpu", 3, 2),
+    "v5e": _Kind("tpu", 2),
+    "v5p": _Kind("tpu", 3),
+    "v6e": _Kind("tpu", 2),
+    "tpu7x": _Kind("tpu", 3, 2),
+    "a100": _Kind("cuda", 1, comes_in_nodes=True),
+    "h100": _Kind("cuda", 1, comes_in_nodes=True),
+    "h200": _Kind("cuda", 1, comes_in_nodes=True),
+    "b200": _Kind("cuda", 1, comes_in_nodes=True),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device and how many, such as 16 TPU v5e in a grid of 4 x 4.
+
+    ``topology`` counts TPU chips along the directions of their network, or is the number of CPU
+    devices or GPUs, or that of nodes and of the GPUs in each. ``str(target)`` reads as
+    :meth:`from_string` takes it. Raises :class:`~meshwright.errors.TargetError`.
+
+    >>> target = Target.from_string("v5e:4x4")
+    >>> target.platform, target.kind, target.topology, target.num_devices
+    ('tpu', 'v5e', (4, 4), 16)
+    """
+
+    kind: str
+    topology: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        known = _KINDS.get(self.kind)
+        if known is None:
+            near = difflib.get_close_matches(self.kind, _KINDS, n=2, cutoff=0.6)
+            meant = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+            raise TargetError(
+                f"unknown kind of target {self.kind!r}. {meant}Known are {', '.join(_KINDS)}."
+            )
+        ranks = (known.rank, known.rank + known.comes_in_nodes)
+        if len(self.topology) not in ranks or min(self.topology) < 1:
+            wanted = "x".join("248"[: known.rank])
+            nodes = f" or, for two nodes, '{self.kind}:2x8'" if known.comes_in_nodes else ""
+            raise TargetError(
+                f"a target of kind {self.kind!r} has {known.rank} number(s) from 1 up, such as "
+                f"'{self.kind}:{wanted}'{nodes}; received {'x'.join(map(str, self.topology))!r}."
+            )
+
+    @classmethod
+    def from_string(cls, text: str) -> Target:
+        """Read ``"v5p:8x8x8"``, ``"h200:8"``, ``"h200:2x8"``, ``"cpu:8"``.
+
+        >>> str(Target.from_string("V5P:2x2x2"))
+        'v5p:2x2x2'
+        """
+        found = re.fullmatch(r"\s*(\w+):(\d+(?:x\d+)*)\s*", text)
+        if found is None:
+            raise TargetError(
+                f"expected a target such as 'v5e:4x4', 'h200:8' or 'cpu:8'; received {text!r}. "
+                f"Known kinds are {', '.join(_KINDS)}."
+            )
+        return cls(found[1].lower(), tuple(map(int, found[2].split("x"))))
+
+    @classmethod
+    def of(cls, target: Target | str) -> Target:
+        """The target itself, or the one that a text names."""
+        return cls.from_string(target) if isinstance(target, str) else target
+
+    @property
+    def platform(self) -> str:
+        """``"cpu"``, ``"tpu"`` or ``"cuda"``."""
+        return _KINDS[self.kind].platform
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices JAX sees there; a TPU chip of some kinds is two.
+
+        >>> Target("v4", (2, 2, 1)).num_devices
+        8
+        """
+        return math.prod(self.topology) * _KINDS[self.kind].devices_per_chip
+
+    @property
+    def devices_per_node(self) -> int | None:
+        """GPUs in one node, where the target says it; ``None`` where its kind does.
+
+        >>> Target.of("h200:2x4").devices_per_node
+        4
+        """
+        in_nodes = len(self.topology) > _KINDS[self.kind].rank
+        return self.topology[-1] if in_nodes else None
+
+    def part(self, num_devices: int) -> Target:
+        """A target of the same kind with ``num_devices`` of the devices.
+
+        Raises :class:`~meshwright.TargetError` where they are none, as half a node more, or a part
+        of a TPU slice.
+
+        >>> str(Target.of("h200:2x8").part(4)), str(Target.of("h200:4x8").part(16))
+        ('h200:4', 'h200:2x8')
+        """
+        if num_devices == self.num_devices:
+            return self
+        in_node = self.devices_per_node
+        if self.platform != "tpu" and num_devices <= (in_node or self.num_devices):
+            return Target(self.kind, (num_devices,))
+        if in_node is not None and num_devices % in_node == 0:
+            return Target(self.kind, (num_devices // in_node, in_node))
+        raise TargetError(f"{num_devices} devices of {self} cannot be a target of their own.")
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{'x'.join(map(str, self.topology))}"
+
+
+def check_size(mesh: Mesh, target: Target) -> None:
+    """Raise :class:`~meshwright.TargetError` unless a mesh has as many devices as the target.
+
+    >>> check_size(Mesh({"batch": 4, "model": 2}), Target.of("v5e:2x4"))
+    """
+    if mesh.size != target.num_devices:
+        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.axes)
+        raise TargetError(
+            f"the step is laid out over {mesh.size} devices ({axes}), and the target {target} has "
+            f"{target.num_devices}. Make a mesh of {target.num_devices}, or choose another target."
+        )

@@ -1,0 +1,162 @@
+"""ZeRO: which dim is shared out, how much every device then holds, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshwright as mw
+from meshwright.jaxprs.flops import model_flops
+from meshwright.layouts.zero import SMALL_ELEMENTS, TILE, share_out
+from meshwright.planning.described import of_program
+
+MESH = mw.Mesh({"batch": 4, "model": 2})
+SPECS = st.lists(st.sampled_from([None, "model", "batch"]), min_size=1, max_size=3).filter(
+    lambda specs: len([s for s in specs if s]) == len({s for s in specs if s})
+)
+
+
+@given(specs=SPECS, data=st.data())
+def test_one_dim_more_is_split_over_the_batch_axis_or_nothing_is_changed(specs, data) -> None:
+    layout = mw.Layout(specs, MESH)
+    sizes = st.integers(1, 40)
+    dims = [data.draw(sizes) * layout.num_shards(dim) for dim in range(layout.rank)]
+    shared = share_out(layout, dims, ("batch",))
+    local = layout.local_dims(dims)
+    could = "batch" not in specs and any(size % 4 == 0 for size in local)
+    large = np.prod(local) > SMALL_ELEMENTS
+    assert (shared is not None) == (could and large)
+    if shared is not None:
+        smaller = shared.local_dims(dims)
+        changed = [dim for dim in range(layout.rank) if smaller[dim] != local[dim]]
+        assert len(changed) == 1
+        assert smaller[changed[0]] * 4 == local[changed[0]]
+        divisible = [dim for dim, size in enumerate(local) if size % 4 == 0]
+        thick = [dim for dim in divisible if local[dim] // 4 >= tile_of(layout.rank)[dim]]
+        if thick:
+            assert changed == thick[:1]
+        else:
+            assert local[changed[0]] == max(local[dim] for dim in divisible)
+
+
+def tile_of(rank: int) -> tuple[int, ...]:
+    """What of each dim fills a tile of a TPU: the last two dims lie in it."""
+    return (*[1] * rank, *TILE)[-rank:]
+
+
+@pytest.mark.parametrize("zero", [True, 4, -1, "1", None])
+def test_other_levels_are_refused(zero: object) -> None:
+    with pytest.raises(mw.LayoutError, match=r"zero must be 0"):
+        mw.Placement.of(MESH, zero=zero)  # type: ignore[arg-type]
+
+
+def test_zero_without_batch_axes_is_refused() -> None:
+    with pytest.raises(mw.LayoutError, match="zero=2 shares state out over the axes of the batch"):
+        mw.Placement.of(MESH, batch=None, zero=2)
+
+
+def model() -> keras.Model:
+    built = keras.Sequential(
+        [
+            keras.Input([256]),
+            keras.layers.Dense(512, name="hidden"),
+            keras.layers.Dense(64, name="middle"),
+            keras.layers.Dense(8, name="output", use_bias=False),
+        ]
+    )
+    built.compile(keras.optimizers.Adam(1e-3), "mse")
+    return built
+
+
+def held(part: dict[str, object]) -> int:
+    """Bytes on the first device, from the live arrays."""
+    return sum(array.addressable_data(0).nbytes for array in part.values())
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("axes", [{"batch": 8}, {"batch": 4, "model": 2}], ids=["8", "4x2"])
+def test_live_bytes_follow_the_theory(axes: dict[str, int], level: int) -> None:
+    rules = {"hidden/kernel": [None, "model"], "middle/kernel": ["model", None]}
+    rules = rules if "model" in axes else {}
+    batch = np.zeros([16, 256], "float32"), np.zeros([16, 8], "float32")
+    bytes_at: dict[int, mw.TrainState] = {}
+    for zero in (0, level):
+        strategy = mw.Sharded(mw.create_mesh(axes), rules, zero=zero)
+        with strategy.scope():
+            built = model()
+        strategy.fit(built, *batch, batch_size=16, verbose=0)
+        bytes_at[zero] = strategy.state(built)
+    limit = 1 / axes["batch"] + 0.02
+    assert held(bytes_at[level].slots) <= limit * held(bytes_at[0].slots)
+    of_parameters = held(bytes_at[level].params) / held(bytes_at[0].params)
+    assert of_parameters <= limit if level == 3 else of_parameters == 1
+
+
+def test_explain_lists_what_stays_replicated() -> None:
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}), zero=3)
+    with strategy.scope():
+        built = model()
+    explained = strategy.explain(built)
+    assert explained["hidden/kernel"].reason == "no rule: replicated, zero=3"
+    assert str(explained["hidden/kernel"].layout.unbound()) == "[batch, unsharded]"
+    assert explained["output/kernel"].layout.is_fully_replicated
+    assert explained["output/kernel"].reason.endswith("zero=3: small, or no dim divides")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_recompute_computes_again_at_every_level(zero: int) -> None:
+    def loss(params: dict[str, Any], x: Any) -> Any:
+        for name in ("a", "b", "c"):
+            x = mw.block_output(jnp.tanh(jnp.tanh(x @ params[name]) @ params[name]))
+        return jnp.mean(x)
+
+    params = {name: jax.ShapeDtypeStruct((64, 64), "float32") for name in "abc"}
+    program = mw.jax_program(loss, params, optax.sgd(0.1))
+    rows = jax.ShapeDtypeStruct((8, 64), "float32")
+    placement = mw.Placement.of(mw.Mesh({"batch": 4}), zero=zero)
+
+    def products(remat: str) -> float:
+        step = of_program(program, rows, placement, mw.StepOptions(remat=remat))
+        found = model_flops(jax.make_jaxpr(step.step)(step.state, step.batch))
+        assert found is not None
+        return found / (2 * 8 * 64 * 64)
+
+    assert products("none") == 6 + 11  # nothing needs the gradient of the rows
+    # The last product of a block makes its output, which is kept, and the block itself is not.
+    assert products("block") > products("none")
+    assert products("nothing_saveable") > products("none")
+    assert products("everything_saveable") == products("none")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_selective_recompute_keeps_products_with_weights_and_drops_the_scores(zero: int) -> None:
+    def loss(params: dict[str, Any], x: Any) -> Any:
+        for name in ("a", "b", "c"):
+            h = x @ params[name]
+            scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", h, h))
+            seen = jnp.einsum("bts,bsd->btd", scores, h)
+            x = mw.block_output(x + jnp.tanh(seen @ params[name]))
+        return jnp.mean(x)
+
+    params = {name: jax.ShapeDtypeStruct((32, 32), "float32") for name in "abc"}
+    program = mw.jax_program(loss, params, optax.sgd(0.1))
+    rows = jax.ShapeDtypeStruct((8, 32, 32), "float32")
+    placement = mw.Placement.of(mw.Mesh({"batch": 4}), zero=zero)
+
+    def products(remat: str) -> float:
+        step = of_program(program, rows, placement, mw.StepOptions(remat=remat))
+        found = model_flops(jax.make_jaxpr(step.step)(step.state, step.batch))
+        assert found is not None
+        return found / (2 * 8 * 32 * 32 * 32)
+
+    # In each block scores, and what is seen by them, are of no weights.
+    assert products("selective") == products("none") + 3 * 2
+    assert products("block") > products("selective")
