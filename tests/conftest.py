@@ -42,8 +42,6 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # eighth of the time of the contract tables.
 gc.set_threshold(50_000, 50, 100)
 
-_SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
-
 # A compiled program is several maps of memory, and Linux grants a process 65,530: some thousand
 # tests in one process reach them, and the compiler dies. They also held 5 GB after 2,000 tests.
 _MAPS, _STATM = Path("/proc/self/maps"), Path("/proc/self/statm")
@@ -54,11 +52,24 @@ _ended = 0
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that ``slow.txt`` names is marked ``full``."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``full_for(*ids)`` marks the cases with these ids ``full``; an unknown id is an error."""
+    cases: dict[tuple[str, ...], set[str]] = {}
     for item in items:
-        if item.nodeid in _SLOW:
-            item.add_marker(pytest.mark.full)
+        for mark in item.iter_markers("full_for"):
+            case = item.callspec.id  # type: ignore[attr-defined]
+            cases.setdefault((item.nodeid.partition("[")[0], *mark.args), set()).add(case)
+            if case in mark.args:
+                item.add_marker(pytest.mark.full)
+    unknown = [
+        f"{test}: {name}"
+        for (test, *names), known in cases.items()
+        for name in names
+        if name not in known
+    ]
+    whole = not any("::" in argument for argument in config.args)  # else some cases are left out
+    if unknown and whole:
+        raise pytest.UsageError("full_for names unknown cases: " + "; ".join(unknown))
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.full
 def test_where_nothing_is_chosen_jax_is():
     out = run_in_fresh_process(
         """
@@ -41,6 +42,7 @@ def test_another_choice_is_an_error_with_the_line_to_change(chosen):
     )
 
 
+@pytest.mark.full
 def test_keras_that_runs_on_another_backend_already_is_an_error():
     out = run_in_fresh_process("import keras" + TRY, env={"KERAS_BACKEND": "numpy"})
     assert out == (
@@ -50,6 +52,7 @@ def test_keras_that_runs_on_another_backend_already_is_an_error():
     )
 
 
+@pytest.mark.full
 def test_what_keras_runs_on_counts_more_than_the_variable():
     # Changed after Keras has read it, the variable says nothing any more.
     wrong = "import keras, os; os.environ['KERAS_BACKEND'] = 'jax'" + TRY

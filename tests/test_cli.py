@@ -361,6 +361,7 @@ def test_doctor_tells_whether_keras_has_the_digits(monkeypatch, tmp_path):
     assert str(cached) in doctor.examine().data
 
 
+@pytest.mark.full_for("keras")
 @pytest.mark.parametrize("package", ["jax", "keras"])
 def test_doctor_survives_a_package_that_is_really_broken(package, tmp_path):
     (tmp_path / package).mkdir()
@@ -468,6 +469,7 @@ def test_check_ends_with_1_and_names_what_differs(job):
     assert "1 of 1 meshes do not train as one device does: batch=8." in result.stdout
 
 
+@pytest.mark.full
 def test_check_makes_the_devices_that_its_meshes_need(job):
     code = """
         import sys

@@ -52,6 +52,7 @@ def few_digits() -> Digits:
     )
 
 
+@pytest.mark.full
 def test_the_quick_demo_ends_with_a_table_and_a_picture(tmp_path: Path) -> None:
     command = ("-m", "meshwright.cli", "demo", "--quick", "--out", "pictures")
     printed = python(*command, cwd=tmp_path)
@@ -83,6 +84,7 @@ def two_runs(few_digits: Digits) -> tuple[Result, Result, str]:
     return data, model, screen.getvalue()
 
 
+@pytest.mark.full
 def test_data_and_model_parallel_runs_agree_and_share_the_bytes(two_runs) -> None:
     data, model, _ = two_runs
     assert model.accuracy == pytest.approx(data.accuracy, abs=0.02)
@@ -92,6 +94,7 @@ def test_data_and_model_parallel_runs_agree_and_share_the_bytes(two_runs) -> Non
     assert model.parameter_bytes_per_device == (split // 2 + whole) * itemsize
 
 
+@pytest.mark.full
 def test_the_bars_of_a_terminal_move_to_their_end(two_runs) -> None:
     *_, screen = two_runs
     plain = re.sub(r"\x1b\[[?\d;]*\w", "", screen)

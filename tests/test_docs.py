@@ -27,6 +27,7 @@ def _in_turn() -> list[object]:
     ]
 
 
+@pytest.mark.full_for("README.md")
 @pytest.mark.parametrize("page", _in_turn())
 def test_the_code_of_each_page_runs(page: Path, tmp_path: Path) -> None:
     code = code_of(page)

@@ -234,6 +234,7 @@ def test_no_text_overlaps_another_or_leaves_the_paper(sheet):
     assert clashes == []
 
 
+@pytest.mark.full_for("more devices than cells")
 @every_sheet
 def test_the_svg_is_self_contained(sheet):
     svg = draw_svg(sheet)
@@ -463,6 +464,7 @@ def test_the_terminal_shows_pieces_beside_the_devices_that_hold_them():
     assert lines[-1] == "  2 pieces × 4 copies · each 784 × 64 · 196 KiB per device"
 
 
+@pytest.mark.full_for("200-more devices than cells")
 @every_sheet
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_terminal_picture_keeps_to_the_width(sheet, width):

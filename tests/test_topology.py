@@ -93,11 +93,13 @@ def trains(begin: str, env: dict[str, str], devices: int = 8, steps: int = 2000)
 # The pool
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [8, 16])
 def test_2000_unblocked_steps_with_collectives_run_on_two_cores(devices):
     assert trains(f"import meshwright as mw; mw.virtual_devices({devices})", {}, devices)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("env", "begin"), list(WAYS.values())[1:], ids=list(WAYS)[1:])
 def test_and_so_they_do_however_the_devices_were_asked_for(env, begin):
     # Without the larger pool a program of this kind stands still before its 50th step.
@@ -143,6 +145,7 @@ def nproc_after(begin: str, env: dict[str, str]) -> str:
     return run_in_fresh_process(code, env=env).strip()
 
 
+@pytest.mark.full
 def test_a_larger_pool_that_the_user_asks_for_is_kept():
     begin = "import meshwright as mw; mw.virtual_devices(4)"
     plenty = str(64 + (os.cpu_count() or 1))
@@ -208,6 +211,7 @@ def test_it_beats_the_flag_of_xla_and_the_variable_of_jax():
     assert run_in_fresh_process(begin, env={"JAX_NUM_CPU_DEVICES": "8"}) == "2\n"
 
 
+@pytest.mark.full
 def test_a_platform_that_the_user_chose_stays_chosen():
     code = """
         import jax

@@ -134,6 +134,7 @@ def trained() -> tuple[mw.Sharded, keras.Model]:
     return sharded, model
 
 
+@pytest.mark.full_for("fit")
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
 def test_a_batch_size_that_does_not_divide_is_warned_of_with_axis_and_nearest_sizes(
     trained: tuple[mw.Sharded, keras.Model], call: str

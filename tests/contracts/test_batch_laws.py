@@ -209,6 +209,7 @@ def warning(case: Case) -> contextlib.AbstractContextManager[Any]:
 QUICK = ("dense", "BatchNormalization", "an added loss")
 
 
+@pytest.mark.full_for("BatchNormalization", "an added loss", "dense")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in CASES]
 )
@@ -233,6 +234,7 @@ def test_so_they_are_with_a_second_axis(name: str) -> None:
         agree(run(strategy(mesh), CASES[name]), run(OneDevice(), CASES[name]))
 
 
+@pytest.mark.full_for("masks")
 @pytest.mark.parametrize("name", CASES | MORE)
 def test_a_batch_is_padded_exactly_where_rows_leave_each_other_alone(name: str) -> None:
     """In training; in evaluation BatchNormalization does, and prediction always here."""
@@ -275,6 +277,7 @@ def test_what_mixes_rows_is_found(mix: Callable[[Any], Any]) -> None:
     assert row_wise.why_not("train", (X, Y), 13, 16) is not None
 
 
+@pytest.mark.full
 def test_padding_a_model_whose_rows_mix_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The laws above can fail."""
     case = CASES["BatchNormalization"]
@@ -323,6 +326,7 @@ def test_predicting_a_smaller_last_batch_compiles_nothing_new() -> None:
     assert step._cache_size() == 1
 
 
+@pytest.mark.full
 def test_batches_of_a_generator_may_have_any_number_of_rows() -> None:
     """In the middle of an epoch too."""
     edges = np.cumsum([0, 5, 16, 3, 5])

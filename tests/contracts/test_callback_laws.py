@@ -141,6 +141,18 @@ BOTH = [
 ]
 
 
+@pytest.mark.full_for(
+    "CSVLogger-batch=4, model=2",
+    "EarlyStopping, start_from_epoch-batch=4, model=2",
+    "EarlyStopping-batch=4, model=2",
+    "LearningRateScheduler-batch=4, model=2",
+    "ModelCheckpoint, best-batch=4, model=2",
+    "ModelCheckpoint, every 4 batches-batch=4, model=2",
+    "ModelCheckpoint, weights of every epoch-batch=4, model=2",
+    "ReduceLROnPlateau-batch=4, model=2",
+    "SwapEMAWeights-batch=4, model=2",
+    "TerminateOnNaN-batch=4, model=2",
+)
 @pytest.mark.parametrize("strategy", BOTH)
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_it_decides_what_it_decides_on_one_device(
@@ -193,6 +205,7 @@ def _files_agree(mine: Path, other: Path) -> None:
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+@pytest.mark.full_for("3-batch=4, model=2", "epoch-batch=4, model=2")
 @pytest.mark.parametrize("strategy", BOTH)
 @pytest.mark.parametrize("save_freq", ["epoch", 3])
 def test_backup_and_restore_goes_on_where_training_was_cut_off(
@@ -215,6 +228,7 @@ def test_backup_and_restore_goes_on_where_training_was_cut_off(
     agree(*resumed)
 
 
+@pytest.mark.full
 def test_an_own_callback_stops_in_the_middle_of_an_epoch_as_in_keras() -> None:
     class After(callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

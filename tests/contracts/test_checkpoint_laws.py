@@ -79,6 +79,7 @@ KINDS = [  # one of each kind of layout, level and subject
 ]
 
 
+@pytest.mark.full_for("zero1-wide")
 @pytest.mark.parametrize("row", KINDS)
 def test_a_run_that_was_interrupted_goes_on_bit_for_bit(row: Row, tmp_path: Path) -> None:
     strategy = row.strategy()
@@ -95,6 +96,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(row: Row, tmp_path: Path
         np.testing.assert_array_equal(weights(resumed)[path], value, path)
 
 
+@pytest.mark.full
 def test_short_steps_taken_four_at_once_go_on_bit_for_bit_too(tmp_path: Path) -> None:
     strategy = DENSE.strategy()
     x, y = DENSE.of.data(ROWS)
@@ -159,6 +161,7 @@ def all_arrays(model: keras.Model) -> dict[str, Any]:
     return {path: value for part in parts for path, value in part.items()}
 
 
+@pytest.mark.full
 def test_sigterm_saves_and_leaves_with_code_75(tmp_path: Path) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     *_, stopped = fit(DENSE, DENSE.strategy(), Signal(7, signal.SIGTERM), checkpoint=tmp_path)
@@ -182,6 +185,7 @@ class InterruptValidation(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.full
 def test_ctrl_c_in_a_validation_stops_there_and_goes_on_with_it(tmp_path: Path) -> None:
     _, _, history = fit(DENSE, DENSE.strategy())
     *_, stopped = fit(DENSE, DENSE.strategy(), InterruptValidation(), checkpoint=tmp_path)
@@ -221,6 +225,7 @@ def test_keep_and_save_every_are_what_they_say(tmp_path: Path) -> None:
     assert [info.step for info in mw.Checkpoints(tmp_path).all] == [12, 15]
 
 
+@pytest.mark.full_for("options0-resume=False.*holds checkpoints up to step 15")
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -360,6 +365,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_told(tmp_path: Path) ->
 # To and from plain Keras
 
 
+@pytest.mark.full
 def test_a_checkpoint_becomes_a_keras_file_and_a_keras_file_a_checkpoint(tmp_path: Path) -> None:
     row = row_of("model-dense")
     trained, *_ = fit(row, row.strategy(), checkpoint=tmp_path / "run")

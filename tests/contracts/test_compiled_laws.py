@@ -48,12 +48,14 @@ def _kernels(row: Row) -> list[tuple[int, ...]]:
     return [tuple(weight.shape) for weight in row.of.build().weights if len(weight.shape) > 1]
 
 
+@pytest.mark.full
 def test_the_step_with_dense_layers_over_model_gathers_no_kernel() -> None:
     row = _by_name("model-dense")
     gathered = {math.prod(dims) for dims in shapes(step_text(row), "all-gather")}
     assert not gathered & {math.prod(dims) for dims in _kernels(row)}  # however it is turned
 
 
+@pytest.mark.full
 def test_the_step_with_kernels_over_the_batch_axis_gathers_them() -> None:
     """What the test above looks for is found where it must be: FSDP gathers before it computes."""
     row = _by_name("fsdp-dense")
@@ -77,6 +79,7 @@ def convolutions() -> keras.Model:
     )
 
 
+@pytest.mark.full
 def test_the_spatial_step_exchanges_borders_and_gathers_no_image() -> None:
     strategy = _by_name("spatial-images").strategy()
     model = made(strategy, compiled(convolutions, lambda: keras.optimizers.Adam(1e-3)))
@@ -88,6 +91,7 @@ def test_the_spatial_step_exchanges_borders_and_gathers_no_image() -> None:
     assert not [dims for dims in gathered if max(dims[1:3]) >= 8], gathered
 
 
+@pytest.mark.full
 def test_the_data_parallel_step_only_sums() -> None:
     text = step_text(_by_name("dp8-dense"))
     assert shapes(text, "all-reduce")
@@ -95,6 +99,7 @@ def test_the_data_parallel_step_only_sums() -> None:
     assert not shapes(text, "collective-permute")
 
 
+@pytest.mark.full_for("0-1", "0-3", "1-1", "1-3", "2-3")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_with_zero_gradients_are_summed_to_the_pieces_that_are_updated(
@@ -116,6 +121,7 @@ def test_with_zero_gradients_are_summed_to_the_pieces_that_are_updated(
     assert summed.count((64, 256)) == (not zero)
 
 
+@pytest.mark.full_for("zero3-model-wide")
 @pytest.mark.parametrize("row", rows())
 def test_live_shards_hold_the_bytes_that_explain_says(row: Row) -> None:
     strategy, (x, y) = row.strategy(), row.of.data()
@@ -177,6 +183,7 @@ def split() -> Iterator[mw.Sharded]:
     keras.backend.clear_session()
 
 
+@pytest.mark.full
 def test_no_parameter_and_no_slot_is_ever_whole_on_a_device(split: mw.Sharded) -> None:
     """Neither as a live array, nor as a temporary of the program that makes it."""
     with Watch() as watch, split.scope():

@@ -29,6 +29,7 @@ def _build(row: Row) -> Any:
     return compiled(row.of.build, lambda: keras.optimizers.SGD(0.05, momentum=0.9))
 
 
+@pytest.mark.full_for("model-dense", "spatial-images")
 @pytest.mark.parametrize(
     "row", rows(always=("model-dense", "spatial-images"), only=lambda row: row.is_asked_all)
 )
@@ -48,6 +49,7 @@ def test_a_loop_over_the_pure_step_is_fit(row: Row) -> None:
     assert gap <= 1e-6, path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows(only=lambda row: row.name == "model-dense"))
 def test_the_step_is_keras_own_step_for_a_default_model(row: Row) -> None:
     """On the same values, under the same strategy: every array that comes out."""
@@ -206,6 +208,7 @@ for _, _layouts, _ in PLACEMENTS.values():  # one entry per dim
 ALWAYS = [("replicated", "momentum"), ("split", "adam"), ("fsdp", "adafactor")]
 
 
+@pytest.mark.full_for("fsdp-adafactor", "replicated-momentum", "split-adam")
 @pytest.mark.parametrize(
     ("placed", "optimizer"),
     [

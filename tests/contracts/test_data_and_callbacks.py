@@ -69,6 +69,15 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full_for(
+    "NumPy",
+    "PyDataset",
+    "generator",
+    "steps_per_epoch",
+    "validation from a PyDataset",
+    "validation_data",
+    "validation_split",
+)
 @pytest.mark.filterwarnings("ignore:Your `PyDataset` class should call")
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # steps_per_epoch, as in Keras
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
@@ -141,6 +150,7 @@ CALLBACKS: dict[str, Callable[[Path], callbacks.Callback]] = {
 QUICK = ("ModelCheckpoint", "BackupAndRestore", "changes weights")
 
 
+@pytest.mark.full_for("BackupAndRestore", "ModelCheckpoint", "changes weights")
 @pytest.mark.parametrize(
     "make",
     [
@@ -177,6 +187,7 @@ def test_a_callback_does_what_it_does_in_keras(
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.full
 def test_history_belongs_to_the_model() -> None:
     strategy = sharded()
     model = made(strategy, build)
@@ -209,6 +220,7 @@ def test_a_generator_is_read_exactly_as_far_as_needed() -> None:
     assert len(seen) <= 8  # Keras itself reads ahead
 
 
+@pytest.mark.full
 def test_verbose_training_prints_keras_own_bar(capsys: pytest.CaptureFixture[str]) -> None:
     strategy = sharded()
     model = made(strategy, build)
@@ -216,6 +228,7 @@ def test_verbose_training_prints_keras_own_bar(capsys: pytest.CaptureFixture[str
     assert "3/3 - " in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_weights_survive_a_stopped_training() -> None:
     strategy = sharded()
     model = made(strategy, build)

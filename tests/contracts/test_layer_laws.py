@@ -200,6 +200,16 @@ def _cases() -> list[Any]:
     return found
 
 
+@pytest.mark.full_for(
+    "BatchNormalization-spatial",
+    "Conv2D-spatial",
+    "Conv2DTranspose-model",
+    "DepthwiseConv2D-spatial",
+    "Embedding-model",
+    "LSTM-model",
+    "MaxPooling2D overlapping-spatial",
+    "MultiHeadAttention-model",
+)
 @pytest.mark.parametrize(("name", "layout"), _cases())
 def test_outputs_and_gradients_are_one_devices(name: str, layout: str) -> None:
     case = CASES[name]
@@ -238,6 +248,7 @@ def test_batch_normalization_sees_the_whole_batch() -> None:
     np.testing.assert_allclose(np.asarray(model.layers[0].moving_variance), rows.var(0), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_dropout_mask_does_not_depend_on_the_mesh() -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input([6, 4]), layers.Dropout(0.5), layers.Dense(1)])

@@ -320,6 +320,13 @@ def _cases() -> list[Any]:
     ]
 
 
+@pytest.mark.full_for(
+    "add_loss and dropout-batch=4,model=2",
+    "dict of inputs-batch=4,model=2",
+    "frozen layer-batch=4,model=2",
+    "own train_step-batch=4,model=2",
+    "sample_weight with a rest-batch=4,model=2",
+)
 @pytest.mark.parametrize(("name", "strategy"), _cases())
 def test_training_with_it_gives_one_devices_numbers(name: str, strategy: str) -> None:
     feature = FEATURES[name]
@@ -338,6 +345,7 @@ def test_training_with_it_gives_one_devices_numbers(name: str, strategy: str) ->
     )
 
 
+@pytest.mark.full_for("batch=4,model=2")
 @pytest.mark.parametrize(
     "strategy", ["batch=4,model=2", pytest.param("batch=8", marks=pytest.mark.full)]
 )

@@ -63,6 +63,7 @@ class Every(keras.callbacks.Callback):
         pass
 
 
+@pytest.mark.full_for("one by one, zero=2")
 @pytest.mark.parametrize(
     ("strategy", "fit"),
     [
@@ -88,6 +89,7 @@ def test_a_bad_row_is_found_and_the_values_before_are_kept(
         np.testing.assert_array_equal(kept[path], value, err_msg=path)
 
 
+@pytest.mark.full
 def test_a_gradient_that_is_not_finite_is_found_though_the_loss_is() -> None:
     model, error = trained(sharded(), lambda: build(norm), spoilt(0.0))
     assert error.step == BAD_STEP
@@ -98,6 +100,7 @@ def test_a_gradient_that_is_not_finite_is_found_though_the_loss_is() -> None:
     assert all(np.isfinite(value).all() for value in weights(model).values())
 
 
+@pytest.mark.full
 def test_the_operation_and_its_layer_are_named() -> None:
     def log(x: Any) -> Any:
         return keras.ops.log(keras.ops.abs(x))
@@ -124,6 +127,7 @@ def test_a_later_epoch_is_counted() -> None:
     assert "step 9 of the optimizer (step 1 of epoch 2)" in str(error)
 
 
+@pytest.mark.full
 def test_guarded_training_is_bit_for_bit_the_same() -> None:
     with_guard, _ = trained(sharded(), build, X, epochs=2)
     without, _ = trained(sharded(), build, X, epochs=2, nan_guard="off")
@@ -131,6 +135,7 @@ def test_guarded_training_is_bit_for_bit_the_same() -> None:
         np.testing.assert_array_equal(weights(with_guard)[path], value, err_msg=path)
 
 
+@pytest.mark.full
 def test_training_goes_on_after_the_bad_row_is_mended() -> None:
     strategy = sharded()
     model, error = trained(strategy, build, spoilt(np.inf))

@@ -67,6 +67,7 @@ def steps(strategy: Any, count: int) -> dict[str, np.ndarray]:
     return weights(model)
 
 
+@pytest.mark.full_for("Broken-native", "Broken-strategy.fit", "KeyboardInterrupt-strategy.fit")
 @each_way
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
 def test_a_callback_that_raises_leaves_the_newest_weights(way: Any, error: Any) -> None:
@@ -80,6 +81,7 @@ def test_a_callback_that_raises_leaves_the_newest_weights(way: Any, error: Any) 
     assert gap <= 1e-7, path
 
 
+@pytest.mark.full_for("strategy.fit")
 @each_way
 def test_data_that_break_off_leave_the_newest_weights(way: Any) -> None:
     strategy = way()
@@ -92,6 +94,7 @@ def test_data_that_break_off_leave_the_newest_weights(way: Any) -> None:
     strategy.fit(model, X, Y, batch_size=16, verbose=0)
 
 
+@pytest.mark.full_for("evaluate-native", "evaluate-strategy.fit")
 @each_way
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
 def test_measuring_that_breaks_off_changes_no_weight(way: Any, call: str) -> None:
@@ -111,6 +114,7 @@ def test_measuring_that_breaks_off_changes_no_weight(way: Any, call: str) -> Non
     assert largest_gap(weights(model), before)[0] == 0
 
 
+@pytest.mark.full
 @each_way
 def test_predicting_rows_that_do_not_divide_keeps_every_weight(way: Any) -> None:
     """Plain Keras under a distribution loses them all: 36 rows in batches of 32."""
@@ -129,6 +133,7 @@ def test_predicting_rows_that_do_not_divide_keeps_every_weight(way: Any) -> None
     assert largest_gap(weights(model), before)[0] == 0
 
 
+@pytest.mark.full_for("strategy.fit")
 @each_way
 def test_slots_are_kept_from_one_fit_to_the_next(way: Any) -> None:
     """Two fits of one epoch are one fit of two."""

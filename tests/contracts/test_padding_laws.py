@@ -142,6 +142,7 @@ def _cases() -> list[Any]:
     ]
 
 
+@pytest.mark.full_for("all-2x4-adam")
 @pytest.mark.parametrize(("rules", "mesh", "optimizer"), _cases())
 def test_loss_curve_and_weights_are_one_devices(rules: str, mesh: str, optimizer: str) -> None:
     build, within = compiled(odd, OPTIMIZERS[optimizer][0]), OPTIMIZERS[optimizer][1]
@@ -149,6 +150,7 @@ def test_loss_curve_and_weights_are_one_devices(rules: str, mesh: str, optimizer
     agree(sharded, one_device(optimizer), within)
 
 
+@pytest.mark.full_for("all-2x4")
 @pytest.mark.parametrize(
     ("rules", "mesh"),
     [
@@ -235,6 +237,7 @@ def test_windows_over_split_rows_stay_right(zero: int) -> None:
 # What a user sees of the model
 
 
+@pytest.mark.full
 def test_the_model_keeps_its_own_dims(tmp_path: Path) -> None:
     under, (x, y) = strategy(), data(40)
     model = made(under, compiled(odd, OPTIMIZERS["adam"][0]))
@@ -254,6 +257,7 @@ def test_the_model_keeps_its_own_dims(tmp_path: Path) -> None:
     assert np.array_equal(under.predict(loaded, x[:37], verbose=0), predicted)
 
 
+@pytest.mark.full
 def test_a_step_is_compiled_once_and_stores_its_share() -> None:
     under, (x, y) = strategy(), data(32)
     model = made(under, compiled(odd, OPTIMIZERS["momentum"][0]))

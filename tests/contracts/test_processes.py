@@ -32,6 +32,7 @@ def _check(law: str, names: list[str], timeout_s: float) -> None:
         ]
 
 
+@pytest.mark.full
 def test_two_processes_train_as_one_device_does() -> None:
     _check("train", ["model-dense"], timeout_s=300)
 

@@ -103,6 +103,7 @@ def _runs() -> list[Any]:
 each_run = pytest.mark.parametrize(("row", "way"), _runs())
 
 
+@pytest.mark.full_for("model-dense-fit", "model-dense-native")
 @each_run
 def test_initial_weights_do_not_depend_on_mesh_or_layout(row: Row, way: str) -> None:
     """Bit by bit those of plain Keras, except that a compiled scaling may round once more."""
@@ -110,6 +111,7 @@ def test_initial_weights_do_not_depend_on_mesh_or_layout(row: Row, way: str) -> 
     assert gap <= 1.2e-7, path
 
 
+@pytest.mark.full_for("model-dense-fit", "model-dense-native")
 @each_run
 def test_history_with_a_smaller_last_batch_is_one_devices(row: Row, way: str) -> None:
     actual, expected = sharded(row.name, way).history, one_device(row.subject).history
@@ -118,12 +120,14 @@ def test_history_with_a_smaller_last_batch_is_one_devices(row: Row, way: str) ->
     np.testing.assert_array_equal(actual["accuracy"], expected["accuracy"])
 
 
+@pytest.mark.full_for("model-dense-fit", "model-dense-native")
 @each_run
 def test_no_weight_is_lost_and_all_are_one_devices(row: Row, way: str) -> None:
     gap, path = largest_gap(sharded(row.name, way).weights, one_device(row.subject).weights)
     assert gap <= 8e-6, path  # 2e-6 was measured
 
 
+@pytest.mark.full_for("model-dense-fit", "model-dense-native")
 @each_run
 def test_evaluate_measures_every_row_once(row: Row, way: str) -> None:
     actual, expected = sharded(row.name, way).evaluated, one_device(row.subject).evaluated

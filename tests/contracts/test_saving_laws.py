@@ -72,6 +72,7 @@ def test_a_saved_model_goes_on_where_it_was(row: Row, tmp_path: Path) -> None:
         assert gap <= 1e-7, path
 
 
+@pytest.mark.full_for("model-dense")
 def test_a_model_of_plain_keras_is_placed_and_trained(row: Row) -> None:
     strategy, one, (x, y) = row.strategy(), OneDevice(), row.of.data(32)
     found = []
@@ -88,6 +89,7 @@ def test_a_model_of_plain_keras_is_placed_and_trained(row: Row) -> None:
     assert gap <= 1e-6, path
 
 
+@pytest.mark.full_for("model-dense")
 def test_a_clone_made_in_scope_lies_as_the_model_does(row: Row) -> None:
     strategy, model = _trained(row)
     with strategy.scope():
@@ -109,6 +111,7 @@ def test_a_model_is_called_on_arrays_of_the_mesh(row: Row) -> None:
     np.testing.assert_allclose(np.asarray(model(strategy.put((x,))[0])), expected, atol=1e-6)
 
 
+@pytest.mark.full
 def test_plain_keras_without_meshwright_loads_a_saved_model(tmp_path: Path) -> None:
     param = next(p for p in rows() if p.id == "model-dense")
     strategy, model = _trained(param.values[0])
@@ -132,6 +135,7 @@ def test_plain_keras_without_meshwright_loads_a_saved_model(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.full
 def test_initial_weights_are_those_of_keras_without_meshwright(tmp_path: Path) -> None:
     """The oracle of these tables runs in a process that has Meshwright; this one does not."""
     run_in_fresh_process(
@@ -179,6 +183,7 @@ INITIALIZERS = {
 }
 
 
+@pytest.mark.full_for("lecun_normal", "orthogonal")
 @pytest.mark.parametrize(("name", "within"), INITIALIZERS.items(), ids=INITIALIZERS)
 def test_an_initializer_gives_plain_keras_values_in_any_layout(name: str, within: float) -> None:
     """And the values of a compiled initializer are the same bits for every layout."""

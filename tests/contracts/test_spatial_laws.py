@@ -63,6 +63,7 @@ def _check(mesh: dict[str, int], rows: int, inputs: int) -> None:
     assert not wrong
 
 
+@pytest.mark.full_for("6", "7")
 @pytest.mark.parametrize(
     "rows", [r if r in (7, 6) else pytest.param(r, marks=pytest.mark.full) for r in SIZES]
 )
@@ -77,6 +78,7 @@ def test_rows_over_eight_that_a_stride_leaves_odd(rows: int) -> None:
     _check({"batch": 1, "rows": 8}, rows, 16)
 
 
+@pytest.mark.full
 def test_a_deep_net_over_odd_rows_trains_as_on_one_device() -> None:
     """13 x 9 after the first convolution, then 7 x 5, 4 x 3 and 2 x 2, over 2 x 2."""
 

@@ -82,6 +82,11 @@ def one_device(batch_size: int, reduction: str = "sum_over_batch_size") -> Train
 # Accumulation
 
 
+@pytest.mark.full_for(
+    "dp8-sum_over_batch_size-in a loop",
+    "dp8-sum_over_batch_size-side by side",
+    "dp8-sum_over_batch_size-written out",
+)
 @pytest.mark.parametrize("way", ["side by side", "written out", "in a loop"])
 @pytest.mark.parametrize(
     "reduction", ["sum_over_batch_size", pytest.param("sum", marks=pytest.mark.full)]
@@ -138,6 +143,7 @@ class Looks(keras.callbacks.Callback):
         pass
 
 
+@pytest.mark.full_for("1")
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_steps_that_are_taken_together_are_those_taken_alone_bit_for_bit(accumulate: int) -> None:
     """A run that is resumed, or whose source is slow, groups its steps otherwise."""
@@ -153,6 +159,7 @@ def test_steps_that_are_taken_together_are_those_taken_alone_bit_for_bit(accumul
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 def test_accumulation_is_not_the_smaller_batch() -> None:
     """The table can fail: steps on 16 rows go elsewhere."""
     with pytest.raises(AssertionError, match="differs by"):
@@ -173,6 +180,7 @@ def test_batch_statistics_are_those_of_each_micro_batch_in_turn() -> None:
     np.testing.assert_allclose(norm.moving_mean.numpy(), mean, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_custom_loop_takes_a_tuple_of_micro_batches() -> None:
     import jax
 
@@ -213,6 +221,9 @@ def test_choices_that_there_are_not_are_refused_together() -> None:
 # Recompute
 
 
+@pytest.mark.full_for(
+    "zero3-model-block", "zero3-model-dots_saveable", "zero3-model-nothing_saveable"
+)
 @pytest.mark.parametrize("remat", ["block", "selective", "nothing_saveable", "dots_saveable"])
 @pytest.mark.parametrize("name", table("zero3-model"))
 def test_recompute_leaves_the_values(name: str, remat: str) -> None:
@@ -234,6 +245,12 @@ def one_rough_device(policy: str) -> Trained:
     return run(OneDevice(), 16, build(policy=policy))
 
 
+@pytest.mark.full_for(
+    "model-mixed_bfloat16-None",
+    "model-mixed_bfloat16-float32",
+    "model-mixed_float16-None",
+    "model-mixed_float16-float32",
+)
 @pytest.mark.parametrize("sums", [None, "float32"])
 @pytest.mark.parametrize("policy", ROUGH)
 @pytest.mark.parametrize("name", table("model"))
@@ -251,6 +268,7 @@ def test_mixed_precision_trains_as_on_one_device(name: str, policy: str, sums: A
 # Memory
 
 
+@pytest.mark.full_for("model", "zero2", "zero3-model")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_donated_step_holds_no_second_copy_of_parameters_and_slots(name: str) -> None:
     import jax

@@ -93,6 +93,14 @@ def _cases() -> list[object]:
     return found
 
 
+@pytest.mark.full_for(
+    "float32-model-dense-momentum",
+    "float32-spatial-images-momentum",
+    "float32-zero3-model-wide-momentum",
+    "float64-model-dense-adam",
+    "float64-spatial-images-adam",
+    "float64-zero3-model-wide-adam",
+)
 @pytest.mark.parametrize(("row", "optimizer", "precision"), _cases())
 def test_loss_curve_and_weights_are_one_devices(row: Row, optimizer: str, precision: str) -> None:
     """Six steps over shuffled batches, so that the order of the rows is one device's too."""
@@ -107,6 +115,7 @@ def test_loss_curve_and_weights_are_one_devices(row: Row, optimizer: str, precis
     assert len(sharded.curve) == 6
 
 
+@pytest.mark.full_for("model-dense", "spatial-images", "zero3-model-wide")
 @pytest.mark.parametrize("row", rows())
 def test_gradients_of_the_first_step_are_one_devices(row: Row) -> None:
     build = compiled(row.of.build, lambda: optimizers.SGD(0.05))

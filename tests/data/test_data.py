@@ -206,6 +206,7 @@ SOURCES: dict[str, Any] = {
 }
 
 
+@pytest.mark.full_for("grain.IterDataset")
 @pytest.mark.filterwarnings("ignore:Your `PyDataset` class should call")
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_every_sample_is_used_exactly_once_per_epoch(source: Any) -> None:
@@ -215,6 +216,7 @@ def test_every_sample_is_used_exactly_once_per_epoch(source: Any) -> None:
     assert not readers()
 
 
+@pytest.mark.full
 def test_shuffling_is_seeded_and_the_same_under_every_mesh() -> None:
     """The order shows in the weights: they are those of one order only."""
     data = {"x": X, "y": Y + X[:, :1] / ROWS, "batch_size": 16}

@@ -301,6 +301,7 @@ def test_a_refused_connection_gives_the_subset_at_once() -> None:
     assert_subset_with_reason(digits, "The download of http://127.0.0.1:1/mnist.npz failed")
 
 
+@pytest.mark.full
 def test_a_dead_network_is_given_up_within_five_seconds(empty_cache: Path) -> None:
     with server(waits_for_the_client) as url:
         start = time.monotonic()
@@ -310,6 +311,7 @@ def test_a_dead_network_is_given_up_within_five_seconds(empty_cache: Path) -> No
     assert not empty_cache.exists()
 
 
+@pytest.mark.full_for("sends a header only", "stops after a start")
 @pytest.mark.parametrize(
     "talk",
     [

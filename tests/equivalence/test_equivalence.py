@@ -68,6 +68,7 @@ def test_a_keras_model_is_the_same_under_every_mesh() -> None:
     assert kernel.first is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 3, "accumulate": 4}], ids=str)
 def test_a_program_is_the_same_under_every_mesh(options: dict[str, Any]) -> None:
     found = assert_equivalent(linear, MESHES, {"w": [None, "model"]}, **options)
@@ -109,6 +110,7 @@ def test_a_bias_whose_exact_gradient_is_zero_does_not_raise_alarm() -> None:
     assert "by rounding alone, on one device too: hidden/bias" in str(found)
 
 
+@pytest.mark.full
 def test_bfloat16_is_judged_by_its_own_spacing() -> None:
     def loss(params: Any, batch: Any) -> Any:
         half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (batch["x"], params))
@@ -119,6 +121,7 @@ def test_bfloat16_is_judged_by_its_own_spacing() -> None:
     assert (found.tolerance.dtype, found.tolerance.rtol) == ("bfloat16", 4 * 2**-7)
 
 
+@pytest.mark.full
 def test_several_batches_are_taken_in_turn() -> None:
     def build(batches: int) -> Case:
         program, batch = linear()
@@ -145,6 +148,7 @@ class PerShard(keras.layers.Layer):
         return shape
 
 
+@pytest.mark.full
 def test_statistics_of_each_shard_alone_are_found() -> None:
     with pytest.raises(AssertionError, match="NOT equal to one device; first difference: loss in"):
         assert_equivalent(lambda: (dense(PerShard()), (X, Y)), "batch=4", steps=2)
@@ -164,6 +168,7 @@ class Unsummed(keras.Model):
         return {"loss": aux[0]}, (params, aux[2], slots, aux[3])
 
 
+@pytest.mark.full
 def test_a_wrong_gradient_of_a_models_own_step_is_found() -> None:
     def build() -> Any:
         source = keras.Input([12])
@@ -206,6 +211,7 @@ def test_other_initial_values_are_found() -> None:
     assert under["w"].value.absolute >= 1
 
 
+@pytest.mark.full
 def test_xlas_wrong_gradient_of_uneven_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six rows over four devices: what the strategy avoids, and what happens where it does not."""
 
@@ -308,6 +314,7 @@ def test_axes_that_no_mesh_has_are_all_told() -> None:
         check(linear, MESHES, rules)
 
 
+@pytest.mark.full
 def test_an_axis_that_one_mesh_lacks_is_noted() -> None:
     found = assert_equivalent(linear, MESHES, {"w": [None, "model"]}, steps=1)
     notes = [each.notes for each in found.meshes]

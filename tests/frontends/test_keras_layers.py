@@ -171,6 +171,7 @@ def layer_classes() -> dict[str, type[keras.Layer]]:
 # Reach
 
 
+@pytest.mark.full_for("STFTSpectrogram")
 @over(CASES)
 def test_every_weight_has_a_name_of_its_own(each: Case) -> None:
     layer = built(each, keras.layers)
@@ -180,6 +181,7 @@ def test_every_weight_has_a_name_of_its_own(each: Case) -> None:
     assert len(found) == len(layer.weights)
 
 
+@pytest.mark.full_for("STFTSpectrogram")
 @over(CASES)
 def test_a_layout_reaches_exactly_the_weight_it_names(each: Case) -> None:
     for name, weight in layers.weights_by_name(built(each, keras.layers)).items():
@@ -187,6 +189,7 @@ def test_a_layout_reaches_exactly_the_weight_it_names(each: Case) -> None:
         assert asked(layer) == {name: str(mw.Layout(some_layout(weight)))}
 
 
+@pytest.mark.full_for("STFTSpectrogram")
 @pytest.mark.parametrize("layer", sorted({each.layer for each in CASES}))
 def test_the_signature_names_the_weights_that_the_layer_can_have_and_no_others(layer: str) -> None:
     cls = getattr(layers, layer)
@@ -444,6 +447,7 @@ def test_a_layer_called_twice_has_its_weights_laid_out_once() -> None:
     assert asked(layer) == {"kernel": "[unsharded, model]"}
 
 
+@pytest.mark.full_for("GRU-keras")
 @pytest.mark.parametrize("module", [keras.layers, layers], ids=["keras", "meshwright"])
 @pytest.mark.parametrize("layer", ["LSTM", "GRU", "SimpleRNN"])
 def test_both_directions_of_bidirectional_keep_the_layouts(module: Any, layer: str) -> None:

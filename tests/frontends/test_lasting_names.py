@@ -78,6 +78,7 @@ def test_a_copy_goes_on_in_the_same_process(tmp_path: Path) -> None:
     assert parts.history == whole.history
 
 
+@pytest.mark.full
 def test_slots_made_before_any_strategy_are_known_too() -> None:
     """A model that plain Keras has trained in a process where no strategy was ever used."""
     code = """

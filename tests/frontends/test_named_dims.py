@@ -102,6 +102,7 @@ def test_a_string_of_rules_lays_a_keras_model_out_as_axes_by_hand_do(mesh):
     assert tables[0]["attention/query/kernel"].layout == mw.Layout([None, "cols", None], mesh)
 
 
+@pytest.mark.full
 def test_and_the_losses_are_the_same(mesh, by_name):
     strategy, model, losses = by_name
     by_hand = mw.Sharded(mesh, without_attention(BY_AXES), batch="rows")
@@ -124,6 +125,7 @@ def test_the_table_shows_names_sizes_and_the_rule_that_split_them(by_name):
     assert "slot of up/kernel" in moment
 
 
+@pytest.mark.full_for("axes2-batch:rows;vocab:cols;d_ff:cols;d_model:planes")
 @pytest.mark.parametrize(
     ("axes", "rules"),
     [

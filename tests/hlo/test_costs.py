@@ -100,6 +100,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "remat", "scanned"), CASES)
 def test_the_flops_of_a_transformer_are_those_of_the_formula(layout, remat, scanned):
     costs = costs_of(layout, remat, scanned)
@@ -122,6 +123,7 @@ def test_so_they_are_where_products_are_convolutions(layout, remat, scanned):
     assert not costs.unknown_loops
 
 
+@pytest.mark.full
 def test_layers_are_told_apart_and_backward_is_twice_forward():
     costs = costs_of("data", False, False)
     layers = {layer.layer: layer for layer in costs.layers}
@@ -132,12 +134,14 @@ def test_layers_are_told_apart_and_backward_is_twice_forward():
     assert sum(layer.bytes for layer in costs.layers) == costs.bytes
 
 
+@pytest.mark.full
 def test_what_is_computed_again_is_told_apart():
     costs = costs_of("both", True, True)
     assert 0 < 8 * costs.recompute_flops <= formula(True)[1]
     assert costs_of("data", False, False).recompute_flops == 0
 
 
+@pytest.mark.full
 def test_a_loop_is_multiplied_out():
     loops = [each for each in costs_of("model", False, True).program if isinstance(each, Loop)]
     loop = next(each for each in loops if any(one.flops for one in each.body))
@@ -162,6 +166,7 @@ def test_of_branches_the_heaviest_counts():
     assert costs.flops == 2 * 2 * 8**3
 
 
+@pytest.mark.full_for("spec0-0.75")
 @pytest.mark.parametrize(
     ("spec", "share"), [(["data", None], 0.75), ([("data", "model"), None], 0)]
 )

@@ -28,6 +28,7 @@ def in_turn(count: Any, counts: Any, batches: Any) -> Any:
     return counts, others
 
 
+@pytest.mark.full_for("accuracy", "crossentropy")
 @pytest.mark.parametrize("name", METRICS)
 def test_keras_metrics_count_the_same(name: str) -> None:
     metric = METRICS[name]()

@@ -485,6 +485,7 @@ EXACT_TOO = [
 ]
 
 
+@pytest.mark.full_for("scanned-batch", "transformer-batch")
 @pytest.mark.parametrize(
     ("name", "dim"),
     [*EXACT, *(pytest.param(*each, marks=pytest.mark.full) for each in EXACT_TOO)],

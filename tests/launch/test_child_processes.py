@@ -56,6 +56,7 @@ def test_a_child_that_exits_takes_along_what_it_started():
     assert within(5, all_gone(pids[1:]))
 
 
+@pytest.mark.full_for("True")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_children_that_are_asked_end_together_and_the_deaf_are_killed(stopped):
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"

@@ -81,6 +81,7 @@ def held(part: dict[str, object]) -> int:
     return sum(array.addressable_data(0).nbytes for array in part.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("axes", [{"batch": 8}, {"batch": 4, "model": 2}], ids=["8", "4x2"])
 def test_live_bytes_follow_the_theory(axes: dict[str, int], level: int) -> None:

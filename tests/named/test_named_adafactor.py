@@ -129,6 +129,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.full_for("as in the paper")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_each_option_is_the_papers(options: dict[str, Any]) -> None:
     params = numbers(0)
@@ -141,6 +142,7 @@ def test_each_option_is_the_papers(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(found[name].array, paper.x, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.full_for("3-D")
 @pytest.mark.parametrize("kind", [full("1-D"), full("2-D"), "3-D"])
 def test_rules_change_no_value(kind: str) -> None:
     params = numbers(0, EVEN)
@@ -156,6 +158,7 @@ def test_rules_change_no_value(kind: str) -> None:
     assert state.count == 2
 
 
+@pytest.mark.full_for("2-D-False-names1", "3-D-True-names2")
 @pytest.mark.parametrize(
     ("kind", "jit", "names"),
     [("2-D", True, EVEN), ("2-D", False, ["matrix"]), ("3-D", True, EVEN)],
@@ -315,6 +318,7 @@ class TestOptaxNeedsNothing:
 class TestProgram:
     """``mw.jax_program`` takes named parameters, and this optimizer."""
 
+    @pytest.mark.full_for("adafactor")
     @pytest.mark.parametrize("method", ["adafactor", "adam"])
     def test_a_program_learns_the_same_on_one_device_and_on_eight(self, method: str) -> None:
         def loss(params: Any, batch: Any) -> Any:

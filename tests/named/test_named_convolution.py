@@ -224,6 +224,7 @@ def rows(case: Case) -> list[Any]:
     ]
 
 
+@pytest.mark.full_for("valid, h w io-3-D")
 @pytest.mark.parametrize(("case", "kind"), [row for case in CASES for row in rows(case)])
 def test_laws(case: Case, kind: str) -> None:
     check(case, kind)

@@ -81,6 +81,7 @@ NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True)
 BETWEEN = st.text(" \t\n,.;", min_size=1, max_size=3)
 
 
+@pytest.mark.full
 @hypothesis.given(st.dictionaries(NAMES, st.integers(0, 10**9)), st.data())
 def test_texts_of_dims_round_trip(sizes, data):
     dims = tuple(mn.Dim(name, size) for name, size in sizes.items())
@@ -277,6 +278,7 @@ INHERITING: list[Callable[[mn.NamedArray], mn.NamedArray]] = [
 ]
 
 
+@pytest.mark.full
 def test_what_needs_no_constraint_lies_right_without():
     """Operations leave out the constraint where XLA derives it from their operand's."""
     with mn.rules("a:rows;b:cols;c:planes", mesh(rows=2, cols=2, planes=2)) as rules:
@@ -596,6 +598,7 @@ SOME = st.permutations(list(SIZES)).flatmap(
 )
 
 
+@pytest.mark.full
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(SOME, SOME, SOME)
 def test_broadcasting_equals_numpys(one, two, three):

@@ -132,6 +132,7 @@ def narrow(tables: Tables, row: int, beams: int, alpha: float) -> list[tuple[flo
     return ranked[:beams]
 
 
+@pytest.mark.full_for("1-True")
 @pytest.mark.parametrize("stop_early", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_narrow_beam_is_that_of_lists(seed: int, stop_early: bool) -> None:
@@ -143,6 +144,7 @@ def test_a_narrow_beam_is_that_of_lists(seed: int, stop_early: bool) -> None:
         np.testing.assert_allclose(scores[row], [x for x, _ in wanted], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_loop_stops_when_nothing_better_can_come() -> None:
     tables = Tables()
     tables.table[..., END] += 20  # all sequences end at once
@@ -222,6 +224,7 @@ DIMS = "length:8 vocab:16 d_model:8 d_ff:16 heads:8 d_kv:4 layers:1"
 PAPER = "batch:rows;vocab:cols;d_ff:cols;heads:cols"
 
 
+@pytest.mark.full
 def test_a_model_decodes_the_same_under_the_rules_of_the_paper() -> None:
     model = models.Transformer(DIMS)
     params = plain.parameters(model)

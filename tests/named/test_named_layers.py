@@ -127,6 +127,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.full_for("attend_locally, causal-3-D", "attend_locally-3-D")
 @pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_laws(case: Case, kind: str) -> None:
@@ -177,6 +178,7 @@ def test_a_product_of_dense_layers_is_the_gated_unit_of_its_name(name: str) -> N
     close(layer(params, x), GATES[name](x.array @ gate) * (x.array @ linear))
 
 
+@pytest.mark.full_for("activations1")
 @pytest.mark.parametrize("activations", [(mn.relu,), (mn.relu, None)])
 def test_a_feed_forward_layer_goes_up_and_down(activations: Any) -> None:
     layer = layers.FeedForward("d_model:4", "d_ff:16", activations, dropout=0.5)
@@ -256,6 +258,7 @@ def np_attention(params: Any, x: Any, memory: Any, mask: Any = True) -> Any:
     return np.einsum("bhlk,hkd->bld", np_attend(q, k, v, mask), output)
 
 
+@pytest.mark.full_for("1-False", "1-True")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("radius", [None, 1, 3, 9])
 def test_attention_to_itself(causal: bool, radius: int | None) -> None:

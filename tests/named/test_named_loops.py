@@ -90,6 +90,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.full_for("scan over a split dim-3-D")
 @pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_laws(case: Case, kind: str) -> None:

@@ -202,6 +202,16 @@ def table() -> Iterator[Any]:
             yield pytest.param(law, kind, marks=marks, id=f"{law}-{kind}")
 
 
+@pytest.mark.full_for(
+    "half a sequence-none",
+    "switch-one axis",
+    "top_2 by einsum-3-D",
+    "top_2 by einsum-none",
+    "top_2 by einsum-one axis",
+    "top_2 by gather-inside groups",
+    "top_2 by gather-two axes",
+    "two sequences-one axis and d_ff",
+)
 @pytest.mark.parametrize(("law", "kind"), list(table()))
 def test_laws(law: Laid, kind: str) -> None:
     if kind == "inside groups":
@@ -240,6 +250,7 @@ class TestHierarchy:
     )  # fmt: skip
     RULES = "batch:rows;sets:rows;outer:cols;experts:cols"
 
+    @pytest.mark.full_for("einsum-batch:rows;sets:rows;outer:cols;experts:cols")
     @pytest.mark.parametrize(
         ("dispatch", "rules"),
         [
@@ -305,6 +316,7 @@ class TestCommunication:
         assert sum(found.pop("all-reduce")) <= 2  # the losses
         assert not any(found.values()), found
 
+    @pytest.mark.full_for("gather")
     @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
     def test_and_their_gradients_go_the_same_way(self, dispatch: str) -> None:
         found = self.collectives("one axis", dispatch, back=True)

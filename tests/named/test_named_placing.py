@@ -119,6 +119,7 @@ JOINS = [
 CASES = [*SHIFTS, *JOINS]
 
 
+@pytest.mark.full_for("halo_exchange 2 10 wrap=False split=a-3-D")
 @pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_laws(case: Case, kind: str) -> None:

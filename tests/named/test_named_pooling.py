@@ -109,6 +109,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.full_for("max_pool wide windows, h batch io-3-D")
 @pytest.mark.parametrize(("case", "kind"), TABLE)
 def test_laws(case: Case, kind: str) -> None:
     check(case, kind)

@@ -135,6 +135,7 @@ def test_bare_parameters_may_stand_beside_named_ones():
 # One string lays it all out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", RULES)
 def test_one_string_lays_out_parameters_slots_and_batch_and_the_losses_stay(kind, wanted):
     placement = placed(kind)
@@ -176,6 +177,7 @@ def test_the_operations_inside_are_laid_out_too():
     assert seen
 
 
+@pytest.mark.full
 def test_without_names_a_batch_comes_as_it_is(wanted):
     def naming(params, batch):
         return loss(params, {k: mn.named(v, f"batch:{BATCH} io:{IO}") for k, v in batch.items()})
@@ -212,6 +214,7 @@ def test_the_table_shows_dims_and_rules():
 # What else a Program can do
 
 
+@pytest.mark.full_for("2-D-1", "2-D-2", "2-D-3", "data parallel-3")
 @pytest.mark.parametrize(
     ("kind", "zero"),
     [("data parallel", 1), ("2-D", 1), ("2-D", 2), ("data parallel", 3), ("2-D", 3)],
@@ -227,6 +230,7 @@ def test_zero_shares_out_on_top_of_the_rules(kind, zero, wanted, monkeypatch):
     assert (axis in mw.fetch_layout(state.params["up/kernel"]).axes) == (zero == 3)
 
 
+@pytest.mark.full_for("in a loop-0", "side by side-0", "written out-2")
 @pytest.mark.parametrize(
     ("way", "zero"),
     [("side by side", 0), ("side by side", 2), ("in a loop", 0), ("written out", 2)],
@@ -250,6 +254,7 @@ def test_recompute_changes_no_number(wanted):
     np.testing.assert_allclose(found, wanted[0], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_under_other_rules_and_on_another_mesh(tmp_path, wanted):
     def run(kind, count, zero=0):
         trainer = mw.Trainer(program(), placed(kind, zero=zero))
@@ -265,6 +270,7 @@ def test_a_checkpoint_goes_on_under_other_rules_and_on_another_mesh(tmp_path, wa
     assert "up/kernel (8, 64)" in saved
 
 
+@pytest.mark.full
 def test_factored_slots_lie_by_their_own_dims():
     optimizer = mn.adafactor(min_dim=8)
     trainer = mw.Trainer(program(optimizer), placed("2-D"))
@@ -274,6 +280,7 @@ def test_factored_slots_lie_by_their_own_dims():
     assert mw.fetch_layout(state.slots["columns/up/kernel"]).specs == ("cols",)  # hidden
 
 
+@pytest.mark.full
 def test_a_dry_run_compiles_the_step_for_a_target():
     trainer = mw.Trainer(program(), placed("2-D"))
     compiled = compile_ahead(trainer.step, (trainer.init(), trainer.put(batches(1)[0])), "cpu:8")
@@ -405,6 +412,7 @@ def test_the_transformer_trains_alike_whatever_else_a_step_does(zero, accumulate
         np.testing.assert_allclose(value, wanted[path], rtol=2e-3, atol=2e-4, err_msg=path)
 
 
+@pytest.mark.full
 def test_a_dry_run_lays_the_operations_out_as_training_does():
     def gathering(params, batch):
         # Only the rule for what comes out makes this a sum over pieces; XLA alone would gather.

@@ -64,6 +64,7 @@ DRAWS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.full_for("1-D", "2-D", "3-D")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_numbers_under_any_rules(kind):
     rules = Case("random", len, len, [], ("a", "b", "c")).rules(kind)

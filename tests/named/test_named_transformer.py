@@ -97,6 +97,7 @@ def plain_loss(params: Any, tokens: Any, z_loss: float = 1e-2) -> Any:
     return plain.cross_entropy(logits, tokens, jnp.ones(tokens.shape), z_loss)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rules", RULES)
 def test_losses_over_five_steps_are_those_of_the_plain_twin(
     rules: str, params: Any, wanted: list[float]
@@ -159,6 +160,7 @@ ATTENTIONS = {
 }
 
 
+@pytest.mark.full_for("whole-True")
 @pytest.mark.parametrize(
     ("attention", "scan"),
     [("whole", True), ("local", False), pytest.param("multi-query", False, marks=pytest.mark.full)],
@@ -212,6 +214,7 @@ def test_a_loop_over_layers_begins_as_layers_that_are_written_out() -> None:
     jax.tree.map(np.testing.assert_array_equal, stacked(one), other)
 
 
+@pytest.mark.full_for("False")
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_scan_and_recompute_change_neither_loss_nor_gradient(recompute: bool, two: Any) -> None:
     model = models.Transformer(DIMS, scan=True, recompute=recompute)
@@ -237,6 +240,7 @@ def test_recompute_computes_blocks_again(params: Any) -> None:
     assert (anew, partly) == (plainly + 7, plainly)
 
 
+@pytest.mark.full
 def test_activations_are_of_the_dtype_and_losses_of_float32(params: Any) -> None:
     model = models.Transformer(SMALL, dtype=jnp.bfloat16)
     tokens = mn.named(TOKENS, "batch:8 length:8")
@@ -281,6 +285,7 @@ class WithLoss(layers.FeedForward):
         return output, mn.reduce_mean(mn.square(output))
 
 
+@pytest.mark.full_for("False")
 @pytest.mark.parametrize("scan", [False, True])
 def test_losses_of_layers_are_added_to_the_loss(scan: bool, two: Any) -> None:
     tokens, params = mn.named(ids(2, 8), "batch:2 length:8"), two[scan]
@@ -354,6 +359,7 @@ def test_a_token_before_the_first_may_be_any(params: Any) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.full
 def test_parameters_are_the_same_under_any_rules_which_may_be_given() -> None:
     params = jax.jit(ONE.init)(jax.random.key(0))
     with rules_of("2-D, of the paper") as rules:

@@ -91,6 +91,7 @@ def test_bytes_and_collectives_are_those_that_the_layouts_ask_for():
     assert compiled.of_kind("all-gather") == ()
 
 
+@pytest.mark.full
 def test_donation_survives():
     state_bytes = 4 * (64 * 16 + 16)
     assert ahead(donated=True).donated_bytes == state_bytes
@@ -136,6 +137,7 @@ def keras_model(strategy):
 BATCH = np.ones([16, 16], "float32"), np.ones([16, 8], "float32")
 
 
+@pytest.mark.full
 def test_a_keras_step_is_the_one_that_fit_runs():
     rules = {"hidden.*kernel": [mw.UNSHARDED, "model"]}
     strategy = mw.Sharded(mw.create_mesh(MESH), rules)
@@ -155,6 +157,7 @@ def test_a_keras_step_is_the_one_that_fit_runs():
     assert len(jax.tree.leaves(state)) == len(explained.placed)
 
 
+@pytest.mark.full
 def test_a_step_with_a_halo_exchange_compiles():
     strategy = mw.Sharded(
         mw.create_mesh({"rows": 8}), batch=None, inputs=[None, "rows", None, None]

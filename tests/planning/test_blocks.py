@@ -123,6 +123,7 @@ def test_blocks_that_hang_together_otherwise_are_all_compiled(strange, why):
     assert why in reason
 
 
+@pytest.mark.full
 def test_blocks_that_lie_differently_are_all_compiled_and_the_report_says_so():
     placement = mw.Placement.of(mw.Mesh({"batch": 4, "model": 2}), {"blocks/3/up": [None, "model"]})
     report = dry_run(program(4), BATCH, strategy=placement, target="cpu:8", blocks="few")
@@ -177,6 +178,7 @@ def both(way: str, **how) -> tuple[DryRun, DryRun]:
     return few, whole
 
 
+@pytest.mark.full_for("split")
 @pytest.mark.parametrize(
     "way", ["data parallel", "split", *(pytest.param(w, marks=SLOW) for w in ("zero 2", "zero 3"))]
 )
@@ -216,6 +218,7 @@ def test_so_it_is_with_recompute_and_micro_batches(how):
     assert moved(few) == moved(whole)
 
 
+@pytest.mark.full
 def test_collectives_and_layers_have_the_names_of_their_own_blocks():
     few, whole = both("split")
     places = [
@@ -229,6 +232,7 @@ def test_collectives_and_layers_have_the_names_of_their_own_blocks():
     assert {each.origin.path for each in few.tensors} == {e.origin.path for e in whole.tensors}
 
 
+@pytest.mark.full
 def test_every_form_of_the_report_says_what_was_compiled():
     few, whole = both("data parallel")
     said = "of 6 equal blocks (blocks/0 … blocks/5), one and two were compiled"
@@ -264,6 +268,7 @@ def test_what_is_computed_again_soon_is_held_like_what_is_kept():
     assert peak_with(one, replace(two, soon=True), 10).nbytes == 150 + 8 * 45
 
 
+@pytest.mark.full_for("8")
 @pytest.mark.parametrize("rows", [8, pytest.param(512, marks=SLOW)])
 def test_few_rows_hold_gradients_and_many_rows_hold_activations(rows):
     batch = jax.ShapeDtypeStruct((rows, IO), "float32")
@@ -275,6 +280,7 @@ def test_few_rows_hold_gradients_and_many_rows_hold_activations(rows):
     assert few.alive_bytes == pytest.approx(whole.alive_bytes, rel=0.05)
 
 
+@pytest.mark.full
 def test_a_figure_that_the_arrays_do_not_explain_is_not_extended(monkeypatch):
     """As of a small step on a TPU, most of which lies in the chip's own memory."""
     monkeypatch.setattr(extending, "is_understood", lambda two: False)
@@ -284,6 +290,7 @@ def test_a_figure_that_the_arrays_do_not_explain_is_not_extended(monkeypatch):
     assert len([each for each in report.placed if each.info.role == "parameter"]) == 14
 
 
+@pytest.mark.full
 def test_a_few_blocks_are_compiled_as_they_are_unless_asked():
     report = dry_run(program(4), BATCH, strategy=DATA, target="cpu:8")
     assert report.blocks is None

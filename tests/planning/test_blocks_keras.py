@@ -46,6 +46,7 @@ def both(**how) -> tuple[DryRun, DryRun]:
     return few, whole
 
 
+@pytest.mark.full_for("0")
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_a_functional_model_needs_no_names_for_its_blocks(zero):
     few, whole = both(zero=zero)
@@ -57,6 +58,7 @@ def test_a_functional_model_needs_no_names_for_its_blocks(zero):
     assert [getattr(few.memory, e) for e in exact] == [getattr(whole.memory, e) for e in exact]
 
 
+@pytest.mark.full
 def test_blocks_that_are_computed_again_are_extended_too():
     few, whole = both(remat="nothing_saveable")
     assert few.flops == whole.flops

@@ -102,6 +102,7 @@ def test_statistics_that_a_layer_computes_with_before_training_are_known():
     assert np.allclose(np.asarray(planned.layers[0](rows)).std(0), 1, atol=1e-3)
 
 
+@pytest.mark.full_for("0")
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_bytes_are_those_of_the_arrays_that_a_real_state_has_on_a_device(zero):
     strategy = mw.Sharded(mw.create_mesh(AXES), {"hidden.*kernel": [None, "model"]}, zero=zero)
@@ -123,6 +124,7 @@ def test_bytes_are_those_of_the_arrays_that_a_real_state_has_on_a_device(zero):
     assert report.memory.padding_bytes == 0  # CPUs have no tiles
 
 
+@pytest.mark.full
 def test_an_abstract_model_compiles_to_the_step_of_the_real_one():
     strategy = mw.Sharded(mw.create_mesh(AXES), {"hidden.*kernel": [None, "model"]})
     with strategy.scope():
@@ -168,6 +170,7 @@ def test_the_tensors_at_the_peak_are_named_after_layers():
     assert report.alive_bytes == pytest.approx(report.memory.temporary_bytes, rel=0.05)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux' /proc")
 def test_ten_billion_parameters_are_planned_in_less_than_a_gigabyte():
     out = mw.testing.run_in_fresh_process(
@@ -267,6 +270,7 @@ def moved(report: DryRun, axis: str) -> int:
     return sum(a.elements * c.count for c in sums for a in c.arrays if a.elements > 1)
 
 
+@pytest.mark.full_for("model")
 @pytest.mark.parametrize(
     ("axes", "along_batch", "along_model"),
     [
@@ -332,6 +336,7 @@ def remedy_in(report: DryRun) -> dict[str, list]:
     return {path: eval(specs) for path, specs in found}
 
 
+@pytest.mark.full
 def test_what_is_gathered_for_a_whole_weight_is_marked_and_the_remedy_removes_it():
     rules = {"w/kernel": [None, "model"]}
     report = of_two_layers(rules=rules)
@@ -341,6 +346,7 @@ def test_what_is_gathered_for_a_whole_weight_is_marked_and_the_remedy_removes_it
     assert of_two_layers(rules=rules | proposed).unexpected == ()
 
 
+@pytest.mark.full
 def test_an_activation_that_is_gathered_is_marked():
     def loss(params, x):
         with jax.named_scope("block"):

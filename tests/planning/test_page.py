@@ -124,6 +124,7 @@ def rows_of(tree: ElementTree.Element, name: str) -> list[list[str]]:
 # The page as a whole
 
 
+@pytest.mark.full_for("floors", "loop", "report")
 @pytest.mark.parametrize(
     "found",
     [
@@ -222,6 +223,7 @@ def test_the_command_says_before_it_compiles_that_a_file_cannot_be_written(optio
     assert f"to '{path}': '{tmp_path / 'file'}' is not a folder. Choose another path." in words
 
 
+@pytest.mark.full_for("loop")
 @pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
 def test_every_number_of_the_terminal_is_in_the_page(found):
     shown = text(page(found()))
@@ -496,6 +498,7 @@ def test_variables_of_equal_blocks_share_a_row():
 # The time line
 
 
+@pytest.mark.full_for("loop")
 @pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
 def test_the_time_line_is_as_long_as_the_estimate_and_as_busy(found):
     moments = moments_of(found())

@@ -361,6 +361,7 @@ def dry_run_of_mlp(plan):
     return Report()
 
 
+@pytest.mark.full
 def test_the_best_are_compiled_and_ranked_again():
     asked = []
 

@@ -98,6 +98,7 @@ def asked(monkeypatch):
     return calls_and_memory
 
 
+@pytest.mark.full
 def test_the_report_is_printed_without_any_device(job):
     out = run_in_fresh_process(
         """
@@ -272,6 +273,7 @@ def test_the_planner_is_asked_and_its_plan_is_kept(job, tmp_path):
     assert kept.num_inputs == 1
 
 
+@pytest.mark.full_for("arguments0-no layout keeps within 1000 B on h100:8")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -103,6 +103,7 @@ class Counting:
         self.at = int(state) if self._of is bytes else state["at"]
 
 
+@pytest.mark.full_for("dict")
 @pytest.mark.parametrize("kind", [dict, bytes])
 def test_an_iterator_with_a_state_is_put_where_it_stood(kind: type, tmp_path: Path) -> None:
     to = trainer(batch=8)

@@ -75,6 +75,7 @@ def gradient_of(case: str) -> tuple[Callable[..., Any], Any, Any]:
     return gradient, w, x
 
 
+@pytest.mark.full_for("kept-narrow-batch and model")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "recomputed"])
@@ -221,6 +222,7 @@ def reduced_elements(
     return total, model.count_params()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("build", [images, words])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_micro_batches_share_one_sum_over_the_devices(build: Callable[[], Any], zero: int) -> None:
@@ -235,6 +237,7 @@ def test_side_by_side_there_is_one_sum_too() -> None:
     assert parameters <= together <= parameters + 16
 
 
+@pytest.mark.full
 def test_level_2_sums_each_micro_batch() -> None:
     """So the measure above can tell one sum from four."""
     together, parameters = reduced_elements(words, 4, zero=2)

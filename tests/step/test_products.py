@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.full_for("of rows in two dims")
 @pytest.mark.parametrize("case", CASES)
 def test_no_transposition_is_left_and_the_values_are_the_same(case: str) -> None:
     function, args = CASES[case]

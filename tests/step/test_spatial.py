@@ -141,6 +141,7 @@ def test_without_the_guard_xla_counts_gradients_once_per_copy(cube: mw.Mesh) -> 
     assert max(errors(cube, [spare, split])) <= TOLERANCE
 
 
+@pytest.mark.full
 def test_without_the_guard_overlapping_max_pooling_is_wrong(cube: mw.Mesh) -> None:
     case = Case(
         lambda k, x: total(pool(k * x, 1, 3, "SAME")),
@@ -208,11 +209,13 @@ def block(k: Any, x: Any) -> Any:
     return total(flat @ dense) + total(y.mean((1, 2)))
 
 
+@pytest.mark.full
 def test_a_net_with_joins_and_reductions_has_one_devices_gradients(two_by_four: mw.Mesh) -> None:
     case = Case(block, kernel_of("full"), images(12), ["batch", "rows", None, None])
     assert max(errors(two_by_four, [case])) <= TOLERANCE
 
 
+@pytest.mark.full
 def test_control_flow_and_derivatives_by_hand_are_guarded(two_by_four: mw.Mesh) -> None:
     def filtered(k: Any, x: Any) -> Any:
         return conv(x, k, feature_group_count=CHANNELS)

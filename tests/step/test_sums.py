@@ -62,6 +62,7 @@ def test_gradients_are_summed_in_float32(case: str) -> None:
     assert types_added(summed_in(gradient, "float32"), params, x) == {"float32"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_they_are_nearer_to_the_truth(case: str) -> None:
     loss, params, x = drawn(case)

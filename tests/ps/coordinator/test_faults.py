@@ -121,6 +121,7 @@ def test_a_hundred_kills_some_between_the_pushes_to_two_servers(workers):
     assert stats["duplicates"] > 0  # a step of a dead worker had reached one server
 
 
+@pytest.mark.full
 def test_a_frozen_worker_is_noticed_and_finds_itself_refused_when_it_wakes():
     with trained_on(2, dead_after_s=1.0) as (cluster, strategy, coordinator):
         totals = Totals(strategy, coordinator, 0.002)
@@ -181,6 +182,7 @@ def test_a_server_that_dies_is_restored_and_what_was_lost_is_told_exactly():
         assert second.read() == count - len(lost["ps:1"])
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_answer_is_named():
     with trained_on(1, 1, dead_after_s=60.0) as (cluster, strategy, coordinator):
         total = strategy.variable(0)

@@ -367,6 +367,7 @@ def test_wrong_settings_are_refused(arguments, told):
         ParameterServer(**arguments)
 
 
+@pytest.mark.full
 def test_a_dataset_is_let_go_when_nobody_can_use_its_iterator(strategy, coordinator):
     def alive():
         import gc

@@ -26,6 +26,7 @@ def gradient(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return (2 / len(x)) * x.T @ (x @ w - y)
 
 
+@pytest.mark.full_for("3")
 @pytest.mark.parametrize("kills", [0, 3])
 def test_a_barrier_equals_one_big_batch_also_when_workers_die(kills):
     rounds, half = 20 + 20 * kills, 8
@@ -56,6 +57,7 @@ def test_a_barrier_equals_one_big_batch_also_when_workers_die(kills):
     np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_stale_workers_are_never_further_apart_than_said():
     with trained_on(2, consistency=Stale(2)) as (_, strategy, coordinator):
         starts = strategy.variable(np.zeros(2, "int64"))
@@ -81,6 +83,7 @@ def test_stale_workers_are_never_further_apart_than_said():
         assert min(done.values()) >= 28  # the fast one had to wait
 
 
+@pytest.mark.full
 def test_backup_workers_do_not_wait_for_the_slowest():
     with trained_on(3, consistency=Backup(1)) as (_, strategy, coordinator):
         w = strategy.variable(np.zeros((), "float32"))

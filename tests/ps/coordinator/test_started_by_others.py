@@ -39,6 +39,7 @@ def coordinated(spec: ClusterSpec) -> Iterator[tuple[ParameterServer, ClusterCoo
         yield strategy, ClusterCoordinator(strategy)
 
 
+@pytest.mark.full
 def test_a_worker_whose_connections_are_cut_loses_nothing_and_comes_back():
     chief, server = free_ports(2)
     relays = [Relay(chief), Relay(server)]

@@ -16,6 +16,7 @@ from meshwright.ps.worker.context import current
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.full_for("1")
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_classic_sample(workers):
     with trained_on(workers) as (_, strategy, coordinator):
@@ -88,6 +89,7 @@ def test_an_error_is_raised_at_once_while_another_function_runs():
         assert total.read() == 11
 
 
+@pytest.mark.full
 def test_errors_large_values_long_steps_and_one_more_worker():
     with trained_on(2) as (cluster, strategy, coordinator):
         total = strategy.variable(0.0)

@@ -97,6 +97,7 @@ def test_a_server_says_that_it_lives_also_to_a_chief_that_comes_late(
         assert (message.head["task"], message.head["generation"]) == ("ps:0", 0)
 
 
+@pytest.mark.full
 def test_a_server_ends_when_its_chief_has_gone(start, channel, tmp_path) -> None:
     chief = f"ipc://{tmp_path}/chief"
     with Listener(chief) as listener:
@@ -147,6 +148,7 @@ def test_a_killed_server_comes_back_with_its_last_snapshot(start, channel, tmp_p
             channel.ask(Message("hello", {"incarnation": "old1"}))
 
 
+@pytest.mark.full_for("Adam")
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_a_server_is_small_while_it_serves(optimizer, start, channel, tmp_path) -> None:
     """50 MB of variables, with up to twice as much of slots; all besides stays below 150 MB."""

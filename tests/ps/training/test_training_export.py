@@ -31,6 +31,7 @@ def exported(model, batch, embeddings=None, **options):
     return export_step(keras_program(model, variables), [batch], lookups=lookups, **options)
 
 
+@pytest.mark.full
 def test_state_is_told_apart_by_who_keeps_it():
     frozen = keras.layers.Dense(4, name="frozen", trainable=False)
     between = [frozen, keras.layers.BatchNormalization(name="norm"), keras.layers.Dropout(0.1)]
@@ -72,6 +73,7 @@ np.savez(sys.argv[2], loss=loss, **{path.replace("/", "."): v for path, v in gra
 """
 
 
+@pytest.mark.full
 def test_exported_code_runs_without_keras_and_gives_the_model_s_gradients(tmp_path: Path):
     x, y = data(8)
     model = dense("sgd")

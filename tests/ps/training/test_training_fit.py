@@ -130,6 +130,7 @@ class Changes(keras.callbacks.Callback):
             self.model.set_weights([w * 0.5 for w in self.model.get_weights()])
 
 
+@pytest.mark.full
 def test_callbacks_see_and_change_weights_and_learning_rate():
     x, y = data()
     expected, model = (dense(keras.optimizers.SGD(0.1, momentum=0.5)) for _ in range(2))
@@ -143,6 +144,7 @@ def test_callbacks_see_and_change_weights_and_learning_rate():
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_its_checkpoint_and_an_evaluator_follows_it(tmp_path):
     x, y = data()
 
@@ -190,6 +192,7 @@ def test_what_servers_have_trained_goes_on_synchronously(tmp_path):
     assert apart(expected, restored) < 1e-5
 
 
+@pytest.mark.full
 def test_a_dataset_function_is_told_its_worker_and_must_last():
     x, y = data()
     told = []

@@ -14,6 +14,7 @@ from meshwright.ps.training import DiLoCo, LocalSGD, TopK, fit
 HOW = {"batch_size": 8, "shuffle": False, "verbose": 0}
 
 
+@pytest.mark.full_for("2")
 @pytest.mark.parametrize("every", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_one_worker_that_goes_alone_trains_as_ever(every):
     """Averages over one worker are its own parameters; 5 batches leave a shorter last turn."""
@@ -28,6 +29,7 @@ def test_one_worker_that_goes_alone_trains_as_ever(every):
     assert found["loss"] == pytest.approx(history["loss"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_the_outer_optimizer_goes_the_way_with_nesterov_momentum():
     x, y = data()
     model, inner = dense(keras.optimizers.SGD(0.1)), dense(keras.optimizers.SGD(0.1))

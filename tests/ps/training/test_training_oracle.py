@@ -86,6 +86,7 @@ def test_for_one_worker_every_consistency_is_the_same(consistency, optimizer):
     assert apart(expected, model) < 1e-6
 
 
+@pytest.mark.full_for("async")
 @pytest.mark.parametrize("consistency", [pytest.param("sync", marks=pytest.mark.full), "async"])
 def test_what_was_trained_is_trained_on(consistency):
     """Fit, fit again, and fit with Keras: slots and steps go on in both directions."""
@@ -102,6 +103,7 @@ def test_what_was_trained_is_trained_on(consistency):
     assert int(model.optimizer.iterations) == 9
 
 
+@pytest.mark.full_for("0.1")
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_rows_of_tables_train_as_whole_tables_do(clip):
     """For SGD; optimizers with a memory leave rows alone that a batch does not touch."""
@@ -117,6 +119,7 @@ def test_rows_of_tables_train_as_whole_tables_do(clip):
     assert stats["lookups"] >= 2 * 2 * 3  # two tables, two epochs, three batches
 
 
+@pytest.mark.full
 def test_validation_counts_every_element_once():
     x, y = data(70)
     model, expected = dense("sgd"), dense("sgd")
