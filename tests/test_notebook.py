@@ -44,7 +44,7 @@ VALUES = {
     "mesh": (lambda: MESH, "batch=4, model=2"),
     "layout": (lambda: mw.Layout([None, "model"], MESH), "2 pieces × 4 copies"),
     "unbound layout": (lambda: mw.Layout([None, "model"]), "<td>model</td>"),
-    "layout map": (lambda: mw.LayoutMap(rules={f"{SLY}": [None, "model"]}), "[unsharded, model]"),
+    "layout map": (lambda: mw.LayoutMap(layouts={f"{SLY}": [None, "model"]}), "[unsharded, model]"),
     "explanation": (explanation, "1 variables on batch=4, model=2, 64 B per device"),
     "dry run": (lambda: RUN, "fit unknown"),
     "plan": (lambda: mw.Plan.from_json(_EXAMPLE), "Plan for h100:8: batch=8, ZeRO 1"),
@@ -110,7 +110,7 @@ def test_what_has_no_view_shows_none():
 
 
 def test_a_long_table_is_shown_in_part():
-    layouts = mw.LayoutMap(rules={f"layer_{i}": [None] for i in range(300)})
+    layouts = mw.LayoutMap(layouts={f"layer_{i}": [None] for i in range(300)})
     shown = layouts._repr_html_()
     assert "layer_199<" in shown
     assert "layer_200<" not in shown

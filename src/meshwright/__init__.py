@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from .frontends.jax import jax_program as jax_program
     from .frontends.keras import DataParallel as DataParallel
     from .frontends.keras import Sharded as Sharded
+    from .frontends.keras import layout_map_scope as layout_map_scope
     from .frontends.keras.abstract import abstract as abstract
     from .frontends.measures import measure as measure
     from .frontends.named import named_program as named_program
@@ -137,7 +138,7 @@ _LAZY = {  # name -> the room that it lives in
         "arrays",
     ),
     **dict.fromkeys(("CheckpointInfo", "Checkpoints", "Position", "read_checkpoint"), "checkpoint"),
-    **dict.fromkeys(("DataParallel", "Sharded"), "frontends.keras"),
+    **dict.fromkeys(("DataParallel", "Sharded", "layout_map_scope"), "frontends.keras"),
     **dict.fromkeys(("DryRun", "dry_run"), "planning.dry_run"),
     **dict.fromkeys(("Plan", "plan"), "frontends.plans"),
     "calibrate": "targets.calibrate",

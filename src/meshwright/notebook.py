@@ -82,7 +82,7 @@ def _layout(layout: Layout) -> Html:
 
 def _layout_map(layouts: LayoutMap) -> Html:
     rows = [(pattern, layouts.text_of(pattern)) for pattern in layouts]
-    return joined([_title(f"LayoutMap, {len(rows)} rules"), _table(("pattern", "layout"), rows)])
+    return joined([_title(f"LayoutMap, {len(rows)} layouts"), _table(("pattern", "layout"), rows)])
 
 
 def _explanation(found: Explanation) -> Html:

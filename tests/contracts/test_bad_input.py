@@ -105,7 +105,7 @@ def _lists_all_three(message: str) -> None:
         ("narrow/kernel", "(15, 7)", "[model]"),
     ]:
         line = next(line for line in lines if line.strip().startswith(path))
-        for part in (shape, axes, f"rule '{path}'"):
+        for part in (shape, axes, f"layout '{path}'"):
             assert part in line, (part, line)
     assert "dim 1 of the variable (size 15) does not divide over axis 'model' (size 2)" in message
     assert "has 1: write one entry per dim" in message
@@ -117,7 +117,7 @@ def test_a_layout_of_the_wrong_rank_names_both_ranks() -> None:
 
 
 def test_an_axis_that_the_mesh_lacks_is_refused_at_once() -> None:
-    with pytest.raises(mw.LayoutError, match=r"rule '.*kernel'.*'models'.*'batch'.*'model'"):
+    with pytest.raises(mw.LayoutError, match=r"layout '.*kernel'.*'models'.*'batch'.*'model'"):
         strategy({".*kernel": [None, "models"]})
     with pytest.raises(mw.LayoutError, match=r"batch='data'.*no axis 'data'.*batch='batch'"):
         strategy(batch="data")
@@ -310,10 +310,10 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         mw.MeshError,
         "expected a JAX device or its name, such as 'cpu:3'; received None",
     ),
-    "rules that are a number": (lambda: strategy(5), mw.LayoutError, "expected rules as a dict"),
+    "rules that are a number": (lambda: strategy(5), mw.LayoutError, "expected layouts as a dict"),
     "rules that are a text": (lambda: strategy("kernel"), mw.LayoutError, "as a dict"),
     "one rule without its dict": (lambda: strategy(["h", "model"]), mw.LayoutError, "as a dict"),
-    "rules None in a map": (lambda: mw.LayoutMap(rules=None), mw.LayoutError, "received None"),
+    "rules None in a map": (lambda: mw.LayoutMap(layouts=None), mw.LayoutError, "received None"),
     "a layout that is a number": (lambda: strategy({"h": 5}), mw.LayoutError, "'h'.*5"),
     "activations that are a number": (
         lambda: strategy(activations=5),

@@ -116,7 +116,7 @@ def test_and_the_losses_are_the_same(mesh, by_name):
 def test_the_table_shows_names_sizes_and_the_rule_that_split_them(by_name):
     strategy, model, _ = by_name
     table = strategy.explain(model)
-    assert table["up/kernel"].reason == "rule 'up/kernel', d_ff:cols"
+    assert table["up/kernel"].reason == "layout 'up/kernel', d_ff:cols"
     text = str(table)
     assert "d_model:16 d_ff:32" in text
     assert "_:" not in text
@@ -150,7 +150,7 @@ def test_the_map_stays_and_other_rules_run_it_elsewhere_with_the_same_losses(by_
 def test_the_same_rules_hold_on_another_mesh_with_these_axes(by_name):
     strategy, _, _ = by_name
     other = strategy.on(mw.Mesh({"rows": 64, "cols": 4}))
-    assert other.placement.dim_rules == strategy.placement.dim_rules
+    assert other.placement.rules == strategy.placement.rules
     assert other.placement.batch == "rows"
     assert "rules='batch:rows;vocab:cols;d_ff:cols'" in repr(other)
 
@@ -198,8 +198,8 @@ def test_a_wrong_number_of_names_is_told_of_every_variable_before_anything_is_ma
         transformer_block()
     text = str(error.value)
     assert "2 variable(s) cannot be laid out on the mesh (rows=4, cols=2)" in text
-    assert "up/bias (32,), dims [d_model d_ff] by rule 'up': there are 1 dims (32,) and 2" in text
-    assert "down/kernel (32, 16), dims [d_ff d_model d_kv] by rule 'down/kernel'" in text
+    assert "up/bias (32,), dims [d_model d_ff] by layout 'up': there are 1 dims (32,) and 2" in text
+    assert "down/kernel (32, 16), dims [d_ff d_model d_kv] by layout 'down/kernel'" in text
 
 
 def test_names_without_rules_and_rules_without_names_are_errors_at_once(mesh):

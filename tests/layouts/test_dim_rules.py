@@ -182,11 +182,11 @@ def test_padding_is_true_or_false():
 
 
 def test_a_layout_map_keeps_names_beside_layouts():
-    layouts = LayoutMap(rules={**FFN, "output": ["d_model", "d_ff"]})
+    layouts = LayoutMap(layouts={**FFN, "output": ["d_model", "d_ff"]})
     assert layouts["ffn.*kernel"] == dims("d_model d_ff")
     assert layouts["output"] == Layout(["d_model", "d_ff"])  # a bare sequence is always axes
     assert repr(layouts) == (
-        "LayoutMap(2 rules)\n  'ffn.*kernel': dims('d_model d_ff')\n  'output': [d_model, d_ff]"
+        "LayoutMap(2 layouts)\n  'ffn.*kernel': dims('d_model d_ff')\n  'output': [d_model, d_ff]"
     )
 
 
@@ -194,7 +194,7 @@ def test_names_and_rules_make_the_layout_that_axes_would():
     by_axes = Placement.of(MESH, {"ffn.*kernel": [None, "cols"]}, batch="rows")
     assert layout_of(info()) == by_axes.place([info()])[0].layout
     placed = Placement.of(MESH, FFN, rules="d_ff:cols").place([info()])[0]
-    assert placed.reason == "rule 'ffn.*kernel', d_ff:cols"
+    assert placed.reason == "layout 'ffn.*kernel', d_ff:cols"
     assert placed.names == dims("d_model d_ff")
 
 
@@ -219,7 +219,7 @@ def test_a_name_may_pad():
     layouts = {"vocab": dims("d_model vocab", pad=True)}
     placed = Placement.of(MESH, layouts, rules="vocab:cols").place([info("vocab", (8, 7))])[0]
     assert placed.stored_dims == (8, 8)
-    assert placed.reason == "rule 'vocab', vocab:cols, stored as 8x8"
+    assert placed.reason == "layout 'vocab', vocab:cols, stored as 8x8"
 
 
 def test_inputs_targets_and_activations_may_be_named_too():
@@ -298,14 +298,14 @@ def test_every_variable_that_cannot_lie_so_stands_in_one_error():
         str(error.value)
         == """\
 4 variable(s) cannot be laid out on the mesh (rows=4, cols=2); nothing was allocated.
-  a (8, 6), dims [d_model d_ff d_kv] by rule 'a': there are 2 dims (8, 6) and 3 names \
+  a (8, 6), dims [d_model d_ff d_kv] by layout 'a': there are 2 dims (8, 6) and 3 names \
 [d_model d_ff d_kv]: write one name per dim, '_' for one that is never split.
-  b (8, 7), dims [d_model d_ff] by rule 'b': the variable [d_model:8 d_ff:7]: dim 'd_ff' (size 7) \
-does not divide over axis 'cols' (size 2). Sizes that do: 6 and 8.
-  c (2, 6), dims [heads d_ff] by rule 'c': the variable [heads:2 d_ff:6]: dims 'heads:2' and \
+  b (8, 7), dims [d_model d_ff] by layout 'b': the variable [d_model:8 d_ff:7]: dim 'd_ff' (size \
+7) does not divide over axis 'cols' (size 2). Sizes that do: 6 and 8.
+  c (2, 6), dims [heads d_ff] by layout 'c': the variable [heads:2 d_ff:6]: dims 'heads:2' and \
 'd_ff:6' would both lie along axis 'cols', which can split one of them. Leave one out of the rules \
 (d_ff:cols;heads:cols), or rename it where they meet.
-  d (3, 2), [rows, cols] by rule 'd': dim 0 of the variable (size 3) does not divide over axis \
+  d (3, 2), [rows, cols] by layout 'd': dim 0 of the variable (size 3) does not divide over axis \
 'rows' (size 4). Pad it to 4, or leave it UNSHARDED.
 A layout with pad=True pads such a weight where a step stores it, and only there."""
     )
@@ -314,8 +314,8 @@ A layout with pad=True pads such a weight where a step stores it, and only there
 FAULTS = {
     "names without rules": (
         lambda: Placement.of(MESH, FFN, batch="rows"),
-        r"rule 'ffn\.\*kernel': its dims are named \[d_model d_ff\], and nothing says along which "
-        r"axes they lie: give the rules as well, rules='batch:rows;d_ff:cols'",
+        r"layout 'ffn\.\*kernel': its dims are named \[d_model d_ff\], and nothing says along "
+        r"which axes they lie: give the rules as well, rules='batch:rows;d_ff:cols'",
     ),
     "names without rules, of an input": (
         lambda: Placement.of(MESH, batch="rows", inputs=dims("batch io")),
@@ -347,7 +347,7 @@ FAULTS = {
     ),
     "MATCH, which is no name": (
         lambda: Placement.of(MESH, {"k": [MATCH]}, rules="d_ff:cols"),
-        "rule 'k': MATCH keeps",
+        "layout 'k': MATCH keeps",
     ),
 }
 

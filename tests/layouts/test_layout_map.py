@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from meshwright import UNSHARDED, Layout, LayoutError, LayoutMap, Mesh
-from meshwright.layouts.layout_map import Rule, find_rule
+from meshwright import UNSHARDED, Layout, LayoutError, LayoutMap, Mesh, layout_map_scope
+from meshwright.layouts.layout_map import PathLayout, find_layout
 
 MESH = Mesh({"batch": 4, "model": 2})
 A, B, C = Layout(["a"]), Layout(["b"]), Layout(["c"])
@@ -15,11 +15,11 @@ A, B, C = Layout(["a"]), Layout(["b"]), Layout(["c"])
 
 def rules(*patterns):
     """Rules whose layouts tell their position: the first gives axis ``r0``."""
-    return [Rule(pattern, Layout([f"r{i}"])) for i, pattern in enumerate(patterns)]
+    return [PathLayout(pattern, Layout([f"r{i}"])) for i, pattern in enumerate(patterns)]
 
 
 def winner(patterns, *spellings):
-    found = find_rule(rules(*patterns), spellings)
+    found = find_layout(rules(*patterns), spellings)
     return None if found is None else found.pattern
 
 
@@ -71,10 +71,10 @@ def test_a_variable_is_found_under_each_of_its_spellings():
 
 
 def test_the_map_finds_as_find_rule_does():
-    layouts = LayoutMap(rules={"kernel": ["a"], "dense/kernel": ["b"]})
-    assert layouts.find(["dense.kernel"]) == Rule("dense/kernel", B)
-    assert layouts.find(["conv.kernel"]) == Rule("kernel", A)
-    assert layouts.find("conv.kernel") == Rule("kernel", A)
+    layouts = LayoutMap(layouts={"kernel": ["a"], "dense/kernel": ["b"]})
+    assert layouts.find(["dense.kernel"]) == PathLayout("dense/kernel", B)
+    assert layouts.find(["conv.kernel"]) == PathLayout("kernel", A)
+    assert layouts.find("conv.kernel") == PathLayout("kernel", A)
     assert layouts.find(["conv.bias"]) is None
 
 
@@ -110,9 +110,9 @@ def test_a_key_that_is_not_there_is_a_key_error():
 
 
 def test_a_rule_that_is_set_again_keeps_its_place():
-    layouts = LayoutMap(rules={"kernel": A, "dense": B})
+    layouts = LayoutMap(layouts={"kernel": A, "dense": B})
     layouts["kernel"] = C
-    assert layouts.rules == (Rule("kernel", C), Rule("dense", B))
+    assert layouts.entries == (PathLayout("kernel", C), PathLayout("dense", B))
 
 
 def test_layouts_may_be_bound_or_not_and_the_map_may_have_a_mesh():
@@ -125,16 +125,16 @@ def test_layouts_may_be_bound_or_not_and_the_map_may_have_a_mesh():
 
 def test_rules_are_a_value_and_the_map_pickles():
     layouts = LayoutMap(MESH, [("bias", A), ("kernel", B)])
-    assert hash(layouts.rules) == hash((Rule("bias", A), Rule("kernel", B)))
+    assert hash(layouts.entries) == hash((PathLayout("bias", A), PathLayout("kernel", B)))
     twin = pickle.loads(pickle.dumps(layouts))
-    assert twin.rules == layouts.rules
+    assert twin.entries == layouts.entries
     assert twin.mesh == MESH
 
 
 def test_repr_lists_the_rules_in_order():
-    layouts = LayoutMap(rules={"kernel": [None, "model"], "bias": ["model"]})
+    layouts = LayoutMap(layouts={"kernel": [None, "model"], "bias": ["model"]})
     assert repr(layouts) == (
-        "LayoutMap(2 rules)\n  'kernel': [unsharded, model]\n  'bias': [model]"
+        "LayoutMap(2 layouts)\n  'kernel': [unsharded, model]\n  'bias': [model]"
     )
 
 
@@ -142,26 +142,26 @@ def test_repr_lists_the_rules_in_order():
 
 FAULTS = {
     "no regular expression": (
-        lambda: LayoutMap(rules={"kernel(": A}),
+        lambda: LayoutMap(layouts={"kernel(": A}),
         r"pattern 'kernel\(' is not a valid regular expression: missing \)",
     ),
-    "an empty pattern": (lambda: LayoutMap(rules={"": A}), "a pattern is a text .* received ''"),
-    "a number": (lambda: LayoutMap(rules={3: A}), "a pattern is a text .* received 3"),
+    "an empty pattern": (lambda: LayoutMap(layouts={"": A}), "a pattern is a text .* received ''"),
+    "a number": (lambda: LayoutMap(layouts={3: A}), "a pattern is a text .* received 3"),
     "a bare axis": (
-        lambda: LayoutMap(rules={"kernel": "model"}),
+        lambda: LayoutMap(layouts={"kernel": "model"}),
         "the layout of 'kernel': a layout is a sequence .* received 'model'",
     ),
     "an axis twice": (
-        lambda: LayoutMap(rules={"kernel": ["model", "model"]}),
+        lambda: LayoutMap(layouts={"kernel": ["model", "model"]}),
         "the layout of 'kernel': axis 'model' is used 2 times",
     ),
     "rules in the place of the mesh": (
         lambda: LayoutMap({"kernel": A}),
-        r"takes a meshwright Mesh first; received {'kernel'.*LayoutMap\(rules=...\)",
+        r"takes a meshwright Mesh first; received {'kernel'.*LayoutMap\(layouts=...\)",
     ),
     "a scope without a mesh": (
-        lambda: LayoutMap().scope(),
-        r"this layout map has no mesh: write LayoutMap\(mesh\)",
+        lambda: layout_map_scope(LayoutMap()),
+        r"the layout map has no mesh. Use LayoutMap\(mesh\)",
     ),
 }
 
@@ -173,7 +173,7 @@ def test_bad_input_is_a_layout_error_with_names_and_values(build, message):
 
 
 def test_a_refused_rule_leaves_the_map_as_it_was():
-    layouts = LayoutMap(rules={"kernel": A})
+    layouts = LayoutMap(layouts={"kernel": A})
     with pytest.raises(LayoutError):
         layouts["kernel"] = "model"
     assert layouts == {"kernel": A}

@@ -47,7 +47,7 @@ def test_friendly_arguments_make_a_value():
         targets={"label": ["batch"], 1: [None]},
         activations={"hidden": ["batch", None]},
     )
-    assert placement.rules[0].layout == Layout([None, "model"])
+    assert placement.layouts[0].layout == Layout([None, "model"])
     assert placement.batch == ("batch", "model")
     assert placement.inputs == ((0, Layout(["batch", "model"])),)
     assert placement.targets == (("label", Layout(["batch"])), (1, Layout([None])))
@@ -63,10 +63,10 @@ def test_a_layout_map_and_a_mapping_say_the_same():
 
 
 def test_a_later_change_of_the_map_does_not_reach_the_placement():
-    layouts = LayoutMap(rules={"kernel": [None, "model"]})
+    layouts = LayoutMap(layouts={"kernel": [None, "model"]})
     placement = Placement.of(MESH, layouts)
     layouts["kernel"] = ["model", None]
-    assert placement.rules[0].layout == Layout([None, "model"])
+    assert placement.layouts[0].layout == Layout([None, "model"])
 
 
 # Variables
@@ -75,10 +75,10 @@ def test_a_later_change_of_the_map_does_not_reach_the_placement():
 def test_rules_place_variables_and_the_reason_is_told():
     kernel, bias = place({"kernel": [None, "model"]}, info(), info("dense/bias", (6,)))
     assert kernel.layout == Layout([None, "model"], MESH)
-    assert kernel.reason == "rule 'kernel'"
+    assert kernel.reason == "layout 'kernel'"
     assert kernel.bytes_per_device == 8 * 3 * 4
     assert bias.layout == Layout.replicated(MESH, 1)
-    assert bias.reason == "no rule: replicated"
+    assert bias.reason == "no layout: replicated"
     assert bias.bytes_per_device == bias.info.nbytes == 6 * 4
 
 
@@ -135,7 +135,7 @@ def test_where_they_contradict_each_other_it_is_an_error(exact):
         place({exact: [None, "model"]}, one)
     assert (
         "dense/kernel (8, 6), [model, unsharded] by the layer's own argument: the variable is laid "
-        f"out twice: rule {exact!r} names this very path and gives [unsharded, model]. Keep one"
+        f"out twice: layout {exact!r} names this very path and gives [unsharded, model]. Keep one"
     ) in str(error.value)
 
 
@@ -154,10 +154,10 @@ def test_every_failing_variable_stands_in_one_error():
         place({"f/kernel": [None, "model"], "kernel": [None, "model"]}, *infos)
     expected = """\
 6 variable(s) cannot be laid out on the mesh (batch=4, model=2); nothing was allocated.
-  a/kernel (8, 7), [unsharded, model] by rule 'kernel': dim 1 of the variable (size 7) does not \
+  a/kernel (8, 7), [unsharded, model] by layout 'kernel': dim 1 of the variable (size 7) does not \
 divide over axis 'model' (size 2). Pad it to 8, or leave it UNSHARDED.
-  b/kernel (3, 3, 8), [unsharded, model] by rule 'kernel': the variable has 3 dims (3, 3, 8), but \
-its layout [unsharded, model] on batch=4, model=2 has 2: write one entry per dim.
+  b/kernel (3, 3, 8), [unsharded, model] by layout 'kernel': the variable has 3 dims (3, 3, 8), \
+but its layout [unsharded, model] on batch=4, model=2 has 2: write one entry per dim.
   d/kernel (9, 5), [batch, model] by the layer's own argument: dim 0 of the variable (size 9) does \
 not divide over axis 'batch' (size 4). Pad it to 12, or leave it UNSHARDED.
   d/kernel (9, 5), [batch, model] by the layer's own argument: dim 1 of the variable (size 5) does \
@@ -165,7 +165,7 @@ not divide over axis 'model' (size 2). Pad it to 6, or leave it UNSHARDED.
   e/kernel (8, 8), [rows, unsharded] by the layer's own argument: dim 0 lies on axis 'rows', which \
 the mesh (batch=4, model=2) does not have. Its axes are 'batch', 'model'.
   f/kernel (8, 8), [batch, unsharded] by the layer's own argument: the variable is laid out twice: \
-rule 'f/kernel' names this very path and gives [unsharded, model]. Keep one of the two.
+layout 'f/kernel' names this very path and gives [unsharded, model]. Keep one of the two.
   g/kernel (8, 8), [match, unsharded] by the layer's own argument: MATCH keeps the layout that a \
 dim has, and here it has none yet; name an axis, or leave the dim UNSHARDED.
 A layout with pad=True pads such a weight where a step stores it, and only there."""
@@ -211,8 +211,8 @@ def test_on_a_mesh_without_the_axes_every_rule_that_needs_them_is_listed():
         placement.on(Mesh({"data": 8}))
     message = str(error.value)
     for what in (
-        "rule 'kernel': dim 1 lies on axis 'model', which the mesh (data=8) does not have",
-        "rule 'bias': dim 0",
+        "layout 'kernel': dim 1 lies on axis 'model', which the mesh (data=8) does not have",
+        "layout 'bias': dim 0",
         "the layout of input 'x'",
         "the layout of target 2",
         "activation 'hidden'",
@@ -318,7 +318,7 @@ def test_layouts_of_data_that_are_not_there_are_an_error():
 FAULTS = {
     "an unknown axis in a rule": (
         lambda: Placement.of(MESH, {"kernel": ["modle", None]}),
-        "rule 'kernel': dim 0 lies on axis 'modle', .* Its axes are 'batch', 'model'",
+        "layout 'kernel': dim 0 lies on axis 'modle', .* Its axes are 'batch', 'model'",
     ),
     "an unknown batch axis": (
         lambda: Placement.of(MESH, batch="data"),
@@ -347,7 +347,7 @@ FAULTS = {
     ),
     "MATCH in a rule": (
         lambda: Placement.of(MESH, {"kernel": [MATCH, "model"]}),
-        "rule 'kernel': MATCH keeps the layout that a dim has, and here it has none yet",
+        "layout 'kernel': MATCH keeps the layout that a dim has, and here it has none yet",
     ),
     "MATCH in an input": (
         lambda: Placement.of(MESH, inputs={"x": [MATCH]}),

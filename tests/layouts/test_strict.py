@@ -31,19 +31,19 @@ def test_rules_that_place_nothing_are_listed_together_with_the_nearest_paths() -
     with pytest.raises(mw.PlacementError) as caught:
         inspect(mw.Placement.of(MESH, rules), SMALL, "model 'net'")
     assert str(caught.value) == (
-        "2 rule(s) place no variable of model 'net', and what they were meant for may be "
+        "2 pattern(s) match no variable of model 'net', and what they were meant for may be "
         "replicated:\n"
-        "  'hiden/kernel' is found in no path. The nearest: 'hidden/kernel', "
+        "  'hiden/kernel' matches no path. The nearest: 'hidden/kernel', "
         "'output/kernel', 'hidden/bias'.\n"
-        "  'output.*kernel' comes too late: what it is found in ('output/kernel') is placed by "
-        "'.*kernel' already.\n"
+        "  'output.*kernel' comes too late: what it matches ('output/kernel') is laid out by "
+        "'.*kernel'.\n"
         "Correct them or take them out; strict=False makes this a warning."
     )
 
 
 def test_without_strict_they_are_a_warning() -> None:
     placement = mw.Placement.of(MESH, {"nothing": ["model"], **KERNELS}, strict=False)
-    with pytest.warns(mw.MeshwrightWarning, match="'nothing' is found in no path"):
+    with pytest.warns(mw.MeshwrightWarning, match="'nothing' matches no path"):
         inspect(placement, SMALL)
 
 
@@ -51,13 +51,13 @@ def test_large_parameters_without_a_rule_are_listed_with_their_bytes() -> None:
     with pytest.warns(mw.MeshwrightWarning) as caught:
         inspect(mw.Placement.of(MESH, {"output": ["model", None]}), LARGE)
     assert len(caught) == 1
-    assert "1 large parameter(s) of the program are named by no rule" in str(caught[0].message)
+    assert "no pattern matches 1 large parameter(s) of the program" in str(caught[0].message)
     assert "words/embeddings (1024, 512): 2,097,152 bytes" in str(caught[0].message)
 
 
 def test_they_can_be_refused() -> None:
     placement = mw.Placement.of(MESH, {"output": ["model", None]}, unmatched="error")
-    with pytest.raises(mw.PlacementError, match=r"words/embeddings .*\nName them in a rule"):
+    with pytest.raises(mw.PlacementError, match=r"words/embeddings .*\nAdd a layout for them"):
         inspect(placement, LARGE)
 
 
@@ -115,13 +115,13 @@ def test_fit_refuses_a_mistyped_rule() -> None:
     strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), {"hiden": [None, "model"]})
     with strategy.scope():
         model = net()
-    with pytest.raises(mw.PlacementError, match="'hiden' is found in no path"):
+    with pytest.raises(mw.PlacementError, match="'hiden' matches no path"):
         strategy.fit(model, *DATA, verbose=0)
 
 
 def test_nothing_large_is_allocated_for_a_mistyped_rule() -> None:
     strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), {"hiden": [None, "model"]})
-    with pytest.raises(mw.PlacementError, match="'hiden' is found in no path"), strategy.scope():
+    with pytest.raises(mw.PlacementError, match="'hiden' matches no path"), strategy.scope():
         model = net(width=1024)
     assert all(hasattr(v, "_meshwright_waits") for v in model.variables)
 
@@ -141,5 +141,5 @@ def test_rules_for_two_models_of_one_strategy_are_all_used() -> None:
 def test_a_trainer_refuses_a_mistyped_rule() -> None:
     program = mw.jax_program(lambda p, b: p["w"].sum(), {"w": np.ones([4, 4])}, optax.sgd(0.1))
     placement = mw.Placement.of(mw.create_mesh({"batch": 8}), {"v": ["batch", None]})
-    with pytest.raises(mw.PlacementError, match="'v' is found in no path"):
+    with pytest.raises(mw.PlacementError, match="'v' matches no path"):
         mw.Trainer(program, placement).init()

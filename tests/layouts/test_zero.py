@@ -106,7 +106,7 @@ def test_explain_lists_what_stays_replicated() -> None:
     with strategy.scope():
         built = model()
     explained = strategy.explain(built)
-    assert explained["hidden/kernel"].reason == "no rule: replicated, zero=3"
+    assert explained["hidden/kernel"].reason == "no layout: replicated, zero=3"
     assert str(explained["hidden/kernel"].layout.unbound()) == "[batch, unsharded]"
     assert explained["output/kernel"].layout.is_fully_replicated
     assert explained["output/kernel"].reason.endswith("zero=3: small, or no dim divides")

@@ -712,7 +712,7 @@ def test_a_plan_for_another_model_is_an_error_of_a_few_lines():
     with mw.abstract():
         model = build("one", 30)
         plan = mw.plan(model, (rows, rows), target="cpu:8", hardware=CPU, axes={"batch": 8})
-    said = "none of 60 rules places a variable of model '.*': they are for another model"
+    said = "none of 60 patterns matches a variable of model '.*'; they are for another model"
     with pytest.raises(mw.PlacementError, match=said) as caught:
         plan.strategy().fit(build("other", 4), rows, rows, verbose=0)
     assert "'one_0…29/kernel'" in str(caught.value)
@@ -745,9 +745,9 @@ def test_rules_of_a_plan_are_rules():
     layout = mw.Layout([U, ("rows", "cols")], plan.mesh)
     assert mn.layout_of("io:8 hidden:4096", plan.rules, plan.mesh) == layout
     byhand = mw.Placement.of(plan.mesh, rules=plan.rules)
-    assert byhand.dim_rules == rules
+    assert byhand.rules == rules
     strategy = mw.Sharded(plan.mesh, {"kernel": mw.dims("_ hidden")}, rules=plan.rules)
-    assert strategy.placement.dim_rules == rules
+    assert strategy.placement.rules == rules
     one = mw.Placement.of(mw.Mesh({"batch": 1}))
     infos = [each.info for each in describe(program, rows, one).placed]
     lies = {each.info.path: each.layout for each in byhand.place(infos)}

@@ -138,7 +138,7 @@ def test_options_reach_the_strategy(job, asked):
     [(model, (x, y), strategy, target, timeout_s)] = calls
     assert model.name == "net"
     assert (x.shape, y.shape) == ((32, 16), (32, 4))  # half of the rows at once
-    assert [rule.pattern for rule in strategy.placement.rules] == [
+    assert [rule.pattern for rule in strategy.placement.layouts] == [
         "dense/kernel",
         "dense/bias",
         "hidden/kernel",

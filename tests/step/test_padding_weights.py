@@ -96,13 +96,13 @@ def test_a_parameter_and_its_slots_are_stored_padded() -> None:
         assert each.stored_dims == (64, 12)
         assert each.bytes_per_device == 64 * 3 * 4
         assert each.unpadded == mw.Layout([None, None], MESH)
-    assert placed[0].reason == "rule 'output', stored as 64x12"
+    assert placed[0].reason == "layout 'output', stored as 64x12"
 
 
 def test_a_parameter_that_divides_is_not_padded() -> None:
     (placed,) = Placement.of(MESH, {"output": COLUMNS}).place([info(dims=(64, 12))])
     assert placed.layout == mw.Layout([None, "model"], MESH)
-    assert placed.reason == "rule 'output'"
+    assert placed.reason == "layout 'output'"
 
 
 def test_zero_shares_out_what_is_stored() -> None:

@@ -55,12 +55,10 @@ def case_of(built: Any, layouts: Any, options: Mapping[str, Any]) -> Case:
         raise ModelError(f"build() returned {_in_short(built)}; {_WHAT_BUILD_RETURNS}.")
     if built.batch is None or not built.batches:
         raise BatchError(f"build() returned no batch; {_WHAT_BUILD_RETURNS}.")
-    given = LayoutMap(rules=layouts or {})
-    named = {rule.pattern: rule.layout for rule in LayoutMap(rules=built.layouts or {}).rules}
-    rules = {rule.pattern: rule.layout for rule in given.rules} | {
-        pattern: layout for pattern, layout in named.items() if pattern not in given
-    }
-    return replace(built, layouts=rules, options={**built.options, **options})
+    combined = LayoutMap(layouts=layouts or {})
+    for pattern, layout in LayoutMap(layouts=built.layouts or {}).items():
+        combined.setdefault(pattern, layout)
+    return replace(built, layouts=dict(combined), options={**built.options, **options})
 
 
 def _in_short(value: Any) -> str:

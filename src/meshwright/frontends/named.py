@@ -94,10 +94,10 @@ def named_program(
 @contextmanager
 def _context(infos: tuple[ParamInfo, ...], placement: Placement, whole: bool) -> Iterator[None]:
     """The placement's rules for dims in force; with ``whole``, each has to be of some use."""
-    if placement.dim_rules is None:
+    if placement.rules is None:
         yield
         return
-    found = bound(placement.dim_rules, placement.mesh)
+    found = bound(placement.rules, placement.mesh)
     found = replace(found, ahead=placement.mesh.is_abstract)  # to be compiled for what is not there
     with rules(found, strict=whole and placement.strict):
         for info in infos:

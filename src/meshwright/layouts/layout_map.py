@@ -1,9 +1,7 @@
-"""The layout map: ordered rules, path pattern -> layout."""
+"""The layout map: ordered pairs of a path pattern and a layout."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
@@ -17,8 +15,8 @@ from .mesh import Mesh
 Given = Layout | DimNames  # where something lies, or what its dims are called
 
 
-class Rule(NamedTuple):
-    """A pattern and the layout that it gives, or the names of dims that rules lay out."""
+class PathLayout(NamedTuple):
+    """A path pattern and its layout, or the names of dims that rules lay along axes."""
 
     pattern: str
     layout: Given
@@ -30,7 +28,7 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
     A value is a bare sequence of axes, a :class:`Layout`, bound or not, a Keras ``TensorLayout``,
     or names of dims (:func:`dims`), which a strategy's ``rules=`` lay along axes. A pattern is a
     regular expression that may be found anywhere in a variable's path (``re.search``); see
-    :meth:`find` for which rule wins. Raises :class:`LayoutError` for an invalid regular expression.
+    :meth:`find` for which one wins. Raises :class:`LayoutError` for an invalid regular expression.
 
     >>> layouts = LayoutMap()
     >>> layouts["feature.*kernel"] = [None, "model"]
@@ -38,15 +36,15 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
     [unsharded, model]
     """
 
-    def __init__(self, mesh: Mesh | None = None, rules: Any = ()) -> None:
+    def __init__(self, mesh: Mesh | None = None, layouts: Any = ()) -> None:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise LayoutError(
-                f"LayoutMap(mesh, rules) takes a meshwright Mesh first; received {mesh!r}. "
-                "Rules alone are LayoutMap(rules=...)."
+                f"LayoutMap(mesh, layouts) takes a meshwright Mesh first; received {mesh!r}. "
+                "Layouts alone are LayoutMap(layouts=...)."
             )
         self.mesh = mesh
         self._layouts: dict[str, Given] = {}
-        self.update(_pairs(rules))
+        self.update(_pairs(layouts))
 
     def __setitem__(self, pattern: str, layout: Given | Specs) -> None:
         if not isinstance(pattern, str) or not pattern:
@@ -82,53 +80,39 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
         return repr(layout) if isinstance(layout, DimNames) else str(layout)
 
     def __repr__(self) -> str:
-        rules = "\n".join(f"  {pattern!r}: {self.text_of(pattern)}" for pattern in self)
-        return f"LayoutMap({len(self)} rules)" + (f"\n{rules}" if rules else "")
+        lines = "".join(f"\n  {pattern!r}: {self.text_of(pattern)}" for pattern in self)
+        return f"LayoutMap({len(self)} layouts){lines}"
 
     @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rules in order, as a value."""
-        return tuple(Rule(pattern, layout) for pattern, layout in self._layouts.items())
+    def entries(self) -> tuple[PathLayout, ...]:
+        """Patterns and layouts in order, as a value."""
+        return tuple(PathLayout(pattern, layout) for pattern, layout in self._layouts.items())
 
-    def find(self, spellings: Iterable[str] | str) -> Rule | None:
-        """The rule for a variable that has these paths, or ``None``; see :func:`find_rule`.
+    def find(self, spellings: Iterable[str] | str) -> PathLayout | None:
+        """The entry for a variable that has these paths, or ``None``; see :func:`find_layout`.
 
         Raises :class:`LayoutError` for a value that is not a path.
         """
         paths = [spellings] if isinstance(spellings, str) else spellings
         if not isinstance(paths, Iterable) or not all(isinstance(p, str) for p in (*paths,)):
             raise LayoutError(f"expected a path, such as 'hidden/kernel'; received {spellings!r}.")
-        return find_rule(self.rules, paths)
+        return find_layout(self.entries, paths)
 
     def get_default_mesh(self) -> Mesh | None:
         """The mesh that the map was made with (TensorFlow DTensor's name for it)."""
         return self.mesh
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Lay out what is built inside by this map, as TensorFlow DTensor's ``LayoutMap.scope``.
 
-        The same as ``Sharded(mesh, layout_map, batch=<first axis>).scope()``. Raises
-        :class:`LayoutError` if the map was made without a mesh.
-        """
-        if self.mesh is None:
-            raise LayoutError(
-                "this layout map has no mesh: write LayoutMap(mesh), or give the map to "
-                "Sharded(mesh, layouts) and use its scope()."
-            )
-        # The Keras room stands above this one; it is only entered when somebody asks for it.
-        sharded = importlib.import_module("meshwright.frontends.keras").Sharded
-        return sharded(self.mesh, self, batch=self.mesh.axis_names[0]).scope()
-
-
-def _pairs(rules: Any) -> Any:
-    """Rules as pairs of pattern and layout. Raises :class:`LayoutError` for anything else."""
-    if isinstance(rules, Mapping):
-        return rules
-    pairs = list(rules) if isinstance(rules, Iterable) and not isinstance(rules, str) else None
+def _pairs(layouts: Any) -> Any:
+    """Layouts as pairs of pattern and layout. Raises :class:`LayoutError` for anything else."""
+    if isinstance(layouts, Mapping):
+        return layouts
+    iterable = isinstance(layouts, Iterable) and not isinstance(layouts, str)
+    pairs = list(layouts) if iterable else None
     if pairs is None or not all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
         raise LayoutError(
-            "expected rules as a dict from path pattern to layout, {'hidden.*kernel': [None, "
-            f"'model']}}; received {rules!r}."
+            "expected layouts as a dict from path pattern to layout, {'hidden.*kernel': [None, "
+            f"'model']}}; received {layouts!r}."
         )
     return pairs
 
@@ -141,22 +125,22 @@ def as_given(layout: Given | Specs) -> Given:
     return as_layout(layout if keras_axes is None else keras_axes)
 
 
-def find_rule(rules: Iterable[Rule], spellings: Iterable[str] | str) -> Rule | None:
-    """The rule that places a variable with these paths, or with this one.
+def find_layout(entries: Iterable[PathLayout], spellings: Iterable[str] | str) -> PathLayout | None:
+    """The entry that lays out a variable with these paths, or with this one.
 
-    A rule whose pattern *is* one of the paths wins; else the first rule that ``re.search`` finds in
-    one of them. In paths ``/`` and ``.`` are alike.
+    A pattern that *is* one of the paths wins; else the first that ``re.search`` finds in one of
+    them. In paths ``/`` and ``.`` are alike.
 
-    >>> rules = [Rule("kernel", Layout(["x"])), Rule("a/kernel", Layout(["y"]))]
-    >>> find_rule(rules, ["a.kernel"]).layout, find_rule(rules, ["b.kernel"]).layout
+    >>> layouts = LayoutMap(layouts={"kernel": ["x"], "a/kernel": ["y"]}).entries
+    >>> find_layout(layouts, ["a.kernel"]).layout, find_layout(layouts, ["b.kernel"]).layout
     (Layout(['y']), Layout(['x']))
     """
-    rules = list(rules)
+    entries = list(entries)
     spellings = [spellings] if isinstance(spellings, str) else list(spellings)
-    for rule in rules:
-        if names_exactly(rule.pattern, spellings):
-            return rule
-    return next((rule for rule in rules if finds(rule.pattern, spellings)), None)
+    for entry in entries:
+        if names_exactly(entry.pattern, spellings):
+            return entry
+    return next((entry for entry in entries if finds(entry.pattern, spellings)), None)
 
 
 def finds(pattern: str, spellings: Iterable[str]) -> bool:

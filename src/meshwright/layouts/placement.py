@@ -17,7 +17,7 @@ from ..merging import merged
 from .dim_names import ANY, DimNames
 from .dim_rules import DimRules, RulesLike
 from .layout import MATCH, UNSHARDED, Layout, Spec
-from .layout_map import Given, LayoutMap, Rule, as_given, find_rule, names_exactly
+from .layout_map import Given, LayoutMap, PathLayout, as_given, find_layout, names_exactly
 from .mesh import Mesh
 from .zero import check_level, share_out
 
@@ -108,26 +108,26 @@ class Placed(NamedTuple):
 class Placement:
     """Rules for a whole program on a mesh: variables, inputs, targets, activations.
 
-    ``rules`` are for variables and ``activations`` for the outputs of layers, by path. ``batch`` is
-    the axis, or axes, of the first dim of every input and target that ``inputs`` and ``targets`` do
-    not name; ``None`` leaves them replicated. ``zero`` is the level of ZeRO over the batch axes,
+    ``layouts`` are for variables and ``activations`` for the outputs of layers, by path. ``batch``
+    is the axis, or axes, of the first dim of every input and target that ``inputs`` and ``targets``
+    do not name; ``None`` leaves them replicated. ``zero`` is the level of ZeRO over the batch axes,
     see :mod:`~meshwright.layouts.zero`. ``unmatched`` says what becomes of large parameters that no
-    rule names, and ``strict=False`` makes a rule that places nothing a warning; see
-    :mod:`~meshwright.layouts.strict`. ``dim_rules`` lay out whatever has named dims: what a layout
+    pattern matches, and ``strict=False`` makes a pattern that matches nothing a warning; see
+    :mod:`~meshwright.layouts.strict`. ``rules`` lay out whatever has named dims: what a layout
     above gives as :func:`~meshwright.dims`, and the variables of a program over named dims.
     :meth:`of` makes one from friendlier arguments.
     """
 
     mesh: Mesh
-    rules: tuple[Rule, ...] = ()
+    layouts: tuple[PathLayout, ...] = ()
     batch: BatchAxes = "batch"
     inputs: tuple[tuple[str | int, Given], ...] = ()
     targets: tuple[tuple[str | int, Given], ...] = ()
-    activations: tuple[Rule, ...] = ()
+    activations: tuple[PathLayout, ...] = ()
     zero: int = 0
     unmatched: Unmatched = "warn"
     strict: bool = True
-    dim_rules: DimRules | None = None
+    rules: DimRules | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -138,18 +138,20 @@ class Placement:
         if self.unmatched not in get_args(Unmatched):
             raise LayoutError(
                 "unmatched must be 'warn', 'error' or 'replicate', for large parameters that no "
-                f"rule names; received {self.unmatched!r}."
+                f"pattern matches; received {self.unmatched!r}."
             )
-        named = [(f"rule {rule.pattern!r}", rule.layout) for rule in self.rules]
-        named += [(f"the layout of input {key!r}", layout) for key, layout in self.inputs]
-        named += [(f"the layout of target {key!r}", layout) for key, layout in self.targets]
-        faults = [f"{what}: {_MATCHES_NOTHING}" for what, given in named if _holds_match(given)]
-        named += [(f"activation {rule.pattern!r}", rule.layout) for rule in self.activations]
-        faults += _dim_rules_faults(self.dim_rules, self.mesh)
-        for what, given in named:
-            faults += [f"{what}: {fault}" for fault in self._binding_faults(what, given)]
-            if given.pad and not what.startswith("rule"):
-                faults.append(f"{what}: {_PADS_WEIGHTS}")
+        weights = [(f"layout {entry.pattern!r}", entry.layout) for entry in self.layouts]
+        arrays = [(f"the layout of input {key!r}", layout) for key, layout in self.inputs]
+        arrays += [(f"the layout of target {key!r}", layout) for key, layout in self.targets]
+        outputs = [(f"activation {entry.pattern!r}", entry.layout) for entry in self.activations]
+        faults = [f"{what}: {_MATCHES_NOTHING}" for what, x in weights + arrays if _holds_match(x)]
+        faults += _rules_faults(self.rules, self.mesh)
+        for what, given in weights:  # rules are checked later, with the variables' sizes
+            if isinstance(given, Layout) or self.rules is None:
+                faults += self._binding_faults(what, given)
+        for what, given in arrays + outputs:
+            faults += self._binding_faults(what, given)
+        faults += [f"{what}: {_PADS_WEIGHTS}" for what, given in arrays + outputs if given.pad]
         if self.zero and self.batch is None:
             faults.append(
                 f"zero={self.zero} shares state out over the axes of the batch, and batch=None "
@@ -188,18 +190,18 @@ class Placement:
         >>> print(placement.place([kernel])[0].layout)
         [unsharded, cols] on rows=4, cols=2
         """
-        dim_rules = None if rules is None else DimRules(rules)
+        dims = None if rules is None else DimRules(rules)
         return cls(
             mesh=mesh,
-            rules=LayoutMap(rules={} if layouts is None else layouts).rules,
-            batch=_batch_by(dim_rules, batch),
+            layouts=LayoutMap(layouts={} if layouts is None else layouts).entries,
+            batch=_batch_by(dims, batch),
             inputs=_keyed(inputs, "inputs"),
             targets=_keyed(targets, "targets"),
-            activations=LayoutMap(rules={} if activations is None else activations).rules,
+            activations=LayoutMap(layouts={} if activations is None else activations).entries,
             zero=zero,
             unmatched=unmatched,
             strict=strict,
-            dim_rules=dim_rules,
+            rules=dims,
         )
 
     def on(self, mesh: Mesh, rules: RulesLike | None = None) -> Placement:
@@ -209,14 +211,14 @@ class Placement:
         """
         if rules is None:
             return replace(self, mesh=mesh)
-        dim_rules = DimRules(rules)
-        follows = self.batch_axes == _as_axes(_batch_by(self.dim_rules, ...))
-        batch = _batch_by(dim_rules, ... if follows else self.batch)
-        return replace(self, mesh=mesh, dim_rules=dim_rules, batch=batch)
+        dims = DimRules(rules)
+        follows = self.batch_axes == _as_axes(_batch_by(self.rules, ...))
+        batch = _batch_by(dims, ... if follows else self.batch)
+        return replace(self, mesh=mesh, rules=dims, batch=batch)
 
     def naming(self, inputs: Iterable[tuple[int, DimNames]]) -> Placement:
         """The same, with dims named for inputs, by position, that have no layout yet."""
-        if self.dim_rules is None:
+        if self.rules is None:
             return self
         return replace(self, inputs=(*inputs, *self.inputs))
 
@@ -224,12 +226,12 @@ class Placement:
         """An unbound layout as given, or that of named dims by the rules."""
         if isinstance(given, Layout):
             return given
-        if self.dim_rules is None:
+        if self.rules is None:
             raise LayoutError(
                 f"its dims are named [{given}], and nothing says along which axes they lie: give "
                 "the rules as well, rules='batch:rows;d_ff:cols', or axes in place of the names."
             )
-        return given.layout(self.dim_rules)
+        return given.layout(self.rules)
 
     def with_zero(self, zero: int) -> Placement:
         """The same rules at another level of ZeRO."""
@@ -272,37 +274,37 @@ class Placement:
         replicated = Layout.replicated(self.mesh, len(info.dims))
         if info.role in ("seed", "metric"):
             return Placed(info, replicated, f"{info.role}: replicated")
-        rule = find_rule(self.rules, info.spellings)
+        entry = find_layout(self.layouts, info.spellings)
         kernel = info.follows
-        if kernel is not None and rule in (None, find_rule(self.rules, kernel.spellings)):
+        if kernel is not None and entry in (None, find_layout(self.layouts, kernel.spellings)):
             return self._following(info, kernel)
         if info.asked is not None:
-            return _padded(info, self._asked(info, rule), _BY_LAYER)
-        if rule is not None:
-            reason = f"rule '{rule.pattern}'"
-            if isinstance(rule.layout, DimNames):
-                return self._by_names(info, rule.layout, reason)
-            return _padded(info, rule.layout.on(self.mesh), reason)
-        if info.names is not None and self.dim_rules is not None:
+            return _padded(info, self._asked(info, entry), _BY_LAYER)
+        if entry is not None:
+            reason = f"layout '{entry.pattern}'"
+            if isinstance(entry.layout, DimNames):
+                return self._by_names(info, entry.layout, reason)
+            return _padded(info, entry.layout.on(self.mesh), reason)
+        if info.names is not None and self.rules is not None:
             return self._by_names(info, info.names)
-        return Placed(info, replicated, "no rule: replicated", info.names)
+        return Placed(info, replicated, "no layout: replicated", info.names)
 
     def _by_names(self, info: ParamInfo, names: DimNames, rule: str = "") -> Placed:
         """Where a variable lies whose dims have names. Raises if that cannot be."""
-        assert self.dim_rules is not None
+        assert self.rules is not None
         try:
             dims = names.of(info.dims)
             bound = None if names.pad else self.mesh
-            self.dim_rules.layout(dims, bound, "the variable")
+            self.rules.layout(dims, bound, "the variable")
         except (DimError, LayoutError) as error:
             whose = f", dims [{names}] by {rule}" if rule else ""
             lines = str(error).splitlines()
             raise _NamedDimsError(
                 "\n".join(f"  {info.path} {info.dims}{whose}: {line}" for line in lines)
             ) from None
-        splitting = [f"{n}:{'+'.join(a)}" for n in names.names if (a := self.dim_rules.axes(n))]
+        splitting = [f"{n}:{'+'.join(a)}" for n in names.names if (a := self.rules.axes(n))]
         reason = ", ".join([rule] * bool(rule) + splitting) or "no rule for its dims: replicated"
-        placed = _padded(info, names.layout(self.dim_rules).on(self.mesh), reason)
+        placed = _padded(info, names.layout(self.rules).on(self.mesh), reason)
         return placed._replace(names=names)
 
     def _following(self, info: ParamInfo, kernel: Follows) -> Placed:
@@ -312,7 +314,7 @@ class Placement:
         )
         placed = self._place_one(whole)
         layout = placed.layout
-        if layout.rank != len(kernel.dims):  # a fault of the rule, which is listed for the kernel
+        if layout.rank != len(kernel.dims):  # a fault of the layout, which is listed for the kernel
             replicated = Layout.replicated(self.mesh, len(info.dims))
             return placed if kernel.path == info.path else Placed(info, replicated, placed.reason)
         specs = [UNSHARDED if dim is None else layout.specs[dim] for dim in kernel.along]
@@ -324,7 +326,7 @@ class Placement:
         owner = owners.get(info.owner or "")
         if owner is not None and owner.info.dims == info.dims:
             slot = Placed(info, owner.layout, f"slot of {owner.info.path}", owner.names)
-        elif info.names is not None and self.dim_rules is not None:
+        elif info.names is not None and self.rules is not None:
             slot = self._by_names(info, info.names)  # a part of its parameter, such as its rows
         else:
             return Placed(info, Layout.replicated(self.mesh, len(info.dims)), "slot: replicated")
@@ -338,15 +340,15 @@ class Placement:
         says = f"zero={self.zero}" + ("" if layout else ": small, or no dim divides")
         return each._replace(layout=layout or each.layout, reason=f"{each.reason}, {says}")
 
-    def _asked(self, info: ParamInfo, rule: Rule | None) -> Layout:
-        """The layer's own layout. It beats a pattern; a rule for this very path contradicts it."""
+    def _asked(self, info: ParamInfo, entry: PathLayout | None) -> Layout:
+        """The layer's own layout. It beats a pattern; one that is this very path contradicts it."""
         assert info.asked is not None
-        if rule is not None and names_exactly(rule.pattern, info.spellings):
-            given = self.layout(rule.layout).unbound()
+        if entry is not None and names_exactly(entry.pattern, info.spellings):
+            given = self.layout(entry.layout).unbound()
             if given != info.asked.unbound():
                 raise LayoutError(
-                    f"the variable is laid out twice: rule {rule.pattern!r} names this very path "
-                    f"and gives {given}. Keep one of the two."
+                    f"the variable is laid out twice: layout {entry.pattern!r} names this very "
+                    f"path and gives {given}. Keep one of the two."
                 )
         if MATCH in info.asked.specs:
             raise LayoutError(_MATCHES_NOTHING)
@@ -390,9 +392,9 @@ class Placement:
             )
 
     def activation_layout(self, spellings: Iterable[str]) -> Layout | None:
-        """The layout of the output of the layer that has these paths, if a rule names it."""
-        rule = find_rule(self.activations, spellings)
-        return None if rule is None else self.layout(rule.layout).on(self.mesh)
+        """The layout of the output of the layer that has these paths, if a pattern matches it."""
+        entry = find_layout(self.activations, spellings)
+        return None if entry is None else self.layout(entry.layout).on(self.mesh)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -437,12 +439,9 @@ class Placement:
 
     def _binding_faults(self, what: str, given: Given) -> list[str]:
         try:
-            if isinstance(given, Layout):
-                given.on(self.mesh)
-            elif self.dim_rules is None or not what.startswith("rule"):
-                self.layout(given)  # variables are told of later, with their sizes
+            self.layout(given).on(self.mesh)
         except LayoutError as error:
-            return [str(error)]
+            return [f"{what}: {error}"]
         return []
 
 
@@ -482,7 +481,7 @@ def _batch_by(rules: DimRules | None, batch: Any) -> Any:
     return batch
 
 
-def _dim_rules_faults(rules: DimRules | None, mesh: Mesh) -> list[str]:
+def _rules_faults(rules: DimRules | None, mesh: Mesh) -> list[str]:
     if rules is None:
         return []
     axes = "+".join(rules.axes(ANY))

@@ -1,8 +1,8 @@
 """What is suspicious about a placement once all variables of a program are known.
 
-A rule with a typing error leaves its variables replicated, and the first that anybody hears of it
-is that a device has no memory left. So: rules that place nothing, rules for dims that nothing has,
-large variables that no rule names, and axes along which all devices would do the same work.
+A pattern with a typing error leaves its variables replicated, and the first sign is a device
+without memory. So: patterns that match nothing, rules for dims that nothing has, large variables
+that no pattern matches, and axes along which all devices would do the same work.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from ..errors import PlacementError
 from ..merging import merged
 from ..warn import warn
 from .dim_names import ANY, DimNames
-from .layout_map import Rule, find_rule, finds
+from .layout_map import PathLayout, find_layout, finds
 from .placement import ParamInfo, Placed, Placement
 
 LARGE_BYTES = 1 << 20
 _NEAREST = 3
-_FEW = 3  # rules of which each is told by itself
+_FEW = 3  # patterns that are listed one by one
 
 
 def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the program") -> None:
     """Raise or warn about what is suspicious, each kind at once.
 
-    ``infos`` are all the variables that the rules are for. Raises
-    :class:`~meshwright.PlacementError` for rules that place no variable (a warning with
-    ``strict=False``) and, with ``unmatched="error"``, for large variables that no rule names.
+    ``infos`` are all the variables that the layouts are for. Raises
+    :class:`~meshwright.PlacementError` for patterns that match no variable (a warning with
+    ``strict=False``) and, with ``unmatched="error"``, for large variables that no pattern matches.
 
     >>> import meshwright as mw
     >>> placement = Placement.of(mw.Mesh({"batch": 2}), {"hiden/kernel": ["batch", None]})
     >>> inspect(placement, [ParamInfo("hidden/kernel", ("hidden/kernel",), (4, 4), "float32", 4)])
     Traceback (most recent call last):
         ...
-    meshwright.errors.PlacementError: 1 rule(s) place no variable of the program, ...
-      'hiden/kernel' is found in no path. The nearest: 'hidden/kernel'.
+    meshwright.errors.PlacementError: 1 pattern(s) match no variable of the program, ...
+      'hiden/kernel' matches no path. The nearest: 'hidden/kernel'.
     Correct them or take them out; strict=False makes this a warning.
     """
     infos = [info for info in infos if info.role not in ("metric", "slot")]
-    refuse_idle_rules(placement, infos, name)
+    refuse_idle_layouts(placement, infos, name)
     if not any(info.names for info in infos):  # else more dims turn up when it is traced
-        refuse_idle_dim_rules(placement)
+        refuse_idle_rules(placement)
     if large := unnamed(placement, infos):
         text = _unnamed_text(large, name)
         if placement.unmatched == "error":
-            raise PlacementError(f"{text}Name them in a rule, or say unmatched='replicate'.")
+            raise PlacementError(f"{text}Add a layout for them, or say unmatched='replicate'.")
         if placement.unmatched == "warn":
-            text += "Name them in a rule; unmatched='error' refuses them, 'replicate' is silent."
+            text += "Add a layout for them; unmatched='error' refuses them, 'replicate' is silent."
             warn(text)
     if axes := idle_axes(placement, placement.place(infos)):
         named = " and ".join(f"{axis!r} (size {placement.mesh[axis]})" for axis in axes)
@@ -59,30 +59,31 @@ def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the p
         )
 
 
-def refuse_idle_rules(
+def refuse_idle_layouts(
     placement: Placement, infos: Sequence[ParamInfo], name: str = "the program"
 ) -> None:
-    """Raise :class:`~meshwright.PlacementError`, or warn, if rules place none of the variables."""
-    if faults := idle_rules(placement, infos):
+    """Raise :class:`~meshwright.PlacementError`, or warn, if patterns match no variable."""
+    if faults := idle_layouts(placement, infos):
         text = (
-            f"{len(faults)} rule(s) place no variable of {name}, and what they were meant for may "
-            "be replicated:\n" + "\n".join(merged(faults)) + "\nCorrect them or take them out"
+            f"{len(faults)} pattern(s) match no variable of {name}, and what they were meant for "
+            "may be replicated:\n" + "\n".join(merged(faults)) + "\nCorrect them or take them out"
         )
-        if len(faults) == len(placement.rules) > _FEW:
-            text = _of_another_model(placement.rules, infos, name)
+        if len(faults) == len(placement.layouts) > _FEW:
+            text = _of_another_model(placement.layouts, infos, name)
         if placement.strict:
             raise PlacementError(f"{text}; strict=False makes this a warning.")
         warn(f"{text}.")
 
 
-def _of_another_model(rules: Sequence[Rule], infos: Sequence[ParamInfo], name: str) -> str:
-    """What is wrong where no rule out of many places anything."""
-    patterns = merged(repr(rule.pattern) for rule in rules)
+def _of_another_model(layouts: Sequence[PathLayout], infos: Sequence[ParamInfo], name: str) -> str:
+    """What is wrong where no pattern out of many matches anything."""
+    patterns = merged(repr(entry.pattern) for entry in layouts)
     paths = merged(repr(info.path) for info in infos)
     return (
-        f"none of {len(rules)} rules places a variable of {name}: they are for another model.\n"
-        f"  rules: {_some(patterns)}\n  variables: {_some(paths)}\n"
-        "Use the model that the rules or the plan were made for, or make new ones"
+        f"none of {len(layouts)} patterns matches a variable of {name}; "
+        "they are for another model.\n"
+        f"  patterns: {_some(patterns)}\n  variables: {_some(paths)}\n"
+        "Use the model that the layouts or the plan were made for, or make new ones"
     )
 
 
@@ -91,7 +92,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[: 2 * _NEAREST]) + (f" and {more} more" if more > 0 else "")
 
 
-def refuse_idle_dim_rules(placement: Placement) -> None:
+def refuse_idle_rules(placement: Placement) -> None:
     """Raise :class:`~meshwright.PlacementError`, or warn, for rules of dims that nothing has.
 
     For models whose dims are named in layouts alone. The dim ``batch`` is that of their batches.
@@ -99,17 +100,17 @@ def refuse_idle_dim_rules(placement: Placement) -> None:
     >>> import meshwright as mw
     >>> layouts = {"kernel": mw.dims("d_model d_ff")}
     >>> placement = Placement.of(mw.Mesh({"all": 8}), layouts, rules="dff:all")
-    >>> refuse_idle_dim_rules(placement)
+    >>> refuse_idle_rules(placement)
     Traceback (most recent call last):
         ...
     meshwright.errors.PlacementError: no dim is named as in the rule(s) 'dff:all', so they split
     nothing. Named dims: 'd_ff', 'd_model'. Correct the rules or take them out; strict=False makes
     this a warning.
     """
-    if placement.dim_rules is None:
+    if placement.rules is None:
         return
     named = _named_dims(placement)
-    idle = [f"'{d}:{axis}'" for d, axis in placement.dim_rules.pairs if d not in {*named, "batch"}]
+    idle = [f"'{d}:{axis}'" for d, axis in placement.rules.pairs if d not in {*named, "batch"}]
     if not idle:
         return
     known = (
@@ -128,28 +129,28 @@ def refuse_idle_dim_rules(placement: Placement) -> None:
 
 
 def _named_dims(placement: Placement) -> list[str]:
-    layouts = [rule.layout for rule in (*placement.rules, *placement.activations)]
+    layouts = [entry.layout for entry in (*placement.layouts, *placement.activations)]
     layouts += [given for _, given in (*placement.inputs, *placement.targets)]
     names = (given.names for given in layouts if isinstance(given, DimNames))
     return sorted({name for each in names for name in each} - {ANY})
 
 
-def idle_rules(placement: Placement, infos: Sequence[ParamInfo]) -> list[str]:
-    """A sentence for each rule that places none of the variables."""
-    placing = {find_rule(placement.rules, info.spellings) for info in infos}
+def idle_layouts(placement: Placement, infos: Sequence[ParamInfo]) -> list[str]:
+    """A sentence for each pattern that matches none of the variables."""
+    placing = {find_layout(placement.layouts, info.spellings) for info in infos}
     return [
-        f"  {_why_idle(rule, placement.rules, infos)}"
-        for rule in placement.rules
-        if rule not in placing
+        f"  {_why_idle(entry, placement.layouts, infos)}"
+        for entry in placement.layouts
+        if entry not in placing
     ]
 
 
 def unnamed(placement: Placement, infos: Sequence[ParamInfo]) -> list[Placed]:
-    """Large parameters that every device holds whole because no rule names them.
+    """Large parameters that every device holds whole because no pattern matches them.
 
-    Without any rule, or with level 3 of ZeRO where it shares them out, that is as it is meant.
+    Without any layout, or with level 3 of ZeRO where it shares them out, that is as it is meant.
     """
-    if not placement.rules or placement.mesh.size == 1:
+    if not placement.layouts or placement.mesh.size == 1:
         return []
     return [
         each
@@ -158,7 +159,7 @@ def unnamed(placement: Placement, infos: Sequence[ParamInfo]) -> list[Placed]:
         and each.info.nbytes >= LARGE_BYTES
         and each.layout.is_fully_replicated
         and each.info.asked is None
-        and find_rule(placement.rules, each.info.spellings) is None
+        and find_layout(placement.layouts, each.info.spellings) is None
     ]
 
 
@@ -166,23 +167,23 @@ def idle_axes(placement: Placement, placed: Iterable[Placed]) -> list[str]:
     """Axes of the mesh along which nothing is split."""
     layouts = [each.layout for each in placed]
     layouts += [placement.layout(given) for _, given in (*placement.inputs, *placement.targets)]
-    layouts += [placement.layout(rule.layout) for rule in placement.activations]
+    layouts += [placement.layout(entry.layout) for entry in placement.activations]
     used = {axis for layout in layouts for axis in layout.axes} | set(placement.batch_axes)
     return [axis for axis, size in placement.mesh.axes if size > 1 and axis not in used]
 
 
-def _why_idle(rule: Rule, rules: Sequence[Rule], infos: Sequence[ParamInfo]) -> str:
-    found = [info for info in infos if finds(rule.pattern, info.spellings)]
-    if not found:
-        near = _nearest(rule.pattern, infos)
+def _why_idle(entry: PathLayout, layouts: Sequence[PathLayout], infos: Sequence[ParamInfo]) -> str:
+    matches = [info for info in infos if finds(entry.pattern, info.spellings)]
+    if not matches:
+        near = _nearest(entry.pattern, infos)
         hint = f" The nearest: {', '.join(map(repr, near))}." if near else ""
-        return f"{rule.pattern!r} is found in no path.{hint}"
-    others = {find_rule(rules, info.spellings) for info in found}
+        return f"{entry.pattern!r} matches no path.{hint}"
+    others = {find_layout(layouts, info.spellings) for info in matches}
     takers = ", ".join(sorted(repr(other.pattern) for other in others if other is not None))
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    more = f" and {len(matches) - 1} more" if len(matches) > 1 else ""
     return (
-        f"{rule.pattern!r} comes too late: what it is found in ({found[0].path!r}{more}) is placed "
-        f"by {takers} already."
+        f"{entry.pattern!r} comes too late: what it matches ({matches[0].path!r}{more}) is laid "
+        f"out by {takers}."
     )
 
 
@@ -201,6 +202,6 @@ def _unnamed_text(large: list[Placed], name: str) -> str:
     )
     total = sum(each.info.nbytes for each in large)
     return (
-        f"{len(large)} large parameter(s) of {name} are named by no rule, so every device holds "
-        f"them whole, {total:,} bytes in all:\n" + "\n".join(lines) + "\n"
+        f"no pattern matches {len(large)} large parameter(s) of {name}, so every device holds them "
+        f"whole, {total:,} bytes in all:\n" + "\n".join(lines) + "\n"
     )

@@ -172,5 +172,5 @@ class Trainer:
         return last.state, last.logs
 
     def explain(self) -> Explanation:
-        """Every variable: its layout, the rule that gave it, bytes per device."""
+        """Every variable: its layout, where that comes from, bytes per device."""
         return Explanation(self.placement.mesh, tuple(self.placement.place(self.program.infos)))

@@ -97,7 +97,7 @@ class Storing:
         """What is padded under a placement; slots follow the parameters among these."""
         parts = [tuple(part) for part in (params, state, slots, metrics)]
         infos = [info for part in parts for info in part]
-        if not any(rule.layout.pad for rule in placement.rules) and not any(
+        if not any(entry.layout.pad for entry in placement.layouts) and not any(
             info.asked is not None and info.asked.pad for info in infos
         ):
             return cls()

@@ -3,3 +3,4 @@
 from . import layers as layers  # also lets files that carry layouts bring them back
 from .sharded import DataParallel as DataParallel
 from .sharded import Sharded as Sharded
+from .sharded import layout_map_scope as layout_map_scope

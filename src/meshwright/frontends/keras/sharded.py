@@ -14,13 +14,13 @@ import keras
 from ... import _compat
 from ...checkpoint import PARTS, CheckpointInfo
 from ...data import put
-from ...errors import ModelError, TopologyError
+from ...errors import LayoutError, ModelError, TopologyError
 from ...layouts.dim_rules import RulesLike
 from ...layouts.explain import Explanation
 from ...layouts.layout_map import LayoutMap
 from ...layouts.mesh import Mesh
 from ...layouts.placement import BatchLike, ParamInfo, Placed, Placement, Unmatched
-from ...layouts.strict import inspect, refuse_idle_dim_rules, refuse_idle_rules, unnamed
+from ...layouts.strict import inspect, refuse_idle_layouts, refuse_idle_rules, unnamed
 from ...planning.described import Described
 from ...program import Batch, Program, TrainState
 from ...step.keeping import keeping
@@ -58,14 +58,15 @@ class Sharded(_Distribution):
     """Lays Keras models, their optimizers and their data out on a mesh, and trains them there.
 
     ``layouts`` maps path patterns to layouts (see :class:`~meshwright.LayoutMap`); variables that
-    no rule names are replicated. ``batch`` is the axis, or axes, that the first dim of every input
-    and target lies on, or ``None``. ``inputs`` and ``targets`` give one layout for the only input
-    or target, or a mapping by name or position, and may split any dim, such as the height and
+    no pattern matches are replicated. ``batch`` is the axis, or axes, that the first dim of every
+    input and target lies on, or ``None``. ``inputs`` and ``targets`` give one layout for the only
+    input or target, or a mapping by name or position, and may split any dim, such as the height and
     width of images. ``activations`` maps layer paths to layouts of their outputs. A bare sequence
     of axes is an unbound layout. ``zero`` shares state out over the batch axes: 1 the optimizer's
     slots, 2 gradients too, 3 the parameters as well. ``unmatched`` says whether large parameters
-    that no rule names are replicated with a warning (``"warn"``), silently (``"replicate"``) or not
-    at all (``"error"``); a rule that places nothing is an error, with ``strict=False`` a warning.
+    that no pattern matches are replicated with a warning (``"warn"``), silently (``"replicate"``)
+    or not at all (``"error"``). A pattern that matches nothing is an error, with ``strict=False`` a
+    warning.
     ``accumulate`` batches make one step of the optimizer; ``remat`` (``"none"``, ``"block"``,
     ``"selective"`` or the name of a policy) says what is computed again rather than kept;
     ``sums="float32"`` sums gradients over devices in that type. ``rules`` lay out what is given as
@@ -101,7 +102,7 @@ class Sharded(_Distribution):
         placement = Placement.of(
             mesh, layouts, batch, inputs, targets, activations, zero, unmatched, strict, rules
         )
-        refuse_idle_dim_rules(placement)
+        refuse_idle_rules(placement)
         self._take(placement, StepOptions(accumulate, remat, sums))
 
     @classmethod
@@ -134,7 +135,7 @@ class Sharded(_Distribution):
     def on(self, mesh: Mesh, rules: RulesLike | None = None) -> Sharded:
         """The same on another mesh, and with other rules for named dims, where they are given."""
         placement = self.placement.on(mesh, rules)
-        refuse_idle_dim_rules(placement)
+        refuse_idle_rules(placement)
         return Sharded.from_placement(placement, self.how)
 
     def __eq__(self, other: object) -> bool:
@@ -151,8 +152,8 @@ class Sharded(_Distribution):
         return _revived, (type(self), self.placement, self.how), added
 
     def __repr__(self) -> str:
-        named = "" if (rules := self.placement.dim_rules) is None else f", rules={str(rules)!r}"
-        return f"Sharded({self.mesh}, {len(self.placement.rules)} rules{named})"
+        named = "" if (rules := self.placement.rules) is None else f", rules={str(rules)!r}"
+        return f"Sharded({self.mesh}, {len(self.placement.layouts)} layouts{named})"
 
     # Building models
 
@@ -201,7 +202,7 @@ class Sharded(_Distribution):
             _compat.set_variable(variable, value, sharding)
 
     def explain(self, model: keras.Model) -> Explanation:
-        """Every variable of a built model: its layout, the rule that gave it, bytes per device.
+        """Every variable of a built model: its layout, where that comes from, bytes per device.
 
         ``print`` it for a table.
         """
@@ -463,7 +464,7 @@ class Sharded(_Distribution):
         """Where a rule places nothing and a large parameter has no rule, better not to begin."""
         infos = self._all_infos(models)
         if infos and self.placement.strict and unnamed(self.placement, infos):
-            refuse_idle_rules(self.placement, infos, "what was built in this scope")
+            refuse_idle_layouts(self.placement, infos, "what was built in this scope")
 
     def _all_infos(self, models: Iterable[keras.Model]) -> list[ParamInfo]:
         built = list(dict.fromkeys(model for model in models if model.built))
@@ -507,6 +508,20 @@ class DataParallel(Sharded):
         super().__init__(
             mesh, batch=batch, zero=zero, accumulate=accumulate, remat=remat, sums=sums
         )
+
+
+def layout_map_scope(layout_map: LayoutMap) -> contextlib.AbstractContextManager[Any]:
+    """Lay out what is built inside by a map with a mesh (TensorFlow Keras' name for it).
+
+    The same as ``Sharded(mesh, layout_map, batch=<first axis>).scope()``. Raises
+    :class:`~meshwright.LayoutError` if the map was made without a mesh.
+    """
+    if layout_map.mesh is None:
+        raise LayoutError(
+            "the layout map has no mesh. Use LayoutMap(mesh), or Sharded(mesh, layout_map).scope()."
+        )
+    mesh = layout_map.mesh
+    return Sharded(mesh, layout_map, batch=mesh.axis_names[0]).scope()
 
 
 def _revived(cls: type[Sharded], placement: Placement, how: StepOptions) -> Sharded:

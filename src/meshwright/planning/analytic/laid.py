@@ -240,7 +240,7 @@ def _by_names(
     graph: Graph, along: Mapping[int, tuple[str, ...]], placement: Placement, axes: Axes
 ) -> dict[int, tuple[str, ...]]:
     """The axes of dims that only activations have, by the rules for their names."""
-    rules, known = placement.dim_rules, {name for name, _ in axes}
+    rules, known = placement.rules, {name for name, _ in axes}
     if rules is None:
         return {}
     return {

@@ -154,7 +154,7 @@ class Plan(Viewable):
         Raises :class:`~meshwright.LayoutError` for a mesh without the plan's axes.
 
         >>> plan = Plan.from_json(_EXAMPLE)
-        >>> plan.placement().rules[0].pattern, plan.placement().batch
+        >>> plan.placement().layouts[0].pattern, plan.placement().batch
         ('dense/kernel', ('batch',))
         """
         ruled = {_pattern(path): specs for path, specs in self.layouts_of(inputs=False).items()}

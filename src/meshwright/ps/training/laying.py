@@ -20,7 +20,7 @@ from ...frontends.keras.batches import putter
 from ...frontends.keras.described import traced_lying
 from ...frontends.keras.program import KerasVariables
 from ...frontends.keras.rowwise import RowWise
-from ...layouts.layout_map import find_rule
+from ...layouts.layout_map import find_layout
 from ...layouts.mesh import Mesh
 from ...layouts.placement import ParamInfo, Placed, Placement
 from ...layouts.strict import inspect
@@ -192,16 +192,16 @@ def _shardings(placed: Iterable[Placed]) -> dict[str, Any]:
 
 
 def _refuse_tables(placement: Placement, infos: list[ParamInfo], kept: list[ParamInfo]) -> None:
-    placing = {find_rule(placement.rules, info.spellings) for info in kept}
+    placing = {find_layout(placement.layouts, info.spellings) for info in kept}
     away = [info for info in infos if info not in kept and info.role == "parameter"]
-    rules = {info.path: find_rule(placement.rules, info.spellings) for info in away}
+    rules = {info.path: find_layout(placement.layouts, info.spellings) for info in away}
     if faults := [
-        f"  rule {rule.pattern!r} lays out {path!r}"
+        f"  layout {rule.pattern!r} is for {path!r}"
         for path, rule in rules.items()
         if rule is not None and rule not in placing
     ]:
         raise ModelError(
-            "rules do not apply to tables that travel by rows, because a worker has only the rows "
-            "of its batch:\n" + "\n".join(faults) + "\nRemove the rules, or keep the tables whole "
+            "layouts do not apply to tables that travel by rows, because a worker has only the "
+            "rows of its batch:\n" + "\n".join(faults) + "\nRemove them, or keep the tables whole "
             "with embeddings=None."
         )
