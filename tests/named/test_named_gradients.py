@@ -38,7 +38,7 @@ def np_stacked(x: np.ndarray, w: np.ndarray) -> Any:
 CASES = [
     Case("custom_gradient", cube, lambda x, y: x**3 + y.T[:, None, :], [X, "c:8 a:8"],
          ("a", "b", "c"), slopes=(0, 1)),
-    Case("recompute", gradients.recompute(lambda x: mn.sin(mn.exp(x))),
+    Case("remat", gradients.remat(lambda x: mn.sin(mn.exp(x))),
          lambda x: np.sin(np.exp(x)), [X], ("a", "b", "c")),
     Case("reversible", stacked, np_stacked, [X, X], ("a", "b", "c"), slopes=(0, 1)),
 ]  # fmt: skip
@@ -125,15 +125,15 @@ def test_too_few_gradients_are_refused():
         gradients.grad(lambda x: mn.reduce_sum(f(x, x)))(vector(1, 2))
 
 
-# recompute
+# remat
 
 
-def test_recompute_keeps_what_the_policy_says():
+def test_remat_keeps_what_the_policy_says():
     x = vector(1, 2)
     f = lambda x: mn.reduce_sum(mn.sin(mn.cos(mn.sin(x))))  # noqa: E731
     cosines = []
     for policy in ("everything_saveable", jax.checkpoint_policies.nothing_saveable):
-        again = gradients.recompute(f, policy)
+        again = gradients.remat(f, policy)
         text = str(jax.make_jaxpr(gradients.grad(again))(x))
         cosines.append(text.count(" sin ") + text.count(" cos "))
         np.testing.assert_allclose(
@@ -147,7 +147,7 @@ def test_a_name_of_no_policy_is_refused(policy):
     with pytest.raises(
         mw.ModelError, match=f"unknown policy '{policy}': expected one of jax.checkpoint_policies"
     ):
-        gradients.recompute(mn.sin, policy)
+        gradients.remat(mn.sin, policy)
 
 
 # reversible

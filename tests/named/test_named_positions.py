@@ -205,7 +205,7 @@ MODELS = {
     "sinusoid": models.Transformer(DIMS, positions="sinusoid"),
     "none": models.Transformer(DIMS, positions="none"),
     "in turn": models.Transformer(
-        DIMS, (None, EXPERTS), (None, LOCAL), positions="relative", scan=True, recompute=True
+        DIMS, (None, EXPERTS), (None, LOCAL), positions="relative", scan=True, remat=True
     ),
     "in turn, written out": models.Transformer(
         DIMS, (None, EXPERTS), (None, LOCAL), positions="rotary"

@@ -248,7 +248,7 @@ def test_micro_batches_make_one_step(way, zero, wanted, monkeypatch):
     assert_same(state, wanted[1])
 
 
-def test_recompute_changes_no_number(wanted):
+def test_remat_changes_no_number(wanted):
     how = mw.StepOptions(remat="nothing_saveable")
     found, _ = train(mw.Trainer(program(), placed("2-D"), how))
     np.testing.assert_allclose(found, wanted[0], rtol=1e-5)

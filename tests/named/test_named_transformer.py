@@ -215,9 +215,9 @@ def test_a_loop_over_layers_begins_as_layers_that_are_written_out() -> None:
 
 
 @pytest.mark.full_for("False")
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_scan_and_recompute_change_neither_loss_nor_gradient(recompute: bool, two: Any) -> None:
-    model = models.Transformer(DIMS, scan=True, recompute=recompute)
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_scan_and_remat_change_neither_loss_nor_gradient(remat: bool, two: Any) -> None:
+    model = models.Transformer(DIMS, scan=True, remat=remat)
     tokens = mn.named(TOKENS, "batch:8 length:8")
     loss, gradients = jax.jit(jax.value_and_grad(models.Transformer(DIMS).loss))(two[0], tokens)
     with rules_of("2-D, of the paper"):
@@ -229,12 +229,12 @@ def test_scan_and_recompute_change_neither_loss_nor_gradient(recompute: bool, tw
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
-def test_recompute_computes_blocks_again(params: Any) -> None:
+def test_remat_computes_blocks_again(params: Any) -> None:
     tokens = mn.named(TOKENS, "batch:8 length:8")
     choices = [False, True, "dots_saveable"]
     plainly, anew, partly = (
         str(jax.make_jaxpr(jax.grad(model.loss))(params, tokens)).count("dot_general")
-        for model in (models.Transformer(SMALL, recompute=choice) for choice in choices)
+        for model in (models.Transformer(SMALL, remat=choice) for choice in choices)
     )
     # Of eight products in a block, the gradient needs the results of all but the last.
     assert (anew, partly) == (plainly + 7, plainly)

@@ -80,7 +80,7 @@ from .gating import Gating as Gating
 from .gradients import clip_activation_gradient as clip_activation_gradient
 from .gradients import custom_gradient as custom_gradient
 from .gradients import grad as grad
-from .gradients import recompute as recompute
+from .gradients import remat as remat
 from .gradients import reversible as reversible
 from .gradients import value_and_grad as value_and_grad
 from .indexing import arange as arange

@@ -106,7 +106,7 @@ def custom_gradient(
     return operation(call)
 
 
-def recompute(
+def remat(
     function: Callable[..., Any], policy: str | Callable[..., Any] = "nothing_saveable"
 ) -> Callable[..., Any]:
     """The function, with what is inside it computed again in the backward pass, and not kept.

@@ -7,47 +7,33 @@ looks at what the encoder said. The paper's rules are those of the language mode
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ...errors import ModelError
 from ...layouts.dim_rules import Dim, DimsLike, as_dims
 from ..array import NamedArray, find
 from ..elementwise import cast, equal, logical_and, not_equal, where
-from ..layers.dense import FeedForward
-from ..layers.layer import Layer, Params, as_dim, pick, under_rules
+from ..layers.layer import Params, as_dim, pick, under_rules
 from ..layers.losses import softmax_cross_entropy, weighted_mean
 from ..layers.multi_head import Attention
-from ..layers.normalisation import LayerNorm, RMSNorm
 from ..layers.positions import RelativeBias
-from ..layers.vocabulary import Vocabulary
 from ..operation import operation
-from ..random import dropout
 from ..reductions import reduce_sum
 from ..shapes import rename
 from . import decoding
-from .choices import (
-    Turns,
-    bias_of,
-    check_places,
-    in_turn,
-    is_spare,
-    is_training,
-    relative_of,
-    with_positions,
-)
-from .stack import Block, Stack
-from .tokens import NAMES, Positions, Tokens, others, tokens_before
+from .choices import Turns, check_places, in_turn, is_spare, is_training
+from .model import Model, keys_for
+from .stack import Stack
+from .tokens import NAMES, others, tokens_before
 
 _DEPTHS = ["encoder_layers", "decoder_layers"]
 
 
 @dataclass(frozen=True)
-class EncoderDecoder:
+class EncoderDecoder(Model):
     """A translator: how likely every token of a target is, given a source and the tokens before.
 
     ``dims`` are ``length`` (the most positions, of either), ``vocab`` (of both), ``d_model``,
@@ -76,83 +62,32 @@ class EncoderDecoder:
     {'batch': 1, 'beam': 3, 'length': 8}
     """
 
-    dims: DimsLike
-    feed_forward: Turns[Layer] = None
-    norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
-    shared_embedding: bool = True
-    dropout: float = 0.0
-    z_loss: float = 0.0
     smoothing: float = 0.0
-    recompute: bool | str = False
-    scan: bool = False
-    dtype: Any = jnp.float32
     padding: int = 0
-    positions: Positions | RelativeBias = "learned"
-    attention: Turns[Attention] = None
     cross: Turns[Attention] = None
-    vocabulary: Vocabulary | None = None
-    shared_layers: bool = False
-
-    def __post_init__(self) -> None:
-        _ = self._dims  # what is wrong with them is said here
 
     @property
     def _dims(self) -> dict[str, Dim]:
         apart = [dim for dim in as_dims(self.dims) if dim.name in _DEPTHS]
-        spare = [
-            *(["d_ff"] if is_spare(self.feed_forward) else []),
-            *(["heads", "d_kv"] if is_spare(self.attention) and is_spare(self.cross) else []),
-            *([] if self.positions == "learned" else ["length"]),
-            *(["layers"] if len(apart) == 2 else _DEPTHS),
-        ]
-        names = (*NAMES, *_DEPTHS) if apart else NAMES
-        return pick(self.dims, names, "EncoderDecoder", spare)
-
-    @property
-    def tokens(self) -> Tokens:
-        """Tokens of both languages."""
-        dims, shared = self._dims, self.shared_embedding
-        positions = "relative" if isinstance(self.positions, RelativeBias) else self.positions
-        return Tokens(
-            dims.get("length"), dims["vocab"], dims["d_model"], shared, self.dtype, positions,
-            self.vocabulary,
-        )  # fmt: skip
+        no_heads = is_spare(self.attention) and is_spare(self.cross)
+        spare = [*self._spare(no_heads), *(["layers"] if len(apart) == 2 else _DEPTHS)]
+        return pick(self.dims, (*NAMES, *_DEPTHS) if apart else NAMES, "EncoderDecoder", spare)
 
     @property
     def encoder(self) -> Stack:
-        return self._stack("encoder_layers", causal=False, crosses=False)
+        return self._stack(self._depth("encoder_layers"), causal=False)
 
     @property
     def decoder(self) -> Stack:
-        return self._stack("decoder_layers", causal=True, crosses=True)
+        return self._stack(self._depth("decoder_layers"), True, in_turn(self.cross))
 
-    def _stack(self, layers: str, causal: bool, crosses: bool) -> Stack:
-        dims, rate = self._dims, self.dropout
-        choices = in_turn(self.attention), in_turn(self.feed_forward)
-        crossing = in_turn(self.cross) if crosses else (None,)
-        blocks = []
-        for i in range(math.lcm(*map(len, choices), len(crossing))):
-            attention, layer = (choice[i % len(choice)] for choice in choices)
-            attention = replace(attention or self._attention(), causal=causal)
-            layer = layer or FeedForward(dims["d_model"], dims["d_ff"], dropout=rate)
-            cross = crossing[i % len(crossing)] or self._attention() if crosses else None
-            attention = with_positions(attention, self.positions)
-            blocks.append(Block(self.last, attention, layer, cross=cross, dropout=rate))
-        depth = dims[layers] if layers in dims else dims["layers"]
-        return Stack(tuple(blocks), depth, self.recompute, self.scan, self.shared_layers)
+    def _depth(self, layers: str) -> Dim:
+        dims = self._dims
+        return dims[layers] if layers in dims else dims["layers"]
 
     def _relative(self, causal: bool) -> RelativeBias | None:
-        found = relative_of(self.positions, self._dims.get("heads"), causal)
-        return None if found is None else replace(found, causal=causal)
-
-    @property
-    def last(self) -> LayerNorm | RMSNorm:
-        """The norm after the last block, and before every sub-layer."""
-        return self.norm(self._dims["d_model"])
-
-    def _attention(self) -> Attention:
-        dims = self._dims
-        return Attention(dims["d_model"], dims["heads"], dims["d_kv"], dropout=self.dropout)
+        relative = super()._relative(causal)
+        return None if relative is None else replace(relative, causal=causal)
 
     @under_rules
     def init(self, key: Any) -> Params:
@@ -252,11 +187,11 @@ class EncoderDecoder:
         """What the encoder says of the source, and the losses of its layers."""
         training = key is not None if training is None else training
         check_places(self.positions, segments, places)
-        first, rest = (None, None) if key is None else jax.random.split(key)
+        first, rest = keys_for(key, 2)
         x = self._embedded(params, source, places, first if training else None)
         stack, mask = self.encoder, _is_token(source, self.padding)
-        length, relative = find(source.dims, "length"), self._relative(causal=False)
-        bias = bias_of(relative, params.get("encoder_relative"), stack, length)
+        length = find(source.dims, "length")
+        bias = self._bias(params, "encoder_relative", stack, length, causal=False)
         present = not_equal(source, self.padding)
         x, extra = stack(
             params["encoder"], x, present=present, mask=mask, segments=segments, bias=bias,
@@ -274,13 +209,12 @@ class EncoderDecoder:
         packed: _Packed,
     ) -> tuple[NamedArray, NamedArray]:
         check_places(self.positions, packed.target_segments, packed.target_places)
-        keys = [None] * 3 if key is None else jax.random.split(key, 3)
+        keys = keys_for(key, 3)
         encoded, extra = self.encode(
             params, source, segments=packed.source_segments, places=packed.source_places,
             key=keys[0], training=training,
         )  # fmt: skip
         stack, length = self.decoder, find(target.dims, "length")
-        relative = self._relative(causal=True)
         x, more = stack(
             params["decoder"],
             self._embedded(params, target, packed.target_places, keys[1] if training else None),
@@ -288,16 +222,12 @@ class EncoderDecoder:
             memory_mask=packed.mask(_is_token(source, self.padding)),
             segments=packed.target_segments,
             present=packed.present,
-            bias=bias_of(relative, params.get("decoder_relative"), stack, length),
+            bias=self._bias(params, "decoder_relative", stack, length, causal=True),
             key=keys[2],
             training=training,
         )
         x = self.last(params["decoder_last"], x)
         return self.tokens.logits(params["tokens"], x), extra + more
-
-    def _embedded(self, params: Params, tokens: NamedArray, places: Any, key: Any) -> NamedArray:
-        x = self.tokens(params["tokens"], tokens, places)
-        return dropout(x, key, rate=self.dropout) if key is not None and self.dropout else x
 
     @under_rules
     def stepper(
@@ -309,22 +239,17 @@ class EncoderDecoder:
         """
         self.tokens.check(length)
         encoded, _ = self.encode(params, source)
-        memory, mask = (
-            self.decoder.keep(params["decoder"], encoded),
-            _is_token(source, self.padding),
-        )
-
-        relative = self._relative(causal=True)
-        bias = bias_of(relative, params.get("decoder_relative"), self.decoder, None)
+        memory = self.decoder.keep(params["decoder"], encoded)
+        mask = _is_token(source, self.padding)
+        bias = self._bias(params, "decoder_relative", self.decoder, None, causal=True)
 
         def step(ids: NamedArray, at: Any, states: Any) -> tuple[NamedArray, Any]:
             x = self.tokens.step(params["tokens"], ids, at)
             x, states = self.decoder.step(
                 params["decoder"], x, states, at, memory=memory, memory_mask=mask, bias=bias
             )
-            return self.tokens.logits(
-                params["tokens"], self.last(params["decoder_last"], x)
-            ), states
+            x = self.last(params["decoder_last"], x)
+            return self.tokens.logits(params["tokens"], x), states
 
         return step, self.decoder.empty((*others(source), *as_dims(beam)), length, self.dtype)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ...errors import ModelError
 from ...layouts.dim_rules import Dim, DimsLike
 from ..array import NamedArray
-from ..gradients import recompute
+from ..gradients import remat
 from ..joining import stack
 from ..layers.layer import Layer, Params, as_dim, takes, under_rules
 from ..layers.multi_head import Attention, Kept
@@ -158,9 +158,9 @@ class Stack:
 
     Parameters are a dict of ``layer_0``, ``layer_1`` and so on. With ``scan`` they are one block's,
     in which every array has the dim ``layers`` in front: the block is traced and compiled once, for
-    any number of layers. With ``recompute`` the backward pass keeps what enters each block, and
+    any number of layers. With ``remat`` the backward pass keeps what enters each block, and
     computes what is inside again; or keeps some of that, if it names a policy (see
-    :func:`meshwright.named.recompute`).
+    :func:`meshwright.named.remat`).
 
     Of several blocks, layer ``i`` is block ``i % len(block)``, such as every second one with a
     mixture of experts (GShard, Lepikhin et al. 2020). With ``scan`` their parameters are a dict of
@@ -172,7 +172,7 @@ class Stack:
 
     block: Block | Sequence[Block]
     layers: str | Dim
-    recompute: bool | str = False
+    remat: bool | str = False
     scan: bool = False
     shared: bool = False
 
@@ -228,7 +228,7 @@ class Stack:
 
         nothing = NamedArray(jnp.zeros([], jnp.float32), ())
         own = self._own(params), memory, self._keys(key)
-        return self._repeat(body, (x, nothing), own, recomputes=True)[0]
+        return self._repeat(body, (x, nothing), own, again=True)[0]
 
     @under_rules
     def step(
@@ -301,13 +301,13 @@ class Stack:
         body: Callable[..., Any],
         carry: Any,
         own: tuple[Any, ...],
-        recomputes: bool = False,
+        again: bool = False,
     ) -> tuple[Any, Any]:
         """``body`` for each block in turn, with what is its own; in a loop, or written out."""
         bodies = [functools.partial(body, block) for block in self.blocks]
-        if recomputes and self.recompute:
-            policy = "nothing_saveable" if self.recompute is True else self.recompute
-            bodies = [recompute(body, policy) for body in bodies]
+        if again and self.remat:
+            policy = "nothing_saveable" if self.remat is True else self.remat
+            bodies = [remat(body, policy) for body in bodies]
 
         def in_turn(names: list[str], carry: Any, own: Any) -> tuple[Any, Any]:
             results = {}

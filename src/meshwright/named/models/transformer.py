@@ -7,7 +7,6 @@ rows and columns.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,33 +17,19 @@ from ...layouts.dim_rules import Dim, Dims, DimsLike
 from ..array import NamedArray, find
 from ..elementwise import cast, equal, less, less_equal, not_equal, where
 from ..indexing import arange, gather
-from ..layers.dense import FeedForward
-from ..layers.layer import Layer, Params, as_dim, pick, under_rules
+from ..layers.layer import Params, as_dim, under_rules
 from ..layers.losses import softmax_cross_entropy, weighted_mean
-from ..layers.multi_head import Attention
-from ..layers.normalisation import LayerNorm, RMSNorm
-from ..layers.positions import RelativeBias
-from ..layers.vocabulary import Vocabulary
 from ..operation import operation
-from ..random import dropout
 from ..reductions import reduce_sum
 from . import decoding
-from .choices import (
-    Turns,
-    bias_of,
-    check_places,
-    in_turn,
-    is_spare,
-    is_training,
-    relative_of,
-    with_positions,
-)
-from .stack import Block, Stack
-from .tokens import NAMES, Positions, Tokens, others, tokens_before
+from .choices import check_places, is_training
+from .model import Model, keys_for
+from .stack import Stack
+from .tokens import others, tokens_before
 
 
 @dataclass(frozen=True)
-class Transformer:
+class Transformer(Model):
     """A language model: how likely every token is, given those before it.
 
     ``dims`` are ``length`` (the most positions), ``vocab``, ``d_model``, ``d_ff``, ``heads``,
@@ -56,7 +41,7 @@ class Transformer:
     turns: ``feed_forward=(None, experts)`` is the usual layer and a mixture of experts, one after
     the other. ``shared_embedding`` uses one table for the tokens that come in and the logits that
     go out. ``dtype`` is the element type of activations; parameters are float32, as are sums in
-    norms, softmax and loss. ``recompute`` and ``scan`` are those of :class:`Stack`.
+    norms, softmax and loss. ``remat`` and ``scan`` are those of :class:`Stack`.
 
     ``positions`` are ``"learned"``, one row of a table each; ``"sinusoid"`` (Vaswani et al. 2017);
     ``"rotary"`` (Su et al. 2021); ``"relative"``, T5's bias by distance, or a
@@ -78,66 +63,11 @@ class Transformer:
     >>> loss, gradients = jax.jit(jax.value_and_grad(model.loss))(params, tokens)
     """
 
-    dims: DimsLike
-    feed_forward: Turns[Layer] = None
-    attention: Turns[Attention] = None
-    norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
-    shared_embedding: bool = True
-    dropout: float = 0.0
-    z_loss: float = 0.0
-    recompute: bool | str = False
-    scan: bool = False
-    dtype: Any = jnp.float32
     start: int = 0  # the token before the first
-    positions: Positions | RelativeBias = "learned"
-    vocabulary: Vocabulary | None = None  # in place of one table for tokens
-    shared_layers: bool = False  # all layers have the same parameters
-
-    def __post_init__(self) -> None:
-        _ = self._dims  # what is wrong with them is said here
-
-    @property
-    def _dims(self) -> dict[str, Dim]:
-        spare = [
-            *(["d_ff"] if is_spare(self.feed_forward) else []),
-            *(["heads", "d_kv"] if is_spare(self.attention) else []),
-            *([] if self.positions == "learned" else ["length"]),
-        ]
-        return pick(self.dims, NAMES, "Transformer", spare)
-
-    @property
-    def tokens(self) -> Tokens:
-        dims, shared = self._dims, self.shared_embedding
-        positions = "relative" if isinstance(self.positions, RelativeBias) else self.positions
-        return Tokens(
-            dims.get("length"), dims["vocab"], dims["d_model"], shared, self.dtype, positions,
-            self.vocabulary,
-        )  # fmt: skip
 
     @property
     def stack(self) -> Stack:
-        dims, rate = self._dims, self.dropout
-        attentions, layers = in_turn(self.attention), in_turn(self.feed_forward)
-        blocks = []
-        for i in range(math.lcm(len(attentions), len(layers))):
-            attention = attentions[i % len(attentions)] or Attention(
-                dims["d_model"], dims["heads"], dims["d_kv"], causal=True, dropout=rate
-            )
-            layer = layers[i % len(layers)] or FeedForward(
-                dims["d_model"], dims["d_ff"], dropout=rate
-            )
-            attention = with_positions(attention, self.positions)
-            blocks.append(Block(self.norm(dims["d_model"]), attention, layer, dropout=rate))
-        return Stack(tuple(blocks), dims["layers"], self.recompute, self.scan, self.shared_layers)
-
-    @property
-    def _relative(self) -> RelativeBias | None:
-        return relative_of(self.positions, self._dims.get("heads"), causal=True)
-
-    @property
-    def last(self) -> LayerNorm | RMSNorm:
-        """The norm after the last block."""
-        return self.norm(self._dims["d_model"])
+        return self._stack(self._dims["layers"])
 
     @under_rules
     def init(self, key: Any) -> Params:
@@ -148,7 +78,7 @@ class Transformer:
             "stack": self.stack.init(stack),
             "last": self.last.init(),
         }
-        if (relative := self._relative) is not None:
+        if (relative := self._relative(causal=True)) is not None:
             params["relative"] = relative.init(jax.random.fold_in(key, 1))
         return params
 
@@ -251,12 +181,10 @@ class Transformer:
         prefix: NamedArray | None = None,
     ) -> tuple[NamedArray, NamedArray]:
         check_places(self.positions, segments, places)
-        first, rest = (None, None) if key is None else jax.random.split(key)
-        x = self.tokens(params["tokens"], tokens, places)
-        if first is not None and training and self.dropout:
-            x = dropout(x, first, rate=self.dropout)
+        first, rest = keys_for(key, 2)
+        x = self._embedded(params, tokens, places, first if training else None)
         stack, length = self.stack, find(tokens.dims, "length")
-        bias = bias_of(self._relative, params.get("relative"), stack, length)
+        bias = self._bias(params, "relative", stack, length, causal=True)
         present = None if segments is None else not_equal(segments, 0)
         x, extra = stack(
             params["stack"], x, present=present, segments=segments, prefix=prefix, bias=bias,
@@ -273,8 +201,7 @@ class Transformer:
         It is what :mod:`decoding` asks for: ``step(ids, at, states)``. The states are the keys and
         values of ``length`` positions, for every sequence of the dims ``batch``.
         """
-
-        bias = bias_of(self._relative, params.get("relative"), self.stack, None)
+        bias = self._bias(params, "relative", self.stack, None, causal=True)
 
         def step(ids: NamedArray, at: Any, states: Any) -> tuple[NamedArray, Any]:
             x = self.tokens.step(params["tokens"], ids, at)
