@@ -1,11 +1,11 @@
-"""Tables of recorded results in docs/plans.md, made anew by the scripts that record them."""
+"""Tables of recorded results in docs/explanation/plans.md, written by the scripts that record them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "plans.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "plans.md"
 
 
 def _between(script: str) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""What is recorded of dry runs on machines that are absent, and what docs/plans.md shows of it."""
+"""Recorded dry runs of absent machines, and what docs/explanation/plans.md shows of them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 import meshwright as mw
 import meshwright.named as mn
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming_from_mesh_tensorflow.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from" / "mesh_tensorflow.md"
 NAMES = Path(__file__).with_name("mesh_tensorflow_names.txt")
 MODULES = {
     module: names.split()

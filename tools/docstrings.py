@@ -1,0 +1,46 @@
+"""Shows docstrings on the documentation site: a Griffe extension that zensical.toml names.
+
+Our docstrings are prose with ``code`` and doctests. Markdown would take ``>>>`` for quotations, so
+doctests become code blocks, and Sphinx roles such as ``:class:`Mesh` `` become plain code.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+_ROLE = re.compile(r":(?:\w+:)?(?:class|func|meth|mod|attr|data|exc):`~?([^`]*)`")
+_LITERAL = re.compile(r"::\n\n((?: {4}[^\n]*\n|\n)+)")
+
+
+class Docstrings(griffe.Extension):
+    """Turn every docstring into Markdown."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rewrite the docstring of one function, class or module."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+
+def as_markdown(text: str) -> str:
+    """The docstring with doctests in fences and Sphinx roles as code.
+
+    >>> print(as_markdown("See :class:`~a.Mesh`. >>> is no doctest here.\\n\\n>>> 1 + 1\\n2"))
+    See `Mesh`. >>> is no doctest here.
+    <BLANKLINE>
+    ```pycon
+    >>> 1 + 1
+    2
+    ```
+    """
+    text = _ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", text)
+    text = _LITERAL.sub(lambda literal: f":\n\n{literal[1]}", text + "\n").rstrip("\n")
+    return "\n\n".join(_fenced(paragraph) for paragraph in re.split(r"\n\s*\n", text))
+
+
+def _fenced(paragraph: str) -> str:
+    if not paragraph.lstrip().startswith(">>> "):
+        return paragraph
+    return f"```pycon\n{paragraph}\n```"
