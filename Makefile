@@ -14,7 +14,7 @@ MAY_BE_NONE := || test $$? -eq 5 # pytest ends with 5 where it finds no test, as
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo install install-dev check test test-full test-targets bench clean
+.PHONY: help demo install install-dev check docs test test-full test-targets bench release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,12 +26,15 @@ install: $(VENV)/.installed ## the project in a virtual environment
 
 install-dev: $(VENV)/.installed-dev ## the same with what tests and checks need
 
-check: install-dev ## lint, format, types, the direction of the imports, and plain words
+check: install-dev docs ## lint, format, types, the direction of the imports, plain words, and the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/dialect.py
+
+docs: $(VENV)/.installed-docs ## build the documentation into site/; a broken link is an error
+	$(BIN)/zensical build --strict
 
 test: install-dev ## the tests that everybody runs
 	$(PYTEST) $(BESIDE) -m "not full and not targets and not alone" $(ARGS) $(MAY_BE_NONE)
@@ -49,9 +52,20 @@ test-targets: $(VENV)/.installed-targets ## tests against compilers and browsers
 bench: install ## measure against the peers and print the ratios; BENCH passes options on
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
+# The version is that of src/meshwright/__init__.py. Upload with `twine upload dist/*`.
+release: $(BIN)/python ## build the wheel and the sdist into dist/, check both, and try the wheel
+	rm -rf dist $(VENV)-release
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip --quiet install "build>=1.3" "twine>=6.2"
+	$(VENV)-release/bin/python -m build --quiet .
+	$(VENV)-release/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(VENV)-release
+	$(VENV)-release/bin/python -m pip --quiet install dist/*.whl
+	cd dist && ../$(VENV)-release/bin/python ../tools/try_wheel.py *.whl *.tar.gz
+
 clean: ## remove the virtual environment and everything that tools left behind
 	rm -rf $(VENV) .venv-* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -rf build dist runs/demo
+	rm -rf build dist runs/demo site .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The virtual environment. The second stamp waits for the first: two pips at once would collide.
@@ -72,6 +86,11 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
 	@echo "Installing what tests and checks need into $(VENV) ..."
 	@$(PIP) install --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml $(VENV)/.installed-dev
+	@echo "Installing what builds the documentation into $(VENV) ..."
+	@$(PIP) install --editable ".[docs]"
 	@touch $@
 
 $(VENV)/.installed-targets: pyproject.toml $(VENV)/.installed-dev

@@ -38,7 +38,7 @@ _PURPOSES = {  # of distributions that are required, and of extras
     "tpu": "TPUs, and compiling for absent ones",
     "cuda": "NVIDIA GPUs, and compiling for absent ones",
 }
-_FOR_DEVELOPERS = ("dev", "browser")
+_FOR_DEVELOPERS = ("dev", "browser", "docs")
 _CUDA = "cuda"  # some gigabytes: advised only where there is a GPU
 # What `jax[...]` of an extra installs, any of which will do.
 _INSTALLED_BY = {
