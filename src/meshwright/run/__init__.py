@@ -1,4 +1,4 @@
-"""Training loops over Programs, at three heights: a step, a generator of steps, a whole run."""
+"""Runs of training: one loop over epochs, and the ways in which its steps are taken."""
 
-from .loop import StepInfo as StepInfo
-from .loop import Trainer as Trainer
+from .trainer import StepInfo as StepInfo
+from .trainer import Trainer as Trainer

@@ -1,4 +1,4 @@
-"""The training loop for any Program; front ends with loops of their own use its parts."""
+"""A Program trained under a placement, at three heights: a step, a generator of steps, a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from ..step.options import PLAIN, StepOptions
 from ..step.sharing import Sharing, shared
 from ..step.storing import Storing, stored
 from ..step.train import guarded, make_train_step
-from .resuming import train_saving
+from .epochs import NoCallbacks, Run
+from .program_steps import ProgramSteps
+from .saver import Saver
 
 
 class StepInfo(NamedTuple):
@@ -164,8 +166,11 @@ class Trainer:
         :class:`~meshwright.Preempted` is raised.
         """
         if checkpoints is not None:
-            layout = repr(self.placement.mesh)
-            return train_saving(self, state, batches, checkpoints, save_every, layout)
+            start, layout = checkpoints.latest, repr(self.placement.mesh)
+            saver = Saver(checkpoints, save_every, start, layout)
+            steps = ProgramSteps(self, state, batches, start)
+            logs = Run(steps, saver, NoCallbacks()).train()
+            return steps.newest, logs
         last = StepInfo(-1, state, {})
         for last in self.steps(state, batches):  # noqa: B007 - only the last one is wanted
             pass

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...program import Logs
+from ..program import Logs
 
 
 def on_host(logs: Mapping[str, Any]) -> Logs:

@@ -1,4 +1,4 @@
-"""The progress of ``fit`` on one line: how far, how long still, loss and metrics, how fast.
+"""The progress of a run on one line: how far, how long still, loss and metrics, how fast.
 
 Keras' own bar is a callback that sees every batch, so no steps could be taken together, and it
 fetches the loss each time, so the devices wait. This one draws a few times a second and shows the
@@ -12,19 +12,40 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from ...program import Logs
-from ...units import clock_text, count_text
+from ..program import Logs
+from ..units import clock_text
 from .logs import flat, on_host, texts
-from .work import StepWork
 
 _SECONDS_BETWEEN = 0.1
 _SECONDS_OF_RATE = 5.0  # steps/s is that of the last seconds, not of a start with compilation
 _BAR = 20
-# Ranks among the parts of the line, of which the highest are left out first: the bar of full length
-# and of half.
+# Ranks of the bar in its full length and in half of it.
 _LONG_BAR, _SHORT_BAR = 5, 3
+
+
+class Part(NamedTuple):
+    """A part of the line; in a narrow terminal those of the highest rank are left out first."""
+
+    text: str
+    rank: int
+
+
+class Rates(Protocol):
+    """How fast a run is: the end of its line, which depends on who takes the steps."""
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        ...
+
+    def look(self) -> None:
+        """Note what is counted now."""
+        ...
+
+    def parts(self, steps_per_s: float | None, ended: bool) -> list[Part]:
+        """The parts to show, as of the last look; ``steps_per_s`` is that of the last seconds."""
+        ...
 
 
 class Progress:
@@ -34,26 +55,26 @@ class Progress:
         self,
         epochs: int,
         steps: int | None,
-        work: Callable[[], StepWork],
+        rates: Rates,
         clock: Callable[[], float] = time.perf_counter,
         live: bool | None = None,
     ) -> None:
         self._epochs, self._steps = epochs, steps
-        self._count, self._clock = work, clock
-        self._live = _is_live() if live is None else live
-        self._work = StepWork()
-        self._counted = False
+        self._rates, self._clock = rates, clock
+        self.live = _is_live() if live is None else live
         self._drawn_at = -math.inf
-        self._epoch, self._done, self._began, self._seconds = 0, 0, 0.0, 0.0
+        self._epoch, self._done, self._skipped = 0, 0, 0
+        self._began, self._seconds = 0.0, 0.0
         self._newest: list[Logs] = []
         self._shown: Logs = {}
         self._marks: list[tuple[float, int]] = []  # when so many steps of the epoch were done
 
-    def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins; counted from 0."""
-        self._epoch, self._done, self._began = epoch, 0, self._clock()
+    def begin_epoch(self, epoch: int, done: int = 0) -> None:
+        """An epoch begins, counted from 0, of which ``done`` steps were taken before."""
+        self._epoch, self._done, self._skipped, self._began = epoch, done, done, self._clock()
         self._newest, self._shown = [], {}
         self._marks = []
+        self._rates.begin()
 
     def after(self, done: int, logs: Logs) -> None:
         """``done`` steps of this epoch have begun; the logs may still be computing."""
@@ -63,27 +84,27 @@ class Progress:
         if now - self._drawn_at < _SECONDS_BETWEEN:
             return
         self._drawn_at = now
-        if not self._counted:
-            self._work, self._counted = self._count(), True
+        self._rates.look()
         self._take_ready()
         finished = self._done - len(self._newest)  # what is under way does not count
         self._marks = [m for m in self._marks if now - m[0] < _SECONDS_OF_RATE][-100:]
         self._marks.append((now, max(finished, 0)))
-        if self._live:
+        if self.live:
             _draw("\r", self._fitted_line(), "\x1b[K")
 
     def trained(self) -> None:
         """The last step of the epoch is done; validation may follow."""
         self._seconds = self._clock() - self._began
+        self._rates.look()
 
     def end_epoch(self, logs: Logs) -> None:
         """The epoch has ended with these logs, on the host."""
         self._steps = self._done
         seconds = self._seconds
         self._shown = dict(logs)
-        rate = self._done / seconds if seconds else None
-        start = "\r" if self._live else ""
-        _draw(start, self._line(rate, clock_text(seconds)), "\x1b[K\n" if self._live else "\n")
+        rate = (self._done - self._skipped) / seconds if seconds else None
+        start = "\r" if self.live else ""
+        _draw(start, self._line(rate, clock_text(seconds)), "\x1b[K\n" if self.live else "\n")
 
     def _take_ready(self) -> None:
         """The newest logs that are there; older ones are forgotten."""
@@ -102,40 +123,37 @@ class Progress:
         """The line as wide as the terminal: what matters least goes first, and nothing is cut."""
         return fitted(self._parts(self._rate()), shutil.get_terminal_size().columns - 1)
 
-    def _line(self, rate: float | None, ended: str | None = None) -> str:
+    def _line(self, rate: float | None, ended: str) -> str:
         return "  ".join(text for text, _ in self._parts(rate, ended))
 
-    def _parts(self, rate: float | None, ended: str | None = None) -> list[tuple[str, int]]:
-        """The parts of the line, each with a rank: the higher, the sooner it is left out."""
-        parts = [(f"epoch {self._epoch + 1}/{self._epochs}", 0)]
+    def _parts(self, rate: float | None, ended: str | None = None) -> list[Part]:
+        parts = [Part(f"epoch {self._epoch + 1}/{self._epochs}", 0)]
         if self._steps:
             filled = min(_BAR, _BAR * self._done // self._steps)
-            parts.append(("━" * filled + "─" * (_BAR - filled), _LONG_BAR))
-        parts.append((f"{self._done}/{self._steps or '?'}", 0))
+            parts.append(Part("━" * filled + "─" * (_BAR - filled), _LONG_BAR))
+        parts.append(Part(f"{self._done}/{self._steps or '?'}", 0))
         if ended is not None:
-            parts.append((ended, 1))
+            parts.append(Part(ended, 1))
         elif rate and self._steps:
             still = (self._steps - self._done) / rate
             whole = still + (self._epochs - self._epoch - 1) * self._steps / rate
-            parts.append((f"{clock_text(still)} left", 1))
+            parts.append(Part(f"{clock_text(still)} left", 1))
             if whole > still:
-                parts.append((f"{clock_text(whole)} to the end", 8))
+                parts.append(Part(f"{clock_text(whole)} to the end", 8))
         measured = texts(dict(sorted(self._shown.items(), key=lambda item: item[0] != "loss")))
         # Of many metrics the last go first.
-        parts += [(text, 2 if not at else 6) for at, text in enumerate(measured)]
-        if rate:
-            parts.append((self._work.items_text(rate), 4))
-            parts.append((f"{count_text(rate)} steps/s", 7))
-            parts.append((self._work.speed_text(rate), 4 if self._work.peak_flops_per_s else 9))
-        return [part for part in parts if part[0]]
+        parts += [Part(text, 2 if not at else 6) for at, text in enumerate(measured)]
+        parts += self._rates.parts(rate, ended is not None)
+        return [part for part in parts if part.text]
 
 
-def fitted(parts: list[tuple[str, int]], width: int) -> str:
+def fitted(parts: list[Part], width: int) -> str:
     """Parts of a line in a width: those of the highest rank are left out first, the last of equal.
 
     When it is the bar's turn, the bar becomes shorter first.
 
-    >>> parts = [("epoch 1/2", 0), ("━" * 20, _LONG_BAR), ("5/9", 0), ("12 steps/s", 7)]
+    >>> shown = ("epoch 1/2", 0), ("━" * 20, _LONG_BAR), ("5/9", 0), ("12 steps/s", 7)
+    >>> parts = [Part(*text_and_rank) for text_and_rank in shown]
     >>> for width in (60, 40, 30, 20):
     ...     print(fitted(parts, width))
     epoch 1/2  ━━━━━━━━━━━━━━━━━━━━  5/9  12 steps/s
@@ -148,10 +166,10 @@ def fitted(parts: list[tuple[str, int]], width: int) -> str:
         rank = max(rank for _, rank in parts)
         if rank == 0:
             return line[:width]
-        at = max(at for at, part in enumerate(parts) if part[1] == rank)
-        text = parts[at][0]
+        at = max(at for at, part in enumerate(parts) if part.rank == rank)
+        text = parts[at].text
         if rank == _LONG_BAR:
-            parts[at] = text[::2], _SHORT_BAR
+            parts[at] = Part(text[::2], _SHORT_BAR)
         else:
             del parts[at]
     return line

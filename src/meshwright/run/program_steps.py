@@ -1,4 +1,4 @@
-"""A training loop that saves as it goes, and goes on where an earlier run of it stood."""
+"""The steps of a :class:`Trainer` in a run that is saved: one epoch, which goes on in every run."""
 
 from __future__ import annotations
 
@@ -8,63 +8,66 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import CheckpointInfo, Checkpoints, Position
-from ..checkpoint.asked import check_every
+from ..checkpoint import CheckpointInfo, Position
 from ..checkpoint.randomness import read_randomness, write_randomness
 from ..errors import CheckpointError
 from ..program import Batch, Logs, TrainState
+from .epochs import Taken
 from .stopping import Stopping
 
 if TYPE_CHECKING:
-    from .loop import Trainer
+    from .trainer import Trainer
 
 
-def train_saving(
-    trainer: Trainer,
-    state: TrainState,
-    batches: Iterable[Batch],
-    checkpoints: Checkpoints,
-    every: int | None,
-    layout: str,
-) -> tuple[TrainState, Logs]:
-    """Train on every batch once over all runs; see :meth:`Trainer.train`."""
-    check_every(every)
-    start = checkpoints.latest
-    if start is not None:
-        state = trainer.padded(checkpoints.restore(trainer.unpadded(state), start))
-    source = Source(batches, start)
-    step = start.step if start else 0
-    per_step = trainer.how.accumulate
-    logs: Logs = _logs_before(start)
-    stopping = Stopping(saves=True)
+class ProgramSteps:
+    """Trains on every batch once, over all runs together."""
 
-    def save() -> None:
-        late = dict(logs)
-        checkpoints.save(
-            step,
-            trainer.unpadded(state),
-            source.position(step * per_step),
-            layout=layout,
-            late_notes=lambda: {"logs": {name: _float(value) for name, value in late.items()}},
-        )
+    num_batches = None
 
-    saved = step
-    with stopping:
-        for _, state, logs in trainer.steps(state, source):  # noqa: B007, B020 - save() reads them
-            step += 1
-            source.took(per_step)
-            asked = stopping.asked()
-            if (every and step % every == 0) or (asked and stopping.saves):
-                save()
-                saved = step
-            if asked:
-                break
-        if step > saved and not stopping.is_asked:
-            save()
-        checkpoints.wait()
-    if stopping.is_asked:
-        raise stopping.error()
-    return state, logs
+    def __init__(
+        self,
+        trainer: Trainer,
+        state: TrainState,
+        batches: Iterable[Batch],
+        start: CheckpointInfo | None,
+    ) -> None:
+        self._trainer, self.newest = trainer, state
+        self._source = Source(batches, start)
+        self._done = start.position.batches if start else 0
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+    def begin_epoch(self, epoch: int, start: CheckpointInfo | None) -> None: ...
+
+    def take(self, epoch: int, done: int) -> Iterator[Taken]:
+        per_step = self._trainer.how.accumulate
+        for _, self.newest, logs in self._trainer.steps(self.newest, self._source):
+            self._source.took(per_step)
+            self._done += per_step
+            yield Taken(1, self._done, logs)
+
+    def logs(self, last: Logs) -> Logs:
+        return last
+
+    def settle(self, ends: bool) -> None: ...
+
+    def validate(self, stopping: Stopping) -> Logs:
+        return {}
+
+    def finish(self) -> None: ...
+
+    def state(self) -> TrainState:
+        return self._trainer.unpadded(self.newest)
+
+    def load(self, state: TrainState) -> None:
+        self.newest = self._trainer.padded(state)
+
+    def position(self, epoch: int, batches: int) -> Position:
+        """The batches have no epochs: a longer source goes on behind its former end."""
+        return self._source.position(self._done)
+
+    def notes(self, position: Position) -> dict[str, Any]:
+        return {}
 
 
 class Source:
@@ -120,13 +123,3 @@ def _encoded(state: Any) -> Any:
 
 def _decoded(state: Any) -> Any:
     return base64.b64decode(state["bytes"]) if "bytes" in state else state["value"]
-
-
-def _logs_before(start: CheckpointInfo | None) -> Logs:
-    return dict(start.notes.get("logs", {})) if start else {}
-
-
-def _float(value: Any) -> Any:
-    import numpy as np
-
-    return np.asarray(value).tolist()

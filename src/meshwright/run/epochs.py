@@ -1,0 +1,248 @@
+"""The loop over the epochs of a run, whoever takes its steps.
+
+What differs between training on this process's devices, on parameter servers, and of a plain JAX
+program is a :class:`Steps`; what users hang on to the loop are :class:`Callbacks`. When to save, to
+validate, to draw and to stop is decided here and in :mod:`~meshwright.run.saver`, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from ..checkpoint import CheckpointInfo, Position
+from ..errors import Preempted
+from ..program import Logs, TrainState
+from .progress import Progress
+from .saver import Saver
+from .stopping import Stopping
+
+
+class Taken(NamedTuple):
+    """Steps that were taken: how many, where the epoch stands, the logs of the last one."""
+
+    steps: int
+    done: int  # batches of the epoch, those before included
+    logs: Logs  # may still be computing
+
+
+class Steps(Protocol):
+    """A way to take the steps of a run; around the run it is entered as a context.
+
+    However the run ends, leaving the context brings the newest state to where users look for it.
+    """
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any: ...
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of an epoch, where that is known."""
+        ...
+
+    def begin_epoch(self, epoch: int, start: CheckpointInfo | None) -> None:
+        """Get ready for an epoch; ``start`` is the checkpoint that the run goes on from with it."""
+        ...
+
+    def take(self, epoch: int, done: int) -> Iterator[Taken]:
+        """Take the epoch's steps after the first ``done`` batches.
+
+        Whenever it yields, no step is half done: the state can be saved, and the run can stop.
+        """
+        ...
+
+    def logs(self, last: Logs) -> Logs:
+        """Wait for the steps of the epoch; its logs, of which the last step gave these."""
+        ...
+
+    def settle(self, ends: bool) -> None:
+        """Bring the newest state to where callbacks and a validation look for it.
+
+        ``ends`` says that no epoch follows.
+        """
+        ...
+
+    def validate(self, stopping: Stopping) -> Logs:
+        """Measure on the validation data; a signal stops it at once, with its error."""
+        ...
+
+    def finish(self) -> None:
+        """The last step of a run that was not cut off is done."""
+        ...
+
+    # What a checkpoint holds
+
+    def state(self) -> TrainState:
+        """The newest state, by the names that checkpoints keep."""
+        ...
+
+    def load(self, state: TrainState) -> None:
+        """Go on from a state as :meth:`state` gives it."""
+        ...
+
+    def position(self, epoch: int, batches: int) -> Position:
+        """What is needed to find this place in the data again."""
+        ...
+
+    def notes(self, position: Position) -> dict[str, Any]:
+        """JSON values to go into a checkpoint beside the state."""
+        ...
+
+
+class Callbacks(Protocol):
+    """Who is called as a run goes on, and may end it."""
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run is to end after this epoch."""
+        ...
+
+    def first_epoch(self, asked: int) -> int:
+        """The epoch to begin with, where no checkpoint says so."""
+        ...
+
+    def begin(self, before: Mapping[str, Any] | None) -> None:
+        """The run begins; ``before`` is what :meth:`notes` gave a run that it goes on from."""
+        ...
+
+    def begin_epoch(self, epoch: int) -> None: ...
+    def end_epoch(self, epoch: int, logs: Logs) -> None: ...
+    def end(self, logs: Logs) -> None: ...
+
+    def notes(self) -> dict[str, Any]:
+        """JSON values to go into a checkpoint: what they have counted."""
+        ...
+
+
+class NoCallbacks:
+    """Calls nobody."""
+
+    stop = False
+
+    def first_epoch(self, asked: int) -> int:
+        return asked
+
+    def begin(self, before: Mapping[str, Any] | None) -> None: ...
+    def begin_epoch(self, epoch: int) -> None: ...
+    def end_epoch(self, epoch: int, logs: Logs) -> None: ...
+    def end(self, logs: Logs) -> None: ...
+
+    def notes(self) -> dict[str, Any]:
+        return {}
+
+
+def is_due(freq: int | Sequence[int], epoch: int) -> bool:
+    """Whether what comes every ``freq`` epochs, or after those of these numbers from 1, is due.
+
+    ``epoch`` counts from 0.
+
+    >>> [epoch for epoch in range(6) if is_due(2, epoch)], is_due([1, 4], 3)
+    ([1, 3, 5], True)
+    """
+    return (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
+
+
+@dataclass
+class Run:
+    """One run: epochs of steps, each validated, shown, saved where that is due.
+
+    ``validates`` says after which epochs the steps are to validate (see :func:`is_due`).
+    """
+
+    steps: Steps
+    saver: Saver
+    callbacks: Callbacks
+    epochs: int = 1
+    initial_epoch: int = 0
+    validates: int | Sequence[int] = ()
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        self._start = self.saver.start
+        self._done = 0  # batches of the epoch under way
+        self._last: Logs = {}  # of the last step
+
+    def train(self) -> Logs:
+        """Train until the last epoch or until a callback ends it; the logs of the last epoch.
+
+        Ctrl-C, and SIGTERM where the run is saved, end it between two steps, after saving: then
+        KeyboardInterrupt or :class:`~meshwright.Preempted` is raised.
+        """
+        start, steps, callbacks, logs = self._start, self.steps, self.callbacks, {}
+        if start is not None:
+            self.saver.restore(steps)
+        with steps:
+            callbacks.begin(start.notes if start else None)
+            first = callbacks.first_epoch(self.initial_epoch)
+            if start is not None:
+                ended = start.notes.get("stopped")
+                first = self.epochs if ended else start.position.epoch
+            with self.saver.running():
+                for epoch in range(first, self.epochs):
+                    logs = self._epoch(epoch)
+                    if callbacks.stop:
+                        break
+            if self.epochs > self.initial_epoch:
+                steps.finish()
+            callbacks.end(logs)
+        return logs
+
+    def _epoch(self, epoch: int) -> Logs:
+        steps, saver, callbacks, progress = self.steps, self.saver, self.callbacks, self.progress
+        callbacks.begin_epoch(epoch)
+        self._go_on(epoch)
+        if progress:
+            progress.begin_epoch(epoch, self._done)
+        for taken in steps.take(epoch, self._done):
+            self._done, self._last = taken.done, taken.logs
+            saver.step += taken.steps
+            if saver.is_due:
+                self._save(epoch, self._done)
+            self._stop_if_asked(epoch, self._done)
+            if progress:
+                progress.after(taken.done, taken.logs)
+        logs = steps.logs(self._last)
+        if progress:
+            progress.trained()
+        steps.settle(self._ends(epoch))
+        if is_due(self.validates, epoch):
+            logs |= self._validated(epoch)
+        if progress:
+            progress.end_epoch(logs)
+        callbacks.end_epoch(epoch, logs)
+        if saver.by_epoch or self._ends(epoch):
+            self._save(epoch + 1, 0)
+        self._stop_if_asked(epoch + 1, 0)
+        return logs
+
+    def _go_on(self, epoch: int) -> None:
+        """Begin an epoch, or go on in the midst of the one that a checkpoint was written in."""
+        start, self._start = self._start, None
+        self._done, self._last = 0, {}
+        if start is not None and start.position.batches:
+            self._done, self._last = start.position.batches, dict(start.notes.get("logs", {}))
+            if not isinstance(self.callbacks, NoCallbacks):
+                # What they change as an epoch begins was changed before this state was saved.
+                self.saver.restore(self.steps)
+        self.steps.begin_epoch(epoch, start)
+
+    def _ends(self, epoch: int) -> bool:
+        return self.callbacks.stop or epoch + 1 == self.epochs
+
+    def _validated(self, epoch: int) -> Logs:
+        try:
+            logs = self.steps.validate(self.saver.stopping)
+        except (KeyboardInterrupt, Preempted):
+            self._save(epoch, self._done)  # the next run validates first
+            raise
+        return {f"val_{name}": value for name, value in logs.items()}
+
+    def _stop_if_asked(self, epoch: int, batches: int) -> None:
+        if self.saver.stopping.asked():
+            self._save(epoch, batches)
+            raise self.saver.stopping.error()
+
+    def _save(self, epoch: int, batches: int) -> None:
+        ended = batches == 0 and self._ends(epoch - 1)
+        self.saver.save(self.steps, self.callbacks, epoch, batches, self._last, ended)

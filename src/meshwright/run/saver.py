@@ -1,0 +1,149 @@
+"""What a run saves and when, and the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ..checkpoint import CheckpointInfo, Checkpoints, Position
+from ..errors import CheckpointError
+from ..program import Logs
+from .logs import as_json
+from .stopping import Stopping
+
+if TYPE_CHECKING:
+    from .epochs import Callbacks, Steps
+
+Resume = Literal["auto"] | bool
+
+
+class Saver:
+    """Saves a run every so many steps, or after each epoch; without checkpoints it saves nothing.
+
+    ``start`` is the checkpoint to go on from, and ``layout`` says in words how the arrays lie.
+    Raises :class:`CheckpointError` for an ``every`` that is not a number of steps.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints | None = None,
+        every: int | None = None,
+        start: CheckpointInfo | None = None,
+        layout: str = "",
+    ) -> None:
+        if every is not None and not (isinstance(every, int) and every >= 1):
+            raise CheckpointError(
+                f"save_every must be a whole number of steps, at least 1; received {every!r}."
+            )
+        self.checkpoints, self.start = checkpoints, start
+        self.stopping = Stopping(saves=checkpoints is not None)
+        self.step = start.step if start else 0
+        self._every, self._layout = every, layout
+        position = start.position if start else Position()
+        self._saved = self.step, position.epoch, position.batches
+
+    @classmethod
+    def of(
+        cls,
+        directory: str | Path | None,
+        every: int | None,
+        keep: int | None,
+        resume: Resume,
+        layout: str = "",
+    ) -> Saver:
+        """The saver that these options of ``fit`` ask for.
+
+        Raises :class:`CheckpointError` if they contradict each other or what the directory holds.
+        """
+        if directory is None:
+            if every is not None:
+                raise CheckpointError(f"save_every={every!r} needs checkpoint=<directory>.")
+            return cls()
+        checkpoints = Checkpoints(directory, keep)
+        return cls(checkpoints, every, _start_of(checkpoints, resume), layout)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is saved."""
+        return self.checkpoints is not None
+
+    @property
+    def by_epoch(self) -> bool:
+        """Whether every epoch is saved."""
+        return self.is_on and not self._every
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ``every`` steps were taken since the last multiple of it that was saved."""
+        return bool(self._every) and self.step // self._every > self._saved[0] // self._every
+
+    def until_due(self, left: int) -> int:
+        """How many of the steps that are left may be taken before the next checkpoint."""
+        if not (self.is_on and self._every):
+            return left
+        return min(left, self._every - self.step % self._every)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the whole run: signals are heard, and what is being written is finished."""
+        with self.stopping, self.checkpoints or contextlib.nullcontext():
+            yield
+        if self.stopping.is_asked:
+            raise self.stopping.error()
+
+    def restore(self, steps: Steps) -> None:
+        """Give the steps the state that the run goes on from."""
+        assert self.checkpoints is not None  # where the checkpoint comes from
+        steps.load(self.checkpoints.restore(steps.state(), self.start))
+
+    def save(
+        self,
+        steps: Steps,
+        callbacks: Callbacks,
+        epoch: int,
+        batches: int,
+        logs: Logs,
+        ended: bool,
+    ) -> None:
+        """Save the run at this place, in the background, unless it was saved there."""
+        if self.checkpoints is None or not self.stopping.saves:
+            return
+        position = steps.position(epoch, batches)
+        here = self.step, position.epoch, position.batches
+        if here == self._saved:
+            return
+        self._saved = here
+        state = steps.state()
+        notes = {**callbacks.notes(), "num_batches": steps.num_batches, "ended": ended}
+        self.checkpoints.save(
+            self.step,
+            state,
+            position,
+            layout=self._layout,
+            notes=notes | steps.notes(position),
+            late_notes=lambda: {"logs": as_json(logs)},
+        )
+
+
+def _start_of(checkpoints: Checkpoints, resume: Resume) -> CheckpointInfo | None:
+    """The checkpoint that a run begins with, if with any."""
+    if resume not in ("auto", True, False):
+        raise CheckpointError(
+            "resume must be 'auto' (resume if there is a checkpoint), True (there must be one) or "
+            f"False (there must be none); received {resume!r}."
+        )
+    latest = checkpoints.latest
+    if resume is True and latest is None:
+        raise CheckpointError(
+            f"resume=True, but {checkpoints.directory} holds no complete checkpoint. Say "
+            "resume='auto' to begin a new run there."
+        )
+    if resume is False and latest is not None:
+        raise CheckpointError(
+            f"resume=False, but {checkpoints.directory} holds checkpoints up to step "
+            f"{latest.step}, which are not written over. Name another directory, remove this one, "
+            "or say resume='auto' to go on from there."
+        )
+    return latest
