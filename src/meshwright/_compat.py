@@ -258,6 +258,11 @@ def detach_state(model: Any) -> None:
     object.__setattr__(model, "_jax_state_synced", True)
 
 
+def initial_epoch_of(model: Any) -> int | None:
+    """The epoch that Keras' BackupAndRestore has restored, and asks to go on with."""
+    return getattr(model, "_initial_epoch", None)
+
+
 def state_was_synced(model: Any) -> bool:
     """Whether a callback has taken the state over into the variables, and perhaps changed it."""
     return model._jax_state_synced

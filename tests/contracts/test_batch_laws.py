@@ -19,6 +19,7 @@ from meshwright.frontends.keras.compiled import functions_of
 from meshwright.frontends.keras.epochs import Epochs
 from meshwright.frontends.keras.program import KerasVariables
 from meshwright.frontends.keras.rowwise import RowWise
+from meshwright.run.options import Data
 from meshwright.step.padding import Padded
 
 draw = np.random.default_rng(5)
@@ -293,7 +294,7 @@ def test_a_padded_batch_is_shared_out_and_gives_the_gradients_of_the_true_rows()
     model = made(sharded, CASES["dense"].build)
     one = made(OneDevice(), CASES["dense"].build)
     variables = sharded.prepare(model, lambda: (X, Y))
-    data = Epochs(sharded.placement, model, X[:13], Y[:13], None, 16, None)
+    data = Epochs(sharded.placement, model, Data(X[:13], Y[:13], batch_size=16))
     data.pad_where(functions_of(sharded, model, variables).row_wise)
     [(number, batch)] = data.batches()
     assert number == 0

@@ -160,7 +160,7 @@ def some_layout(weight: Any) -> list[str]:
 def asked(layer: Any) -> dict[str, str]:
     """``name -> layout`` for all weights of a layer that some layout was asked for."""
     found = layers.weights_by_name(layer)
-    return {n: str(layers.asked_layout(w)) for n, w in found.items() if layers.asked_layout(w)}
+    return {n: str(layers.weight_layout(w)) for n, w in found.items() if layers.weight_layout(w)}
 
 
 def layer_classes() -> dict[str, type[keras.Layer]]:
@@ -435,7 +435,7 @@ def test_layouts_survive_clone_model(functional: bool) -> None:
     clone = keras.models.clone_model(model, **({"recursive": True} if functional else {}))
     kernels = [w for w in clone.weights if w.name == "kernel"]
     assert len(kernels) == 1 + functional
-    assert [str(layers.asked_layout(k)) for k in kernels] == ["[unsharded, model]"] * len(kernels)
+    assert [str(layers.weight_layout(k)) for k in kernels] == ["[unsharded, model]"] * len(kernels)
     assert not set(map(id, kernels)) & set(map(id, model.weights))
 
 
@@ -481,7 +481,7 @@ def test_a_bound_layout_comes_back_bound() -> None:
     layout = mw.Layout([U, "model"], mw.create_mesh({"batch": 4, "model": 2}))
     again = layers.Dense.from_config(layers.Dense(2, kernel_layout=layout).get_config())
     again.build((None, 4))
-    assert layers.asked_layout(again.kernel) == layout
+    assert layers.weight_layout(again.kernel) == layout
 
 
 def test_keras_own_layers_stay_keras_own() -> None:
@@ -516,7 +516,7 @@ def model() -> keras.Model:
 
 
 def all_asked(model: keras.Model) -> list[tuple[str, str]]:
-    return [(w.name, str(layers.asked_layout(w))) for w in model.weights]
+    return [(w.name, str(layers.weight_layout(w))) for w in model.weights]
 
 
 def in_plain_keras(script: str, *arguments: Any) -> str:

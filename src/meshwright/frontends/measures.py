@@ -82,7 +82,7 @@ def _of_program(trainer: Trainer, batch: Batch, steps: int) -> Measured:
 
 def _of_keras(model: keras.Model, batch: Batch, strategy: Sharded, steps: int) -> Measured:
     from .keras.compiled import functions_of
-    from .keras.fitting import check_compiled
+    from .keras.options import check_compiled
     from .keras.program import take_state, write_state
 
     check_compiled(model)

@@ -41,10 +41,11 @@ class ProgramSteps:
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         per_step = self._trainer.how.accumulate
-        for _, self.newest, logs in self._trainer.steps(self.newest, self._source):
+        for info in self._trainer.steps(self.newest, self._source):
+            self.newest = info.state
             self._source.took(per_step)
             self._done += per_step
-            yield Taken(1, self._done, logs)
+            yield Taken(1, self._done, info.logs)
 
     def logs(self, last: Logs) -> Logs:
         return last

@@ -95,7 +95,8 @@ class Progress:
     def trained(self) -> None:
         """The last step of the epoch is done; validation may follow."""
         self._seconds = self._clock() - self._began
-        self._rates.look()
+        if self._done > self._skipped:
+            self._rates.look()
 
     def end_epoch(self, logs: Logs) -> None:
         """The epoch has ended with these logs, on the host."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from ...data import Ahead, HostRows, LocalRows
 from ...data.putting import row_count
 from ...errors import BatchError
 from ...layouts.placement import Placement
+from ...run.options import Data
 from ...step.several import Together
 from ...warn import warn
 from . import batches
@@ -43,27 +44,27 @@ class Epochs:
         self,
         placement: Placement,
         model: keras.Model,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        batch_size: int | None,
-        steps: int | None,
-        shuffle: bool = False,
-        class_weight: Any = None,
+        data: Data,
         kind: Kind = "train",
     ) -> None:
-        local = isinstance(x, LocalRows)
+        local = isinstance(data.x, LocalRows)
         self._epochs = _compat.numpy_batches(
-            x.source if local else x, y, sample_weight, batch_size, steps, shuffle, class_weight
+            data.x.source if local else data.x,
+            data.y,
+            data.sample_weight,
+            data.batch_size,
+            data.steps,
+            data.shuffle,
+            data.class_weight,
         )
         self._is_array = _compat.reads_arrays(self._epochs)
-        self._is_capped = steps is not None
+        self._is_capped = data.steps is not None
         # A generator may fill the same buffer again while the devices still read it.
         self._put = batches.putter(placement, model, copy=not self._is_array, local=local)
         self._local = local
         self._arrays: Any = None
         if self._is_array and jax.process_count() > 1 and not local:
-            self._read_by_number(steps, shuffle)
+            self._read_by_number(data.steps, data.shuffle)
         self._kind: Kind = kind
         self._row_wise: RowWise | None = None
         self._rows_of_full = 0
@@ -237,11 +238,3 @@ def _groups(
 
 def _copied(batch: Any) -> Any:
     return jax.tree.map(lambda v: np.array(v) if isinstance(v, np.ndarray) else v, batch)
-
-
-def is_due(freq: int | Sequence[int], epoch: int) -> bool:
-    """Whether what comes every ``freq`` epochs, or after those of these numbers from 1, is due.
-
-    ``epoch`` counts from 0.
-    """
-    return (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq

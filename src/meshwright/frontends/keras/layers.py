@@ -22,8 +22,8 @@ import keras
 from ... import _compat
 from ...errors import LayoutError
 from ...layouts.layout import Layout, as_layout
-from .asked import ask_layout as ask_layout
-from .asked import asked_layout as asked_layout
+from .paths import set_weight_layout as set_weight_layout
+from .paths import weight_layout as weight_layout
 from .quantized import KERNELS
 
 _ENDING = "_layout"
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     public = (name for name in dir(keras.layers) if not name.startswith("_"))
-    return sorted({"ask_layout", "asked_layout", "weights_by_name", *public})
+    return sorted({"set_weight_layout", "weight_layout", "weights_by_name", *public})
 
 
 def weights_by_name(layer: keras.layers.Layer) -> dict[str, Any]:
@@ -329,7 +329,7 @@ def _ask(layer: _LaidOut, weights: Mapping[str, Any], only: set[str] | None = No
             f"layer {layer.name!r} ({kind}) cannot lay its weights out.\n" + "\n".join(faults)
         )
     for weight, layout in asked:
-        ask_layout(weight, layout)
+        set_weight_layout(weight, layout)
 
 
 def _fault(name: str, layout: Layout, weight: Any, weights: Mapping[str, Any]) -> str | None:
@@ -338,7 +338,7 @@ def _fault(name: str, layout: Layout, weight: Any, weights: Mapping[str, Any]) -
         return f"as it is configured, the layer has no weight {name!r}; {has}."
     if layout.rank != len(weight.shape):
         return "; ".join(layout.faults(tuple(weight.shape), f"weight {name!r}"))
-    before = asked_layout(weight)
+    before = weight_layout(weight)
     if before is not None and before != layout:
         return _twice(f"weight {name!r}", before, layout)
     return None

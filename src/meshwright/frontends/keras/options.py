@@ -1,9 +1,10 @@
-"""What ``fit``, ``evaluate`` and ``predict`` are given, looked at before any work begins."""
+"""The arguments of ``fit``, ``evaluate`` and ``predict``, checked before any work begins."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import numpy as np
 
 from ... import _compat
 from ...errors import DataError, ModelError
+from ...run.options import Data, Schedule, Validation
 
 
 def check_model(model: Any) -> None:
@@ -20,6 +22,48 @@ def check_model(model: Any) -> None:
             f"expected a Keras model, received {model!r}. The model comes first: "
             "strategy.fit(model, x, y); a Program is trained by mw.Trainer."
         )
+
+
+def check_compiled(model: Any) -> None:
+    """Raise :class:`ModelError` for a model that was not compiled, or another value."""
+    check_model(model)
+    if not model.compiled:
+        raise ModelError(
+            f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."
+        )
+
+
+def check_fit(
+    model: Any, data: Data, validation: Validation, schedule: Schedule
+) -> tuple[Data, Validation]:
+    """The data to train and to validate on, after a split if one is asked for.
+
+    Raises :class:`ModelError` and :class:`DataError` for invalid arguments.
+    """
+    check_compiled(model)
+    check_options(
+        batch_size=data.batch_size,
+        epochs=schedule.epochs,
+        verbose=schedule.verbose,
+        callbacks=schedule.callbacks,
+        validation_split=validation.split,
+        shuffle=data.shuffle,
+        class_weight=data.class_weight,
+        initial_epoch=schedule.initial_epoch,
+        steps_per_epoch=data.steps,
+        validation_steps=validation.steps,
+        validation_batch_size=validation.batch_size,
+        validation_freq=validation.freq,
+    )
+    check_data(model, data)
+    _check_validation(validation.data)
+    if validation.split and validation.data is None:
+        arrays, held_out = _compat.split_validation(
+            (data.x, data.y, data.sample_weight), validation.split
+        )
+        data = replace(data, **dict(zip(("x", "y", "sample_weight"), arrays, strict=True)))
+        validation = replace(validation, data=held_out)
+    return data, replace(validation, batch_size=validation.batch_size or data.batch_size)
 
 
 def check_options(**options: Any) -> None:
@@ -38,18 +82,19 @@ def check_options(**options: Any) -> None:
         raise ModelError("\n".join(faults))
 
 
-def check_data(model: keras.Model, x: Any, y: Any, kind: str = "train") -> None:
+def check_data(model: keras.Model, data: Data, kind: str = "train") -> None:
     """Raise :class:`DataError` where there are no inputs, or no targets for a loss."""
-    _check_source("x", x)
+    _check_source("x", data.x)
     own = kind != "predict" and _compat.has_own(model, f"{kind}_step")
-    if kind != "predict" and y is None and _are_arrays(x) and _compat.has_loss(model) and not own:
+    needs_y = kind != "predict" and _compat.has_loss(model) and not own
+    if needs_y and data.y is None and _are_arrays(data.x):
         raise DataError(
             f"y is None, and the loss of model {model.name!r} compares outputs with targets. Give "
             "y=, or compile the model without a loss if it adds its own (add_loss)."
         )
 
 
-def check_validation(data: Any) -> None:
+def _check_validation(data: Any) -> None:
     """Raise :class:`DataError` for what cannot be validation data: not after an epoch, but now."""
     if isinstance(data, tuple | list) and len(data) in (1, 2, 3):
         _check_source("validation_data[0]", data[0])

@@ -19,8 +19,8 @@ import keras
 import numpy as np
 
 from ... import _compat
+from ...layouts.layout import Layout
 from ...layouts.placement import Follows, ParamInfo, Role
-from .asked import asked_layout
 from .quantized import companions
 
 Named = Callable[[Any], Iterator[tuple[str, Any]]]  # the layers that a model knows by name
@@ -116,7 +116,7 @@ def _info(variable: Any, path: str, spellings: tuple[str, ...], role: Role) -> P
         dtype=dtype,
         itemsize=_itemsize(dtype),
         role=role,
-        asked=asked_layout(variable),
+        asked=weight_layout(variable),
     )
 
 
@@ -297,3 +297,13 @@ def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_functional(layer: Any) -> bool:
     return isinstance(layer, keras.Model) and hasattr(layer, "output_names")
+
+
+def set_weight_layout(variable: Any, layout: Layout) -> None:
+    """Note the layout that a layer of ``mw.keras.layers`` was given for a weight."""
+    variable._meshwright_layout = layout
+
+
+def weight_layout(variable: Any) -> Layout | None:
+    """The layout that was noted on a weight, if any."""
+    return getattr(variable, "_meshwright_layout", None)

@@ -23,6 +23,8 @@ from ...layouts.placement import BatchLike, ParamInfo, Placed, Placement, Unmatc
 from ...layouts.strict import inspect, refuse_idle_layouts, refuse_idle_rules, unnamed
 from ...planning.described import Described
 from ...program import Batch, Program, TrainState
+from ...run.options import Data, Schedule, Validation
+from ...run.saver import Resume, Saver
 from ...step.keeping import keeping
 from ...step.options import PLAIN, StepOptions, Sums
 from ...step.sharing import Sharing
@@ -30,6 +32,7 @@ from ...step.train import Step, make_train_step
 from . import batches, fitting, saving
 from .abstract import AbstractRoom, adopt, is_abstract
 from .described import described
+from .finite import NanGuard
 from .hooks import Hooks, OutputOf, layout_of, parameter_of
 from .options import check_model
 from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
@@ -211,22 +214,97 @@ class Sharded(_Distribution):
 
     # Training: our own loop over pure functions
 
-    def fit(self, model: keras.Model, x: Any = None, y: Any = None, **options: Any) -> Any:
+    def fit(
+        self,
+        model: keras.Model,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Sequence[int] = 1,
+        *,
+        checkpoint: str | Path | None = None,
+        save_every: int | None = None,
+        keep: int | None = 3,
+        resume: Resume = "auto",
+        nan_guard: NanGuard = "warn",
+    ) -> keras.callbacks.History:
         """Train a compiled model; takes what ``keras.Model.fit`` takes and returns its History.
 
         ``batch_size`` is that of the whole mesh. A batch that does not divide over the batch axes
         is padded where its rows leave each other alone, and else computed by every device in full:
         the numbers are those of the true rows either way. Warns once if it is not the last one.
+
+        ``checkpoint`` is a directory that the run is saved to, after each epoch or every
+        ``save_every`` steps; the newest ``keep`` checkpoints are kept (``None``: all). ``resume``
+        is ``"auto"`` (go on from the newest one, if there is one), ``True`` (there must be one) or
+        ``False`` (there must be none). ``nan_guard`` is ``"warn"``, ``"raise"`` (stop at the step
+        that is not finite, with the values before it) or ``"off"``.
+
+        Raises :class:`~meshwright.ModelError` that lists all invalid arguments,
+        :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for data that cannot be
+        trained on, :class:`~meshwright.CheckpointError` for a directory that cannot be gone on from
+        so, and :class:`~meshwright.NotFiniteError` where ``nan_guard="raise"``.
         """
-        return fitting.fit(self, model, x, y, **options)
+        return fitting.fit(
+            self,
+            model,
+            Data(x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight),
+            Validation(
+                validation_data,
+                validation_split,
+                validation_batch_size,
+                validation_steps,
+                validation_freq,
+            ),
+            Schedule(epochs, initial_epoch, callbacks, verbose),
+            lambda: Saver.of(checkpoint, save_every, keep, resume, repr(self)),
+            nan_guard,
+        )
 
-    def evaluate(self, model: keras.Model, x: Any = None, y: Any = None, **options: Any) -> Any:
-        """Loss and metrics over all rows, as ``keras.Model.evaluate``."""
-        return fitting.evaluate(self, model, x, y, **options)
+    def evaluate(
+        self,
+        model: keras.Model,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Loss and metrics over all rows, as ``keras.Model.evaluate``.
 
-    def predict(self, model: keras.Model, x: Any, **options: Any) -> Any:
-        """Outputs for exactly the rows of ``x``, as ``keras.Model.predict``."""
-        return fitting.predict(self, model, x, **options)
+        A number, a list in the order of ``model.metrics_names``, or with ``return_dict`` a dict.
+        """
+        data = Data(x, y, sample_weight, batch_size, steps)
+        logs = fitting.evaluate(self, model, data, verbose, callbacks)
+        return logs if return_dict else _compat.in_metric_order(model, logs)
+
+    def predict(
+        self,
+        model: keras.Model,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Outputs for exactly the rows of ``x``, as ``keras.Model.predict``: NumPy arrays."""
+        data = Data(x, batch_size=batch_size, steps=steps)
+        return fitting.predict(self, model, data, verbose, callbacks)
 
     # Training: a loop of one's own
 

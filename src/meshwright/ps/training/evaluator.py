@@ -15,8 +15,8 @@ from ... import _compat
 from ...checkpoint import CheckpointInfo
 from ...checkpoint.record import newest
 from ...errors import CheckpointError, MeshwrightWarning, UnreachableError
-from ...frontends.keras.fitting import check_compiled
-from ...frontends.keras.logs import on_host
+from ...frontends.keras.options import check_compiled
+from ...run.logs import on_host
 from ...frontends.keras.program import KerasVariables
 from ...program import Logs
 from .beside import Beside

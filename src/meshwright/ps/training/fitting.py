@@ -18,8 +18,8 @@ import keras
 from ...checkpoint import Position
 from ...checkpoint.asked import Resume
 from ...errors import DataError, ExhaustedError, MeshwrightError, UnreachableError
-from ...frontends.keras.fitting import check_compiled
-from ...frontends.keras.logs import as_json, history_from_json
+from ...frontends.keras.options import check_compiled
+from ...run.logs import as_json, history_from_json
 from ...program import Logs
 from ..coordinator.coordinator import ClusterCoordinator
 from ..coordinator.data import check_sharding

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from ...errors import ModelError
-from ...frontends.keras.logs import on_host
+from ...run.logs import on_host
 from ...frontends.keras.program import KerasVariables
 from ...program import Logs
 from .gradients import Parts

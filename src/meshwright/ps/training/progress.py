@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...frontends.keras.logs import texts
+from ...run.logs import texts
 from ...program import Logs
 from ...units import clock_text
 

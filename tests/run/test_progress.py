@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.frontends.keras.progress import Progress
+from meshwright.frontends.keras.steps import WorkRates
 from meshwright.frontends.keras.work import StepWork
+from meshwright.run.progress import Progress
 
 
 class Clock:
@@ -50,7 +51,7 @@ def test_the_line_tells_how_far_how_long_what_and_how_fast(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
-    progress = Progress(3, 100, lambda: StepWork(32, flops=2e9), clock, live=True)
+    progress = Progress(3, 100, WorkRates(lambda: StepWork(32, flops=2e9)), clock, live=True)
     progress.begin_epoch(1)
     for step in range(1, 41):
         clock.now += 0.2
@@ -72,7 +73,7 @@ def test_it_never_waits_for_a_loss_and_shows_the_newest_that_is_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
-    progress = Progress(1, 10, StepWork, clock, live=True)
+    progress = Progress(1, 10, WorkRates(StepWork), clock, live=True)
     progress.begin_epoch(0)
     first, second = UnderWay(), UnderWay()
     clock.now += 1
@@ -90,7 +91,8 @@ def test_it_draws_ten_times_a_second_at_most_and_counts_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock, counts = Clock(), []
-    progress = Progress(1, None, lambda: counts.append(1) or StepWork(), clock, live=True)
+    rates = WorkRates(lambda: counts.append(1) or StepWork())
+    progress = Progress(1, None, rates, clock, live=True)
     progress.begin_epoch(0)
     for step in range(1000):
         clock.now += 0.001
@@ -122,7 +124,7 @@ def test_a_narrow_terminal_keeps_whole_words_and_what_matters_most(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     clock = Clock()
-    progress = Progress(3, 100, lambda: WORK, clock, live=True)
+    progress = Progress(3, 100, WorkRates(lambda: WORK), clock, live=True)
     progress.begin_epoch(1)
     for step in range(1, 41):
         clock.now += 0.2

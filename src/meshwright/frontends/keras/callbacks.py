@@ -1,0 +1,138 @@
+"""Keras' callbacks as the loop calls them, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from ... import _compat
+from ...program import Logs
+from ...run.logs import as_json, history_from_json
+
+_OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+
+
+def callback_list(
+    model: keras.Model, callbacks: Any, verbose: str | int, bar: bool = True, **params: Any
+) -> keras.callbacks.CallbackList:
+    """Callbacks with a history, and with Keras' bar; a list that is one already stays as it is."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    shown = verbose if jax.process_index() == 0 else 0  # one process of many shows the progress
+    return keras.callbacks.CallbackList(
+        callbacks,
+        add_history=True,
+        add_progbar=bar and shown != 0,
+        verbose=shown,
+        model=model,
+        **{"epochs": 1, **params},
+    )
+
+
+def shows_line(verbose: str | int, callbacks: Any) -> bool:
+    """Whether our own line of progress stands in for Keras' bar."""
+    ready = isinstance(callbacks, keras.callbacks.CallbackList)
+    return verbose in (1, "auto") and not ready and jax.process_index() == 0
+
+
+def listen(callbacks: keras.callbacks.CallbackList, *hooks: str) -> bool:
+    """Whether any callback does something in these hooks; calling the others costs time."""
+    base = keras.callbacks.Callback
+    return any(
+        getattr(type(callback), hook) is not getattr(base, hook)
+        for callback in callbacks.callbacks
+        for hook in hooks
+    )
+
+
+def others(callbacks: keras.callbacks.CallbackList) -> dict[str, Any]:
+    """The callbacks besides Keras' history and bar, by their numbers and kinds."""
+    return {
+        f"{number}:{type(callback).__name__}": callback
+        for number, callback in enumerate(callbacks.callbacks)
+        if not isinstance(callback, _OWN)
+    }
+
+
+class KerasCallbacks:
+    """Calls Keras' callbacks for a :class:`~meshwright.run.epochs.Run`.
+
+    A checkpoint keeps the history, and what callbacks have counted: their numbers, words and flags,
+    as far as training changed them. What their constructors were given is the new run's own to say
+    (and EarlyStopping turns its sign).
+    """
+
+    def __init__(self, model: keras.Model, callbacks: keras.callbacks.CallbackList) -> None:
+        self._model, self._list = model, callbacks
+        self._fresh: dict[str, dict[str, Any]] = {}
+
+    @property
+    def stop(self) -> bool:
+        return bool(self._model.stop_training)
+
+    def first_epoch(self, asked: int) -> int:
+        return _compat.initial_epoch_of(self._model) or asked  # BackupAndRestore sets it
+
+    def begin(self, before: Mapping[str, Any] | None) -> None:
+        self._model.stop_training = False
+        self._list.on_train_begin()  # resets what they have counted
+        self._fresh = self._attributes()
+        if before is None:
+            return
+        for key, values in before.get("callbacks", {}).items():
+            if key in self._fresh:
+                others(self._list)[key].__dict__.update(values)
+        history, noted = self._history, before.get("history")
+        if history is not None and noted is not None:
+            history.epoch = list(noted["epoch"])
+            history.history = history_from_json(noted["logs"])
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._model.reset_metrics()
+        self._list.on_epoch_begin(epoch)
+
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
+        self._list.on_epoch_end(epoch, logs)
+
+    def end(self, logs: Logs) -> None:
+        self._list.on_train_end(logs=logs)
+
+    def notes(self) -> dict[str, Any]:
+        history = self._history
+        epochs, logs = ([], {}) if history is None else (history.epoch, history.history)
+        return {
+            "history": {"epoch": list(epochs), "logs": as_json(logs)},
+            "callbacks": self._changed(),
+            "stopped": self.stop,
+        }
+
+    @property
+    def _history(self) -> keras.callbacks.History | None:
+        kind = keras.callbacks.History
+        return next((each for each in self._list.callbacks if isinstance(each, kind)), None)
+
+    def _attributes(self) -> dict[str, dict[str, Any]]:
+        return {
+            key: {
+                name: value.item() if isinstance(value, np.generic) else value
+                for name, value in vars(callback).items()
+                if (value is None or isinstance(value, bool | int | float | str | np.generic))
+                and name not in inspect.signature(type(callback)).parameters
+            }
+            for key, callback in others(self._list).items()
+        }
+
+    def _changed(self) -> dict[str, dict[str, Any]]:
+        return {
+            key: {
+                name: value
+                for name, value in values.items()
+                if name not in self._fresh[key] or self._fresh[key][name] != value
+            }
+            for key, values in self._attributes().items()
+        }
