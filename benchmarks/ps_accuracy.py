@@ -20,7 +20,6 @@ from meshwright.data.datasets import mnist
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.strategy import ParameterServer
-from meshwright.ps.training import fit
 
 # isort: split
 import keras
@@ -71,7 +70,7 @@ def main() -> None:
         model = build()
         cluster = LocalCluster(workers=workers, ps=2, logs=False)
         with cluster, ParameterServer(cluster, consistency=consistency) as strategy:
-            fit(strategy, model, x, y, batch_size=BATCH, epochs=asked.epochs, verbose=0)
+            strategy.fit(model, x, y, batch_size=BATCH, epochs=asked.epochs, verbose=0)
             stale = ClusterCoordinator(strategy).stats()["staleness"]
         mean = sum(by * count for by, count in stale.items()) / max(1, sum(stale.values()))
         name = f"{consistency}, {workers} workers"

@@ -60,7 +60,8 @@ def main() -> None:
     model = build(asked.users)
     cluster = LocalCluster(workers=asked.workers, ps=asked.ps)
     with cluster, ParameterServer(cluster) as strategy:
-        strategy.fit(model, x, y, batch_size=1024, epochs=asked.epochs, embeddings=["users"])
+        by_rows = mw.ps.Tables(["users"])
+        strategy.fit(model, x, y, batch_size=1024, epochs=asked.epochs, tables=by_rows)
         found_users = table_of(strategy, model, "users").read()
         found_items = table_of(strategy, model, "items").lookup(np.arange(asked.items) * KEY)
 

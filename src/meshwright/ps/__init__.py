@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .coordinator.values import PerWorkerDataset as PerWorkerDataset
     from .coordinator.values import PerWorkerValues as PerWorkerValues
     from .coordinator.values import RemoteValue as RemoteValue
+    from .options import InputOptions as InputOptions
+    from .options import Tables as Tables
     from .shared.variables import Variable as Variable
     from .training import Embedding as Embedding
     from .training import Half as Half
@@ -27,6 +29,7 @@ _LAZY = {  # name -> the part of this room that it lives in
     **dict.fromkeys(
         ("Embedding", "Half", "InputContext", "SidecarEvaluator", "TopK", "table_of"), "training"
     ),
+    **dict.fromkeys(("InputOptions", "Tables"), "options"),
     "Variable": "shared.variables",
 }
 

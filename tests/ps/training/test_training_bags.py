@@ -9,6 +9,7 @@ import pytest
 from training_models import ratings, recommender
 
 import meshwright as mw
+from meshwright.ps.options import Tables
 from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import table_of
@@ -194,7 +195,7 @@ def test_slots_of_a_table_are_saved_with_it(tmp_path):
     with ParameterServer() as strategy:
         first = model()
         strategy.fit(first, x, y, epochs=1, checkpoint=tmp_path, **how)
-        strategy.evaluate(first, x, y, embeddings=["user_table"])  # needs no optimizer
+        strategy.evaluate(first, x, y, tables=Tables(["user_table"]))  # needs no optimizer
         strategy.fit(first, x, y, epochs=1, **how)
     with ParameterServer() as strategy:
         strategy.fit(rest, x, y, epochs=2, checkpoint=tmp_path, **how)
@@ -206,14 +207,14 @@ def test_optimizers_of_tables_that_cannot_be_are_refused():
     x, y = ratings()
     with ParameterServer() as strategy:
         with pytest.raises(mw.ModelError, match="no table of this model travels by rows"):
-            strategy.fit(recommender("adam"), x, y, table_optimizer="adagrad", **HOW)
+            strategy.fit(recommender("adam"), x, y, tables=Tables(optimizer="adagrad"), **HOW)
         muon = recommender("adam", Embedding("t", 4, optimizer="muon"))
         with pytest.raises(mw.ModelError, match="the optimizer of table 't': optimizer Muon"):
             strategy.fit(muon, x, y, **HOW)
         model = recommender("adam", Embedding("item_table", 4))
         strategy.fit(model, x, y, **HOW)
         with pytest.raises(mw.ModelError, match=r"cannot change .*: item_table"):
-            strategy.fit(model, x, y, table_optimizer="adagrad", **HOW)
+            strategy.fit(model, x, y, tables=Tables(optimizer="adagrad"), **HOW)
 
 
 # Ids that a table does not have
@@ -228,8 +229,8 @@ def test_an_id_out_of_range_is_an_error_that_names_table_id_and_size(embeddings)
     with ParameterServer() as strategy:
         match = "(id|row) 20 is out of range for table '.*user_table/embeddings', which has 20 rows"
         with pytest.raises(mw.ArrayError, match=match):
-            strategy.fit(model, wrong, y, embeddings=embeddings, **HOW)
+            strategy.fit(model, wrong, y, tables=Tables(embeddings), **HOW)
         weights = model.get_weights()  # of the two batches before
         assert all(np.isfinite(array).all() for array in weights)
         assert any((a != b).any() for a, b in zip(before, weights, strict=True))
-        strategy.fit(model, x, y, embeddings=embeddings, **HOW)
+        strategy.fit(model, x, y, tables=Tables(embeddings), **HOW)

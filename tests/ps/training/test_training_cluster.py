@@ -18,9 +18,10 @@ from training_models import apart, data, dense, ratings, recommender
 
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
+from meshwright.ps.options import Tables
 from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
-from meshwright.ps.training import Embedding, LocalSGD, evaluate, fit, table_of
+from meshwright.ps.training import Embedding, LocalSGD, table_of
 
 pytestmark = pytest.mark.alone
 LIMIT_S = 240.0
@@ -51,14 +52,14 @@ def test_two_workers_learn_and_no_step_s_parameters_go_through_the_coordinator()
     model = dense(keras.optimizers.Adam(0.01), keras.layers.BatchNormalization())
     with trained_on() as (_, strategy):
         how = {"batch_size": 16, "epochs": 6, "verbose": 0, "validation_data": (x, y)}
-        history = fit(strategy, model, x, y, **how).history
+        history = strategy.fit(model, x, y, **how).history
         stats = ClusterCoordinator(strategy).stats()
         through = []
         for steps in (10, 30):
             before = ClusterCoordinator(strategy).stats()["parameter_bytes"]
-            fit(strategy, model, x, y, batch_size=16, steps_per_epoch=steps, verbose=0)
+            strategy.fit(model, x, y, batch_size=16, steps_per_epoch=steps, verbose=0)
             through.append(ClusterCoordinator(strategy).stats()["parameter_bytes"] - before)
-        measured = evaluate(strategy, model, x, y, batch_size=16)
+        measured = strategy.evaluate(model, x, y, batch_size=16)
     assert history["val_accuracy"][-1] > 0.93
     assert measured["loss"] == pytest.approx(model.evaluate(x, y, verbose=0)[0], rel=1e-4)
     assert through[0] == through[1]  # the model's own values, when a run begins and ends
@@ -85,7 +86,7 @@ def test_synchronous_steps_of_two_workers_are_one_big_batch():
             )
             expected.fit(x, y, batch_size=32, **how)
             kill = Kill(cluster, "worker:1", signal.SIGKILL, 1)
-            fit(strategy, model, x, y, batch_size=16, callbacks=[kill], **how)
+            strategy.fit(model, x, y, batch_size=16, callbacks=[kill], **how)
             assert apart(expected, model) < 2e-6, clipped
             assert int(model.optimizer.iterations) == 16
         assert workers_lost(strategy) > 0
@@ -97,12 +98,12 @@ def test_workers_that_die_lose_no_step_and_no_element(how):
     x, y = data(1600)
     model = dense(keras.optimizers.Adam(0.01))
     with trained_on() as (cluster, strategy):
-        fit(strategy, model, x, y, batch_size=16, steps_per_epoch=20, verbose=0)
+        strategy.fit(model, x, y, batch_size=16, steps_per_epoch=20, verbose=0)
         epochs = (1, 3) if how == signal.SIGKILL else (1,)
         options = {"epochs": 5, "verbose": 0, "validation_data": (x, y), "shuffle": False}
         options["callbacks"] = [Kill(cluster, "worker:1", how, *epochs)]
         try:
-            history = fit(strategy, model, x, y, batch_size=16, **options).history
+            history = strategy.fit(model, x, y, batch_size=16, **options).history
             assert workers_lost(strategy) > 0
         finally:
             with contextlib.suppress(Exception):
@@ -121,10 +122,10 @@ def test_training_goes_on_when_a_server_dies():
     x, y = data(640)
     model = dense(keras.optimizers.Adam(0.01))
     with trained_on() as (cluster, strategy):
-        fit(strategy, model, x, y, batch_size=16, epochs=1, verbose=0)
+        strategy.fit(model, x, y, batch_size=16, epochs=1, verbose=0)
         kill = Kill(cluster, "ps:0", signal.SIGKILL, 3)
         options = {"epochs": 25, "verbose": 0, "callbacks": [kill]}
-        history = fit(strategy, model, x, y, batch_size=16, **options).history
+        history = strategy.fit(model, x, y, batch_size=16, **options).history
         restarts = cluster.generation("ps:0")
     assert restarts == 1
     assert history["accuracy"][-1] > 0.9
@@ -135,13 +136,13 @@ def test_tables_on_two_servers_and_local_steps():
     x, y = ratings(256)
     model = recommender(keras.optimizers.Adam(0.05), Embedding("table", 4, "hash"))
     with trained_on() as (_, strategy):
-        history = fit(strategy, model, x, y, batch_size=16, epochs=15, verbose=0,
-                      embeddings=["user_table"]).history  # fmt: skip
+        history = strategy.fit(model, x, y, batch_size=16, epochs=15, verbose=0,
+                      tables=Tables(["user_table"])).history  # fmt: skip
         rows = table_of(strategy, model, "table").lookup(np.arange(10))
         x, y = data(640)
         averaged = dense(keras.optimizers.SGD(0.3))
         how = {"batch_size": 16, "epochs": 4, "verbose": 0, "local": LocalSGD(every=5)}
-        local = fit(strategy, averaged, x, y, **how).history
+        local = strategy.fit(averaged, x, y, **how).history
     assert history["loss"][-1] < 0.95 * history["loss"][0]
     assert rows.shape == (10, 4)
     assert np.abs(rows).max() > 0.05  # beyond what they began with: they were trained
@@ -159,13 +160,13 @@ def test_a_run_with_tables_goes_on_with_another_number_of_servers(tmp_path, serv
 
     with ParameterServer() as strategy:
         expected = model()
-        fit(strategy, expected, x, y, epochs=2, **how)
+        strategy.fit(expected, x, y, epochs=2, **how)
         rows = table_of(strategy, expected, "table").lookup(np.arange(10))
     with trained_on(1, 2) as (_, strategy):
-        fit(strategy, model(), x, y, epochs=1, checkpoint=tmp_path, **how)
+        strategy.fit(model(), x, y, epochs=1, checkpoint=tmp_path, **how)
     with trained_on(1, servers) as (_, strategy):
         found = model()
-        fit(strategy, found, x, y, epochs=2, checkpoint=tmp_path, **how)
+        strategy.fit(found, x, y, epochs=2, checkpoint=tmp_path, **how)
         table = table_of(strategy, found, "table")
         assert len(table.shards) == servers
         np.testing.assert_allclose(table.lookup(np.arange(10)), rows, atol=1e-6)
@@ -181,7 +182,7 @@ def test_twenty_fits_leave_no_more_behind_than_two():
         coordinator = ClusterCoordinator(strategy)
         bytes_after = {}
         for number in range(1, 21):
-            fit(strategy, model, x + number, y, batch_size=16, steps_per_epoch=8, verbose=0)
+            strategy.fit(model, x + number, y, batch_size=16, steps_per_epoch=8, verbose=0)
             if number in (4, 20):
                 _wait_until(lambda: not coordinator._packer.forgotten)
                 assert len(coordinator._packer._functions) <= 1

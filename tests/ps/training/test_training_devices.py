@@ -22,9 +22,10 @@ from training_models import apart, data, dense, ratings, recommender
 import meshwright as mw
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
+from meshwright.ps.options import Tables
 from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
-from meshwright.ps.training import DiLoCo, LocalSGD, evaluate, fit
+from meshwright.ps.training import DiLoCo, LocalSGD
 from meshwright.ps.training.exported import Exported, Filling
 
 HOW = {"batch_size": 16, "shuffle": False, "epochs": 2, "verbose": 0}
@@ -86,7 +87,7 @@ def test_a_step_over_rows_and_columns_is_that_of_one_device():
     expected, model = (dense(keras.optimizers.SGD(0.5, global_clipnorm=0.3)) for _ in range(2))
     history = expected.fit(x, y, **HOW).history
     with ParameterServer(worker=grid()) as strategy:
-        same_history(history, fit(strategy, model, x, y, **HOW).history)
+        same_history(history, strategy.fit(model, x, y, **HOW).history)
     assert apart(expected, model) < 1e-6
     first, last = (code.filling for _, code in exported_of(model).codes)
     assert (first, last) == (None, Filling(12, (True, False)))
@@ -101,8 +102,8 @@ def test_a_worker_of_several_devices_trains_as_one_device(name):
     with ParameterServer(
         worker=WORKERS[name](), partitioner=FixedShardsPartitioner(2), consistency="sync"
     ) as strategy:
-        found = fit(strategy, model, x, y, **HOW, validation_data=(x, y)).history
-        measured = evaluate(strategy, model, x, y, batch_size=16)
+        found = strategy.fit(model, x, y, **HOW, validation_data=(x, y)).history
+        measured = strategy.evaluate(model, x, y, batch_size=16)
     same_history(history, found)
     assert apart(expected, model) < 2e-6
     assert measured["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)
@@ -123,7 +124,7 @@ def test_batches_of_any_size_are_computed_by_all_devices(worker):
     for a, b in cuts * 2:
         expected.train_on_batch(x[a:b], y[a:b])
     with ParameterServer(worker=worker()) as strategy:
-        fit(strategy, model, batches, epochs=1, steps_per_epoch=8, verbose=0)
+        strategy.fit(model, batches, epochs=1, steps_per_epoch=8, verbose=0)
     assert apart(expected, model) < 2e-6
 
 
@@ -155,7 +156,7 @@ def test_images_split_over_rows_and_features_have_one_device_s_gradients(worker)
     expected, model = made(), made()
     history = expected.fit(x, y, **HOW).history
     with ParameterServer(worker=worker()) as strategy:
-        same_history(history, fit(strategy, model, x, y, **HOW).history)
+        same_history(history, strategy.fit(model, x, y, **HOW).history)
     assert apart(expected, model) < 2e-6
 
 
@@ -167,7 +168,7 @@ def test_rows_of_tables_are_taken_on_several_devices(options):
     history = expected.fit(x, y, **HOW).history
     tables = ["user_table", "item_table"]
     with ParameterServer(worker=rows(**options)) as strategy:
-        same_history(history, fit(strategy, model, x, y, embeddings=tables, **HOW).history)
+        same_history(history, strategy.fit(model, x, y, tables=Tables(tables), **HOW).history)
     assert apart(expected, model) < 1e-6
 
 
@@ -178,7 +179,7 @@ def test_whole_tables_lie_by_their_rules():
     history = expected.fit(x, y, **HOW).history
     worker = grid({"user_table/embeddings": ["model", None]})
     with ParameterServer(worker=worker) as strategy:
-        same_history(history, fit(strategy, model, x, y, **HOW).history)
+        same_history(history, strategy.fit(model, x, y, **HOW).history)
     assert apart(expected, model) < 1e-5
 
 
@@ -189,7 +190,7 @@ def test_local_steps_keep_their_slots_on_all_devices(zero):
     expected, model = normalized(), normalized()
     history = expected.fit(x, y, **HOW).history
     with ParameterServer(worker=grid(zero=zero), consistency="sync") as strategy:
-        found = fit(strategy, model, x, y, **HOW, local=LocalSGD(2)).history
+        found = strategy.fit(model, x, y, **HOW, local=LocalSGD(2)).history
     same_history(history, found)
     assert apart(expected, model) < 2e-6
 
@@ -201,7 +202,7 @@ def test_what_travels_otherwise_is_what_one_device_sends(how):
     models = [dense(keras.optimizers.SGD(0.5)) for _ in range(2)]
     for model, worker in zip(models, (None, grid()), strict=True):
         with ParameterServer(worker=worker) as strategy:
-            fit(strategy, model, x, y, **HOW, **how)
+            strategy.fit(model, x, y, **HOW, **how)
     assert apart(*models) < 2e-4  # a rounding to 16 bits may fall to either side
 
 
@@ -216,13 +217,13 @@ def test_a_checkpoint_goes_on_anywhere(tmp_path: Path):
     for epochs, worker in ((1, grid()), (2, None), (3, rows())):
         model = dense(keras.optimizers.Adam(0.01))
         with ParameterServer(worker=worker) as strategy:
-            fit(strategy, model, x, y, **{**how, "epochs": epochs})
+            strategy.fit(model, x, y, **{**how, "epochs": epochs})
     with grid().scope():
         model = dense(keras.optimizers.Adam(0.01))
     grid().fit(model, x, y, **{**how, "epochs": 4})
     model = dense(keras.optimizers.Adam(0.01))
     with ParameterServer(worker=grid()) as strategy:
-        fit(strategy, model, x, y, **{**how, "epochs": 5})
+        strategy.fit(model, x, y, **{**how, "epochs": 5})
     assert apart(expected, model) < 1e-6
     assert int(model.optimizer.iterations) == 5 * 4
 
@@ -241,7 +242,7 @@ def test_the_step_is_one_program_over_the_devices_of_the_mesh():
     x, y = data(16)
     worker, model = grid(), dense("sgd")
     with ParameterServer(worker=worker) as strategy:
-        evaluate(strategy, model, x, y, batch_size=16)
+        strategy.evaluate(model, x, y, batch_size=16)
     made = exported_of(model)
     step = jax_export.deserialize(bytearray(made.codes[0][1].gradients))
     assert step.nr_devices == 8
@@ -298,7 +299,7 @@ def test_what_cannot_lie_as_it_is_told_is_refused(worker, model, error, says):
     x, y = ratings(16) if by_rows else data(16)
     tables = {"embeddings": ["user_table"]} if by_rows else {}
     with ParameterServer(worker=worker()) as strategy, pytest.raises(error, match=says):
-        fit(strategy, made, x, y, verbose=0, **tables)
+        strategy.fit(made, x, y, verbose=0, **tables)
 
 
 def test_batches_that_never_divide_are_told_of_once():
@@ -349,7 +350,7 @@ def test_two_workers_of_four_devices_are_one_big_batch():
     expected, model = (dense(keras.optimizers.Adam(0.01)) for _ in range(2))
     history = expected.fit(x, y, **{**HOW, "batch_size": 32}).history
     with trained_on(2, consistency="sync") as (_, strategy):
-        found = fit(strategy, model, x, y, **HOW).history
+        found = strategy.fit(model, x, y, **HOW).history
         coordinator = ClusterCoordinator(strategy)
         summed = coordinator.schedule(total_on_all_devices, args=(np.arange(8.0),))
         assert coordinator.fetch(summed) == (4, 28.0)
@@ -364,7 +365,7 @@ def test_one_asynchronous_worker_of_four_devices_is_one_device():
     expected, model = normalized(), normalized()
     history = expected.fit(x, y, **HOW).history
     with trained_on(1) as (_, strategy):
-        same_history(history, fit(strategy, model, x, y, **HOW).history)
+        same_history(history, strategy.fit(model, x, y, **HOW).history)
     assert apart(expected, model) < 2e-6
 
 
@@ -374,9 +375,9 @@ def test_workers_of_several_devices_that_die_lose_no_step():
     x, y = data(1600)
     model = dense(keras.optimizers.Adam(0.01))
     with trained_on(2) as (cluster, strategy):
-        fit(strategy, model, x, y, batch_size=16, steps_per_epoch=20, verbose=0)
+        strategy.fit(model, x, y, batch_size=16, steps_per_epoch=20, verbose=0)
         kill = Kill(cluster, "worker:1", signal.SIGKILL, 1, 5)
-        history = fit(strategy, model, x, y, callbacks=[kill], **{**HOW, "epochs": 8}).history
+        history = strategy.fit(model, x, y, callbacks=[kill], **{**HOW, "epochs": 8}).history
         assert workers_lost(strategy) > 0
     assert int(model.optimizer.iterations) == 20 + 8 * 100  # every step was applied once
     assert history["accuracy"][-1] > 0.9
@@ -401,4 +402,4 @@ def test_a_worker_with_other_devices_than_the_mesh_says_both_numbers():
         ParameterServer(cluster, worker=worker) as strategy,
         pytest.raises(mw.TopologyError, match=r"mesh of 4 devices.*has 2 \(cpu\).*=4"),
     ):
-        fit(strategy, dense("sgd"), x, y, verbose=0)
+        strategy.fit(dense("sgd"), x, y, verbose=0)

@@ -8,8 +8,8 @@ import pytest
 from training_models import RowsOfClasses, apart, data, dense
 
 import meshwright as mw
+from meshwright.ps.options import InputOptions
 from meshwright.ps.strategy import ParameterServer
-from meshwright.ps.training import fit
 from meshwright.ps.training.callbacks import check_callbacks
 from meshwright.ps.training.data import ArrayBatches, InputContext, Made
 from meshwright.ps.training.embeddings import Embedding
@@ -17,8 +17,10 @@ from meshwright.ps.training.evaluator import SidecarEvaluator
 from meshwright.ps.training.feed import feed_of
 from meshwright.ps.training.metrics import adds_up, check_metrics
 from meshwright.ps.training.numbered import Numbered
-from meshwright.ps.training.progress import Look, line, stragglers
+from meshwright.ps.training.progress import Look, WorkerRates, stragglers
 from meshwright.ps.training.validation import elements_of, num_shards
+from meshwright.run.options import Data
+from meshwright.run.progress import Progress
 
 HOW = {"batch_size": 16, "shuffle": False, "verbose": 0}
 
@@ -67,13 +69,13 @@ def test_shards_of_validation_share_all_elements(make, steps):
 def test_data_that_cannot_be_used_is_refused():
     x, y = data()
     with pytest.raises(mw.DataError, match="can be read only once"):
-        feed_of(batch for batch in [(x, y)])
+        feed_of(Data(batch for batch in [(x, y)]))
     with pytest.raises(mw.DataError, match="returned an empty dataset"):
-        feed_of(lambda context: [])
+        feed_of(Data(lambda context: []))
     with pytest.raises(mw.DataError, match=r"iterable of batches.*received int"):
-        feed_of(lambda context: 7)
+        feed_of(Data(lambda context: 7))
     with pytest.raises(mw.BatchError, match="are for arrays"):
-        feed_of(lambda context: [(x, y)], batch_size=3)
+        feed_of(Data(lambda context: [(x, y)], batch_size=3))
 
 
 # Callbacks and metrics
@@ -137,7 +139,7 @@ def test_callbacks_see_and_change_weights_and_learning_rate():
     theirs, ours = Changes(), Changes()
     expected.fit(x, y, epochs=3, callbacks=[theirs], **HOW)
     with ParameterServer() as strategy:
-        history = fit(strategy, model, x, y, epochs=3, callbacks=[ours], **HOW)
+        history = strategy.fit(model, x, y, epochs=3, callbacks=[ours], **HOW)
     assert apart(expected, model) < 1e-6
     assert len(history.history["loss"]) == 3
     for one, other in zip(theirs.seen, ours.seen, strict=True):
@@ -153,13 +155,13 @@ def test_a_run_goes_on_from_its_checkpoint_and_an_evaluator_follows_it(tmp_path)
 
     whole = build(keras.optimizers.Adam(0.01))
     with ParameterServer() as strategy:
-        expected = fit(strategy, whole, x, y, epochs=3, **HOW).history
+        expected = strategy.fit(whole, x, y, epochs=3, **HOW).history
         halves, how = build(keras.optimizers.Adam(0.01)), {"checkpoint": tmp_path, **HOW}
-        fit(strategy, halves, x, y, epochs=1, save_every=2, **how)
+        strategy.fit(halves, x, y, epochs=1, save_every=2, **how)
     again = dense("sgd")
     again.compile(keras.optimizers.Adam(0.01), whole.loss, metrics=["accuracy", RowsOfClasses()])
     with ParameterServer() as strategy:  # another coordinator, which knows nothing
-        found = fit(strategy, again, x, y, epochs=3, **how).history
+        found = strategy.fit(again, x, y, epochs=3, **how).history
     assert apart(whole, again) < 1e-6
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert [list(rows) for rows in found["rows"]] == [list(rows) for rows in expected["rows"]]
@@ -177,7 +179,7 @@ def test_what_servers_have_trained_goes_on_synchronously(tmp_path):
     x, y = data()
     model = dense(keras.optimizers.Adam(0.01))
     with ParameterServer() as strategy:
-        fit(strategy, model, x, y, epochs=1, checkpoint=tmp_path, **HOW)
+        strategy.fit(model, x, y, epochs=1, checkpoint=tmp_path, **HOW)
     one = mw.Sharded(mw.create_mesh({"batch": 1}, devices=["cpu:0"]))
     with one.scope():
         other = dense(keras.optimizers.Adam(0.01))
@@ -202,12 +204,12 @@ def test_a_dataset_function_is_told_its_worker_and_must_last():
         return [(x[:8], y[:8]), (x[8:16], y[8:16])]
 
     with ParameterServer() as strategy:
-        history = fit(strategy, dense("sgd"), dataset, epochs=2, verbose=0)
+        history = strategy.fit(dense("sgd"), dataset, epochs=2, verbose=0)
         assert len(history.history["loss"]) == 2
         with pytest.raises(mw.ExhaustedError, match="ended in epoch 1, before its 3 batches"):
-            fit(strategy, dense("sgd"), dataset, steps_per_epoch=3, verbose=0)
+            strategy.fit(dense("sgd"), dataset, steps_per_epoch=3, verbose=0)
         with pytest.raises(mw.DataError, match="give steps_per_epoch="):
-            fit(strategy, dense("sgd"), lambda context: iter([(x, y)]), verbose=0)
+            strategy.fit(dense("sgd"), lambda context: iter([(x, y)]), verbose=0)
     assert set(told) == {(0, 1)}
 
 
@@ -217,9 +219,9 @@ def test_workers_may_have_shares_of_their_own(sharding):
     x, y = data()
     model = dense("sgd")
     with ParameterServer() as strategy:
-        fit(strategy, model, x, y, epochs=2, sharding=sharding, **HOW)
+        strategy.fit(model, x, y, epochs=2, input_options=InputOptions(sharding), **HOW)
         with pytest.raises(mw.ClusterError, match="sharding must be 'dynamic'"):
-            fit(strategy, model, x, y, sharding="hashed", **HOW)
+            strategy.fit(model, x, y, input_options=InputOptions("hashed"), **HOW)
     assert int(model.optimizer.iterations) == 6
 
 
@@ -235,7 +237,7 @@ def test_a_table_that_is_only_on_the_servers_grows_by_use():
     ids = np.tile(np.array([3, 10**9, 77], "int32"), 16)
     y = (ids == 77).astype("float32")[:, None]
     with ParameterServer() as strategy:
-        losses = fit(strategy, model, ids, y, batch_size=12, epochs=30, verbose=0).history["loss"]
+        losses = strategy.fit(model, ids, y, batch_size=12, epochs=30, verbose=0).history["loss"]
     assert losses[-1] < 0.05 * losses[0]
     assert [w.shape for w in model.get_weights()] == [(4, 1), (1,)]
     with pytest.raises(mw.ModelError, match="rows of table 'users' are on parameter servers"):
@@ -245,19 +247,32 @@ def test_a_table_that_is_only_on_the_servers_grows_by_use():
 # The line
 
 
-def test_the_line_shows_rates_with_units_staleness_and_stragglers():
+def test_the_line_shows_rates_with_units_staleness_and_stragglers(monkeypatch, capsys):
     first = Look(0.0, 100, {"worker:0": (50, 0.1), "worker:1": (50, 0.1)}, 10, 100)
     workers = {"worker:0": (130, 0.1), "worker:1": (70, 0.4)}
     last = Look(10.0, 200, workers, 60, 200, queued=7, retried=2)
-    shown = line(1, 3, 100, 200, first, last, None, batch_rows=64)
-    assert "epoch 2/3" in shown
-    assert "100/200 steps  640 samples/s  10 steps/s (8 + 2 by worker)" in shown
-    assert "staleness 0.5 updates  slow: worker:1  2 steps repeated  7 steps queued" in shown
-    ended = line(1, 3, 200, 200, first, last, {"loss": 0.25, "f1": np.array([0.5, 0.1])})
-    assert "200/200 steps  10s  loss 0.25  f1 0.3 (mean of 2)  10 steps/s" in ended
-    several = line(1, 3, 200, 200, first, last, {}, steps_per_call=8, batch_rows=64)
-    assert "5,120 samples/s  80 steps/s (64 + 16 by worker)" in several
-    assert line(1, 3, 100, 200, first, last, None, columns=60).endswith("100/200 steps")
+
+    def shown(columns, *args, logs=None):
+        """The line in the midst of an epoch, and at its end where there are logs."""
+        looks, times = iter((first, last, last)), iter((0.0, 10.0, 10.0))
+        rates = WorkerRates(looks.__next__, *args)
+        progress = Progress(3, 200, rates, times.__next__, live=True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        progress.begin_epoch(1)
+        progress.after(100, {})
+        if logs is not None:
+            progress.trained()
+            progress.end_epoch(logs)
+        return capsys.readouterr().out
+
+    midst = shown(200, 1, 64)
+    assert "epoch 2/3" in midst
+    assert "100/200  640 samples/s  10 steps/s (8 + 2 by worker)" in midst
+    assert "staleness 0.5 updates  slow: worker:1  2 steps repeated  7 steps queued" in midst
+    ended = shown(200, logs={"loss": 0.25, "f1": np.array([0.5, 0.1])})
+    assert "100/100  10s  loss 0.25  f1 0.3 (mean of 2)  10 steps/s" in ended
+    assert "5,120 samples/s  80 steps/s (64 + 16 by worker)" in shown(200, 8, 64)
+    assert "100/200  slow: worker:1\x1b" in shown(60)
     assert stragglers({"worker:0": (1, None), "worker:1": (5, 0.1)}) == []
 
 
@@ -276,9 +291,9 @@ def test_metrics_with_several_values_are_logged_as_keras_logs_them(tmp_path):
     expected = model().fit(x, y, verbose=0, epochs=3, **how).history
     trained, rest = model(), model()
     with ParameterServer() as strategy:
-        fit(strategy, trained, x, y, epochs=2, checkpoint=tmp_path, verbose=1, **how)
+        strategy.fit(trained, x, y, epochs=2, checkpoint=tmp_path, verbose=1, **how)
     with ParameterServer() as strategy:
-        found = fit(strategy, rest, x, y, epochs=3, checkpoint=tmp_path, verbose=0, **how).history
+        found = strategy.fit(rest, x, y, epochs=3, checkpoint=tmp_path, verbose=0, **how).history
     for name in ("f1_score", "val_f1_score", "loss"):
         assert type(found[name][0]) is type(expected[name][0])
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)

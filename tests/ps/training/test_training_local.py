@@ -9,7 +9,7 @@ from training_models import apart, data, dense, ratings, recommender
 
 import meshwright as mw
 from meshwright.ps.strategy import ParameterServer
-from meshwright.ps.training import DiLoCo, LocalSGD, TopK, fit
+from meshwright.ps.training import DiLoCo, LocalSGD, TopK
 
 HOW = {"batch_size": 8, "shuffle": False, "verbose": 0}
 
@@ -24,7 +24,7 @@ def test_one_worker_that_goes_alone_trains_as_ever(every):
     )
     history = expected.fit(x, y, epochs=2, **HOW).history
     with ParameterServer(consistency="sync") as strategy:
-        found = fit(strategy, model, x, y, epochs=2, local=LocalSGD(every), **HOW).history
+        found = strategy.fit(model, x, y, epochs=2, local=LocalSGD(every), **HOW).history
     assert apart(expected, model) < 1e-6
     assert found["loss"] == pytest.approx(history["loss"], rel=1e-5)
 
@@ -43,7 +43,7 @@ def test_the_outer_optimizer_goes_the_way_with_nesterov_momentum():
         speed = [0.9 * v - 0.7 * way for v, way in zip(speed, ways, strict=True)]
         before = [w + 0.9 * v - 0.7 * way for w, v, way in zip(before, speed, ways, strict=True)]
     with ParameterServer(consistency="sync") as strategy:
-        fit(strategy, model, x[:32], y[:32], local=DiLoCo(every=2), **HOW)
+        strategy.fit(model, x[:32], y[:32], local=DiLoCo(every=2), **HOW)
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -55,7 +55,7 @@ def test_tables_by_rows_and_local_steps_exclude_each_other():
         mw.ModelError, match=r"local= does not support tables.*user_table/embeddings"
     )
     with ParameterServer() as strategy, refused:
-        fit(strategy, model, x, y, **how)
+        strategy.fit(model, x, y, **how)
 
 
 @pytest.mark.parametrize("make", [lambda: LocalSGD(0), lambda: DiLoCo(every=1.5)])
@@ -69,6 +69,6 @@ def test_compressed_gradients_train(how):
     x, y = data(64)
     with ParameterServer() as strategy:
         model = dense(keras.optimizers.SGD(0.5))
-        found = fit(strategy, model, x, y, epochs=12, compression=how, **HOW).history
+        found = strategy.fit(model, x, y, epochs=12, compression=how, **HOW).history
     assert found["accuracy"][-1] > 0.8
     assert found["loss"][-1] < 0.6 * found["loss"][0]

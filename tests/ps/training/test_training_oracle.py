@@ -8,11 +8,11 @@ import pytest
 from training_models import apart, data, dense, ratings, recommender
 
 from meshwright.frontends.keras.program import KerasVariables
+from meshwright.ps.options import Tables
 from meshwright.ps.server.optimizers import TWINS, twin_of
 from meshwright.ps.shared.consistency import Async, Backup, Stale
 from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
-from meshwright.ps.training import fit
 
 decay = keras.optimizers.schedules.ExponentialDecay
 OPTIMIZERS = {
@@ -60,10 +60,10 @@ def test_training_on_servers_is_training_on_one_device(name):
     expected = dense(OPTIMIZERS[name](), *between)
     history = expected.fit(x, y, **HOW).history
     with ParameterServer(partitioner=FixedShardsPartitioner(2)) as strategy:
-        same_history(history, fit(strategy, model, x, y, **HOW).history)
+        same_history(history, strategy.fit(model, x, y, **HOW).history)
         if name == "nadam":
             expected.fit(x, y, **HOW)
-            fit(strategy, model, x, y, **HOW)
+            strategy.fit(model, x, y, **HOW)
     assert apart(expected, model) < 1e-6
     assert slots_apart(expected, model) < 1e-6
 
@@ -81,7 +81,7 @@ def test_for_one_worker_every_consistency_is_the_same(consistency, optimizer):
     model, expected = (dense(OPTIMIZERS[optimizer]()) for _ in range(2))
     history = expected.fit(x, y, **HOW).history
     with ParameterServer(consistency=consistency) as strategy:
-        found = fit(strategy, model, x, y, **HOW).history
+        found = strategy.fit(model, x, y, **HOW).history
     same_history(history, found)
     assert apart(expected, model) < 1e-6
 
@@ -94,9 +94,9 @@ def test_what_was_trained_is_trained_on(consistency):
     how = {**HOW, "epochs": 1}
     model, expected = dense(keras.optimizers.Adam(0.01)), dense(keras.optimizers.Adam(0.01))
     with ParameterServer(consistency=consistency) as strategy:
-        fit(strategy, model, x, y, **how)
+        strategy.fit(model, x, y, **how)
         model.fit(x, y, **how)
-        fit(strategy, model, x, y, **how)
+        strategy.fit(model, x, y, **how)
     for _ in range(3):
         expected.fit(x, y, **how)
     assert apart(expected, model) < 1e-6
@@ -113,7 +113,7 @@ def test_rows_of_tables_train_as_whole_tables_do(clip):
     history = expected.fit(x, y, **HOW).history
     tables = ["user_table", "item_table"]
     with ParameterServer(partitioner=FixedShardsPartitioner(2)) as strategy:
-        same_history(history, fit(strategy, model, x, y, embeddings=tables, **HOW).history)
+        same_history(history, strategy.fit(model, x, y, tables=Tables(tables), **HOW).history)
         stats = strategy.with_servers(lambda servers: servers.ask_all(_stats()))[0].head
     assert apart(expected, model) < 1e-6
     assert stats["lookups"] >= 2 * 2 * 3  # two tables, two epochs, three batches
@@ -126,7 +126,7 @@ def test_validation_counts_every_element_once():
     how = {**HOW, "validation_data": (x[40:], y[40:])}
     history = expected.fit(x[:40], y[:40], **how).history
     with ParameterServer() as strategy:
-        same_history(history, fit(strategy, model, x[:40], y[:40], **how).history)
+        same_history(history, strategy.fit(model, x[:40], y[:40], **how).history)
 
 
 def _stats():

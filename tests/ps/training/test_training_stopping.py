@@ -20,7 +20,6 @@ import meshwright as mw
 from meshwright.errors import Preempted
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.strategy import ParameterServer
-from meshwright.ps.training import fit
 
 STEPS, EPOCHS = 10, 2
 
@@ -76,7 +75,7 @@ def test_a_signal_saves_and_the_next_run_goes_on(tmp_path: Path, number, error, 
     steps = {"steps_per_epoch": STEPS, "checkpoint": tmp_path, **how}
     model = dense(keras.optimizers.Adam(0.01))
     with ParameterServer() as strategy, pytest.raises(error) as caught:
-        fit(strategy, model, Interrupting(number, at), **steps)
+        strategy.fit(model, Interrupting(number, at), **steps)
     if error is Preempted:
         assert caught.value.code == 75  # type: ignore[attr-defined]
     done = int(model.optimizer.iterations)
@@ -85,7 +84,7 @@ def test_a_signal_saves_and_the_next_run_goes_on(tmp_path: Path, number, error, 
     assert (info.step, info.position.batches) == (done, done)
     with ParameterServer() as strategy:
         model = dense(keras.optimizers.Adam(0.01))
-        found = fit(strategy, model, Interrupting(number, -1), **steps).history
+        found = strategy.fit(model, Interrupting(number, -1), **steps).history
     assert apart(expected, model) < 1e-6
     for name, values in history.items():  # the epoch's metrics are those of all its batches
         assert found[name] == pytest.approx(values, rel=2e-5)

@@ -16,7 +16,7 @@ from meshwright.ps.shared.client import Servers
 from meshwright.ps.shared.connecting import connect_here
 from meshwright.ps.shared.placing import VariableSpec, placed
 from meshwright.ps.strategy import ParameterServer
-from meshwright.ps.training import fit, table_files, table_of
+from meshwright.ps.training import table_files, table_of
 from meshwright.ps.training.embeddings import Embedding
 from meshwright.ps.worker.context import Context, entered
 from meshwright.ps.worker.gradients import tell_optimizer
@@ -113,19 +113,19 @@ def test_a_run_goes_on_with_its_tables(tmp_path: Path):
     keys = np.arange(10)
     with ParameterServer() as strategy:
         whole = model_of()
-        fit(strategy, whole, x, y, epochs=4, batch_size=16, shuffle=False, verbose=0)
+        strategy.fit(whole, x, y, epochs=4, batch_size=16, shuffle=False, verbose=0)
         expected = table_of(strategy, whole, "bought").lookup(keys)
     with ParameterServer() as strategy:
-        fit(strategy, model_of(), x, y, epochs=3, checkpoint=tmp_path, **how)
+        strategy.fit(model_of(), x, y, epochs=3, checkpoint=tmp_path, **how)
     tables = sorted(path.name for path in tmp_path.glob("*tables*"))
     assert len(tables) == 2  # of the checkpoints that are kept
     assert tables[-1] == mw.read_checkpoint(tmp_path).notes["tables"]
     with ParameterServer() as strategy:  # new servers
         model = model_of()
-        fit(strategy, model, x, y, epochs=4, checkpoint=tmp_path, **how)
+        strategy.fit(model, x, y, epochs=4, checkpoint=tmp_path, **how)
         np.testing.assert_array_equal(table_of(strategy, model, "bought").lookup(keys), expected)
     assert apart(whole, model) == 0
     with ParameterServer() as strategy:
         other = recommender(keras.optimizers.Adam(0.05), Embedding("others", 4, "hash"))
         with pytest.raises(CheckpointError, match="others is not in the checkpoint"):
-            fit(strategy, other, x, y, epochs=5, checkpoint=tmp_path, **how)
+            strategy.fit(other, x, y, epochs=5, checkpoint=tmp_path, **how)

@@ -18,19 +18,13 @@ if TYPE_CHECKING:
     from .data import InputContext as InputContext
     from .embeddings import Embedding as Embedding
     from .evaluator import SidecarEvaluator as SidecarEvaluator
-    from .fitting import evaluate as evaluate
-    from .fitting import fit as fit
     from .known import table_of as table_of
     from .plain import plain_model as plain_model
-    from .predicting import predict as predict
 
 _LAZY = {
     "InputContext": "data",
     "Embedding": "embeddings",
-    "evaluate": "fitting",
     "plain_model": "plain",
-    "fit": "fitting",
-    "predict": "predicting",
     "SidecarEvaluator": "evaluator",
     "table_of": "known",
 }

@@ -12,6 +12,8 @@ from typing import Any
 import keras
 
 from ...errors import ModelError
+from ...frontends.keras.callbacks import callback_list, others
+from ...run.options import Schedule
 
 _HOOKS = (
     "on_batch_begin",
@@ -60,29 +62,29 @@ def batch_hooks(callback: Any) -> list[str]:
     return [hook for hook in _HOOKS if getattr(type(callback), hook) is not getattr(base, hook)]
 
 
-def callback_list(
-    model: keras.Model, callbacks: Any, epochs: int, steps: int, verbose: Any
+def checked_callbacks(
+    model: keras.Model, schedule: Schedule, steps: int
 ) -> keras.callbacks.CallbackList:
     """All callbacks of a run, checked, with the history."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        check_callbacks([c for c in callbacks.callbacks if not isinstance(c, _OURS)])
-        return callbacks
-    given = (
-        list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks] * bool(callbacks)
-    )
-    check_callbacks(given)
-    return keras.callbacks.CallbackList(
-        given,
-        add_history=True,
-        add_progbar=False,
-        model=model,
-        epochs=epochs,
+    called = callback_list(
+        model,
+        schedule.callbacks,
+        schedule.verbose,
+        bar=False,
+        epochs=schedule.epochs,
         steps=steps,
-        verbose=verbose,
     )
+    check_callbacks(list(others(called).values()))
+    return called
 
 
-_OURS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+def refuse_callbacks(method: str, callbacks: Any) -> None:
+    """Raise :class:`~meshwright.ModelError` for callbacks of an evaluation or a prediction."""
+    if callbacks:
+        raise ModelError(
+            f"callbacks= of {method} is not supported on parameter servers: workers compute the "
+            "batches, without the model of this process."
+        )
 
 
 def feed_batch_end(callbacks: keras.callbacks.CallbackList, step: int, logs: Any) -> None:
@@ -90,11 +92,6 @@ def feed_batch_end(callbacks: keras.callbacks.CallbackList, step: int, logs: Any
     for callback in callbacks.callbacks:
         if isinstance(callback, _FED):
             callback.on_batch_end(step, logs)
-
-
-def others(callbacks: keras.callbacks.CallbackList) -> bool:
-    """Whether a callback besides the history may look at the model after an epoch."""
-    return any(not isinstance(callback, _OURS) for callback in callbacks.callbacks)
 
 
 def saves(callbacks: keras.callbacks.CallbackList) -> bool:

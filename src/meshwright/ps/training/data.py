@@ -16,7 +16,7 @@ class InputContext:
     """What ``dataset_fn`` receives: which worker it makes a dataset for, and how many there are.
 
     Elements are handed out on demand, each to one worker. So a dataset need not be cut by worker;
-    it may well be, with ``sharding="copy"``.
+    it may well be, with ``InputOptions("copy")``.
     """
 
     worker_index: int = 0

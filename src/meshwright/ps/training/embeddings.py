@@ -21,8 +21,6 @@ from ...frontends.keras.program import KerasVariables
 from .combining import COMBINERS, Combiner, combine
 from .tables import Note, Table, Take, Taken
 
-LEAST_BYTES = 4 << 20  # smaller tables travel whole: rows would save nothing
-
 
 def _hollow(name: str, ids: Any) -> Taken:
     """Stands for a lookup while a model is built; the layer itself knows what to give."""
@@ -46,7 +44,7 @@ class Embedding(keras.layers.Layer):
     ``"sqrtn"``, and a second input may weigh them. Padding does not count, and where there is
     nothing else the result is 0, as in TensorFlow's ``safe_embedding_lookup_sparse``.
     ``optimizer`` is one of Keras' for this table alone; else it is trained by the model's, or by
-    ``table_optimizer=`` of ``fit``.
+    ``Tables(optimizer=)`` of ``fit``.
 
     A model with this layer trains, evaluates and predicts through :class:`ParameterServer`;
     ``strategy.export(model)`` makes a plain Keras model of it. ``model.summary()`` lists the layer
@@ -204,7 +202,7 @@ class KerasLookups:
         self,
         model: keras.Model,
         variables: KerasVariables,
-        embeddings: int | Sequence[str] | None = LEAST_BYTES,
+        embeddings: int | Sequence[str] | None,
     ) -> None:
         self.layers: dict[str, Any] = {}  # table name -> the model's own Embedding layer
         self.served: dict[str, Embedding] = {}
@@ -313,8 +311,8 @@ def _chosen(
     names = [embeddings] if isinstance(embeddings, str) else list(embeddings)
     if unknown := [name for name in names if name not in layers]:
         raise ModelError(
-            f"unknown names in embeddings=: model {model!r} has no Embedding layer {unknown}. Its "
-            f"Embedding layers are {sorted(layers)}; layers of other classes are trained densely."
+            f"unknown names in Tables(embeddings=): model {model!r} has no Embedding layer "
+            f"{unknown}. It has {sorted(layers)}; layers of other classes are trained densely."
         )
     return [layers[name] for name in names if _trains(layers[name])]
 

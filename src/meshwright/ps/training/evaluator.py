@@ -16,14 +16,16 @@ from ...checkpoint import CheckpointInfo
 from ...checkpoint.record import newest
 from ...errors import CheckpointError, MeshwrightWarning, UnreachableError
 from ...frontends.keras.options import check_compiled
-from ...run.logs import on_host
 from ...frontends.keras.program import KerasVariables
 from ...program import Logs
+from ...run.logs import on_host
+from ...run.options import Data
 from .beside import Beside
 from .data import InputContext, first_element
 from .embeddings import Embedding, building
 from .feed import Feed, feed_of
-from .restoring import restore_weights, tables_of
+from .restoring import restore_weights
+from .saving import tables_of
 from .worker_step import as_batch
 
 _WARN_AFTER_S = 60.0
@@ -154,7 +156,7 @@ class SidecarEvaluator:
     def _feed(self) -> Feed:
         x, y, weights = (self._data, None, None) if callable(self._data) else self._arrays()
         size = None if y is None else self._batch_size
-        return feed_of(x, y, weights, batch_size=size, steps=self._steps)
+        return feed_of(Data(x, y, weights, size, self._steps))
 
     def _arrays(self) -> tuple[Any, Any, Any]:
         if callable(self._data):

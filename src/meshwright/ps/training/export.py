@@ -67,7 +67,7 @@ def export_step(
         names = ", ".join(table.name for table in parts.tables)
         raise ModelError(
             f"local= does not support tables that travel by rows ({names}): a worker has only the "
-            "rows of one batch. Use embeddings=None, or leave local= out."
+            "rows of one batch. Use Tables(embeddings=None), or leave local= out."
         )
     platforms = tuple(platforms or (jax.default_backend(),))
     made = _Exporter(program, functions, platforms, local, predicts, laying)
@@ -198,14 +198,14 @@ class _Exporter:
             raise ModelError(
                 f"model {self._name!r} looks up ids that it computes from its own weights "
                 f"({len(beyond)} of {len(args) - len(leaves)} arrays), so they are unknown before "
-                "a step. Train these tables densely: leave their layers out of embeddings=."
+                "a step. Train these tables densely: leave their layers out of Tables(embeddings=)."
             )
         if used := _read_otherwise(functions, self.params, self.state, tables, leaves, tree):
             raise ModelError(
                 "these tables are read as a whole, by a regularizer, by tied weights or by a "
                 "layer of your own, so they cannot travel by rows: "
                 + ", ".join(repr(name) for name in used)
-                + ". Train them densely: name only the other layers in embeddings=."
+                + ". Train them densely: name only the other layers in Tables(embeddings=)."
             )
 
     def _looking(self, tree: Any) -> Callable[[list[Any]], list[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from ...errors import BatchError, DataError
+from ...run.options import Data
 from .data import ArrayBatches, InputContext, Made, first_element
 from .signature import Signature
 from .worker_step import as_batch
@@ -35,27 +36,15 @@ class Feed:
         return replace(self.made, skip=before + skip)
 
 
-def feed_of(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    batch_size: int | None = None,
-    epochs: int = 1,
-    steps: int | None = None,
-    shuffle: bool = False,
-    num_workers: int = 1,
-    seed: int = 0,
-) -> Feed:
-    """The feed of a user's data, for ``epochs`` of ``steps`` each.
+def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0) -> Feed:
+    """The feed of a user's data, for so many epochs; arrays are shuffled by ``seed``.
 
     Raises :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for invalid data.
     """
+    x = data.x
     if _is_arrays(x):
-        arrays = tuple(part for part in (x, y, sample_weight) if part is not None)
-        options = {"batch_size": batch_size or 32, "shuffle": shuffle, "seed": seed}
-        return _of_arrays(arrays, options, epochs, steps, num_workers)
-    if y is not None or sample_weight is not None or batch_size is not None:
+        return _of_arrays(data, epochs, num_workers, seed)
+    if data.y is not None or data.sample_weight is not None or data.batch_size is not None:
         raise BatchError(
             "y=, sample_weight= and batch_size= are for arrays. The elements of a dataset must be "
             "batches: (x, y) or (x, y, sample_weight)."
@@ -69,19 +58,24 @@ def feed_of(
             "a function that makes the dataset on each worker: strategy.fit(model, lambda "
             "context: ...)."
         )
-    steps = steps or (_length(dataset))
-    return Feed(Made(function, num_workers), (example,), steps)
+    return Feed(Made(function, num_workers), (example,), data.steps or _length(dataset))
 
 
-def _of_arrays(
-    arrays: Any, options: dict[str, Any], epochs: int, steps: int | None, num_workers: int
-) -> Feed:
-    one = ArrayBatches(arrays, batch_size=options["batch_size"])
-    num_steps = steps or one.steps
-    batches = ArrayBatches(arrays, epochs=-(-num_steps * epochs // one.steps), **options)
+def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
+    arrays = tuple(v for v in (data.x, data.y, data.sample_weight) if v is not None)
+    size = data.batch_size or 32
+    one = ArrayBatches(arrays, batch_size=size)
+    steps = data.steps or one.steps
+    batches = ArrayBatches(
+        arrays,
+        batch_size=size,
+        epochs=-(-steps * epochs // one.steps),
+        shuffle=data.shuffle,
+        seed=seed,
+    )
     first, last = one[0], one[len(one) - 1]
     examples = (first,) if Signature.of(first) == Signature.of(last) else (first, last)
-    return Feed(Made(_Same(batches), num_workers), examples, num_steps, whole=True, alike=True)
+    return Feed(Made(_Same(batches), num_workers), examples, steps, whole=True, alike=True)
 
 
 class _Same:

@@ -9,6 +9,7 @@ import keras
 
 from ... import _compat
 from ...errors import ModelError
+from ..options import Tables
 from ..shared.variables import Variable
 from .local import Local
 from .serving import Served
@@ -21,29 +22,16 @@ def served(
     strategy: Any,
     model: keras.Model,
     batches: Sequence[Any],
+    tables: Tables,
     *,
-    embeddings: int | Sequence[str] | None,
-    table_optimizer: Any = None,
     local: Local | None = None,
     any_rows: bool = True,
 ) -> Served:
     """The model on this strategy's servers; what was exported before is used again."""
-    names = tuple(embeddings) if isinstance(embeddings, list) else embeddings
-    signatures = tuple(Signature.of(batch) for batch in batches)
-    asked = ("fit", signatures, names, local, any_rows, repr(table_optimizer))
+    signatures, optimizer = tuple(map(Signature.of, batches)), repr(tables.optimizer)
+    asked = ("fit", signatures, tables.embeddings, local, any_rows, optimizer)
     return kept(
-        strategy,
-        model,
-        asked,
-        lambda: Served(
-            strategy,
-            model,
-            batches,
-            embeddings=embeddings,
-            table_optimizer=table_optimizer,
-            local=local,
-            any_rows=any_rows,
-        ),
+        strategy, model, asked, lambda: Served(strategy, model, batches, tables, local, any_rows)
     )
 
 

@@ -203,5 +203,5 @@ def _refuse_tables(placement: Placement, infos: list[ParamInfo], kept: list[Para
         raise ModelError(
             "layouts do not apply to tables that travel by rows, because a worker has only the "
             "rows of its batch:\n" + "\n".join(faults) + "\nRemove them, or keep the tables whole "
-            "with embeddings=None."
+            "with Tables(embeddings=None)."
         )

@@ -14,9 +14,9 @@ import keras
 import numpy as np
 
 from ...errors import ModelError
-from ...run.logs import on_host
 from ...frontends.keras.program import KerasVariables
 from ...program import Logs
+from ...run.logs import on_host
 from .gradients import Parts
 
 

@@ -16,13 +16,16 @@ import numpy as np
 
 from ... import _compat
 from ...errors import BatchError
+from ...frontends.keras.options import check_model
 from ...frontends.keras.program import KerasVariables, predict_step
 from ...program import Aux, Batch, Program, TrainState
+from ...run.options import Data
 from ...step.padding import Padded
 from ..coordinator.coordinator import ClusterCoordinator
+from ..options import Tables
 from ..worker.updates import Update
 from ..worker_devices import platforms_of
-from .embeddings import LEAST_BYTES, KerasLookups, building
+from .embeddings import KerasLookups, building
 from .export import export_step
 from .feed import feed_of
 from .known import kept
@@ -35,34 +38,19 @@ from .validation import num_shards
 from .worker_step import TrainStep
 
 
-def predict(
-    strategy: Any,
-    model: keras.Model,
-    x: Any,
-    *,
-    batch_size: int | None = None,
-    steps: int | None = None,
-    embeddings: int | Sequence[str] | None = LEAST_BYTES,
-) -> Any:
-    """What a model returns for all inputs, in their order, as NumPy arrays.
-
-    The workers of the strategy compute. ``x`` is given as to :func:`fit`; of the batches of a
-    dataset only the inputs are taken. The model need not be compiled.
-    Raises :class:`~meshwright.BatchError` where the data holds no batch.
-    """
+def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> Any:
+    """See :meth:`ParameterServer.predict`."""
+    check_model(model)
     workers = strategy.num_workers
-    feed = feed_of(x, batch_size=batch_size, steps=steps, num_workers=workers)
+    feed = feed_of(data, num_workers=workers)
     batches = [inputs_of(example) for example in feed.examples]
-    names = tuple(embeddings) if isinstance(embeddings, list) else embeddings
-    asked = ("predict", tuple(map(Signature.of, batches)), names, feed.alike)
+    asked = ("predict", tuple(map(Signature.of, batches)), tables.embeddings, feed.alike)
     of_model = kept(
-        strategy,
-        model,
-        asked,
-        lambda: Predicted(strategy, model, batches, embeddings=embeddings, any_rows=not feed.alike),
+        strategy, model, asked, lambda: Predicted(strategy, model, batches, tables, feed.alike)
     )
     of_model.put()
-    shards = PredictShard(of_model.step(), feed.made, num_shards(workers, steps), steps)
+    count = num_shards(workers, data.steps)
+    shards = PredictShard(of_model.step(), feed.made, count, data.steps)
     coordinator = ClusterCoordinator(strategy)
     values = [coordinator.schedule(shards, args=(shard,)) for shard in range(shards.num_shards)]
     coordinator.join()
@@ -84,9 +72,8 @@ class Predicted:
         strategy: Any,
         model: keras.Model,
         batches: Sequence[Any],
-        *,
-        embeddings: int | Sequence[str] | None,
-        any_rows: bool,
+        tables: Tables,
+        alike: bool,
     ) -> None:
         self._strategy = strategy
         self._tree: Any = None  # how outputs are nested, known once the model is traced
@@ -94,17 +81,17 @@ class Predicted:
             if not _compat.is_built(model):
                 _compat.build_forward(model, batches[0][0])
         self._variables = KerasVariables.of(model)
-        lookups = KerasLookups(model, self._variables, embeddings)
-        tables = [table.name for table in lookups.tables]
+        lookups = KerasLookups(model, self._variables, tables.embeddings)
+        names = [table.name for table in lookups.tables]
         worker = strategy.worker
         self._exported = export_step(
             self._program(model),
             batches,
             lookups=lookups,
-            any_rows=any_rows,
+            any_rows=not alike,
             predicts=True,
             platforms=platforms_of(strategy.cluster),
-            laying=worker and laying_of(worker, model, self._variables, tables),
+            laying=worker and laying_of(worker, model, self._variables, names),
         )
         parts, v = self._exported.parts, self._variables
         homes = Homes(strategy, model.name, v, lookups)
@@ -112,7 +99,7 @@ class Predicted:
             homes.of(parts.params, v.params),
             homes.of(parts.moving, v.state),
             homes.of(parts.frozen, v.state),
-            homes.of_tables(tables),
+            homes.of_tables(names),
         )
 
     def belongs_to(self, strategy: Any) -> bool:

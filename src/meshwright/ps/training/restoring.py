@@ -16,8 +16,8 @@ from ...program import TrainState
 from ..coordinator.coordinator import ClusterCoordinator
 from .embeddings import KerasLookups, building
 from .naming import Homes
-from .saving import TABLES
-from .table_files import check_tables, read_index, restore_rows_here
+from .saving import check_tables_of
+from .table_files import restore_rows_here
 
 
 def restore_model(strategy: Any, model: keras.Model, directory: str | Path) -> int:
@@ -36,9 +36,7 @@ def restore_model(strategy: Any, model: keras.Model, directory: str | Path) -> i
     variables, info = KerasVariables.of(model), read_checkpoint(directory)
     homes = Homes(strategy, model.name, variables, lookups := KerasLookups(model, variables, None))
     tables = homes.of_tables(list(lookups.served))
-    source = tables_of(info)
-    if tables:
-        check_tables({} if source is None else read_index(source), tables, info.directory)
+    source = check_tables_of(info, tables) if tables else None
     restore_weights(info, model, variables)
     if tables:
         coordinator = ClusterCoordinator(strategy)
@@ -53,9 +51,3 @@ def restore_weights(info: CheckpointInfo, model: keras.Model, variables: KerasVa
     wanted = names.to_checkpoint(TrainState(before.params, before.state, {}, {}))
     found = names.from_checkpoint(restore_state(info, wanted))
     write_state(variables, before._replace(params=found.params, state=found.state))
-
-
-def tables_of(info: CheckpointInfo) -> Path | None:
-    """The directory of a checkpoint's tables; ``None`` where it was saved without any."""
-    named = info.notes.get(TABLES)
-    return None if named is None else info.directory.with_name(named).absolute()

@@ -16,6 +16,7 @@ from ... import _compat
 from ...errors import ModelError
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Logs
+from ..options import Tables
 from ..shared.client import Servers
 from ..shared.consistency import Backup, Sync
 from ..shared.placing import VariableSpec
@@ -51,9 +52,7 @@ class Served:
         strategy: Any,
         model: keras.Model,
         batches: Sequence[Any],
-        *,
-        embeddings: int | Sequence[str] | None,
-        table_optimizer: Any = None,
+        tables: Tables,
         local: Local | None = None,
         any_rows: bool = True,
     ) -> None:
@@ -64,10 +63,10 @@ class Served:
         check_metrics(model.metrics)
         in_rounds = isinstance(strategy.consistency, Sync | Backup)
         self._apart = _whole_optimizer(model, self.variables, local, in_rounds)
-        self.lookups = KerasLookups(model, self.variables, embeddings)
+        self.lookups = KerasLookups(model, self.variables, tables.embeddings)
         self._own_optimizers = table_optimizers(
             self.lookups,
-            table_optimizer,
+            tables.optimizer,
             local,
             loss_scale=getattr(model.optimizer, "loss_scale_factor", None),
             in_rounds=in_rounds,

@@ -53,11 +53,13 @@ def table_optimizers(
     chosen = {table.name: own.get(table.name) or choice for table in lookups.tables}
     if choice is not None and not lookups.tables:
         raise ModelError(
-            "table_optimizer= was given, but no table of this model travels by rows. Name the "
-            "layers of the tables in embeddings=, or leave table_optimizer= out."
+            "Tables(optimizer=) was given, but no table of this model travels by rows. Name the "
+            "layers of the tables in Tables(embeddings=), or leave the optimizer out."
         )
     if local is not None and any(one is not None for one in chosen.values()):
-        raise ModelError("local= trains the whole model on the worker: leave table_optimizer= out.")
+        raise ModelError(
+            "local= trains the whole model on the worker: leave Tables(optimizer=) out."
+        )
     return {
         name: _of(name, one, loss_scale, in_rounds)
         for name, one in chosen.items()

@@ -1,0 +1,209 @@
+"""The steps of ``fit`` on parameter servers: workers take them, and the coordinator waits.
+
+A step is one batch on one worker. The coordinator schedules the steps up to the next checkpoint or
+the end of the epoch, waits for all of them, and reads the metrics off the servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from ...checkpoint import CheckpointInfo, Position
+from ...errors import ExhaustedError, MeshwrightError, UnreachableError
+from ...frontends.keras.callbacks import others
+from ...frontends.keras.lasting import LastingNames
+from ...frontends.keras.program import read_state, write_state
+from ...program import Logs, TrainState
+from ...run.epochs import Taken
+from ...run.progress import Progress
+from ...run.saver import Saver
+from ...run.stopping import Stopping
+from ..coordinator.coordinator import ClusterCoordinator
+from ..options import Sharding
+from ..shared.consistency import Async
+from .callbacks import feed_batch_end, saves
+from .compression import Compression
+from .feed import Feed
+from .local import Local
+from .numbered import NumberedStep
+from .saving import TableSaver
+from .serving import Served
+from .validation import MeasureShard, num_shards, validate
+
+_DRAWS_EVERY_S = 0.2
+
+
+class ServerSteps:
+    """Takes the steps of one run of ``fit`` (:class:`~meshwright.run.epochs.Steps`)."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        of_model: Served,
+        feed: Feed,
+        callbacks: keras.callbacks.CallbackList,
+        saver: Saver,
+        *,
+        compression: Compression | None,
+        local: Local | None,
+        sharding: Sharding,
+        held_out: Feed | None,
+        progress: Progress | None,
+    ) -> None:
+        assert feed.steps is not None  # fit has seen to that
+        self.num_batches: int = feed.steps
+        self._served, self._feed, self._callbacks = of_model, feed, callbacks
+        self._saver, self._sharding, self._progress = saver, sharding, progress
+        self._model = of_model.model
+        self._names = LastingNames.of(self._model, of_model.variables)
+        self._coordinator = ClusterCoordinator(strategy)
+        self._tables = TableSaver(saver, self._coordinator)
+        # Only then may a worker keep what its last push has brought.
+        fresh = not isinstance(strategy.consistency, Async)
+        step = of_model.step(uuid.uuid4().hex, compression, fresh)
+        self._step, self._numbered = step, NumberedStep(step, feed.made)
+        self._measure: MeasureShard | None = None
+        if held_out is not None:
+            shards = num_shards(strategy.num_workers, held_out.steps)
+            self._measure = MeasureShard(step, held_out.made, shards, held_out.steps)
+        self._every = local.every if local else 1
+        self._edition = 0
+        self._epochs_begun = 0
+        self._has_values = self._has_slots = True  # the model, not only the servers
+
+    def __enter__(self) -> None:
+        self._served.put()
+        self._tables.restore(self._served.tables_away)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UnreachableError):
+            with contextlib.suppress(MeshwrightError):
+                self._take()  # what was trained until then is kept
+        self._tables.remove_old()
+
+    def begin_epoch(self, epoch: int, start: CheckpointInfo | None) -> None:
+        if self._served.put_changed():
+            self._edition += 1
+        # An epoch that was saved in its midst goes on with what its metrics have counted.
+        self._served.forget_counts(start.notes.get("counts") if start else None)
+        self._epochs_begun = epoch + 1
+
+    def take(self, epoch: int, done: int) -> Iterator[Taken]:
+        batches = None
+        if self._sharding != "dynamic":  # each worker has an iterator over its share
+            made = self._feed.made_for(epoch, done)
+            batches = iter(self._coordinator.create_per_worker_dataset(made, self._sharding))
+        while done < self.num_batches:
+            count = self._saver.until_due(self.num_batches - done)
+            self._has_values = self._has_slots = False
+            with self._drawn(done):
+                trained = self._train(batches, epoch, done, count)
+            done += trained
+            if self._saver.stopping.is_asked:
+                self._take()
+            yield Taken(trained, done, {})
+
+    def logs(self, last: Logs) -> Logs:
+        logs = self._served.logs()
+        feed_batch_end(self._callbacks, self.num_batches - 1, logs)
+        return logs
+
+    def settle(self, ends: bool) -> None:
+        if ends or others(self._callbacks):
+            # Slots are large, and only callbacks that save look at them.
+            self._take(slots=ends or saves(self._callbacks))
+
+    def validate(self, stopping: Stopping) -> Logs:
+        assert self._measure is not None  # there is data
+        self._edition += 1  # workers have what they read before other workers' last steps
+        counts = validate(
+            self._coordinator, self._measure, self._edition, lambda: stopping.is_asked
+        )
+        if counts is None:
+            self._take()
+            raise stopping.error()
+        return self._served.logs_from(counts)
+
+    def finish(self) -> None:
+        self._take()
+        self._served.move_on(self.num_batches * self._epochs_begun)
+        self._model.optimizer.finalize_variable_values(self._model.trainable_weights)
+
+    # What a checkpoint holds
+
+    def state(self) -> TrainState:
+        self._take()
+        return self._names.to_checkpoint(read_state(self._served.variables))
+
+    def load(self, state: TrainState) -> None:
+        write_state(self._served.variables, self._names.from_checkpoint(state))
+
+    def position(self, epoch: int, batches: int) -> Position:
+        return Position(epoch, batches)
+
+    def notes(self, position: Position) -> dict[str, Any]:
+        counts = {"counts": self._served.counts().tolist()} if position.batches else {}
+        return counts | self._tables.save(self._served.tables_away)
+
+    def _take(self, slots: bool = True) -> None:
+        """Give the model what is newer on the servers."""
+        if not self._has_values:
+            self._served.take(slots=False)
+            self._has_values = True
+        if slots and not self._has_slots:
+            self._served.take_slots()
+            self._has_slots = True
+
+    # One call of the workers
+
+    def _train(self, batches: Any, epoch: int, first: int, count: int) -> int:
+        """Take ``count`` steps and wait for them; the number of steps done, also after a signal."""
+        steps = self.num_batches
+        dataset, begin = (0, epoch * steps) if self._feed.whole else (epoch, 0)
+        scheduled, stopping = 0, self._saver.stopping
+        try:
+            for at in range(first, first + count, self._every):
+                if stopping.is_asked:
+                    break
+                scheduled += 1
+                size = min(self._every, first + count - at)
+                if batches is None:
+                    args = (dataset, begin + at, self._edition, size)
+                    self._coordinator.schedule(self._numbered, args)
+                else:
+                    self._coordinator.schedule(self._step, (batches, self._edition, size))
+            dropped = self._coordinator.join_unless(lambda: stopping.is_asked)
+        except ExhaustedError as error:
+            raise ExhaustedError(
+                f"the data ended in epoch {epoch + 1}, before its {steps} batches "
+                f"(steps_per_epoch): {error} Reduce steps_per_epoch, or repeat the dataset."
+            ) from error
+        return min(count, (scheduled - dropped) * self._every)
+
+    @contextlib.contextmanager
+    def _drawn(self, done: int) -> Iterator[None]:
+        """Draw the line from a thread, while this one waits for workers."""
+        progress = self._progress
+        if progress is None or not progress.live:
+            yield
+            return
+        ended, began = threading.Event(), self._coordinator.stats()["done"]
+
+        def draw() -> None:
+            while not ended.wait(_DRAWS_EVERY_S):
+                calls = self._coordinator.stats()["done"] - began
+                progress.after(min(done + self._every * calls, self.num_batches), {})
+
+        thread = threading.Thread(target=draw, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
