@@ -174,6 +174,29 @@ def test_a_run_goes_on_from_its_checkpoint_and_an_evaluator_follows_it(tmp_path)
     assert last.logs | {"rows": 0} == pytest.approx(wanted | {"rows": 0}, rel=1e-5)
 
 
+class Epochs(keras.callbacks.Callback):
+    """Counts epochs, as EarlyStopping counts those without progress."""
+
+    def on_train_begin(self, logs=None):
+        self.epochs = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs += 1
+
+
+def test_what_callbacks_have_counted_goes_on_and_a_share_of_the_rows_is_held_out(tmp_path):
+    x, y = data()
+    how = {"validation_split": 1 / 3, "checkpoint": tmp_path, **HOW}
+    with ParameterServer() as strategy:
+        strategy.fit(dense("sgd"), x, y, epochs=2, callbacks=[Epochs()], **how)
+    resumed, counted = dense("sgd"), Epochs()
+    with ParameterServer() as strategy:
+        found = strategy.fit(resumed, x, y, epochs=3, callbacks=[counted], **how).history
+    assert counted.epochs == 3
+    expected = dense("sgd").fit(x, y, epochs=3, validation_split=1 / 3, **HOW).history
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+
+
 @pytest.mark.full
 def test_what_servers_have_trained_goes_on_synchronously(tmp_path):
     x, y = data()
