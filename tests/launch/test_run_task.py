@@ -15,6 +15,7 @@ from meshwright import ClusterError
 from meshwright.launch import Task, TaskSettings
 from meshwright.ps import task as task_module
 from meshwright.ps.task import run_task
+from meshwright.ps.wire.listener import Listener
 from meshwright.testing import run_in_fresh_process
 
 CLUSTER = {"chief": ["ipc:///x/c"], "worker": ["ipc:///x/w0", "ipc:///x/w1"], "ps": ["ipc:///x/p"]}
@@ -78,11 +79,11 @@ def test_a_folder_in_which_starts_cannot_be_counted_is_named(entries, tmp_path):
 
 
 def test_what_a_task_cannot_do_is_told_with_its_name(entries):
-    def refused(_settings: TaskSettings) -> None:
-        raise ClusterError("cannot listen at x: address already in use.")
+    def listen(settings: TaskSettings) -> None:
+        Listener("ipc:///no/such/folder/x", task=str(settings.task)).close()
 
-    entries[1].serve = refused
-    with pytest.raises(ClusterError, match=r"^ps:0 cannot listen at x: address already in use"):
+    entries[1].serve = listen
+    with pytest.raises(ClusterError, match=r"^ps:0 cannot listen at ipc:///no/such/folder/x: "):
         run_task(told_by("ps", 0))
 
 

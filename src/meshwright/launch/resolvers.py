@@ -110,9 +110,10 @@ class TFConfigResolver(SimpleResolver):
     def __init__(self, environment: Environment | None = None) -> None:
         variables = os.environ if environment is None else environment
         config = tf_config.read_config(variables.get("TF_CONFIG", ""))
-        with _naming("TF_CONFIG"):
-            jobs = tf_config.jobs_of(config)
-            super().__init__(jobs, tf_config.task_of(config, jobs))
+        jobs = tf_config.jobs_of(config)
+        task = tf_config.task_of(config, jobs)
+        with _about("TF_CONFIG"):
+            super().__init__(jobs, None if task is None else Task(*task))
 
 
 class SlurmResolver(SimpleResolver):
@@ -139,7 +140,7 @@ class SlurmResolver(SimpleResolver):
     ) -> None:
         variables = os.environ if environment is None else environment
         counts = _job_counts(jobs, variables)
-        with _naming("Slurm's step"):
+        with _about("Slurm's step"):
             places = slurm.places(variables)
             port = _port(variables) if port_base is None else port_base
             addresses = [f"{host}:{port + local}" for host, local in places]
@@ -183,7 +184,7 @@ class KubernetesResolver(SimpleResolver):
                 f"pods of a StatefulSet named '<name>-{job}' do; MESHWRIGHT_JOB is {job!r}."
             )
         counts, port = _job_counts(None, variables), _port(variables)
-        with _naming("the pods"):
+        with _about("the pods"):
             spec = ClusterSpec(
                 {
                     each: [f"{found[1]}-{each}-{i}.{service}:{port}" for i in range(count)]
@@ -228,13 +229,11 @@ def tells_of_cluster(environment: Environment | None = None) -> bool:
 
 
 @contextlib.contextmanager
-def _naming(source: str) -> Iterator[None]:
-    """Errors that are raised inside say which source they are about."""
+def _about(source: str) -> Iterator[None]:
+    """Begin the message of every :class:`ClusterError` raised inside with its source."""
     try:
         yield
     except ClusterError as error:
-        if source in str(error):
-            raise
         raise ClusterError(f"{source}: {error}") from error
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ClusterError
-from .spec import Job, Task
+from .spec import Job
 
 _FORM = (
     'It reads {"cluster": {"worker": ["host:port"], "ps": ["host:port"]}, '
@@ -39,8 +39,8 @@ def jobs_of(config: Mapping[str, Any]) -> Mapping[str, Job]:
     return {"chief" if job == "master" else job: tasks for job, tasks in cluster.items()}
 
 
-def task_of(config: Mapping[str, Any], jobs: Mapping[str, Job]) -> Task | None:
-    """The task of this process. Raises :class:`ClusterError` where it is half said."""
+def task_of(config: Mapping[str, Any], jobs: Mapping[str, Job]) -> tuple[Any, Any] | None:
+    """Job and index of this process, not checked yet. Raises :class:`ClusterError` where it is half said."""
     task = config.get("task")
     if not task:
         return None
@@ -50,7 +50,7 @@ def task_of(config: Mapping[str, Any], jobs: Mapping[str, Job]) -> Task | None:
     index = task.get("index")
     if index is None and len(jobs.get(job, ())) > 1:
         raise ClusterError(f"TF_CONFIG's task has no index, and there is more than one {job}.")
-    return Task(job, 0 if index is None else _whole(index))
+    return job, 0 if index is None else _whole(index)
 
 
 def _whole(index: Any) -> Any:

@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 
-from ..errors import ClusterError, MeshwrightError
+from ..errors import MeshwrightError
 from ..launch.generations import next_generation
 from ..launch.joining import GENERATION, settings_from
 from ..launch.resolvers import ClusterResolver, resolve, tells_of_cluster
@@ -67,10 +67,6 @@ def _do(settings: TaskSettings) -> None:
         entry(settings)
     except KeyboardInterrupt:  # the chief tells of it, and not each task
         raise SystemExit(_INTERRUPTED) from None
-    except ClusterError as error:
-        if str(settings.task) in str(error):
-            raise
-        raise ClusterError(f"{settings.task} {error}") from error
 
 
 def _end(_number: int, _frame: object) -> None:
@@ -82,8 +78,8 @@ def main() -> None:
     try:
         run_task()
     except MeshwrightError as error:
-        told = [str(error), *getattr(error, "__notes__", ())]
-        raise SystemExit("Error: " + "\n".join(told)) from None
+        lines = [str(error), *getattr(error, "__notes__", ())]
+        raise SystemExit("Error: " + "\n".join(lines)) from None
     raise SystemExit(
         "Error: no variable tells which server or worker this is. `meshwright launch` starts a "
         "cluster on this machine."

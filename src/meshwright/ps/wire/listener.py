@@ -61,7 +61,7 @@ class Listener:
             if keys is not None:
                 Doorkeeper(self._context, keys)
                 secure_server(self._router, keys)
-            _bind(self._router, address)
+            _bind(self._router, address, task)
         except BaseException:
             self.close()
             raise
@@ -203,7 +203,7 @@ def _settle(router: zmq.Socket[bytes], address: str) -> None:
     router.ipv6 = "[" in address
 
 
-def _bind(router: zmq.Socket[bytes], address: str) -> None:
+def _bind(router: zmq.Socket[bytes], address: str, task: str) -> None:
     fault = _held_by_another(address)
     if fault is None:
         try:
@@ -212,8 +212,8 @@ def _bind(router: zmq.Socket[bytes], address: str) -> None:
             fault = zmq.strerror(error.errno or 0).lower()
     if fault is not None:
         raise ClusterError(
-            f"cannot listen at {address}: {fault}. Give the task another address, "
-            "or end the process that holds this one."
+            f"{task or 'this task'} cannot listen at {address}: {fault}. Give the task another "
+            "address, or end the process that holds this one."
         )
 
 
