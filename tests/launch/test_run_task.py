@@ -14,6 +14,7 @@ import pytest
 from meshwright import ClusterError
 from meshwright.launch import Task, TaskSettings
 from meshwright.ps import task as task_module
+from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.task import run_task
 from meshwright.ps.wire.listener import Listener
 from meshwright.testing import run_in_fresh_process
@@ -88,7 +89,14 @@ def test_what_a_task_cannot_do_is_told_with_its_name(entries):
 
 
 def test_where_nothing_tells_of_a_cluster_everything_is_in_this_process():
-    assert run_task({"HOME": "/"}) is None
+    nowhere = run_task({"HOME": "/"})
+    with ParameterServer(nowhere) as strategy:
+        assert strategy.num_servers == strategy.num_workers == 1
+    with (
+        pytest.raises(ClusterError, match=r"with mw\.ParameterServer\(mw\.run_task\(\)\) as"),
+        nowhere,
+    ):
+        pass
 
 
 def test_half_of_what_is_needed_is_an_error():

@@ -11,8 +11,8 @@ import pytest
 from meshwright import ClusterError
 from meshwright.launch import ClusterSpec, Keys, Task, TaskSettings, settings_from
 from meshwright.launch.addresses import to_bind, to_connect
+from meshwright.launch.cluster import cluster_of
 from meshwright.launch.joining import variables_of
-from meshwright.ps.shared.connecting import spec_and_keys
 
 LOCAL = ClusterSpec({"chief": ["ipc:///x/c"], "worker": ["ipc:///x/w"], "ps": ["ipc:///x/p"]})
 LOOPBACK = ClusterSpec({"chief": ["localhost:1"], "worker": ["ipc:///x/w"], "ps": ["127.0.0.1:2"]})
@@ -60,7 +60,7 @@ def test_tasks_on_loopback_have_the_keys_of_their_user(monkeypatch, tmp_path):
         tasks = [pool.submit(settings_from, variables) for _ in range(8)]
         keys = {task.result().keys for task in tasks}
     (own,) = keys
-    chief, _ = spec_and_keys(LOOPBACK)[1], None
+    chief = cluster_of(LOOPBACK).keys
     worker = settings_from(variables_of(TaskSettings(Task("worker", 0), LOOPBACK), None)).keys
     assert (own, chief.of("worker")) == (chief, worker)
     (path,) = (tmp_path / ".local" / "state" / "meshwright").iterdir()
@@ -74,13 +74,13 @@ def test_keys_of_a_user_are_not_kept_where_others_can_write(monkeypatch, tmp_pat
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name).chmod(0o777)
     with pytest.raises(ClusterError, match=r"(?s)could be made:.*others can write to it.*new_keys"):
-        spec_and_keys(LOOPBACK)
+        cluster_of(LOOPBACK)
 
 
 @pytest.mark.parametrize("cluster", [REMOTE, (REMOTE, None)])
 def test_a_strategy_for_other_hosts_needs_keys(cluster):
     with pytest.raises(ClusterError, match="other hosts can reach chief:0, worker:0, ps:0"):
-        spec_and_keys(cluster)
+        cluster_of(cluster)
 
 
 def test_a_cluster_without_a_chief_has_nobody_to_wait_for():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ClusterError
-from meshwright.ps.shared.consistency import Async, Backup, Stale, Sync, consistency
+from meshwright.ps.shared.consistency import Async, Backup, Stale, Sync, consistency_of
 from meshwright.ps.shared.placing import by_bytes, placed, placing, round_robin
 
 SIZES = st.lists(st.integers(0, 10**9), min_size=1, max_size=40)
@@ -49,14 +49,14 @@ def test_an_unknown_rule_is_named():
     [("async", Async()), ("sync", Sync()), (Stale(2), Stale(2)), (Backup(1), Backup(1))],
 )
 def test_consistency_is_a_value(choice, value):
-    assert consistency(choice) == value
-    assert hash(consistency(choice)) == hash(value)
+    assert consistency_of(choice) == value
+    assert hash(consistency_of(choice)) == hash(value)
 
 
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: consistency("later"), "received 'later'"),
+        (lambda: consistency_of("later"), "received 'later'"),
         (lambda: Stale(-1), r"Stale\(-1\)"),
         (lambda: Stale(True), r"Stale\(True\)"),
         (lambda: Backup(0), r"Backup\(0\)"),

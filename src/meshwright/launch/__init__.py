@@ -1,5 +1,8 @@
 """Processes of a cluster: which tasks there are, who says so, and who starts them."""
 
+from .cluster import Cluster as Cluster
+from .cluster import DescribedCluster as DescribedCluster
+from .cluster import ThisProcess as ThisProcess
 from .joining import settings_from as settings_from
 from .keys import Keys as Keys
 from .resolvers import ClusterResolver as ClusterResolver

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from ..errors import ClusterError
+from ..errors import ClusterError, TaskError
 from ..topology import virtual_device_variables
 from .joining import WORKER_DEVICES, cluster_variables, variables_of
 from .keys import Keys
@@ -138,6 +140,17 @@ class LocalCluster:
         """
         self._supervisor.check(job)
 
+    def has_ended(self, task: Task | str, pid: int) -> bool:
+        """Whether this process of a task is known to have ended; ``False`` once it is closed."""
+        try:
+            with contextlib.suppress(PermissionError):  # it is there, and another user's
+                os.kill(pid, 0)
+            return self.pid(task) != pid
+        except (ProcessLookupError, ClusterError):  # it ended, or was removed
+            return True
+        except TaskError:  # the cluster is closed
+            return False
+
     def chief_variables(self) -> dict[str, str]:
         """The variables with which another process is the chief of this cluster."""
         made = "" if self.worker_devices is None else str(self.worker_devices)
@@ -146,13 +159,26 @@ class LocalCluster:
 
     # What can be done to it
 
-    def kill(self, task: Task | str, signal: int) -> None:
+    def kill(self, task: Task | str, signal_number: int) -> None:
         """Send a signal to a task's process, to see what happens then."""
-        self._supervisor.send_signal(_task(task), signal)
+        self._supervisor.send_signal(_task(task), signal_number)
 
     def restart(self, task: Task | str) -> None:
         """Kill a task's process and start it again."""
         self._supervisor.restart(_task(task))
+
+    def replace(self, task: Task | str, pid: int) -> bool:
+        """Kill this process of a task, so that another is started; returns whether it did.
+
+        Not if the task has another process by now, or the cluster is closed.
+        """
+        try:
+            if self.pid(task) != pid:
+                return False
+            self.kill(task, signal.SIGKILL)
+        except (ClusterError, TaskError):
+            return False
+        return True
 
     def add_worker(self) -> Task:
         """Start one more worker; it joins a training that is under way."""

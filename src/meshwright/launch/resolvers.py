@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 from ..errors import ClusterError
 from . import slurm, tf_config
@@ -21,6 +21,7 @@ from .variables import Environment, need
 DEFAULT_PORT = 8888
 
 
+@runtime_checkable
 class ClusterResolver(Protocol):
     """Whatever knows the tasks of a cluster, and which of them this process is."""
 
@@ -67,10 +68,7 @@ class SimpleResolver:
 
     def __enter__(self) -> NoReturn:
         """A resolver only describes a cluster, so there is nothing to leave."""
-        raise ClusterError(
-            f"{type(self).__name__} describes a cluster, and is not a context manager. Write: "
-            "with mw.ParameterServer(mw.run_task()) as strategy: ..."
-        )
+        raise not_entered(f"{type(self).__name__} describes a cluster")
 
     def __exit__(self, *_: object) -> None:
         """Never called."""
@@ -223,6 +221,14 @@ def tells_of_cluster(environment: Environment | None = None) -> bool:
     names = ("CLUSTER", "TASK", "JOB", "JOBS", "SERVICE")
     named = any(variables.get(f"MESHWRIGHT_{name}") for name in names)
     return named or bool(variables.get("TF_CONFIG")) or slurm.in_step(variables)
+
+
+def not_entered(what: str) -> ClusterError:
+    """The error of ``with`` around something that only describes where a program runs."""
+    return ClusterError(
+        f"{what}, and is not a context manager. Write: "
+        "with mw.ParameterServer(mw.run_task()) as strategy: ..."
+    )
 
 
 # Parts

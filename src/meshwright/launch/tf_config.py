@@ -40,7 +40,7 @@ def jobs_of(config: Mapping[str, Any]) -> Mapping[str, Job]:
 
 
 def task_of(config: Mapping[str, Any], jobs: Mapping[str, Job]) -> tuple[Any, Any] | None:
-    """Job and index of this process, not checked yet. Raises :class:`ClusterError` where it is half said."""
+    """Job and index of this process, unchecked. Raises :class:`ClusterError` if one is missing."""
     task = config.get("task")
     if not task:
         return None

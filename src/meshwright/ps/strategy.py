@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..errors import ArrayError, ClusterError, MeshwrightError, TaskError
+from ..errors import ArrayError, MeshwrightError
 from ..launch.addresses import to_bind
+from ..launch.cluster import Cluster, cluster_of
 from .coordinator.dispatcher import Dispatcher
 from .coordinator.guardian import Guardian
 from .coordinator.links import LocalLinks, SocketLinks
@@ -26,8 +25,8 @@ from .coordinator.terms import Terms
 from .options import InputOptions, Tables
 from .server.core import ServerCore
 from .shared.client import Servers
-from .shared.connecting import Launcher, checked_times, connect, connect_here, spec_and_keys
-from .shared.consistency import Async, Consistency, Stale, consistency
+from .shared.connecting import checked_times, connect, connect_here
+from .shared.consistency import Async, Consistency, Stale, consistency_of, gradient_options
 from .shared.initial import initial
 from .shared.partitioners import Partitioner, num_shards
 from .shared.placing import VariableSpec, placed, placing
@@ -85,16 +84,14 @@ class ParameterServer:
         worker: Any = None,
         timeout_s: float = 60.0,
     ) -> None:
-        self.cluster = cluster
+        self.cluster: Cluster = cluster_of(cluster)
         self.partitioner = partitioner
-        self.consistency = _consistency(consistency)
+        self.consistency = consistency_of(consistency)
         self.at_least_once = at_least_once
-        self.worker = checked_worker(worker, cluster)
+        self.worker = checked_worker(worker, self.cluster)
         self.coordinator_made: ClusterCoordinator | None = None
         self._place = placing(placement)
         self._heartbeat_s, self._dead_after_s = checked_times(heartbeat_s, dead_after_s)
-        self._spec, self._keys = spec_and_keys(cluster)
-        self._launcher = cluster if isinstance(cluster, Launcher) else None
         self._lock = threading.RLock()
         self._names = itertools.count()
         self._loads_bytes = [0] * self.num_servers
@@ -103,7 +100,7 @@ class ParameterServer:
         self._awaited: tuple[str | Path, frozenset[str]] | None = None  # to be restored when made
         self._optimizers: dict[str, Message] = {}
         self._noted_optimizers: list[Sequence[Any]] = []  # config, names, options
-        self._cores = [ServerCore()] if self._spec is None else []
+        self._cores = [ServerCore()] if self.cluster.spec is None else []
         self._servers = self.connect("chief:0")
         self._finalizer = weakref.finalize(self, self._servers.close)
         self._check_servers(timeout_s)
@@ -406,23 +403,25 @@ class ParameterServer:
 
     @property
     def num_servers(self) -> int:
-        return 1 if self._spec is None else self._spec.num_tasks("ps")
+        return 1 if self.cluster.spec is None else self.cluster.spec.num_tasks("ps")
 
     @property
     def num_workers(self) -> int:
         """Workers that the cluster is described with; more may join."""
-        if self._spec is None:
-            return 1
-        spec = self._spec if self._launcher is None else self._launcher.cluster_spec()
-        return spec.num_tasks("worker")
+        return 1 if self.cluster.spec is None else self.cluster.spec.num_tasks("worker")
+
+    @property
+    def worker_platforms(self) -> tuple[str, ...] | None:
+        """JAX's platforms of the workers, where they need not be that of this process."""
+        return None if self.cluster.worker_devices is None else ("cpu",)
 
     def connect(self, role: str) -> Servers:
         """New channels to all servers, for one thread."""
-        if self._spec is None:
+        spec = self.cluster.spec
+        if spec is None:
             return connect_here(self._cores)
-        launcher = self._launcher
-        watch = None if launcher is None else functools.partial(launcher.check, "ps")
-        return connect(self._spec, self._keys, role, watch)
+        watch = functools.partial(self.cluster.check, "ps")
+        return connect(spec, self.cluster.keys, role, watch)
 
     def close(self, stop_tasks: bool = False) -> None:
         """End the coordinator, if there is one, and let go of the servers.
@@ -445,46 +444,29 @@ class ParameterServer:
 
     def terms(self) -> Terms:
         """What the dispatcher must know."""
-        kind = self.consistency
-        options: dict[str, Any] = {}
-        if isinstance(kind, Async | Stale):
-            if kind.by_staleness:
-                options["staleness"] = True
-            if kind.compensation:
-                options["compensation"] = kind.compensation
-                options["adaptive"] = kind.adaptive
         return Terms(
             self.num_servers,
             self.num_workers,
-            kind,
+            self.consistency,
             self._heartbeat_s,
             self._dead_after_s,
-            {"gradient_options": options},
+            {"gradient_options": gradient_options(self.consistency)},
             self.at_least_once,
             self._noted,
-            self._gone,
-            self._replace,
+            self.cluster.has_ended,
+            self.cluster.replace,
         )
 
     def start_dispatcher(self, dispatcher: Dispatcher) -> None:
         """Let a coordinator's dispatcher speak with the workers."""
         self.with_servers(lambda servers: _begin(servers, dispatcher.queue))
-        if self._spec is None:
+        spec = self.cluster.spec
+        if spec is None:
             dispatcher.start(LocalLinks(self.connect("worker:0"), dispatcher.more), None)
             return
-        links = SocketLinks(to_bind(self._spec.task_address("chief", 0)), self._keys)
+        links = SocketLinks(to_bind(spec.task_address("chief", 0)), self.cluster.keys)
         guardian = Guardian(lambda: self.connect("guardian"), dispatcher, self._heartbeat_s)
         dispatcher.start(links, guardian)
-
-    def check_tasks(self) -> None:
-        """Raise :class:`~meshwright.errors.TaskError` where a local cluster has given up tasks."""
-        if self._launcher is not None:
-            self._launcher.check()
-
-    def check_servers(self) -> None:
-        """Raise :class:`~meshwright.errors.TaskError` where a local cluster gave up a server."""
-        if self._launcher is not None:
-            self._launcher.check("ps")
 
     def refill(self, server: int, servers: Servers) -> None:
         """Make again, on a server that came back, what it may have lost."""
@@ -502,31 +484,6 @@ class ParameterServer:
         known = all(name in self._made for name in optimizer[1])
         if known and optimizer not in self._noted_optimizers:
             self._noted_optimizers.append(optimizer)
-
-    def _gone(self, task: str, pid: int) -> bool:
-        """Whether the cluster, if it is this machine's, has seen a worker's process end."""
-        if self._launcher is None:
-            return False
-        try:
-            with contextlib.suppress(PermissionError):  # it is there, and another user's
-                os.kill(pid, 0)
-            return self._launcher.pid(task) != pid
-        except (ProcessLookupError, ClusterError):  # it ended, or was removed
-            return True
-        except TaskError:  # the cluster is closed
-            return False
-
-    def _replace(self, task: str, pid: int) -> bool:
-        """Let a cluster on this machine restart a frozen server; returns whether it does."""
-        if self._launcher is None:
-            return False  # the cluster is not ours to restart: errors name the server
-        try:
-            if self._launcher.pid(task) != pid:  # it was restarted meanwhile, and is not ready yet
-                return False
-            self._launcher.kill(task, signal.SIGKILL)
-        except (ClusterError, TaskError):  # the cluster is closed
-            return False
-        return True
 
     def _placed(
         self, name: str, shape: tuple[int, ...], dtype: str, is_hash: bool = False
@@ -553,11 +510,8 @@ class ParameterServer:
 
     def _check_servers(self, timeout_s: float) -> None:
         for channel in self._servers.channels:
-            connect = getattr(channel, "connect", None)
-            if connect is None:
-                continue
             try:
-                connect(timeout_s)
+                channel.connect(timeout_s)
             except MeshwrightError:
                 self._finalizer()
                 raise
@@ -566,7 +520,7 @@ class ParameterServer:
         return worker_strategy, ()
 
     def __repr__(self) -> str:
-        where = "this process" if self._spec is None else f"{self.num_servers} servers"
+        where = "this process" if self.cluster.spec is None else f"{self.num_servers} servers"
         return f"ParameterServer({where}, {self.consistency!r})"
 
 
@@ -596,7 +550,3 @@ def _begin(servers: Servers, queue: StepQueue) -> None:
             servers.ask(server, Message("round", {"round": number, "of": 0}))
     servers.clip_rounds()
     queue.begin_rounds(max(rounds) + 1)
-
-
-def _consistency(choice: str | Consistency) -> Consistency:
-    return consistency(choice)

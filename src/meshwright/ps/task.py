@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Mapping
 
 from ..errors import MeshwrightError
+from ..launch.cluster import ThisProcess
 from ..launch.generations import next_generation
 from ..launch.joining import GENERATION, settings_from
 from ..launch.resolvers import ClusterResolver, resolve, tells_of_cluster
@@ -25,24 +26,24 @@ _ENTRIES = {  # job -> what it does until it is told to stop
 _INTERRUPTED = 128 + signal.SIGINT
 
 
-def run_task(environment: Mapping[str, str] | None = None) -> ClusterResolver | None:
+def run_task(environment: Mapping[str, str] | None = None) -> ClusterResolver | ThisProcess:
     """Be the task of a cluster that the environment describes, as on Slurm or Kubernetes.
 
     In a server or a worker it does that task's work and then ends the process (``SystemExit``),
     so what comes after it in a script is the chief's. In the chief, and in an evaluator, it
-    returns the resolver, for ``ParameterServer``; where no variable tells of a cluster, ``None``,
-    which means everything in this process. What it returns is not for ``with``: write
-    ``with ParameterServer(run_task()) as strategy``.
+    returns the resolver, for ``ParameterServer``; where no variable describes a cluster,
+    :class:`~meshwright.launch.ThisProcess`: everything in this process. What it returns is not for
+    ``with``: write ``with ParameterServer(run_task()) as strategy``.
 
-    >>> print(run_task({"HOME": "/"}))
-    None
+    >>> run_task({"HOME": "/"})
+    ThisProcess()
 
     Raises :class:`~meshwright.errors.ClusterError` where variables are missing or wrong, where
     the task's address is taken, or where other hosts could connect without keys.
     """
     tie_from_environment()
     if not tells_of_cluster(environment):
-        return None
+        return ThisProcess()
     settings = settings_from(environment)
     if settings.task.job not in _ENTRIES:
         return resolve(environment)

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ..errors import ClusterError
-from ..launch.joining import WORKER_DEVICES
+from ..launch.cluster import Cluster
 
 
-def checked_worker(worker: Any, cluster: Any) -> Any:
+@runtime_checkable
+class _Layout(Protocol):
+    """``mw.Sharded`` and its kin; this room loads no Keras."""
+
+    mesh: Any
+
+    @property
+    def placement(self) -> Any: ...
+    @property
+    def how(self) -> Any: ...
+    def on(self, mesh: Any) -> Any: ...
+
+
+def checked_worker(worker: Any, cluster: Cluster) -> Any:
     """The strategy of each worker over its own devices, on a mesh without any where those are away.
 
     Raises :class:`~meshwright.errors.ClusterError` that lists all that cannot be done so.
     """
     if worker is None:
         return None
-    if not hasattr(worker, "placement") or not hasattr(worker, "how"):
+    if not isinstance(worker, _Layout):
         raise ClusterError(
             "worker must be mw.Sharded(mesh, layouts) or mw.DataParallel(mesh), the layout of the "
             f"step over each worker's own devices; received {worker!r}."
         )
-    size, there = worker.mesh.size, devices_of(cluster)
+    size, num_devices = worker.mesh.size, cluster.worker_devices
     faults = []
-    if there is not None and there != size:
+    if num_devices is not None and num_devices != size:
         faults.append(
             f"worker={worker!r} lies on a mesh of {size} devices ({worker.mesh.axes_text}), and "
-            f"each worker of the cluster has {there}. Start it with "
-            f"LocalCluster(worker_devices={size}), or make the mesh of {there}."
+            f"each worker of the cluster has {num_devices}. Start it with "
+            f"LocalCluster(worker_devices={size}), or make the mesh of {num_devices}."
         )
     if worker.how.accumulate != 1:
         faults.append(
@@ -35,7 +47,8 @@ def checked_worker(worker: Any, cluster: Any) -> Any:
             "in a step. Leave it out, and give the optimizer gradient_accumulation_steps="
             f"{worker.how.accumulate}: the servers accumulate."
         )
-    if cluster is None and worker.mesh.is_abstract:
+    here = cluster.spec is None
+    if here and worker.mesh.is_abstract:
         faults.append(
             f"worker={worker!r}: without a cluster this process is the worker, and the mesh "
             f"({worker.mesh.axes_text}) has no devices. Make it with "
@@ -43,18 +56,4 @@ def checked_worker(worker: Any, cluster: Any) -> Any:
         )
     if faults:
         raise ClusterError("\n".join(faults))
-    away = cluster is not None and not worker.mesh.is_abstract
-    return worker.on(worker.mesh.abstract()) if away else worker
-
-
-def devices_of(cluster: Any) -> int | None:
-    """How many CPU devices were made in each worker of a cluster; ``None``: those that it finds."""
-    if cluster is None or hasattr(cluster, "worker_devices"):
-        return getattr(cluster, "worker_devices", None)
-    told = os.environ.get(WORKER_DEVICES, "")
-    return int(told) if told.isdecimal() else None
-
-
-def platforms_of(cluster: Any) -> tuple[str, ...] | None:
-    """The platforms of a cluster's workers, where they need not be those of this process."""
-    return None if devices_of(cluster) is None else ("cpu",)
+    return worker if here or worker.mesh.is_abstract else worker.on(worker.mesh.abstract())

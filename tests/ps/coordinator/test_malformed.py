@@ -8,13 +8,13 @@ from collections import deque
 import pytest
 
 from meshwright.errors import MeshwrightWarning
+from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.calls import Packer, Scheduled
 from meshwright.ps.coordinator.dispatcher import Dispatcher
 from meshwright.ps.coordinator.schemas import BEAT, SCHEMAS
 from meshwright.ps.coordinator.terms import Terms
 from meshwright.ps.coordinator.values import RemoteValue
 from meshwright.ps.shared.consistency import Async
-from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.wire.message import Message
 
 WRONG = (None, -1, 1 << 62, 2.5, float("nan"), "zz", "worker:0", True, [], [[3]], {}, {"x": [1]})
@@ -183,12 +183,8 @@ def test_a_worker_that_names_the_process_of_another_user_is_gone(monkeypatch) ->
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    class Launcher:
-        def pid(self, task: str) -> int:
-            return 5
-
-    with ParameterServer() as strategy:
-        monkeypatch.setattr(strategy, "_launcher", Launcher())
-        monkeypatch.setattr("os.kill", refuse)
-        assert strategy._gone("worker:0", 1)
-        assert not strategy._gone("worker:0", 5)
+    cluster = object.__new__(LocalCluster)  # which has started nothing
+    monkeypatch.setattr(cluster, "pid", lambda task: 5)
+    monkeypatch.setattr("os.kill", refuse)
+    assert cluster.has_ended("worker:0", 1)
+    assert not cluster.has_ended("worker:0", 5)

@@ -385,7 +385,7 @@ def test_workers_of_several_devices_that_die_lose_no_step():
 
 def test_a_cluster_with_other_devices_than_the_mesh_is_refused(monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_WORKER_DEVICES", "2")  # as a launched chief finds it
-    cluster = mw.ClusterSpec({"chief": ["a:1"], "worker": ["a:2"], "ps": ["a:3"]})
+    cluster = mw.ClusterSpec({"chief": ["ipc:///c"], "worker": ["ipc:///w"], "ps": ["ipc:///p"]})
     says = r"mesh of 4 devices \(batch=4\).*has 2.*worker_devices=4"
     with pytest.raises(mw.ClusterError, match=says):
         ParameterServer(cluster, worker=mw.Sharded(mw.Mesh({"batch": 4})))

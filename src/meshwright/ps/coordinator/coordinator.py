@@ -49,7 +49,9 @@ class ClusterCoordinator:
     """
 
     def __new__(cls, strategy: ParameterServer) -> ClusterCoordinator:
-        if not hasattr(strategy, "coordinator_made"):
+        from ..strategy import ParameterServer
+
+        if not isinstance(strategy, ParameterServer):
             raise ClusterError(f"a coordinator takes a ParameterServer; received {strategy!r}.")
         known = strategy.coordinator_made
         return super().__new__(cls) if known is None else known
@@ -274,9 +276,9 @@ class ClusterCoordinator:
 
     def _check_tasks(self) -> None:
         """Raise where what is waited for can never come: a server, or all workers, are given up."""
-        self.strategy.check_servers()
+        self.strategy.cluster.check("ps")
         if not self._dispatcher.workers:
-            self.strategy.check_tasks()
+            self.strategy.cluster.check()
         self._check_broken()
 
     def _check_broken(self) -> None:

@@ -103,15 +103,12 @@ class Servers:
     def generation(self, server: int) -> int:
         """How often a server was started again, as far as it has said."""
         heard = self._restarts.get(server, (0, 0))[0]
-        return max(heard, self._greeting(server).get("generation", 0))
+        welcome = self.channels[server].welcome
+        return heard if welcome is None else max(heard, welcome.head.get("generation", 0))
 
     def restarts(self) -> list[tuple[int, int, int]]:
         """Server, generation and first version of those that were started again, as they said."""
-        return [(server, *told) for server, told in self._restarts.items()]
-
-    def _greeting(self, server: int) -> Mapping[str, Any]:
-        welcome = getattr(self.channels[server], "welcome", None)
-        return {} if welcome is None else welcome.head
+        return [(server, *restart) for server, restart in self._restarts.items()]
 
     def _owned(self, server: int, answer: Message) -> Message:
         if answer.arrays and "version" in answer.head:
@@ -249,14 +246,13 @@ class Servers:
 
         An answer that came meanwhile may be from before or after a restart.
         """
-        found: set[int] = set()
+        servers: set[int] = set()
         for server, channel in enumerate(self.channels):
             channel.receive_nowait()  # takes in what has happened to the connection
-            count = getattr(channel, "connections", 1)
-            if count > self._connections[server]:
-                found.add(server)
-                self._connections[server] = count
-        return found
+            if channel.connections > self._connections[server]:
+                servers.add(server)
+                self._connections[server] = channel.connections
+        return servers
 
     def again(self, pending: Pending, servers: set[int]) -> Acknowledged:
         """Ask some servers again for the same push: it is applied where it was lost."""

@@ -1,14 +1,12 @@
-"""Which cluster a strategy is for, and channels to its servers."""
+"""Channels to the servers of a cluster."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
 
 from ...errors import ClusterError
 from ...launch.addresses import to_connect
-from ...launch.joining import keys_from
 from ...launch.keys import Keys
 from ...launch.spec import ClusterSpec
 from ..server.core import ServerCore
@@ -16,27 +14,6 @@ from ..wire.memory import MemoryChannel
 from ..wire.message import Message
 from ..wire.sockets import SocketChannel
 from .client import Servers
-
-
-@runtime_checkable
-class Launcher(Protocol):
-    """The owner that started the tasks and keeps them running, such as a ``LocalCluster``."""
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The present tasks."""
-        ...
-
-    def pid(self, task: str) -> int:
-        """The id of a task's process. Raises ``ClusterError`` for an unknown task."""
-        ...
-
-    def kill(self, task: str, signal: int) -> None:
-        """Send a signal to a task's process."""
-        ...
-
-    def check(self, job: str | None = None) -> None:
-        """Raise ``TaskError`` for tasks that have ended and are not started again."""
-        ...
 
 
 def connect(
@@ -66,33 +43,6 @@ def connect_here(cores: Sequence[ServerCore]) -> Servers:
     return Servers(
         [MemoryChannel(core, f"ps:{index}", identity=identity) for index, core in enumerate(cores)]
     )
-
-
-def spec_and_keys(cluster: Any) -> tuple[ClusterSpec | None, Keys | None]:
-    """The tasks and keys of whatever a user gives as a cluster; ``None``: this process.
-
-    Raises :class:`~meshwright.errors.ClusterError` for what is none, has no chief, or spans hosts
-    and has no keys.
-    """
-    if cluster is None:
-        return None, None
-    keys = getattr(cluster, "keys", None)
-    if isinstance(cluster, tuple) and len(cluster) == 2:
-        cluster, keys = cluster
-    spec: Any = cluster
-    if hasattr(spec, "cluster_spec"):
-        spec = spec.cluster_spec()
-    if not isinstance(spec, ClusterSpec):
-        raise ClusterError(
-            "cluster is a LocalCluster, a ClusterSpec, a pair of a ClusterSpec and Keys, a "
-            f"resolver, or None; received {cluster!r}."
-        )
-    if "chief" not in spec.jobs:
-        raise ClusterError(
-            "there must be one chief in the cluster, and there is none: workers join it there. "
-            "Give it an address, such as {'chief': ['host:8887'], ...}."
-        )
-    return spec, keys_from(spec) if keys is None else keys
 
 
 def checked_times(heartbeat_s: float, dead_after_s: float) -> tuple[float, float]:

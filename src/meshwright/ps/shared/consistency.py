@@ -8,6 +8,7 @@ synchronous training that does not wait for the slowest (Chen et al. 2016).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import ClusterError
 
@@ -69,12 +70,12 @@ class Backup:
 Consistency = Async | Stale | Sync | Backup
 
 
-def consistency(choice: str | Consistency) -> Consistency:
+def consistency_of(choice: str | Consistency) -> Consistency:
     """The value that ``"async"`` or ``"sync"`` stands for; values as they are.
 
     Raises :class:`~meshwright.errors.ClusterError` for anything else.
 
-    >>> consistency("sync")
+    >>> consistency_of("sync")
     Sync()
     """
     if isinstance(choice, Async | Stale | Sync | Backup):
@@ -86,6 +87,22 @@ def consistency(choice: str | Consistency) -> Consistency:
             f"received {choice!r}."
         )
     return named[choice]
+
+
+def gradient_options(consistency: Consistency) -> dict[str, Any]:
+    """What servers must know of each gradient.
+
+    >>> gradient_options(Async(by_staleness=True)), gradient_options(Sync())
+    ({'staleness': True}, {})
+    """
+    options: dict[str, Any] = {}
+    if isinstance(consistency, Async | Stale):
+        if consistency.by_staleness:
+            options["staleness"] = True
+        if consistency.compensation:
+            options["compensation"] = consistency.compensation
+            options["adaptive"] = consistency.adaptive
+    return options
 
 
 def _check_whole(name: str, number: object, least: int) -> None:

@@ -24,7 +24,6 @@ from ...step.padding import Padded
 from ..coordinator.coordinator import ClusterCoordinator
 from ..options import Tables
 from ..worker.updates import Update
-from ..worker_devices import platforms_of
 from .embeddings import KerasLookups, building
 from .export import export_step
 from .feed import feed_of
@@ -90,7 +89,7 @@ class Predicted:
             lookups=lookups,
             any_rows=not alike,
             predicts=True,
-            platforms=platforms_of(strategy.cluster),
+            platforms=strategy.worker_platforms,
             laying=worker and laying_of(worker, model, self._variables, names),
         )
         parts, v = self._exported.parts, self._variables

@@ -18,10 +18,9 @@ from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Logs
 from ..options import Tables
 from ..shared.client import Servers
-from ..shared.consistency import Backup, Sync
+from ..shared.consistency import Backup, Sync, gradient_options
 from ..shared.placing import VariableSpec
 from ..worker.updates import Update
-from ..worker_devices import platforms_of
 from .compression import Compression
 from .embeddings import KerasLookups, building
 from .export import export_step, shapes
@@ -83,7 +82,7 @@ class Served:
             base=base,
             any_rows=any_rows,
             local=local is not None,
-            platforms=platforms_of(strategy.cluster),
+            platforms=strategy.worker_platforms,
             laying=laying,
         )
         self._homes = Homes(strategy, model.name, self.variables, self.lookups)
@@ -121,7 +120,7 @@ class Served:
         self._check_groups()
         trained = self._trained
         undecayed = [s for p, s in trained.items() if p in self._apart.without_decay]
-        compensation = bool(getattr(self._strategy.consistency, "compensation", 0))
+        compensation = "compensation" in gradient_options(self._strategy.consistency)
         heads = optimizer_heads(
             self._apart.config,
             list(trained.values()),

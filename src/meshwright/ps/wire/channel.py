@@ -17,6 +17,12 @@ class Channel(Protocol):
     """
 
     peer: str  # the task at the other end, such as "ps:0"
+    connections: int  # how many times a connection has been made
+    welcome: Message | None  # the answer to the greeting of the last one
+
+    def connect(self, timeout_s: float | None = None) -> Message | None:
+        """Wait for the connection, and the answer to its greeting, which it returns."""
+        ...
 
     def send(self, message: Message) -> int:
         """Send a message; the number is what :meth:`wait` takes."""

@@ -48,11 +48,17 @@ class MemoryChannel:
     ) -> None:
         self.peer = peer
         self.identity = identity
+        self.connections = 1
+        self.welcome: Message | None = None
         self._post = _post_of(core)
         self._core = core
         self._timeout_s = timeout_s
         self._due: set[int] = set()
         self._closed = False
+
+    def connect(self, timeout_s: float | None = None) -> Message | None:
+        """``None``: the core is there, and need not be greeted."""
+        return None
 
     def send(self, message: Message) -> int:
         """See :meth:`Channel.send`; the core has the message when this returns."""
