@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import (
     ClusterError,
     DataError,
-    MeshwrightWarning,
     ShippingError,
     TaskError,
     UnreachableError,
 )
+from ...warn import warn
 from .calls import Packer, Scheduled
 from .data import check_sharding
 from .dispatcher import Dispatcher
@@ -250,8 +249,8 @@ class ClusterCoordinator:
     def _tell_losses(self) -> None:
         book = self._dispatcher.book
         untold, book.untold = book.untold, []
-        for each in untold:
-            warnings.warn(str(each), MeshwrightWarning, stacklevel=4)
+        for news in untold:
+            warn(str(news))
 
     def _wait(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         begun_s = time.monotonic()
@@ -270,7 +269,8 @@ class ClusterCoordinator:
                 before, reported_s = self._dispatcher.book.counts.done, now_s
             elif now_s - reported_s >= _REPORT_EVERY_S:
                 reported_s = now_s
-                self._warn()
+                lines = "\n  ".join(self._dispatcher.lines())
+                warn(f"no step has ended for {_REPORT_EVERY_S:.0f} s:\n  {lines}")
             left_s = LOOK_S if timeout_s is None else timeout_s - (now_s - begun_s)
             self._changed.wait(max(0.001, min(LOOK_S, left_s)))
 
@@ -301,14 +301,6 @@ class ClusterCoordinator:
 
     def _late(self, what: str) -> UnreachableError:
         return UnreachableError("\n  ".join([f"{what}:", *self._dispatcher.lines()]))
-
-    def _warn(self) -> None:
-        told = "\n  ".join(self._dispatcher.lines())
-        warnings.warn(
-            f"no step has ended for {_REPORT_EVERY_S:.0f} s:\n  {told}",
-            MeshwrightWarning,
-            stacklevel=4,
-        )
 
     def __repr__(self) -> str:
         return f"ClusterCoordinator({self.strategy!r})"

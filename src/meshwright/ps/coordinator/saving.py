@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError
+from ...merging import merged
 from ..shared.client import Servers
 from ..shared.placing import VariableSpec
 from ..wire.message import Message
@@ -115,7 +116,7 @@ def check_fits(directory: str | Path, specs: Mapping[str, VariableSpec]) -> list
                 f"{spec.dtype}{list(spec.shape)} here"
             )
     if faults:
-        listed = "\n  ".join(faults)
+        listed = "\n  ".join(merged(faults))
         raise CheckpointError(
             f"{info.directory} does not fit the variables:\n  {listed}\n"
             "Make the variables with the names and shapes that they were saved with."

@@ -6,10 +6,10 @@ import json
 import os
 import threading
 import time
-import warnings
 from pathlib import Path
 
-from ...errors import CheckpointError, MeshwrightWarning
+from ...errors import CheckpointError
+from ...warn import warn
 from .core import ServerCore
 from .snapshot import Snapshot, read, restore, snapshot_of, write
 from .state import SnapshotInfo
@@ -103,7 +103,7 @@ class Saver:
             self._written, self._fault = snapshot, ""
         except CheckpointError as error:
             self._fault = str(error)
-            warnings.warn(str(error), MeshwrightWarning, stacklevel=2)
+            warn(str(error))
 
     def _collect(self) -> None:
         if self._writing is not None and not self._writing.is_alive():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,13 @@ import keras
 from ... import _compat
 from ...checkpoint import CheckpointInfo
 from ...checkpoint.record import newest
-from ...errors import CheckpointError, MeshwrightWarning, UnreachableError
+from ...errors import CheckpointError, UnreachableError
 from ...frontends.keras.options import check_compiled
 from ...frontends.keras.program import KerasVariables
 from ...program import Logs
 from ...run.logs import on_host
 from ...run.options import Data
+from ...warn import warn
 from .beside import Beside
 from .data import InputContext, first_element
 from .embeddings import Embedding, building
@@ -84,11 +84,9 @@ class SidecarEvaluator:
             except (CheckpointError, OSError):
                 if info.directory.exists():
                     raise
-                warnings.warn(
+                warn(
                     f"checkpoint {info.directory} was removed while it was evaluated, so it is "
-                    "skipped. Let the training keep more of them: fit(keep=).",
-                    MeshwrightWarning,
-                    stacklevel=2,
+                    "skipped. Let the training keep more of them: fit(keep=)."
                 )
                 continue
             done.append(found)
@@ -129,11 +127,7 @@ class SidecarEvaluator:
                 )
             if waited_s >= _WARN_AFTER_S and not warned:
                 warned = True
-                warnings.warn(
-                    f"no new checkpoint in {self.directory} for {waited_s:.0f} s.",
-                    MeshwrightWarning,
-                    stacklevel=3,
-                )
+                warn(f"no new checkpoint in {self.directory} for {waited_s:.0f} s.")
             time.sleep(self._poll_s)
 
     def _built(self) -> KerasVariables:

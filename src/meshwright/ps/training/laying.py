@@ -6,7 +6,6 @@ without devices, and a worker runs it on the mesh that it makes of its own (see 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import jax
 import keras
 
 from ...data.putting import Putter, row_count
-from ...errors import MeshwrightWarning, ModelError
+from ...errors import ModelError
 from ...frontends.keras.batches import putter
 from ...frontends.keras.described import traced_lying
 from ...frontends.keras.program import KerasVariables
@@ -24,9 +23,11 @@ from ...layouts.layout_map import find_layout
 from ...layouts.mesh import Mesh
 from ...layouts.placement import ParamInfo, Placed, Placement
 from ...layouts.strict import inspect
+from ...merging import merged
 from ...program import Batch, Program
 from ...step.padding import Padded
 from ...step.sharing import Sharing, shared
+from ...warn import warn
 from .exported import Filling
 
 if TYPE_CHECKING:
@@ -130,12 +131,10 @@ class Laying:
             becomes = (
                 f"each is padded to {filling.rows}" if filling else "every device computes all rows"
             )
-            warnings.warn(
+            warn(
                 f"batches of {rows} rows do not divide over {shards} devices of a worker, so "
                 f"{becomes}. Results are the same, but steps are slower. Use batches of "
-                f"{f'{below} or ' if below else ''}{below + shards} rows.",
-                MeshwrightWarning,
-                stacklevel=8,
+                f"{f'{below} or ' if below else ''}{below + shards} rows."
             )
 
     def program(self, program: Program) -> Program:
@@ -202,6 +201,6 @@ def _refuse_tables(placement: Placement, infos: list[ParamInfo], kept: list[Para
     ]:
         raise ModelError(
             "layouts do not apply to tables that travel by rows, because a worker has only the "
-            "rows of its batch:\n" + "\n".join(faults) + "\nRemove them, or keep the tables whole "
+            "rows of its batch:\n" + "\n".join(merged(faults)) + "\nRemove them, or keep the tables whole "
             "with Tables(embeddings=None)."
         )

@@ -16,6 +16,7 @@ import keras
 
 from ... import _compat
 from ...errors import ModelError
+from ...merging import merged
 from ...program import Arrays
 from ..server.optimizers import twin_of
 
@@ -40,7 +41,7 @@ def take_apart(optimizer: Any, params: dict[str, Any], *, in_rounds: bool = Fals
     if constrained := [path for path, v in params.items() if v.constraint is not None]:
         raise ModelError(
             f"constraints are not supported on parameter servers, which hold parameters in parts: "
-            f"{', '.join(constrained)} have one. Remove kernel_constraint= and similar arguments."
+            f"{', '.join(merged(constrained))} have one. Remove kernel_constraint= and similar arguments."
         )
     written: Any = keras.optimizers.serialize(optimizer)
     config = dict(written["config"])

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError
+from ...merging import merged
 from ..shared.client import Servers
 from ..shared.cutting import split_rows
 from ..shared.placing import ShardPlace, VariableSpec
@@ -168,7 +169,7 @@ def check_tables(index: Mapping[str, Any], tables: Tables, where: object) -> Non
         if name in index and there != _described(spec):
             faults.append(f"{name}: expected {_described(spec)}, found {there}")
     if faults:
-        listed = "\n  ".join(faults)
+        listed = "\n  ".join(merged(faults))
         raise CheckpointError(
             f"the tables in {where} do not match the model's:\n  {listed}\nNothing was changed. "
             "Use the model that was saved, or another directory."

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
-from ...errors import MeshwrightWarning, ProtocolError, ShippingError, UnreachableError
+from ...errors import ProtocolError, ShippingError, UnreachableError
+from ...warn import warn
 from .dialling import BEGUN, LOST, REFUSED, Dialled
 from .failures import KIND, raise_failure, rebuilt
 from .listener import Listener as Listener
@@ -340,11 +340,7 @@ class SocketChannel:
         if now_s - self._failing_s >= _FAILING_S and not self._warned:
             self._warned = True
             self._refusal = "ends every handshake, as a task with other keys does"
-            warnings.warn(
-                f"{self.peer} at {self.address} {self._refusal}. {_SAME_KEYS}",
-                MeshwrightWarning,
-                stacklevel=2,
-            )
+            warn(f"{self.peer} at {self.address} {self._refusal}. {_SAME_KEYS}")
 
     def _begin(self) -> None:
         """A connection stands: greet, and send again whatever has no answer."""
