@@ -40,8 +40,9 @@ def take_apart(optimizer: Any, params: dict[str, Any], *, in_rounds: bool = Fals
     """
     if constrained := [path for path, v in params.items() if v.constraint is not None]:
         raise ModelError(
-            f"constraints are not supported on parameter servers, which hold parameters in parts: "
-            f"{', '.join(merged(constrained))} have one. Remove kernel_constraint= and similar arguments."
+            "constraints are not supported on parameter servers, which hold parameters in parts. "
+            "Remove kernel_constraint= and similar arguments; these parameters have one: "
+            f"{', '.join(merged(constrained))}."
         )
     written: Any = keras.optimizers.serialize(optimizer)
     config = dict(written["config"])
