@@ -16,22 +16,19 @@ import numpy as np
 from ..errors import ArrayError, MeshwrightError
 from ..launch.addresses import to_bind
 from ..launch.cluster import Cluster, cluster_of
-from .coordinator.dispatcher import Dispatcher
+from .coordinator.dispatcher import Dispatcher, DispatcherSettings
 from .coordinator.guardian import Guardian
 from .coordinator.links import LocalLinks, SocketLinks
 from .coordinator.queue import StepQueue
 from .coordinator.saving import check_fits, names_in, restore_here, save_here
-from .coordinator.terms import Terms
 from .options import InputOptions, Tables
 from .server.core import ServerCore
-from .shared.client import Servers
-from .shared.connecting import checked_times, connect, connect_here
+from .shared.client import Servers, checked_times, connect, connect_here
 from .shared.consistency import Async, Consistency, Stale, consistency_of, gradient_options
-from .shared.initial import initial
 from .shared.partitioners import Partitioner, num_shards
 from .shared.placing import VariableSpec, placed, placing
 from .shared.pushing import Stamp
-from .shared.variables import Variable
+from .shared.variables import Variable, initial
 from .wire.message import Message
 from .worker.context import current
 from .worker.gradients import (
@@ -320,7 +317,7 @@ class ParameterServer:
         return predict(self, model, Data(x, batch_size=batch_size, steps=steps), tables)
 
     def export(self, model: Any) -> Any:
-        """A plain Keras model of it: see :func:`meshwright.ps.training.plain_model`."""
+        """A plain Keras model of it: see :func:`meshwright.ps.training.keras_export_model`."""
         from .training import plain_model
 
         return plain_model(self, model)
@@ -442,9 +439,9 @@ class ParameterServer:
 
     # What the coordinator asks
 
-    def terms(self) -> Terms:
+    def terms(self) -> DispatcherSettings:
         """What the dispatcher must know."""
-        return Terms(
+        return DispatcherSettings(
             self.num_servers,
             self.num_workers,
             self.consistency,

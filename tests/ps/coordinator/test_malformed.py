@@ -10,12 +10,11 @@ import pytest
 from meshwright.errors import MeshwrightWarning
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.calls import Packer, Scheduled
-from meshwright.ps.coordinator.dispatcher import Dispatcher
-from meshwright.ps.coordinator.schemas import BEAT, SCHEMAS
-from meshwright.ps.coordinator.terms import Terms
+from meshwright.ps.coordinator.dispatcher import Dispatcher, DispatcherSettings
 from meshwright.ps.coordinator.values import RemoteValue
 from meshwright.ps.shared.consistency import Async
 from meshwright.ps.wire.message import Message
+from meshwright.ps.wire.schema import BEAT, TO_COORDINATOR
 
 WRONG = (None, -1, 1 << 62, 2.5, float("nan"), "zz", "worker:0", True, [], [[3]], {}, {"x": [1]})
 
@@ -56,7 +55,7 @@ class FencesAtOnce:
 
 
 def made() -> tuple[Dispatcher, ScriptedLinks]:
-    dispatcher = Dispatcher(Terms(1, 1, Async(), 0.2, 60.0), Packer(), lambda *_: None)
+    dispatcher = Dispatcher(DispatcherSettings(1, 1, Async(), 0.2, 60.0), Packer(), lambda *_: None)
     links = ScriptedLinks()
     dispatcher.start(links, FencesAtOnce(dispatcher))
     return dispatcher, links
@@ -127,7 +126,7 @@ def malformed(kind: str, step: int) -> list[dict]:
     return heads
 
 
-@pytest.mark.parametrize("kind", sorted(SCHEMAS))
+@pytest.mark.parametrize("kind", sorted(TO_COORDINATOR))
 def test_no_malformed_message_of_a_worker_ends_the_coordinator(kind: str) -> None:
     dispatcher, links = made()
     with dispatcher.changed:
@@ -171,7 +170,7 @@ def test_no_malformed_beat_of_a_server_ends_the_coordinator() -> None:
     until(lambda: not links.coming)
     joined(dispatcher, links, "a")
     assert dispatcher.broken is None
-    told = [str(one) for one in dispatcher.book.untold]
+    told = [str(one) for one in dispatcher.records.untold]
     assert len(told) == 1  # once for each task and kind
     assert "message 'alive' from ps:0/alive was refused: ProtocolError" in told[0]
     dispatcher.stop(False)

@@ -12,8 +12,7 @@ import pytest
 from meshwright.errors import ModelError
 from meshwright.ps.server.core import ServerCore
 from meshwright.ps.server.snapshot import restore, snapshot_of
-from meshwright.ps.shared.client import Servers
-from meshwright.ps.shared.connecting import connect_here
+from meshwright.ps.shared.client import Servers, connect_here
 from meshwright.ps.shared.placing import VariableSpec, placed
 from meshwright.ps.shared.pushing import Acknowledged, Stamp
 from meshwright.ps.wire.message import Message

@@ -9,10 +9,10 @@ from asking import Asking
 import meshwright as mw
 from meshwright.ps.server.core import ServerCore
 from meshwright.ps.server.delays import EPSILON, KEEP, MOST_PEERS
-from meshwright.ps.server.schemas import SCHEMAS
 from meshwright.ps.server.store import Store
 from meshwright.ps.wire.memory import MemoryChannel
 from meshwright.ps.wire.message import Message
+from meshwright.ps.wire.schema import TO_SERVER
 
 
 def test_a_variable_is_made_once_and_keeps_its_values() -> None:
@@ -305,14 +305,16 @@ HARMLESS = ("hello", "norms", "stats", "stop")  # they have no fields of their o
 
 
 def wrong_values(kind: str) -> list[tuple[str, object]]:
-    return [(field, value) for field in SCHEMAS[kind] for value in (None, -1, 2.5, "x", [[3]], {})]
+    return [
+        (field, value) for field in TO_SERVER[kind] for value in (None, -1, 2.5, "x", [[3]], {})
+    ]
 
 
-@pytest.mark.parametrize("kind", sorted(SCHEMAS))
+@pytest.mark.parametrize("kind", sorted(TO_SERVER))
 def test_no_malformed_message_ends_a_server_or_changes_what_it_holds(kind: str, tmp_path) -> None:
     server = Asking(ServerCore(snapshot_dir=tmp_path))
     server.value("w", np.ones(3))
-    whole = dict.fromkeys(SCHEMAS[kind])
+    whole = dict.fromkeys(TO_SERVER[kind])
     heads = [{}, *({**whole, name: value} for name, value in wrong_values(kind))]
     heads += [{name: value} for name, value in wrong_values(kind)]
     for head in heads if kind not in HARMLESS else ():

@@ -13,8 +13,7 @@ from meshwright.ps.options import Tables
 from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import table_of
-from meshwright.ps.training.combining import COMBINERS, combine
-from meshwright.ps.training.embeddings import Embedding
+from meshwright.ps.training.embeddings import COMBINERS, Embedding, combine
 
 PAD = 7
 HOW = {"batch_size": 16, "shuffle": False, "verbose": 0}

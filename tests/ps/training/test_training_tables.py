@@ -12,8 +12,7 @@ from training_models import apart, ratings, recommender
 import meshwright as mw
 from meshwright.errors import CheckpointError
 from meshwright.ps.server.core import ServerCore
-from meshwright.ps.shared.client import Servers
-from meshwright.ps.shared.connecting import connect_here
+from meshwright.ps.shared.client import Servers, connect_here
 from meshwright.ps.shared.placing import VariableSpec, placed
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import table_files, table_of

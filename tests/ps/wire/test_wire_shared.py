@@ -24,9 +24,8 @@ from meshwright.ps.wire import segments
 from meshwright.ps.wire import shared as sharing
 from meshwright.ps.wire.message import Message, encode, open_first
 from meshwright.ps.wire.segments import Segment
-from meshwright.ps.wire.shared import Shared
+from meshwright.ps.wire.shared import ALIGNED_BYTES, Shared, Space
 from meshwright.ps.wire.sockets import SocketChannel
-from meshwright.ps.wire.space import ALIGNED_BYTES, Space
 
 LARGE = np.arange(100_000, dtype=np.float32)
 HELLO = Message("hello")

@@ -98,7 +98,7 @@ class ClusterCoordinator:
                 self._changed, self._queue.next_number, made.name, self._check_tasks
             )
             self._queue.add(Scheduled(made, packed, tuple(iterators), value, iterators))
-            self._dispatcher.book.counts.scheduled += 1
+            self._dispatcher.records.counts.scheduled += 1
             self._dispatcher.wake()
         return value
 
@@ -188,7 +188,7 @@ class ClusterCoordinator:
     def losses(self) -> tuple[Loss, ...]:
         """What servers that died have lost: for each death, the ids of the steps."""
         with self._changed:
-            return self._dispatcher.book.losses
+            return self._dispatcher.records.losses
 
     def stats(self) -> dict[str, Any]:
         """Counts of steps, workers and bytes; ``staleness`` of the updates as a histogram.
@@ -197,7 +197,7 @@ class ClusterCoordinator:
         the program itself reads or assigns here, or gives as a first value.
         """
         with self._changed:
-            told = dict(vars(self._dispatcher.book.counts))
+            told = dict(vars(self._dispatcher.records.counts))
             told["staleness"] = dict(sorted(told["staleness"].items()))
             told["parameter_bytes"] = self.strategy.parameter_bytes
             told["queued"], told["running"] = self._queue.num_queued, self._queue.num_running
@@ -247,15 +247,15 @@ class ClusterCoordinator:
             raise error
 
     def _tell_losses(self) -> None:
-        book = self._dispatcher.book
-        untold, book.untold = book.untold, []
+        records = self._dispatcher.records
+        untold, records.untold = records.untold, []
         for news in untold:
             warn(str(news))
 
     def _wait(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         begun_s = time.monotonic()
         alone_s = reported_s = begun_s
-        before = self._dispatcher.book.counts.done
+        before = self._dispatcher.records.counts.done
         while not (done() or self._dispatcher.broken is not None):
             now_s = time.monotonic()
             if timeout_s is not None and now_s - begun_s >= timeout_s:
@@ -265,8 +265,8 @@ class ClusterCoordinator:
                 alone_s = now_s
             if now_s - alone_s >= _ALONE_S:
                 raise self._late(f"there has been no worker for {_ALONE_S:.0f} s")
-            if self._dispatcher.book.counts.done != before:
-                before, reported_s = self._dispatcher.book.counts.done, now_s
+            if self._dispatcher.records.counts.done != before:
+                before, reported_s = self._dispatcher.records.counts.done, now_s
             elif now_s - reported_s >= _REPORT_EVERY_S:
                 reported_s = now_s
                 lines = "\n  ".join(self._dispatcher.lines())

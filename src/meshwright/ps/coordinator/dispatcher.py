@@ -5,30 +5,43 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ExhaustedError, ProtocolError, TaskError
 from ..shared.client import Servers
-from ..shared.consistency import Async, Stale
+from ..shared.consistency import Async, Consistency, Stale
 from ..wire.failures import KIND, failure, rebuilt
 from ..wire.message import Message
-from ..wire.schema import check
+from ..wire.schema import ANY_MESSAGE, BEAT, TO_COORDINATOR, check
 from ..wire.values import unpack_value
 from ..worker.iterators import Asked, Given
-from .balancing import MOST_ATTEMPTS, fits, given_up, ran_dry, steps_to_recall
-from .beats import Beats
-from .book import Book, Refused
 from .calls import Packer
-from .forgetting import forgotten
+from .data import Source
 from .guardian import Guardian
 from .links import Links
-from .members import Worker, silent
+from .members import Beats, Worker, silent
 from .queue import Step, StepQueue
-from .report import lines
-from .schemas import BEAT, COMMON, SCHEMAS
-from .sending import messages_for, packed_elements
-from .terms import Terms
+from .records import Records, Refused
+from .sending import forgotten, messages_for, packed_elements
+
+
+@dataclass(frozen=True)
+class DispatcherSettings:
+    """The cluster as it is expected, and how far its workers may be apart."""
+
+    num_servers: int
+    num_workers: int
+    consistency: Consistency
+    heartbeat_s: float
+    dead_after_s: float
+    settings: dict[str, Any] = field(default_factory=dict)  # sent to every worker
+    at_once: bool = False
+    noted: Callable[[Any], None] = lambda note: None  # a worker has told servers an optimizer
+    gone: Callable[[str, int], bool] = lambda task, pid: False  # the launcher saw a process end
+    replace: Callable[[str, int], bool] = lambda task, pid: False  # the launcher starts a new one
+
 
 _TICK_S = 0.05
 _PAUSE_S = 0.5
@@ -38,7 +51,7 @@ class Dispatcher:
     """Everything that the coordinator knows, under one lock; its thread speaks with workers."""
 
     def __init__(
-        self, terms: Terms, packer: Packer, refill: Callable[[int, Servers], None]
+        self, terms: DispatcherSettings, packer: Packer, refill: Callable[[int, Servers], None]
     ) -> None:
         self.terms = terms
         self.packer = packer
@@ -47,7 +60,7 @@ class Dispatcher:
         self.queue = StepQueue(first, terms.consistency, terms.num_workers)
         self.session = f"{os.getpid()}-{first}"
         self.workers: dict[str, Worker] = {}
-        self.book = Book(terms.num_servers)
+        self.records = Records(terms.num_servers)
         self.waiting = 0  # threads that wait until all is done: rounds need not be full then
         self.broken: BaseException | None = None
         self.links: Links | None = None
@@ -65,7 +78,7 @@ class Dispatcher:
     def start(self, links: Links, guardian: Guardian | None) -> None:
         """Begin to speak with workers."""
         self.links, self.guardian = links, guardian
-        self.book.servers_can_die = guardian is not None
+        self.records.servers_can_die = guardian is not None
         self._thread.start()
 
     def stop(self, stop_workers: bool) -> None:
@@ -115,15 +128,15 @@ class Dispatcher:
                 self._refuse(peer, message, error)
 
     def _take_in(self, peer: str, message: Message, now_s: float) -> None:
-        check(message, COMMON, "chief:0")
+        check(message, ANY_MESSAGE, "chief:0")
         worker = self.workers.get(peer.removesuffix("/alive"))
         if message.kind == "join":
-            check(message, SCHEMAS["join"], "chief:0")
+            check(message, TO_COORDINATOR["join"], "chief:0")
             self._join(peer, message, now_s)
         elif worker is None:
             self._not_known(peer, message, now_s)
         elif message.kind in _HANDLERS:
-            check(message, SCHEMAS[message.kind], "chief:0")
+            check(message, TO_COORDINATOR[message.kind], "chief:0")
             worker.heard(now_s)
             _HANDLERS[message.kind](self, worker, message)
 
@@ -132,7 +145,7 @@ class Dispatcher:
         assert self.links is not None
         if self.guardian is None:
             raise error  # the worker of this process joins but once
-        self.book.refused(Refused(peer, message.kind, f"{type(error).__name__}: {error}"))
+        self.records.refused(Refused(peer, message.kind, f"{type(error).__name__}: {error}"))
         number = message.head.get("id")
         if type(number) is int:
             self.links.send(peer, failure(error, "chief:0"), number)
@@ -177,7 +190,7 @@ class Dispatcher:
                     self._lose(worker)
             for server in self._beats.silent(now_s, self.terms.dead_after_s):
                 if self.terms.replace(server.task, server.pid):
-                    self.book.untold.append(server)
+                    self.records.untold.append(server)
             self._recall(now_s)
             self._fail_if_dry()
 
@@ -210,7 +223,7 @@ class Dispatcher:
     def _lose(self, worker: Worker) -> None:
         del self.workers[worker.name]
         self._lost_names.add(worker.name)
-        self.book.counts.workers_lost += 1
+        self.records.counts.workers_lost += 1
         self.queue.lose(worker.name)
         if self.guardian is None:
             self._release(worker.name)
@@ -226,7 +239,7 @@ class Dispatcher:
     def _release(self, name: str) -> None:
         steps = self.queue.release(name)
         task = name.partition("/")[0]
-        self.book.counts.retried += len(steps)
+        self.records.counts.retried += len(steps)
         for step in steps:
             self._freed(step)
             if step.attempt >= MOST_ATTEMPTS and not self.queue.error:
@@ -255,19 +268,19 @@ class Dispatcher:
     def server_state(self, server: int, generation: int, base: int, snapshot: int) -> int:
         """See :class:`~.guardian.Ward`."""
         with self.changed:
-            self.book.server_state(server, generation, base, snapshot)
+            self.records.server_state(server, generation, base, snapshot)
             return self.queue.rounds_done
 
     def restarted(self, restarts: Iterable[Sequence[int]]) -> None:
         """Restarts that a client of the servers saw: server, generation, version."""
         with self.changed:
             for server, generation, base in restarts:
-                self.book.restarted(server, generation, base)
+                self.records.restarted(server, generation, base)
 
     def saving(self, server: int, fault: str, unsaved: int) -> None:
         """See :class:`~.guardian.Ward`."""
         with self.changed:
-            self.book.saving(server, fault, unsaved)
+            self.records.saving(server, fault, unsaved)
 
     def refill(self, server: int, servers: Servers) -> None:
         """See :class:`~.guardian.Ward`."""
@@ -333,10 +346,10 @@ class Dispatcher:
             if step is None:
                 continue
             worker.measured(seconds)
-            self.book.counts.done += 1
-            self.book.acknowledged(number, servers)
+            self.records.counts.done += 1
+            self.records.acknowledged(number, servers)
             arrays = tuple(array.copy() for array in message.arrays[slice(*span)])
-            self.book.counts.result_bytes += sum(array.nbytes for array in arrays)
+            self.records.counts.result_bytes += sum(array.nbytes for array in arrays)
             self._used(number, used)
             try:
                 step.call.value.set_value(unpack_value(head, arrays))
@@ -360,11 +373,11 @@ class Dispatcher:
 
     def _ended(self, step: Step | None, error: BaseException) -> None:
         if step is not None:
-            self.book.counts.failed += 1
+            self.records.counts.failed += 1
             step.call.value.set_error(error)
 
     def _passed(self, worker: Worker, message: Message) -> None:
-        self.book.counts.passed_on += 1
+        self.records.counts.passed_on += 1
         for step in self.queue.give_back(worker.name, [message.head["step"]]):
             self._freed(step)
         self._tell_ended()
@@ -419,12 +432,12 @@ class Dispatcher:
         assert self.links is not None
         self.links.send(f"{worker.name}/alive", Message("ok", {"session": self.session}))
 
-    # Book-keeping
+    # Records-keeping
 
     def lines(self) -> list[str]:
         """What every task does."""
         waits_for = self.guardian.waits_for if self.guardian is not None else ""
-        return lines(self.queue, self.workers, waits_for, time.monotonic())
+        return _report(self.queue, self.workers, waits_for, time.monotonic())
 
     def _freed(self, step: Step) -> None:
         self._recalled.discard(step.number)
@@ -441,7 +454,7 @@ class Dispatcher:
     def _tell_ended(self) -> None:
         """Mark cancelled steps as cancelled, and wake all waiting threads."""
         for step in self.queue.cancelled:
-            self.book.counts.cancelled += 1
+            self.records.counts.cancelled += 1
             step.call.value.cancel()
             self._used(step.number, [[key, 0] for key in step.call.iterators])
         self.queue.cancelled.clear()
@@ -457,3 +470,68 @@ _HANDLERS: dict[str, Callable[[Dispatcher, Worker, Message], None]] = {
     "alive": Dispatcher._alive,
     "leave": Dispatcher._leave,
 }
+
+
+def _report(
+    queue: StepQueue, workers: Mapping[str, Worker], waits_for: str, now_s: float
+) -> list[str]:
+    """How much is queued, what each worker does, and what else is waited for."""
+    told = [f"{queue.num_queued} steps are queued, {queue.num_running} handed out"]
+    for worker in workers.values():
+        steps = list(queue.members[worker.name].steps.values())
+        names = dict.fromkeys(step.call.function.name for step in steps)
+        having = f"; has {len(steps)} steps ({', '.join(names)})" if steps else ""
+        told.append(f"{worker.told(now_s)}{having}")
+    for member in queue.members.values():
+        if member.lost:
+            told.append(f"{member.name} was declared dead, and is not fenced yet")
+    if waits_for:
+        told.append(f"the coordinator waits for {waits_for}")
+    if not workers:
+        told.append("there is no worker")
+    return told
+
+
+PATIENCE_S = 0.05  # a step waits so long behind another before an idle worker is given it
+MOST_ATTEMPTS = 10  # of a step, before it is taken for what ends its workers
+
+
+def steps_to_recall(
+    queue: StepQueue, sent_s: Mapping[int, float], recalled: Collection[int], now_s: float
+) -> dict[str, list[Step]]:
+    """Steps that wait behind a long one while a worker has nothing to do, by their workers.
+
+    After an error, everything that may not have begun.
+    """
+    wanted: dict[str, list[Step]] = {}
+    for step in queue.to_cancel() or queue.behind():
+        waited_s = now_s - sent_s.get(step.number, now_s)
+        patience_s = 0.0 if step.only_here else PATIENCE_S
+        if waited_s >= patience_s and step.number not in recalled:
+            assert step.worker is not None
+            wanted.setdefault(step.worker, []).append(step)
+    return wanted
+
+
+def fits(sources: Mapping[str, Source], step: Step, task: str) -> bool:
+    """Whether a worker has, as far as is known, elements for a step."""
+    own = [sources[key] for key in step.call.iterators]
+    return not any(source.passes_on and source.dry(task) for source in own)
+
+
+def ran_dry(step: Step) -> ExhaustedError:
+    """The error of a step for which no worker has an element."""
+    return ExhaustedError(
+        f"the dataset has no more elements on any worker ({', '.join(step.call.iterators)}). "
+        "Schedule fewer steps, or repeat the dataset."
+    )
+
+
+def given_up(step: Step, task: str) -> TaskError:
+    """The error of a step that has lost too many workers."""
+    return TaskError(
+        f"step {step.number} ({step.call.function.name}) was begun {step.attempt} times, and "
+        f"each time its worker was lost, the last time {task}. It may be what ends them: look "
+        "at what the workers print, and how much memory they need.",
+        task,
+    )

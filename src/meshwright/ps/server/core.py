@@ -37,16 +37,13 @@ import numpy as np
 from ...errors import ArrayError, ProtocolError, TaskError
 from ..wire.failures import failure
 from ..wire.message import Message
-from ..wire.schema import check
+from ..wire.schema import TO_SERVER, check
 from .groups import answer_of
-from .loading import load
-from .pieces import piece_of, put_piece
+from .loading import load, piece_of, put_piece
 from .pushes import push
-from .schemas import SCHEMAS
 from .shards import HashShard
 from .snapshot import read, restore, snapshot_of, write
 from .state import State
-from .waiting import Waiting
 
 
 class ServerCore:
@@ -118,7 +115,7 @@ class ServerCore:
                 f"{', '.join(sorted(_KINDS))}.",
                 self.task,
             )
-        check(message, SCHEMAS[message.kind], self.task)
+        check(message, TO_SERVER[message.kind], self.task)
         if message.kind != "fence":
             self.state.fences.check(message.head.get("incarnation"), self.task)
         return kind(self, peer, message)
@@ -325,3 +322,42 @@ _KINDS: dict[str, Callable[[ServerCore, str, Message], Message | None]] = {
     "restore": ServerCore._restore,
     "stop": ServerCore._stop,
 }
+
+
+class Waiting:
+    """Reads in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._reads: list[tuple[str, Message]] = []
+
+    def must_wait(self, state: State, message: Message) -> bool:
+        """Whether a read asks for a round or a version that has not come."""
+        rounds = message.head.get("round")
+        if rounds is not None and state.rounds.applied < rounds:
+            return True
+        return state.version < _version(message.head.get("at_least"))
+
+    def add(self, peer: str, message: Message) -> None:
+        """Let a read wait; the same request, sent again, takes the place of the former."""
+        number = message.head.get("id")
+        self._reads = [
+            (other, one)
+            for other, one in self._reads
+            if other != peer or one.head.get("id") != number
+        ]
+        self._reads.append((peer, message))
+
+    def due(self, state: State) -> list[tuple[str, Message]]:
+        """The reads that need wait no longer; they are no longer kept."""
+        if not self._reads:
+            return []
+        due = [one for one in self._reads if not self.must_wait(state, one[1])]
+        if due:
+            self._reads = [one for one in self._reads if self.must_wait(state, one[1])]
+        return due
+
+
+def _version(at_least: Any) -> int:
+    if isinstance(at_least, dict):
+        at_least = at_least.get("version")
+    return int(at_least or 0)

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .applied import AppliedSteps, Fences
-from .clipping import Due, Squares, clipped, due_of
-from .counts import Counts
 from .delays import Backups
 from .groups import Groups
-from .rounds import Gradient, Rounds
+from .rounds import Due, Gradient, Rounds, Squares, clipped, due_of
 from .stepping import Stepper
 from .store import Store
 from .updates import apply_gradient
+
+MOST_STALE = 1024  # staleness from here on is counted as this
+
+
+@dataclass
+class Counts:
+    """Counts since the start of the process; ``staleness``: of the pushes that were applied."""
+
+    pushes: int = 0  # applied
+    refused: int = 0  # answered with an error
+    duplicates: int = 0  # applied before
+    dropped: int = 0  # too late for their round
+    reads: int = 0
+    lookups: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    snapshots: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+
+    def stale(self, staleness: int) -> None:
+        """A push of this staleness was applied."""
+        self.staleness[min(staleness, MOST_STALE)] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a message."""
+        told = {name: value for name, value in vars(self).items() if name != "staleness"}
+        return {**told, "staleness": dict(sorted(self.staleness.items()))}
 
 
 @dataclass(frozen=True)
@@ -86,7 +112,7 @@ class State:
             self.apply_rounds()
 
     def clipping_head(self) -> dict[str, Any]:
-        """The fields of :class:`~meshwright.ps.shared.clipping.RoundState`, for an answer."""
+        """The fields of :class:`~meshwright.ps.shared.pushing.RoundState`, for an answer."""
         due = self._due_round()
         waits = self.rounds.is_open and any(group.clips for group in self.groups)
         return {

@@ -6,19 +6,25 @@ Every operation is sent to all servers that it touches before the first answer i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ...errors import UnknownVariableError
+from ...errors import ClusterError, UnknownVariableError
+from ...launch.addresses import to_connect
+from ...launch.keys import Keys
+from ...launch.spec import ClusterSpec
+from ..server.core import ServerCore
 from ..wire.channel import Channel
+from ..wire.memory import MemoryChannel
 from ..wire.message import Message
+from ..wire.sockets import SocketChannel
 from ..worker.updates import Update
-from .clipping import RoundState, next_to_clip
 from .cutting import assembled, by_server, checked_rows, rows_of, split, split_rows
 from .placing import VariableSpec
-from .pushing import Acknowledged, Pending, Push, Stamp, applied_of
+from .pushing import Acknowledged, Pending, Push, RoundState, Stamp, applied_of, next_to_clip
 
 _AGAIN_S = 0.05  # between two tries while a restarted server is given its variables again
 _REFILL_S = 30.0  # how long such tries go on
@@ -293,3 +299,42 @@ class Servers:
     def fence(self, incarnation: str) -> None:
         """No server takes a push of this incarnation of a worker any more."""
         self.ask_all(Message("fence", {"incarnation": incarnation}))
+
+
+def connect(
+    spec: ClusterSpec, keys: Keys | None, role: str, watch: Callable[[], None] | None = None
+) -> Servers:
+    """Channels to all servers of a cluster; ``watch`` is as for a ``SocketChannel``."""
+    incarnation = uuid.uuid4().hex[:16]
+    hello = Message("hello", {"role": role, "task": role, "incarnation": incarnation})
+    return Servers(
+        [
+            SocketChannel(
+                to_connect(spec.task_address("ps", index)),
+                keys,
+                f"ps:{index}",
+                identity=f"{role}/{incarnation}",
+                hello=hello,
+                watch=watch,
+            )
+            for index in spec.task_indices("ps")
+        ]
+    )
+
+
+def connect_here(cores: Sequence[ServerCore]) -> Servers:
+    """Channels to servers in this process."""
+    identity = uuid.uuid4().hex[:16]
+    return Servers(
+        [MemoryChannel(core, f"ps:{index}", identity=identity) for index, core in enumerate(cores)]
+    )
+
+
+def checked_times(heartbeat_s: float, dead_after_s: float) -> tuple[float, float]:
+    """Both, or :class:`~meshwright.errors.ClusterError` where they do not go together."""
+    if not 0 < heartbeat_s < dead_after_s:
+        raise ClusterError(
+            f"heartbeat_s={heartbeat_s!r} and dead_after_s={dead_after_s!r}: a worker must be able "
+            "to say that it lives before it is declared dead."
+        )
+    return heartbeat_s, dead_after_s

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from .data import InputContext as InputContext
     from .embeddings import Embedding as Embedding
     from .evaluator import SidecarEvaluator as SidecarEvaluator
-    from .known import table_of as table_of
-    from .plain import plain_model as plain_model
+    from .keras_export import plain_model as plain_model
+    from .model_cache import table_of as table_of
 
 _LAZY = {
     "InputContext": "data",
     "Embedding": "embeddings",
-    "plain_model": "plain",
+    "plain_model": "keras_export",
     "SidecarEvaluator": "evaluator",
-    "table_of": "known",
+    "table_of": "model_cache",
 }
 
 

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from ... import _compat
 from ...checkpoint import CheckpointInfo
 from ...checkpoint.record import newest
 from ...errors import CheckpointError, UnreachableError
 from ...frontends.keras.options import check_compiled
-from ...frontends.keras.program import KerasVariables
+from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Logs
 from ...run.logs import on_host
 from ...run.options import Data
 from ...warn import warn
-from .beside import Beside
+from ..server.drawing import Draw, rows_by_key
+from ..shared.placing import VariableSpec
+from ..worker.context import Context
+from .compiled import Compiled
 from .data import InputContext, first_element
-from .embeddings import Embedding, building
+from .embeddings import Embedding, KerasLookups, building
+from .export import export_step
 from .feed import Feed, feed_of
+from .metrics import base_of, logs_of
 from .restoring import restore_weights
 from .saving import tables_of
-from .worker_step import as_batch
+from .table_files import TablesOnDisk
+from .validation import elements_of
+from .worker_step import Engine, Specs, TrainStep, as_batch
 
 _WARN_AFTER_S = 60.0
 
@@ -70,7 +79,7 @@ class SidecarEvaluator:
         self._max, self._poll_s, self._timeout_s = max_evaluations, poll_s, timeout_s
         self._on_evaluation = on_evaluation
         self._variables: KerasVariables | None = None
-        self._beside: Beside | None = None  # of a model whose tables are not in it
+        self._with_tables: TableEvaluator | None = None  # of a model whose tables are not in it
 
     def start(self) -> list[Evaluation]:
         """Follow the checkpoints until the training has ended; what each of them reached."""
@@ -100,8 +109,8 @@ class SidecarEvaluator:
         return Evaluation(info.step, self._logs(info), bool(info.notes.get("ended")))
 
     def _logs(self, info: CheckpointInfo) -> Logs:
-        if self._beside is not None:
-            return self._beside.evaluate(tables_of(info), self._steps)
+        if self._with_tables is not None:
+            return self._with_tables.evaluate(tables_of(info), self._steps)
         x, y, weights = self._arrays()
         size = self._batch_size if y is not None else None
         measure: Any = self.model.evaluate
@@ -144,7 +153,7 @@ class SidecarEvaluator:
                 _compat.build_for(self.model, batch)
             self._variables = KerasVariables.of(self.model)
             if any(isinstance(layer, Embedding) for layer in _compat.layers_inside(self.model)):
-                self._beside = Beside(self.model, self._variables, self._feed())
+                self._with_tables = TableEvaluator(self.model, self._variables, self._feed())
         return self._variables
 
     def _feed(self) -> Feed:
@@ -165,3 +174,90 @@ def _is_over(done: list[Evaluation], most: int | None) -> bool:
     (False, True)
     """
     return bool(done) and (done[-1].ended or (most is not None and len(done) >= most))
+
+
+class TableEvaluator:
+    """Evaluates a built model with tables on one feed; rows come out of a checkpoint's files.
+
+    The step is the one that workers measure with. What it asks of servers is read from the model
+    and, row by row, from the saved tables, which may be larger than this memory.
+    """
+
+    def __init__(self, model: keras.Model, variables: KerasVariables, feed: Feed) -> None:
+        self._model, self._variables, self._feed = model, variables, feed
+        self._layers = KerasLookups(model, variables, None).served
+        self._exported = export_step(
+            keras_program(model, variables),
+            feed.examples,
+            lookups=KerasLookups(model, variables, None),
+            base=base_of(model, variables),
+            any_rows=not feed.alike,
+        )
+        self._compiled = Compiled(self._exported)
+
+    @property
+    def tables(self) -> list[str]:
+        """The tables that are not in the model."""
+        return list(self._layers)
+
+    def evaluate(self, directory: Path | None, steps: int | None) -> Logs:
+        """The metrics of the model's values, with tables from this directory.
+
+        Raises :class:`~meshwright.CheckpointError` where the tables are not there.
+        """
+        if directory is None:
+            raise CheckpointError(
+                f"the checkpoint was saved without tables, and model {self._model.name!r} has "
+                f"{', '.join(self.tables)}. Train it with strategy.fit(checkpoint=)."
+            )
+        parts, v = self._exported.parts, self._variables
+        values = {path: np.asarray(v.params[path].value) for path in parts.params}
+        values |= {path: np.asarray(v.state[path].value) for path in (*parts.moving, *parts.frozen)}
+        specs = Specs(
+            _specs(parts.params, values),
+            _specs(parts.moving, values),
+            _specs(parts.frozen, values),
+            {t.name: VariableSpec(t.name, (t.rows or 0, t.dim), t.dtype, ()) for t in parts.tables},
+        )
+        seeds = {path: np.asarray(v.state[path].value) for path in parts.seeds}
+        step = TrainStep(uuid.uuid4().hex, self._exported, specs, seeds)
+        context: Any = Context(_Saved(values, TablesOnDisk(directory), self._layers))  # type: ignore[arg-type]
+        engine = Engine(step, 0, self._compiled)
+        counts: Any = np.zeros([])
+        for batch in elements_of(self._feed.made(), 0, 1, steps):
+            counts = counts + engine.measure(context, batch, 0)
+        return logs_of(self._model, v, parts, np.atleast_1d(counts))
+
+
+class _Saved:
+    """What a step asks of servers, answered from saved values."""
+
+    def __init__(
+        self,
+        values: Mapping[str, np.ndarray],
+        tables: TablesOnDisk,
+        layers: Mapping[str, Embedding],
+    ) -> None:
+        self._values, self._tables, self._layers = values, tables, layers
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
+        return [self._values[spec.name] for spec in specs]
+
+    def lookup(self, spec: VariableSpec, ids: np.ndarray, *, make: bool) -> np.ndarray:
+        del make  # nothing is
+        rows, known = self._tables.lookup(spec.name, ids)
+        if not known.all():
+            rows[~known] = _first_rows(self._layers[spec.name], ids[~known])
+        return rows
+
+
+def _first_rows(layer: Embedding, keys: np.ndarray) -> np.ndarray:
+    """What servers would begin the rows of these keys with."""
+    draw = Draw.of({"kind": layer.initializer}, (1, layer.dim))
+    return rows_by_key(draw, layer.seed, keys, (layer.dim,), np.dtype("float32"))
+
+
+def _specs(paths: Sequence[str], values: Mapping[str, np.ndarray]) -> dict[str, VariableSpec]:
+    return {
+        path: VariableSpec(path, values[path].shape, str(values[path].dtype), ()) for path in paths
+    }

@@ -22,7 +22,7 @@ from .signature import Signature
 from .tables import Lookups, NoLookups
 
 if TYPE_CHECKING:
-    from .laying import Laying  # which needs Keras, and a worker has none
+    from .worker_layout import WorkerLayout
 
 _ROWS = "rows"  # the symbol for the number of rows
 
@@ -38,7 +38,7 @@ def export_step(
     local: bool = False,
     predicts: bool = False,
     platforms: Sequence[str] | None = None,
-    laying: Laying | None = None,
+    laying: WorkerLayout | None = None,
 ) -> Exported:
     """Export a program's step for batches like these.
 
@@ -105,7 +105,7 @@ class _Exporter:
         platforms: tuple[str, ...],
         local: bool,
         predicts: bool,
-        laying: Laying | None,
+        laying: WorkerLayout | None,
     ) -> None:
         self._local, self._predicts, self._laying = local, predicts, laying
         self._slots = shapes_of(program.slots)

@@ -27,8 +27,8 @@ from .callbacks import checked_callbacks
 from .compression import Compression
 from .compression import compression as compression_of
 from .feed import Feed, feed_of
-from .known import served
 from .local import Local
+from .model_cache import served
 from .progress import WorkerRates
 from .signature import Signature
 from .steps import ServerSteps

@@ -27,14 +27,13 @@ from ..worker.updates import Update
 from .embeddings import KerasLookups, building
 from .export import export_step
 from .feed import feed_of
-from .known import kept
-from .laying import laying_of
-from .naming import Homes
+from .model_cache import kept
 from .outputs import PredictShard, inputs_of
+from .server_variables import ServerVariables
 from .signature import Signature
-from .specs import Specs
 from .validation import num_shards
-from .worker_step import TrainStep
+from .worker_layout import worker_layout
+from .worker_step import Specs, TrainStep
 
 
 def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> Any:
@@ -90,10 +89,10 @@ class Predicted:
             any_rows=not alike,
             predicts=True,
             platforms=strategy.worker_platforms,
-            laying=worker and laying_of(worker, model, self._variables, names),
+            laying=worker and worker_layout(worker, model, self._variables, names),
         )
         parts, v = self._exported.parts, self._variables
-        homes = Homes(strategy, model.name, v, lookups)
+        homes = ServerVariables(strategy, model.name, v, lookups)
         self.specs = Specs(
             homes.of(parts.params, v.params),
             homes.of(parts.moving, v.state),

@@ -15,8 +15,8 @@ from ...frontends.keras.program import KerasVariables, read_state, write_state
 from ...program import TrainState
 from ..coordinator.coordinator import ClusterCoordinator
 from .embeddings import KerasLookups, building
-from .naming import Homes
 from .saving import check_tables_of
+from .server_variables import ServerVariables
 from .table_files import restore_rows_here
 
 
@@ -34,7 +34,9 @@ def restore_model(strategy: Any, model: keras.Model, directory: str | Path) -> i
                 "keras.Input, or predict with it first."
             )
     variables, info = KerasVariables.of(model), read_checkpoint(directory)
-    homes = Homes(strategy, model.name, variables, lookups := KerasLookups(model, variables, None))
+    homes = ServerVariables(
+        strategy, model.name, variables, lookups := KerasLookups(model, variables, None)
+    )
     tables = homes.of_tables(list(lookups.served))
     source = check_tables_of(info, tables) if tables else None
     restore_weights(info, model, variables)

@@ -25,15 +25,13 @@ from .compression import Compression
 from .embeddings import KerasLookups, building
 from .export import export_step, shapes
 from .exported import Exported
-from .laying import Laying, laying_of
 from .local import Local
 from .metrics import base_of, check_metrics, logs_of
-from .naming import Homes
-from .optimizers import TakenApart, take_apart
+from .optimizers import TakenApart, clip_of, rate_of, table_optimizers, take_apart
+from .server_variables import ServerVariables
 from .slots import Slots, load_slots, optimizer_heads, read_slots, set_rate
-from .specs import Specs
-from .table_optimizers import clip_of, rate_of, table_optimizers
-from .worker_step import TrainStep
+from .worker_layout import WorkerLayout, worker_layout
+from .worker_step import Specs, TrainStep
 
 # The optimizer of state that moves: a step's move is a gradient, and is gone as it is.
 _AS_IT_IS = {"class_name": "SGD", "config": {"learning_rate": 1.0}}
@@ -85,7 +83,7 @@ class Served:
             platforms=strategy.worker_platforms,
             laying=laying,
         )
-        self._homes = Homes(strategy, model.name, self.variables, self.lookups)
+        self._homes = ServerVariables(strategy, model.name, self.variables, self.lookups)
         self._prefix = self._homes.prefix
         self.specs = self._placed()
         self._written: dict[int, Any] = {}  # id of a variable -> the value that `take` gave it
@@ -268,12 +266,12 @@ class Served:
 
     # How it is done
 
-    def _laying(self) -> Laying | None:
+    def _laying(self) -> WorkerLayout | None:
         worker = self._strategy.worker
         if worker is None:
             return None
         tables = [table.name for table in self.lookups.tables]
-        return laying_of(worker, self.model, self.variables, tables)
+        return worker_layout(worker, self.model, self.variables, tables)
 
     def _placed(self) -> Specs:
         parts, v, homes = self.exported.parts, self.variables, self._homes

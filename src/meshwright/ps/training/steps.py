@@ -30,8 +30,8 @@ from ..shared.consistency import Async
 from .callbacks import feed_batch_end, saves
 from .compression import Compression
 from .feed import Feed
+from .indexed import IndexedStep
 from .local import Local
-from .numbered import NumberedStep
 from .saving import TableSaver
 from .serving import Served
 from .validation import MeasureShard, num_shards, validate
@@ -67,7 +67,7 @@ class ServerSteps:
         # Only then may a worker keep what its last push has brought.
         fresh = not isinstance(strategy.consistency, Async)
         step = of_model.step(uuid.uuid4().hex, compression, fresh)
-        self._step, self._numbered = step, NumberedStep(step, feed.made)
+        self._step, self._numbered = step, IndexedStep(step, feed.made)
         self._measure: MeasureShard | None = None
         if held_out is not None:
             shards = num_shards(strategy.num_workers, held_out.steps)

@@ -1,10 +1,11 @@
-"""What the head of a message must hold, checked where it comes in.
+"""What the head of each message must hold, checked where it comes in.
 
 A peer can send anything. Behind the check, code may rely on every field and its type.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,3 +120,98 @@ def _faults(head: Mapping[str, Any], fields: Fields) -> list[str]:
                 received = received[:_MOST_LETTERS] + "..."
             faults.append(f"{name} must be {kind.name}; received {received}")
     return faults
+
+
+# What each message to a server must hold, by its kind.
+
+ANY_MESSAGE: Fields = {"id": optional(INT)}
+_NAMES = list_of(TEXT)
+_INIT = record(
+    kind=TEXT,
+    params=optional(MAP),
+    seed=optional(INT),
+    rows=optional(row(COUNT, COUNT)),
+    full_shape=optional(list_of(COUNT)),
+    hash=optional(BOOL),
+)
+_UPDATE = row(TEXT, TEXT, COUNT, optional(MAP))
+_CONFIG = record(class_name=TEXT, config=optional(MAP))
+
+_SERVER: dict[str, Fields] = {
+    "hello": {},
+    "create": {"name": TEXT, "shape": list_of(COUNT), "dtype": TEXT, "init": _INIT},
+    "read": {"names": _NAMES, "round": optional(INT), "at_least": optional(ANY)},
+    "lookup": {"name": TEXT, "make": optional(BOOL)},
+    "push": {
+        "updates": list_of(_UPDATE),
+        "step": optional(INT),
+        "done_below": optional(INT),
+        "seen": optional(INT),
+        "round": optional(INT),
+        "of": optional(INT),
+        "then_read": optional(_NAMES),
+    },
+    "optimizer": {
+        "group": TEXT,
+        "config": _CONFIG,
+        "names": _NAMES,
+        "compensation": optional(BOOL),
+        "wholes": optional(mapping(TEXT, TEXT)),
+        "exclude_from_weight_decay": optional(_NAMES),
+    },
+    "rate": {"group": TEXT, "learning_rate": NUMBER},
+    "slots": {"names": _NAMES},
+    "load": {
+        "values": optional(_NAMES),
+        "tables": optional(_NAMES),
+        "slots": optional(list_of(row(TEXT, _NAMES))),
+        "steps": optional(mapping(TEXT, COUNT)),
+    },
+    "keys": {"name": TEXT},
+    "piece": {"name": TEXT, "start": COUNT, "stop": COUNT},
+    "put": {"name": TEXT, "slots": _NAMES, "scalars": MAP, "steps": COUNT},
+    "round": {"round": INT, "of": INT},
+    "norms": {},
+    "clip": {"round": INT, "totals": mapping(TEXT, NUMBER)},
+    "fence": {"incarnation": TEXT},
+    "snapshot": {"path": TEXT},
+    "restore": {"path": TEXT},
+    "stats": {},
+    "stop": {},
+}
+_ANY_TO_SERVER: Fields = {**ANY_MESSAGE, "incarnation": optional(TEXT)}
+TO_SERVER = {kind: {**_ANY_TO_SERVER, **fields} for kind, fields in _SERVER.items()}
+
+# These decide who may work, which files are written, and whether the server runs at all.
+RESERVED = frozenset({"fence", "snapshot", "restore", "stop"})
+
+# What each message to a coordinator must hold.
+
+_task = re.compile(r"[a-z]+:\d{1,9}")
+TASK = Kind("a task such as 'worker:0'", lambda v: type(v) is str and bool(_task.fullmatch(v)))
+_PID = Kind("a process id", lambda v: COUNT.fits(v) and 0 < v < 1 << 31)
+
+_USED = list_of(row(TEXT, COUNT))  # iterator's key, how many elements the step took
+# Server, applied, version, staleness, dropped, generation, base.
+_SAID = row(COUNT, BOOL, INT, INT, BOOL, COUNT, INT)
+_OPTIMIZER = row(MAP, list_of(TEXT), MAP)  # config, variables, options of gradients
+_RESULT = row(INT, INT, ANY, row(COUNT, COUNT), list_of(_SAID), _USED, NUMBER, list_of(_OPTIMIZER))
+
+TO_COORDINATOR: dict[str, Fields] = {
+    "join": {"task": TASK, "incarnation": TEXT, "pid": _PID, "host": TEXT},
+    "results": {"results": list_of(_RESULT), "restarts": list_of(row(COUNT, COUNT, COUNT))},
+    "failed": {"step": INT, "attempt": INT, "used": _USED, "error": MAP},
+    "passed": {"step": INT, "attempt": INT},
+    "recalled": {"steps": list_of(INT)},
+    "next": {
+        "key": TEXT,
+        "step": INT,
+        "used": COUNT,
+        "missing": optional(INT),
+        "before": list_of(row(INT, COUNT)),
+    },
+    "alive": {"what": TEXT, "step": optional(INT), "for_s": NUMBER},
+    "leave": {},
+}
+# A server's sign of life; a worker's is "alive" above.
+BEAT: Fields = {"task": TASK, "pid": _PID, "every_s": NUMBER}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
+import signal
+import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -20,10 +24,8 @@ from ..shared.client import Servers
 from ..shared.pushing import Stamp
 from ..wire.message import Message
 from ..wire.sockets import SocketChannel
-from .ending import Ending
-from .inbox import Inbox
+from .heartbeat import Inbox, Pulse
 from .iterators import Asked, Given
-from .pulse import Pulse
 from .runner import Call, Fenced, Runner
 
 _LOOK_UP_MS = 500  # how often a worker that waits looks whether it is still wanted
@@ -227,3 +229,40 @@ def calls_of(message: Message, incarnation: str) -> list[Call]:
 def elements_of(packed: Any) -> list[Any]:
     """Elements as they travel: indices as they are, the user's own objects packed."""
     return unpack(packed) if isinstance(packed, bytes) else list(packed)
+
+
+_PATIENCE_S = 1.5  # a cluster on one host kills what has not ended after two seconds
+
+
+class Ending(contextlib.AbstractContextManager["Ending"]):
+    """Notes SIGTERM; what has not ended soon after it is ended where it stands.
+
+    An exception out of the handler might come in the midst of anything: an import, a callback of
+    JAX, which would print it.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Ending:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _hear(self, _number: int, _frame: object) -> None:
+        self.asked = True
+        timer = threading.Timer(_PATIENCE_S, _end_here)
+        timer.daemon = True
+        timer.start()
+
+
+def _end_here() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)

@@ -18,13 +18,13 @@ from .worker_step import TrainStep, engine, here
 _MOST_KEPT = 2  # datasets of epochs that a worker keeps of a run
 
 
-class Numbered:
+class IndexedDataset:
     """A dataset whose elements are taken by number; by index, where it can be indexed.
 
     Others are iterated, and made again where an earlier element is needed, for a step that another
     worker has lost. Such a dataset must come in the same order each time that it is made.
 
-    >>> letters = Numbered(Made(lambda context: iter("abc")))
+    >>> letters = IndexedDataset(Made(lambda context: iter("abc")))
     >>> letters[1], letters[2], letters[0]
     ('b', 'c', 'a')
     """
@@ -68,7 +68,7 @@ class Numbered:
 
 
 @dataclass(frozen=True, eq=False)
-class NumberedStep:
+class IndexedStep:
     """A step of training on the elements of these numbers."""
 
     step: TrainStep
@@ -78,11 +78,11 @@ class NumberedStep:
         """Train on ``count`` elements from ``number`` on; ``dataset`` changes with the epoch."""
         # When the coordinator says that the run is over, the function goes, and its data with it.
         runs: Any = here().cache.setdefault("training data", weakref.WeakKeyDictionary())
-        kept: dict[int, Numbered] = runs.setdefault(self, {})
+        kept: dict[int, IndexedDataset] = runs.setdefault(self, {})
         if dataset not in kept:
             while len(kept) >= _MOST_KEPT:
                 del kept[next(iter(kept))]
-            kept[dataset] = Numbered(self.made)
+            kept[dataset] = IndexedDataset(self.made)
         elements = [kept[dataset][at] for at in range(number, number + count)]
         if self.step.local:
             return engine(self.step).train_locally(here(), elements, edition)

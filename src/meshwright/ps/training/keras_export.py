@@ -17,9 +17,8 @@ from ...errors import ModelError
 from ..shared.client import Servers
 from ..shared.placing import VariableSpec
 from ..wire.message import Message
-from .combining import combine
-from .embeddings import Embedding
-from .known import table_of
+from .embeddings import Embedding, combine
+from .model_cache import table_of
 
 _INT32 = np.iinfo(np.int32)
 

@@ -61,7 +61,7 @@ class Saving:
         )
 
 
-class Book:
+class Records:
     """Counts, and a ledger for each server; ``untold`` is what the user must hear of."""
 
     def __init__(self, num_servers: int) -> None:

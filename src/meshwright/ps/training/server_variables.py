@@ -13,7 +13,7 @@ from ..shared.placing import VariableSpec, placed
 from .embeddings import KerasLookups
 
 
-class Homes:
+class ServerVariables:
     """Places the variables and tables of one model on the servers of a strategy.
 
     ``prefix`` begins all names. It is the model's name, and a number where another model of that

@@ -38,7 +38,7 @@ _PIECES = 2  # from this level of ZeRO on, gradients are summed in the pieces th
 
 
 @dataclass(frozen=True, eq=False)
-class Laying:
+class WorkerLayout:
     """The shardings of a step's arrays, on a mesh without devices.
 
     ``arrays`` holds those of parameters, state and slots by path, ``gradients`` those in which
@@ -150,9 +150,9 @@ class Laying:
         return jax.sharding.NamedSharding(self.strategy.mesh.jax_mesh, spec)
 
 
-def laying_of(
+def worker_layout(
     worker: Sharded, model: keras.Model, variables: KerasVariables, tables: Sequence[str]
-) -> Laying:
+) -> WorkerLayout:
     """How a model's step lies by the strategy of a worker; ``tables`` travel by rows.
 
     Raises :class:`~meshwright.PlacementError` for rules that place nothing and variables that
@@ -167,7 +167,7 @@ def laying_of(
     placed = {each.info.path: each for each in placement.place(infos)}
     everywhere = [(v, placed[variables.infos[id(v)].path]) for v in variables.all]
 
-    return Laying(
+    return WorkerLayout(
         mesh=worker.mesh,
         arrays=_shardings(placed.values()),
         gradients=_shardings(_summed(placement, kept)),
@@ -201,6 +201,8 @@ def _refuse_tables(placement: Placement, infos: list[ParamInfo], kept: list[Para
     ]:
         raise ModelError(
             "layouts do not apply to tables that travel by rows, because a worker has only the "
-            "rows of its batch:\n" + "\n".join(merged(faults)) + "\nRemove them, or keep the tables whole "
-            "with Tables(embeddings=None)."
+            "rows of its batch:\n"
+            + "\n".join(merged(faults))
+            + "\nRemove them, or keep the tables "
+            "whole with Tables(embeddings=None)."
         )
