@@ -170,7 +170,7 @@ class ParameterServer:
         if self.coordinator_made is not None and current() is not None:
             WorkerStrategy().apply_gradients(optimizer, pairs)
             return
-        options = self.terms().settings["gradient_options"]
+        options = gradient_options(self.consistency)
         config, listed = config_of(optimizer), list(pairs)
         with self._lock:
             known: dict[Any, Any] = {}
@@ -439,7 +439,7 @@ class ParameterServer:
 
     # What the coordinator asks
 
-    def terms(self) -> DispatcherSettings:
+    def dispatcher_settings(self) -> DispatcherSettings:
         """What the dispatcher must know."""
         return DispatcherSettings(
             self.num_servers,

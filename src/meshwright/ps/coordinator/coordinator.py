@@ -60,7 +60,7 @@ class ClusterCoordinator:
             return
         self.strategy = strategy
         self._packer = Packer()
-        self._dispatcher = Dispatcher(strategy.terms(), self._packer, strategy.refill)
+        self._dispatcher = Dispatcher(strategy.dispatcher_settings(), self._packer, strategy.refill)
         self._changed = self._dispatcher.changed
         self._queue = self._dispatcher.queue
         strategy.coordinator_made = self

@@ -36,7 +36,7 @@ class DispatcherSettings:
     consistency: Consistency
     heartbeat_s: float
     dead_after_s: float
-    settings: dict[str, Any] = field(default_factory=dict)  # sent to every worker
+    worker_settings: dict[str, Any] = field(default_factory=dict)  # sent to every worker
     at_once: bool = False
     noted: Callable[[Any], None] = lambda note: None  # a worker has told servers an optimizer
     gone: Callable[[str, int], bool] = lambda task, pid: False  # the launcher saw a process end
@@ -51,16 +51,16 @@ class Dispatcher:
     """Everything that the coordinator knows, under one lock; its thread speaks with workers."""
 
     def __init__(
-        self, terms: DispatcherSettings, packer: Packer, refill: Callable[[int, Servers], None]
+        self, settings: DispatcherSettings, packer: Packer, refill: Callable[[int, Servers], None]
     ) -> None:
-        self.terms = terms
+        self.settings = settings
         self.packer = packer
         self.changed = threading.Condition(threading.RLock())
         first = time.time_ns() // 1_000_000 << 20  # above every id of an earlier coordinator
-        self.queue = StepQueue(first, terms.consistency, terms.num_workers)
+        self.queue = StepQueue(first, settings.consistency, settings.num_workers)
         self.session = f"{os.getpid()}-{first}"
         self.workers: dict[str, Worker] = {}
-        self.records = Records(terms.num_servers)
+        self.records = Records(settings.num_servers)
         self.waiting = 0  # threads that wait until all is done: rounds need not be full then
         self.broken: BaseException | None = None
         self.links: Links | None = None
@@ -183,13 +183,13 @@ class Dispatcher:
                 self.links.send(name, told)
             # Without a cluster the worker runs in this very thread, and is never silent.
             among = [] if self.guardian is None else workers
-            for worker in silent(among, now_s, self.terms.dead_after_s):
+            for worker in silent(among, now_s, self.settings.dead_after_s):
                 self._lose(worker)
             for worker in list(self.workers.values()):
-                if self.terms.gone(worker.task, worker.pid):
+                if self.settings.gone(worker.task, worker.pid):
                     self._lose(worker)
-            for server in self._beats.silent(now_s, self.terms.dead_after_s):
-                if self.terms.replace(server.task, server.pid):
+            for server in self._beats.silent(now_s, self.settings.dead_after_s):
+                if self.settings.replace(server.task, server.pid):
                     self.records.untold.append(server)
             self._recall(now_s)
             self._fail_if_dry()
@@ -215,8 +215,12 @@ class Dispatcher:
         self.queue.enter(peer, worker.window)
         for source in self.packer.sources.values():
             source.enter(worker.task)
-        terms = self.terms
-        welcome = {"session": self.session, "settings": terms.settings, "at_once": terms.at_once}
+        settings = self.settings
+        welcome = {
+            "session": self.session,
+            "settings": settings.worker_settings,
+            "at_once": settings.at_once,
+        }
         self.links.send(peer, Message("welcome", welcome), head.get("id"))
         self.changed.notify_all()
 
@@ -311,7 +315,7 @@ class Dispatcher:
         return messages
 
     def _window(self, worker: Worker) -> int:
-        return worker.window if isinstance(self.terms.consistency, Async | Stale) else 1
+        return worker.window if isinstance(self.settings.consistency, Async | Stale) else 1
 
     def _fits(self, step: Step, name: str) -> bool:
         return fits(self.packer.sources, step, self.workers[name].task)
@@ -341,7 +345,7 @@ class Dispatcher:
         for number, attempt, head, span, servers, used, seconds, notes in message.head["results"]:
             self._check_servers(servers)
             for note in notes:
-                self.terms.noted(note)
+                self.settings.noted(note)
             step = self.queue.finish(worker.name, number, attempt)
             if step is None:
                 continue
@@ -358,7 +362,7 @@ class Dispatcher:
         self._tell_ended()
 
     def _check_servers(self, servers: Iterable[Sequence[Any]]) -> None:
-        unknown = [said[0] for said in servers if said[0] >= self.terms.num_servers]
+        unknown = [said[0] for said in servers if said[0] >= self.settings.num_servers]
         if unknown:
             raise ProtocolError(f"there is no ps:{unknown[0]} in this cluster.", f"ps:{unknown[0]}")
 

@@ -38,14 +38,14 @@ def export_step(
     local: bool = False,
     predicts: bool = False,
     platforms: Sequence[str] | None = None,
-    laying: WorkerLayout | None = None,
+    layout: WorkerLayout | None = None,
 ) -> Exported:
     """Export a program's step for batches like these.
 
     ``base`` is what its metrics begin with (0, if not given). With ``local`` the whole step with
     the program's own optimizer is exported, not its gradients; with ``predicts`` the outputs that
     the program's loss returns beside it. ``platforms`` are those of the workers (``"cpu"``,
-    ``"cuda"``, ``"tpu"``), else that of this process. ``laying`` is for workers of several devices.
+    ``"cuda"``, ``"tpu"``), else that of this process. ``layout`` is for workers of several devices.
     Raises :class:`~meshwright.ModelError` for a model that cannot be exported or split.
 
     >>> import optax, numpy as np
@@ -60,8 +60,8 @@ def export_step(
     first = shapes(batches[0])
     parts = Parts.of(program, first, lookups)
     base = base or {i.path: jnp.zeros(i.dims, i.dtype) for i in program.metrics}
-    laid = laying and laying.program(program)
-    sums = laying and laying.strategy.how.sums
+    laid = layout and layout.program(program)
+    sums = layout and layout.strategy.how.sums
     functions = StepFunctions(program, parts, base, lookups, clip, laid, sums)
     if local and parts.tables:
         names = ", ".join(table.name for table in parts.tables)
@@ -70,15 +70,15 @@ def export_step(
             "rows of one batch. Use Tables(embeddings=None), or leave local= out."
         )
     platforms = tuple(platforms or (jax.default_backend(),))
-    made = _Exporter(program, functions, platforms, local, predicts, laying)
+    made = _Exporter(program, functions, platforms, local, predicts, layout)
     if parts.tables:
         made.check_tables(first)
     codes = {Signature.of(batch): made.code(shapes(batch)) for batch in batches}
     asked = functions.asked(made.params, made.state, first) if parts.tables else []
     exported = Exported(program.name, parts, tuple(codes.items()), tuple(asked))
-    row_shards = laying.row_shards(first) if laying else 1
-    if laying:
-        exported = replace(exported, mesh=laying.mesh, row_shards=row_shards)
+    row_shards = layout.row_shards(first) if layout else 1
+    if layout:
+        exported = replace(exported, mesh=layout.mesh, row_shards=row_shards)
     if not any_rows:
         return exported
     even, why_not = made.open_code(Signature.of(batches[0]), first, row_shards)
@@ -105,9 +105,9 @@ class _Exporter:
         platforms: tuple[str, ...],
         local: bool,
         predicts: bool,
-        laying: WorkerLayout | None,
+        layout: WorkerLayout | None,
     ) -> None:
-        self._local, self._predicts, self._laying = local, predicts, laying
+        self._local, self._predicts, self._layout = local, predicts, layout
         self._slots = shapes_of(program.slots)
         self._functions, self._parts = functions, functions.parts
         self._name, self._platforms = program.name, platforms
@@ -129,9 +129,9 @@ class _Exporter:
             ids = self._export(looking, (leaves,))
         positions = [jax.ShapeDtypeStruct(each.shape, jnp.int32) for each in found]
         rows = self._rows(found, batch)
-        functions, parts, laying = self._functions, self._parts, self._laying
+        functions, parts, layout = self._functions, self._parts, self._layout
         # What is looked up is known of the true rows only.
-        filling = laying.filling(batch) if laying and not parts.tables else None
+        filling = layout.filling(batch) if layout and not parts.tables else None
         if filling is not None:
             leaves = [
                 _with_rows(leaf, filling.rows) if more else leaf
@@ -150,23 +150,23 @@ class _Exporter:
 
         def whole(leaves: list[Any]) -> Any:
             unflattened = jax.tree.unflatten(tree, leaves)
-            return laying.padded(unflattened, batch) if laying and filling else unflattened
+            return layout.padded(unflattened, batch) if layout and filling else unflattened
 
         def unflattened(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args: function(*args[:-1], whole(args[-1]))
 
-        lies = laying and laying.given(parts, tuple(rows), positions, batch, filling)
-        to_measure = laying and (lies, laying.whole)
+        shardings = layout and layout.given(parts, tuple(rows), positions, batch, filling)
+        to_measure = layout and (shardings, layout.whole)
         if self._predicts:
             outputs = self._export(unflattened(functions.outputs), given, to_measure)
             return Code(b"", b"", ids, at, filling=filling, outputs=outputs)
         measures = self._export(unflattened(functions.measures), given, to_measure)
         if self._local:
             stepped = (*given[:4], self._slots, leaves)
-            lies = laying and laying.local(parts, self._slots, batch, filling)
-            local = self._export(unflattened(functions.local), stepped, lies)
+            shardings = layout and layout.local(parts, self._slots, batch, filling)
+            local = self._export(unflattened(functions.local), stepped, shardings)
             return Code(b"", measures, local=local, filling=filling)
-        to_push = laying and (lies, laying.returned(parts))
+        to_push = layout and (shardings, layout.returned(parts))
         gradients = self._export(unflattened(functions.gradients), given, to_push)
         return Code(gradients, measures, ids, at, filling=filling)
 
@@ -231,15 +231,15 @@ class _Exporter:
         return rows
 
     def _export(
-        self, function: Callable[..., Any], given: tuple[Any, ...], lies: Any = None
+        self, function: Callable[..., Any], given: tuple[Any, ...], shardings: Any = None
     ) -> bytes:
-        """``lies`` are the shardings of arguments and results, on several devices."""
-        if lies is None:
+        """``shardings`` are the shardings of arguments and results, on several devices."""
+        if shardings is None:
             jitted = jax.jit(function)
         else:
-            assert self._laying is not None
-            around = self._laying.around(function)
-            jitted = jax.jit(around, in_shardings=lies[0], out_shardings=lies[1])
+            assert self._layout is not None
+            around = self._layout.around(function)
+            jitted = jax.jit(around, in_shardings=shardings[0], out_shardings=shardings[1])
         try:
             exported = jax_export.export(jitted, platforms=self._platforms)(*given)
             return bytes(exported.serialize())

@@ -89,15 +89,15 @@ class Predicted:
             any_rows=not alike,
             predicts=True,
             platforms=strategy.worker_platforms,
-            laying=worker and worker_layout(worker, model, self._variables, names),
+            layout=worker and worker_layout(worker, model, self._variables, names),
         )
         parts, v = self._exported.parts, self._variables
-        homes = ServerVariables(strategy, model.name, v, lookups)
+        on_servers = ServerVariables(strategy, model.name, v, lookups)
         self.specs = Specs(
-            homes.of(parts.params, v.params),
-            homes.of(parts.moving, v.state),
-            homes.of(parts.frozen, v.state),
-            homes.of_tables(names),
+            on_servers.of(parts.params, v.params),
+            on_servers.of(parts.moving, v.state),
+            on_servers.of(parts.frozen, v.state),
+            on_servers.of_tables(names),
         )
 
     def belongs_to(self, strategy: Any) -> bool:

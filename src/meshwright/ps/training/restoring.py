@@ -34,10 +34,10 @@ def restore_model(strategy: Any, model: keras.Model, directory: str | Path) -> i
                 "keras.Input, or predict with it first."
             )
     variables, info = KerasVariables.of(model), read_checkpoint(directory)
-    homes = ServerVariables(
+    on_servers = ServerVariables(
         strategy, model.name, variables, lookups := KerasLookups(model, variables, None)
     )
-    tables = homes.of_tables(list(lookups.served))
+    tables = on_servers.of_tables(list(lookups.served))
     source = check_tables_of(info, tables) if tables else None
     restore_weights(info, model, variables)
     if tables:

@@ -69,9 +69,9 @@ class Served:
             in_rounds=in_rounds,
         )
         base = base_of(model, self.variables)
-        laying = self._laying()
-        if laying is not None:
-            laying.warn_of_rows(shapes(batches[0]))
+        layout = self._layout()
+        if layout is not None:
+            layout.warn_of_rows(shapes(batches[0]))
         self.exported: Exported = export_step(
             keras_program(model, self.variables),
             batches,
@@ -81,10 +81,10 @@ class Served:
             any_rows=any_rows,
             local=local is not None,
             platforms=strategy.worker_platforms,
-            laying=laying,
+            layout=layout,
         )
-        self._homes = ServerVariables(strategy, model.name, self.variables, self.lookups)
-        self._prefix = self._homes.prefix
+        self._placed_variables = ServerVariables(strategy, model.name, self.variables, self.lookups)
+        self._prefix = self._placed_variables.prefix
         self.specs = self._placed()
         self._written: dict[int, Any] = {}  # id of a variable -> the value that `take` gave it
         self._rates = self._rates_now()
@@ -266,7 +266,7 @@ class Served:
 
     # How it is done
 
-    def _laying(self) -> WorkerLayout | None:
+    def _layout(self) -> WorkerLayout | None:
         worker = self._strategy.worker
         if worker is None:
             return None
@@ -274,14 +274,14 @@ class Served:
         return worker_layout(worker, self.model, self.variables, tables)
 
     def _placed(self) -> Specs:
-        parts, v, homes = self.exported.parts, self.variables, self._homes
+        parts, v, on_servers = self.exported.parts, self.variables, self._placed_variables
         count = sum(int(np.prod(dims, dtype=int)) for _, dims in parts.metrics)
         return Specs(
-            homes.of(parts.params, v.params),
-            homes.of(parts.moving, v.state),
-            homes.of(parts.frozen, v.state),
-            homes.of_tables([table.name for table in parts.tables]),
-            homes.make(f"metrics/{count}", np.zeros([count])),
+            on_servers.of(parts.params, v.params),
+            on_servers.of(parts.moving, v.state),
+            on_servers.of(parts.frozen, v.state),
+            on_servers.of_tables([table.name for table in parts.tables]),
+            on_servers.make(f"metrics/{count}", np.zeros([count])),
         )
 
     @property
