@@ -6,6 +6,7 @@ first asked for, so that ``import meshwright`` stays fast.
 
 from __future__ import annotations
 
+import os as _os
 from typing import TYPE_CHECKING
 
 from .backend import settle_keras_backend as _settle_keras_backend
@@ -32,6 +33,7 @@ from .errors import NotFiniteError as NotFiniteError
 from .errors import PlacementError as PlacementError
 from .errors import PlanError as PlanError
 from .errors import Preempted as Preempted
+from .errors import ProcessError as ProcessError
 from .errors import ProtocolError as ProtocolError
 from .errors import ScheduledError as ScheduledError
 from .errors import ShippingError as ShippingError
@@ -89,8 +91,10 @@ if TYPE_CHECKING:
     from .frontends.named import named_program as named_program
     from .frontends.plans import Plan as Plan
     from .frontends.plans import plan as plan
+    from .launch.join import join as join
     from .launch.keys import Keys as Keys
     from .launch.local import LocalCluster as LocalCluster
+    from .launch.membership import Membership as Membership
     from .launch.resolvers import KubernetesResolver as KubernetesResolver
     from .launch.resolvers import SimpleResolver as SimpleResolver
     from .launch.resolvers import SlurmResolver as SlurmResolver
@@ -153,7 +157,9 @@ _LAZY = {  # name -> the room that it lives in
     "jax_program": "frontends.jax",
     "named_program": "frontends.named",
     "show": "drawing",
+    "join": "launch.join",
     "Keys": "launch.keys",
+    "Membership": "launch.membership",
     "LocalCluster": "launch.local",
     **dict.fromkeys(
         ("KubernetesResolver", "SimpleResolver", "SlurmResolver", "TFConfigResolver"),
@@ -185,3 +191,7 @@ _register_views("meshwright.notebook")
 _settle_keras_backend()
 _settle_cpu_pool()
 _settle_tpu_library()
+if "MESHWRIGHT_JOIN" in _os.environ:  # `meshwright launch` has started this process
+    from .launch.join import join_if_launched as _join_if_launched
+
+    _join_if_launched()

@@ -24,6 +24,7 @@
     │   ├── ProtocolError                  it speaks another version, or has another key
     │   │   └── FencedError                it was declared dead, and its work given to others
     │   └── ScheduledError                 a scheduled function raised there
+    ├── ProcessError         RuntimeError  another process of a group has failed
     ├── CancelledError       RuntimeError  a scheduled function that another's error has cancelled
     ├── ShippingError        TypeError     a function or value that cannot travel between tasks
     ├── ExhaustedError       DataError     a dataset that has no more elements
@@ -181,6 +182,33 @@ class FencedError(ProtocolError):
 
 class ScheduledError(TaskError):
     """A scheduled function raised, in a worker, an error that has no class here."""
+
+
+class ProcessError(MeshwrightError, RuntimeError):
+    """Another process of a synchronous group has failed, and this one cannot go on without it.
+
+    ``rank``, ``host`` and ``pid`` name it; ``section`` (``"input"``, ``"step"``, ...) and ``step``
+    are where it was, ``stack`` is its Python stack where it could be read.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        host: str = "",
+        pid: int = 0,
+        section: str = "",
+        step: int = 0,
+        stack: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.section = section
+        self.step = step
+        self.stack = stack
 
 
 class CancelledError(MeshwrightError, RuntimeError):

@@ -8,6 +8,8 @@ import os
 import selectors
 import sys
 import threading
+from pathlib import Path
+from typing import IO
 
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20
@@ -43,10 +45,11 @@ class Lines:
 
 
 class _Source:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, remembered: int, file: IO[str] | None) -> None:
         self.name = name
+        self.file = file
         self.lines = Lines()
-        self.last: collections.deque[str] = collections.deque(maxlen=_REMEMBERED_LINES)
+        self.last: collections.deque[str] = collections.deque(maxlen=remembered)
         self.at_end = threading.Event()
 
 
@@ -54,11 +57,23 @@ class LogPump:
     """A thread that reads pipes and writes their lines to ``sys.stderr``, never mixing two.
 
     It remembers the last lines of each task, for the error about it; with ``show=False`` it does
-    only that. A reader that cannot keep up makes the tasks wait, as in any pipe.
+    only that. With ``folder`` the lines of each task also go to a file there, and ``to_stdout``
+    has them written to ``sys.stdout``; lines that begin like ``hidden`` are left out. A reader
+    that cannot keep up makes the tasks wait, as in any pipe.
     """
 
-    def __init__(self, show: bool) -> None:
+    def __init__(
+        self,
+        show: bool,
+        *,
+        remembered: int = _REMEMBERED_LINES,
+        folder: Path | None = None,
+        to_stdout: bool = False,
+        hidden: tuple[str, ...] = (),
+    ) -> None:
         self._show = show
+        self._remembered, self._folder, self._hidden = remembered, folder, hidden
+        self._to_stdout = to_stdout
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -71,7 +86,10 @@ class LogPump:
 
     def add(self, name: str, pipe: int) -> None:
         """Read this pipe to its end, and close it."""
-        source = _Source(name)
+        file = None
+        if self._folder is not None:
+            file = (self._folder / f"{name.replace(':', '')}.log").open("a", encoding="utf-8")
+        source = _Source(name, self._remembered, file)
         with self._lock:
             self._sources[name] = source
             self._new.append((pipe, source))
@@ -134,10 +152,17 @@ class LogPump:
         if not piece:
             self._selector.unregister(pipe)
             os.close(pipe)
+            if source.file is not None:
+                source.file.close()
             source.at_end.set()
 
     def _tell(self, source: _Source, lines: list[str]) -> None:
+        lines = [line for line in lines if not (self._hidden and line.startswith(self._hidden))]
         source.last.extend(lines)
+        if source.file is not None and lines:
+            with contextlib.suppress(OSError):  # the disk is full; training goes on
+                source.file.write("".join(f"{line}\n" for line in lines))
+                source.file.flush()
         self._write(source.name, lines)
 
     def _write(self, name: str, lines: list[str]) -> None:
@@ -146,5 +171,6 @@ class LogPump:
         # One write for all of them: what others write to stderr comes before or after. Nobody
         # may be left to read it, and that must not end the thread that empties the pipes.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write("".join(f"[{name}] {line}\n" for line in lines))
-            sys.stderr.flush()
+            stream = sys.stdout if self._to_stdout else sys.stderr
+            stream.write("".join(f"[{name}] {line}\n" for line in lines))
+            stream.flush()

@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import ClusterError
 
 JOBS = ("chief", "worker", "ps", "evaluator")
+RANK = "rank"  # the job of all processes of a synchronous group, which has no ClusterSpec
 
 Job = Sequence[str] | Mapping[int, str]
 
@@ -34,7 +35,7 @@ class Task:
     index: int = 0
 
     def __post_init__(self) -> None:
-        faults = [] if self.job in JOBS else [_unknown_job(self.job)]
+        faults = [] if self.job in (*JOBS, RANK) else [_unknown_job(self.job)]
         if not _is_index(self.index):
             faults.append(f"index {self.index!r} of a task: indices are whole numbers from 0 up.")
         if faults:

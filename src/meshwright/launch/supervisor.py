@@ -37,11 +37,13 @@ class _Kept:
 class Supervisor:
     """The processes of some tasks, and a thread that watches over them.
 
-    Everything that happens to them is an :class:`Event`.
+    Everything that happens to them is an :class:`Event`; with ``announces`` what goes wrong is
+    also written among their lines.
     """
 
-    def __init__(self, logs: LogPump) -> None:
+    def __init__(self, logs: LogPump, *, announces: bool = True) -> None:
         self._logs = logs
+        self._announces = announces
         self._begun_s = time.monotonic()
         self._lock = threading.RLock()
         self._kept: dict[Task, _Kept] = {}
@@ -213,7 +215,8 @@ class Supervisor:
         return self._kept[task]
 
     def _tell(self, task: Task, line: str) -> None:
-        self._logs.tell(str(task), line)
+        if self._announces:
+            self._logs.tell(str(task), line)
 
     def _check_open(self) -> None:
         if self._closing:

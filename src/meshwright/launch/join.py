@@ -1,0 +1,194 @@
+"""``mw.join()``: this process takes part in a synchronous group, before JAX's devices exist."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .. import _compat
+from ..errors import ProcessError, TopologyError
+from ..topology import settle_cpu_pool
+from . import progress
+from .failure import Failure
+from .membership import Membership, membership
+
+JOIN = "MESHWRIGHT_JOIN"  # set by the launcher: join when the package is imported
+AGENT = "MESHWRIGHT_AGENT"  # the folder in which an agent and its ranks meet
+_BASE = getattr(signal, "SIGRTMIN", None)
+DUMP = signal.SIGUSR1 if _BASE is None else _BASE + 5  # "write your stack down"
+TELL = signal.SIGUSR2 if _BASE is None else _BASE + 6  # "another process has failed"
+_SHUTDOWN_S = 24 * 3600  # an agent ends the group long before; JAX's 300 s would end a slow save
+_WORD_S = 1.0  # for an agent to say why a collective has failed
+
+_joined: Membership | None = None
+_agent: Path | None = None
+
+
+def join(
+    rank: int | None = None,
+    processes: int | None = None,
+    coordinator: str | None = None,
+) -> Membership | None:
+    """Take part in a group of processes that train together; the place of this process in it.
+
+    Without arguments the environment is read: that of ``meshwright launch``, ``srun``, ``mpirun``,
+    ``torchrun``, Kubeflow Trainer, JobSet, TPU pods, or ``TF_CONFIG``. Where it describes no
+    group, nothing happens and the result is ``None``, so a program may call it in any case. A
+    second call returns what the first one did. Under ``meshwright launch`` the call is made by
+    ``import meshwright``.
+
+    Call it before JAX is first used. Raises :class:`~meshwright.TopologyError` if that is too late,
+    and :class:`~meshwright.ClusterError` where the environment describes only half of a group.
+
+    >>> join() is None  # this program runs alone
+    True
+    """
+    global _joined
+    if _joined is not None:
+        return _joined
+    if (rank, processes, coordinator) == (None, None, None):
+        member = membership()
+    elif rank is None or processes is None or coordinator is None:
+        raise TopologyError(
+            f"join(rank={rank}, processes={processes}, coordinator={coordinator!r}): expected all "
+            "three, or none of them to read the environment."
+        )
+    else:
+        member = Membership(rank, processes, coordinator)
+    if member is None:
+        return None
+    if _compat.jax_is_running():
+        raise TopologyError(
+            "join() comes too late: JAX has already created its devices, and they cannot be shared "
+            "with other processes any more. Put `import meshwright as mw; mw.join()` at the top of "
+            "the program."
+        )
+    _follow_agent(member)
+    progress.entering("join")
+    _initialize(member)
+    atexit.register(progress.entering, "exit")  # after JAX's own: so before JAX waits for others
+    progress.follow_compiler()
+    progress.entering("script")
+    _joined = member
+    return member
+
+
+def join_if_launched() -> None:
+    """Join if ``meshwright launch`` has started this process; its own children do not."""
+    if os.environ.pop(JOIN, "") and threading.current_thread() is threading.main_thread():
+        join()
+
+
+def _initialize(member: Membership) -> None:
+    import jax
+
+    settle_cpu_pool()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    watched = {} if _agent is None else {"shutdown_timeout_seconds": _SHUTDOWN_S}
+    jax.distributed.initialize(
+        member.coordinator,
+        num_processes=member.processes,
+        process_id=member.rank,
+        **watched,
+    )
+
+
+# The agent of this host, where there is one
+
+
+def _follow_agent(member: Membership) -> None:
+    """Write progress for the agent, and do as it says."""
+    global _agent
+    folder = os.environ.pop(AGENT, "")
+    if not folder:
+        return
+    _agent = Path(folder)
+    progress.report_to(progress.Board(board_path(_agent, member.rank)))
+    stack = open(stack_path(_agent, member.rank), "w")  # noqa: SIM115 - open while the process is
+    faulthandler.register(DUMP, stack, all_threads=True)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(TELL, _raise_process_error)
+        sys.unraisablehook = functools.partial(_raise_again, sys.unraisablehook)
+    before = sys.excepthook
+
+    def note(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        before(kind, error, trace)
+        sys.stderr.flush()
+        text = "".join(traceback.format_exception(kind, error, trace))
+        error_path(Path(folder), member.rank).write_text(text)
+        progress.entering("failed")
+
+    sys.excepthook = note
+
+
+def board_path(folder: Path, rank: int) -> Path:
+    """The file to which a rank writes its progress."""
+    return folder / f"rank{rank}.board"
+
+
+def stack_path(folder: Path, rank: int) -> Path:
+    """The file to which a rank writes its stacks when it is asked to."""
+    return folder / f"rank{rank}.stack"
+
+
+def error_path(folder: Path, rank: int) -> Path:
+    """The file to which a rank writes the traceback that ended it."""
+    return folder / f"rank{rank}.error"
+
+
+def failure_path(folder: Path) -> Path:
+    """The file in which the agent says which process has failed."""
+    return folder / "failure.json"
+
+
+def _raise_process_error(_number: int, _frame: Any) -> None:
+    failure = None if _agent is None else Failure.read(failure_path(_agent))
+    if failure is not None and not progress.is_over():
+        raise failure.error()
+
+
+def _raise_again(before: Any, unraisable: Any) -> None:
+    """What was raised in the midst of a collection of garbage is lost: raise it once more."""
+    if isinstance(unraisable.exc_value, ProcessError):
+        signal.raise_signal(TELL)
+    else:
+        before(unraisable)
+
+
+@contextlib.contextmanager
+def naming_failures() -> Iterator[None]:
+    """An error of JAX because another process is gone becomes one that names the process."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        failure = _failure_soon()
+        if failure is None or _joined is None or failure.rank == _joined.rank:
+            raise
+        raise failure.error() from error
+
+
+def _failure_soon() -> Failure | None:
+    if _agent is None:
+        return None
+    until_s = time.monotonic() + _WORD_S
+    while (failure := Failure.read(failure_path(_agent))) is None:
+        if time.monotonic() > until_s:
+            return None
+        time.sleep(0.02)
+    return failure
