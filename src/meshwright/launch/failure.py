@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,18 +27,19 @@ class Failure:
     section: str
     step: int
     what: str
-    stack: str = ""  # where its Python was, or the traceback of what it raised
+    stack: str = ""  # where its Python was, innermost first, or the traceback of what it raised
     lines: tuple[str, ...] = ()  # the last that it printed
     exit_code: int = 1
 
-    def text(self, *, with_lines: bool = True) -> str:
+    def text(self) -> str:
         """The failure in words, with stack and last lines."""
         at = f" (host {self.host}, pid {self.pid})" if self.pid else f" (host {self.host})"
         parts = [f"rank {self.rank} of {self.processes}{at} {self.what}."]
-        if self.lines and with_lines:
+        if self.lines:
             parts += ["Its last lines:", *(f"    {line}" for line in self.lines)]
         if self.stack:
-            parts += ["Its Python stack:", *(f"    {line}" for line in self.stack.splitlines())]
+            title = "Its traceback:" if self.section == "failed" else "Its Python stack:"
+            parts += [title, *(f"    {line}" for line in self.stack.splitlines())]
         return "\n".join(parts)
 
     def error(self) -> ProcessError:
@@ -58,7 +58,7 @@ class Failure:
         """Write it to a file that is never seen half written."""
         new = path.with_suffix(".new")
         new.write_text(json.dumps(asdict(self)))
-        os.replace(new, path)
+        new.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:

@@ -8,6 +8,7 @@ happened to the others (:mod:`.join`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from .join import AGENT, DUMP, JOIN, TELL, board_path, error_path, failure_path,
 from .logs import LogPump
 from .membership import Membership
 from .private_folder import PrivateFolder
-from .processes import Command, program
+from .processes import program
 from .progress import Progress, new_board, read_board
 from .spec import RANK, Task
 from .stalls import Limits, Seen, Stall, stalls
@@ -221,7 +222,8 @@ class Group:
             rank = min(written, key=lambda r: written[r])
             trace = error_path(self._folder.path, rank).read_text()
             what = f"raised an exception {self._where(rank)}"
-            return self._failure(rank, what, codes.get(rank) or 1, trace, with_lines=False)
+            failure = self._failure(rank, what, codes.get(rank) or 1, trace)
+            return dataclasses.replace(failure, section="failed", lines=())
         rank = failing[0]
         if codes[rank] == 0:
             what = "ended without joining the group (does it import meshwright?)"
@@ -235,7 +237,8 @@ class Group:
 
     def _stalled(self, stall: Stall) -> Failure:
         progress = self._seen[stall.rank].progress
-        stack = "" if self._seen[stall.rank].stopped_s else self._stack_of(stall.rank)
+        unreachable = self._seen[stall.rank].stopped_s or progress.is_over
+        stack = "" if unreachable else self._stack_of(stall.rank)
         limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
         what = f"{stall.what} (for {stall.for_s:.1f} s{limit})"
         code = 1
@@ -255,9 +258,7 @@ class Group:
             text = path.read_text(errors="replace") if path.exists() else ""
         return main_stack(text)
 
-    def _failure(
-        self, rank: int, what: str, code: int, stack: str = "", with_lines: bool = True
-    ) -> Failure:
+    def _failure(self, rank: int, what: str, code: int, stack: str = "") -> Failure:
         progress = self._seen[rank].progress
         name = str(_task(rank))
         return Failure(
@@ -269,7 +270,7 @@ class Group:
             progress.step,
             what,
             stack,
-            tuple(self._logs.last_lines(name, wait_s=0.2)) if with_lines else (),
+            tuple(self._logs.last_lines(name, wait_s=0.2)),
             code,
         )
 

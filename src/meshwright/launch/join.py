@@ -30,6 +30,7 @@ _BASE = getattr(signal, "SIGRTMIN", None)
 DUMP = signal.SIGUSR1 if _BASE is None else _BASE + 5  # "write your stack down"
 TELL = signal.SIGUSR2 if _BASE is None else _BASE + 6  # "another process has failed"
 _SHUTDOWN_S = 24 * 3600  # an agent ends the group long before; JAX's 300 s would end a slow save
+_JAX_SHUTDOWN_S = 300  # JAX's own default
 _WORD_S = 1.0  # for an agent to say why a collective has failed
 
 _joined: Membership | None = None
@@ -96,12 +97,11 @@ def _initialize(member: Membership) -> None:
 
     settle_cpu_pool()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    watched = {} if _agent is None else {"shutdown_timeout_seconds": _SHUTDOWN_S}
     jax.distributed.initialize(
         member.coordinator,
         num_processes=member.processes,
         process_id=member.rank,
-        **watched,
+        shutdown_timeout_seconds=_JAX_SHUTDOWN_S if _agent is None else _SHUTDOWN_S,
     )
 
 
@@ -116,16 +116,14 @@ def _follow_agent(member: Membership) -> None:
         return
     _agent = Path(folder)
     progress.report_to(progress.Board(board_path(_agent, member.rank)))
-    stack = open(stack_path(_agent, member.rank), "w")  # noqa: SIM115 - open while the process is
+    stack = stack_path(_agent, member.rank).open("w")
     faulthandler.register(DUMP, stack, all_threads=True)
     if threading.current_thread() is threading.main_thread():
         signal.signal(TELL, _raise_process_error)
         sys.unraisablehook = functools.partial(_raise_again, sys.unraisablehook)
     before = sys.excepthook
 
-    def note(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         sys.stderr.flush()
         text = "".join(traceback.format_exception(kind, error, trace))

@@ -133,9 +133,7 @@ def _hydra(variables: Environment) -> Membership | None:
         return None
     _need_all(variables, (rank, processes), "hydra's environment (MPICH, Intel MPI)")
     one_host = variables.get("MPI_LOCALNRANKS") == variables[processes]
-    address = (
-        variables.get(COORDINATOR) or _of_one_host(one_host) or _of_slurm(variables)
-    )
+    address = variables.get(COORDINATOR) or _of_one_host(one_host) or _of_slurm(variables)
     return _read(variables, "hydra", rank, processes, _known(address, "hydra"), local)
 
 

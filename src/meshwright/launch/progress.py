@@ -56,8 +56,8 @@ class Progress:
 class Board:
     """The piece of memory that a rank writes; :func:`read_board` reads it elsewhere."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        with open(path, "r+b") as file:
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _FORM.size)
         self._step, self._code, self._pid = 0, 0, os.getpid()
 
@@ -133,7 +133,7 @@ def follow_compiler() -> None:
 
     before: list[str] = []
 
-    def listen(event: str, _duration_s: float, **_: object) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if _board is None or not event.startswith("/jax/core/compile/"):
             return
         if threading.current_thread() is not threading.main_thread():

@@ -101,7 +101,7 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
     behind = _furthest_behind(present)
     gone = [s for s in behind if s.progress.is_over]
     waiting = [s for s in late if s.progress.section in _WAITING]
-    if len(waiting) == len(present):
+    if len(waiting) == len(behind) == len(present):  # a long step of all of them, perhaps
         late = [s for s in late if s.age_s(now_s) > max(_FIRST_OTHER_S, _limit(s, limits))]
     if gone and waiting:
         others = ", ".join(str(s.rank) for s in waiting)
@@ -134,4 +134,3 @@ def _what(seen: Seen, behind: list[Seen]) -> str:
     if len(behind) > 1 and section in _WAITING:
         where += ", as are all that are furthest behind"
     return where
-

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ..checkpoint import CheckpointInfo, Position
 from ..errors import Preempted
+from ..launch.join import naming_failures
+from ..launch.progress import entering, inside
 from ..program import Logs, TrainState
 from .progress import Progress
 from .saver import Saver
@@ -172,7 +174,7 @@ class Run:
         start, steps, callbacks, logs = self._start, self.steps, self.callbacks, {}
         if start is not None:
             self.saver.restore(steps)
-        with steps:
+        with steps, naming_failures():
             callbacks.begin(start.notes if start else None)
             first = callbacks.first_epoch(self.initial_epoch)
             if start is not None:
@@ -186,10 +188,12 @@ class Run:
             if self.epochs > self.initial_epoch:
                 steps.finish()
             callbacks.end(logs)
+        entering("script")
         return logs
 
     def _epoch(self, epoch: int) -> Logs:
         steps, saver, callbacks, progress = self.steps, self.saver, self.callbacks, self.progress
+        entering("callbacks")
         callbacks.begin_epoch(epoch)
         self._go_on(epoch)
         if progress:
@@ -210,6 +214,7 @@ class Run:
             logs |= self._validated(epoch)
         if progress:
             progress.end_epoch(logs)
+        entering("callbacks")
         callbacks.end_epoch(epoch, logs)
         if saver.by_epoch or self._ends(epoch):
             self._save(epoch + 1, 0)
@@ -245,4 +250,5 @@ class Run:
 
     def _save(self, epoch: int, batches: int) -> None:
         ended = batches == 0 and self._ends(epoch - 1)
-        self.saver.save(self.steps, self.callbacks, epoch, batches, self._last, ended)
+        with inside("save"):
+            self.saver.save(self.steps, self.callbacks, epoch, batches, self._last, ended)

@@ -19,7 +19,8 @@ def on_host(logs: Mapping[str, Any]) -> Logs:
     >>> on_host({"loss": np.float32(0.5), "f1": np.ones(2), "more": {"recall": np.array([0.25])}})
     {'loss': 0.5, 'f1': array([1., 1.]), 'recall': array([0.25])}
     """
-    return {name: _number(value) for name, value in flat(logs).items()}
+    ready = jax.block_until_ready(flat(logs))  # which a signal can interrupt; reading cannot be
+    return {name: _number(value) for name, value in ready.items()}
 
 
 def flat(logs: Mapping[str, Any]) -> Logs:

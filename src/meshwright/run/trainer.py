@@ -12,6 +12,8 @@ import jax
 from ..checkpoint import Checkpoints
 from ..data import Putter
 from ..errors import TopologyError
+from ..launch.join import naming_failures
+from ..launch.progress import entering
 from ..layouts.explain import Explanation
 from ..layouts.layout import Layout
 from ..layouts.placement import Placed, Placement
@@ -21,6 +23,7 @@ from ..step.options import PLAIN, StepOptions
 from ..step.sharing import Sharing, shared
 from ..step.storing import Storing, stored
 from ..step.train import guarded, make_train_step
+from .backlog import Backlog
 from .epochs import NoCallbacks, Run
 from .program_steps import ProgramSteps
 from .saver import Saver
@@ -143,11 +146,18 @@ class Trainer:
         return Putter(self._placement)
 
     def steps(self, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
-        """Train on one batch after another, never waiting for the devices."""
-        laid_out = self.put.each(batches, alone_is_last=False)
+        """Train on one batch after another, waiting only for steps that were begun long ago."""
+        laid_out, backlog = self.put.each(batches, alone_is_last=False), Backlog()
+        entering("input")
         for number, batch in enumerate(self.how.for_steps(laid_out)):
-            state, logs = self.step(state, batch)
+            entering("step")
+            with naming_failures():
+                state, logs = self.step(state, batch)
+                backlog.add(logs)
+            entering("script")
             yield StepInfo(number, state, logs)
+            entering("input")
+        entering("script")
 
     def train(
         self,

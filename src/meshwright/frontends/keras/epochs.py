@@ -15,6 +15,7 @@ from ... import _compat
 from ...data import Ahead, HostRows, LocalRows
 from ...data.putting import row_count
 from ...errors import BatchError
+from ...launch.progress import entering
 from ...layouts.placement import Placement
 from ...run.options import Data
 from ...step.several import Together
@@ -109,8 +110,12 @@ class Epochs:
         A batch that does not divide comes :class:`~meshwright.step.padding.Padded`, or else whole
         on every device.
         """
+        entering("input")
         for number, (batch,) in self.chunks():
+            entering("step")
             yield number, batch
+            entering("input")
+        entering("step")  # the last ones are waited for
 
     def chunks(
         self, skip: int = 0, size_for: SizeFor | None = None, stacked: bool = False

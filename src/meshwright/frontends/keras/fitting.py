@@ -17,6 +17,7 @@ import numpy as np
 
 from ...errors import BatchError
 from ...program import Logs, TrainState
+from ...run.backlog import Backlog
 from ...run.epochs import Run
 from ...run.logs import on_host
 from ...run.options import Data, Schedule, Validation
@@ -30,7 +31,7 @@ from .finite import FiniteGuard, NanGuard, check_nan_guard
 from .options import check_compiled, check_data, check_fit, check_model, check_options
 from .program import KerasVariables, read_state, write_state
 from .rowwise import Kind
-from .steps import Backlog, KerasSteps, WorkRates
+from .steps import KerasSteps, WorkRates
 
 if TYPE_CHECKING:
     from .sharded import Sharded

@@ -6,7 +6,6 @@ the newest state.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,9 @@ from ...checkpoint import CheckpointInfo, Position
 from ...checkpoint.randomness import read_randomness, write_randomness
 from ...errors import BatchError
 from ...jaxprs.flops import model_flops
+from ...launch.progress import entering
 from ...program import Logs, TrainState
+from ...run.backlog import Backlog
 from ...run.epochs import Taken
 from ...run.logs import on_host
 from ...run.progress import Part
@@ -38,24 +39,6 @@ from .work import StepWork, peak_flops_per_s, samples_and_tokens
 
 if TYPE_CHECKING:
     from .sharded import Sharded
-
-_CALLS_AHEAD = 16
-
-
-class Backlog:
-    """Waits for an old step once many newer ones were begun.
-
-    A loop that never waits would lay out one batch after another, all alive at once.
-    """
-
-    def __init__(self) -> None:
-        self._results: deque[Any] = deque()
-
-    def add(self, result: Any) -> None:
-        """A step was begun that gives this."""
-        self._results.append(result)
-        if len(self._results) > _CALLS_AHEAD:
-            jax.block_until_ready(self._results.popleft())
 
 
 @dataclass
@@ -114,21 +97,27 @@ class KerasSteps:
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         model, callbacks = self.model, self.callbacks
+        entering("input")
         for number, chunk in self.data.chunks(done, self._size_for, self._stacks):
             size = chunk_size(chunk)
             if self._begins:
+                entering("batch callbacks")
                 callbacks.on_train_batch_begin(number)
             if self._state is None or _compat.state_was_synced(model):
                 self._state = take_state(self.variables)  # a callback may have changed it
+            entering("step")
             self._state, logs = self._call(self._state, chunk)
             if self._begins or self._ends:
                 _compat.attach_state(model, self._in_keras_order())
             if self._ends:
+                entering("batch callbacks")
                 callbacks.on_train_batch_end(number + size - 1, logs)
             yield Taken(size, number + size, logs)
             self.guard.check(self._newest)
             if model.stop_training:
                 break
+            entering("input")
+        entering("step")  # the last ones are waited for
         self.guard.wait(self._newest)
 
     def logs(self, last: Logs) -> Logs:

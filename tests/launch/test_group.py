@@ -1,0 +1,160 @@
+"""``meshwright launch --processes``: real groups, and what is said when one process fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watching import all_gone, within
+
+from meshwright import ClusterError
+from meshwright.launch.group import Group, GroupOptions, run_group
+from meshwright.launch.progress import Board, Progress, new_board, read_board
+from meshwright.launch.stalls import Limits, Seen, stalls
+
+PROGRAM = str(Path(__file__).parent / "grouped.py")
+STALL_S = 2.0
+
+
+def grouped(folder: Path, how: str, **options: Any) -> int:
+    return run_group([PROGRAM, str(folder), how], GroupOptions(2, 2, stall_s=STALL_S, **options))
+
+
+@pytest.mark.alone
+def test_a_group_trains_with_prefixed_lines_and_a_file_for_each_rank(tmp_path, capfd):
+    assert grouped(tmp_path, "nothing", log_dir=tmp_path / "logs") == 0
+    out, err = capfd.readouterr()
+    losses = re.findall(r"^\[rank:(\d)\] loss (\S+) 2 4$", out, re.MULTILINE)
+    assert sorted(rank for rank, _ in losses) == ["0", "1"]
+    assert losses[0][1] == losses[1][1]
+    assert "Gloo" not in out + err
+    logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
+    assert all(re.fullmatch(r"loss \S+ 2 4\n", text) for text in logs), logs
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("how", "code", "limit_s", "says"),
+    [
+        ("kill", 137, 1.0, r"was killed by signal 9 after step 60\b"),
+        pytest.param("raise", 1, 1.0, "raised an exception after step 60", marks=pytest.mark.full),
+        pytest.param("stop", 1, STALL_S + 5, "is stopped", marks=pytest.mark.full),
+        pytest.param("exit", 1, STALL_S + 5, "has ended, and rank 0 waits", marks=pytest.mark.full),
+        pytest.param("gil", 1, STALL_S + 5, "is stuck in 'input'", marks=pytest.mark.full),
+    ],
+)
+def test_the_others_learn_which_process_failed_and_where(tmp_path, capfd, how, code, limit_s, says):
+    assert grouped(tmp_path, how) == code
+    out, err = capfd.readouterr()
+    seen = json.loads((tmp_path / "seen").read_text())
+    failed_at = json.loads((tmp_path / "failed").read_text())
+    assert seen["at"] - failed_at < limit_s
+    assert seen["rank"] == 1
+    assert re.search(rf"rank 1 of 2 \(host \S+, pid {seen['pid']}\) {says}", seen["text"])
+    assert f"pid {seen['pid']}" in err.splitlines()[0]
+    assert "meshwright.errors.ProcessError" in out
+    if how in ("raise", "gil"):
+        assert "grouped.py" in seen["stack"]
+        assert "fail" in seen["stack"]
+    if how == "raise":
+        assert err.rstrip().endswith("OSError: a file of rows is damaged")
+    assert all_gone([seen["pid"]])()
+
+
+@pytest.mark.alone
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_however_the_launcher_ends_nothing_is_left(tmp_path, number, code):
+    program = tmp_path / "train.py"
+    program.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(100)")
+    command = [sys.executable, "-m", "meshwright.cli", "launch", "--processes", "2", str(program)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    with process.stdout as out:
+        pids = [int(out.readline().split()[1]) for _ in range(2)]
+        process.send_signal(number)
+        assert process.wait(20) == code
+    assert within(2.0, all_gone(pids))
+
+
+@pytest.mark.alone
+def test_a_program_that_never_joins_is_named(tmp_path, capfd):
+    program = tmp_path / "train.py"
+    program.write_text("import time; time.sleep(100)")
+    began_s = time.monotonic()
+    assert run_group([str(program)], GroupOptions(2, join_s=1.0)) == 1
+    assert time.monotonic() - began_s < 5
+    assert "rank 0 of 2" in (err := capfd.readouterr().err)
+    assert "does the program import meshwright" in err
+
+
+def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ClusterError, match=r"no program 'nowhere\.py'"):
+        run_group(["nowhere.py"], GroupOptions(2))
+    with pytest.raises(ClusterError, match=r"processes must be 1 or more.*\n.*stall_s must be"):
+        GroupOptions(0, stall_s=-1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    with pytest.raises(ClusterError, match=r"3 GPUs \(0, 1, 2\) cannot be shared out evenly among"):
+        Group([str(tmp_path)], GroupOptions(2))
+
+
+# The rule, without processes
+
+
+def seen(rank: int, section: str, step: int, stopped_s: float = 0.0) -> Seen:
+    return Seen(rank, Progress(section, step, 0.0, pid=1), stopped_s)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "after_s", "blamed"),
+    [
+        ([seen(0, "step", 80), seen(1, "step", 80)], 9.0, []),
+        ([seen(0, "step", 81), seen(1, "input", 80)], 11.0, [1]),
+        ([seen(0, "step", 80), seen(1, "batch callbacks", 80)], 11.0, [1]),
+        ([seen(0, "step", 81), seen(1, "step", 80)], 11.0, [1]),
+        ([seen(0, "step", 80), seen(1, "step", 80)], 11.0, []),  # a long step, perhaps
+        ([seen(0, "step", 80), seen(1, "step", 80)], 301.0, [0, 1]),
+        ([seen(0, "step", 80), seen(1, "compile", 79)], 30.0, []),
+        ([seen(0, "step", 80), seen(1, "compile", 79)], 1801.0, [1]),
+        ([seen(0, "step", 80), seen(1, "exit", 79)], 11.0, [1]),
+        ([seen(0, "script", 80), seen(1, "exit", 80)], 10_000.0, []),
+        ([seen(0, "script", 0), seen(1, "script", 0)], 10_000.0, []),
+        ([seen(0, "step", 80), seen(1, "script", 80)], 30.0, []),
+        ([seen(0, "step", 80), seen(1, "script", 80)], 601.0, [1]),
+        ([seen(0, "input", 80), seen(1, "compile", 79, stopped_s=11.0)], 1.0, [1]),
+        ([seen(0, "input", 80), seen(1, "step", 79, stopped_s=2.0)], 2.0, []),
+        ([seen(0, "launch", 0), seen(1, "join", 0)], 61.0, [0]),
+    ],
+)
+def test_only_those_that_hold_the_others_up_are_blamed(ranks, after_s, blamed):
+    assert [s.rank for s in stalls(ranks, Limits(steps=100), after_s)] == blamed
+
+
+def test_a_section_that_has_taken_long_before_may_take_long_again():
+    ranks, limits = [seen(0, "step", 81), seen(1, "input", 80)], Limits(steps=100)
+    limits.learn("input", 40.0)
+    assert not stalls(ranks, limits, 150.0)
+    assert stalls(ranks, limits, 201.0)
+    assert stalls(ranks, limits, 201.0)[0].limit_s == 200.0
+
+
+def test_a_board_costs_microseconds_and_keeps_its_end(tmp_path):
+    new_board(tmp_path / "board")
+    assert read_board(tmp_path / "board").section == "launch"
+    board, began_s = Board(tmp_path / "board"), time.perf_counter()
+    for _ in range(1000):
+        board.write("step")
+        board.write("input")
+    assert (time.perf_counter() - began_s) / 1000 < 25e-6  # 0.5 % of a step of 5 ms
+    board.write("exit")
+    board.write("script")
+    progress = read_board(tmp_path / "board")
+    assert (progress.section, progress.step) == ("exit", 1000)
