@@ -1,4 +1,4 @@
-"""Tables of recorded results in docs/explanation/plans.md, written by the scripts that record them."""
+"""Tables of recorded results in docs/explanation/plans.md, by the scripts that record them."""
 
 from __future__ import annotations
 

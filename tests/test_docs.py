@@ -115,7 +115,7 @@ def test_the_reference_has_every_public_name_once() -> None:
     names = [name.removeprefix("meshwright.") for name in _in_reference()]
     assert len(names) == len(set(names))
     assert [name for name in PUBLIC if name not in names] == []
-    ps = {name for name in vars(mw.ps)["_LAZY"]}
+    ps = set(vars(mw.ps)["_LAZY"])
     assert {f"ps.{name}" for name in ps} <= set(names)
 
 

@@ -1,6 +1,6 @@
 """Writes the help of every command into docs/reference/command_line.md; a test compares both.
 
-    python tools/command_line.py
+python tools/command_line.py
 """
 
 from __future__ import annotations

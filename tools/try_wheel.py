@@ -1,4 +1,4 @@
-"""Tries a release in a fresh environment: ``python tools/try_wheel.py WHEEL SDIST`` (`make release`).
+"""Tries a release in a fresh environment: ``python tools/try_wheel.py WHEEL SDIST``.
 
 The wheel is installed already; the sources must not be on the path.
 """
@@ -14,7 +14,14 @@ from pathlib import Path
 import meshwright as mw
 
 IN_WHEEL = ("py.typed", "digits/mnist_subset.npz.xz", "targets/chips.toml")
-IN_SDIST = ("LICENSE", "CHANGELOG.md", "Makefile", "zensical.toml", "docs/index.md", "tests/test_docs.py")
+IN_SDIST = (
+    "LICENSE",
+    "CHANGELOG.md",
+    "Makefile",
+    "zensical.toml",
+    "docs/index.md",
+    "tests/test_docs.py",
+)
 
 
 def main(wheel: str, sdist: str) -> None:

@@ -74,10 +74,9 @@ def run(
         )
     stopwatch = Stopwatch()
     x, y = _grey_to_unit(digits.x_train), digits.y_train
-    options = {"batch_size": BATCH_SIZE, "verbose": 0}
-    strategy.fit(model, x, y, epochs=epochs, callbacks=[stopwatch, *watchers], **options)
+    strategy.fit(model, x, y, BATCH_SIZE, epochs, verbose=0, callbacks=[stopwatch, *watchers])
     x, y = _grey_to_unit(digits.x_test), digits.y_test
-    reached = strategy.evaluate(model, x, y, return_dict=True, **options)
+    reached = strategy.evaluate(model, x, y, BATCH_SIZE, verbose=0, return_dict=True)
     return Result(
         job=job,
         accuracy=reached["accuracy"],
