@@ -43,7 +43,12 @@ class default_mesh(contextlib.ContextDecorator):
 
 
 def get_default_mesh() -> Mesh | None:
-    """The mesh of the innermost :class:`default_mesh` of this thread, if there is one."""
+    """The mesh of the innermost :class:`default_mesh` of this thread, or ``None``.
+
+    >>> with default_mesh(Mesh({"batch": 8})):
+    ...     print(get_default_mesh())
+    batch=8
+    """
     return next(reversed(_DEFAULT_MESHES.get()), None)
 
 

@@ -14,7 +14,7 @@ from .tracing import known_sharding
 
 
 def fetch_layout(x: Any) -> Layout:
-    """The layout of an array or a Keras variable; one device counts as a mesh of one.
+    """The layout of an array or a Keras variable ``x``; one device counts as a mesh of one.
 
     JAX's meshes have no name, so the mesh comes back without one. Raises :class:`ArrayError` for
     anything but a ``jax.Array``, and :class:`TracingError` inside ``jit``, where the compiler has
@@ -40,7 +40,7 @@ def fetch_layout(x: Any) -> Layout:
 
 
 def check_layout(x: Any, layout: LayoutLike) -> None:
-    """Raise :class:`LayoutError` with both layouts unless ``x`` lies so.
+    """Raise :class:`LayoutError` with both layouts unless ``x`` has this ``layout``.
 
     Axes of size 1 and the name of the mesh make no difference; an abstract mesh asks for its axes
     only. Raises as :func:`fetch_layout` for what has no layout.

@@ -67,7 +67,7 @@ def relayout_like(x: Any, like: Any) -> jax.Array:
 
 
 def copy_to_mesh(x: Any, layout: LayoutLike | Mesh) -> jax.Array:
-    """``x`` on a mesh: in a layout, or whole on each device where only a mesh is given.
+    """Copy ``x`` to a mesh: in a ``layout``, or whole on each device if that is a mesh.
 
     With a layout it is :func:`relayout`, and raises as that does.
 

@@ -23,10 +23,10 @@ _SMALL_PART_BYTES = 1 << 20
 def pack(parts: Iterable[Any], layout: LayoutLike, check_replicas: bool | None = None) -> jax.Array:
     """One array from this process's parts: one part per local device of the mesh, in mesh order.
 
-    Parts have equal dims and dtypes and are copied to their devices. ``check_replicas`` compares
-    those parts of this process that are copies of each other; ``None`` does so for parts of at most
-    1 MiB. Raises :class:`ArrayError` that lists every part which does not fit, and
-    :class:`TracingError` inside ``jit``.
+    ``parts`` have equal dims and dtypes and are copied to the devices of the ``layout``.
+    ``check_replicas`` compares those parts of this process that are copies of each other; ``None``
+    does so for parts of at most 1 MiB. Raises :class:`ArrayError` that lists every part which does
+    not fit, and :class:`TracingError` inside ``jit``.
 
     >>> from meshwright import create_mesh
     >>> mesh = create_mesh({"batch": 4, "model": 2})

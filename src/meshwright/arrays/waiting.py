@@ -27,11 +27,11 @@ _ALONE = (
 def barrier(mesh: Mesh, name: str = "", timeout_s: float | None = 600.0) -> None:
     """Wait until this process's devices of the mesh are idle and all its processes are here.
 
-    First all that is in flight on these devices, then an all-reduce of ones over the mesh, whose
-    sum is checked; ``name`` must be the same in every process. ``timeout_s=None`` waits for ever.
-    An error of the work that was in flight is raised here; the time-out cannot cut short a host
-    callback of JAX. Raises :class:`TopologyError` when time
-    is up or processes disagree, :class:`TracingError` inside ``jit``.
+    First all that is in flight on the devices of ``mesh``, then an all-reduce of ones over it,
+    whose sum is checked; ``name`` must be the same in every process. ``timeout_s=None`` waits for
+    ever. An error of the work that was in flight is raised here; the time-out cannot cut short a
+    host callback of JAX. Raises :class:`TopologyError` when time is up or processes disagree,
+    :class:`TracingError` inside ``jit``.
 
     >>> from meshwright import create_mesh
     >>> barrier(create_mesh({"batch": 8}), "after setup", timeout_s=60)
