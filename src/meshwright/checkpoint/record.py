@@ -47,6 +47,9 @@ class Position:
     ``epoch`` is the epoch under way and ``batches`` how many of its batches were trained on.
     ``random`` is the randomness that the data is drawn from again, and ``data`` the state of a
     dataset's own iterator, where it offers one.
+
+    >>> Position(epoch=2, batches=30)
+    Position(epoch=2, batches=30, random=None, data=None)
     """
 
     epoch: int = 0
@@ -59,10 +62,15 @@ class Position:
 class CheckpointInfo:
     """A complete checkpoint as described by its files; ``print`` it for a table.
 
-    ``step`` is the number of batches trained on, ``arrays`` describes every array, ``layout`` says
-    in words which mesh and layouts it was written under (any other can read it), ``notes`` is what
-    the writer added: history and logs of the epochs before, for example. ``dtype`` is the type that
-    weights were rounded to, if they were.
+    ``directory`` holds its files. ``step`` is the number of batches trained on, ``arrays``
+    describes every array, and ``packed`` names those that the files hold as one. ``layout`` is a
+    description of the mesh and the layouts that it was written under; any other can read it.
+    ``position`` is where the run stood in its data, ``notes`` is what the writer added: history and
+    logs of the epochs before, for example. ``dtype`` is the type that weights were rounded to, if
+    they were.
+
+    >>> CheckpointInfo(Path("runs/mnist/12"), step=12, arrays=()).position.epoch
+    0
     """
 
     directory: Path
