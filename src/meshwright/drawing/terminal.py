@@ -61,8 +61,8 @@ def show(what: Any, dims: Sequence[int] | None = None, *, name: str = "") -> Non
     """Print how a tensor lies on its mesh: a layout with dims, or anything that has a sharding.
 
     ``what`` is a bound :class:`Layout`, a :class:`Mesh`, a JAX array, a Keras variable, or what
-    :func:`draw_text` takes. ``dims`` belong to a layout; without them only its pieces are shown.
-    Raises :class:`LayoutError` for what has no layout, or does not fit it.
+    :func:`draw_text` takes. ``name`` is its title. ``dims`` belong to a layout; without them only
+    its pieces are shown. Raises :class:`LayoutError` for what has no layout, or does not fit it.
 
     >>> show(Layout(["model"], Mesh({"model": 2})), dims=[6])
     mesh  model=2 across · 2 devices
