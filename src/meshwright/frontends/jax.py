@@ -33,14 +33,14 @@ def jax_program(
     that is new for each batch and micro-batch, ``keys``, one for each row of it, and ``step``, the
     number of the step from 0. Keys begin with ``seed`` and are equal on every mesh and layout;
     those of rows also however a step is cut into micro-batches. What is drawn from ``key`` is not,
-    for every micro-batch has another.
-    ``params`` is a pytree of arrays, or a function without arguments that makes one; the function
-    is traced, so that each array can be made directly in its layout. Where it is a pytree of
-    ``jax.ShapeDtypeStruct``, the program is one to plan with. A pytree that can be called, such as
-    an Equinox module, is parameters: its arrays; what else is in it stays. ``optimizer`` is Optax'
-    pair of functions ``init`` and ``update``. ``forward(params, inputs)`` is only needed for
-    prediction. Paths of parameters are their keys joined by ``/``. Raises
-    :class:`~meshwright.ModelError` for a loss with other arguments that have no default.
+    for every micro-batch has another. ``params`` is a pytree of arrays, or a function without
+    arguments that makes one; the function is traced, so that each array can be made directly in its
+    layout. Where it is a pytree of ``jax.ShapeDtypeStruct``, the program is one to plan with. A
+    pytree that can be called, such as an Equinox module, is parameters: its arrays; what else is in
+    it stays. ``optimizer`` is Optax' pair of functions ``init`` and ``update``. ``forward(params,
+    inputs)`` is only needed for prediction. ``name`` is shown in reports. Paths of parameters are
+    their keys joined by ``/``. Raises :class:`~meshwright.ModelError` for a loss with other
+    arguments that have no default.
 
     >>> import optax
     >>> program = jax_program(lambda p, b: p["w"] * b, {"w": jnp.ones([])}, optax.adam(0.1))

@@ -23,12 +23,12 @@ def measure(
 ) -> Measured:
     """What one step of training takes on the devices that are here: bytes, time, collectives.
 
-    Takes the arguments of :func:`~meshwright.dry_run`, so ``report.beside(measured)`` compares
-    prediction and measurement. The mesh of ``strategy`` must have real devices. Two steps warm up,
-    ``steps`` are timed one by one, and three run under JAX's profiler. A Keras model gets its
-    values back afterwards, as if it had not been trained; for a :class:`~meshwright.Program` a new
-    state is made and discarded. The batch may be shapes alone; it is then filled with zeros. Raises
-    :class:`~meshwright.TopologyError` for a mesh without devices and
+    ``model`` and ``batch`` are those of :func:`~meshwright.dry_run`, so ``report.beside(measured)``
+    compares prediction and measurement. The mesh of ``strategy`` must have real devices. Two steps
+    warm up, ``steps`` are timed one by one, and three run under JAX's profiler. A Keras model gets
+    its values back afterwards, as if it had not been trained; for a :class:`~meshwright.Program` a
+    new state is made and discarded. The batch may be shapes alone; it is then filled with zeros.
+    Raises :class:`~meshwright.TopologyError` for a mesh without devices and
     :class:`~meshwright.ModelError` for a model whose step is not compiled.
 
     >>> import keras, numpy as np, meshwright as mw

@@ -34,11 +34,11 @@ def named_program(
 ) -> Program:
     """A Program from a loss over named arrays, its parameters and an optimizer.
 
-    As :func:`~meshwright.jax_program`, but a parameter that is a named array has a path without
-    an end of its own, and its dims are known: under ``Placement.of(mesh, rules="batch:rows;
-    hidden:cols")`` one string lays out parameters, slots, batches and every operation of ``loss``,
-    which may return a named scalar. A rule for a dim that nothing has is an error when the step is
-    traced.
+    As :func:`~meshwright.jax_program`, with its ``params``, ``optimizer`` and ``name``, but a
+    parameter that is a named array has a path without an end of its own, and its dims are known:
+    under ``Placement.of(mesh, rules="batch:rows; hidden:cols")`` one string lays out parameters,
+    slots, batches and every operation of ``loss``, which may return a named scalar. A rule for a
+    dim that nothing has is an error when the step is traced.
 
     ``batch`` names the dims of a batch's arrays, as a tree of texts: they are then laid out by the
     rules as they come from the host, and ``loss`` gets them named. Without it, it gets them as they

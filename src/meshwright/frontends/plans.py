@@ -35,6 +35,22 @@ class Plan(Decided):
     A value: equal plans decide alike, and :meth:`to_json`, :meth:`from_json`, :meth:`save` and
     :meth:`load` keep all of it. :meth:`strategy` trains a Keras model by it; ``placement(mesh)``
     and ``how`` are what :class:`~meshwright.Trainer` takes.
+
+    ``name`` is the model's, ``target`` the machine and ``hardware`` the figures that it was costed
+    with; ``objective`` was minimized within ``limit_bytes`` of a device. ``chosen`` is the best
+    option, ``runners_up`` are what else fits, ``data_parallel`` and ``classics`` the layouts with
+    a name, ``why`` has a line for each choice and ``notes`` what to know about the figures.
+    ``layouts`` has the axes of each dim of parameters and inputs, by path; ``inputs`` are the
+    paths of inputs and targets, the first ``num_inputs`` of them inputs, and ``batch`` the axes of
+    the rows. ``is_proven`` is false if the time limit ended the search.
+
+    >>> import jax, jax.numpy as jnp, optax, meshwright as mw
+    >>> shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+    >>> program = mw.jax_program(lambda p, x: jnp.mean((x @ p["w"]) ** 2), shapes, optax.sgd(0.1))
+    >>> rows = jax.ShapeDtypeStruct((64, 64), "float32")
+    >>> found = mw.plan(program, rows, target="h100:8", axes={"batch": 8})
+    >>> Plan.from_json(found.to_json()) == found, found.axes
+    (True, (('batch', 8),))
     """
 
     def strategy(self, mesh: Mesh | None = None) -> Sharded:
@@ -64,21 +80,22 @@ def plan(
 ) -> Plan:
     """The best way to lay a training step out on a target, which need not be there, and why.
 
-    Mesh, the axes that dims lie along, ZeRO, accumulation and remat are chosen together, for
-    the least time of a step or, with ``objective="memory"``, the least bytes at the peak of one
-    device. Nothing takes more than ``memory_limit`` bytes, or a device's memory if it is left out.
-    ``axes`` fixes the mesh, ``"batch=4,model=2"``. ``model`` and ``batch`` are those of
+    Mesh, the axes that dims lie along, ZeRO, accumulation and remat are chosen together, for the
+    least time of a step or, with ``objective="memory"``, the least bytes at the peak of one device.
+    Nothing takes more than ``memory_limit`` bytes, or a device's memory if it is left out. ``axes``
+    fixes the mesh, ``"batch=4,model=2"``. ``target`` is such as ``"h100:8"``, and ``hardware``
+    takes the place of what is known of its chips. ``model`` and ``batch`` are those of
     :func:`~meshwright.dry_run`: dims are inferred from the traced step. Data parallel, FSDP, tensor
     parallel and both together are columns of the printed plan, and by the model none of them that
     fits is faster than the plan. The search ends after ``limit_s`` seconds with the best so far;
-    with ``verify=k`` the best ``k`` are compiled after that, with less ZeRO,
-    plain data parallel and FSDP beside them, and ranked by their dry runs, for which ``blocks`` is
-    as in :func:`~meshwright.dry_run`; where the best does not fit, others follow that hold less;
-    one that does not compile is left out, with a note. Where no compiler is here for a GPU target,
-    nothing is compiled, and a note of the plan says so. Raises :class:`~meshwright.PlanError`, with
-    the nearest miss and what would help, if nothing fits, and :class:`~meshwright.CompileError` if
-    nothing compiles.
-    (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
+    with ``verify=k`` the best ``k`` are compiled after that, each in ``timeout_s`` at most, with
+    less ZeRO, plain data parallel and FSDP beside them, and ranked by their dry runs, for which
+    ``blocks`` is as in :func:`~meshwright.dry_run`; where the best does not fit, others follow that
+    hold less; one that does not compile is left out, with a note. Where no compiler is here for a
+    GPU target, nothing is compiled, and a note of the plan says so. Raises
+    :class:`~meshwright.PlanError`, with the nearest miss and what would help, if nothing fits, and
+    :class:`~meshwright.CompileError` if nothing compiles. (Joint search of mesh and layouts after
+    Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 
     >>> import jax, keras, meshwright as mw
     >>> with mw.abstract():

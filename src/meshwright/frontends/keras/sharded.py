@@ -60,21 +60,21 @@ _Distribution: Any = _compat.keras_distribution_class()
 class Sharded(_Distribution):
     """Lays Keras models, their optimizers and their data out on a mesh, and trains them there.
 
-    ``layouts`` maps path patterns to layouts (see :class:`~meshwright.LayoutMap`); variables that
-    no pattern matches are replicated. ``batch`` is the axis, or axes, that the first dim of every
-    input and target lies on, or ``None``. ``inputs`` and ``targets`` give one layout for the only
-    input or target, or a mapping by name or position, and may split any dim, such as the height and
-    width of images. ``activations`` maps layer paths to layouts of their outputs. A bare sequence
-    of axes is an unbound layout. ``zero`` shares state out over the batch axes: 1 the optimizer's
-    slots, 2 gradients too, 3 the parameters as well. ``unmatched`` says whether large parameters
-    that no pattern matches are replicated with a warning (``"warn"``), silently (``"replicate"``)
-    or not at all (``"error"``). A pattern that matches nothing is an error, with ``strict=False`` a
-    warning.
-    ``accumulate`` batches make one step of the optimizer; ``remat`` (``"none"``, ``"block"``,
-    ``"selective"`` or the name of a policy) says what is computed again rather than kept;
-    ``sums="float32"`` sums gradients over devices in that type. ``rules`` lay out what is given as
-    names of dims (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by the dim
-    ``batch``. Raises :class:`~meshwright.LayoutError` for axes that the mesh does not have.
+    ``mesh`` has the axes. ``layouts`` maps path patterns to layouts (see
+    :class:`~meshwright.LayoutMap`); variables that no pattern matches are replicated. ``batch`` is
+    the axis, or axes, that the first dim of every input and target lies on, or ``None``. ``inputs``
+    and ``targets`` give one layout for the only input or target, or a mapping by name or position,
+    and may split any dim, such as the height and width of images. ``activations`` maps layer paths
+    to layouts of their outputs. A bare sequence of axes is an unbound layout. ``zero`` shares state
+    out over the batch axes: 1 the optimizer's slots, 2 gradients too, 3 the parameters as well.
+    ``unmatched`` says whether large parameters that no pattern matches are replicated with a
+    warning (``"warn"``), silently (``"replicate"``) or not at all (``"error"``). A pattern that
+    matches nothing is an error, with ``strict=False`` a warning. ``accumulate`` batches make one
+    step of the optimizer; ``remat`` (``"none"``, ``"block"``, ``"selective"`` or the name of a
+    policy) says what is computed again rather than kept; ``sums="float32"`` sums gradients over
+    devices in that type. ``rules`` lay out what is given as names of dims
+    (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by the dim ``batch``. Raises
+    :class:`~meshwright.LayoutError` for axes that the mesh does not have.
 
     >>> import keras, meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
@@ -489,6 +489,7 @@ class Sharded(_Distribution):
         return batches.putter(self.placement)(data, last=True)
 
     def put_native_batches(self, data: Iterable[Any]) -> Iterator[Any]:
+        """The batches of Keras' own ``fit``, laid out one after the other."""
         batches.refuse_named_inputs(self.placement)
         return batches.putter(self.placement).each(data)
 
@@ -571,7 +572,16 @@ class Sharded(_Distribution):
 
 
 class DataParallel(Sharded):
-    """Every batch shared out, and with ``zero`` state too: :class:`Sharded` with an empty map."""
+    """Splits every batch over the devices, and with ``zero`` state too; variables are replicated.
+
+    :class:`Sharded` with an empty map: ``mesh``, ``batch``, ``accumulate``, ``remat`` and ``sums``
+    are the same, and so is what is raised.
+
+    >>> import meshwright as mw
+    >>> strategy = DataParallel(mw.create_mesh({"batch": 8}), zero=1)
+    >>> print(strategy.mesh, strategy.placement.zero)
+    batch=8 @ cpu:0-7 1
+    """
 
     def __init__(
         self,
@@ -593,6 +603,14 @@ def layout_map_scope(layout_map: LayoutMap) -> contextlib.AbstractContextManager
 
     The same as ``Sharded(mesh, layout_map, batch=<first axis>).scope()``. Raises
     :class:`~meshwright.LayoutError` if the map was made without a mesh.
+
+    >>> import keras, meshwright as mw
+    >>> layout_map = mw.LayoutMap(mw.create_mesh({"batch": 4, "model": 2}))
+    >>> layout_map["hidden.*kernel"] = [None, "model"]
+    >>> with layout_map_scope(layout_map):
+    ...     model = keras.Sequential([keras.Input([8]), keras.layers.Dense(6, name="hidden")])
+    >>> print(model.layers[0].kernel.layout.unbound())
+    [unsharded, model]
     """
     if layout_map.mesh is None:
         raise LayoutError(
