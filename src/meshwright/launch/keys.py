@@ -25,6 +25,9 @@ _Z85_LENGTH = 40  # 32 bytes in ZeroMQ's base 85
 class Keys:
     """What one task needs: its own pair, and the public keys of those it speaks with (Z85 texts).
 
+    ``public`` and ``secret`` are its own pair, ``server_public`` is the public key of those that
+    listen, ``client_public`` and ``client_secret`` are the pair of those that connect.
+
     :meth:`make` gives the pair of the listeners together with that of the others; :meth:`of`
     cuts it down to what a task of one job may know.
 

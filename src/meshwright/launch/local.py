@@ -35,18 +35,25 @@ class LocalCluster:
         with LocalCluster(workers=2, ps=2) as cluster:
             strategy = ParameterServer(cluster)
 
-    The program that makes it is the chief. Use it as a context manager, or let it end with the
-    program: on exit, on a crash, after Ctrl-C and after SIGKILL, no process is left. What the
-    tasks print comes to stderr in whole lines, as in ``[worker:0] text`` (``logs=False``: not).
+    There are ``workers`` of them and ``ps`` servers. The program that makes it is the chief. Use it
+    as a context manager, or let it end with the program: on exit, on a crash, after Ctrl-C and
+    after SIGKILL, no process is left. What the tasks print comes to stderr in whole lines, as in
+    ``[worker:0] text`` (``logs=False``: not).
 
     A server that ends is started again at the same address, and restores its last snapshot,
-    which is written after every ``snapshot_every`` pushes (``None``: never). A worker is started
+    which is written after every ``snapshot_every`` pushes (``None``: never), unless
+    ``restart_servers=False``. A worker is started
     again, too, with growing delays. Both at most ``max_restarts`` times in a row; then
     :meth:`check` raises. ``env`` holds variables for the tasks. ``worker_devices`` is the number
     of CPU devices in each worker; without it a worker has those that JAX finds. ``evaluator`` is a
-    Python program with its arguments, to be run beside them as the evaluator.
+    Python program with its arguments, to be run beside them as the evaluator. Each task sends a
+    heartbeat every ``heartbeat_s`` seconds.
 
-    Raises :class:`~meshwright.errors.ClusterError` for numbers that make no cluster.
+    Raises :class:`~meshwright.errors.ClusterError` for an invalid number.
+
+    >>> with LocalCluster(workers=1, ps=1, logs=False) as cluster:
+    ...     print(*cluster.tasks)
+    worker:0 ps:0
     """
 
     _arguments = ("-m", "meshwright.ps.task")  # of Python, for each task

@@ -38,8 +38,9 @@ class ClusterResolver(Protocol):
 class SimpleResolver:
     """A cluster that is written down, and the task of this process.
 
-    Raises :class:`~meshwright.errors.ClusterError` for a task that the cluster does not have. An
-    evaluator need not be listed, because no task connects to it.
+    ``spec`` is a :class:`ClusterSpec` or its mapping, ``task`` such as ``"worker:1"``. Raises
+    :class:`~meshwright.errors.ClusterError` for a task that the cluster does not have. An evaluator
+    need not be listed, because no task connects to it.
 
     >>> SimpleResolver({"worker": ["b:1"], "ps": ["a:1"]}, "worker:0").task()
     Task(job='worker', index=0)
@@ -96,8 +97,9 @@ class EnvironmentResolver(SimpleResolver):
 class TFConfigResolver(SimpleResolver):
     """``TF_CONFIG``, as ``TFConfigClusterResolver`` of TensorFlow reads it.
 
-    A job or type ``master`` is the chief; indices may be texts; ``rpc_layer`` and other entries
-    are not read. Raises :class:`~meshwright.errors.ClusterError` where it is not set or not right.
+    ``environment`` stands in for ``os.environ``. A job or type ``master`` is the chief; indices may
+    be texts; ``rpc_layer`` and other entries are not read. Raises
+    :class:`~meshwright.errors.ClusterError` where it is not set or not right.
 
     >>> cluster = '"cluster": {"worker": ["a:1", "b:1"], "ps": ["c:1"]}'
     >>> task = '"task": {"type": "worker", "index": 1}'
@@ -117,10 +119,10 @@ class TFConfigResolver(SimpleResolver):
 class SlurmResolver(SimpleResolver):
     """The tasks of a Slurm step (``srun``), by rank: the first of ``jobs`` gets the first ranks.
 
-    ``jobs`` says how many tasks each job has, as a mapping or as in ``MESHWRIGHT_JOBS``, which
-    is read where it is not given. The tasks of one host listen at ``port_base``,
-    ``port_base + 1`` and so on. GPUs play no part: ``srun --gpus-per-task`` shares them out.
-    Raises :class:`~meshwright.errors.ClusterError` where counts do not agree.
+    ``jobs`` says how many tasks each job has, as a mapping or as in ``MESHWRIGHT_JOBS``, which is
+    read where it is not given. The tasks of one host listen at ``port_base``, ``port_base + 1`` and
+    so on. ``environment`` stands in for ``os.environ``. GPUs play no part: ``srun --gpus-per-task``
+    shares them out. Raises :class:`~meshwright.errors.ClusterError` where counts do not agree.
 
     >>> step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3",
     ...         "SLURM_STEP_NODELIST": "n[01-02]", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
@@ -160,7 +162,8 @@ class KubernetesResolver(SimpleResolver):
 
     Read are ``MESHWRIGHT_JOB`` (the job of this pod), ``MESHWRIGHT_JOBS``
     (``"chief=1,ps=2,worker=4"``), ``MESHWRIGHT_SERVICE`` (the headless service), ``HOSTNAME``
-    (the pod's name, ``<name>-<job>-<index>``), and ``MESHWRIGHT_PORT`` (8888 unless given).
+    (the pod's name, ``<name>-<job>-<index>``), and ``MESHWRIGHT_PORT`` (8888 unless given), in
+    ``environment``, or else in ``os.environ``.
     Raises :class:`~meshwright.errors.ClusterError`, naming all that is missing or wrong.
 
     >>> pod = {"MESHWRIGHT_JOB": "worker", "MESHWRIGHT_JOBS": "chief=1,ps=1,worker=2",

@@ -60,8 +60,8 @@ class Task:
 class ClusterSpec:
     """The tasks of a cluster and their addresses: ``"host:port"``, or ``"ipc://path"`` on one host.
 
-    Each job is a list of addresses, or a mapping from index to address (sparse). There is at
-    least one ``worker`` and one ``ps``, and at most one ``chief``. Raises
+    ``jobs`` maps each job to a list of addresses, or to a mapping from index to address (sparse).
+    There is at least one ``worker`` and one ``ps``, and at most one ``chief``. Raises
     :class:`~meshwright.errors.ClusterError`, which names every fault at once.
 
     >>> spec = ClusterSpec({"worker": {1: "b:1", 3: "d:1"}, "ps": ["a:1"]})
