@@ -25,7 +25,11 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 class DimNames:
     """One name per dim of an array, without sizes; made by :func:`dims`.
 
-    ``_`` names a dim that is never split. ``pad=True`` is that of :class:`~meshwright.Layout`.
+    In ``names``, ``_`` is a dim that is never split. ``pad=True`` is that of
+    :class:`~meshwright.Layout`. Raises :class:`DimError`.
+
+    >>> DimNames(("d_model", "d_ff")).names
+    ('d_model', 'd_ff')
     """
 
     names: tuple[str, ...]

@@ -29,9 +29,10 @@ Specs = Sequence[str | Sequence[str] | None]
 class Layout(Viewable):
     """How a tensor lies on a mesh: one entry per dim, an axis, a tuple of axes or ``UNSHARDED``.
 
-    ``None`` is read as ``UNSHARDED``. Axes that no dim names hold copies. Without ``mesh`` the
-    layout is unbound. ``pad=True`` is for weights: where a dim does not divide, a training step
-    stores them with zeros behind it. Raises :class:`LayoutError` and names every fault.
+    ``specs`` has the entries; ``None`` is read as ``UNSHARDED``. Axes that no dim names hold
+    copies. Without ``mesh`` the layout is unbound. ``pad=True`` is for weights: where a dim does
+    not divide, a training step stores them with zeros behind it. Raises :class:`LayoutError` and
+    names every fault.
 
     >>> mesh = Mesh({"batch": 4, "model": 2})
     >>> print(Layout([UNSHARDED, "model"], mesh))

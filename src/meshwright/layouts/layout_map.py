@@ -25,10 +25,12 @@ class PathLayout(NamedTuple):
 class LayoutMap(Viewable, MutableMapping[str, Given]):
     """An ordered mapping from path pattern to layout; it behaves as a dict does.
 
-    A value is a bare sequence of axes, a :class:`Layout`, bound or not, a Keras ``TensorLayout``,
-    or names of dims (:func:`dims`), which a strategy's ``rules=`` lay along axes. A pattern is a
-    regular expression that may be found anywhere in a variable's path (``re.search``); see
-    :meth:`find` for which one wins. Raises :class:`LayoutError` for an invalid regular expression.
+    ``layouts`` are the first entries, ``mesh`` is the one that :func:`~meshwright.layout_map_scope`
+    takes. A value is a bare sequence of axes, a :class:`Layout`, bound or not, a Keras
+    ``TensorLayout``, or names of dims (:func:`dims`), which a strategy's ``rules=`` lay along axes.
+    A pattern is a regular expression that may be found anywhere in a variable's path
+    (``re.search``); see :meth:`find` for which one wins. Raises :class:`LayoutError` for an invalid
+    regular expression.
 
     >>> layouts = LayoutMap()
     >>> layouts["feature.*kernel"] = [None, "model"]

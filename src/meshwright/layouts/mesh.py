@@ -270,8 +270,9 @@ def create_mesh(
     ``axes``: pairs or a mapping; one size may be ``-1``, meaning "the rest"; without axes, one axis
     ``"x"`` over all devices. ``devices``: JAX devices or names such as ``"cpu:3"``, in row-major
     order; by default all of ``platform``, or of JAX's default platform. On TPUs the order follows
-    the interconnect. Raises :class:`MeshError` if the sizes do not multiply to the number of
-    devices, and :class:`TopologyError` if there are no devices of that platform here.
+    the interconnect. ``name`` tells apart meshes of the same axes. Raises :class:`MeshError` if the
+    sizes do not multiply to the number of devices, and :class:`TopologyError` if there are no
+    devices of that platform here.
 
     >>> print(create_mesh({"batch": -1, "model": 2}))
     batch=4, model=2 @ cpu:0-7

@@ -59,7 +59,15 @@ class ParamInfo:
 
     ``path`` is its name inside its model and unique there; ``spellings`` are all the paths that a
     rule may name it by (Keras' path, the path of layer names, the path of attributes). ``dims`` is
-    its size per dim, ``itemsize`` the bytes of one element.
+    its size per dim, ``dtype`` its type and ``itemsize`` the bytes of one element. ``role`` is
+    ``"parameter"``, ``"slot"``, ``"state"`` or ``"metric"``. ``owner`` is, for a slot, the path of
+    its parameter. ``lasting`` is the path that it has again when its model is built again.
+    ``asked`` is the layout that an argument of its layer gives, ``names`` the names of its dims,
+    and ``follows`` the kernel whose rule it follows where it has none of its own.
+
+    >>> info = ParamInfo("hidden/kernel", ("hidden/kernel",), (784, 128), "float32", itemsize=4)
+    >>> info.role, info.dims
+    ('parameter', (784, 128))
     """
 
     path: str
@@ -106,7 +114,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Rules for a whole program on a mesh: variables, inputs, targets, activations.
+    """The layouts of a whole program on a ``mesh``: variables, inputs, targets, activations.
 
     ``layouts`` are for variables and ``activations`` for the outputs of layers, by path. ``batch``
     is the axis, or axes, of the first dim of every input and target that ``inputs`` and ``targets``
@@ -115,7 +123,11 @@ class Placement:
     pattern matches, and ``strict=False`` makes a pattern that matches nothing a warning; see
     :mod:`~meshwright.layouts.strict`. ``rules`` lay out whatever has named dims: what a layout
     above gives as :func:`~meshwright.dims`, and the variables of a program over named dims.
-    :meth:`of` makes one from friendlier arguments.
+    :meth:`of` makes one from friendlier arguments. Raises :class:`LayoutError` with every fault.
+
+    >>> placement = Placement.of(Mesh({"batch": 4, "model": 2}), {"w": [None, "model"]}, zero=1)
+    >>> placement.batch, placement.zero, len(placement.layouts)
+    ('batch', 1, 1)
     """
 
     mesh: Mesh
