@@ -67,16 +67,28 @@ class Memory:
 class DryRun(Viewable):
     """What one training step would cost on a target; ``print`` it for tables.
 
-    All bytes are those of one device. ``fits`` is ``None`` where the memory of a device is not
-    known. ``collectives`` are in the order in which they are issued. ``tensors`` are the largest
-    temporary arrays alive at the peak and ``alive_bytes`` is the sum of all, by our own reading of
-    the schedule. ``refusal`` is what the compiler said of a step that does
-    not fit, of which no more is known. ``estimate`` says how long the step would take, by
-    the numbers of ``hardware``. ``placed`` says where every variable lies and why. ``blocks`` is
-    set where not all equal blocks of the model were compiled: the figures are extended then from
-    one and two of them, and ``compiled`` is the step with two. Where nothing was compiled,
-    ``not_compiled`` says why: then bytes of state and inputs are exact, and all else is what the
-    planner's model says.
+    ``name`` is the model's, ``axes`` has the name and size of each axis of the mesh on the
+    ``target``. All bytes are those of one device. ``fits`` is ``None`` where the memory of a device
+    is not known. ``collectives`` are in the order in which they are issued. ``tensors`` are the
+    largest temporary arrays alive at the peak and ``alive_bytes`` is the sum of all, by our own
+    reading of the schedule. ``refusal`` is what the compiler said of a step that does not fit, of
+    which no more is known. ``estimate`` says how long the step would take, by the numbers of
+    ``hardware``. ``placed`` says where every variable lies and why. ``blocks`` is set where not all
+    equal blocks of the model were compiled: the figures are extended then from one and two of them,
+    and ``compiled`` is the step with two. Where nothing was compiled, ``not_compiled`` says why:
+    then bytes of state and inputs are exact, and all else is what the planner's model says. ``fed``
+    is what one step is fed with, for samples and tokens per second, and ``notes`` is what a reader
+    should know about the figures.
+
+    >>> import jax, jax.numpy as jnp, optax, meshwright as mw
+    >>> shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+    >>> program = mw.jax_program(lambda p, x: jnp.mean((x @ p["w"]) ** 2), shapes, optax.sgd(0.1))
+    >>> rows, where = jax.ShapeDtypeStruct((16, 64), "float32"), mw.Mesh({"batch": 8})
+    >>> report = mw.dry_run(
+    ...     program, rows, strategy=mw.Placement.of(where), target="h100:8", compile=False
+    ... )
+    >>> report.fits, report.parameter_bytes, report.is_analytic
+    (True, 16384, True)
     """
 
     name: str
@@ -116,10 +128,12 @@ class DryRun(Viewable):
 
     @property
     def parameter_bytes(self) -> int:
+        """Bytes of parameters of one device."""
         return self.memory.parameter_bytes
 
     @property
     def slot_bytes(self) -> int:
+        """Bytes of the optimizer's slots of one device."""
         return self.memory.slot_bytes
 
     @property

@@ -29,7 +29,9 @@ _TINY = 256  # instructions in a row that do next to nothing
 
 
 def calibrate(target: Target | str = "cpu:8", *, timeout_s: float = 300.0) -> Hardware:
-    """This machine's numbers for a target such as ``"cpu:8"``, to estimate steps with.
+    """This machine's numbers for a ``target`` such as ``"cpu:8"``, to estimate steps with.
+
+    The benchmark runs in a process of its own, for ``timeout_s`` at most.
 
     Keep them with ``Path(...).write_text(hardware.to_toml())``, and read them again with
     :func:`load_hardware`. Raises :class:`~meshwright.TargetError` for a target other than a CPU,
