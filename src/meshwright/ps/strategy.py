@@ -62,10 +62,18 @@ class ParameterServer:
     and are made twice where a function had to be run twice. A worker of which nothing is heard
     for ``dead_after_s`` is declared dead, and its work given to others. ``worker`` is the strategy
     by which ``fit`` lays a step out over the devices of each worker, ``mw.Sharded(mesh, rules)``;
-    without it one device computes. Servers are waited for ``timeout_s`` at first.
+    without it one device computes. Servers are waited for ``timeout_s`` at first. This process
+    sends a heartbeat every ``heartbeat_s``.
 
     Raises :class:`~meshwright.errors.ClusterError` for a cluster that cannot be used so, and
     :class:`~meshwright.errors.UnreachableError` for servers that do not answer.
+
+    >>> strategy = ParameterServer()
+    >>> with strategy.scope():
+    ...     total = strategy.variable(1.0)
+    >>> total.assign_add(2.0)
+    >>> float(total.read())
+    3.0
     """
 
     def __init__(
@@ -400,6 +408,7 @@ class ParameterServer:
 
     @property
     def num_servers(self) -> int:
+        """Number of parameter servers; 1 without a cluster."""
         return 1 if self.cluster.spec is None else self.cluster.spec.num_tasks("ps")
 
     @property

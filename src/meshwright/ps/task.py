@@ -29,11 +29,12 @@ _INTERRUPTED = 128 + signal.SIGINT
 def run_task(environment: Mapping[str, str] | None = None) -> ClusterResolver | ThisProcess:
     """Be the task of a cluster that the environment describes, as on Slurm or Kubernetes.
 
-    In a server or a worker it does that task's work and then ends the process (``SystemExit``),
-    so what comes after it in a script is the chief's. In the chief, and in an evaluator, it
-    returns the resolver, for ``ParameterServer``; where no variable describes a cluster,
-    :class:`~meshwright.launch.ThisProcess`: everything in this process. What it returns is not for
-    ``with``: write ``with ParameterServer(run_task()) as strategy``.
+    ``environment`` stands in for ``os.environ``. In a server or a worker it does that task's work
+    and then ends the process (``SystemExit``), so what comes after it in a script is the chief's.
+    In the chief, and in an evaluator, it returns the resolver, for ``ParameterServer``; where no
+    variable describes a cluster, :class:`~meshwright.launch.ThisProcess`: everything in this
+    process. What it returns is not for ``with``: write
+    ``with ParameterServer(run_task()) as strategy``.
 
     >>> run_task({"HOME": "/"})
     ThisProcess()

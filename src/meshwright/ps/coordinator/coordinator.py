@@ -29,7 +29,7 @@ _ALONE_S = 120.0  # a wait without any worker ends after so long
 
 
 class ClusterCoordinator:
-    """Schedules functions onto the workers of a strategy; there is one per strategy.
+    """Schedules functions onto the workers of a ``strategy``; there is one per strategy.
 
     The first error of a function is raised by the next :meth:`schedule`, :meth:`join` or
     :meth:`done`, at once: functions that have not begun are cancelled, and the coordinator can be

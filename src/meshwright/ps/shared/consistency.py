@@ -20,6 +20,9 @@ class Async:
     ``by_staleness`` divides the learning rate by an update's staleness (Zhang et al. 2016), and
     ``compensation`` is the factor of delay compensation (DC-ASGD, Zheng et al. 2017); with
     ``adaptive`` it is divided by the root of the running mean of the gradient's square (DC-ASGD-a).
+
+    >>> Async(compensation=0.04)
+    Async(by_staleness=False, compensation=0.04, adaptive=False)
     """
 
     by_staleness: bool = False
@@ -33,6 +36,9 @@ class Async:
 @dataclass(frozen=True)
 class Stale:
     """No worker starts a step when it is more than ``bound`` steps ahead of the slowest one.
+
+    ``by_staleness``, ``compensation`` and ``adaptive`` are those of :class:`Async`. (Ho et al.
+    2013)
 
     >>> Stale(3)
     Stale(bound=3, by_staleness=False, compensation=0.0, adaptive=False)

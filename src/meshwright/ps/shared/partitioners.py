@@ -20,7 +20,7 @@ Partitioner = Callable[[tuple[int, ...], np.dtype], Sequence[int]]
 
 @dataclass(frozen=True)
 class FixedShardsPartitioner:
-    """As many shards as asked, or one per row where there are fewer rows.
+    """Cuts a variable by rows into ``num_shards``, or one per row where there are fewer rows.
 
     >>> FixedShardsPartitioner(2)((10, 3), "float32")
     [2, 1]
@@ -62,6 +62,8 @@ class MinSizePartitioner:
 @dataclass(frozen=True)
 class MaxSizePartitioner:
     """As few shards as keep each at ``max_shard_bytes`` or less, at least one row in each.
+
+    No more than ``max_shards``, if that is not ``None``.
 
     >>> MaxSizePartitioner(1 << 20)((1_000_000, 32), "float32")
     [123, 1]

@@ -18,6 +18,10 @@ class LocalSGD:
     """Talk to the servers after ``every`` steps, and there average the workers' parameters.
 
     With ``consistency="sync"`` it is the average; asynchronously each worker's move is added.
+    (Stich 2018)
+
+    >>> LocalSGD(every=8)
+    LocalSGD(every=8)
     """
 
     every: int
@@ -33,7 +37,9 @@ class LocalSGD:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Talk to the servers after ``every`` steps; there SGD with Nesterov momentum goes the way.
+    """Exchange with the servers after ``every`` steps, which apply SGD with Nesterov momentum.
+
+    ``learning_rate`` and ``momentum`` are those of the servers' SGD. (Douillard et al. 2023)
 
     >>> DiLoCo(every=100)
     DiLoCo(every=100, learning_rate=0.7, momentum=0.9)
