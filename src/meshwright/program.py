@@ -24,6 +24,11 @@ class TrainState(NamedTuple):
 
     ``params`` are trained, ``slots`` are the optimizer's, ``state`` is what the model keeps besides
     (batch statistics, seeds, frozen weights), ``metrics`` what the metrics count.
+
+    >>> import numpy as np
+    >>> state = TrainState({"w": np.zeros(2)}, {}, {"w/momentum": np.zeros(2)}, {})
+    >>> sorted(state.params), sorted(state.slots)
+    (['w'], ['w/momentum'])
     """
 
     params: Arrays
@@ -45,17 +50,24 @@ class Aux(NamedTuple):
 class Program:
     """A model as descriptions of its variables and pure functions over their values.
 
-    ``forward(params, state, inputs, training)`` gives outputs and new state. ``loss(params, whole,
-    batch, training)`` gives the scalar that is differentiated and an :class:`Aux`; ``whole`` is the
-    :class:`TrainState` that the other variables are read from. ``measure(metrics, aux, batch)``
-    gives new metrics and logs. ``update(params, grads, slots)`` is the optimizer's step.
-    ``initial()`` gives the values to begin with. ``own_step`` is a whole step ``(whole, batch) ->
-    (whole, logs)`` where the model brings its own, else ``None``. ``reduction`` says whether the
-    loss is a mean over the rows of the batch or a sum; ``logs`` says whether those of ``measure``
-    are of one batch, means over its rows, or of all batches that its metrics have counted. A
-    program over named dims has the names of its batches' dims in ``inputs``, by position, and its
-    ``context(placement, whole)`` lays out by the placement's rules what is traced inside; ``whole``
-    is true of a step, which meets every dim.
+    ``name`` is the model's; ``params``, ``state``, ``slots`` and ``metrics`` describe its
+    variables. ``forward(params, state, inputs, training)`` gives outputs and new state.
+    ``loss(params, whole, batch, training)`` gives the scalar that is differentiated and an
+    :class:`Aux`; ``whole`` is the :class:`TrainState` that the other variables are read from.
+    ``measure(metrics, aux, batch)`` gives new metrics and logs. ``update(params, grads, slots)`` is
+    the optimizer's step. ``initial()`` gives the values to begin with. ``own_step`` is a whole step
+    ``(whole, batch) -> (whole, logs)`` where the model brings its own, else ``None``. ``reduction``
+    says whether the loss is a mean over the rows of the batch or a sum; ``logs`` says whether those
+    of ``measure`` are of one batch, means over its rows, or of all batches that its metrics have
+    counted. A program over named dims has the names of its batches' dims in ``inputs``, by
+    position, and its ``context(placement, whole)`` lays out by the placement's rules what is traced
+    inside; ``whole`` is true of a step, which meets every dim.
+
+    >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw
+    >>> params = {"w": np.zeros([4, 2], "float32")}
+    >>> program = mw.jax_program(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, optax.adam(0.1))
+    >>> [info.path for info in program.params], program.params[0].dims
+    (['w'], (4, 2))
     """
 
     name: str

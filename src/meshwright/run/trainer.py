@@ -39,7 +39,7 @@ class StepInfo(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """Trains a Program under a placement; enter at the height that is needed.
+    """Trains a ``program`` under a ``placement``; enter at the height that is needed.
 
     ``trainer.step(state, batch)`` takes one compiled step, ``trainer.steps(state, batches)``
     yields one :class:`StepInfo` after another, ``trainer.train(state, batches)`` drains it. States

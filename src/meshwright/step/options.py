@@ -22,6 +22,9 @@ class StepOptions:
     again in the backward pass instead of being kept, see :mod:`meshwright.step.remat`.
     ``sums="float32"`` sums gradients over devices in that type, whatever they are computed in.
     Raises :class:`~meshwright.ModelError` that lists every invalid choice.
+
+    >>> StepOptions(accumulate=4, remat="block")
+    StepOptions(accumulate=4, remat='block', sums=None)
     """
 
     accumulate: int = 1
