@@ -167,7 +167,7 @@ FUNCTIONS_AND_CLASSES = [name for name in PUBLIC if not isinstance(getattr(mw, n
 def test_every_public_name_has_a_summary_its_arguments_and_an_example(name: str) -> None:
     text = _docstring(name)
     summary = text.partition("\n\n")[0]
-    assert re.match(r"[A-Z].*[.:]$", summary, re.DOTALL), summary
+    assert re.match(r"[A-Z`].*[.:]$", summary, re.DOTALL), summary
     if name not in ERRORS:  # users do not make these; their examples are on docs/errors.md
         assert undocumented(name) == []
         assert ">>> " in text

@@ -1,6 +1,6 @@
-"""Tries a release in a fresh environment: ``python tools/try_wheel.py WHEEL SDIST``.
+"""Tries a release where its wheel is installed: ``python tools/try_wheel.py WHEEL SDIST``.
 
-The wheel is installed already; the sources must not be on the path.
+`make release` runs it in a fresh environment; the sources must not be on the path.
 """
 
 from __future__ import annotations
