@@ -7,14 +7,14 @@ which costs several times the work for the many small arrays of a training state
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
 from ..extras import require
-from .packing import PACKED, pack, packed_bytes, unpack
-from .record import KEY, CheckpointInfo, to_record
+from .record import KEY, CheckpointInfo, SavedArray, to_record
 
 _CHUNK_BYTES = 64 * 2**20  # a piece that a device asks for is read from chunks of at most this size
 
@@ -24,7 +24,7 @@ def write(checkpointer: Any, arrays: dict[str, Any], info: CheckpointInfo) -> No
     import orbax.checkpoint as ocp
 
     arrays = {key: array for key, array in arrays.items() if array.size}  # Orbax takes no others
-    arrays, packed = pack(arrays)
+    arrays, packed = _pack(arrays)
     args = {key: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for key in arrays}
     checkpointer.save(
         info.directory.absolute(),
@@ -55,14 +55,14 @@ def read(checkpointer: Any, info: CheckpointInfo, like: dict[str, Any]) -> dict[
     packed = [by_key[key] for key in info.packed]
     small = {key: filled.pop(key) for key in info.packed if key in filled}
     if small:
-        filled[PACKED] = np.broadcast_to(np.uint8(0), packed_bytes(packed))
+        filled[_PACKED] = np.broadcast_to(np.uint8(0), _packed_bytes(packed))
     args = ocp.args.PyTreeRestore(
         {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in filled.items()},
         restore_args={key: arguments(value) for key, value in filled.items()},
         partial_restore=True,
     )
     found = checkpointer.restore(info.directory.absolute(), args=args) if filled else {}
-    values = unpack(found.pop(PACKED), packed) if small else {}
+    values = _unpack(found.pop(_PACKED), packed) if small else {}
     return {**found, **empty, **{key: _laid_out(values[key], small[key]) for key in small}}
 
 
@@ -128,3 +128,69 @@ def remove(path: Path) -> None:
     if path.suffix != ".removed":
         path = path.rename(path.with_name(f"{path.name}.removed"))
     shutil.rmtree(path)
+
+
+# Small arrays as one: a training state has many, and a file format's work is per array. Slots of
+# biases and scales, counters and metrics are bytes one behind the other in one array. What is large
+# or split over devices stays an array of its own, and so do parameters, which others may want to
+# read with Orbax alone.
+
+_PACKED = "packed"  # the name of the one array
+_SMALL_BYTES = 2**20
+_MOST_BYTES = 64 * 2**20  # whoever wants one of the small arrays reads them all
+
+
+def _pack(arrays: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The arrays with the small ones in one, and the names of those, in order.
+
+    >>> import numpy as np
+    >>> arrays = {"params/w": np.ones(8), "slots/w": np.ones([2], "int16"), "slots/n": np.ones([])}
+    >>> packed, names = _pack(arrays)
+    >>> names, {name: array.shape for name, array in packed.items()}
+    (('slots/w', 'slots/n'), {'params/w': (8,), 'packed': (12,)})
+    """
+    import numpy as np
+
+    small, total = list[str](), 0
+    for key, array in arrays.items():
+        if _is_small(key, array) and total + array.nbytes <= _MOST_BYTES:
+            total += array.nbytes
+            small.append(key)
+    if len(small) < 2:
+        return arrays, ()
+    bytes_of_all = b"".join(arrays[key].tobytes() for key in small)
+    others = {key: array for key, array in arrays.items() if key not in set(small)}
+    return others | {_PACKED: np.frombuffer(bytes_of_all, np.uint8)}, tuple(small)
+
+
+def _is_small(key: str, array: Any) -> bool:
+    import numpy as np
+
+    is_whole_here = isinstance(array, np.ndarray)
+    return is_whole_here and array.nbytes <= _SMALL_BYTES and not key.startswith("params/")
+
+
+def _unpack(packed: Any, arrays: Sequence[SavedArray]) -> dict[str, Any]:
+    """Each of the small arrays, which stand in this order, by its name."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    found = {}
+    for saved, (begin, end) in zip(arrays, _places(arrays), strict=True):
+        values = np.frombuffer(packed[begin:end].tobytes(), jnp.dtype(saved.dtype))
+        found[saved.key] = values.reshape(saved.dims)
+    return found
+
+
+def _packed_bytes(arrays: Sequence[SavedArray]) -> int:
+    """How long the one array is."""
+    return max((end for _, end in _places(arrays)), default=0)
+
+
+def _places(arrays: Sequence[SavedArray]) -> Iterator[tuple[int, int]]:
+    import jax.numpy as jnp
+
+    end = 0
+    for each in arrays:
+        begin, end = end, end + math.prod(each.dims) * jnp.dtype(each.dtype).itemsize
+        yield begin, end

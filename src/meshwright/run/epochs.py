@@ -1,4 +1,4 @@
-"""The loop over the epochs of a run, whoever takes its steps.
+"""The loop over the epochs of a run, whatever takes its steps.
 
 What differs between training on this process's devices, on parameter servers, and of a plain JAX
 program is a :class:`Steps`; what users hang on to the loop are :class:`Callbacks`. When to save, to
@@ -7,9 +7,11 @@ validate, to draw and to stop is decided here and in :mod:`~meshwright.run.saver
 
 from __future__ import annotations
 
+import contextlib
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..checkpoint import CheckpointInfo, Position
 from ..errors import Preempted
@@ -29,108 +31,94 @@ class Taken(NamedTuple):
     logs: Logs  # may still be computing
 
 
-class Steps(Protocol):
-    """A way to take the steps of a run; around the run it is entered as a context.
+class Steps(contextlib.AbstractContextManager[Any]):
+    """A way to take the steps of a run, which is a context around it.
 
     However the run ends, leaving the context brings the newest state to where users look for it.
     """
 
-    def __enter__(self) -> Any: ...
-    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> Any: ...
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        return None
 
     @property
     def num_batches(self) -> int | None:
         """Batches of an epoch, where that is known."""
-        ...
+        return None
 
     def begin_epoch(self, epoch: int, start: CheckpointInfo | None) -> None:
-        """Get ready for an epoch; ``start`` is the checkpoint that the run goes on from with it."""
-        ...
+        """Prepare for an epoch; ``start`` is the checkpoint that the run resumes in it."""
 
+    @abstractmethod
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         """Take the epoch's steps after the first ``done`` batches.
 
         Whenever it yields, no step is half done: the state can be saved, and the run can stop.
         """
-        ...
 
     def logs(self, last: Logs) -> Logs:
-        """Wait for the steps of the epoch; its logs, of which the last step gave these."""
-        ...
+        """Wait for the steps of the epoch; its logs, where ``last`` are those of the last step."""
+        return last
 
     def settle(self, ends: bool) -> None:
         """Bring the newest state to where callbacks and a validation look for it.
 
         ``ends`` says that no epoch follows.
         """
-        ...
 
     def validate(self, stopping: Stopping) -> Logs:
         """Measure on the validation data; a signal stops it at once, with its error."""
-        ...
+        raise NotImplementedError
 
     def finish(self) -> None:
         """The last step of a run that was not cut off is done."""
-        ...
 
     # What a checkpoint holds
 
+    @abstractmethod
     def state(self) -> TrainState:
         """The newest state, by the names that checkpoints keep."""
-        ...
 
+    @abstractmethod
     def load(self, state: TrainState) -> None:
-        """Go on from a state as :meth:`state` gives it."""
-        ...
+        """Continue from a state as :meth:`state` returns it."""
 
+    @abstractmethod
     def position(self, epoch: int, batches: int) -> Position:
         """What is needed to find this place in the data again."""
-        ...
 
     def notes(self, position: Position) -> dict[str, Any]:
         """JSON values to go into a checkpoint beside the state."""
-        ...
+        return {}
 
 
-class Callbacks(Protocol):
-    """Who is called as a run goes on, and may end it."""
+class Callbacks:
+    """What is called as a run goes on, and may end it; these do nothing."""
+
+    may_change_state = False
 
     @property
     def stop(self) -> bool:
         """Whether the run is to end after this epoch."""
-        ...
+        return False
 
     def first_epoch(self, asked: int) -> int:
         """The epoch to begin with, where no checkpoint says so."""
-        ...
+        return asked
 
     def begin(self, before: Mapping[str, Any] | None) -> None:
-        """The run begins; ``before`` is what :meth:`notes` gave a run that it goes on from."""
-        ...
+        """The run begins; ``before`` is what :meth:`notes` gave the run that it resumes."""
 
-    def begin_epoch(self, epoch: int) -> None: ...
-    def end_epoch(self, epoch: int, logs: Logs) -> None: ...
-    def end(self, logs: Logs) -> None: ...
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins, counted from 0."""
+
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
+        """An epoch has ended, validation included."""
+
+    def end(self, logs: Logs) -> None:
+        """The run has ended, and was not cut off."""
 
     def notes(self) -> dict[str, Any]:
         """JSON values to go into a checkpoint: what they have counted."""
-        ...
-
-
-class NoCallbacks:
-    """Calls nobody."""
-
-    stop = False
-
-    def first_epoch(self, asked: int) -> int:
-        return asked
-
-    def begin(self, before: Mapping[str, Any] | None) -> None: ...
-    def begin_epoch(self, epoch: int) -> None: ...
-    def end_epoch(self, epoch: int, logs: Logs) -> None: ...
-    def end(self, logs: Logs) -> None: ...
-
-    def notes(self) -> dict[str, Any]:
         return {}
 
 
@@ -227,7 +215,7 @@ class Run:
         self._done, self._last = 0, {}
         if start is not None and start.position.batches:
             self._done, self._last = start.position.batches, dict(start.notes.get("logs", {}))
-            if not isinstance(self.callbacks, NoCallbacks):
+            if self.callbacks.may_change_state:
                 # What they change as an epoch begins was changed before this state was saved.
                 self.saver.restore(self.steps)
         self.steps.begin_epoch(epoch, start)

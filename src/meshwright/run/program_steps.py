@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import CheckpointInfo, Position
 from ..checkpoint.randomness import read_randomness, write_randomness
 from ..errors import CheckpointError
-from ..program import Batch, Logs, TrainState
-from .epochs import Taken
-from .stopping import Stopping
+from ..program import Batch, TrainState
+from .epochs import Steps, Taken
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-class ProgramSteps:
+class ProgramSteps(Steps):
     """Trains on every batch once, over all runs together."""
-
-    num_batches = None
 
     def __init__(
         self,
@@ -35,10 +32,6 @@ class ProgramSteps:
         self._source = Source(batches, start)
         self._done = start.position.batches if start else 0
 
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-    def begin_epoch(self, epoch: int, start: CheckpointInfo | None) -> None: ...
-
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         per_step = self._trainer.how.accumulate
         for info in self._trainer.steps(self.newest, self._source):
@@ -46,16 +39,6 @@ class ProgramSteps:
             self._source.took(per_step)
             self._done += per_step
             yield Taken(1, self._done, info.logs)
-
-    def logs(self, last: Logs) -> Logs:
-        return last
-
-    def settle(self, ends: bool) -> None: ...
-
-    def validate(self, stopping: Stopping) -> Logs:
-        return {}
-
-    def finish(self) -> None: ...
 
     def state(self) -> TrainState:
         return self._trainer.unpadded(self.newest)
@@ -66,9 +49,6 @@ class ProgramSteps:
     def position(self, epoch: int, batches: int) -> Position:
         """The batches have no epochs: a longer source goes on behind its former end."""
         return self._source.position(self._done)
-
-    def notes(self, position: Position) -> dict[str, Any]:
-        return {}
 
 
 class Source:

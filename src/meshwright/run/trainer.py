@@ -24,7 +24,7 @@ from ..step.sharing import Sharing, shared
 from ..step.storing import Storing, stored
 from ..step.train import guarded, make_train_step
 from .backlog import Backlog
-from .epochs import NoCallbacks, Run
+from .epochs import Callbacks, Run
 from .program_steps import ProgramSteps
 from .saver import Saver
 
@@ -179,7 +179,7 @@ class Trainer:
             start, layout = checkpoints.latest, repr(self.placement.mesh)
             saver = Saver(checkpoints, save_every, start, layout)
             steps = ProgramSteps(self, state, batches, start)
-            logs = Run(steps, saver, NoCallbacks()).train()
+            logs = Run(steps, saver, Callbacks()).train()
             return steps.newest, logs
         last = StepInfo(-1, state, {})
         for last in self.steps(state, batches):  # noqa: B007 - only the last one is wanted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import keras
 import numpy as np
@@ -161,17 +163,17 @@ def test_tables_have_an_optimizer_of_their_own(case):
     clip = {"clipnorm": 0.05} if "clipped" in case else {}
     names = ["user_table", "item_table"] if case == "in fit" else ["item_table"]
     layer = Embedding("item_table", 4, 10, optimizer=adagrad(**clip) if clip else None)
-    options = {"embeddings": None} if clip else {"embeddings": names[:1]}
+    tables = Tables(None if clip else names[:1])
     model, plain = recommender(keras.optimizers.Adam(0.01), layer), recommender("sgd")
     with ParameterServer(partitioner=FixedShardsPartitioner(2)) as strategy:
-        strategy.predict(model, x, **options)
+        strategy.predict(model, x, tables=tables)
         table = table_of(strategy, model, "item_table")
         plain.set_weights([table.read(), *model.get_weights()])
         by_two_optimizers(plain, x, y, names, adagrad(**clip), keras.optimizers.Adam(0.01))
         if case == "in fit":
-            options["table_optimizer"] = adagrad()
+            tables = replace(tables, optimizer=adagrad())
         for _ in range(2):  # slots outlive a fit
-            strategy.fit(model, x, y, **options, **HOW)
+            strategy.fit(model, x, y, tables=tables, **HOW)
         expected = plain.get_weights()
         np.testing.assert_allclose(table.read(), expected.pop(0), atol=1e-6)
         for found, right in zip(model.get_weights(), expected, strict=True):
@@ -182,7 +184,7 @@ def test_tables_have_an_optimizer_of_their_own(case):
 def test_slots_of_a_table_are_saved_with_it(tmp_path):
     """A run that goes on from a checkpoint is the run that was not broken off."""
     x, y = ratings()
-    how = {"embeddings": ["user_table"], "table_optimizer": adagrad(), **HOW}
+    how = {"tables": Tables(["user_table"], adagrad()), **HOW}
 
     def model():
         return recommender(keras.optimizers.Adam(0.01), Embedding("item_table", 4, "hash"))

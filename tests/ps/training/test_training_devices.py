@@ -297,9 +297,9 @@ def test_what_cannot_lie_as_it_is_told_is_refused(worker, model, error, says):
     made = model()
     by_rows = made.name == "recommender"
     x, y = ratings(16) if by_rows else data(16)
-    tables = {"embeddings": ["user_table"]} if by_rows else {}
+    tables = Tables(["user_table"]) if by_rows else Tables()
     with ParameterServer(worker=worker()) as strategy, pytest.raises(error, match=says):
-        strategy.fit(made, x, y, verbose=0, **tables)
+        strategy.fit(made, x, y, verbose=0, tables=tables)
 
 
 def test_batches_that_never_divide_are_told_of_once():

@@ -18,7 +18,7 @@ from meshwright.ps.training.feed import feed_of
 from meshwright.ps.training.indexed import IndexedDataset
 from meshwright.ps.training.metrics import adds_up, check_metrics
 from meshwright.ps.training.progress import Look, WorkerRates, stragglers
-from meshwright.ps.training.validation import elements_of, num_shards
+from meshwright.ps.training.shards import elements_of, num_shards
 from meshwright.run.options import Data
 from meshwright.run.progress import Progress
 

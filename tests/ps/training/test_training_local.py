@@ -8,6 +8,7 @@ import pytest
 from training_models import apart, data, dense, ratings, recommender
 
 import meshwright as mw
+from meshwright.ps.options import Tables
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import DiLoCo, LocalSGD, TopK
 
@@ -50,7 +51,7 @@ def test_the_outer_optimizer_goes_the_way_with_nesterov_momentum():
 
 def test_tables_by_rows_and_local_steps_exclude_each_other():
     (x, y), model = ratings(), recommender("sgd")
-    how = {"embeddings": ["user_table"], "local": LocalSGD(2), "verbose": 0}
+    how = {"tables": Tables(["user_table"]), "local": LocalSGD(2), "verbose": 0}
     refused = pytest.raises(
         mw.ModelError, match=r"local= does not support tables.*user_table/embeddings"
     )

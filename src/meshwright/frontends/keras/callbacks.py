@@ -12,6 +12,7 @@ import numpy as np
 
 from ... import _compat
 from ...program import Logs
+from ...run.epochs import Callbacks
 from ...run.logs import as_json, history_from_json
 
 _OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
@@ -59,13 +60,15 @@ def others(callbacks: keras.callbacks.CallbackList) -> dict[str, Any]:
     }
 
 
-class KerasCallbacks:
+class KerasCallbacks(Callbacks):
     """Calls Keras' callbacks for a :class:`~meshwright.run.epochs.Run`.
 
     A checkpoint keeps the history, and what callbacks have counted: their numbers, words and flags,
     as far as training changed them. What their constructors were given is the new run's own to say
     (and EarlyStopping turns its sign).
     """
+
+    may_change_state = True
 
     def __init__(self, model: keras.Model, callbacks: keras.callbacks.CallbackList) -> None:
         self._model, self._list = model, callbacks

@@ -21,7 +21,7 @@ from ...jaxprs.flops import model_flops
 from ...launch.progress import entering
 from ...program import Logs, TrainState
 from ...run.backlog import Backlog
-from ...run.epochs import Taken
+from ...run.epochs import Steps, Taken
 from ...run.logs import on_host
 from ...run.progress import Part
 from ...run.stopping import Stopping
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class KerasSteps:
-    """Takes the steps of one run of ``fit`` (:class:`~meshwright.run.epochs.Steps`)."""
+class KerasSteps(Steps):
+    """Takes the steps of one run of ``fit``."""
 
     strategy: Sharded
     model: keras.Model
@@ -69,9 +69,7 @@ class KerasSteps:
         self._random: Any = None  # what the data of this epoch (or, else, of the run) began with
         self._epoch = -1
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.settle(ends=True)
 
     @property
@@ -152,9 +150,6 @@ class KerasSteps:
     def position(self, epoch: int, batches: int) -> Position:
         begins = epoch > self._epoch and self.data.restarts
         return Position(epoch, batches, self._draw() if begins else self._random)
-
-    def notes(self, position: Position) -> dict[str, Any]:
-        return {}
 
     def _draw(self) -> dict[str, Any] | None:
         return {**read_randomness(), "keras": _compat.global_seed()} if self.is_saved else None

@@ -33,8 +33,8 @@ from .feed import Feed, feed_of
 from .metrics import base_of, logs_of
 from .restoring import restore_weights
 from .saving import tables_of
+from .shards import elements_of
 from .table_files import TablesOnDisk
-from .validation import elements_of
 from .worker_step import Engine, Specs, TrainStep, as_batch
 
 _WARN_AFTER_S = 60.0

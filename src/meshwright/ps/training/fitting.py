@@ -30,9 +30,9 @@ from .feed import Feed, feed_of
 from .local import Local
 from .model_cache import served
 from .progress import WorkerRates
+from .shards import MeasureShard, num_shards, validate
 from .signature import Signature
 from .steps import ServerSteps
-from .validation import MeasureShard, num_shards, validate
 
 
 def fit(

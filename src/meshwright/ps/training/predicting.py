@@ -28,10 +28,9 @@ from .embeddings import KerasLookups, building
 from .export import export_step
 from .feed import feed_of
 from .model_cache import kept
-from .outputs import PredictShard, inputs_of
 from .server_variables import ServerVariables
+from .shards import PredictShard, inputs_of, num_shards
 from .signature import Signature
-from .validation import num_shards
 from .worker_layout import worker_layout
 from .worker_step import Specs, TrainStep
 

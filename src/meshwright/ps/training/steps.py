@@ -20,7 +20,7 @@ from ...frontends.keras.callbacks import others
 from ...frontends.keras.lasting import LastingNames
 from ...frontends.keras.program import read_state, write_state
 from ...program import Logs, TrainState
-from ...run.epochs import Taken
+from ...run.epochs import Steps, Taken
 from ...run.progress import Progress
 from ...run.saver import Saver
 from ...run.stopping import Stopping
@@ -34,13 +34,13 @@ from .indexed import IndexedStep
 from .local import Local
 from .saving import TableSaver
 from .serving import Served
-from .validation import MeasureShard, num_shards, validate
+from .shards import MeasureShard, num_shards, validate
 
 _DRAWS_EVERY_S = 0.2
 
 
-class ServerSteps:
-    """Takes the steps of one run of ``fit`` (:class:`~meshwright.run.epochs.Steps`)."""
+class ServerSteps(Steps):
+    """Takes the steps of one run of ``fit``."""
 
     def __init__(
         self,
@@ -56,8 +56,6 @@ class ServerSteps:
         held_out: Feed | None,
         progress: Progress | None,
     ) -> None:
-        assert feed.steps is not None  # fit has seen to that
-        self.num_batches: int = feed.steps
         self._served, self._feed, self._callbacks = of_model, feed, callbacks
         self._saver, self._sharding, self._progress = saver, sharding, progress
         self._model = of_model.model
@@ -76,6 +74,11 @@ class ServerSteps:
         self._edition = 0
         self._epochs_begun = 0
         self._has_values = self._has_slots = True  # the model, not only the servers
+
+    @property
+    def num_batches(self) -> int:
+        assert self._feed.steps is not None  # fit has seen to that
+        return self._feed.steps
 
     def __enter__(self) -> None:
         self._served.put()

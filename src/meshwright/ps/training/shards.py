@@ -1,8 +1,8 @@
-"""Validation on the workers: every element is counted once, also when workers die.
+"""Evaluation and prediction on the workers: every element once, also when workers die.
 
 The elements are cut into shards by their numbers. A shard is one scheduled function: it counts all
 its elements and returns the counts. If its worker dies, it is done again as a whole elsewhere, and
-only the counts of the attempt that ended are taken. So does TensorFlow's exact evaluation
+only the result of the attempt that ended is taken. So does TensorFlow's exact evaluation
 (``pss_evaluation_shards``).
 """
 
@@ -17,29 +17,61 @@ import numpy as np
 
 from ...errors import DataError
 from .data import Made
-from .worker_step import TrainStep, engine, here
+from .worker_step import TrainStep, as_batch, engine, here
 
 _SHARDS_PER_WORKER = 5  # as TensorFlow: so much is done again at most when a worker dies
 
 
 @dataclass(frozen=True, eq=False)
-class MeasureShard:
-    """Counts every ``num_shards``-th element of a dataset, of the first ``steps`` if given."""
+class _Shards:
+    """A dataset in ``num_shards`` parts, each with every ``num_shards``-th element;
+    with ``steps``, of the first ``steps`` elements.
+    """
 
     step: TrainStep
     made: Made
     num_shards: int
     steps: int | None = None
 
+    def elements(self, shard: int) -> Iterator[Any]:
+        return elements_of(self.made(), shard, self.num_shards, self.steps)
+
+
+class MeasureShard(_Shards):
+    """Counts the metrics of one shard."""
+
     def __call__(self, shard: int, edition: int) -> tuple[np.ndarray, int]:
         """The counts of one shard's elements, and how many there were."""
         measures, context = engine(self.step), here()
         counts: Any = np.zeros([])
         number = 0
-        for batch in elements_of(self.made(), shard, self.num_shards, self.steps):
+        for batch in self.elements(shard):
             counts = counts + measures.measure(context, batch, edition)
             number += 1
         return np.atleast_1d(counts), number
+
+
+class PredictShard(_Shards):
+    """Predicts one shard."""
+
+    def __call__(self, shard: int) -> list[tuple[int, list[np.ndarray]]]:
+        """The number of each element, and the arrays that the model returns for it."""
+        # Its own engine: the one of a run that predicts between two epochs goes on afterwards.
+        computes, context = engine(self.step, "predicting"), here()
+        return [
+            (shard + at * self.num_shards, computes.predict(context, inputs_of(batch)))
+            for at, batch in enumerate(self.elements(shard))
+        ]
+
+
+def inputs_of(element: Any) -> tuple[Any]:
+    """The inputs of an element, as a batch that has nothing else.
+
+    >>> inputs_of(("x", "y", "weights")), inputs_of("x")
+    (('x',), ('x',))
+    """
+    batch = as_batch(element)
+    return (batch[0],) if isinstance(batch, tuple) else (batch,)
 
 
 def elements_of(dataset: Any, shard: int, num_shards: int, steps: int | None) -> Iterator[Any]:
