@@ -7,6 +7,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 
 def read_randomness() -> dict[str, Any]:
     """The states of ``random`` and of ``numpy.random``.
@@ -17,8 +19,6 @@ def read_randomness() -> dict[str, Any]:
     >>> random.random() == drawn
     True
     """
-    import numpy as np
-
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -29,8 +29,6 @@ def read_randomness() -> dict[str, Any]:
 
 def write_randomness(state: Mapping[str, Any]) -> None:
     """Set both generators to what :func:`read_randomness` read."""
-    import numpy as np
-
     version, words, gauss = state["python"]
     random.setstate((version, tuple(_unpacked(words).tolist()), gauss))
     kind, keys, *rest = state["numpy"]
@@ -38,12 +36,10 @@ def write_randomness(state: Mapping[str, Any]) -> None:
 
 
 def _packed(words: Any) -> str:
-    import numpy as np
 
     return base64.b64encode(np.asarray(words, "<u4").tobytes()).decode()
 
 
 def _unpacked(text: str) -> Any:
-    import numpy as np
 
     return np.frombuffer(base64.b64decode(text), "<u4").astype(np.uint32)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import jax
+import numpy as np
+
 from ..errors import BatchError
 from ..layouts.dim_names import DimNames
 from ..layouts.layout import Layout
@@ -37,8 +40,6 @@ def label_inputs(batch: Batch) -> list[Label]:
 
 def named_leaves(part: Any) -> list[tuple[str | None, Any]]:
     """``(name, array)`` of each array; the name is the outermost key, where that is a mapping's."""
-    import jax
-
     if not isinstance(part, Mapping):
         return [(None, value) for value in jax.tree.leaves(part)]
     paths = jax.tree_util.tree_flatten_with_path(part)[0]
@@ -76,9 +77,6 @@ class Putter:
 
         Raises :class:`BatchError` for another one that does not divide.
         """
-        import jax
-        import numpy as np
-
         flat, tree = jax.tree.flatten(batch)
         flat = [_as_array(value, self._copy) for value in flat]
         for value in flat:
@@ -107,9 +105,6 @@ class Putter:
         >>> stacked.arrays.shape, stacked.arrays.sharding.shard_shape((2, 16, 4))
         ((2, 16, 4), (2, 2, 4))
         """
-        import jax
-        import numpy as np
-
         flats, trees = zip(*map(jax.tree.flatten, batches), strict=True)
         columns = list(zip(*flats, strict=True)) if len(set(trees)) == 1 else []
         alike = (
@@ -131,8 +126,6 @@ class Putter:
 
     def _put_local(self, tree: Any, flat: list[Any]) -> list[Any]:
         """Arrays of every process's rows from those of this one."""
-        import jax
-
         key = (tree, tuple(value.shape for value in flat), "local")
         if key not in self._known:
             layouts = self._for_any_rows(jax.tree.unflatten(tree, flat))
@@ -165,8 +158,6 @@ class Putter:
 
         The first rows stand in for those that are added: whatever is finite stays so.
         """
-        import jax
-
         flat, tree = jax.tree.flatten(batch)
         grows, layouts = zip(*self.padded_layouts(batch, inputs_only), strict=True)
         flat = [
@@ -185,8 +176,6 @@ class Putter:
 
     def _for_any_rows(self, batch: Batch) -> list[Layout]:
         """The layouts of a batch like this one whose rows divide."""
-        import jax
-
         rows = self._placement.mesh.size
         like = jax.tree.map(
             lambda value: jax.ShapeDtypeStruct((rows, *value.shape[1:]), "float32"), batch
@@ -216,8 +205,6 @@ class Putter:
 
     def layouts(self, batch: Batch, last: bool = True) -> Batch:
         """The layout of every array of a batch, in place of the arrays."""
-        import jax
-
         try:
             layouts = self._by(self._placement, batch)
         except BatchError:
@@ -227,8 +214,6 @@ class Putter:
         return jax.tree.unflatten(jax.tree.structure(batch), layouts)
 
     def _by(self, placement: Placement, batch: Batch) -> list[Layout]:
-        import jax
-
         layout_of = {"input": placement.input_layout, "target": placement.target_layout}
         labels = self._label(batch)
         for kind in ("input", "target"):
@@ -250,9 +235,6 @@ def put(value: Any, sharding: Any) -> Any:
 
 
 def _put_all(values: list[Any], shardings: list[Any]) -> list[Any]:
-    import jax
-    import numpy as np
-
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(values, shardings)
     hosts = [v if isinstance(v, HostRows) else np.asarray(v) for v in values]
@@ -264,15 +246,11 @@ def _put_all(values: list[Any], shardings: list[Any]) -> list[Any]:
 
 def row_count(batch: Batch) -> int:
     """The rows of a batch on the host."""
-    import jax
-
     return jax.tree.leaves(batch)[0].shape[0]
 
 
 def _stacked(sharding: Any) -> Any:
     """The sharding with one more dim in front, which is whole."""
-    import jax
-
     spec = jax.sharding.PartitionSpec(None, *sharding.spec)
     return jax.sharding.NamedSharding(sharding.mesh, spec)
 
@@ -292,8 +270,6 @@ def _shape_of_all(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _cycled(value: Any, rows: int) -> Any:
-    import numpy as np
-
     if isinstance(value, HostRows):
         return value.cycled(rows)
     return np.take(np.asarray(value), np.arange(rows) % value.shape[0], axis=0)
@@ -319,9 +295,6 @@ def _whole_first(given: Given) -> Given:
 
 
 def _as_array(value: Any, copy: bool) -> Any:
-    import jax
-    import numpy as np
-
     if isinstance(value, jax.Array | HostRows):
         return value
     return np.array(value) if copy else np.asarray(value)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True, eq=False)
 class LocalRows:
@@ -62,12 +64,8 @@ class HostRows:
         return self._read(self._numbers[rows])[(slice(None), *others)]
 
     def __array__(self, *args: Any, **options: Any) -> Any:
-        import numpy as np
-
         return np.asarray(self._read(self._numbers), *args)
 
     def cycled(self, rows: int) -> HostRows:
         """``rows`` rows: these, repeated from the first one."""
-        import numpy as np
-
         return HostRows(self._read, np.resize(self._numbers, rows), self._tail)

@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax import export as jax_export
 
 from ... import topology
 from ...errors import TopologyError
@@ -164,8 +166,6 @@ class OnDevices:
     """Exported code as a function; on the devices of a mesh, where it was exported for one."""
 
     def __init__(self, code: bytes, mesh: Mesh | None) -> None:
-        import jax
-        from jax import export as jax_export
 
         exported = jax_export.deserialize(bytearray(code))
         self._lies: tuple[Any, ...] | None = None
@@ -180,8 +180,6 @@ class OnDevices:
 
     def put(self, argument: int, values: Any) -> Any:
         """The values of one argument on the devices, to be given many times."""
-        import jax
-
         return jax.device_put(values, None if self._lies is None else self._lies[argument])
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 
@@ -146,7 +147,6 @@ class SidecarEvaluator:
                 batch = as_batch(first_element(x))
             else:
                 parts = (x, y) if weights is None else (x, y, weights)
-                import jax
 
                 batch = jax.tree.map(lambda array: array[: self._batch_size], parts)
             with building():

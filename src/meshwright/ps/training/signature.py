@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...errors import BatchError
@@ -26,8 +27,6 @@ class Signature:
     @classmethod
     def of(cls, batch: Any) -> Signature:
         """That of a batch on the host. Raises :class:`~meshwright.BatchError` for other leaves."""
-        import jax
-
         leaves, tree = jax.tree.flatten(batch)
         return cls(tuple(_described(leaf) for leaf in leaves), str(tree))
 
@@ -48,7 +47,6 @@ class Signature:
 
 
 def _described(leaf: Any) -> tuple[tuple[int, ...], str]:
-    import jax
 
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     if array.dtype == object or array.dtype.kind in "US":
@@ -61,7 +59,5 @@ def _described(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 def on_devices(leaf: Any) -> np.ndarray:
     """A leaf of a batch with the dtype that it has on devices."""
-    import jax
-
     array = np.asarray(leaf)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

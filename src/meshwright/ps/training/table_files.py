@@ -238,8 +238,7 @@ def _save(path: Path, array: np.ndarray) -> None:
 def _read(directory: Path, about: Mapping[str, Any], spec: VariableSpec) -> None:
     servers = here().servers
     _empty(servers, spec)
-    for piece in _pieces(directory, about, len(spec.shards)):
-        head, rows, arrays = piece
+    for head, rows, arrays in _pieces(directory, about, len(spec.shards)):
         for shard, at, local in split_rows(spec, rows):
             own = (local, *(array[at] for array in arrays))
             servers.ask(shard.server, Message("put", {"name": shard.name, **head}, own))
@@ -254,12 +253,7 @@ def _pieces(
     for shard, own in enumerate(about["shards"]):
         for number, kinds in enumerate(own["pieces"]):
             files = [_file(directory, shard, number, kind) for kind in kinds]
-            try:
-                rows, *arrays = (np.load(file, allow_pickle=False) for file in files)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(
-                    f"cannot read {files[0]} of a saved table: {error}."
-                ) from error
+            rows, *arrays = map(_loaded, files)
             head = {
                 "slots": kinds[2:],
                 "scalars": own["scalars"],

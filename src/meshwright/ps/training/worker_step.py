@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from ...errors import TaskError
@@ -177,31 +178,26 @@ class Engine:
 
     def measure(self, context: Context, batch: Any, edition: int) -> np.ndarray:
         """The counts of the metrics over one batch of validation."""
-        step, leaves, host = self._prepared(batch)
-        self._pull(context, edition, step, trains=False)
-        params, moving = self._values()
-        looked = step.look(host)
-        rows = self._rows(context, looked, make=False)
-        counts = step.measures(
-            params, moving, self._frozen, self._seeds, rows, looked.positions, leaves
-        )
+        counts, _ = self._computed(context, batch, edition, "measures")
         return np.asarray(counts, np.float64)
 
     def predict(self, context: Context, batch: Any) -> list[np.ndarray]:
         """The arrays that the model returns for one batch of inputs."""
+        outputs, num_rows = self._computed(context, batch, 0, "outputs")
+        return [np.asarray(output)[:num_rows] for output in outputs]  # more where it was filled up
+
+    def _computed(
+        self, context: Context, batch: Any, edition: int, function: Literal["measures", "outputs"]
+    ) -> tuple[Any, int]:
+        """What a function that changes nothing gives for a batch, and the batch's rows."""
         step, leaves, host = self._prepared(batch)
-        self._pull(context, 0, step, trains=False)
-        params, moving = self._values()
+        self._pull(context, edition, step, trains=False)
         looked = step.look(host)
         rows = self._rows(context, looked, make=False)
-        outputs = step.outputs(
-            params, moving, self._frozen, self._seeds, rows, looked.positions, leaves
-        )
-        num_rows = len(host[0])  # a batch that was filled up has more
-        return [np.asarray(output)[:num_rows] for output in outputs]
+        given = *self._values(), self._frozen, self._seeds, rows, looked.positions, leaves
+        return getattr(step, function)(*given), len(host[0])
 
     def _prepared(self, batch: Any) -> tuple[CompiledStep, list[Any], list[Any]]:
-        import jax
 
         batch = as_batch(batch)
         host = jax.tree.leaves(batch)
@@ -296,7 +292,6 @@ def as_batch(element: Any) -> Any:
 
     TensorFlow's and PyTorch's tensors become NumPy arrays.
     """
-    import jax
 
     def one(leaf: Any) -> Any:
         return leaf.numpy() if hasattr(leaf, "numpy") else leaf
