@@ -177,9 +177,10 @@ def _tf_config(variables: Environment) -> Membership | None:
         for job in ("chief", "worker")
         for index, address in _indexed(jobs.get(job, ()))
     }
-    if (task.job, task.index) not in addresses:
-        raise ClusterError(f"TF_CONFIG: {task} is not among its workers: {list(addresses)}.")
-    rank = list(addresses).index((task.job, task.index))
+    if task not in addresses:
+        names = ", ".join(f"{job}:{index}" for job, index in addresses)
+        raise ClusterError(f"TF_CONFIG: {task[0]}:{task[1]} is not among its workers: {names}.")
+    rank = list(addresses).index(task)
     first = next(iter(addresses.values()))
     return Membership(rank, len(addresses), _with_port(first), "TF_CONFIG")
 

@@ -15,10 +15,10 @@ from meshwright.ps.training.data import ArrayBatches, InputContext, Made
 from meshwright.ps.training.embeddings import Embedding
 from meshwright.ps.training.evaluator import SidecarEvaluator
 from meshwright.ps.training.feed import feed_of
-from meshwright.ps.training.indexed import IndexedDataset
 from meshwright.ps.training.metrics import adds_up, check_metrics
 from meshwright.ps.training.progress import Look, WorkerRates, stragglers
 from meshwright.ps.training.shards import elements_of, num_shards
+from meshwright.ps.worker.iterators import IndexedElements
 from meshwright.run.options import Data
 from meshwright.run.progress import Progress
 
@@ -43,7 +43,7 @@ def test_arrays_are_cut_into_epochs_of_batches_in_another_order_each():
 
 @pytest.mark.parametrize("make", [lambda c: list("abcd"), lambda c: iter("abcd")])
 def test_elements_are_found_by_number_in_any_order(make):
-    numbered = IndexedDataset(Made(make))
+    numbered = IndexedElements(Made(make))
     assert [numbered[at] for at in (2, 3, 0, 1, 1)] == list("cdabb")
     with pytest.raises(mw.ExhaustedError, match="has 4 elements; number 4 was requested"):
         numbered[4]

@@ -235,7 +235,7 @@ class Dispatcher:
             self.guardian.fence(worker.name, worker.incarnation)
 
     def fenced(self, name: str) -> None:
-        """See :class:`~.guardian.Ward`."""
+        """No server takes anything from this worker any more."""
         with self.changed:
             self._release(name)
             self.wake()
@@ -270,7 +270,10 @@ class Dispatcher:
         self._lose(worker)
 
     def server_state(self, server: int, generation: int, base: int, snapshot: int) -> int:
-        """See :class:`~.guardian.Ward`."""
+        """A server's restarts, the version it came back with, and that of its last snapshot.
+
+        Returns how many rounds ought to have been applied there.
+        """
         with self.changed:
             self.records.server_state(server, generation, base, snapshot)
             return self.queue.rounds_done
@@ -282,12 +285,12 @@ class Dispatcher:
                 self.records.restarted(server, generation, base)
 
     def saving(self, server: int, fault: str, unsaved: int) -> None:
-        """See :class:`~.guardian.Ward`."""
+        """Whether a server can write snapshots, and how many updates are in none."""
         with self.changed:
             self.records.saving(server, fault, unsaved)
 
     def refill(self, server: int, servers: Servers) -> None:
-        """See :class:`~.guardian.Ward`."""
+        """A server came back: give it the variables that it may lack."""
         self._refill(server, servers)
 
     # Steps go out

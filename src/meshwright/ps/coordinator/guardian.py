@@ -7,38 +7,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UnreachableError
 from ..shared.client import Servers
 from ..wire.message import Message
 
+if TYPE_CHECKING:
+    from .dispatcher import Dispatcher
+
 _ANSWER_S = 5.0
 _CLOSE_S = 3.0
 _AGAIN_S = 0.2
-
-
-class Ward(Protocol):
-    """Whom a guardian tells what happens; called in its thread."""
-
-    def fenced(self, name: str) -> None:
-        """No server takes anything from this worker any more."""
-        ...
-
-    def server_state(self, server: int, generation: int, base: int, snapshot: int) -> int:
-        """A server's restarts, the version that it came back with, and that of its last snapshot.
-
-        Returns how many rounds ought to have been applied there.
-        """
-        ...
-
-    def saving(self, server: int, fault: str, unsaved: int) -> None:
-        """Whether a server can write snapshots, and how many updates are in none."""
-        ...
-
-    def refill(self, server: int, servers: Servers) -> None:
-        """A server came back: give it the variables that it may lack."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,9 +30,11 @@ class _Fence:
 class Guardian:
     """A thread with its own channels to the servers, so that no other thread waits for one."""
 
-    def __init__(self, connect: Callable[[], Servers], ward: Ward, heartbeat_s: float) -> None:
+    def __init__(
+        self, connect: Callable[[], Servers], dispatcher: Dispatcher, heartbeat_s: float
+    ) -> None:
         self.waits_for = ""  # what it waits for, for reports
-        self._ward = ward
+        self._dispatcher = dispatcher
         self._heartbeat_s = heartbeat_s
         self._asked: queue.SimpleQueue[_Fence | None] = queue.SimpleQueue()
         self._fences: list[_Fence] = []  # all that were ever asked for
@@ -63,7 +45,7 @@ class Guardian:
         self._thread.start()
 
     def fence(self, name: str, incarnation: str) -> None:
-        """Let no server take anything from this worker; :meth:`Ward.fenced` tells when."""
+        """Let no server take anything from this worker; :meth:`Dispatcher.fenced` tells when."""
         self._asked.put(_Fence(name, incarnation))
 
     def close(self) -> None:
@@ -105,7 +87,7 @@ class Guardian:
                 continue
             break
         self.waits_for = ""
-        self._ward.fenced(fence.name)
+        self._dispatcher.fenced(fence.name)
 
     def _look(self, servers: Servers) -> None:
         for server in range(len(servers)):
@@ -125,11 +107,11 @@ class Guardian:
         if generation > known:
             for fence in self._fences:
                 servers.ask(server, Message("fence", {"incarnation": fence.incarnation}))
-            self._ward.refill(server, servers)
+            self._dispatcher.refill(server, servers)
             self._generations[server] = generation
         snapshot = told["snapshot"]["version"]
-        self._ward.saving(server, told["save_fault"], told["version"] - snapshot)
-        wanted = self._ward.server_state(server, generation, told["base"], snapshot)
+        self._dispatcher.saving(server, told["save_fault"], told["version"] - snapshot)
+        wanted = self._dispatcher.server_state(server, generation, told["base"], snapshot)
         for number in range(told["rounds"], wanted if generation else 0):
             # Gradients that the server has lost will not come again.
             servers.ask(server, Message("round", {"round": number, "of": 0}))

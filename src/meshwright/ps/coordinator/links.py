@@ -80,7 +80,6 @@ class SocketLinks:
             self._poller.register(socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
-        """See :meth:`Links.poll`."""
         if not self._listener.has_messages:
             events = dict(self._poller.poll(round(1000 * timeout_s)))
             if self._bell.reading in events:
@@ -88,15 +87,12 @@ class SocketLinks:
         return [(peer.decode(errors="replace"), m) for peer, m in self._listener.poll(0.0)]
 
     def send(self, peer: str, message: Message, number: int | None = None) -> bool:
-        """See :meth:`Links.send`."""
         return self._listener.answer(peer.encode(), message, number)
 
     def wake(self) -> None:
-        """See :meth:`Links.wake`."""
         self._bell.ring()
 
     def close(self) -> None:
-        """See :meth:`Links.close`."""
         self._listener.close()
         self._bell.close()
 
@@ -117,7 +113,6 @@ class LocalLinks:
         self._bell = _Bell()
 
     def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
-        """See :meth:`Links.poll`."""
         if self._calls:
             self._runner.run(self._calls.popleft())
             told = self._runner.settle()
@@ -131,7 +126,6 @@ class LocalLinks:
         return coming
 
     def send(self, peer: str, message: Message, number: int | None = None) -> bool:
-        """See :meth:`Links.send`."""
         message = _sent(message)
         head = message.head
         if self._runner.learn(message):
@@ -147,11 +141,9 @@ class LocalLinks:
         return True
 
     def wake(self) -> None:
-        """See :meth:`Links.wake`."""
         self._bell.ring()
 
     def close(self) -> None:
-        """See :meth:`Links.close`."""
         self._bell.close()
 
     def _recall(self, steps: list[list[int]]) -> None:

@@ -16,7 +16,6 @@ from ...errors import CheckpointError
 from ...merging import merged
 from ..shared.client import Servers
 from ..shared.placing import VariableSpec
-from ..wire.message import Message
 from ..worker.context import current
 from ..worker.gradients import tell_optimizer
 from ..worker.updates import Update
@@ -36,7 +35,7 @@ def save_here(
     """On a worker: write all variables and slots; returns the path of the checkpoint."""
     from ...checkpoint import Checkpoints
     from ...program import TrainState
-    from ..training.slots import read_slots
+    from ..shared.slots import read_slots
 
     servers = _servers()
     by_name = {spec.name: spec for spec in specs}
@@ -45,7 +44,7 @@ def save_here(
     state = {}
     for spec in specs:
         if spec.is_hash:
-            keys = _keys(servers, spec)
+            keys = servers.keys(spec)
             order = np.argsort(keys)
             values[spec.name] = values[spec.name][order]
             slots[spec.name] = {kind: _by(array, order) for kind, array in slots[spec.name].items()}
@@ -64,7 +63,7 @@ def restore_here(directory: str, specs: Sequence[VariableSpec]) -> int:
     """On a worker: give the servers what a checkpoint holds; returns its step."""
     from ...checkpoint import read_checkpoint, restore_state
     from ...program import TrainState
-    from ..training.slots import load_slots
+    from ..shared.slots import load_slots
 
     servers = _servers()
     info = read_checkpoint(directory)
@@ -130,13 +129,6 @@ def _give(servers: Servers, spec: VariableSpec, value: np.ndarray, keys: np.ndar
         servers.push([Update(spec, "rows_assign", (np.asarray(keys), value))])
     else:
         servers.push([Update(spec, "assign", (value,))])
-
-
-def _keys(servers: Servers, spec: VariableSpec) -> np.ndarray:
-    answers = [
-        servers.ask(shard.server, Message("keys", {"name": shard.name})) for shard in spec.shards
-    ]
-    return np.concatenate([answer.arrays[0] for answer in answers])
 
 
 def _by(array: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -22,39 +22,14 @@ from ..wire.sockets import Listener
 from .core import ServerCore
 from .saving import Saver
 
+if TYPE_CHECKING:
+    from ...launch.settings import TaskSettings  # a server loads nothing that it does not need
+
 _IDLE_S = 0.05
 _HEADROOM_BYTES = 256 << 20  # left to the process itself, and to the system
 
 
-class _Task(Protocol):
-    @property
-    def index(self) -> int: ...
-
-
-class Settings(Protocol):
-    """What a server needs to know: :class:`meshwright.launch.settings.TaskSettings`."""
-
-    @property
-    def task(self) -> _Task: ...
-    @property
-    def keys(self) -> Keys | None: ...
-    @property
-    def heartbeat_s(self) -> float: ...
-    @property
-    def snapshot_dir(self) -> str | None: ...
-    @property
-    def snapshot_every(self) -> int | None: ...
-    @property
-    def generation(self) -> int: ...
-    @property
-    def orphan_s(self) -> float | None: ...
-    @property
-    def address(self) -> str: ...
-    @property
-    def chief_address(self) -> str: ...
-
-
-def serve(settings: Settings) -> None:
+def serve(settings: TaskSettings) -> None:
     """Run a parameter server until a stop message, SIGTERM, or ``orphan_s`` without a chief.
 
     After a restart (``generation`` > 0) it goes on from its last snapshot. It answers every client
@@ -112,7 +87,7 @@ def _serve(core: ServerCore, listener: Listener, saver: Saver, ended: Callable[[
             saver.tick(idle=True)
 
 
-def _heartbeats(core: ServerCore, settings: Settings) -> Heartbeats | None:
+def _heartbeats(core: ServerCore, settings: TaskSettings) -> Heartbeats | None:
     try:
         address = settings.chief_address
     except ClusterError:

@@ -50,7 +50,4 @@ def add_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
 
 def subtract_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
     """Subtract from the rows of a table, in place; a row that comes twice loses both."""
-    rows, values = aggregate(rows, values)
-    taken = np.take(table, rows, axis=0)
-    taken -= values.astype(table.dtype, copy=False)
-    table[rows] = taken
+    add_rows(table, rows, np.negative(values))

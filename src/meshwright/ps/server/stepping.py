@@ -8,7 +8,7 @@ accumulate, clip, decay, update, average.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -145,8 +145,7 @@ def _accumulated(
 ) -> tuple[_Plan, np.ndarray, np.ndarray]:
     """Put the gradient of these rows with those before it; on a step, give them all back."""
     if plan.unscale is not None:
-        values = values / plan.unscale
-        plan = _without_unscale(plan)
+        values, plan = values / plan.unscale, replace(plan, unscale=None)
     accumulator, touched = shard.full(ACCUMULATOR), shard.full(TOUCHED)
     add_rows(accumulator, rows, values)
     touched[rows] = True
@@ -157,10 +156,6 @@ def _accumulated(
     accumulator[rows] = 0
     touched[rows] = False
     return plan, rows, values
-
-
-def _without_unscale(plan: _Plan) -> _Plan:
-    return _Plan(**{**vars(plan), "unscale": None})
 
 
 def _block(plan: _Plan, walked: _Walked, here: slice, room: Sequence[np.ndarray]) -> None:

@@ -33,39 +33,21 @@ class Change:
         OPS[self.op](self.shard.full() if self.rows is not None else self.shard.values, self)
 
 
-def _assign(table: np.ndarray, change: Change) -> None:
-    np.copyto(table, change.values, casting="same_kind")
-
-
-def _add(table: np.ndarray, change: Change) -> None:
-    np.add(table, change.values, out=table, casting="same_kind")
-
-
-def _sub(table: np.ndarray, change: Change) -> None:
-    np.subtract(table, change.values, out=table, casting="same_kind")
+def _into(table: np.ndarray, change: Change, ufunc: np.ufunc) -> None:
+    ufunc(table, change.values, out=table, casting="same_kind")
 
 
 def _rows_assign(table: np.ndarray, change: Change) -> None:
     table[change.rows] = change.values
 
 
-def _rows_add(table: np.ndarray, change: Change) -> None:
-    assert change.rows is not None
-    add_rows(table, change.rows, change.values)
-
-
-def _rows_sub(table: np.ndarray, change: Change) -> None:
-    assert change.rows is not None
-    subtract_rows(table, change.rows, change.values)
-
-
-OPS: dict[str, Callable[[np.ndarray, Change], None]] = {
-    "assign": _assign,
-    "add": _add,
-    "sub": _sub,
+OPS: dict[str, Callable[[np.ndarray, Change], Any]] = {
+    "assign": lambda table, change: np.copyto(table, change.values, casting="same_kind"),
+    "add": lambda table, change: _into(table, change, np.add),
+    "sub": lambda table, change: _into(table, change, np.subtract),
     "rows_assign": _rows_assign,
-    "rows_add": _rows_add,
-    "rows_sub": _rows_sub,
+    "rows_add": lambda table, change: add_rows(table, np.asarray(change.rows), change.values),
+    "rows_sub": lambda table, change: subtract_rows(table, np.asarray(change.rows), change.values),
 }
 GRADIENTS = ("gradient", "rows_gradient")
 

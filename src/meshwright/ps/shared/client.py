@@ -156,7 +156,7 @@ class Servers:
 
     def read(self, specs: Sequence[VariableSpec], **more: Any) -> list[np.ndarray]:
         """Whole variables; ``more`` goes into the question, as ``round=3`` of a barrier."""
-        wanted = by_server((shard.server, shard.name) for spec in specs for shard in spec.shards)
+        wanted = {s: [shard.name for _, shard in own] for s, own in by_server(specs).items()}
         asked = [(server, Message("read", {"names": n, **more})) for server, n in wanted.items()]
         return assembled(specs, wanted, self._gather(asked))
 
@@ -172,10 +172,15 @@ class Servers:
             (shard.server, Message("lookup", {"name": shard.name, "make": make}, (local,)))
             for shard, _, local in parts
         ]
-        found = np.empty((len(rows), *spec.shape[1:]), np.dtype(spec.dtype))
+        values = np.empty((len(rows), *spec.shape[1:]), np.dtype(spec.dtype))
         for (_, at, _), answer in zip(parts, self._gather(asked), strict=True):
-            found[at] = answer.arrays[0]
-        return found
+            values[at] = answer.arrays[0]
+        return values
+
+    def keys(self, spec: VariableSpec) -> np.ndarray:
+        """The keys of a hash table, in the order of the rows that :meth:`read` gives."""
+        asked = [(shard.server, Message("keys", {"name": shard.name})) for shard in spec.shards]
+        return np.concatenate([answer.arrays[0] for answer in self._gather(asked)])
 
     # Changing
 

@@ -70,11 +70,13 @@ def checked_rows(spec: VariableSpec, rows: np.ndarray) -> np.ndarray:
     return rows
 
 
-def by_server(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for server, name in pairs:
-        found.setdefault(server, []).append(name)
-    return found
+def by_server(specs: Iterable[VariableSpec]) -> dict[int, list[tuple[VariableSpec, ShardPlace]]]:
+    """The shards of these variables, for each server that has some."""
+    shards: dict[int, list[tuple[VariableSpec, ShardPlace]]] = {}
+    for spec in specs:
+        for shard in spec.shards:
+            shards.setdefault(shard.server, []).append((spec, shard))
+    return shards
 
 
 def assembled(

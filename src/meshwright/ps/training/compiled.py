@@ -47,17 +47,14 @@ class CompiledStep:
 
     @functools.cached_property
     def measures(self) -> Callable[..., Any]:
-        """See :meth:`StepFunctions.measures`."""
         return self._measures.call
 
     @functools.cached_property
     def outputs(self) -> Callable[..., Any]:
-        """See :meth:`StepFunctions.outputs`."""
         return self._outputs.call
 
     @functools.cached_property
     def local(self) -> Callable[..., Any]:
-        """See :meth:`StepFunctions.local`."""
         return OnDevices(self._code.local, self._mesh).call
 
     def filled(self, leaves: list[Any]) -> list[Any]:

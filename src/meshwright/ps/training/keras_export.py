@@ -16,7 +16,6 @@ from ... import _compat
 from ...errors import ModelError
 from ..shared.client import Servers
 from ..shared.placing import VariableSpec
-from ..wire.message import Message
 from .embeddings import Embedding, combine
 from .model_cache import table_of
 
@@ -77,7 +76,7 @@ def _plain(layer: Embedding, servers: Servers, spec: VariableSpec) -> Any:
     (rows,) = servers.read([spec])
     keys = None
     if spec.is_hash:
-        keys = _keys(servers, spec)
+        keys = servers.keys(spec)
         order = np.argsort(keys)
         keys, rows = _checked(layer, keys[order]), rows[order]
         rows = np.concatenate([rows, np.zeros_like(rows[:1])])  # the last is that of other keys
@@ -122,13 +121,6 @@ def _around(layer: Embedding, table: Any, keys: np.ndarray | None) -> keras.Mode
 def _called(bag: Any, inputs: Any, weights: Any = None) -> Any:
     """A table that is weighed somewhere in the model, with these weights or with equal ones."""
     return bag([inputs, ops.ones_like(inputs, dtype="float32") if weights is None else weights])
-
-
-def _keys(servers: Servers, spec: VariableSpec) -> np.ndarray:
-    answers = [
-        servers.ask(shard.server, Message("keys", {"name": shard.name})) for shard in spec.shards
-    ]
-    return np.concatenate([answer.arrays[0] for answer in answers])
 
 
 def _checked(layer: Embedding, keys: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from ..options import Tables
 from ..shared.client import Servers
 from ..shared.consistency import Backup, Sync, gradient_options
 from ..shared.placing import VariableSpec
+from ..shared.slots import Slots, load_slots, optimizer_heads, read_slots, set_rate
 from ..worker.updates import Update
 from .compression import Compression
 from .embeddings import KerasLookups, building
@@ -29,7 +30,6 @@ from .local import Local
 from .metrics import base_of, check_metrics, logs_of
 from .optimizers import TakenApart, clip_of, rate_of, table_optimizers, take_apart
 from .server_variables import ServerVariables
-from .slots import Slots, load_slots, optimizer_heads, read_slots, set_rate
 from .worker_layout import WorkerLayout, worker_layout
 from .worker_step import Specs, TrainStep
 

@@ -68,7 +68,6 @@ class MemoryChannel:
         return number
 
     def wait(self, number: int, timeout_s: float | None = None) -> Message:
-        """See :meth:`Channel.wait`."""
         if number not in self._due:
             raise KeyError(f"no answer is due to message {number} of this channel")
         answer = self._answer(number, self._timeout_s if timeout_s is None else timeout_s)
@@ -78,11 +77,9 @@ class MemoryChannel:
         return answer
 
     def ask(self, message: Message, timeout_s: float | None = None) -> Message:
-        """See :meth:`Channel.ask`."""
         return self.wait(self.send(message), timeout_s)
 
     def tell(self, message: Message) -> None:
-        """See :meth:`Channel.tell`."""
         self._deliver(message, None)
 
     def receive_nowait(self) -> Message | None:
@@ -90,7 +87,6 @@ class MemoryChannel:
         return None
 
     def close(self) -> None:
-        """See :meth:`Channel.close`."""
         self._closed = True
         self._post.forget(self.identity, self._due)
 

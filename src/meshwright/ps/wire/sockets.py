@@ -124,7 +124,6 @@ class SocketChannel:
         self._post(None, message)
 
     def wait(self, number: int, timeout_s: float | None = None) -> Message:
-        """See :meth:`Channel.wait`."""
         answer = self._answers.pop(number, None)
         outbox = self._outbox
         if answer is None and self._connected and not outbox.queue and number in outbox.waiting:
@@ -142,7 +141,6 @@ class SocketChannel:
         return answer
 
     def ask(self, message: Message, timeout_s: float | None = None) -> Message:
-        """See :meth:`Channel.ask`."""
         return self.wait(self.send(message), timeout_s)
 
     def connect(self, timeout_s: float | None = None) -> Message | None:
@@ -159,7 +157,6 @@ class SocketChannel:
         return self.welcome
 
     def receive_nowait(self) -> Message | None:
-        """See :meth:`Channel.receive_nowait`."""
         if not self._unasked:
             self._check_open()
             self._receive(0.0)

@@ -11,7 +11,8 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError, TaskError
 from ..shared.client import Servers
-from ..shared.placing import VariableSpec, wholes_of
+from ..shared.placing import VariableSpec
+from ..shared.slots import optimizer_heads
 from ..wire.message import Message
 from .context import current
 from .updates import Update
@@ -99,26 +100,15 @@ def tell_optimizer(
     ``only`` names one server. Returns the name of the group of these variables.
     """
     names = sorted(spec.name for spec in specs)
-    told = json.dumps([config, names], sort_keys=True, default=str)
-    group = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    identity = json.dumps([config, names], sort_keys=True, default=str)
+    group = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     generations = tuple(map(servers.generation, range(len(servers))))
     if known.get(("optimizer", group)) == generations:
         return group
-    shards: dict[int, list[str]] = {}
-    for spec in specs:
-        for shard in spec.shards:
-            shards.setdefault(shard.server, []).append(shard.name)
-    for server, own in shards.items():
-        if only is not None and server != only:
-            continue
-        head = {
-            "group": group,
-            "config": dict(config),
-            "names": own,
-            "compensation": "compensation" in options,
-            "wholes": wholes_of(specs),
-        }
-        servers.ask(server, Message("optimizer", head))
+    heads = optimizer_heads(config, specs, group, compensation="compensation" in options)
+    for server, head in heads.items():
+        if only in (None, server):
+            servers.ask(server, Message("optimizer", head))
     known["optimizer", group] = generations
     return group
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import ExhaustedError, TaskError
+from ...errors import DataError, ExhaustedError, TaskError
 from .context import current
 
 # (iterator's key, index that is not there) -> more elements
@@ -35,8 +35,50 @@ class PassedOn(BaseException):
     """This worker has no element for the step: another worker may. Not the user's to catch."""
 
 
-class _NotThere(Exception):
-    """A dataset has no element of an index."""
+class IndexedElements:
+    """The elements of a dataset by number; by index, where it can be indexed.
+
+    Others are iterated, and made again where an earlier element is needed, for a step that another
+    worker has lost. Such a dataset must come in the same order each time that it is made.
+
+    >>> letters = IndexedElements(lambda: iter("abc"))
+    >>> letters[1], letters[2], letters[0]
+    ('b', 'c', 'a')
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._dataset = make()
+        self._running: Iterator[Any] | None = None
+        self._next = 0
+
+    def __getitem__(self, number: int) -> Any:
+        """Raises :class:`~meshwright.ExhaustedError` behind the last element."""
+        dataset = self._dataset
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            if number >= len(dataset):
+                raise _no_element(number, len(dataset))
+            return dataset[number]
+        if self._running is not None and number < self._next:
+            self._dataset, self._running = self._make(), None
+        if self._running is None:
+            self._running, self._next = self._iterator(), 0
+        for element in self._running:
+            self._next += 1
+            if self._next == number + 1:
+                return element
+        raise _no_element(number, self._next)
+
+    def _iterator(self) -> Iterator[Any]:
+        try:
+            return iter(self._dataset)
+        except TypeError as error:
+            kind = type(self._dataset).__name__
+            raise DataError(f"dataset_fn must return an iterable; received {kind}.") from error
+
+
+def _no_element(number: int, length: int) -> ExhaustedError:
+    return ExhaustedError(f"the dataset has {length} elements; number {number} was requested.")
 
 
 class Elements:
@@ -81,17 +123,14 @@ class Elements:
 class LocalElements(Elements):
     """The elements of a dataset that this worker makes itself; the coordinator says which.
 
-    ``make`` makes the dataset. One with ``__getitem__`` and ``__len__`` is indexed, others are
-    run through, and begun again where an earlier element is wanted.
+    ``make`` makes the dataset.
     """
 
     def __init__(self, key: str, more: More, make: Callable[[], Any], passes_on: bool) -> None:
         super().__init__(key, more)
         self._make = make
         self._passes_on = passes_on
-        self._dataset: Any = None
-        self._running: Iterator[Any] | None = None
-        self._at = 0  # index of the next element of the running iterator
+        self._elements: IndexedElements | None = None
 
     def __next__(self) -> Any:
         missing: int | None = None
@@ -103,43 +142,15 @@ class LocalElements(Elements):
                     raise PassedOn from None
                 raise
             try:
-                element = self._element(index)
-            except _NotThere:
+                if self._elements is None:
+                    self._elements = IndexedElements(self._make)
+                element = self._elements[index]
+            except ExhaustedError:
                 missing = index
                 self._ahead = deque(one for one in self._ahead if one < index)
                 continue
             self.used += 1
             return element
-
-    def _element(self, index: int) -> Any:
-        if self._dataset is None:
-            self._dataset = self._make()
-        if hasattr(self._dataset, "__getitem__") and hasattr(self._dataset, "__len__"):
-            if index >= len(self._dataset):
-                raise _NotThere
-            return self._dataset[index]
-        return self._run_to(index)
-
-    def _run_to(self, index: int) -> Any:
-        if self._running is None or index < self._at:
-            self._again()
-        assert self._running is not None
-        for element in self._running:
-            self._at += 1
-            if self._at == index + 1:
-                return element
-        raise _NotThere
-
-    def _again(self) -> None:
-        if self._running is not None:  # an iterator, or a generator, gives everything once
-            self._dataset = self._make()
-        try:
-            self._running = iter(self._dataset)
-        except TypeError as error:
-            raise TaskError(
-                f"dataset_fn returned a {type(self._dataset).__name__}, which is not iterable."
-            ) from error
-        self._at = 0
 
 
 def worker_iterator(key: str) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..shared.client import Servers
-from ..shared.placing import ShardPlace, VariableSpec, wholes_of
 from ..wire.message import Message
+from .client import Servers
+from .cutting import by_server
+from .placing import ShardPlace, VariableSpec, wholes_of
 
 Slots = dict[str, dict[str, np.ndarray]]  # parameter -> kind ("momentum") -> whole array
 
@@ -26,7 +27,7 @@ def optimizer_heads(
     wholes = wholes_of(specs)
     undecayed = {shard.name for spec in without_decay for shard in spec.shards}
     heads: dict[int, dict[str, Any]] = {}
-    for server, shards in _by_server(specs).items():
+    for server, shards in by_server(specs).items():
         names = [shard.name for _, shard in shards]
         heads[server] = {
             "group": group,
@@ -43,21 +44,21 @@ def set_rate(
     servers: Servers, learning_rate: float, specs: Sequence[VariableSpec], group: str
 ) -> None:
     """Set the learning rate of a group, on every server that holds a part of it."""
-    for server in _by_server(specs):
+    for server in by_server(specs):
         servers.ask(server, Message("rate", {"group": group, "learning_rate": learning_rate}))
 
 
 def read_slots(servers: Servers, specs: Mapping[str, VariableSpec]) -> tuple[Slots, int]:
     """The slots of variables by path, and how many steps their optimizers have made at most."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    slots: dict[str, dict[str, np.ndarray]] = {}  # by shard
     steps = [0]
-    for server, shards in _by_server(list(specs.values())).items():
+    for server, shards in by_server(specs.values()).items():
         answer = servers.ask(server, Message("slots", {"names": [s.name for _, s in shards]}))
         arrays = iter(answer.arrays)
         for name, kinds in answer.head["slots"]:
-            found[name] = {kind: next(arrays) for kind in kinds}
+            slots[name] = {kind: next(arrays) for kind in kinds}
         steps += answer.head["steps"].values()
-    return {path: _whole(spec, found) for path, spec in specs.items()}, max(steps)
+    return {path: _whole(spec, slots) for path, spec in specs.items()}, max(steps)
 
 
 def load_slots(
@@ -68,7 +69,7 @@ def load_slots(
     Raises :class:`~meshwright.ArrayError` for a slot that an optimizer there does not have.
     """
     paths = {spec.name: path for path, spec in specs.items()}
-    for server, shards in _by_server(list(specs.values())).items():
+    for server, shards in by_server(specs.values()).items():
         named: list[Any] = []
         arrays: list[np.ndarray] = []
         for spec, shard in shards:
@@ -83,8 +84,8 @@ def load_slots(
         servers.ask(server, Message("load", head, tuple(arrays)))
 
 
-def _whole(spec: VariableSpec, found: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    parts = [found[shard.name] for shard in spec.shards]
+def _whole(spec: VariableSpec, slots: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    parts = [slots[shard.name] for shard in spec.shards]
     return {kind: _joined(spec, [part[kind] for part in parts]) for kind in parts[0]}
 
 
@@ -97,13 +98,3 @@ def _joined(spec: VariableSpec, parts: list[Any]) -> np.ndarray:
 def _part(spec: VariableSpec, shard: ShardPlace, array: np.ndarray) -> np.ndarray:
     whole = spec.is_whole or np.ndim(array) == 0
     return np.asarray(array if whole else array[shard.start : shard.stop])
-
-
-def _by_server(
-    specs: Sequence[VariableSpec],
-) -> dict[int, list[tuple[VariableSpec, ShardPlace]]]:
-    found: dict[int, list[tuple[VariableSpec, ShardPlace]]] = {}
-    for spec in specs:
-        for shard in spec.shards:
-            found.setdefault(shard.server, []).append((spec, shard))
-    return found
