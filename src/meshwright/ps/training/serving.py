@@ -59,7 +59,11 @@ class Served:
         self.variables = KerasVariables.of(model)
         check_metrics(model.metrics)
         in_rounds = isinstance(strategy.consistency, Sync | Backup)
-        self._apart = _whole_optimizer(model, self.variables, local, in_rounds)
+        self._apart = (  # what the servers do of the model's optimizer, or the outer one
+            TakenApart(local.outer, None)
+            if local is not None
+            else take_apart(model.optimizer, self.variables.params, in_rounds=in_rounds)
+        )
         self.lookups = KerasLookups(model, self.variables, tables.embeddings)
         self._own_optimizers = table_optimizers(
             self.lookups,
@@ -126,7 +130,7 @@ class Served:
             without_decay=undecayed,
             compensation=compensation,
         )
-        moving = _floats(self.specs.moving.values())
+        moving = [s for s in self.specs.moving.values() if np.dtype(s.dtype).kind == "f"]
         moves = optimizer_heads(_AS_IT_IS, moving, f"{self._prefix}/moves")
         self.put_values()
         by_table = [
@@ -176,12 +180,16 @@ class Served:
         changed = [
             self._assign(path, spec)
             for path, spec in self._own().items()
-            if self._written.get(id(self._variable(path))) is not _raw(self._variable(path))
+            if self._written.get(id(self._variable(path)))
+            is not _compat.raw_value(self._variable(path))
         ]
         if changed:
             self._on_servers(lambda servers: servers.push(changed))
             self._note()
         return bool(changed)
+
+    def _has_changed(self, variable: Any) -> bool:
+        return self._written.get(id(variable)) is not _compat.raw_value(variable)
 
     def _put_rate(self) -> None:
         """A callback may have set a learning rate."""
@@ -312,7 +320,7 @@ class Served:
 
     def _note(self) -> None:
         variables = [self._variable(path) for path in self._own()]
-        self._written = {id(variable): _raw(variable) for variable in variables}
+        self._written = {id(variable): _compat.raw_value(variable) for variable in variables}
 
     def _owners(self) -> dict[str, tuple[str, str]]:
         """Path of each slot that belongs to a parameter -> that parameter, and its kind."""
@@ -353,20 +361,3 @@ class Served:
 
     def _on_servers(self, do: Callable[[Servers], Any]) -> Any:
         return self._strategy.with_servers(do)
-
-
-def _whole_optimizer(
-    model: keras.Model, variables: KerasVariables, local: Local | None, in_rounds: bool
-) -> TakenApart:
-    """The servers' optimizer: the model's own, or the outer one where steps are local."""
-    if local is not None:
-        return TakenApart(local.outer, None)
-    return take_apart(model.optimizer, variables.params, in_rounds=in_rounds)
-
-
-def _floats(specs: Any) -> list[VariableSpec]:
-    return [spec for spec in specs if np.dtype(spec.dtype).kind == "f"]
-
-
-def _raw(variable: Any) -> Any:
-    return _compat.raw_value(variable)

@@ -140,11 +140,9 @@ class Engine:
         """One step; the loss."""
         step, leaves, host = self._prepared(batch)
         self._pull(context, edition, step)
-        params, moving = self._values()
         looked = step.look(host)
-        rows = self._rows(context, looked)
         grads, row_grads, moves, seeds, counts, loss = step.gradients(
-            params, moving, self._frozen, self._seeds, rows, looked.positions, leaves
+            *self._arguments(context, looked, leaves, make=True)
         )
         updates = [
             *self._gradients(grads, context),
@@ -192,13 +190,10 @@ class Engine:
         """What a function that changes nothing gives for a batch, and the batch's rows."""
         step, leaves, host = self._prepared(batch)
         self._pull(context, edition, step, trains=False)
-        looked = step.look(host)
-        rows = self._rows(context, looked, make=False)
-        given = *self._values(), self._frozen, self._seeds, rows, looked.positions, leaves
-        return getattr(step, function)(*given), len(host[0])
+        arguments = self._arguments(context, step.look(host), leaves)
+        return getattr(step, function)(*arguments), len(host[0])
 
     def _prepared(self, batch: Any) -> tuple[CompiledStep, list[Any], list[Any]]:
-
         batch = as_batch(batch)
         host = jax.tree.leaves(batch)
         for ids in self._ids:
@@ -224,15 +219,18 @@ class Engine:
         params = dict(zip(self._specs.params, self._pulled[:count], strict=True))
         return params, dict(zip(self._specs.moving, self._pulled[count:], strict=True))
 
-    def _rows(
-        self, context: Context, looked: Looked, *, make: bool = True
-    ) -> dict[str, np.ndarray]:
-        """The rows of a batch; ``make`` those of keys that a hash table does not have yet."""
-        found: dict[str, np.ndarray] = {}
-        for name, ids in looked.unique.items():
-            rows = context.servers.lookup(self._specs.tables[name], ids, make=make)
-            found[name] = padded_rows(rows, looked.num_rows[name])
-        return found
+    def _arguments(
+        self, context: Context, looked: Looked, leaves: list[Any], *, make: bool = False
+    ) -> tuple[Any, ...]:
+        """Those of a step; ``make`` the rows of keys that a hash table does not have yet."""
+        rows = {
+            name: padded_rows(
+                context.servers.lookup(self._specs.tables[name], ids, make=make),
+                looked.num_rows[name],
+            )
+            for name, ids in looked.unique.items()
+        }
+        return (*self._values(), self._frozen, self._seeds, rows, looked.positions, leaves)
 
     # What is pushed
 

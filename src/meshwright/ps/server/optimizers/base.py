@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,8 @@ class Twin:
     worker clips before it pushes, or :mod:`..clipping` does, in a round.
     """
 
+    slot_names: ClassVar[tuple[str, ...]] = ()
+
     learning_rate: float | Schedule
     weight_decay: float | None = None
     clipnorm: float | None = None
@@ -61,7 +63,7 @@ class Twin:
     @property
     def slots(self) -> dict[str, float]:
         """Slots of the variable's shape, by Keras' names, and their first value."""
-        return {}
+        return dict.fromkeys(self.slot_names, 0.0)
 
     @property
     def scalars(self) -> dict[str, float]:

@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....errors import ModelError
-from .adam import Adam, Adamax, AdamW, Nadam
-from .adaptive import Adadelta, Adagrad, Ftrl, RMSprop
 from .base import Twin
-from .momentum import SGD, Lion
 from .schedules import Schedule
+from .twins import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Ftrl, Lion, Nadam, RMSprop
 
 TWINS: dict[str, type[Twin]] = {
     "SGD": SGD,
