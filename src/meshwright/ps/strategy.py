@@ -132,9 +132,9 @@ class ParameterServer:
         is_unnamed = name is None
         name = name or f"variable_{next(self._names)}"
         spec = self._placed(name, full_shape, full_dtype)
-        made = self.create(spec, init, array)
+        is_new = self.create(spec, init, array)
         variable = Variable(spec, self)
-        if not made and is_unnamed and array is not None:
+        if not is_new and is_unnamed and array is not None:
             variable.assign(array)  # one of an earlier coordinator's, of which nobody thinks here
         self._restore_awaited()
         return variable
@@ -147,9 +147,9 @@ class ParameterServer:
         What was made is made again on a server that has lost it.
         """
         with self._lock:
-            made = self._servers.create(spec, init, value)
+            is_new = self._servers.create(spec, init, value)
             self._made[spec.name] = (spec, init, value)
-        return made
+        return is_new
 
     def place(
         self, name: str, shape: Sequence[int], dtype: Any, *, is_hash: bool = False
@@ -356,7 +356,7 @@ class ParameterServer:
 
             return restore_model(self, model, directory)
         self._coordinator().join()
-        return self._restore(directory, {name: made[0] for name, made in self._made.items()})
+        return self._restore(directory, {name: entry[0] for name, entry in self._made.items()})
 
     def restore_later(self, directory: str | Path) -> int:
         """Restore the newest checkpoint as soon as all of its variables have been made.

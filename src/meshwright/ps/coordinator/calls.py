@@ -70,12 +70,12 @@ class Packer:
         packed = pack(function, lambda one: self._replaced(one, met), f"function {name!r}")
         key = key_of(*packed)
         watched = self._watch(function, identity, key)
-        made = Function(key, name, packed, met, None if watched else function)
+        packed_function = Function(key, name, packed, met, None if watched else function)
         if len(self._functions) >= _MOST_FUNCTIONS:
             self._forget(next(iter(self._functions)))
-        self._functions[identity] = made
+        self._functions[identity] = packed_function
         self._num_alive[key] += 1
-        return made
+        return packed_function
 
     def _watch(self, function: Any, identity: Any, key: str) -> bool:
         """Forget a function when it is gone; ``False`` where that cannot be observed."""
@@ -113,19 +113,19 @@ class Packer:
 
     def begin(self, dataset: PerWorkerDataset, num_workers: int) -> PerWorkerValues:
         """A new iterator over a dataset of the workers."""
-        made = self.function(dataset.dataset_fn)
-        key = f"iterator {next(self._numbers)} over {made.name}"
+        function = self.function(dataset.dataset_fn)
+        key = f"iterator {next(self._numbers)} over {function.name}"
         self.sources[key] = Source(dataset.sharding, num_workers=num_workers)
-        self.datasets[key] = (made, dataset.sharding)
+        self.datasets[key] = (function, dataset.sharding)
         values = PerWorkerValues(key, dataset.sharding)
         weakref.finalize(values, self.dropped.append, key)
         return values
 
     def own(self, make: Callable[[], Any]) -> PerWorkerValues:
         """A value that each worker makes when it first needs it."""
-        made = self.function(make)
-        key = f"value {next(self._numbers)} made by {made.name}"
-        self.sources[key], self.datasets[key] = Source(OWN), (made, OWN)
+        function = self.function(make)
+        key = f"value {next(self._numbers)} made by {function.name}"
+        self.sources[key], self.datasets[key] = Source(OWN), (function, OWN)
         values = PerWorkerValues(key, OWN)
         weakref.finalize(values, self.dropped.append, key)
         return values

@@ -89,15 +89,17 @@ class ClusterCoordinator:
             )
         with self._changed:
             self._raise_error()
-            made = self._packer.function(function)
+            packed_function = self._packer.function(function)
             if self._queue.num_queued >= _MOST_QUEUED:
                 self._wait(lambda: self._queue.num_queued < _MOST_QUEUED, None)
                 self._raise_error()
-            packed, iterators = self._packer.arguments(made, tuple(args), dict(kwargs or {}))
-            value = RemoteValue(
-                self._changed, self._queue.next_number, made.name, self._check_tasks
+            packed, iterators = self._packer.arguments(
+                packed_function, tuple(args), dict(kwargs or {})
             )
-            self._queue.add(Scheduled(made, packed, tuple(iterators), value, iterators))
+            value = RemoteValue(
+                self._changed, self._queue.next_number, packed_function.name, self._check_tasks
+            )
+            self._queue.add(Scheduled(packed_function, packed, tuple(iterators), value, iterators))
             self._dispatcher.records.counts.scheduled += 1
             self._dispatcher.wake()
         return value
@@ -197,11 +199,11 @@ class ClusterCoordinator:
         the program itself reads or assigns here, or gives as a first value.
         """
         with self._changed:
-            told = dict(vars(self._dispatcher.records.counts))
-            told["staleness"] = dict(sorted(told["staleness"].items()))
-            told["parameter_bytes"] = self.strategy.parameter_bytes
-            told["queued"], told["running"] = self._queue.num_queued, self._queue.num_running
-            told["workers"] = {
+            counts = dict(vars(self._dispatcher.records.counts))
+            counts["staleness"] = dict(sorted(counts["staleness"].items()))
+            counts["parameter_bytes"] = self.strategy.parameter_bytes
+            counts["queued"], counts["running"] = self._queue.num_queued, self._queue.num_running
+            counts["workers"] = {
                 worker.task: {
                     "pid": worker.pid,
                     "done": worker.num_done,
@@ -209,7 +211,7 @@ class ClusterCoordinator:
                 }
                 for worker in self._dispatcher.workers.values()
             }
-        return told
+        return counts
 
     def report(self) -> str:
         """What every task does now, line by line."""

@@ -185,9 +185,9 @@ class Source:
     def _take(self, step: int, worker: str, most: int, *, ahead: bool = False) -> list[Any]:
         taken: list[Any] = []
         for stream in self._of(worker):
-            found = stream.take(most - len(taken), ahead=ahead)
-            self._bound.setdefault(step, []).extend((stream, drawn) for drawn in found)
-            taken.extend(element for _, element in found)
+            drawn_now = stream.take(most - len(taken), ahead=ahead)
+            self._bound.setdefault(step, []).extend((stream, drawn) for drawn in drawn_now)
+            taken.extend(element for _, element in drawn_now)
         return taken
 
     def _stop(self, step: int, index: int) -> None:

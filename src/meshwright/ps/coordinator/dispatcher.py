@@ -179,8 +179,8 @@ class Dispatcher:
                 for worker in workers:
                     worker.heard_s += pause_s
                 self._beats.paused(pause_s)
-            for name, told in forgotten(self.packer, self.queue, self.workers.values()):
-                self.links.send(name, told)
+            for name, message in forgotten(self.packer, self.queue, self.workers.values()):
+                self.links.send(name, message)
             # Without a cluster the worker runs in this very thread, and is never silent.
             among = [] if self.guardian is None else workers
             for worker in silent(among, now_s, self.settings.dead_after_s):
@@ -300,11 +300,13 @@ class Dispatcher:
             return []
         for worker in self.workers.values():
             self.queue.members[worker.name].window = self._window(worker)
-        given: dict[str, list[Step]] = {}
+        by_worker: dict[str, list[Step]] = {}
         for step in self.queue.assign(self.waiting > 0, self._fits):
             assert step.worker is not None
-            given.setdefault(step.worker, []).append(step)
-        return [(self.workers[name], self._messages(name, steps)) for name, steps in given.items()]
+            by_worker.setdefault(step.worker, []).append(step)
+        return [
+            (self.workers[name], self._messages(name, steps)) for name, steps in by_worker.items()
+        ]
 
     def _messages(self, name: str, steps: list[Step]) -> list[Message]:
         now_s, queue = time.monotonic(), self.queue
@@ -336,8 +338,8 @@ class Dispatcher:
         wanted = steps_to_recall(self.queue, self._sent_s, self._recalled, now_s)
         for name, steps in wanted.items():
             self._recalled.update(step.number for step in steps)
-            told = [[step.number, step.attempt] for step in steps]
-            self.links.send(f"{name}/alive", Message("recall", {"steps": told}))
+            attempts = [[step.number, step.attempt] for step in steps]
+            self.links.send(f"{name}/alive", Message("recall", {"steps": attempts}))
 
     # Steps come back
 
@@ -483,20 +485,20 @@ def _report(
     queue: StepQueue, workers: Mapping[str, Worker], waits_for: str, now_s: float
 ) -> list[str]:
     """How much is queued, what each worker does, and what else is waited for."""
-    told = [f"{queue.num_queued} steps are queued, {queue.num_running} handed out"]
+    lines = [f"{queue.num_queued} steps are queued, {queue.num_running} handed out"]
     for worker in workers.values():
         steps = list(queue.members[worker.name].steps.values())
         names = dict.fromkeys(step.call.function.name for step in steps)
         having = f"; has {len(steps)} steps ({', '.join(names)})" if steps else ""
-        told.append(f"{worker.told(now_s)}{having}")
+        lines.append(f"{worker.told(now_s)}{having}")
     for member in queue.members.values():
         if member.lost:
-            told.append(f"{member.name} was declared dead, and is not fenced yet")
+            lines.append(f"{member.name} was declared dead, and is not fenced yet")
     if waits_for:
-        told.append(f"the coordinator waits for {waits_for}")
+        lines.append(f"the coordinator waits for {waits_for}")
     if not workers:
-        told.append("there is no worker")
-    return told
+        lines.append("there is no worker")
+    return lines
 
 
 PATIENCE_S = 0.05  # a step waits so long behind another before an idle worker is given it

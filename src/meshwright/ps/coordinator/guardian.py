@@ -101,18 +101,18 @@ class Guardian:
                 self.waits_for = ""
 
     def _look_at(self, server: int, servers: Servers) -> None:
-        told: Any = servers.ask(server, Message("stats")).head
-        generation = told["generation"]
+        stats: Any = servers.ask(server, Message("stats")).head
+        generation = stats["generation"]
         known = self._generations.setdefault(server, 0)
         if generation > known:
             for fence in self._fences:
                 servers.ask(server, Message("fence", {"incarnation": fence.incarnation}))
             self._dispatcher.refill(server, servers)
             self._generations[server] = generation
-        snapshot = told["snapshot"]["version"]
-        self._dispatcher.saving(server, told["save_fault"], told["version"] - snapshot)
-        wanted = self._dispatcher.server_state(server, generation, told["base"], snapshot)
-        for number in range(told["rounds"], wanted if generation else 0):
+        snapshot = stats["snapshot"]["version"]
+        self._dispatcher.saving(server, stats["save_fault"], stats["version"] - snapshot)
+        wanted = self._dispatcher.server_state(server, generation, stats["base"], snapshot)
+        for number in range(stats["rounds"], wanted if generation else 0):
             # Gradients that the server has lost will not come again.
             servers.ask(server, Message("round", {"round": number, "of": 0}))
             servers.clip_rounds()

@@ -115,9 +115,9 @@ class LocalLinks:
     def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
         if self._calls:
             self._runner.run(self._calls.popleft())
-            told = self._runner.settle()
-            self._coming.extend((self.name, _sent(one)) for one in told)
-            if any(message.kind == "failed" for message in told):
+            messages = self._runner.settle()
+            self._coming.extend((self.name, _sent(one)) for one in messages)
+            if any(message.kind == "failed" for message in messages):
                 self._give_back([call.step for call in self._calls])
         elif not self._coming:
             select.select([self._bell.reading], [], [], timeout_s)

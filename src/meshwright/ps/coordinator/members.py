@@ -142,11 +142,11 @@ class Beats:
 
     def silent(self, now_s: float, limit_s: float) -> list[Silent]:
         """Those that are silent for too long, each reported once until it beats again."""
-        found = [
+        servers = [
             Silent(task, pid, now_s - at_s)
             for task, (pid, every_s, at_s) in self._heard.items()
             if now_s - at_s > max(limit_s, _LOST_BEATS * every_s)
         ]
-        for one in found:
+        for one in servers:
             del self._heard[one.task]
-        return found
+        return servers

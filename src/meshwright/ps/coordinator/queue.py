@@ -157,13 +157,13 @@ class StepQueue:
         if in_rounds:
             self._open_round(flush)
         source = self._ready if in_rounds else self._queued
-        given: list[Step] = []
+        assigned: list[Step] = []
         while source:
             one = self._give_one(source, fits)
             if one is None:
                 break
-            given.append(one)
-        return given
+            assigned.append(one)
+        return assigned
 
     def finish(self, worker: str, number: int, attempt: int) -> Step | None:
         """A step is done; ``None`` where this worker does not have it (any more)."""

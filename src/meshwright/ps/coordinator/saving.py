@@ -68,17 +68,17 @@ def restore_here(directory: str, specs: Sequence[VariableSpec]) -> int:
     servers = _servers()
     info = read_checkpoint(directory)
     parts: dict[str, dict[str, np.ndarray]] = {"params": {}, "state": {}, "slots": {}}
-    for each in info.arrays:
-        parts[each.part][each.path] = np.broadcast_to(np.zeros((), each.dtype), each.dims)
-    found = restore_state(info, TrainState(**parts, metrics={}))
+    for array in info.arrays:
+        parts[array.part][array.path] = np.broadcast_to(np.zeros((), array.dtype), array.dims)
+    state = restore_state(info, TrainState(**parts, metrics={}))
     notes = info.notes.get(_NOTE, {"optimizers": [], "steps": 0})
     by_name = {spec.name: spec for spec in specs}
-    for name, value in found.params.items():
-        _give(servers, by_name[name], np.asarray(value), found.state.get(f"{name}/{_KEYS}"))
+    for name, value in state.params.items():
+        _give(servers, by_name[name], np.asarray(value), state.state.get(f"{name}/{_KEYS}"))
     for config, names, options in notes["optimizers"]:
         tell_optimizer(servers, {}, config, [by_name[name] for name in names], options)
     slots: dict[str, dict[str, np.ndarray]] = {}
-    for path, value in found.slots.items():
+    for path, value in state.slots.items():
         name, _, kind = path.rpartition("/")
         slots.setdefault(name, {})[kind] = np.asarray(value)
     own = {name: by_name[name] for name in slots}
@@ -91,7 +91,7 @@ def names_in(directory: str | Path) -> tuple[int, frozenset[str]]:
     from ...checkpoint import read_checkpoint
 
     info = read_checkpoint(directory)
-    return info.step, frozenset(each.path for each in info.arrays if each.part == "params")
+    return info.step, frozenset(array.path for array in info.arrays if array.part == "params")
 
 
 def check_fits(directory: str | Path, specs: Mapping[str, VariableSpec]) -> list[Optimizer]:
@@ -103,15 +103,15 @@ def check_fits(directory: str | Path, specs: Mapping[str, VariableSpec]) -> list
     from ...checkpoint import read_checkpoint
 
     info = read_checkpoint(directory)
-    saved = {each.path: each for each in info.arrays if each.part == "params"}
+    saved = {array.path: array for array in info.arrays if array.part == "params"}
     faults = [f"{name} is not in the checkpoint" for name in specs if name not in saved]
-    for name, each in saved.items():
+    for name, array in saved.items():
         spec = specs.get(name)
         if spec is None:
             faults.append(f"{name} is in the checkpoint, and no variable has this name")
-        elif spec.dtype != each.dtype or not _same_shape(spec, each.dims):
+        elif spec.dtype != array.dtype or not _same_shape(spec, array.dims):
             faults.append(
-                f"{name} is {each.dtype}{list(each.dims)} in the checkpoint, and "
+                f"{name} is {array.dtype}{list(array.dims)} in the checkpoint, and "
                 f"{spec.dtype}{list(spec.shape)} here"
             )
     if faults:

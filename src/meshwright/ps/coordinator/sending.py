@@ -96,15 +96,15 @@ def forgotten(packer: Packer, queue: StepQueue, workers: Collection[Worker]) -> 
 
 
 def _iterators(packer: Packer, workers: Collection[Worker]) -> Told:
-    told: Told = []
+    messages: Told = []
     while packer.dropped:
         key = packer.dropped.pop()
         packer.forget(key)
         for worker in workers:
             if key in worker.iterators:
                 worker.iterators.remove(key)
-                told.append((worker.name, Message("forget", {"key": key})))
-    return told
+                messages.append((worker.name, Message("forget", {"key": key})))
+    return messages
 
 
 def _functions(packer: Packer, queue: StepQueue, workers: Collection[Worker]) -> Told:

@@ -50,8 +50,8 @@ def pack(
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            found = None if replace is None else replace(obj)
-            return super().reducer_override(obj) if found is None else found
+            replaced = None if replace is None else replace(obj)
+            return super().reducer_override(obj) if replaced is None else replaced
 
     target = io.BytesIO()
     try:

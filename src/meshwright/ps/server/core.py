@@ -144,11 +144,11 @@ class ServerCore:
 
     def _create(self, peer: str, message: Message) -> Message:
         head = message.head
-        made = self.state.store.create(
+        is_new = self.state.store.create(
             head["name"], head["shape"], head["dtype"], head["init"], message.arrays
         )
-        self.state.reshaped = self.state.reshaped or made
-        return self._ok({"made": made})
+        self.state.reshaped = self.state.reshaped or is_new
+        return self._ok({"made": is_new})
 
     def _read_or_wait(self, peer: str, message: Message) -> Message | None:
         self.state.store.get(message.head["names"])
@@ -184,16 +184,16 @@ class ServerCore:
         return self._ok({}, values)
 
     def _push(self, peer: str, message: Message) -> Message:
-        told = push(self.state, peer, message)
+        head = push(self.state, peer, message)
         names = message.head.get("then_read") or []
-        return self._ok(told, *(self._values(peer, names) if names else ()))
+        return self._ok(head, *(self._values(peer, names) if names else ()))
 
     def _optimizer(self, peer: str, message: Message) -> Message:
-        group, made = self.state.groups.set(self.state.store, message.head)
-        self.state.reshaped = self.state.reshaped or made
+        group, is_new = self.state.groups.set(self.state.store, message.head)
+        self.state.reshaped = self.state.reshaped or is_new
         if group.compensated:
             self.state.backups.keep_all(group.names)
-        return self._ok(answer_of(group, made))
+        return self._ok(answer_of(group, is_new))
 
     def _rate(self, peer: str, message: Message) -> Message:
         rate = message.head["learning_rate"]
@@ -225,8 +225,8 @@ class ServerCore:
     def _piece(self, peer: str, message: Message) -> Message:
         head = message.head
         (shard,) = self.state.store.get([head["name"]])
-        told, arrays = piece_of(shard, int(head["start"]), int(head["stop"]))
-        return self._ok(told, *([a.copy() for a in arrays] if self.copy_reads else arrays))
+        about, arrays = piece_of(shard, int(head["start"]), int(head["stop"]))
+        return self._ok(about, *([a.copy() for a in arrays] if self.copy_reads else arrays))
 
     def _put(self, peer: str, message: Message) -> Message:
         (shard,) = self.state.store.get([message.head["name"]])
@@ -253,7 +253,7 @@ class ServerCore:
 
     def _stats(self, peer: str, message: Message) -> Message:
         state = self.state
-        told = {
+        stats = {
             **state.counts.as_dict(),
             "task": self.task,
             "generation": state.generation,
@@ -266,7 +266,7 @@ class ServerCore:
             "snapshot": state.snapshot_head(),
             "save_fault": state.save_fault,
         }
-        return self._ok(told)
+        return self._ok(stats)
 
     def _snapshot(self, peer: str, message: Message) -> Message:
         path = self._inside(message.head["path"])

@@ -79,8 +79,8 @@ class Backups:
     def keep_rows(self, peer: str, shard: Shard, rows: np.ndarray, values: np.ndarray) -> None:
         """A peer has looked up these rows of a table."""
         if shard.name in self.names:
-            found = np.array(shard.positions(rows))
-            _own(self._rows, peer)[shard.name] = (found, values.copy())
+            positions = np.array(shard.positions(rows))
+            _own(self._rows, peer)[shard.name] = (positions, values.copy())
 
     def get(self, peer: str, name: str) -> np.ndarray | None:
         """What the peer read, if that was kept."""

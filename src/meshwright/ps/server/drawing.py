@@ -44,8 +44,8 @@ class Draw:
             raise ArrayError(
                 f"unknown initializer {kind!r}; expected one of {', '.join(sorted(KINDS))}."
             )
-        given = {**init, **init.get("params", {})}
-        return KINDS[kind](given, tuple(full_shape))
+        params = {**init, **init.get("params", {})}
+        return KINDS[kind](params, tuple(full_shape))
 
     def scaled(self, standard: np.ndarray) -> np.ndarray:
         """Values of this draw from those of its standard law, in place."""
@@ -140,13 +140,13 @@ def _fans(shape: tuple[int, ...]) -> tuple[float, float]:
 def _variance_scaling(
     scale: float | None = None, mode: str = "fan_in", law: str = "truncated_normal"
 ) -> Callable[[Mapping[str, Any], tuple[int, ...]], Draw]:
-    def make(given: Mapping[str, Any], shape: tuple[int, ...]) -> Draw:
-        chosen = given.get("mode", mode)
+    def make(params: Mapping[str, Any], shape: tuple[int, ...]) -> Draw:
+        chosen = params.get("mode", mode)
         fan_in, fan_out = _fans(shape)
         fans = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}
-        factor = given.get("scale", 1.0) if scale is None else scale
+        factor = params.get("scale", 1.0) if scale is None else scale
         variance = factor / max(1.0, fans[chosen])
-        return _spread(given.get("distribution", law) if scale is None else law, variance)
+        return _spread(params.get("distribution", law) if scale is None else law, variance)
 
     return make
 
@@ -159,12 +159,12 @@ def _spread(law: str, variance: float) -> Draw:
     return Draw("truncated", 0.0, math.sqrt(variance) / _TRUNCATED_STDDEV)
 
 
-def _uniform(given: Mapping[str, Any], shape: tuple[int, ...]) -> Draw:
-    return Draw("uniform", given.get("minval", -0.05), given.get("maxval", 0.05))
+def _uniform(params: Mapping[str, Any], shape: tuple[int, ...]) -> Draw:
+    return Draw("uniform", params.get("minval", -0.05), params.get("maxval", 0.05))
 
 
 def _gaussian(law: str) -> Callable[[Mapping[str, Any], tuple[int, ...]], Draw]:
-    return lambda given, shape: Draw(law, given.get("mean", 0.0), given.get("stddev", 0.05))
+    return lambda params, shape: Draw(law, params.get("mean", 0.0), params.get("stddev", 0.05))
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], Draw]] = {

@@ -124,9 +124,9 @@ class Groups:
             if not _same(other, group)
         }
         if others:
-            told = ", ".join(f"{name!r} (in {other!r})" for name, other in others.items())
+            listed = ", ".join(f"{name!r} (in {other!r})" for name, other in others.items())
             raise ModelError(
-                f"variables have an optimizer already: {told}. Name that group to give them "
+                f"variables have an optimizer already: {listed}. Name that group to give them "
                 "another; to change its learning rate alone, send the rate."
             )
 
@@ -161,11 +161,11 @@ def add_slots(store: Store, shard: Shard, twin: Twin) -> None:
         shard.add_slot(TOUCHED, False, np.dtype(bool), "row")
 
 
-def answer_of(group: Group, made: bool) -> dict[str, Any]:
+def answer_of(group: Group, is_new: bool) -> dict[str, Any]:
     """What a client must know of a group: who clips, and by what."""
     twin = group.twin
     return {
-        "made": made,
+        "made": is_new,
         "phase": phase(twin),
         "clipnorm": twin.clipnorm,
         "global_clipnorm": twin.global_clipnorm,

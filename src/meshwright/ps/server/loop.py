@@ -93,7 +93,7 @@ def _heartbeats(core: ServerCore, settings: TaskSettings) -> Heartbeats | None:
     except ClusterError:
         return None  # a cluster that names no chief: nobody to tell
     incarnation = secrets.token_hex(8)
-    told = {
+    about = {
         "task": core.task,
         "incarnation": incarnation,
         "generation": settings.generation,
@@ -105,7 +105,7 @@ def _heartbeats(core: ServerCore, settings: TaskSettings) -> Heartbeats | None:
         settings.keys,
         core.task,
         settings.heartbeat_s,
-        lambda: {**told, "version": core.state.version},
+        lambda: {**about, "version": core.state.version},
     )
 
 
@@ -145,13 +145,13 @@ class Heartbeats:
         keys: Keys | None,
         identity: str,
         heartbeat_s: float,
-        told: Callable[[], Mapping[str, Any]],
+        head: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._address = address
         self._keys = keys
         self._identity = f"{identity}/alive".encode()
         self._heartbeat_s = heartbeat_s
-        self._told = told
+        self._told = head
         self._numbers = itertools.count(1)
         self._heard_s = time.monotonic()
         self._ended = threading.Event()

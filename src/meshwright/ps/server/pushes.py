@@ -28,8 +28,8 @@ def push(state: State, peer: str, message: Message) -> dict[str, Any]:
     if step is not None and step in state.applied:
         state.counts.duplicates += 1
         version = state.applied.version_of(step)
-        told = {"applied": False, "duplicate": True, "staleness": 0, **_rounds(state, head)}
-        return _told(state, told, state.version if version is None else version)
+        answer = {"applied": False, "duplicate": True, "staleness": 0, **_rounds(state, head)}
+        return _told(state, answer, state.version if version is None else version)
     seen = head.get("seen")
     staleness = max(0, state.version - seen) if seen is not None else 0
     checked = check_updates(state.store, state.groups, head["updates"], message.arrays, staleness)
@@ -63,8 +63,8 @@ def _push_round(
     _count(state, step, 0, applied)
     version = state.version
     state.apply_rounds()
-    told = {"applied": applied, "staleness": 0, "dropped": not taken, **_rounds(state, head)}
-    return _told(state, told, version)
+    answer = {"applied": applied, "staleness": 0, "dropped": not taken, **_rounds(state, head)}
+    return _told(state, answer, version)
 
 
 def _count(state: State, step: int | None, staleness: int, applied: bool) -> None:
@@ -80,8 +80,8 @@ def _rounds(state: State, head: Mapping[str, Any]) -> dict[str, Any]:
     return {} if head.get("round") is None else {"clipping": state.clipping_head()}
 
 
-def _told(state: State, told: dict[str, Any], version: int) -> dict[str, Any]:
-    return {**told, "applied_at": version, "snapshot": state.snapshot_head()}
+def _told(state: State, answer: dict[str, Any], version: int) -> dict[str, Any]:
+    return {**answer, "applied_at": version, "snapshot": state.snapshot_head()}
 
 
 def _check_then_read(state: State, head: Mapping[str, Any]) -> None:

@@ -64,10 +64,10 @@ class Rounds:
         """
         if number < self.applied:
             return False
-        found = self._open.setdefault(number, _Round(of))
-        if len(found.steps) >= found.of:
+        open_round = self._open.setdefault(number, _Round(of))
+        if len(open_round.steps) >= open_round.of:
             return False
-        found.steps[step] = tuple(gradients)
+        open_round.steps[step] = tuple(gradients)
         return True
 
     def resize(self, number: int, of: int) -> None:
@@ -78,13 +78,13 @@ class Rounds:
 
     def complete(self) -> list[Gradient] | None:
         """The mean of the next round's gradients, if it has all of them."""
-        found = self._open.get(self.applied)
-        if found is None or len(found.steps) < found.of:
+        next_round = self._open.get(self.applied)
+        if next_round is None or len(next_round.steps) < next_round.of:
             return None
         if self._means is None:
             # Where the round was made smaller these may be more than it needs: they were accepted.
-            taken = sorted(found.steps)
-            self._means = _means([found.steps[step] for step in taken], max(len(taken), 1))
+            taken = sorted(next_round.steps)
+            self._means = _means([next_round.steps[step] for step in taken], max(len(taken), 1))
         return self._means
 
     def end(self, squares: Mapping[str, float]) -> None:
@@ -97,15 +97,18 @@ class Rounds:
     def held(self) -> list[tuple[int, int, int, Gradient]]:
         """What waits: round, of, step, gradient; for a snapshot."""
         return [
-            (number, found.of, step, gradient)
-            for number, found in self._open.items()
-            for step, gradients in found.steps.items()
+            (number, open_round.of, step, gradient)
+            for number, open_round in self._open.items()
+            for step, gradients in open_round.steps.items()
             for gradient in gradients
         ]
 
     def sizes(self) -> list[tuple[int, int, list[int]]]:
         """The open rounds: number, how many steps are needed, and the ids of those that gave."""
-        return [(number, found.of, sorted(found.steps)) for number, found in self._open.items()]
+        return [
+            (number, open_round.of, sorted(open_round.steps))
+            for number, open_round in self._open.items()
+        ]
 
 
 def _means(steps: Sequence[Sequence[Gradient]], count: int) -> list[Gradient]:
@@ -192,10 +195,10 @@ def _clipped(group: Group, gradient: Gradient, totals: Squares) -> Gradient:
 
 def _share(group: Group, norm: float) -> float:
     """How much is left of a gradient, as Keras has it."""
-    each, together = group.twin.clipnorm, group.twin.global_clipnorm
-    limit = each if each is not None else together
+    own, together = group.twin.clipnorm, group.twin.global_clipnorm
+    limit = own if own is not None else together
     assert limit is not None
-    if each is None and not math.isfinite(norm):
+    if own is None and not math.isfinite(norm):
         return math.nan
     return limit / max(norm, limit)
 

@@ -49,14 +49,14 @@ class Saver:
     def restore(self) -> bool:
         """Take the state of the last snapshot, and the fences; tells whether there was one."""
         state = self._core.state
-        found = self.path is not None and self.path.exists()
-        if self.path is not None and found:
+        exists = self.path is not None and self.path.exists()
+        if self.path is not None and exists:
             self._core.state = restore(read(self.path), state.generation, state.store.memory_bytes)
             self._number = self._core.state.snapshot.number
         if self._fences is not None and self._fences.exists():
             for incarnation in json.loads(self._fences.read_text(encoding="utf-8")):
                 self._core.state.fences.add(incarnation)
-        return found
+        return exists
 
     def tick(self, idle: bool) -> None:
         """To be called after every message, or when there was none: ``idle``."""

@@ -130,11 +130,11 @@ class HashShard(Shard):
         """The positions of these keys' rows; new rows are made, or given as -1 if not ``make``."""
         check_rows(self.name, rows)
         keys = rows.astype(np.int64, copy=False)
-        found = self._found(keys)
-        if make and len(found) and int(found.min()) == _UNSEEN:
-            self._make(np.unique(keys[found == _UNSEEN]))
+        places = self._found(keys)
+        if make and len(places) and int(places.min()) == _UNSEEN:
+            self._make(np.unique(keys[places == _UNSEEN]))
             return self._found(keys)
-        return found
+        return places
 
     def lookup(self, rows: np.ndarray, *, make: bool = True) -> np.ndarray:
         places = self.positions(rows, make=make)

@@ -138,17 +138,17 @@ def restore(snapshot: Snapshot, generation: int = 0, memory_bytes: int | None = 
     """The state that a snapshot tells of, in its arrays."""
     head, arrays = snapshot.head, iter(snapshot.arrays)
     state = State(head["task"], generation, memory_bytes)
-    for told in head["shards"]:
-        state.store.put(_shard(told, arrays))
-    for told in head["groups"]:
-        state.groups.put(_group(told))
-        if told["compensated"]:
-            state.backups.keep_all(told["names"])
+    for head_of in head["shards"]:
+        state.store.put(_shard(head_of, arrays))
+    for head_of in head["groups"]:
+        state.groups.put(_group(head_of))
+        if head_of["compensated"]:
+            state.backups.keep_all(head_of["names"])
     state.version = state.base = head["version"]
     state.applied = AppliedSteps(head["below"], dict(head["applied"]))
     state.fences = Fences(frozenset(head["fenced"]))
     rounds = head["rounds"]
-    held = [_held(told, arrays) for told in rounds["held"]]
+    held = [_held(head_of, arrays) for head_of in rounds["held"]]
     state.rounds = restored(rounds["applied"], rounds["sizes"], held, head.get("clipped", {}))
     state.snapshot = SnapshotInfo(head["number"], head["version"])
     return state
@@ -170,17 +170,17 @@ def _shard_head(shard: Shard, arrays: list[np.ndarray]) -> dict[str, Any]:
     }
 
 
-def _shard(told: dict[str, Any], arrays: Iterator[np.ndarray]) -> Shard:
-    if told["hash"]:
+def _shard(head: dict[str, Any], arrays: Iterator[np.ndarray]) -> Shard:
+    if head["hash"]:
         keys, values = next(arrays), next(arrays)
-        slots = {name: next(arrays) for name in told["slots"]}
-        shard = HashShard(told["name"], values.shape[1:], values.dtype, told["init"])
+        slots = {name: next(arrays) for name in head["slots"]}
+        shard = HashShard(head["name"], values.shape[1:], values.dtype, head["init"])
         shard.load(keys, values, slots)
-        shard.first = told["first"]
+        shard.first = head["first"]
     else:
-        shard = Shard(told["name"], next(arrays), told["init"])
-        shard.slots = {name: next(arrays) for name in told["slots"]}
-    shard.steps = told["steps"]
+        shard = Shard(head["name"], next(arrays), head["init"])
+        shard.slots = {name: next(arrays) for name in head["slots"]}
+    shard.steps = head["steps"]
     return shard
 
 
@@ -196,16 +196,16 @@ def _group_head(group: Group) -> dict[str, Any]:
     }
 
 
-def _group(told: dict[str, Any]) -> Group:
+def _group(head: dict[str, Any]) -> Group:
     return Group(
-        told["name"],
-        told["config"],
-        twin_of(told["config"]),
-        tuple(told["names"]),
-        frozenset(told["no_decay"]),
-        told["compensated"],
-        told["rate"],
-        told.get("wholes", {}),
+        head["name"],
+        head["config"],
+        twin_of(head["config"]),
+        tuple(head["names"]),
+        frozenset(head["no_decay"]),
+        head["compensated"],
+        head["rate"],
+        head.get("wholes", {}),
     )
 
 
@@ -220,8 +220,8 @@ def _held_head(
     return number, step, gradient.name, by_rows, gradient.scale, gradient.together
 
 
-def _held(told: tuple, arrays: Iterator[np.ndarray]) -> tuple[int, int, Gradient]:
-    number, step, name, by_rows, scale, *together = told  # an older one does not tell the last
+def _held(head: tuple, arrays: Iterator[np.ndarray]) -> tuple[int, int, Gradient]:
+    number, step, name, by_rows, scale, *together = head  # an older one does not tell the last
     rows = next(arrays) if by_rows else None
     return number, step, Gradient(name, next(arrays), rows, scale, 0.0, *together)
 

@@ -39,8 +39,8 @@ class Counts:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a message."""
-        told = {name: value for name, value in vars(self).items() if name != "staleness"}
-        return {**told, "staleness": dict(sorted(self.staleness.items()))}
+        counts = {name: value for name, value in vars(self).items() if name != "staleness"}
+        return {**counts, "staleness": dict(sorted(self.staleness.items()))}
 
 
 @dataclass(frozen=True)

@@ -83,13 +83,13 @@ def check_updates(
     faults: list[Exception] = []
     taken = 0
     for shard, (_, op, count, options) in zip(shards, updates, strict=True):
-        given = arrays[taken : taken + count]
+        own = arrays[taken : taken + count]
         taken += count
         try:
             if op in GRADIENTS:
-                gradients.append(_gradient(groups, shard, op, given, options or {}, staleness))
+                gradients.append(_gradient(groups, shard, op, own, options or {}, staleness))
             else:
-                changes.append(_change(shard, op, given))
+                changes.append(_change(shard, op, own))
         except (ArrayError, ModelError, TaskError) as fault:
             faults.append(fault)
     if faults:
@@ -189,8 +189,8 @@ def _check_float(shard: Shard, op: str, values: np.ndarray) -> None:
 def _all_of(faults: Sequence[Exception]) -> Exception:
     if len(faults) == 1:
         return faults[0]
-    told = "\n".join(f"- {fault}" for fault in faults)
-    return ArrayError(f"a push is refused as a whole, for {len(faults)} of its updates:\n{told}")
+    listed = "\n".join(f"- {fault}" for fault in faults)
+    return ArrayError(f"a push is refused as a whole, for {len(faults)} of its updates:\n{listed}")
 
 
 _ALL = (*OPS, *GRADIENTS)

@@ -283,20 +283,20 @@ class Servers:
 
     def _clip_after(self, answers: Sequence[tuple[int, Message]]) -> None:
         """The second phase of a push in a round, if there is one, and it is this client's turn."""
-        told = self._told([answer for _, answer in answers if "clipping" in answer.head])
-        if not any(one.waits for one in told):
+        states = self._told([answer for _, answer in answers if "clipping" in answer.head])
+        if not any(one.waits for one in states):
             return
         # One whose answer came early may have got another worker's gradient since.
-        if len(told) < len(self) or (next_to_clip(told) is None and len(self) > 1):
+        if len(states) < len(self) or (next_to_clip(states) is None and len(self) > 1):
             self.clip_rounds()
         else:
-            self._clip(told)
+            self._clip(states)
 
-    def _clip(self, told: Sequence[RoundState]) -> None:
-        while (due := next_to_clip(told)) is not None:
+    def _clip(self, states: Sequence[RoundState]) -> None:
+        while (due := next_to_clip(states)) is not None:
             number, totals = due
             head = {"round": number, "totals": totals}
-            told = self._told(self.ask_all(Message("clip", head)))
+            states = self._told(self.ask_all(Message("clip", head)))
 
     def _told(self, answers: Iterable[Message]) -> list[RoundState]:
         return [RoundState.of(answer.head["clipping"]) for answer in answers]

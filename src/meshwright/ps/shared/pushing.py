@@ -136,13 +136,13 @@ def next_to_clip(servers: Sequence[RoundState]) -> tuple[int, dict[str, float]] 
     >>> next_to_clip([ready, RoundState(3, True)]) is None
     True
     """
-    number = min(told.applied for told in servers)
+    number = min(state.applied for state in servers)
     totals: dict[str, float] = {}
-    for told in servers:
-        if told.applied == number and told.due is None:
+    for state in servers:
+        if state.applied == number and state.due is None:
             return None
-        own = told.due if told.applied == number else told.last
-        if told.applied > number + 1:
+        own = state.due if state.applied == number else state.last
+        if state.applied > number + 1:
             continue  # the others were restarted, and what they lost is known to nobody
         for key, square in (own or {}).items():
             totals[key] = totals.get(key, 0.0) + square

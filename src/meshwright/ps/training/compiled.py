@@ -90,17 +90,17 @@ class CompiledStep:
             where = [at for at, name in enumerate(self._asked) if name == table.name]
             flat = [asked[at].reshape(-1) for at in where]
             joined = np.concatenate(flat) if flat else np.zeros([0], np.int64)
-            unique[table.name], found = _unique(joined, table.padding_id)
+            unique[table.name], places = _unique(joined, table.padding_id)
             num_rows[table.name] = joined.size
             stops = np.cumsum([part.size for part in flat])[:-1]
-            for at, part in zip(where, np.split(found, stops) if flat else [], strict=True):
+            for at, part in zip(where, np.split(places, stops) if flat else [], strict=True):
                 positions[at] = part.reshape(asked[at].shape).astype(np.int32)
         return Looked(unique, positions, num_rows)
 
     def _ids_of(self, leaves: list[Any]) -> list[np.ndarray]:
         if all(at is not None for at in self._code.leaves):
             return [np.asarray(leaves[at]) for at in self._code.leaves if at is not None]
-        return [np.asarray(each) for each in self._ids([on_devices(leaf) for leaf in leaves])]
+        return [np.asarray(ids) for ids in self._ids([on_devices(leaf) for leaf in leaves])]
 
 
 class Compiled:

@@ -170,8 +170,8 @@ def serialized(optimizer: Any) -> dict[str, Any]:
     >>> serialized("adagrad")["class_name"]
     'Adagrad'
     """
-    found: Any = keras.optimizers.serialize(keras.optimizers.get(optimizer))
-    return found
+    config: Any = keras.optimizers.serialize(keras.optimizers.get(optimizer))
+    return config
 
 
 def _check_options(

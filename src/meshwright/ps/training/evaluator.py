@@ -90,7 +90,7 @@ class SidecarEvaluator:
             info = self._next(after)
             after = info.step
             try:
-                found = self.evaluate(info)
+                evaluation = self.evaluate(info)
             except (CheckpointError, OSError):
                 if info.directory.exists():
                     raise
@@ -99,9 +99,9 @@ class SidecarEvaluator:
                     "skipped. Let the training keep more of them: fit(keep=)."
                 )
                 continue
-            done.append(found)
+            done.append(evaluation)
             if self._on_evaluation is not None:
-                self._on_evaluation(found)
+                self._on_evaluation(evaluation)
         return done
 
     def evaluate(self, info: CheckpointInfo) -> Evaluation:

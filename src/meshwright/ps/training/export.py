@@ -70,21 +70,21 @@ def export_step(
             "rows of one batch. Use Tables(embeddings=None), or leave local= out."
         )
     platforms = tuple(platforms or (jax.default_backend(),))
-    made = _Exporter(program, functions, platforms, local, predicts, layout)
+    exporter = _Exporter(program, functions, platforms, local, predicts, layout)
     if parts.tables:
-        made.check_tables(first)
-    codes = {Signature.of(batch): made.code(shapes(batch)) for batch in batches}
-    asked = functions.asked(made.params, made.state, first) if parts.tables else []
+        exporter.check_tables(first)
+    codes = {Signature.of(batch): exporter.code(shapes(batch)) for batch in batches}
+    asked = functions.asked(exporter.params, exporter.state, first) if parts.tables else []
     exported = Exported(program.name, parts, tuple(codes.items()), tuple(asked))
     row_shards = layout.row_shards(first) if layout else 1
     if layout:
         exported = replace(exported, mesh=layout.mesh, row_shards=row_shards)
     if not any_rows:
         return exported
-    even, why_not = made.open_code(Signature.of(batches[0]), first, row_shards)
+    even, why_not = exporter.open_code(Signature.of(batches[0]), first, row_shards)
     if row_shards == 1:
         return replace(exported, any_rows=even, why_not=why_not)
-    uneven, why_not_uneven = made.open_code(Signature.of(batches[0]), first, 1)
+    uneven, why_not_uneven = exporter.open_code(Signature.of(batches[0]), first, 1)
     return replace(exported, any_rows=even, uneven=uneven, why_not=why_not or why_not_uneven)
 
 
@@ -120,15 +120,15 @@ class _Exporter:
         """The step for batches of these shapes."""
         leaves, tree = jax.tree.flatten(batch)
         ids: bytes = b""
-        found: list[Any] = []
+        looked_up: list[Any] = []
         at: tuple[int | None, ...] = ()
         if self._parts.tables:
             looking = self._looking(tree)
-            found = jax.eval_shape(looking, leaves)
+            looked_up = jax.eval_shape(looking, leaves)
             at = _as_they_are(looking, leaves)
             ids = self._export(looking, (leaves,))
-        positions = [jax.ShapeDtypeStruct(each.shape, jnp.int32) for each in found]
-        rows = self._rows(found, batch)
+        positions = [jax.ShapeDtypeStruct(ids_of.shape, jnp.int32) for ids_of in looked_up]
+        rows = self._rows(looked_up, batch)
         functions, parts, layout = self._functions, self._parts, self._layout
         # What is looked up is known of the true rows only.
         filling = layout.filling(batch) if layout and not parts.tables else None
@@ -138,7 +138,7 @@ class _Exporter:
                 for leaf, more in zip(leaves, filling.grow, strict=True)
             ]
         state = self.state
-        given = (
+        arguments = (
             self.params,
             {path: state[path] for path in self._parts.moving},
             {path: state[path] for path in self._parts.frozen},
@@ -158,16 +158,16 @@ class _Exporter:
         shardings = layout and layout.given(parts, tuple(rows), positions, batch, filling)
         to_measure = layout and (shardings, layout.whole)
         if self._predicts:
-            outputs = self._export(unflattened(functions.outputs), given, to_measure)
+            outputs = self._export(unflattened(functions.outputs), arguments, to_measure)
             return Code(b"", b"", ids, at, filling=filling, outputs=outputs)
-        measures = self._export(unflattened(functions.measures), given, to_measure)
+        measures = self._export(unflattened(functions.measures), arguments, to_measure)
         if self._local:
-            stepped = (*given[:4], self._slots, leaves)
+            stepped = (*arguments[:4], self._slots, leaves)
             shardings = layout and layout.local(parts, self._slots, batch, filling)
             local = self._export(unflattened(functions.local), stepped, shardings)
             return Code(b"", measures, local=local, filling=filling)
         to_push = layout and (shardings, layout.returned(parts))
-        gradients = self._export(unflattened(functions.gradients), given, to_push)
+        gradients = self._export(unflattened(functions.gradients), arguments, to_push)
         return Code(gradients, measures, ids, at, filling=filling)
 
     def open_code(self, signature: Signature, batch: Any, multiple: int) -> tuple[Code | None, str]:
@@ -218,20 +218,22 @@ class _Exporter:
 
         return looking
 
-    def _rows(self, found: list[Any], batch: Any) -> dict[str, Any]:
+    def _rows(self, looked_up: list[Any], batch: Any) -> dict[str, Any]:
         """As many rows of each table as there are ids: more cannot be asked for."""
-        if not found:
+        if not looked_up:
             return {}
         names = self._functions.asked(self.params, self.state, batch)
         rows: dict[str, Any] = {}
         for table in self._parts.tables:
-            asked = [ids.size for ids, name in zip(found, names, strict=True) if name == table.name]
+            asked = [
+                ids.size for ids, name in zip(looked_up, names, strict=True) if name == table.name
+            ]
             size = sum(asked[1:], asked[0]) if asked else 0
             rows[table.name] = jax.ShapeDtypeStruct((size, table.dim), table.dtype)
         return rows
 
     def _export(
-        self, function: Callable[..., Any], given: tuple[Any, ...], shardings: Any = None
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], shardings: Any = None
     ) -> bytes:
         """``shardings`` are the shardings of arguments and results, on several devices."""
         if shardings is None:
@@ -241,7 +243,7 @@ class _Exporter:
             around = self._layout.around(function)
             jitted = jax.jit(around, in_shardings=shardings[0], out_shardings=shardings[1])
         try:
-            exported = jax_export.export(jitted, platforms=self._platforms)(*given)
+            exported = jax_export.export(jitted, platforms=self._platforms)(*arguments)
             return bytes(exported.serialize())
         except (ValueError, NotImplementedError) as error:
             raise ModelError(

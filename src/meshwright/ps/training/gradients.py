@@ -199,10 +199,10 @@ class StepFunctions:
 
     def ids(self, values: Arrays, state: Arrays, batch: Batch) -> list[Any]:
         """The ids of every lookup, in order."""
-        found: list[Any] = []
+        looked_up: list[Any] = []
 
         def take(name: str, ids: Any) -> Taken:
-            found.append(ids)
+            looked_up.append(ids)
             return _nothing(self._table(name), ids)
 
         with self.lookups.taking(take):
@@ -212,7 +212,7 @@ class StepFunctions:
                 batch,
                 True,
             )
-        return found
+        return looked_up
 
     def asked(self, values: Arrays, state: Arrays, batch: Batch) -> list[str]:
         """The name of the table of every lookup, in order."""
@@ -326,15 +326,15 @@ def _trace(
     def run(state: Arrays, params: Arrays, batch: Any) -> tuple[Arrays, list[Any]]:
         slots = {i.path: jnp.zeros(i.dims, i.dtype) for i in program.slots}
         metrics = {i.path: jnp.zeros(i.dims, i.dtype) for i in program.metrics}
-        found: list[Any] = []
+        looked_up: list[Any] = []
 
         def note(name: str, num_rows: int, ids: Any) -> None:
             tables.append((name, num_rows))
-            found.append(ids)
+            looked_up.append(ids)
 
         with lookups.taking(take), lookups.watching(note) if watch else nullcontext():
             whole = TrainState({}, state, slots, metrics)
-            return program.loss(params, whole, batch, True)[1].state, found
+            return program.loss(params, whole, batch, True)[1].state, looked_up
 
     jaxpr = jax.make_jaxpr(run)(state, params, batch).jaxpr
     outputs = jaxpr.outvars[: len(state)], jaxpr.outvars[len(state) :]

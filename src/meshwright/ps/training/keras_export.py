@@ -41,9 +41,9 @@ def plain_model(strategy: Any, model: keras.Model) -> keras.Model:
         if isinstance(layer, Embedding):
             spec = table_of(strategy, model, layer.name).spec
             return strategy.with_servers(lambda servers: _plain(layer, servers, spec))
-        made = layer.__class__.from_config(layer.get_config())
-        pairs.append((layer, made))
-        return made
+        copy = layer.__class__.from_config(layer.get_config())
+        pairs.append((layer, copy))
+        return copy
 
     def called(layer: Any, *args: Any, **options: Any) -> Any:
         is_bag = isinstance(layer, keras.Model) and len(layer.inputs) == 2 and layer.name in bags

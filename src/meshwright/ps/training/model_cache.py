@@ -46,11 +46,11 @@ def kept(strategy: Any, model: keras.Model, asked: Any, make: Callable[[], Any])
         if same and present.belongs_to(strategy):
             known[key] = before, present
             return present
-    made = make()
+    result = make()
     while len(known) >= _MOST_KEPT:
         del known[next(iter(known))]
-    known[key] = _compat.compile_token(model), made
-    return made
+    known[key] = _compat.compile_token(model), result
+    return result
 
 
 def table_of(strategy: Any, model: keras.Model, name: str) -> Variable:
@@ -59,7 +59,9 @@ def table_of(strategy: Any, model: keras.Model, name: str) -> Variable:
     ``name`` is that of the layer. Raises :class:`~meshwright.ModelError` if none travels by rows.
     """
     specs = {
-        path: spec for made in _all_of(strategy, model) for path, spec in made.specs.tables.items()
+        path: spec
+        for entry in _all_of(strategy, model)
+        for path, spec in entry.specs.tables.items()
     }
     for path, spec in specs.items():
         if path == name or path.removesuffix("/embeddings") == name:
@@ -71,9 +73,9 @@ def table_of(strategy: Any, model: keras.Model, name: str) -> Variable:
 
 
 def _all_of(strategy: Any, model: keras.Model) -> Iterator[Any]:
-    for _, made in model.__dict__.get(_KEPT, {}).values():
-        if made.belongs_to(strategy):
-            yield made
+    for _, entry in model.__dict__.get(_KEPT, {}).values():
+        if entry.belongs_to(strategy):
+            yield entry
 
 
 _KEPT = "_meshwright_served"

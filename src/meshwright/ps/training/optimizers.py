@@ -68,17 +68,17 @@ def take_apart(optimizer: Any, params: dict[str, Any], *, in_rounds: bool = Fals
 
 
 def _clip(
-    each: float | None, together: float | None, loss_scale: float | None
+    own: float | None, together: float | None, loss_scale: float | None
 ) -> Callable[[Arrays], Arrays] | None:
     """As Keras clips: each gradient to a norm, or all of them together, the loss unscaled."""
-    if each is None and together is None:
+    if own is None and together is None:
         return None
 
     def clip(grads: Arrays) -> Arrays:
         if loss_scale is not None:
             grads = {path: grad / loss_scale for path, grad in grads.items()}
-        if each is not None:
-            return {path: _to_norm(grad, _norm(grad), each) for path, grad in grads.items()}
+        if own is not None:
+            return {path: _to_norm(grad, _norm(grad), own) for path, grad in grads.items()}
         assert together is not None
         whole = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))
         return {path: _to_norm(grad, whole, together) for path, grad in grads.items()}

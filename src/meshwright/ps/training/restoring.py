@@ -51,5 +51,5 @@ def restore_weights(info: CheckpointInfo, model: keras.Model, variables: KerasVa
     """Give a model the values of a checkpoint; its optimizer keeps its slots."""
     names, before = LastingNames.of(model, variables), read_state(variables)
     wanted = names.to_checkpoint(TrainState(before.params, before.state, {}, {}))
-    found = names.from_checkpoint(restore_state(info, wanted))
-    write_state(variables, before._replace(params=found.params, state=found.state))
+    restored = names.from_checkpoint(restore_state(info, wanted))
+    write_state(variables, before._replace(params=restored.params, state=restored.state))

@@ -111,7 +111,7 @@ class Served:
         seeds = {path: np.asarray(v.state[path].value) for path in self.exported.parts.seeds}
         slots: dict[str, np.ndarray] = {}
         if self._local:
-            slots = {path: np.asarray(each.value) for path, each in v.slots.items()}
+            slots = {path: np.asarray(slot.value) for path, slot in v.slots.items()}
         local = self._local is not None
         return TrainStep(key, self.exported, self.specs, seeds, compression, fresh, local, slots)
 
@@ -230,9 +230,9 @@ class Served:
         trained = self._in_model(self._trained)
         slots, steps = self._on_servers(lambda servers: read_slots(servers, trained))
         for path, (owner, kind) in self._owners().items():
-            found = slots.get(owner, {}).get(kind)
-            if found is not None:
-                self.variables.slots[path].assign(found)
+            value = slots.get(owner, {}).get(kind)
+            if value is not None:
+                self.variables.slots[path].assign(value)
         for path, kind in self._shared_scalars().items():
             self.variables.slots[path].assign(next(iter(slots.values()))[kind])
         self.set_iterations(steps)
@@ -338,14 +338,14 @@ class Served:
         return next(v for v in self.model.optimizer.variables if v.name == "iteration")
 
     def _slots(self) -> Slots:
-        found: Slots = {}
+        slots: Slots = {}
         for path, (owner, kind) in self._owners().items():
             value = np.asarray(self.variables.slots[path].value)
-            found.setdefault(owner, {})[kind] = value
+            slots.setdefault(owner, {})[kind] = value
         for path, kind in self._shared_scalars().items():
-            for own in found.values():  # on the servers, every part has one of its own
+            for own in slots.values():  # on the servers, every part has one of its own
                 own[kind] = np.asarray(self.variables.slots[path].value)
-        return found
+        return slots
 
     def _shared_scalars(self) -> dict[str, str]:
         """Path of each number that an optimizer keeps for all parameters -> its kind on servers."""

@@ -100,8 +100,8 @@ class WorkerLayout:
         """The arguments of :meth:`StepFunctions.local`, and its results, which lie as they did."""
         params, moving, frozen, seeds, *_, leaves = self.given(parts, (), (), batch, filling)
         of_slots = self._of(slots)
-        given = params, moving, frozen, seeds, of_slots, leaves
-        return given, (params, moving, seeds, of_slots, self.whole, self.whole)
+        arguments = params, moving, frozen, seeds, of_slots, leaves
+        return arguments, (params, moving, seeds, of_slots, self.whole, self.whole)
 
     def row_shards(self, batch: Batch) -> int:
         """Into how many pieces the rows of such batches are cut, where they divide."""
@@ -164,7 +164,7 @@ def worker_layout(
     kept = [info for info in infos if info.path not in tables]
     _refuse_tables(placement, infos, kept)
     inspect(placement, kept, f"model {model.name!r}")
-    placed = {each.info.path: each for each in placement.place(infos)}
+    placed = {entry.info.path: entry for entry in placement.place(infos)}
     everywhere = [(v, placed[variables.infos[id(v)].path]) for v in variables.all]
 
     return WorkerLayout(
@@ -187,7 +187,7 @@ def _summed(placement: Placement, infos: list[ParamInfo]) -> list[Placed]:
 
 def _shardings(placed: Iterable[Placed]) -> dict[str, Any]:
     # Arrays come and go in their own dims, so what a step would pad is whole along such dims.
-    return {each.info.path: each.unpadded.sharding for each in placed}
+    return {entry.info.path: entry.unpadded.sharding for entry in placed}
 
 
 def _refuse_tables(placement: Placement, infos: list[ParamInfo], kept: list[ParamInfo]) -> None:

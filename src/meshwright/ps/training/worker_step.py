@@ -53,13 +53,13 @@ def by_shard(spec: VariableSpec) -> list[tuple[VariableSpec, slice]]:
     """
     if spec.is_whole:
         return [(spec, slice(None))]
-    found: list[tuple[VariableSpec, slice]] = []
+    shards: list[tuple[VariableSpec, slice]] = []
     for shard in spec.shards:
         rows = shard.stop - shard.start
         place = ShardPlace(shard.name, shard.server, 0, rows)
         own = VariableSpec(shard.name, (rows, *spec.shape[1:]), spec.dtype, (place,), spec.is_hash)
-        found.append((own, slice(shard.start, shard.stop)))
-    return found
+        shards.append((own, slice(shard.start, shard.stop)))
+    return shards
 
 
 _MOST_MODELS = 4  # whose compiled code a worker keeps

@@ -75,8 +75,8 @@ def rebuilt(message: Message) -> Exception:
     notes = head.get("notes")
     for note in notes if isinstance(notes, list) else ():
         error.add_note(str(note))
-    told = "\n  ".join(str(head.get("traceback", "")).splitlines())
-    error.add_note(f"in {task or 'another task'}:\n  {told}")
+    lines = "\n  ".join(str(head.get("traceback", "")).splitlines())
+    error.add_note(f"in {task or 'another task'}:\n  {lines}")
     return error
 
 

@@ -107,8 +107,11 @@ def encode(
     if not message.arrays and notes is None:
         return [_PREFIX + _ARRAY_OF_4 + packed_head + _NO_ARRAYS_NO_NOTES]
     described, buffers = _describe(message.arrays, place)
-    told = notes() if notes is not None else None  # of what has just been placed as well
-    return [_PREFIX + _ARRAY_OF_4 + packed_head + pack(described) + pack(told or None), *buffers]
+    transport_notes = notes() if notes is not None else None  # of what has just been placed as well
+    return [
+        _PREFIX + _ARRAY_OF_4 + packed_head + pack(described) + pack(transport_notes or None),
+        *buffers,
+    ]
 
 
 def decode(frames: Frames) -> Message:

@@ -74,8 +74,12 @@ class Doorkeeper:
     def _answer(self) -> None:
         with self._socket, contextlib.suppress(zmq.ContextTerminated):
             while True:
-                version, request, _, _, _, mechanism, *given = self._socket.recv_multipart()
-                known = mechanism == b"CURVE" and given[:1] != [] and given[0] in self._allowed
+                version, request, _, _, _, mechanism, *credentials = self._socket.recv_multipart()
+                known = (
+                    mechanism == b"CURVE"
+                    and credentials[:1] != []
+                    and credentials[0] in self._allowed
+                )
                 status = (b"200", b"OK") if known else (b"400", b"unknown key")
-                user = LISTENER if known and given[0] == self._of_listeners else b"client"
+                user = LISTENER if known and credentials[0] == self._of_listeners else b"client"
                 self._socket.send_multipart([version, request, *status, user, b""])

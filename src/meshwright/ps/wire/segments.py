@@ -141,11 +141,11 @@ def _reserve(fd: int, num_bytes: int) -> None:
 
 
 def _check(fd: int, num_bytes: int, *, unnamed: bool) -> None:
-    found = os.fstat(fd)
-    ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    status = os.fstat(fd)
+    ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
     if unnamed:
         fit = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     else:
-        fit = stat.S_IMODE(found.st_mode) == 0o600
-    if not ours or not fit or found.st_size != num_bytes:
+        fit = stat.S_IMODE(status.st_mode) == 0o600
+    if not ours or not fit or status.st_size != num_bytes:
         raise OSError("a segment is not as its peer described it")

@@ -123,15 +123,15 @@ class _Filled:
         self._spaces: list[Space] = []
 
     def place(self, array: np.ndarray) -> Place | None:
-        found = self._find(array.nbytes)
-        if found is None and self._grow(array.nbytes):
-            found = self._find(array.nbytes)
-        if found is None:
+        place = self._find(array.nbytes)
+        if place is None and self._grow(array.nbytes):
+            place = self._find(array.nbytes)
+        if place is None:
             return None
-        segment, offset = found
+        segment, offset = place
         there = np.ndarray(array.shape, array.dtype, self.segments[segment].memory, offset)
         np.copyto(there, array)
-        return found
+        return place
 
     def _find(self, num_bytes: int) -> tuple[int, int] | None:
         for segment, space in enumerate(self._spaces):

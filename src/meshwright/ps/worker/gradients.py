@@ -132,14 +132,14 @@ def _arrays(gradient: Any, spec: VariableSpec) -> tuple[np.ndarray, ...]:
 
 
 def _clipped(
-    gradients: list[tuple[np.ndarray, ...]], each: float | None, together: float | None
+    gradients: list[tuple[np.ndarray, ...]], own: float | None, together: float | None
 ) -> list[tuple[np.ndarray, ...]]:
     """As Keras clips: each gradient to a norm, or all of them together."""
-    if each is None and together is None:
+    if own is None and together is None:
         return gradients
     squares = [float(np.sum(np.square(arrays[-1], dtype=np.float64))) for arrays in gradients]
-    if each is not None:
-        return [_to_norm(g, s**0.5, each) for g, s in zip(gradients, squares, strict=True)]
+    if own is not None:
+        return [_to_norm(g, s**0.5, own) for g, s in zip(gradients, squares, strict=True)]
     assert together is not None
     return [_to_norm(arrays, sum(squares) ** 0.5, together) for arrays in gradients]
 

@@ -150,7 +150,7 @@ class _Life:
             for call in calls_of(message, self.incarnation):
                 self._inbox.put(call)
         elif message.kind == "element":
-            later = [(step, elements_of(each)) for step, each in head["later"]]
+            later = [(step, elements_of(packed)) for step, packed in head["later"]]
             self._elements[head["step"], head["key"]] = elements_of(head["elements"]), later
         elif message.kind == "unknown":
             self._pulse.unwelcome = True
@@ -221,8 +221,8 @@ def calls_of(message: Message, incarnation: str) -> list[Call]:
     done_below = message.head["done_below"]
     for step, attempt, key, packed, span, elements, round_, of in message.head["calls"]:
         stamp = Stamp(step, attempt, incarnation, done_below, round_, of)
-        found = tuple((name, elements_of(each)) for name, each in elements)
-        calls.append(Call(stamp, key, packed, message.arrays[slice(*span)], found))
+        unpacked = tuple((name, elements_of(own)) for name, own in elements)
+        calls.append(Call(stamp, key, packed, message.arrays[slice(*span)], unpacked))
     return calls
 
 

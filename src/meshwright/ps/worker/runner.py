@@ -231,8 +231,8 @@ class Runner:
         if isinstance(error, FencedError):
             self._drop(call, Message("fenced"))
             return
-        told = failure(error, self.context.task)
-        self._drop(call, Message("failed", {**self._head(call), "error": dict(told.head)}))
+        message = failure(error, self.context.task)
+        self._drop(call, Message("failed", {**self._head(call), "error": dict(message.head)}))
 
     def _drop(self, call: Call, message: Message) -> None:
         self.context.updates.take()
