@@ -9,11 +9,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from ..errors import ArrayError, MeshwrightError
+from ..errors import ArrayError, ClusterError, MeshwrightError
 from ..launch.addresses import to_bind
 from ..launch.cluster import Cluster, cluster_of
 from .coordinator.dispatcher import Dispatcher, DispatcherSettings
@@ -38,7 +38,6 @@ from .worker.gradients import (
     tell_optimizer,
     worker_strategy,
 )
-from .worker_devices import checked_worker
 
 if TYPE_CHECKING:
     from ..run.saver import Resume
@@ -427,7 +426,7 @@ class ParameterServer:
         if spec is None:
             return connect_here(self._cores)
         watch = functools.partial(self.cluster.check, "ps")
-        return connect(spec, self.cluster.keys, role, watch)
+        return connect(spec, self.cluster.keys, role, watch=watch)
 
     def close(self, stop_tasks: bool = False) -> None:
         """End the coordinator, if there is one, and let go of the servers.
@@ -556,3 +555,54 @@ def _begin(servers: Servers, queue: StepQueue) -> None:
             servers.ask(server, Message("round", {"round": number, "of": 0}))
     servers.clip_rounds()
     queue.begin_rounds(max(rounds) + 1)
+
+
+@runtime_checkable
+class _Layout(Protocol):
+    """``mw.Sharded`` and its kin; this room loads no Keras."""
+
+    mesh: Any
+
+    @property
+    def placement(self) -> Any: ...
+    @property
+    def how(self) -> Any: ...
+    def on(self, mesh: Any) -> Any: ...
+
+
+def checked_worker(worker: Any, cluster: Cluster) -> Any:
+    """The strategy of each worker over its own devices, on a mesh without any where those are away.
+
+    Raises :class:`~meshwright.errors.ClusterError` that lists all that cannot be done so.
+    """
+    if worker is None:
+        return None
+    if not isinstance(worker, _Layout):
+        raise ClusterError(
+            "worker must be mw.Sharded(mesh, layouts) or mw.DataParallel(mesh), the layout of the "
+            f"step over each worker's own devices; received {worker!r}."
+        )
+    size, num_devices = worker.mesh.size, cluster.worker_devices
+    faults = []
+    if num_devices is not None and num_devices != size:
+        faults.append(
+            f"worker={worker!r} lies on a mesh of {size} devices ({worker.mesh.axes_text}), and "
+            f"each worker of the cluster has {num_devices}. Start it with "
+            f"LocalCluster(worker_devices={size}), or make the mesh of {num_devices}."
+        )
+    if worker.how.accumulate != 1:
+        faults.append(
+            f"worker={worker!r} with accumulate={worker.how.accumulate}: a worker takes one batch "
+            "in a step. Leave it out, and give the optimizer gradient_accumulation_steps="
+            f"{worker.how.accumulate}: the servers accumulate."
+        )
+    here = cluster.spec is None
+    if here and worker.mesh.is_abstract:
+        faults.append(
+            f"worker={worker!r}: without a cluster this process is the worker, and the mesh "
+            f"({worker.mesh.axes_text}) has no devices. Make it with "
+            f"create_mesh({dict(worker.mesh.axes)!r})."
+        )
+    if faults:
+        raise ClusterError("\n".join(faults))
+    return worker if here or worker.mesh.is_abstract else worker.on(worker.mesh.abstract())

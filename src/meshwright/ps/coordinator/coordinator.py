@@ -169,7 +169,7 @@ class ClusterCoordinator:
                 "expected a dataset: something to iterate over, or a function that makes it on "
                 f"each worker; received {dataset_fn!r}."
             )
-        make = dataset_fn if callable(dataset_fn) else _Made(dataset_fn)
+        make = dataset_fn if callable(dataset_fn) else lambda: dataset_fn
         return PerWorkerDataset(make, sharding, self._begin)
 
     def create_per_worker_values(self, make: Callable[[], Any]) -> PerWorkerValues:
@@ -306,13 +306,3 @@ class ClusterCoordinator:
 
     def __repr__(self) -> str:
         return f"ClusterCoordinator({self.strategy!r})"
-
-
-class _Made:
-    """A dataset that is there already, as a function that returns it."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __call__(self) -> Any:
-        return self._dataset

@@ -307,18 +307,22 @@ class Servers:
 
 
 def connect(
-    spec: ClusterSpec, keys: Keys | None, role: str, watch: Callable[[], None] | None = None
+    spec: ClusterSpec,
+    keys: Keys | None,
+    task: str,
+    incarnation: str = "",
+    watch: Callable[[], None] | None = None,
 ) -> Servers:
-    """Channels to all servers of a cluster; ``watch`` is as for a ``SocketChannel``."""
-    incarnation = uuid.uuid4().hex[:16]
-    hello = Message("hello", {"role": role, "task": role, "incarnation": incarnation})
+    """Channels of a task to all servers of a cluster; ``watch`` is as for a ``SocketChannel``."""
+    incarnation = incarnation or uuid.uuid4().hex[:16]
+    hello = Message("hello", {"task": task, "incarnation": incarnation})
     return Servers(
         [
             SocketChannel(
                 to_connect(spec.task_address("ps", index)),
                 keys,
                 f"ps:{index}",
-                identity=f"{role}/{incarnation}",
+                identity=f"{task}/{incarnation}",
                 hello=hello,
                 watch=watch,
             )

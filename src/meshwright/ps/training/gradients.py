@@ -150,27 +150,22 @@ class StepFunctions:
             aux.loss,
         )
 
-    def measures(
+    def measures(self, *arguments: Any) -> Any:
+        """The counts of the metrics over one batch; takes what :meth:`gradients` takes."""
+        return self._counts(self._evaluated(*arguments), arguments[-1])
+
+    def outputs(self, *arguments: Any) -> Any:
+        """What the model returns for one batch of inputs, as a list of arrays."""
+        return jax.tree.leaves(self._evaluated(*arguments).outputs)
+
+    def _evaluated(
         self, params: Arrays, moving: Arrays, frozen: Arrays, seeds: Arrays, rows: Arrays,
         positions: list[Any], batch: Batch,
-    ) -> Any:  # fmt: skip
-        """The counts of the metrics over one batch of validation."""
+    ) -> Aux:  # fmt: skip
         taken = _with_rows(self._computed, self.parts, self.lookups, positions)
         whole = TrainState({}, {**moving, **frozen, **seeds}, self._slots(), dict(self.base))
         values = {**params, **{ROWS + t: v for t, v in rows.items()}}
-        _, aux = taken.loss(values, whole, batch, False)
-        return self._counts(aux, batch)
-
-    def outputs(
-        self, params: Arrays, moving: Arrays, frozen: Arrays, seeds: Arrays, rows: Arrays,
-        positions: list[Any], batch: Batch,
-    ) -> Any:  # fmt: skip
-        """What the model returns for one batch of inputs, as a list of arrays."""
-        taken = _with_rows(self._computed, self.parts, self.lookups, positions)
-        whole = TrainState({}, {**moving, **frozen, **seeds}, {}, {})
-        values = {**params, **{ROWS + t: v for t, v in rows.items()}}
-        _, aux = taken.loss(values, whole, batch, False)
-        return jax.tree.leaves(aux.outputs)
+        return taken.loss(values, whole, batch, False)[1]
 
     def local(
         self,

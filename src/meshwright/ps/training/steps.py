@@ -30,11 +30,11 @@ from ..shared.consistency import Async
 from .callbacks import feed_batch_end, saves
 from .compression import Compression
 from .feed import Feed
-from .indexed import IndexedStep
 from .local import Local
 from .saving import TableSaver
 from .serving import Served
 from .shards import MeasureShard, num_shards, validate
+from .worker_step import IndexedStep
 
 _DRAWS_EVERY_S = 0.2
 

@@ -7,6 +7,7 @@ it has compiled and the values that it read last in the worker's cache.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,9 +18,11 @@ import numpy as np
 from ...errors import TaskError
 from ..shared.placing import ShardPlace, VariableSpec
 from ..worker.context import Context, current
+from ..worker.iterators import IndexedElements
 from ..worker.updates import Update
 from .compiled import Compiled, CompiledStep, Looked, padded_rows
 from .compression import Compression, pack_gradient
+from .data import Made
 from .exported import Exported
 from .signature import Signature, on_devices
 
@@ -297,3 +300,28 @@ def as_batch(element: Any) -> Any:
     if isinstance(element, list):
         element = tuple(element)
     return jax.tree.map(one, element)
+
+
+_MOST_KEPT = 2  # datasets of epochs that a worker keeps of a run
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedStep:
+    """A step of training on the elements of these numbers."""
+
+    step: TrainStep
+    made: Made
+
+    def __call__(self, dataset: int, number: int, edition: int = 0, count: int = 1) -> float:
+        """Train on ``count`` elements from ``number`` on; ``dataset`` changes with the epoch."""
+        # When the coordinator says that the run is over, the function goes, and its data with it.
+        runs: Any = here().cache.setdefault("training data", weakref.WeakKeyDictionary())
+        kept: dict[int, IndexedElements] = runs.setdefault(self, {})
+        if dataset not in kept:
+            while len(kept) >= _MOST_KEPT:
+                del kept[next(iter(kept))]
+            kept[dataset] = IndexedElements(self.made)
+        elements = [kept[dataset][at] for at in range(number, number + count)]
+        if self.step.local:
+            return engine(self.step).train_locally(here(), elements, edition)
+        return engine(self.step).train(here(), elements[0], edition)

@@ -20,7 +20,7 @@ from ...errors import FencedError, UnreachableError
 from ...launch.addresses import to_connect
 from ...launch.settings import TaskSettings
 from ..coordinator.shipping import unpack
-from ..shared.client import Servers
+from ..shared.client import connect
 from ..shared.pushing import Stamp
 from ..wire.message import Message
 from ..wire.sockets import SocketChannel
@@ -31,7 +31,6 @@ from .runner import Call, Fenced, Runner
 _LOOK_UP_MS = 500  # how often a worker that waits looks whether it is still wanted
 _REPORT_S = 0.005  # results are kept together at most as long
 _MORE_TIMEOUT_S = 600.0  # for an element that the coordinator's own iterator has to make
-_SERVERS_TIMEOUT_S = 120.0
 
 
 def work(settings: TaskSettings) -> None:
@@ -52,7 +51,7 @@ class _Life:
         self._inbox = Inbox()
         self._batches: deque[int] = deque()
         self._control = self._channel(settings.chief_address, "chief:0", "", self._join())
-        self._servers = Servers(self._server_channels(), _SERVERS_TIMEOUT_S)
+        self._servers = connect(settings.spec, settings.keys, self.task, self.incarnation)
         self._runner = Runner(self._servers, self.task, settings.task.index, self._more)
         self._pulse = Pulse(
             lambda: self._channel(settings.chief_address, "chief:0", "/alive", None),
@@ -192,16 +191,6 @@ class _Life:
             "step": doing.step,
             "for_s": time.monotonic() - doing.since_s,
         }
-
-    def _server_channels(self) -> list[SocketChannel]:
-        spec = self.settings.spec
-        hello = Message(
-            "hello", {"role": "worker", "task": self.task, "incarnation": self.incarnation}
-        )
-        return [
-            self._channel(spec.task_address("ps", index), f"ps:{index}", "", hello)
-            for index in spec.task_indices("ps")
-        ]
 
     def _channel(
         self, address: str, peer: str, suffix: str, hello: Message | None
