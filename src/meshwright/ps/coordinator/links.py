@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import zmq
 
+from ...launch.keys import Keys
 from ..shared.client import Servers
 from ..wire.message import Message, decode, encode
-from ..wire.sockets import Keys, Listener
+from ..wire.sockets import Listener
 from ..worker.iterators import Asked, Given
 from ..worker.loop import calls_of
 from ..worker.runner import Runner
@@ -80,10 +81,9 @@ class SocketLinks:
             self._poller.register(socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
-        if not self._listener.has_messages:
-            events = dict(self._poller.poll(round(1000 * timeout_s)))
-            if self._bell.reading in events:
-                self._bell.drain()
+        events = dict(self._poller.poll(round(1000 * timeout_s)))
+        if self._bell.reading in events:
+            self._bell.drain()
         return [(peer.decode(errors="replace"), m) for peer, m in self._listener.poll(0.0)]
 
     def send(self, peer: str, message: Message, number: int | None = None) -> bool:

@@ -32,15 +32,6 @@ class Worker:
     iterators: set[str] = field(default_factory=set)
     broken_rounds: int = 0  # how many of them it was told
 
-    @property
-    def peer(self) -> bytes:
-        return self.name.encode()
-
-    @property
-    def pulse(self) -> bytes:
-        """The channel on which it says that it is alive."""
-        return f"{self.name}/alive".encode()
-
     def heard(self, now_s: float, head: dict[str, Any] | None = None) -> None:
         """Something came from it; ``head`` tells what it does."""
         self.heard_s = now_s

@@ -17,12 +17,13 @@ import zmq
 from ...errors import ClusterError
 from ..wire.message import Message, encode
 from ..wire.schema import RESERVED
-from ..wire.securing import Keys, secure_client
+from ..wire.securing import secure_client
 from ..wire.sockets import Listener
 from .core import ServerCore
 from .saving import Saver
 
 if TYPE_CHECKING:
+    from ...launch.keys import Keys
     from ...launch.settings import TaskSettings  # a server loads nothing that it does not need
 
 _IDLE_S = 0.05

@@ -6,23 +6,19 @@ import socket as sockets_of_python
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from ...errors import ClusterError, ProtocolError, ShippingError
 from .failures import failure
 from .message import Frames, Message, encode, open_first
-from .securing import LISTENER, Doorkeeper, Keys, secure_server
+from .securing import LISTENER, Doorkeeper, secure_server
 from .shared import Shared
-from .transfer import (
-    NOBLOCK,
-    SNDMORE,
-    NotShared,
-    read_arrays,
-    send_frames,
-    skip,
-)
+from .transfer import NOBLOCK, SNDMORE, NotShared, read_arrays, send_frames, skip
+
+if TYPE_CHECKING:
+    from ...launch.keys import Keys
 
 QUEUED_MESSAGES = 1024  # for each peer, in each direction
 HEARTBEAT_S = 2.0  # ZeroMQ's own, by which a cut connection is noticed and made anew
@@ -67,11 +63,6 @@ class Listener:
             raise
         self.address: str = self._router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.sockets: tuple[zmq.Socket[bytes], ...] = (self._router,)
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether :meth:`poll` holds messages of which its sockets show nothing."""
-        return False
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[bytes, Message]]:
         """The messages that have come, with their peers; waits until there is one, or the time-out.

@@ -8,37 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
 
+if TYPE_CHECKING:
+    from ...launch.keys import Keys
+
 LISTENER = b"listener"  # who holds the key of servers and chief, as messages are marked
 _ZAP = "inproc://zeromq.zap.01"
-
-
-class Keys(Protocol):
-    """The keys of one task, as Z85 texts."""
-
-    @property
-    def public(self) -> str:
-        """The public half of this task's own pair."""
-        ...
-
-    @property
-    def secret(self) -> str:
-        """The secret half of it."""
-        ...
-
-    @property
-    def server_public(self) -> str:
-        """The public key of the tasks that this one connects to."""
-        ...
-
-    @property
-    def allowed(self) -> frozenset[str]:
-        """The public keys that a listener of this task accepts."""
-        ...
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: Keys) -> None:

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -19,10 +19,12 @@ from .listener import HEARTBEAT_S, QUEUED_MESSAGES, SILENT_S
 from .listener import Listener as Listener
 from .message import Frames, Message, encode, open_first
 from .outbox import Outbox
-from .securing import Keys as Keys
 from .securing import secure_client
 from .shared import Shared
 from .transfer import NOBLOCK, has_message, read_arrays, send_frames, skip
+
+if TYPE_CHECKING:
+    from ...launch.keys import Keys
 
 _LOOK_UP_S = 0.05  # how long a wait for an answer looks at nothing else
 _SOON_S = 0.002
