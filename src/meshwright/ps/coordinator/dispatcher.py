@@ -26,6 +26,11 @@ from .queue import Step, StepQueue
 from .records import Records, Refused
 from .sending import forgotten, messages_for, packed_elements
 
+_TICK_S = 0.05
+_PAUSE_S = 0.5
+_PATIENCE_S = 0.05  # a step waits so long behind another before an idle worker is given it
+_MOST_ATTEMPTS = 10  # of a step, before it is taken for what ends its workers
+
 
 @dataclass(frozen=True)
 class DispatcherSettings:
@@ -41,10 +46,6 @@ class DispatcherSettings:
     noted: Callable[[Any], None] = lambda note: None  # a worker has told servers an optimizer
     gone: Callable[[str, int], bool] = lambda task, pid: False  # the launcher saw a process end
     replace: Callable[[str, int], bool] = lambda task, pid: False  # the launcher starts a new one
-
-
-_TICK_S = 0.05
-_PAUSE_S = 0.5
 
 
 class Dispatcher:
@@ -246,8 +247,8 @@ class Dispatcher:
         self.records.counts.retried += len(steps)
         for step in steps:
             self._freed(step)
-            if step.attempt >= MOST_ATTEMPTS and not self.queue.error:
-                self._give_up(step, given_up(step, task))
+            if step.attempt >= _MOST_ATTEMPTS and not self.queue.error:
+                self._give_up(step, _given_up(step, task))
         if all(worker.task != task for worker in self.workers.values()):
             for source in self.packer.sources.values():
                 source.leave(task)
@@ -323,7 +324,7 @@ class Dispatcher:
         return worker.window if isinstance(self.settings.consistency, Async | Stale) else 1
 
     def _fits(self, step: Step, name: str) -> bool:
-        return fits(self.packer.sources, step, self.workers[name].task)
+        return _fits_worker(self.packer.sources, step, self.workers[name].task)
 
     def _fail_if_dry(self) -> None:
         """Every worker has run dry: the next step can be done by none."""
@@ -331,11 +332,11 @@ class Dispatcher:
         if step is None or self.queue.num_running or not self.workers:
             return
         if not any(self._fits(step, name) for name in self.workers):
-            self._give_up(step, ran_dry(step))
+            self._give_up(step, _ran_dry(step))
 
     def _recall(self, now_s: float) -> None:
         assert self.links is not None
-        wanted = steps_to_recall(self.queue, self._sent_s, self._recalled, now_s)
+        wanted = _steps_to_recall(self.queue, self._sent_s, self._recalled, now_s)
         for name, steps in wanted.items():
             self._recalled.update(step.number for step in steps)
             attempts = [[step.number, step.attempt] for step in steps]
@@ -501,11 +502,7 @@ def _report(
     return lines
 
 
-PATIENCE_S = 0.05  # a step waits so long behind another before an idle worker is given it
-MOST_ATTEMPTS = 10  # of a step, before it is taken for what ends its workers
-
-
-def steps_to_recall(
+def _steps_to_recall(
     queue: StepQueue, sent_s: Mapping[int, float], recalled: Collection[int], now_s: float
 ) -> dict[str, list[Step]]:
     """Steps that wait behind a long one while a worker has nothing to do, by their workers.
@@ -515,20 +512,20 @@ def steps_to_recall(
     wanted: dict[str, list[Step]] = {}
     for step in queue.to_cancel() or queue.behind():
         waited_s = now_s - sent_s.get(step.number, now_s)
-        patience_s = 0.0 if step.only_here else PATIENCE_S
+        patience_s = 0.0 if step.only_here else _PATIENCE_S
         if waited_s >= patience_s and step.number not in recalled:
             assert step.worker is not None
             wanted.setdefault(step.worker, []).append(step)
     return wanted
 
 
-def fits(sources: Mapping[str, Source], step: Step, task: str) -> bool:
+def _fits_worker(sources: Mapping[str, Source], step: Step, task: str) -> bool:
     """Whether a worker has, as far as is known, elements for a step."""
     own = [sources[key] for key in step.call.iterators]
     return not any(source.passes_on and source.dry(task) for source in own)
 
 
-def ran_dry(step: Step) -> ExhaustedError:
+def _ran_dry(step: Step) -> ExhaustedError:
     """The error of a step for which no worker has an element."""
     return ExhaustedError(
         f"the dataset has no more elements on any worker ({', '.join(step.call.iterators)}). "
@@ -536,7 +533,7 @@ def ran_dry(step: Step) -> ExhaustedError:
     )
 
 
-def given_up(step: Step, task: str) -> TaskError:
+def _given_up(step: Step, task: str) -> TaskError:
     """The error of a step that has lost too many workers."""
     return TaskError(
         f"step {step.number} ({step.call.function.name}) was begun {step.attempt} times, and "

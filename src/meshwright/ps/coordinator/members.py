@@ -11,6 +11,7 @@ _MOST_FUNCTIONS = 256  # that a worker keeps
 _AHEAD_S = 0.01  # a worker is given as many steps ahead as take about so long
 _WINDOW = (2, 32)  # least and most of them
 _LEARNING = 0.2  # how fast the measured time per step follows
+_LOST_BEATS = 3  # that say nothing yet
 
 
 @dataclass(eq=False)
@@ -87,9 +88,6 @@ class Worker:
 def silent(workers: list[Worker], now_s: float, dead_after_s: float) -> list[Worker]:
     """The workers of which nothing was heard for so long."""
     return [worker for worker in workers if now_s - worker.heard_s > dead_after_s]
-
-
-_LOST_BEATS = 3  # that say nothing yet
 
 
 @dataclass(frozen=True)

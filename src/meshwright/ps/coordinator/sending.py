@@ -12,6 +12,8 @@ from .queue import Step, StepQueue
 from .shipping import pack
 
 Failures = list[tuple[Step, Exception]]
+_MANY_QUEUED = 4096  # steps, through which is not looked for the functions that they need
+Told = list[tuple[str, Message]]  # worker's name, and what it is told
 
 
 def messages_for(
@@ -83,11 +85,6 @@ def _lessons(packer: Packer, worker: Worker, scheduled: Scheduled) -> list[Messa
             head = {"key": function.key, "packed": data, "forget": dropped}
             lessons.append(Message("function", head, buffers))
     return lessons
-
-
-_MANY_QUEUED = 4096  # steps, through which is not looked for the functions that they need
-
-Told = list[tuple[str, Message]]  # worker's name, and what it is told
 
 
 def forgotten(packer: Packer, queue: StepQueue, workers: Collection[Worker]) -> Told:

@@ -17,6 +17,8 @@ import numpy as np
 from .groups import Group, Groups
 from .rows import add_rows, aggregate
 
+Squares = dict[str, float]
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -156,9 +158,6 @@ def restored(
             rounds.offer(number, of, step, gradients[number, step])
         rounds.resize(number, of)
     return rounds
-
-
-Squares = dict[str, float]
 
 
 @dataclass(frozen=True)

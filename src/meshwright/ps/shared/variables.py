@@ -13,6 +13,8 @@ from ..worker.context import Context, current
 from ..worker.updates import Update
 from .placing import ShardPlace, VariableSpec
 
+Initial = tuple[Mapping[str, Any], np.ndarray | None, tuple[int, ...], str]
+
 
 class Variable:
     """A variable that lies on the servers, made by ``strategy.variable``.
@@ -166,9 +168,6 @@ def _is_basic(index: Any) -> bool:
     return index is Ellipsis or index is None or isinstance(index, int | np.integer | slice)
 
 
-Initial = tuple[Mapping[str, Any], np.ndarray | None, tuple[int, ...], str]
-
-
 def initial(value: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> Initial:
     """How servers make it, the value (if it is one), the shape and the dtype's name.
 
@@ -230,6 +229,5 @@ def _rule(value: Any) -> dict[str, Any] | None:
 
 def _snake(name: str) -> str:
     parts = "".join(f" {letter}" if letter.isupper() else letter for letter in name).split()
-    return {"random_normal": "normal", "random_uniform": "uniform"}.get(
-        found := "_".join(parts).lower(), found
-    )
+    kind = "_".join(parts).lower()
+    return {"random_normal": "normal", "random_uniform": "uniform"}.get(kind, kind)

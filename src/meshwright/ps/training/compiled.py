@@ -116,8 +116,8 @@ class Compiled:
         if signature not in self._steps:
             code = self._exported.code_for(signature)
             same = [step for step in self._steps.values() if step._code is code]
-            made = CompiledStep(self._exported, code, self._mesh)
-            self._steps[signature] = same[0] if same else made
+            new = CompiledStep(self._exported, code, self._mesh)
+            self._steps[signature] = same[0] if same else new
         return self._steps[signature]
 
 

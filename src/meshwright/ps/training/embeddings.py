@@ -21,13 +21,14 @@ from ...errors import ModelError
 from ...frontends.keras.program import KerasVariables
 from .tables import Note, Table, Take, Taken
 
+_taking: ContextVar[Take | None] = ContextVar("taking", default=None)
+Combiner = Literal["sum", "mean", "sqrtn"]
+COMBINERS: tuple[str, ...] = get_args(Combiner)
+
 
 def _hollow(name: str, ids: Any) -> Taken:
     """Stands for a lookup while a model is built; the layer itself knows what to give."""
     raise AssertionError((name, ids))
-
-
-_taking: ContextVar[Take | None] = ContextVar("taking", default=None)
 
 
 @keras.saving.register_keras_serializable("meshwright.ps")
@@ -323,10 +324,6 @@ def _nbytes(layer: Any) -> int:
 
 def _trains(layer: Any) -> bool:
     return bool(layer.trainable)
-
-
-Combiner = Literal["sum", "mean", "sqrtn"]
-COMBINERS: tuple[str, ...] = get_args(Combiner)
 
 
 def combine(rows: Any, present: Any, weights: Any, combiner: str) -> Any:

@@ -316,7 +316,7 @@ def _trace(
     tables: list[tuple[str, int]] = []
 
     def take(name: str, ids: Any) -> Taken:
-        return _nothing(next(each for each in lookups.tables if each.name == name), ids)
+        return _nothing(next(t for t in lookups.tables if t.name == name), ids)
 
     def run(state: Arrays, params: Arrays, batch: Any) -> tuple[Arrays, list[Any]]:
         slots = {i.path: jnp.zeros(i.dims, i.dtype) for i in program.slots}

@@ -26,6 +26,10 @@ from .data import Made
 from .exported import Exported
 from .signature import Signature, on_devices
 
+_MOST_MODELS = 4  # whose compiled code a worker keeps
+_SPREAD = 0x9E3779B9  # the golden ratio: far apart for neighbouring workers
+_MOST_KEPT = 2  # datasets of epochs that a worker keeps of a run
+
 
 @dataclass(frozen=True)
 class Specs:
@@ -63,10 +67,6 @@ def by_shard(spec: VariableSpec) -> list[tuple[VariableSpec, slice]]:
         own = VariableSpec(shard.name, (rows, *spec.shape[1:]), spec.dtype, (place,), spec.is_hash)
         shards.append((own, slice(shard.start, shard.stop)))
     return shards
-
-
-_MOST_MODELS = 4  # whose compiled code a worker keeps
-_SPREAD = 0x9E3779B9  # the golden ratio: far apart for neighbouring workers
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,9 +300,6 @@ def as_batch(element: Any) -> Any:
     if isinstance(element, list):
         element = tuple(element)
     return jax.tree.map(one, element)
-
-
-_MOST_KEPT = 2  # datasets of epochs that a worker keeps of a run
 
 
 @dataclass(frozen=True, eq=False)

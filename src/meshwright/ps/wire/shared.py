@@ -23,6 +23,7 @@ from .segments import Segment, host
 LIMIT_BYTES = 512 << 20  # for each direction of a channel; beyond it arrays travel in frames
 _FIRST_BYTES = 1 << 20
 _PROBE_BYTES = 4096
+ALIGNED_BYTES = 64  # a line of the processor's cache, and what JAX wants of an array it may keep
 
 
 class Shared:
@@ -168,9 +169,6 @@ class _Block(np.ndarray):
     def __del__(self) -> None:
         if self.freed is not None and self.place is not None:
             self.freed.append(self.place)
-
-
-ALIGNED_BYTES = 64  # a line of the processor's cache, and what JAX wants of an array it may keep
 
 
 class Space:

@@ -31,6 +31,14 @@ _SOON_S = 0.002
 _FAILING_S = 1.0  # of handshakes that all fail: the peer has other keys, or none
 _WATCH_S = 0.25  # how often a wait asks whether the peer can still answer
 _SAME_KEYS = "Set MESHWRIGHT_KEYS to the same file of keys in every task."
+BEGUN, LOST, REFUSED, CLOSED = "begun", "lost", "refused", "closed"
+_EVENTS = {
+    int(zmq.EVENT_HANDSHAKE_SUCCEEDED): BEGUN,
+    int(zmq.EVENT_DISCONNECTED): LOST,
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): REFUSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): CLOSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): CLOSED,
+}
 
 
 class SocketChannel:
@@ -368,16 +376,6 @@ class SocketChannel:
         if self._connected:
             self._connected, self._gone = False, not self._reconnect
             self._take_messages()  # what came before, and may lie in the memory shared till now
-
-
-BEGUN, LOST, REFUSED, CLOSED = "begun", "lost", "refused", "closed"
-_EVENTS = {
-    int(zmq.EVENT_HANDSHAKE_SUCCEEDED): BEGUN,
-    int(zmq.EVENT_DISCONNECTED): LOST,
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): REFUSED,
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): CLOSED,
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): CLOSED,
-}
 
 
 class Dialled:

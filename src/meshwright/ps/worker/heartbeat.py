@@ -16,6 +16,9 @@ from ..wire.channel import Channel
 from ..wire.message import Message
 from .runner import Call
 
+_CLOSE_S = 5.0
+_LOOK_S = 0.2  # how soon it sees that it is to stop
+
 
 class Inbox:
     """The calls that wait; one that was recalled is not begun.
@@ -73,10 +76,6 @@ class Inbox:
         self._seen.add(name)
         if len(self._seen) > 10_000:  # only the newest can still be asked for
             self._seen = set(sorted(self._seen)[5_000:])
-
-
-_CLOSE_S = 5.0
-_LOOK_S = 0.2  # how soon it sees that it is to stop
 
 
 class Pulse:

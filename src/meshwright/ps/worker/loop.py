@@ -31,6 +31,7 @@ from .runner import Call, Fenced, Runner
 _LOOK_UP_MS = 500  # how often a worker that waits looks whether it is still wanted
 _REPORT_S = 0.005  # results are kept together at most as long
 _MORE_TIMEOUT_S = 600.0  # for an element that the coordinator's own iterator has to make
+_PATIENCE_S = 1.5  # a cluster on one host kills what has not ended after two seconds
 
 
 def work(settings: TaskSettings) -> None:
@@ -218,9 +219,6 @@ def calls_of(message: Message, incarnation: str) -> list[Call]:
 def elements_of(packed: Any) -> list[Any]:
     """Elements as they travel: indices as they are, the user's own objects packed."""
     return unpack(packed) if isinstance(packed, bytes) else list(packed)
-
-
-_PATIENCE_S = 1.5  # a cluster on one host kills what has not ended after two seconds
 
 
 class Ending(contextlib.AbstractContextManager["Ending"]):
