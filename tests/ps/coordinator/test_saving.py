@@ -9,7 +9,7 @@ import pytest
 from clusters import WAIT_S, trained_on
 
 import meshwright as mw
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, MeshwrightWarning
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
@@ -60,6 +60,16 @@ def test_it_goes_on_as_if_nothing_had_happened(tmp_path: Path):
         assert count.read() == 3
         grow(strategy, ClusterCoordinator(strategy), w, 5)
         np.testing.assert_allclose(w.read(), one_process(10), rtol=1e-5)
+
+
+def test_a_warning_of_the_coordinator_points_at_the_users_line(tmp_path: Path):
+    with ParameterServer() as strategy:
+        strategy.variable(1.0, name="w")
+        coordinator = ClusterCoordinator(strategy)
+        coordinator._dispatcher.records.untold.append("ps:0 was silent.")
+        with pytest.warns(MeshwrightWarning, match="ps:0 was silent") as caught:
+            strategy.save(tmp_path)  # which joins
+    assert caught[0].filename == __file__
 
 
 def test_variables_that_are_made_after_the_restore_get_their_values(tmp_path: Path):
