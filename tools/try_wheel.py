@@ -34,7 +34,9 @@ def main(wheel: str, sdist: str) -> None:
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert [one for one in IN_SDIST if one not in inside] == []
-    assert "](docs/" not in str(metadata("meshwright")), "a relative link in the description"
+    description = metadata("meshwright").json["description"]
+    assert "# Meshwright" in description
+    assert "](docs/" not in description, "a relative link in the description"
     _train()
     print(f"Meshwright {mw.__version__}: wheel and sdist are complete, and the wheel trains.")
 
