@@ -44,11 +44,12 @@ def join(
 ) -> Membership | None:
     """Take part in a group of processes that train together; the place of this process in it.
 
-    Without arguments the environment is read: that of ``meshwright launch``, ``srun``, ``mpirun``,
-    ``torchrun``, Kubeflow Trainer, JobSet, TPU pods, or ``TF_CONFIG``. Where it describes no
-    group, nothing happens and the result is ``None``, so a program may call it in any case. A
-    second call returns what the first one did. Under ``meshwright launch`` the call is made by
-    ``import meshwright``.
+    ``rank``, ``processes`` (how many there are) and ``coordinator``, the ``host:port`` of rank 0,
+    describe the group. Without them the environment is read: that of ``meshwright launch``,
+    ``srun``, ``mpirun``, ``torchrun``, Kubeflow Trainer, JobSet, TPU pods, or ``TF_CONFIG``. Where
+    it describes no group, nothing happens and the result is ``None``, so a program may call it in
+    any case. A second call returns what the first one did. Under ``meshwright launch`` the call is
+    made by ``import meshwright``.
 
     Call it before JAX is first used. Raises :class:`~meshwright.TopologyError` if that is too late,
     and :class:`~meshwright.ClusterError` where the environment describes only half of a group.

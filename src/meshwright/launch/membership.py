@@ -25,9 +25,10 @@ _HIGHEST_PORTS = 61440  # and 4,096 above: where JAX puts the coordinators of jo
 class Membership:
     """One process of a group: its rank, how many there are, and where rank 0 listens.
 
-    ``coordinator`` is the ``host:port`` at which JAX's processes of the group meet; ``source``
-    says who started them. Raises :class:`~meshwright.errors.ClusterError` for a rank that the
-    group does not have, and for an address without a port.
+    ``rank`` counts from 0 to ``processes`` - 1, ``local_rank`` those on its host. ``coordinator``
+    is the ``host:port`` at which JAX's processes of the group meet; ``source`` says who started
+    them. Raises :class:`~meshwright.errors.ClusterError` for a rank that the group does not have,
+    and for an address without a port.
 
     >>> Membership(rank=1, processes=4, coordinator="n01:8476", source="by hand")
     Membership(rank=1, processes=4, coordinator='n01:8476', source='by hand', local_rank=None)
