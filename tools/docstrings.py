@@ -1,17 +1,25 @@
 """Shows docstrings on the documentation site: a Griffe extension that zensical.toml names.
 
 Our docstrings are prose with ``code`` and doctests. Markdown would take ``>>>`` for quotations, so
-doctests become code blocks, and Sphinx roles such as ``:class:`Mesh` `` become plain code.
+doctests become code blocks. Sphinx roles such as ``:class:`Mesh` `` become links to what is in the
+reference, else code.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
 
 _ROLE = re.compile(r":(?:\w+:)?(?:class|func|meth|mod|attr|data|exc):`~?([^`]*)`")
+_REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+_LINKED = {
+    name
+    for page in _REFERENCE.glob("*.md")
+    for name in re.findall(r"^::: meshwright\.(\w+)$", page.read_text(), re.MULTILINE)
+}
 _LITERAL = re.compile(r"::\n\n((?: {4}[^\n]*\n|\n)+)")
 
 
@@ -25,19 +33,15 @@ class Docstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """The docstring with doctests in fences and Sphinx roles as code.
-
-    >>> print(as_markdown("See :class:`~a.Mesh`. >>> is no doctest here.\\n\\n>>> 1 + 1\\n2"))
-    See `Mesh`. >>> is no doctest here.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    """
-    text = _ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", text)
+    """The docstring with doctests in fences and Sphinx roles as links or code."""
+    text = _ROLE.sub(_shown, text)
     text = _LITERAL.sub(lambda literal: f":\n\n{literal[1]}", text + "\n").rstrip("\n")
     return "\n\n".join(_fenced(paragraph) for paragraph in re.split(r"\n\s*\n", text))
+
+
+def _shown(role: re.Match[str]) -> str:
+    name = role[1].rpartition(".")[2]
+    return f"[`{name}`][meshwright.{name}]" if name in _LINKED else f"`{name}`"
 
 
 def _fenced(paragraph: str) -> str:
