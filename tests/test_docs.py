@@ -23,7 +23,7 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 
 
-def named(page: Path) -> str:
+def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
@@ -36,7 +36,7 @@ def code_of(page: Path) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)], ids=named)
+@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)], ids=page_id)
 def test_the_code_of_each_page_runs(page: Path, tmp_path: Path) -> None:
     code = code_of(page)
     if page == README:  # the subset is enough to see that it runs
@@ -63,7 +63,7 @@ def test_tutorials_and_guides_show_code_that_runs(folder: str) -> None:
 # Links and pages
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     root = DOCS if DOCS in page.parents else ROOT  # a page of the site links within it
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
@@ -156,8 +156,8 @@ def undocumented(name: str) -> list[str]:
     except ValueError:  # an exception without arguments of its own
         return []
     text = _docstring(name)
-    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return [one for one in named if not re.search(rf"``[^`]*\b{one}\b[^`]*``", text)]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [one for one in names if not re.search(rf"``[^`]*\b{one}\b[^`]*``", text)]
 
 
 FUNCTIONS_AND_CLASSES = [name for name in PUBLIC if not isinstance(getattr(mw, name), str)]
