@@ -1,38 +1,38 @@
 """Every exception of Meshwright, in one tree; this file imports nothing.
 
     MeshwrightError                     whatever this library raises on purpose
-    ├── MeshError            ValueError    axes, sizes or devices that make no mesh
-    ├── LayoutError          ValueError    specs that make no layout, or do not fit a shape
+    ├── MeshError            ValueError    axes, sizes or devices that do not make a mesh
+    ├── LayoutError          ValueError    specs that do not make a layout, or do not fit
     │   ├── DivisibilityError              a dim that does not divide over its axes
-    │   ├── LayoutTypeError  TypeError     an axis that is not a text
+    │   ├── LayoutTypeError  TypeError     a name that is not a string
     │   └── PlacementError                 variables that a strategy cannot lay out, all at once
     ├── DimError             ValueError    named dims that do not fit each other, or an operation
     ├── ArrayError           ValueError    parts or arrays that do not fit their layout
     ├── BatchError           ValueError    a batch that cannot be split over a mesh
     ├── DataError            ValueError    input data that cannot be found or read
-    ├── ModelError           ValueError    a model that is not ready for what was asked
+    ├── ModelError           ValueError    a model that is not ready for an operation
     ├── CheckpointError      ValueError    a missing checkpoint, or one that does not fit
     ├── TopologyError        RuntimeError  missing devices or processes, or requested too late
-    ├── TargetError          ValueError    a text that names no target, or one that does not fit
+    ├── TargetError          ValueError    an unknown target, or one that does not fit
     ├── CompileError         RuntimeError  a step that does not compile for its target
     │   └── DoesNotFitError                because it needs more memory than a device has
-    ├── PlanError            RuntimeError  no layout fits, or none can be searched for or read
-    ├── ClusterError         ValueError    a cluster or a task that is not described rightly
+    ├── PlanError            RuntimeError  no layout fits, or a plan cannot be searched or read
+    ├── ClusterError         ValueError    an invalid description of a cluster or a task
     ├── TaskError            RuntimeError  a task that could not do what it was asked
     │   ├── UnreachableError ConnectionError  it does not answer, or is gone
-    │   ├── UnknownVariableError           a server holds no variable of this name
+    │   ├── UnknownVariableError           a variable that a server does not have
     │   ├── ProtocolError                  it speaks another version, or has another key
-    │   │   └── FencedError                it was declared dead, and its work given to others
+    │   │   └── FencedError                it was declared dead; others have its work
     │   └── ScheduledError                 a scheduled function raised there
     ├── ProcessError         RuntimeError  another process of a group has failed
-    ├── CancelledError       RuntimeError  a scheduled function that another's error has cancelled
+    ├── CancelledError       RuntimeError  a scheduled function, cancelled after another's error
     ├── ShippingError        TypeError     a function or value that cannot travel between tasks
     ├── ExhaustedError       DataError     a dataset that has no more elements
     ├── NotFiniteError       FloatingPointError  a loss or a gradient that is infinite or NaN
-    ├── TracingError         RuntimeError  something that has no meaning inside jit
+    ├── TracingError         RuntimeError  a call that is only valid outside jit
     └── BackendError         RuntimeError  Keras is set to another backend than JAX
 
-    MeshwrightWarning        UserWarning   something that works, but hardly as meant
+    MeshwrightWarning        UserWarning   something works, but probably not as intended
 
     Preempted                SystemExit    training stopped by SIGTERM, after saving; exit code 75
 
@@ -53,27 +53,27 @@ class LayoutError(MeshwrightError, ValueError):
 
 
 class DivisibilityError(LayoutError):
-    """A dim does not divide over the axes that it lies on."""
+    """A dim does not divide over the axes that it is split over."""
 
 
 class LayoutTypeError(LayoutError, TypeError):
-    """The name of a dim or an axis is not a text."""
+    """The name of a dim or an axis is not a string."""
 
 
 class PlacementError(LayoutError):
-    """Variables that a strategy cannot lay out; lists every one of them."""
+    """A strategy cannot lay out some variables; the message lists every one of them."""
 
 
 class DimError(MeshwrightError, ValueError):
-    """Named dims do not fit each other, or not the operation that they are given to."""
+    """Named dims do not fit each other, or not the operation that takes them."""
 
 
 class ArrayError(MeshwrightError, ValueError):
-    """Parts or arrays do not fit the layout that they are given."""
+    """Parts or arrays do not fit their layout."""
 
 
 class BatchError(MeshwrightError, ValueError):
-    """A batch cannot be shared out over the mesh."""
+    """A batch cannot be split over the mesh."""
 
 
 class DataError(MeshwrightError, ValueError):
@@ -81,23 +81,23 @@ class DataError(MeshwrightError, ValueError):
 
 
 class ModelError(MeshwrightError, ValueError):
-    """A model is not ready for what was asked of it."""
+    """A model is not ready for an operation: not compiled, not built, without values."""
 
 
 class CheckpointError(MeshwrightError, ValueError):
-    """A checkpoint is not there, cannot be written, or does not fit what it is restored into."""
+    """A checkpoint is missing, cannot be written, or does not fit the model."""
 
 
 class TopologyError(MeshwrightError, RuntimeError):
-    """Devices or processes are not there, or are asked for too late."""
+    """Devices or processes do not exist, or are requested too late."""
 
 
 class TargetError(MeshwrightError, ValueError):
-    """A text names no target, or a target does not fit the mesh."""
+    """A target is unknown, or does not fit the mesh."""
 
 
 class CompileError(MeshwrightError, RuntimeError):
-    """A step does not compile for its target; holds the compiler's own words."""
+    """A step does not compile for its target; the message holds what the compiler says."""
 
 
 class DoesNotFitError(CompileError):
@@ -117,7 +117,7 @@ class DoesNotFitError(CompileError):
 
 
 class PlanError(MeshwrightError, RuntimeError):
-    """No layout fits, a plan cannot be searched for, or a file holds none.
+    """No layout fits, a plan cannot be searched for, or a file does not hold one.
 
     ``needed_bytes`` and ``available_bytes`` are those of one device at the closest miss, and
     ``remedies`` the changes that would make it fit, where no layout does.
@@ -153,7 +153,7 @@ class NotFiniteError(MeshwrightError, FloatingPointError):
 
 
 class ClusterError(MeshwrightError, ValueError):
-    """A cluster, or a task of one, is not described rightly."""
+    """The description of a cluster or of a task is invalid."""
 
 
 class TaskError(MeshwrightError, RuntimeError):
@@ -169,7 +169,7 @@ class UnreachableError(TaskError, ConnectionError):
 
 
 class UnknownVariableError(TaskError):
-    """A server holds no variable of this name."""
+    """A server does not have a variable of this name."""
 
 
 class ProtocolError(TaskError):
@@ -177,11 +177,11 @@ class ProtocolError(TaskError):
 
 
 class FencedError(ProtocolError):
-    """A task was declared dead, and its work given to others: nothing of it is taken any more."""
+    """A task was declared dead, and its work given to others: what it sends is refused."""
 
 
 class ScheduledError(TaskError):
-    """A scheduled function raised, in a worker, an error that has no class here."""
+    """A scheduled function raised, in a worker, an error whose class is not known here."""
 
 
 class ProcessError(MeshwrightError, RuntimeError):
@@ -212,7 +212,7 @@ class ProcessError(MeshwrightError, RuntimeError):
 
 
 class CancelledError(MeshwrightError, RuntimeError):
-    """A scheduled function was cancelled, as another one had raised an error."""
+    """A scheduled function was cancelled because another one had raised an error."""
 
 
 class ShippingError(MeshwrightError, TypeError):
@@ -224,7 +224,7 @@ class ExhaustedError(DataError):
 
 
 class TracingError(MeshwrightError, RuntimeError):
-    """Something was asked inside ``jit`` or ``grad`` that only has a meaning outside."""
+    """A call inside ``jit`` or ``grad`` that is only valid outside."""
 
 
 class BackendError(MeshwrightError, RuntimeError):
@@ -232,7 +232,7 @@ class BackendError(MeshwrightError, RuntimeError):
 
 
 class MeshwrightWarning(UserWarning):
-    """Something works, but hardly as it was meant."""
+    """Something works, but probably not as intended."""
 
 
 class Preempted(SystemExit):

@@ -23,7 +23,7 @@ _OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "max_restarts", "worker_d
 @option(
     "--processes",
     type=click.IntRange(min=1),
-    help="Run the program in so many processes, which train one model together.",
+    help="Number of processes to run the program in, which train one model together.",
 )
 @option(
     "--devices",
@@ -89,7 +89,7 @@ def launch(
     """Run a Python program on several processes of this machine.
 
     With --processes they train one model together (data, model or any other parallelism by
-    `mw.Sharded`); `import meshwright` joins them. When one fails, the others are told which one
+    `mw.Sharded`); `import meshwright` joins them. When one fails, the others report which one
     and where, and all end.
 
     Without it the program is the chief of a cluster of workers and parameter servers, which it
