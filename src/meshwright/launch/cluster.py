@@ -46,12 +46,12 @@ class Cluster(Protocol):
         ...
 
     def replace(self, task: str, pid: int) -> bool:
-        """Start a task again whose process does not respond; ``False`` where nobody does."""
+        """Start a task again whose process does not respond; ``False`` if it cannot."""
         ...
 
 
 class _Unsupervised:
-    """Processes that nobody here watches or starts."""
+    """Processes that this one neither watches nor starts."""
 
     def check(self, job: str | None = None) -> None:
         """Nothing is known of the tasks."""
@@ -61,7 +61,7 @@ class _Unsupervised:
         return False
 
     def replace(self, task: str, pid: int) -> bool:
-        """Nobody here can start it again: errors name it instead."""
+        """Not possible from here: errors name the task instead."""
         return False
 
 
