@@ -13,9 +13,8 @@ import meshwright as mw
 from meshwright.jaxprs.names import Argument
 from meshwright.planning.described import describe
 from meshwright.planning.search import Choices, cost
+from meshwright.planning.search.buffers import buffers_on_cpu, buffers_on_tpu
 from meshwright.planning.search.facts import batch_dim
-from meshwright.planning.search.tiled import tiled
-from meshwright.planning.search.written import breadth_first, written
 from meshwright.planning.traced_graph import graph_of, graph_of_step
 
 WIDTH, HEADS, VOCAB, LENGTH, ROWS = 128, 4, 512, 64, 64
@@ -156,20 +155,25 @@ def test_level_3_gathers_kernels_one_after_the_other(target, dtype):
 # What is written
 
 
+def spec(dims):
+    *sizes, last = dims
+    return shape(*sizes, dtype=last) if isinstance(last, str) else shape(*dims)
+
+
 def traced(function, *shapes):
-    jaxpr = jax.make_jaxpr(function)(*[shape(*each) for each in shapes])
+    jaxpr = jax.make_jaxpr(function)(*map(spec, shapes))
     roles = ["input", *["parameter"] * (len(shapes) - 1)]
     arguments = [Argument(f"a{i}", role) for i, role in enumerate(roles)]
     return graph_of(jaxpr, arguments)
 
 
 def kinds_on_cpu(step):
-    nodes = written(step).nodes
-    return sorted(step.operations[nodes[place].operation].kind for place in breadth_first(nodes))
+    buffers, _ = buffers_on_cpu(step)
+    return sorted(step.operations[each.made].kind for each in buffers)
 
 
 def kinds_on_tpu(step):
-    return sorted(step.operations[each.made].kind for each in tiled(step, False))
+    return sorted(step.operations[each.made].kind for each in buffers_on_tpu(step, False))
 
 
 def test_elementwise_work_is_written_for_a_product():
@@ -185,12 +189,24 @@ def test_what_is_expensive_is_not_done_twice():
     assert kinds_on_cpu(costly) == ["dot_general", "exp", "reduce_sum"]
 
 
-def test_a_product_that_sums_over_rows_takes_them_turned():
-    step = traced(lambda x, w: jnp.einsum("btd,btf->df", x, x @ w), (8, 4, 6), (6, 5))
-    kinds = kinds_on_cpu(step)
-    assert len(kinds) == 3  # two products, and x once more
-    flat = traced(lambda x, w: jnp.einsum("td,tf->df", x, x @ w), (8, 6), (6, 5))
-    assert kinds_on_cpu(flat) == ["dot_general", "dot_general"]
+def test_a_reduction_reads_what_others_read_too_from_memory():
+    alone = traced(lambda x, w: ((x @ w) * 2).sum(0), (8, 4), (4, 6))
+    assert kinds_on_cpu(alone) == ["dot_general", "reduce_sum"]
+    shared = traced(lambda x, w: (y := x @ w * 2).sum(0) * (y + 1), (8, 4), (4, 6))
+    assert "mul" in kinds_on_cpu(shared)
+
+
+def test_level_3_keeps_what_a_product_reads_in_bfloat16():
+    def loss(x, w, v):
+        weights = jax.nn.softmax(jnp.einsum("bij,jk->bik", x, w)).astype("bfloat16")
+        return jnp.sum((jnp.einsum("bij,bkj->bik", weights, x.astype("bfloat16")) @ v) ** 2)
+
+    step = traced(jax.grad(loss, argnums=(1, 2)), (8, 4, 4), (4, 4), (4, 6, "bfloat16"))
+    plain, kept = (
+        sum(step.tensors[each.tensor].itemsize == 2 for each in buffers_on_tpu(step, keeps))
+        for keeps in (False, True)
+    )
+    assert kept == plain + 1
 
 
 def test_what_a_block_computes_again_is_known_for_the_same():

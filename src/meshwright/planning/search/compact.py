@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..graph import Graph, Joint, Operation
 from .choices import EVERY_REMAT, Remat
 from .facts import Facts, facts_of
-from .spans import is_computed_again
+from .lifetimes import is_computed_again
 
 _DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64"}  # by bytes, as products run
 _RESTING = (

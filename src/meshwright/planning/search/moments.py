@@ -2,7 +2,7 @@
 
 The peak of a layout is the fullest moment, each array counted with its bytes under that layout. So
 CP-SAT holds layouts to a limit with the same figure that is reported. Which arrays there are
-and how long they live is read from the step once for each platform (``courses.py``).
+and how long they live is read from the step once for each platform (``lifetimes.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .choices import Choices, Remat
-from .courses import course_of
+from .lifetimes import timeline_of
 
 if TYPE_CHECKING:
     from .compact import Compact, Piece, Work
@@ -43,20 +43,20 @@ def _alive(problem: Compact, remat: Remat, accumulate: int, zero: int) -> np.nda
 @functools.lru_cache(maxsize=16)
 def _moments(problem: Compact, remat: Remat, zero: int, beside: int) -> np.ndarray:
     """How many of each piece are alive at each operation, equal moments once."""
-    course = course_of(problem, zero, remat)
-    changes = np.zeros((course.length + 1, len(problem.pieces)), np.int32)
-    for life in course.lives:
+    timeline = timeline_of(problem, zero, remat)
+    changes = np.zeros((timeline.length + 1, len(problem.pieces)), np.int32)
+    for life in timeline.lifetimes:
         changes[life.first, life.piece] += 1
         changes[life.last + 1, life.piece] -= 1
-    held = np.cumsum(changes, axis=0)[: max(course.length, 1)]
-    if beside > 1 and course.ahead:
+    held = np.cumsum(changes, axis=0)[: max(timeline.length, 1)]
+    if beside > 1 and timeline.ahead:
         rows = [
             piece.kind == "activation" and problem.batch in piece.scope for piece in problem.pieces
         ]
-        others = np.minimum(held, held[list(course.ahead)]) * np.array(rows)
+        others = np.minimum(held, held[list(timeline.ahead)]) * np.array(rows)
         held = held + (beside - 1) * others
     running = np.zeros((len(held), len(problem.works)), np.int32)
-    for operation, when in course.runs:
+    for operation, when in timeline.runs:
         work = problem.work_of[operation]
         running[when, work] |= _needs_room(problem.works[work], problem.pieces)
     return _undominated(np.concatenate([held, running], axis=1)).astype(np.int64)

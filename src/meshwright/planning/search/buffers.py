@@ -1,0 +1,378 @@
+"""Which arrays of a step a compiler writes to memory: a few rules of fusion.
+
+Elementwise work runs inside of the operation that reads its result, so that the result is not
+written, unless several operations read it and to compute it again would cost more than to read it.
+(The rule of XLA's instruction fusion; Chen et al., "TVM", 2018, name the kinds of operations so.)
+
+* For CPU a product and a look-up read memory, and a reduction does alone what it alone reads. An
+  array that several read is written if it is expensive, or is made of several large arrays. A block
+  that is to be computed again is not: the compiler merges equal work.
+* For TPU a product computes its operands as it goes, and does the elementwise work that follows on
+  its result. An array that several read is written if more than two large arrays make it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..graph import Graph, Operation
+from .facts import Facts, facts_of
+
+_VIEWS = frozenset(
+    (
+        *("reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient", "name", "store"),
+        *("sharding_constraint", "transpose", "cond", "pvary", "reduce_precision"),
+        *("bitcast_convert_type", "random_wrap"),
+    )
+)
+_IN_MEMORY = frozenset(  # they read what lies in memory, and write there
+    (
+        *("gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "cumsum", "cumprod"),
+        *("cummax", "cummin", "cumlogsumexp", "scan", "while", "custom_call", "pallas_call"),
+        *("reduce_window", "reduce_window_sum", "reduce_window_max", "select_and_scatter_add"),
+        *("select_and_gather_add", "fft", "cholesky", "argmax", "argmin", "concatenate"),
+        *("unstack", "ragged_dot_general", "dynamic_update_slice"),
+    )
+)
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+_SPREADS = ("broadcast_in_dim", "iota")  # as cheap to make as to read
+_ERRORS = ("erf", "erfc", "erf_inv")  # dozens of steps for each element
+_EXPENSIVE = frozenset(
+    (
+        *("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "cbrt"),
+        *("pow", "sin", "cos", "tan", "atan2", "sinh", "cosh", *_ERRORS),
+    )
+)
+# Two words are drawn for each; an error function keeps the exponential that its derivative reads.
+_TWICE_ON_CPU = ("random_bits", *_ERRORS)
+
+
+@dataclass
+class Buffer:
+    """An array that is written by one operation and read by others, through what is fused.
+
+    ``copies`` of it are written. ``is_half`` says that two bytes of four are kept, as only products
+    read it, which round to bfloat16 (TPU).
+    """
+
+    tensor: int
+    made: int
+    reads: list[int] = field(default_factory=list)
+    copies: int = 1
+    is_half: bool = False
+
+    @property
+    def last(self) -> int:
+        """The operation that reads it last; the one that makes it, where none does."""
+        return max(self.reads, default=self.made)
+
+
+@functools.lru_cache(maxsize=8)
+def buffers_on_cpu(graph: Graph) -> tuple[tuple[Buffer, ...], dict[int, int]]:
+    """What XLA for CPU writes of a step, and how many operations come before each, at most.
+
+    Only operations that are done have such a depth: equal work is done once.
+    """
+    step = _OnCpu(graph, facts_of(graph))
+    return tuple(step.buffers()), step.depths()
+
+
+@functools.lru_cache(maxsize=8)
+def buffers_on_tpu(graph: Graph, keeps: bool) -> tuple[Buffer, ...]:
+    """What XLA for TPU writes of a step.
+
+    ``keeps`` is for level 3 of ZeRO, whose step keeps what a product with weights reads: there a
+    parameter is gathered, and waits for it (``step/gathering.py``). Nor is a softmax done again
+    there, whose weights are bfloat16 for a product.
+    """
+    return tuple(_OnTpu(graph, facts_of(graph), keeps).buffers())
+
+
+class _Fusion:
+    """Who reads which array, with views of an array taken for the array itself."""
+
+    merges_equal_work = False
+
+    def __init__(self, graph: Graph, facts: Facts) -> None:
+        self._graph = graph
+        self._facts = facts
+        self._ops = graph.operations
+        self._source = list(range(len(graph.tensors)))
+        if self.merges_equal_work:
+            for place, tensor in enumerate(graph.tensors):
+                if tensor.twin is not None:
+                    self._source[place] = self._source[tensor.twin]
+        self._made: dict[int, int] = {}
+        self._readers: dict[int, list[int]] = {}
+        self.places: list[int] = []  # of operations that are done, without views
+        for place, op in enumerate(self._ops):
+            if op.results and all(self._source[t] != t for t in op.results):
+                continue  # equal work was done before
+            if op.kind in _VIEWS and op.operands and len(op.results) == 1 and not op.whole:
+                self._follow(op)
+                continue
+            self.places.append(place)
+            for t in op.results:
+                self._made.setdefault(self._source[t], place)
+            for t in dict.fromkeys(self._operands(place)):
+                self._readers.setdefault(t, []).append(place)
+        self.is_written = functools.cache(self._is_written)
+        self.leaves = functools.cache(self._leaves)
+
+    def _follow(self, view: Operation) -> None:
+        (t,) = view.results
+        if self._source[t] == t:
+            self._source[t] = self._source[view.operands[0]]
+
+    def _operands(self, place: int) -> list[int]:
+        return [self._source[t] for t in self._ops[place].operands]
+
+    def _large_operands(self, t: int) -> Iterator[int]:
+        """What an array is made of that is as large as it is."""
+        yield from (o for o in self._operands(self._made[t]) if self._size(o) >= self._size(t))
+
+    def _size(self, t: int) -> int:
+        return math.prod(self._graph.tensors[t].shape)
+
+    def _is_loop(self, place: int) -> bool:
+        """Whether an operation is elementwise, or as good as that."""
+        op = self._ops[place]
+        if op.kind.startswith("scatter") and len(op.operands) == 1:  # into constants
+            return True
+        costs = op.flops or op.summed or op.whole
+        return not costs and op.kind not in _IN_MEMORY and not op.kind.startswith("reduce_")
+
+    def _is_sum(self, place: int) -> bool:
+        return self._ops[place].kind.startswith("reduce_")
+
+    def buffers(self) -> Iterator[Buffer]:
+        """What is written, with all that reads it."""
+        written = {
+            self._source[t]: Buffer(t, place)
+            for place in self.places
+            for t in self._results(place)
+            if self._source[t] == t
+        }
+        for place in self.places:
+            if self._is_run(place) or any(t in written for t in self._ops[place].results):
+                self._tell(place, written)
+        for buffer in written.values():
+            self._finish(buffer)
+            yield buffer
+
+    def _tell(self, place: int, written: dict[int, Buffer]) -> None:
+        """An operation reads memory through the elementwise work that is fused into it."""
+        todo = self._operands(place)
+        seen = set(todo)
+        for t in todo:  # which grows
+            if t in written:
+                written[t].reads.append(place)
+            elif t in self._made and self._is_loop(self._made[t]):
+                more = [o for o in self._operands(self._made[t]) if o not in seen]
+                seen.update(more)
+                todo += more
+
+    def _results(self, place: int) -> Iterator[int]:
+        yield from (t for t in self._ops[place].results if self.is_written(self._source[t]))
+
+    def _is_run(self, place: int) -> bool:
+        """Whether an operation runs even if nothing of its own is written."""
+        return not self._is_loop(place)
+
+    def _is_written(self, t: int) -> bool:
+        raise NotImplementedError
+
+    def _finish(self, buffer: Buffer) -> None:
+        raise NotImplementedError
+
+    def _leaves(self, t: int) -> frozenset[int]:
+        """The large arrays in memory that an array can be made of again."""
+        made = self._made.get(t)
+        if made is None or not self._is_loop(made) or self.is_written(t):
+            return frozenset((t,))
+        return frozenset().union(*map(self.leaves, self._large_operands(t)))
+
+
+class _OnCpu(_Fusion):
+    merges_equal_work = True
+
+    def __init__(self, graph: Graph, facts: Facts) -> None:
+        super().__init__(graph, facts)
+        self._in_sums: set[int] = set()  # operations that a reduction does, and reductions
+        for place in self.places:
+            if self._is_sum(place):
+                self._take_in(place)
+
+    def _is_loop(self, place: int) -> bool:
+        return super()._is_loop(place) and self._ops[place].kind != "random_bits"
+
+    def _take_in(self, place: int) -> None:
+        self._in_sums.add(place)
+        for t in self._operands(place):
+            made = self._made.get(t)
+            if made is None or made in self._in_sums or len(self._readers[t]) > 1:
+                continue
+            if self._is_loop(made):
+                self._take_in(made)
+
+    def _is_written(self, t: int) -> bool:
+        place, readers = self._made[t], self._readers.get(t, ())
+        kind = self._ops[place].kind
+        if not self._is_loop(place) or not readers:
+            return True
+        if kind in _SPREADS:
+            return False
+        if not all(self._is_loop(each) or self._is_sum(each) for each in readers):
+            return True
+        if len(readers) == 1:
+            return False
+        if kind in _EXPENSIVE or any(each in self._in_sums for each in readers):
+            return True
+        return sum(not self._is_spread(o) for o in self._large_operands(t)) > 1
+
+    def _is_spread(self, t: int) -> bool:
+        return t in self._made and self._ops[self._made[t]].kind in _SPREADS
+
+    def buffers(self) -> Iterator[Buffer]:
+        yield from super().buffers()
+        yield from self._statistics()
+
+    def _statistics(self) -> Iterator[Buffer]:
+        """Small arrays that several read in the shape of a large one, a reduction among them.
+
+        So do the gradients of a normalization: the statistics of rows are written for each element.
+        """
+        wide: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for place in self.places:
+            for t in self._ops[place].results if self._is_loop(place) else ():
+                for o in map(self._unspread, self._operands(place)):
+                    if self._size(o) < self._size(t) and o in self._made:
+                        wide.setdefault((o, self._graph.tensors[t].shape), []).append(place)
+        for (o, _), places in wide.items():
+            sums = [each for each in places if each in self._in_sums]
+            if sums and len(places) > 1:
+                yield Buffer(self._ops[sums[-1]].results[0], self._made[o], sums)
+
+    def depths(self) -> dict[int, int]:
+        """The length of the longest way to each operation."""
+        depths: dict[int, int] = {}
+        for place in self.places:
+            before = [self._made[t] for t in self._operands(place) if t in self._made]
+            depths[place] = max((depths[each] + 1 for each in before), default=0)
+        return depths
+
+    def _unspread(self, t: int) -> int:
+        made = self._made.get(t)
+        if made is not None and self._ops[made].kind == "broadcast_in_dim" and self._operands(made):
+            return self._unspread(self._operands(made)[0])
+        return t
+
+    def _finish(self, buffer: Buffer) -> None:
+        if self._ops[buffer.made].kind in _TWICE_ON_CPU:
+            buffer.copies = 2
+
+
+class _OnTpu(_Fusion):
+    def __init__(self, graph: Graph, facts: Facts, keeps: bool) -> None:
+        super().__init__(graph, facts)
+        self._keeps = keeps
+        self._ends: dict[int, int] = {}  # of products: the array that is written in the end
+        self._inside: set[int] = set()  # operations done within a product
+        for place in self.places:
+            if self._ops[place].kind in _PRODUCTS and self._ops[place].results:
+                self._end(place)
+
+    def _end(self, product: int) -> None:
+        """Follow the elementwise work that is done before a product is written.
+
+        It ends where devices sum a gradient, and where a wider type is all that is left to do.
+        """
+        if self._facts.batch in self._ops[product].summed:
+            return
+        chain: list[int] = []
+        t = self._source[self._ops[product].results[0]]
+        while (place := self._next(t, product)) is not None:
+            chain.append(place)
+            t = self._source[self._ops[place].results[0]]
+        while chain and self._widens(chain[-1]):
+            chain.pop()
+        if chain:
+            self._ends[product] = self._ops[chain[-1]].results[0]
+            self._inside.update(chain)
+
+    def _next(self, t: int, product: int) -> int | None:
+        """The elementwise operation that alone reads an array, if its other operands are there."""
+        readers = self._readers.get(t, ())
+        if len(readers) != 1 or (self._keeps and self._is_kept(t)):
+            return None
+        (place,) = readers
+        if not self._is_loop(place) or len(self._ops[place].results) != 1:
+            return None
+        others = [o for o in self._operands(place) if o != t]
+        return place if all(self._is_ready(o, product) for o in others) else None
+
+    def _is_ready(self, t: int, product: int) -> bool:
+        """Whether an array is there when a product runs, or can be made then."""
+        made = self._made.get(t)
+        if made is None or made < product:
+            return True
+        return self._is_loop(made) and all(self._is_ready(o, product) for o in self._operands(made))
+
+    def _widens(self, place: int) -> bool:
+        op, tensors = self._ops[place], self._graph.tensors
+        is_cast = op.kind == "convert_element_type"
+        return is_cast and tensors[op.results[0]].itemsize > tensors[op.operands[0]].itemsize
+
+    def _results(self, place: int) -> Iterator[int]:
+        if place in self._ends:
+            yield self._ends[place]
+        elif place not in self._inside:
+            yield from super()._results(place)
+
+    def _is_run(self, place: int) -> bool:
+        return super()._is_run(place) or place in self._inside
+
+    def _is_written(self, t: int) -> bool:
+        place, readers = self._made[t], self._readers.get(t, ())
+        if place in self._ends:
+            return False
+        if place in self._inside:
+            return t in self._ends.values()
+        if not self._is_loop(place) or (self._keeps and self._is_kept(t)):
+            return True
+        if self._ops[place].kind in _SPREADS:
+            return False
+        if not readers or any(self._needs_memory(each) for each in readers):
+            return True
+        if len(readers) < 2:
+            return False
+        if self._ops[place].kind in _ERRORS:
+            return True
+        return len(frozenset().union(*map(self.leaves, self._large_operands(t)))) > 2
+
+    def _needs_memory(self, place: int) -> bool:
+        is_product = self._ops[place].kind in _PRODUCTS
+        return not (self._is_loop(place) or self._is_sum(place) or is_product)
+
+    def _is_kept(self, t: int) -> bool:
+        """Whether the backward pass reads what a product with weights does, or one of bfloat16."""
+        facts, made, readers = self._facts, self._made.get(t), self._readers.get(t, ())
+        if made is None or not facts.is_forward[made] or facts.kinds[t] != "activation":
+            return False
+        is_cast = self._ops[made].kind == "convert_element_type"  # such as attention's weights
+        products = [
+            each
+            for each in readers
+            if facts.is_of_weights[each] or (is_cast and self._ops[each].kind in _PRODUCTS)
+        ]
+        in_forward = any(facts.is_forward[each] for each in products)
+        return in_forward and any(not facts.is_forward[each] for each in readers)
+
+    def _finish(self, buffer: Buffer) -> None:
+        readers = self._readers.get(self._source[buffer.tensor], ())
+        only_products = all(self._ops[each].kind in _PRODUCTS for each in readers)
+        is_float32 = self._graph.tensors[buffer.tensor].itemsize == 4
+        buffer.is_half = bool(readers) and only_products and is_float32

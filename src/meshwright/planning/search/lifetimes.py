@@ -1,0 +1,212 @@
+"""Which arrays a step has and when they are there, as a platform's compiler writes and runs them.
+
+State and inputs are always there; new values are written where the old ones lie. On CPU and TPU
+the other arrays are those of ``buffers.py``; elsewhere elementwise work is fused into its only
+reader (``facts.py``), which is cautious.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..graph import Graph
+from .buffers import Buffer, buffers_on_cpu, buffers_on_tpu
+from .choices import Remat
+from .facts import Facts, facts_of
+
+if TYPE_CHECKING:
+    from .compact import Compact
+
+_RESTING = ("parameter", "slot", "state", "input")
+_STEPS_OF_LOSS = 3
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A piece that is alive from one moment to another, both included."""
+
+    piece: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The arrays of a step and when they are there; when each of its operations runs."""
+
+    length: int
+    lifetimes: tuple[Lifetime, ...]
+    runs: tuple[tuple[int, int], ...]  # (operation, when)
+    ahead: tuple[int, ...] = ()  # where micro-batches are that run beside this one
+
+
+def timeline_of(problem: Compact, zero: int, remat: Remat) -> Timeline:
+    """The timeline of a step on the platform that it was made small for."""
+    return _TIMELINES.get(problem.platform, _elsewhere)(problem, zero, remat)
+
+
+def _elsewhere(problem: Compact, zero: int, remat: Remat) -> Timeline:
+    """In the order of the trace."""
+    graph, facts = problem.graph, facts_of(problem.graph)
+    return _traced(problem, _unfused(graph, facts), range(len(graph.operations)), zero, remat)
+
+
+def _unfused(graph: Graph, facts: Facts) -> list[Buffer]:
+    """Every array but those that are fused."""
+    buffers: dict[int, Buffer] = {}
+    for place, operation in enumerate(graph.operations):
+        for t in operation.operands:
+            if t in buffers:
+                buffers[t].reads.append(place)
+        for t in operation.results:
+            if not facts.is_fused[t]:
+                buffers[t] = Buffer(t, place)
+    return list(buffers.values())
+
+
+def _on_tpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
+    """In the order of the trace, and last what only the logs need."""
+    graph = problem.graph
+    order = _logs_last(graph, facts_of(graph))
+    kinds = facts_of(graph).kinds
+    buffers = [b for b in buffers_on_tpu(graph, zero == 3) if kinds[b.tensor] != "update"]
+    return _traced(problem, buffers, order, zero, remat)
+
+
+def _traced(
+    problem: Compact, buffers: Sequence[Buffer], at: Sequence[int], zero: int, remat: Remat
+) -> Timeline:
+    """With arrays that remat drops alive twice (Chen et al. 2016)."""
+    facts, end = facts_of(problem.graph), max(len(at) - 1, 0)
+    lifetimes = list(_resting(problem, facts, end))
+    begins = _made_again(facts, buffers, remat)
+    for buffer in buffers:
+        kind = facts.kinds[buffer.tensor]
+        # Level 3 gathers a cast for each operation that reads it, and keeps it for none.
+        if kind in _RESTING or (zero == 3 and kind == "cast"):
+            continue
+        piece = problem.piece_of[buffer.tensor]
+        piece = problem.halves.get(piece, piece) if buffer.is_half else piece
+        made, last = at[buffer.made], max((at[each] for each in buffer.reads), default=0)
+        again = begins.get(buffer.tensor)
+        if again is not None:
+            forward = [at[each] for each in buffer.reads if facts.is_forward[each]]
+            lifetimes.append(Lifetime(piece, made, max(forward, default=made)))
+            made = at[again]
+        lifetimes.append(Lifetime(piece, made, max(made, last)))
+    return Timeline(len(at), tuple(lifetimes), tuple(enumerate(at)))
+
+
+def _resting(problem: Compact, facts: Facts, end: int) -> Iterator[Lifetime]:
+    for t, kind in enumerate(facts.kinds):
+        if kind in _RESTING:
+            yield Lifetime(problem.piece_of[t], 0, end)
+
+
+def _logs_last(graph: Graph, facts: Facts) -> list[int]:
+    """When each operation runs."""
+    needed: set[int] = set()
+    early: list[int] = []
+    late: list[int] = []
+    updates = {t for t, kind in enumerate(facts.kinds) if kind in ("update", "gradient")}
+    for place in range(len(graph.operations) - 1, -1, -1):
+        op = graph.operations[place]
+        if any(t in needed or t in updates for t in op.results):
+            early.append(place)
+            needed.update(op.operands)
+        else:
+            late.append(place)
+    at = [0] * len(graph.operations)
+    for when, place in enumerate((*reversed(early), *reversed(late))):
+        at[place] = when
+    return at
+
+
+def _made_again(facts: Facts, buffers: Iterable[Buffer], remat: Remat) -> dict[int, int]:
+    """Of arrays that remat drops: where they are made again.
+
+    They are made and read in the forward pass of one block alone.
+    """
+    inner: dict[int, str] = {}
+    begins: dict[str, int] = {}
+    for buffer in buffers:
+        if not is_computed_again(facts, buffer.made, remat):
+            continue
+        block = facts.blocks[buffer.made]
+        later = [each for each in buffer.reads if not facts.is_forward[each]]
+        others = [each for each in buffer.reads if facts.is_forward[each]]
+        if later and all(facts.blocks[each] == block for each in others):
+            inner[buffer.tensor] = block
+            begins[block] = min(begins.get(block, later[0]), *later)
+    return {tensor: begins[block] for tensor, block in inner.items()}
+
+
+def is_computed_again(facts: Facts, operation: int, remat: Remat) -> bool:
+    """Whether an operation is done twice: it is in a block of the forward pass.
+
+    Selective remat spares products with weights (Korthikanti et al. 2022).
+    """
+    if remat == "none" or (remat == "selective" and facts.is_of_weights[operation]):
+        return False
+    in_block = facts.is_forward[operation] and bool(facts.blocks[operation])
+    return in_block and facts.has_backward
+
+
+def _on_cpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
+    """Breadth first: each operation as soon as what it reads is there."""
+    graph, facts = problem.graph, facts_of(problem.graph)
+    buffers, depths = buffers_on_cpu(graph)
+    order = sorted(depths, key=lambda place: (depths[place], place))
+    at = {place: when for when, place in enumerate(order)}
+    end = max(len(order) - 1, 0)
+    lifetimes = list(_resting(problem, facts, end))
+    for buffer in buffers:
+        kind, last = facts.kinds[buffer.tensor], max(map(at.__getitem__, buffer.reads), default=0)
+        if kind == "gradient" and zero < 2:
+            last = end  # all are summed over devices at once
+        if kind not in ("update", *_RESTING):
+            first = at[buffer.made]
+            lifetime = Lifetime(problem.piece_of[buffer.tensor], first, max(first, last))
+            lifetimes += [lifetime] * buffer.copies
+    if zero == 3:
+        lifetimes += _gathered(problem, facts, at)
+    return Timeline(
+        len(order), tuple(lifetimes), tuple(at.items()), _ahead([depths[each] for each in order])
+    )
+
+
+def _ahead(depths: Sequence[int]) -> tuple[int, ...]:
+    """Where other micro-batches are meanwhile.
+
+    All run beside each other, step by step. The loss of none but the last is asked for, so that the
+    others go through it in fewer steps: subtraction, exponential and sum are one with its gradient.
+    They hold what is there before as well as after.
+    """
+    taken = np.array(depths, np.int64)
+    return tuple(np.searchsorted(taken, taken + _STEPS_OF_LOSS, side="right") - 1)
+
+
+def _gathered(problem: Compact, facts: Facts, at: Mapping[int, int]) -> Iterator[Lifetime]:
+    """Parameters of level 3 as each device reads them, beside the part that it keeps.
+
+    They are gathered once for the forward and once for the backward pass, and all at the start, as
+    nothing is to be waited for.
+    """
+    last: dict[tuple[int, bool], int] = {}
+    for place, when in at.items():
+        operation = problem.graph.operations[place]
+        if all(facts.kinds[t] == "update" for t in operation.results):
+            continue
+        for t in operation.operands:
+            if facts.kinds[t] == "parameter":
+                key = t, facts.is_forward[place]
+                last[key] = max(last.get(key, 0), when)
+    for (t, _), when in last.items():
+        yield Lifetime(problem.gathered[problem.piece_of[t]], 0, when)
+
+
+_TIMELINES = {"cpu": _on_cpu, "tpu": _on_tpu}
