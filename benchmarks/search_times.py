@@ -23,8 +23,7 @@ from plan_models import JOBS, Job, fresh, ids
 
 import meshwright as mw
 from meshwright.planning.described import describe
-from meshwright.planning.search import Space, plan_step
-from meshwright.planning.search import searching as search
+from meshwright.planning.search import Space, plan_step, search
 from meshwright.planning.search.compact import compact
 from meshwright.planning.traced_graph import graph_of_step
 from meshwright.targets.hardware import hardware_of

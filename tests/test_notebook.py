@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright import notebook
 from meshwright.equivalence.judging import Difference, Equivalence, Gap, Tolerance, UnderMesh
 from meshwright.planning.dry_run import DryRun, Memory
-from meshwright.planning.measured import Measured, SeenCollective
+from meshwright.planning.measurement import Measured, SeenCollective
 from meshwright.planning.search.plan import _EXAMPLE
 from meshwright.targets.target import Target
 

@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     from .launch.spec import ClusterSpec as ClusterSpec
     from .planning.dry_run import DryRun as DryRun
     from .planning.dry_run import dry_run as dry_run
-    from .planning.measured import Measured as Measured
+    from .planning.measurement import Measured as Measured
     from .program import Program as Program
     from .program import TrainState as TrainState
     from .ps.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
@@ -146,7 +146,7 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("DryRun", "dry_run"), "planning.dry_run"),
     **dict.fromkeys(("Plan", "plan"), "frontends.plans"),
     "calibrate": "targets.calibrate",
-    "Measured": "planning.measured",
+    "Measured": "planning.measurement",
     "measure": "frontends.measures",
     **dict.fromkeys(("Program", "TrainState"), "program"),
     "abstract": "frontends.keras.abstract",

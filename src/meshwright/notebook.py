@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .layouts.layout_map import LayoutMap
     from .layouts.mesh import Mesh
     from .planning.beside import Comparison
-    from .planning.measured import Measured
+    from .planning.measurement import Measured
     from .planning.report import DryRun
     from .planning.search.plan import Option, Plan
 
@@ -196,7 +196,7 @@ _VIEWS: dict[str, _View] = {
     "layouts.explain.Explanation": _explanation,
     "planning.report.DryRun": _dry_run,
     "planning.search.plan.Plan": _plan,
-    "planning.measured.Measured": _measured,
+    "planning.measurement.Measured": _measured,
     "planning.beside.Comparison": _comparison,
     "equivalence.judging.Equivalence": _equivalence,
 }

@@ -15,8 +15,8 @@ from .layouts.layout import Layout
 from .layouts.mesh import Mesh, create_mesh
 from .layouts.placement import Placement
 from .planning import Target
-from .planning.asking import watching
 from .planning.changes import compare, notes
+from .planning.compiler_process import watching
 from .planning.dry_run import dry_run
 from .planning.faults import told_as
 from .planning.lock import Lock, lock_of

@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright import _compat
 from meshwright.hlo.collectives import read_collectives
 from meshwright.planning import Compiled, compile_ahead, compile_step
-from meshwright.planning.asking import watching
+from meshwright.planning.compiler_process import watching
 from meshwright.targets import gpu
 from meshwright.testing import run_in_fresh_process
 

@@ -18,9 +18,9 @@ from meshwright import topology
 from meshwright.planning import (
     Compiled,
     Target,
-    asking,
     compile_ahead,
     compile_step,
+    compiler_process,
     most_bytes_at_once,
 )
 from meshwright.testing import run_in_fresh_process
@@ -178,12 +178,12 @@ def test_the_dump_serves_where_the_executable_cannot_be_printed(monkeypatch):
     }
     args = state, abstract(mesh, (64, 512), ["batch", None])
     printed = compile_ahead(jax.jit(replicated_step), args, "v5p:2x2x2")
-    run = asking._run
+    run = compiler_process._run
 
     def cannot_print(folder, target, timeout_s, dump):
         return run(folder, target, timeout_s, dump=True) if dump else {"no_text": True}
 
-    monkeypatch.setattr(asking, "_run", cannot_print)
+    monkeypatch.setattr(compiler_process, "_run", cannot_print)
     dumped = compile_ahead(jax.jit(replicated_step), args, "v5p:2x2x2")
     assert dumped.collectives == printed.collectives
     assert len(dumped.collectives) > 0

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import meshwright as mw
 from meshwright.cli import main
 from meshwright.frontends.keras.abstract import abstract
-from meshwright.planning.measured import Measured
+from meshwright.planning.measurement import Measured
 from meshwright.targets import gpu
 
 ROWS, IO, HIDDEN = 64, 16, 32

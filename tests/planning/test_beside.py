@@ -20,7 +20,7 @@ from meshwright.cli import main
 from meshwright.frontends import measures
 from meshwright.planning import Target
 from meshwright.planning.dry_run import DryRun, Memory
-from meshwright.planning.measured import SeenCollective
+from meshwright.planning.measurement import SeenCollective
 from meshwright.planning.measuring import kept
 from meshwright.planning.profiled import Event, collectives_seen
 from meshwright.targets import calibrate

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from small_graphs import transformer
 
-from meshwright.planning.search import Choices, Space
-from meshwright.planning.search import searching as search
+from meshwright.planning.search import Choices, Space, search
+from meshwright.planning.search.clique_tables import tables_of
 from meshwright.planning.search.compact import compact
 from meshwright.planning.search.eliminate import Elimination
 from meshwright.planning.search.frame import frame_of
-from meshwright.planning.search.model import tables_of
-from meshwright.planning.search.relaxed import relaxed
+from meshwright.planning.search.lagrangian import relaxed
 from meshwright.planning.search.setting import setting_of
 from meshwright.planning.search.solve import GAP, solve_time
 from meshwright.targets.hardware import hardware_of

@@ -16,7 +16,7 @@ from keras import layers
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.jaxprs.lines import Lines, SourceLine, number_in
-from meshwright.planning import Target, asking
+from meshwright.planning import Target, compiler_process
 from meshwright.planning.ahead import _exported
 from meshwright.planning.described import describe
 
@@ -71,8 +71,10 @@ def test_a_collective_knows_its_line_and_one_that_moves_is_not_compiled_again(
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     compiled = []
-    run = asking._ask
-    monkeypatch.setattr(asking, "_ask", lambda *asked: compiled.append(asked) or run(*asked))
+    run = compiler_process._ask
+    monkeypatch.setattr(
+        compiler_process, "_ask", lambda *asked: compiled.append(asked) or run(*asked)
+    )
 
     def report(file: str, above: str) -> mw.DryRun:
         program = program_of(loss_in(tmp_path / file, above))

@@ -21,7 +21,7 @@ from meshwright.planning import compile_ahead
 from meshwright.planning.described import describe
 from meshwright.planning.estimate import estimate
 from meshwright.planning.search import Choices, Option, Plan, cost, plan_step, solve
-from meshwright.planning.search.verified import verified
+from meshwright.planning.search.verification import verified
 from meshwright.targets.hardware import Hardware, Link
 from meshwright.units import bytes_text, seconds_text
 

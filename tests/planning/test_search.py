@@ -20,8 +20,7 @@ import meshwright as mw
 from meshwright.errors import DivisibilityError, LayoutError, TargetError
 from meshwright.hlo.links import links_of
 from meshwright.layouts.zero import share_out
-from meshwright.planning.search import Choices, Layouts, Space, cost
-from meshwright.planning.search import searching as search
+from meshwright.planning.search import Choices, Layouts, Space, cost, search
 from meshwright.planning.search.compact import compact
 from meshwright.planning.search.facts import facts_of
 from meshwright.planning.search.meshes import meshes

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import LayoutError, ModelError
 from ..layouts.placement import Placement
-from ..planning.measured import Measured
+from ..planning.measurement import Measured
 from ..planning.measuring import kept, measure_step
 from ..program import Batch, Program
 from ..run import Trainer

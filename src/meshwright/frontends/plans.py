@@ -17,7 +17,7 @@ from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import plan_step
 from ..planning.search.solve import require_solver
 from ..planning.search.space import Objective
-from ..planning.search.verified import NoReport, Report
+from ..planning.search.verification import NoReport, Report
 from ..planning.traced_graph import graph_of_step
 from ..program import Batch, Program
 from ..targets.hardware import Hardware

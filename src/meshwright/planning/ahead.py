@@ -23,7 +23,7 @@ from ..jaxprs.lines import Lines, SourceLine, noting
 from ..step.accumulate import accumulating_on
 from ..targets import gpu
 from ..targets.target import Target
-from .asking import ask
+from .compiler_process import ask
 from .described import Described, Describes, describe
 from .faults import tracing
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..hlo.links import collective_s, links_of
 from ..units import bytes_text, seconds_text, share_text
 from ..views import Viewable
-from .measured import Measured, SeenCollective
+from .measurement import Measured, SeenCollective
 from .tables import laid_out
 
 if TYPE_CHECKING:

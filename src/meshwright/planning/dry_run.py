@@ -94,7 +94,11 @@ def _report(
     timeout_s: float,
 ) -> DryRun:
     if why := not_compiled(target, compile):
-        return _analytic(model, batch, strategy, described, target, hardware, why)
+        from .analytic import report_of  # the planner's model, which a compiler needs not
+
+        if target.platform == "cuda":
+            gpu.topology_of(target)  # raises for nodes that are not built
+        return report_of(model, batch, strategy, described, target, hardware, why)
     if blocks == "whole":
         return _whole(described, target, hardware, timeout_s)
     with tracing(described.name):
@@ -115,23 +119,6 @@ def not_compiled(target: Target, is_asked: bool = True) -> str:
         return gpu.NOT_INSTALLED.format(target)
     said = "compile=False (--no-compile) was given; leave it out to have the step compiled for"
     return "" if is_asked else f"{said} {target}"
-
-
-def _analytic(
-    model: Any,
-    batch: Batch,
-    strategy: Describes | Placement,
-    described: Described,
-    target: Target,
-    hardware: Hardware,
-    why: str,
-) -> DryRun:
-    """The report on a step that is not compiled."""
-    from .analytic import report_of  # the planner's model, which a compiler needs not
-
-    if target.platform == "cuda":
-        gpu.topology_of(target)  # raises for nodes that are not built
-    return report_of(model, batch, strategy, described, target, hardware, why)
 
 
 def _check_devices(strategy: Describes | Placement, target: Target) -> None:

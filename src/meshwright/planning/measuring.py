@@ -13,7 +13,7 @@ import numpy as np
 
 from ..hlo.groups import Axes
 from ..program import TrainState
-from .measured import Measured, SeenCollective
+from .measurement import Measured, SeenCollective
 from .profiled import collectives_seen, events_in
 
 _WARM = 2  # steps that are not counted: the first fills caches

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..hlo.costs import read_costs
 from ..hlo.groups import Axes
-from .measured import SeenCollective
+from .measurement import SeenCollective
 
 
 class Event(NamedTuple):

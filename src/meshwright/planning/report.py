@@ -19,7 +19,7 @@ from .ahead import Compiled
 from .beside import Comparison, beside
 from .blocks import Blocks
 from .estimate import Estimate
-from .measured import Measured
+from .measurement import Measured
 from .pair import Pair
 from .throughput import Fed, Price, per_s, price
 

@@ -11,8 +11,8 @@ from ...hlo.schedule import Clock, Times
 from ...targets.hardware import Hardware
 from ...targets.target import Target
 from ..estimate import Estimate, Heavy, Sums, with_shares
-from .deeds import Deed
-from .laid import Laid
+from .assignment import Assignment
+from .operation_costs import OperationCost
 
 _HEAVIEST = 10
 _ALWAYS = (
@@ -23,20 +23,22 @@ _ALWAYS = (
 )
 
 
-def estimate_of(laid: Laid, deeds: Sequence[Deed], target: Target, hardware: Hardware) -> Estimate:
+def estimate_of(
+    assignment: Assignment, costs: Sequence[OperationCost], target: Target, hardware: Hardware
+) -> Estimate:
     """The estimate of a step, all of whose work is known."""
-    links = links_of(target, hardware, laid.setting.axes)
+    links = links_of(target, hardware, assignment.setting.axes)
     clock = Clock(hardware, target.platform, links)
-    missing, times = laid.setting.missing, _times(deeds)
-    talk = _communication(deeds)
+    missing, times = assignment.setting.missing, _times(costs)
+    talk = _communication(costs)
     found = Estimate(
         target=target,
         hardware=hardware.name,
-        flops=sum(each.done.flops for each in deeds),
-        recompute_flops=sum(map(_again, deeds)),
-        bytes=round(sum(each.done.bytes for each in deeds)),
-        compute_s=None if missing else sum(each.done.flops_s for each in deeds),
-        memory_s=None if missing else sum(each.done.bytes_s for each in deeds),
+        flops=sum(each.work.flops for each in costs),
+        recompute_flops=sum(map(_again, costs)),
+        bytes=round(sum(each.work.bytes for each in costs)),
+        compute_s=None if missing else sum(each.work.flops_s for each in costs),
+        memory_s=None if missing else sum(each.work.bytes_s for each in costs),
         communication_s=tuple((axes, None if missing else time_s) for axes, time_s in talk),
         waiting_s=times.waiting,
         overlap_s=0.0,
@@ -44,84 +46,84 @@ def estimate_of(laid: Laid, deeds: Sequence[Deed], target: Target, hardware: Har
         mfu=None,
         bound_by=None,
         replicated_share=None,
-        heaviest=_heaviest(deeds, bool(missing)),
-        layers=_layers(deeds),
+        heaviest=_heaviest(costs, bool(missing)),
+        layers=_layers(costs),
         assumptions=(*(f"{link}." for link in links if link.size > 1), *_ALWAYS),
         missing=missing,
-        sums=_sums(deeds, target.num_devices, times),
+        sums=_sums(costs, target.num_devices, times),
         peak_flops_per_s=clock.peak("bfloat16", "") or clock.peak("float32", ""),
     )
     return with_shares(found)
 
 
-def _sums(deeds: Iterable[Deed], count: int, times: Times) -> Sums:
+def _sums(costs: Iterable[OperationCost], count: int, times: Times) -> Sums:
     own = split = done = 0.0
-    for each in deeds:
+    for each in costs:
         own += 0.0 if each.phase == "recompute" else each.whole_flops
         split += (2 if each.again else 1) * each.whole_flops
-        done += each.done.flops
+        done += each.work.flops
     return Sums(own / count, split / count, done, times)
 
 
-def _times(deeds: Iterable[Deed]) -> Times:
+def _times(costs: Iterable[OperationCost]) -> Times:
     """Where the time goes, one thing after the other."""
     times = Times()
-    for each in deeds:
-        of_flops = each.done.flops_s >= each.done.bytes_s
-        times.compute += each.done.time_s if of_flops else 0.0
-        times.memory += 0.0 if of_flops else each.done.time_s
+    for each in costs:
+        of_flops = each.work.flops_s >= each.work.bytes_s
+        times.compute += each.work.time_s if of_flops else 0.0
+        times.memory += 0.0 if of_flops else each.work.time_s
         times.waiting += _talk_s(each)
     times.length = times.compute + times.memory + times.waiting
     return times
 
 
-def _talk_s(deed: Deed) -> float:
-    return sum(each.count * each.time_s for each in deed.done.said)
+def _talk_s(cost: OperationCost) -> float:
+    return sum(each.count * each.time_s for each in cost.work.collectives)
 
 
-def _again(deed: Deed) -> float:
+def _again(cost: OperationCost) -> float:
     """FLOPs that are done again for the backward pass."""
-    if deed.phase == "recompute":
-        return deed.done.flops
-    return deed.done.flops / 2 if deed.again else 0.0
+    if cost.phase == "recompute":
+        return cost.work.flops
+    return cost.work.flops / 2 if cost.again else 0.0
 
 
-def _communication(deeds: Iterable[Deed]) -> tuple[tuple[tuple[str, ...], float], ...]:
+def _communication(costs: Iterable[OperationCost]) -> tuple[tuple[tuple[str, ...], float], ...]:
     """Seconds over each set of axes, the longest first."""
     found: dict[tuple[str, ...], float] = defaultdict(float)
-    for deed in deeds:
-        for each in deed.done.said:
+    for cost in costs:
+        for each in cost.work.collectives:
             found[each.axes] += each.count * each.time_s
     return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-def _heaviest(deeds: Iterable[Deed], is_timeless: bool) -> tuple[Heavy, ...]:
+def _heaviest(costs: Iterable[OperationCost], is_timeless: bool) -> tuple[Heavy, ...]:
     every = [
         Heavy(
             name=each.variable,
             opcode=each.kind,
             layer=each.layer or each.variable,
             phase=each.phase,
-            count=each.done.count,
-            flops=each.done.flops,
-            bytes=round(each.done.bytes),
-            time_s=0.0 if is_timeless else each.done.time_s + _talk_s(each),
+            count=each.work.count,
+            flops=each.work.flops,
+            bytes=round(each.work.bytes),
+            time_s=0.0 if is_timeless else each.work.time_s + _talk_s(each),
         )
-        for each in deeds
+        for each in costs
     ]
     every.sort(key=lambda heavy: (-heavy.time_s, -heavy.flops, -heavy.bytes))
     return tuple(every[:_HEAVIEST])
 
 
-def _layers(deeds: Iterable[Deed]) -> tuple[LayerCost, ...]:
+def _layers(costs: Iterable[OperationCost]) -> tuple[LayerCost, ...]:
     """The work of each layer, the most of it first."""
     flops: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     nbytes: dict[str, float] = defaultdict(float)
-    for each in deeds:
+    for each in costs:
         again = _again(each)
         flops[each.layer]["recompute"] += again
-        flops[each.layer][each.phase] += each.done.flops - again
-        nbytes[each.layer] += each.done.bytes
+        flops[each.layer][each.phase] += each.work.flops - again
+        nbytes[each.layer] += each.work.bytes
     found = [
         LayerCost(
             layer=layer,

@@ -15,9 +15,9 @@ from ..reading import sizes
 from ..report import DryRun, Memory
 from ..search.cost import cost_of
 from ..search.terms import resting_bytes
-from .deeds import deeds_of, transfers_of
+from .assignment import Assignment, assignment_of, graph_alone
 from .estimate import estimate_of
-from .laid import Laid, graph_alone, laid_out
+from .operation_costs import operation_costs, transfers_of
 
 _RESTING = ("parameter", "slot", "state", "input")
 _PEAK_IS = "the planner's model: arrays alive at one time"
@@ -40,13 +40,13 @@ def report_of(
     """
     graph = graph_alone(model, batch, strategy, described)
     try:
-        laid = laid_out(graph, described, target, hardware)
+        assignment = assignment_of(graph, described, target, hardware)
     except LayoutError as error:
         raise TargetError(
             f"{why}. Without a compiler only the planner's estimate is possible, and it failed for "
             f"{described.name!r}:\n{error}"
         ) from error
-    deeds = deeds_of(laid, described.placement)
+    costs = operation_costs(assignment, described.placement)
     known = sizes(described)
     return DryRun(
         name=described.name,
@@ -54,61 +54,61 @@ def report_of(
         axes=described.mesh.axes,
         memory=Memory(
             **known,
-            peak_bytes=_peak(laid, known),
+            peak_bytes=_peak(assignment, known),
             peak_is=_PEAK_IS,
             available_bytes=hardware.memory_bytes,
         ),
-        collectives=transfers_of(deeds, _dtypes(described.placed)),
-        estimate=estimate_of(laid, deeds, target, hardware),
-        notes=_notes(laid, described),
+        collectives=transfers_of(costs, _dtypes(described.placed)),
+        estimate=estimate_of(assignment, costs, target, hardware),
+        notes=_notes(assignment, described),
         placed=described.placed,
         hardware=hardware,
         not_compiled=why,
     )
 
 
-def _notes(laid: Laid, described: Described) -> tuple[str, ...]:
-    said = []
-    if laid.kept:
-        said.append(
+def _notes(assignment: Assignment, described: Described) -> tuple[str, ...]:
+    notes = []
+    if assignment.kept:
+        notes.append(
             "where a variable lies whole and its dims do not, it is taken to be cut for nothing; a "
             "compiler may gather what it meets instead"
         )
-    if laid.shared:
-        said.append(
+    if assignment.shared:
+        notes.append(
             "variables that lie along the axes of the batch's rows are taken to be gathered before "
             "they are used, as by ZeRO 3; a compiler may sum partial results instead"
         )
     if described.how.sums is not None:
-        said.append("gradients are counted in the type that they are computed in")
-    return tuple(said)
+        notes.append("gradients are counted in the type that they are computed in")
+    return tuple(notes)
 
 
-def _peak(laid: Laid, known: dict[str, int]) -> int:
+def _peak(assignment: Assignment, known: dict[str, int]) -> int:
     """That of the model, in which state and inputs lie as their dims do, with how they lie."""
-    problem = laid.problem
+    problem = assignment.problem
     modelled = sum(
-        int(resting_bytes(laid.lay, problem.pieces[problem.piece_of[place]])[0])
+        int(resting_bytes(assignment.lay, problem.pieces[problem.piece_of[place]])[0])
         for place, tensor in enumerate(problem.graph.tensors)
         if tensor.role in _RESTING
     )
     exact = sum(known.values()) - known["gradient_bytes"]
-    peak = cost_of(problem, laid.setting, laid.masks, laid.choices).peak_bytes
-    return max(peak - modelled, _at_end(laid)) + exact
+    peak = cost_of(problem, assignment.setting, assignment.masks, assignment.choices).peak_bytes
+    return max(peak - modelled, _at_end(assignment)) + exact
 
 
-def _at_end(laid: Laid) -> int:
+def _at_end(assignment: Assignment) -> int:
     """Gradients, and new values that cannot be written over the old ones, as those are larger."""
-    if not laid.kept:
+    if not assignment.kept:
         return 0
-    problem = laid.problem
-    new = [problem.pieces[problem.piece_of[each.tensor]] for each in laid.kept]
+    problem = assignment.problem
+    new = [problem.pieces[problem.piece_of[each.tensor]] for each in assignment.kept]
     gradients = [
         problem.pieces[problem.piece_of[place]]
         for place, tensor in enumerate(problem.graph.tensors)
         if tensor.role == "parameter"
     ]
-    return sum(int(resting_bytes(laid.lay, each)[0]) for each in (*new, *gradients))
+    return sum(int(resting_bytes(assignment.lay, each)[0]) for each in (*new, *gradients))
 
 
 def _dtypes(placed: Sequence[Placed]) -> dict[int, str]:

@@ -23,14 +23,14 @@ import numpy as np
 from ...hlo.groups import Axes
 from ...targets.hardware import Hardware
 from ...targets.target import Target
-from .answers import Candidate, in_words, plain
+from .candidates import Candidate, in_words, plain
 from .choices import DATA_PARALLEL, FSDP, FSDP_TENSOR, TENSOR_PARALLEL, Choices
+from .clique_tables import Tables, tables_of
 from .compact import Compact
 from .cost import cost_of, divides, masks_of
 from .frame import Options, frame_of
+from .lagrangian import relaxed
 from .meshes import meshes
-from .model import Tables, tables_of
-from .relaxed import relaxed
 from .setting import Setting, setting_of
 from .space import EVERYTHING, Objective, Space
 

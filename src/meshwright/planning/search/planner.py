@@ -14,17 +14,17 @@ from ...targets.hardware import Hardware, hardware_of
 from ...targets.target import Target
 from ..described import Described
 from ..graph import Graph
-from .answers import Candidate
-from .beside import plainer
+from .branch_and_bound import SearchResult, search
+from .candidates import Candidate
 from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
 from .classics import Classics, classics
 from .compact import Compact, compact
-from .misses import no_plan, none_in_time
+from .infeasible import no_plan, none_in_time
+from .plain_layouts import plainer
 from .plan import Option, Plan
-from .searching import Found, search
 from .setting import setting_of
 from .space import Objective, Space
-from .verified import DryRunOf, verified
+from .verification import DryRunOf, verified
 from .words import reasons
 
 
@@ -157,7 +157,7 @@ class _Question:
         """The best plans that hold at most ``limit_bytes``, if there are any."""
         return self._plans(self._search(limit_bytes), limit_bytes)
 
-    def _search(self, limit_bytes: int | None) -> Found:
+    def _search(self, limit_bytes: int | None) -> SearchResult:
         return search(
             self.graph,
             self.target,
@@ -170,12 +170,12 @@ class _Question:
             known=self._classics.values(),
         )
 
-    def _plans(self, found: Found, limit_bytes: int | None) -> list[Plan]:
+    def _plans(self, found: SearchResult, limit_bytes: int | None) -> list[Plan]:
         best = found.candidates
         if self.verify and best:
             best = best[: self.verify]
             best = [*best, *self._plainer(best, limit_bytes)]
-        return self._told(best, found)
+        return self._plans_from(best, found)
 
     def _plainer(self, best: Sequence[Candidate], within: int | None) -> list[Candidate]:
         """What is verified beside the best, as far as the space has it."""
@@ -203,7 +203,7 @@ class _Question:
     def _parallel(self) -> Candidate | None:
         return self._classics.get(DATA_PARALLEL)
 
-    def _told(self, candidates: Sequence[Candidate], found: Found) -> list[Plan]:
+    def _plans_from(self, candidates: Sequence[Candidate], found: SearchResult) -> list[Plan]:
         """Plans of what was found."""
         graph, target, hardware, parallel = self.graph, self.target, self.hardware, self._parallel
         problem = compact(graph, target.platform)
@@ -268,7 +268,7 @@ def _layouts(problem: Compact, layouts: Layouts) -> tuple[tuple[str, Any], ...]:
 
 
 def _notes(
-    target: Target, candidate: Candidate, parallel: Candidate | None, found: Found
+    target: Target, candidate: Candidate, parallel: Candidate | None, found: SearchResult
 ) -> tuple[str, ...]:
     said = []
     used = 1

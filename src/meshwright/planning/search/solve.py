@@ -15,8 +15,8 @@ import numpy as np
 
 from ...errors import PlanError
 from ...extras import require
-from .model import Clique, Tables
-from .relaxed import Relaxed
+from .clique_tables import Clique, Tables
+from .lagrangian import Relaxed
 
 _STEPS = 10**9  # into which the largest time is cut: the solver wants whole numbers
 GAP = 0.002  # of the objective: closer than the model is
@@ -97,7 +97,7 @@ class _Task:
     unit_s: float = 1.0
     top: Any = None
     solver: Any = None
-    told: set[int] = field(default_factory=set)
+    limited: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         cp_model = solver_module()
@@ -153,9 +153,9 @@ class _Task:
 
     def limit(self, moment: int, limit_bytes: int | None) -> bool:
         """Demand that a moment keeps within the limit; whether that is new."""
-        if moment in self.told:
+        if moment in self.limited:
             return False
-        self.told.add(moment)
+        self.limited.add(moment)
         counts = self.tables.alive[moment]
         held: list[tuple[Any, int]] = []
         for clique, rows in zip(self.tables.cliques, self.rows, strict=True):

@@ -17,13 +17,13 @@ from ...layouts.placement import Placement
 from ..graph import Graph, Operation
 from ..search.facts import facts_of
 from ..search.terms import Lay, Talk, parameter_talks, runs_of, shards, talks_of, work_done
-from .laid import Kept, Laid
+from .assignment import Assignment, Kept
 
 _OF_UPDATE = ("update", "parameter", "slot")
 
 
 @dataclass(frozen=True)
-class Said:
+class CollectiveCost:
     """A collective: the bytes of one device and the seconds are those of each time."""
 
     kind: str
@@ -34,7 +34,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Done:
+class DeviceWork:
     """What all runs of an operation take in one step of one device."""
 
     count: int
@@ -42,7 +42,7 @@ class Done:
     bytes: float
     flops_s: float
     bytes_s: float
-    said: tuple[Said, ...]
+    collectives: tuple[CollectiveCost, ...]
 
     @property
     def time_s(self) -> float:
@@ -51,13 +51,13 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Deed:
+class OperationCost:
     """An operation in the words of the model, or what is gathered of a variable."""
 
     kind: str
     layer: str
     phase: str
-    done: Done
+    work: DeviceWork
     again: bool = False  # half of it is done for the backward pass
     variable: str = ""
     remedy: str = ""
@@ -65,28 +65,28 @@ class Deed:
     whole_flops: float = 0.0  # of all devices, were nothing done twice
 
 
-def deeds_of(laid: Laid, placement: Placement) -> tuple[Deed, ...]:
+def operation_costs(assignment: Assignment, placement: Placement) -> tuple[OperationCost, ...]:
     """The operations of a step in the order of its trace, and what ZeRO and the layout gather."""
-    gathers = tuple(_shared(laid))
-    first = laid.choices.zero == 3
+    gathers = tuple(_shared(assignment))
+    first = assignment.choices.zero == 3
     begin, end = (gathers, ()) if first else ((), gathers)
-    kept = [_gathered(laid, each, placement) for each in laid.kept]
-    return (*begin, *_operations(laid), *end, *kept)
+    kept = [_gathered(assignment, each, placement) for each in assignment.kept]
+    return (*begin, *_operations(assignment), *end, *kept)
 
 
-def _operations(laid: Laid) -> Iterator[Deed]:
-    problem = laid.problem
+def _operations(assignment: Assignment) -> Iterator[OperationCost]:
+    problem = assignment.problem
     graph, facts = problem.graph, facts_of(problem.graph)
-    known = [_done(laid, place) for place in range(len(problem.works))]
+    device_work = [_device_work(assignment, place) for place in range(len(problem.works))]
     for place, operation in enumerate(graph.operations):
         work = problem.works[problem.work_of[place]]
         touched = (*operation.results, *operation.operands)
-        yield Deed(
+        yield OperationCost(
             kind=operation.kind,
             layer=operation.path,
             phase=_phase(graph, operation, facts.kinds, facts.is_forward[place]),
-            done=known[problem.work_of[place]],
-            again=laid.choices.remat in work.again,
+            work=device_work[problem.work_of[place]],
+            again=assignment.choices.remat in work.again,
             itemsize=graph.tensors[touched[0]].itemsize if touched else 0,
             whole_flops=operation.flops * operation.times,
         )
@@ -101,79 +101,87 @@ def _phase(graph: Graph, operation: Operation, kinds: tuple[str, ...], is_forwar
     return "other" if made and all(kinds[each] in _OF_UPDATE for each in made) else "backward"
 
 
-def _done(laid: Laid, place: int) -> Done:
-    lay, setting, work = laid.lay, laid.setting, laid.problem.works[place]
+def _device_work(assignment: Assignment, place: int) -> DeviceWork:
+    lay, setting, work = assignment.lay, assignment.setting, assignment.problem.works[place]
     if work.is_free:
-        return Done(runs_of(lay, work), 0.0, 0.0, 0.0, 0.0, ())
+        return DeviceWork(runs_of(lay, work), 0.0, 0.0, 0.0, 0.0, ())
     runs = runs_of(lay, work)
     flops, moved = (runs * float(each[0]) for each in work_done(lay, work))
-    return Done(
+    return DeviceWork(
         count=runs,
         flops=flops,
         bytes=moved,
         flops_s=flops * setting.seconds_per_flop.get(work.dtype, 0.0),
         bytes_s=moved * setting.seconds_per_byte,
-        said=tuple(_said(laid, lay, talks_of(lay, work), runs)),
+        collectives=tuple(_collectives(assignment, lay, talks_of(lay, work), runs)),
     )
 
 
-def _said(laid: Laid, lay: Lay, talks: Iterable[Talk], runs: int = 1) -> Iterator[Said]:
+def _collectives(
+    assignment: Assignment, lay: Lay, talks: Iterable[Talk], runs: int = 1
+) -> Iterator[CollectiveCost]:
     """The collectives that more than one device take part in."""
     for each in talks:
         mask, nbytes = int(np.asarray(each.over)[0]), float(each.nbytes[0])
         if mask and nbytes:
             time_s = nbytes * lay.setting.rate_s_per_byte[each.kind][mask]
             time_s += lay.setting.delay_s[each.kind][mask]
-            yield Said(each.kind, laid.named(mask), nbytes, runs * each.times, float(time_s))
+            yield CollectiveCost(
+                each.kind, assignment.named(mask), nbytes, runs * each.times, float(time_s)
+            )
 
 
-def _shared(laid: Laid) -> Iterator[Deed]:
+def _shared(assignment: Assignment) -> Iterator[OperationCost]:
     """What ZeRO gathers of parameters."""
-    problem = laid.problem
+    problem = assignment.problem
     for place, tensor in enumerate(problem.graph.tensors):
-        is_shared = laid.shared is None or tensor.path in laid.shared
-        if tensor.role == "parameter" and laid.choices.zero and is_shared:
-            talks = parameter_talks(laid.lay, problem.pieces[problem.piece_of[place]])
-            if said := tuple(_said(laid, laid.lay, talks)):
-                phase = "forward" if laid.choices.zero == 3 else "other"
-                yield _of_variable(tensor.path, phase, said, tensor.itemsize)
+        is_shared = assignment.shared is None or tensor.path in assignment.shared
+        if tensor.role == "parameter" and assignment.choices.zero and is_shared:
+            talks = parameter_talks(assignment.lay, problem.pieces[problem.piece_of[place]])
+            if collectives := tuple(_collectives(assignment, assignment.lay, talks)):
+                phase = "forward" if assignment.choices.zero == 3 else "other"
+                yield _of_variable(tensor.path, phase, collectives, tensor.itemsize)
 
 
-def _gathered(laid: Laid, kept: Kept, placement: Placement) -> Deed:
+def _gathered(assignment: Assignment, kept: Kept, placement: Placement) -> OperationCost:
     """What is new of a variable that lies in larger pieces than its dims."""
     info = kept.placed.info
-    names = [name for name, _ in laid.setting.axes]
+    names = [name for name, _ in assignment.setting.axes]
     mask = sum(1 << names.index(axis) for axis in kept.axes)
-    piece = laid.problem.pieces[laid.problem.piece_of[kept.tensor]]
-    held = piece.nbytes / shards(laid.lay, piece) * laid.setting.size_of[mask]
-    said = tuple(_said(laid, laid.lay, [Talk("all-gather", np.array([mask]), held, 1, piece)]))
+    piece = assignment.problem.pieces[assignment.problem.piece_of[kept.tensor]]
+    held = piece.nbytes / shards(assignment.lay, piece) * assignment.setting.size_of[mask]
+    collectives = tuple(
+        _collectives(
+            assignment, assignment.lay, [Talk("all-gather", np.array([mask]), held, 1, piece)]
+        )
+    )
     array = Array(info.dtype, kept.placed.layout.local_dims(info.dims), 8 * info.itemsize)
     like = Collective("all-gather", (array,), (), kept.axes, 1, "", 0, 0, gathered_dim=kept.dim)
     words = remedy(like, Origin("", "other"), None, kept.placed, (), placement)
-    return _of_variable(info.path, "other", said, info.itemsize, words)
+    return _of_variable(info.path, "other", collectives, info.itemsize, words)
 
 
 def _of_variable(
-    path: str, phase: str, said: tuple[Said, ...], itemsize: int, remedy: str = ""
-) -> Deed:
-    done = Done(sum(each.count for each in said), 0.0, 0.0, 0.0, 0.0, said)
-    return Deed("gather", "", phase, done, variable=path, remedy=remedy, itemsize=itemsize)
+    path: str, phase: str, collectives: tuple[CollectiveCost, ...], itemsize: int, remedy: str = ""
+) -> OperationCost:
+    work = DeviceWork(sum(each.count for each in collectives), 0.0, 0.0, 0.0, 0.0, collectives)
+    return OperationCost("gather", "", phase, work, variable=path, remedy=remedy, itemsize=itemsize)
 
 
-def transfers_of(deeds: Iterable[Deed], dtypes: dict[int, str]) -> tuple[Transfer, ...]:
+def transfers_of(costs: Iterable[OperationCost], dtypes: dict[int, str]) -> tuple[Transfer, ...]:
     """The collectives in the report's words; ``dtypes`` maps an element's bytes to its type."""
     return tuple(
         Transfer(
-            kind=said.kind,
-            axes=said.axes,
-            bytes_per_device=math.ceil(said.nbytes),
-            count=said.count,
-            paths=(deed.layer,) if deed.layer else (),
-            phases=(deed.phase,),
-            dtypes=(dtypes[deed.itemsize],) if deed.itemsize in dtypes else (),
-            variables=(deed.variable,) if deed.variable else (),
-            remedy=deed.remedy,
+            kind=collective.kind,
+            axes=collective.axes,
+            bytes_per_device=math.ceil(collective.nbytes),
+            count=collective.count,
+            paths=(cost.layer,) if cost.layer else (),
+            phases=(cost.phase,),
+            dtypes=(dtypes[cost.itemsize],) if cost.itemsize in dtypes else (),
+            variables=(cost.variable,) if cost.variable else (),
+            remedy=cost.remedy,
         )
-        for deed in deeds
-        for said in deed.done.said
+        for cost in costs
+        for collective in cost.work.collectives
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ...targets.hardware import Hardware
 from ...targets.target import Target
-from .answers import Candidate
+from .candidates import Candidate
 from .choices import EVERY_REMAT, Choices, Layouts
 from .compact import Compact
 from .cost import cost_of, divides, masks_of

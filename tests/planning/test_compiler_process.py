@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.planning import asking, cache, compile_ahead
+from meshwright.planning import cache, compile_ahead, compiler_process
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def asked(monkeypatch):
         zeros = dict.fromkeys(("argument", "output", "donated", "temporary", "peak", "code"), 0)
         return {"memory": {f"{name}_bytes": number for name, number in zeros.items()}}
 
-    monkeypatch.setattr(asking, "_run", answer)
+    monkeypatch.setattr(compiler_process, "_run", answer)
     return targets
 
 
@@ -55,7 +55,7 @@ def test_the_same_step_is_compiled_once_and_gives_the_same_answer(kept, monkeypa
     def refuse(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(asking, "_started", refuse)
+    monkeypatch.setattr(compiler_process, "_started", refuse)
     assert compiled() == first
     with pytest.raises(AssertionError, match="a process was started"):
         compiled(jnp.max)
@@ -112,7 +112,7 @@ def test_a_failure_is_kept_only_if_it_is_one_of_memory(kept, monkeypatch):
         tries.append(said[len(tries)])
         return {"error": tries[-1]}
 
-    monkeypatch.setattr(asking, "_run", answer)
+    monkeypatch.setattr(compiler_process, "_run", answer)
     with pytest.raises(mw.CompileError, match="host trouble"):
         compiled()
     for _ in range(2):
@@ -140,10 +140,10 @@ def test_what_was_not_used_for_longest_makes_room(kept, monkeypatch):
 WAITS = """
     import os, signal, sys
     from pathlib import Path
-    from meshwright.planning import Target, asking
+    from meshwright.planning import Target, compiler_process
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run unattended
     folder = Path(sys.argv[1])
-    asking._run(folder, Target.of("cpu:1"), 600.0, dump=False)
+    compiler_process._run(folder, Target.of("cpu:1"), 600.0, dump=False)
     """
 
 
@@ -195,6 +195,6 @@ def test_no_process_is_left_when_the_one_that_asks_is_stopped(tmp_path, how):
 
 def test_how_a_process_ended_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    answer = asking._run(tmp_path, asking.Target.of("cpu:1"), 60.0, dump=False)
+    answer = compiler_process._run(tmp_path, compiler_process.Target.of("cpu:1"), 60.0, dump=False)
     assert answer == {"error": "the compiling process ended with 1.\n"}
-    assert "host runs out of memory" in asking._how_it_ended(-signal.SIGKILL)
+    assert "host runs out of memory" in compiler_process._how_it_ended(-signal.SIGKILL)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from .choices import Choices, Cost, Layouts
+from .clique_tables import Tables
 from .compact import Compact
-from .model import Tables
 
 
 class Candidate(NamedTuple):

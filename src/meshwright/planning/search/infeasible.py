@@ -10,10 +10,10 @@ from ...targets.hardware import Hardware
 from ...targets.target import Target
 from ...units import bytes_text
 from ..graph import Graph, GraphTensor
-from .answers import Candidate
+from .branch_and_bound import search
+from .candidates import Candidate
 from .choices import EVERY_REMAT
 from .facts import batch_dim
-from .searching import search
 from .space import Space
 
 _TRY_S = 3.0  # for each change that is tried

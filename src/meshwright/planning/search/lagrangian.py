@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .clique_tables import Tables
 from .eliminate import Elimination
-from .model import Tables
 
 _MOMENTS = 4  # that are looked at
 _PRICES = 20  # that are tried of each

@@ -22,10 +22,10 @@ from ...targets.target import Target
 from ..described import Described, Describes, of_program
 from ..faults import tracing
 from ..graph import Graph
-from ..search.beside import rows_of_tables
 from ..search.choices import EVERY_REMAT, Choices, remat_of
 from ..search.compact import Compact, compact
 from ..search.cost import faults_of
+from ..search.plain_layouts import rows_of_tables
 from ..search.setting import Setting, setting_of
 from ..search.terms import Lay
 from ..traced_graph import graph_of_step, input_path
@@ -48,7 +48,7 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
+class Assignment:
     """A step under a layout: ``masks`` are sets of axes, of the units of ``problem``.
 
     ``shared`` are the paths of variables that lie along axes of the batch's rows, as all do by
@@ -102,7 +102,9 @@ def _joined(batch: Batch, count: int) -> Batch:
     return jax.tree.map(shape, batch)
 
 
-def laid_out(graph: Graph, described: Described, target: Target, hardware: Hardware) -> Laid:
+def assignment_of(
+    graph: Graph, described: Described, target: Target, hardware: Hardware
+) -> Assignment:
     """A step's graph under the layout that it is described for.
 
     A dim lies along the axes that any variable or input has it along. Where that cannot be, as
@@ -113,14 +115,14 @@ def laid_out(graph: Graph, described: Described, target: Target, hardware: Hardw
     axes = tuple((name, size) for name, size in described.mesh.axes if size > 1)
     lies = _lies(described, axes)
     try:
-        return _laid(graph, described, target, hardware, lies)
+        return _assigned(graph, described, target, hardware, lies)
     except LayoutError:
         apart = _without_rows(lies, described)
         if apart == lies:
             raise
         shared = frozenset(path for path, dims in apart.items() if dims != lies[path])
         with contextlib.suppress(LayoutError):
-            return _laid(graph, described, target, hardware, apart, shared)
+            return _assigned(graph, described, target, hardware, apart, shared)
         raise
 
 
@@ -136,14 +138,14 @@ def _without_rows(lies: Mapping[str, Along], described: Described) -> dict[str, 
     }
 
 
-def _laid(
+def _assigned(
     graph: Graph,
     described: Described,
     target: Target,
     hardware: Hardware,
     lies: Mapping[str, Along],
     shared: frozenset[str] | None = None,
-) -> Laid:
+) -> Assignment:
     axes = tuple((name, size) for name, size in described.mesh.axes if size > 1)
     along, faults = _along(graph, lies)
     faults += _of_activations(described.placement, axes)
@@ -172,7 +174,7 @@ def _laid(
     placed = {each.info.path: each for each in described.placed}
     kept = tuple(_kept(graph, along, lies, placed))
     setting = setting_of(axes, target, hardware)
-    return Laid(problem, setting, choices, masks, kept, shared)
+    return Assignment(problem, setting, choices, masks, kept, shared)
 
 
 def _names(axes: Axes, mask: int) -> tuple[str, ...]:

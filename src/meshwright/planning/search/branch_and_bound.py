@@ -17,14 +17,14 @@ from ...hlo.groups import Axes
 from ...targets.hardware import Hardware
 from ...targets.target import Target
 from ..graph import Graph
-from .answers import Candidate, in_words, plain, simplified
+from .candidates import Candidate, in_words, plain, simplified
 from .choices import EVERY_REMAT, Choices, Cost, Layouts
+from .clique_tables import Tables, tables_of
 from .compact import Compact, compact
 from .cost import cost_of, divides, masks_of
 from .frame import Frame, frame_of, least_shared_s
+from .lagrangian import Relaxed, relaxed
 from .meshes import meshes
-from .model import Tables, tables_of
-from .relaxed import Relaxed, relaxed
 from .setting import Setting, require_times, setting_of
 from .solve import GAP, solve_memory, solve_time
 from .space import EVERYTHING, Objective, Space
@@ -33,7 +33,7 @@ _CLOSE = 0.995  # what cannot be better than this share of the best is not looke
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Answers that keep within the memory, the best first, and whether nothing better can be.
 
     ``tables`` and ``solved`` say how much was looked at, ``seconds`` how long it took.
@@ -57,7 +57,7 @@ def search(
     keep: int = 2,
     limit_s: float = 10.0,
     known: Iterable[Candidate] = (),
-) -> Found:
+) -> SearchResult:
     """The best layouts of a step on a target, at most one per mesh and set of choices.
 
     Nothing that is left out is better than the first by more than 1 %, under the model of
@@ -97,7 +97,7 @@ class _Search:
     solved: int = 0
     is_proven: bool = True
 
-    def __call__(self, limit_s: float, known: Iterable[Candidate]) -> Found:
+    def __call__(self, limit_s: float, known: Iterable[Candidate]) -> SearchResult:
         begun = time.monotonic()
         deadline_s = begun + limit_s
         for each in known:
@@ -109,7 +109,7 @@ class _Search:
                 self.is_proven = False
                 break
             self._visit(heapq.heappop(self.heap), deadline_s)
-        return Found(
+        return SearchResult(
             tuple(self._ranked()[: self.keep]),
             self.is_proven,
             self.built,
