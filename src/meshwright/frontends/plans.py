@@ -15,8 +15,8 @@ from ..planning.faults import tracing
 from ..planning.search.plan import Along
 from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import plan_step
+from ..planning.search.request import Objective
 from ..planning.search.solve import require_solver
-from ..planning.search.space import Objective
 from ..planning.search.verification import NoReport, Report
 from ..planning.traced_graph import graph_of_step
 from ..program import Batch, Program

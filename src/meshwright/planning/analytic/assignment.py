@@ -161,7 +161,7 @@ def _assigned(
     how = described.how
     zero = 3 if shared else described.placement.zero
     choices = Choices(zero, how.accumulate, remat_of(how.remat))
-    faults = list(faults_of(problem, axes, masks, choices))
+    faults = list(map(str, faults_of(problem, axes, masks, choices)))
     rows = () if problem.batch is None else _names(axes, masks[problem.batch])
     over = {name for name, _ in axes} & set(described.placement.batch_axes)
     if choices.zero and set(rows) != over:

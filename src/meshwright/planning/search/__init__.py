@@ -8,4 +8,4 @@ from .cost import cost as cost
 from .plan import Option as Option
 from .plan import Plan as Plan
 from .planner import plan_step as plan_step
-from .space import Space as Space
+from .request import Space as Space

@@ -20,14 +20,12 @@ from ..graph import Graph
 from .candidates import Candidate, in_words, plain, simplified
 from .choices import EVERY_REMAT, Choices, Cost, Layouts
 from .clique_tables import Tables, tables_of
-from .compact import Compact, compact
-from .cost import cost_of, divides, masks_of
 from .frame import Frame, frame_of, least_shared_s
 from .lagrangian import Relaxed, relaxed
 from .meshes import meshes
-from .setting import Setting, require_times, setting_of
+from .request import EVERYTHING, Objective, Request, Space
+from .setting import require_times
 from .solve import GAP, solve_memory, solve_time
-from .space import EVERYTHING, Objective, Space
 
 _CLOSE = 0.995  # what cannot be better than this share of the best is not looked for
 
@@ -65,9 +63,15 @@ def search(
     ``known`` beforehand and fit is better than the first, however few the seconds. Raises
     :class:`~meshwright.TargetError` where the hardware's constants do not tell times.
     """
-    problem = compact(graph, target.platform)
-    run = _Search(problem, target, hardware, objective, limit_bytes, space, keep)
-    return run(limit_s, known)
+    request = Request(graph, target, hardware, objective, limit_bytes, space)
+    return search_for(request, keep, limit_s, known)
+
+
+def search_for(
+    request: Request, keep: int, limit_s: float, known: Iterable[Candidate] = ()
+) -> SearchResult:
+    """The same of a request."""
+    return _Search(request, keep)(limit_s, known)
 
 
 class _Node(NamedTuple):
@@ -81,12 +85,7 @@ class _Node(NamedTuple):
 
 @dataclass
 class _Search:
-    problem: Compact
-    target: Target
-    hardware: Hardware
-    objective: Objective
-    limit_bytes: int | None
-    space: Space
+    request: Request
     keep: int
     heap: list[_Node] = field(default_factory=list)
     best: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
@@ -118,18 +117,17 @@ class _Search:
         )
 
     def _meshes(self) -> Iterable[Axes]:
-        if self.space.axes is not None:
-            return (self.space.axes,)
-        return meshes(self.target, self.hardware, self.space.max_axes, self.space.fewer_devices)
-
-    def _setting(self, axes: Axes) -> Setting:
-        return setting_of(axes, self.target, self.hardware)
+        request, space = self.request, self.request.space
+        if space.axes is not None:
+            return (space.axes,)
+        return meshes(request.target, request.hardware, space.max_axes, space.fewer_devices)
 
     def _push_mesh(self, axes: Axes) -> None:
-        setting = self._setting(axes)
-        if self.objective == "time":
-            require_times(setting, self.target, self.hardware)
-            bound = least_shared_s(self.problem, setting)
+        request = self.request
+        if request.objective == "time":
+            setting = request.setting(axes)
+            require_times(setting, request.target, request.hardware)
+            bound = least_shared_s(request.problem, setting)
             for zero in self._levels(axes):
                 self._push(bound, axes, self._base(zero))
             return
@@ -138,27 +136,23 @@ class _Search:
 
     def _base(self, zero: int) -> Choices:
         """The choices that take the least time at a level of ZeRO."""
-        least = min(self.space.remat, key=EVERY_REMAT.index)
-        return Choices(zero, min(self.space.accumulate), least)
+        least = min(self.request.space.remat, key=EVERY_REMAT.index)
+        return Choices(zero, min(self.request.space.accumulate), least)
 
     def _levels(self, axes: Axes) -> Sequence[int]:
         """Levels of ZeRO, which need something to share state out over."""
-        batch = self.problem.batch
-        everything = range(1, 2 ** len(axes))
-        can = batch is not None and any(
-            divides(self.problem, axes, batch, mask, 1) for mask in everything
-        )
-        return self.space.zero if can else (min(self.space.zero),)
+        zero = self.request.space.zero
+        can = any(self.request.divides(axes, mask) for mask in range(1, 2 ** len(axes)))
+        return zero if can else (min(zero),)
 
     def _choices(self, axes: Axes) -> Iterator[Choices]:
-        every = itertools.product(self._levels(axes), self.space.accumulate, self.space.remat)
+        every = itertools.product(
+            self._levels(axes), self.request.space.accumulate, self.request.space.remat
+        )
         return (choices for each in every if self._is_possible(choices := Choices(*each)))
 
     def _is_possible(self, choices: Choices) -> bool:
-        batch = self.problem.batch
-        if choices.accumulate == 1:
-            return True
-        return batch is not None and self.problem.units[batch].size % choices.accumulate == 0
+        return choices.accumulate == 1 or self.request.divides((), 0, choices.accumulate)
 
     def _push(
         self,
@@ -175,10 +169,10 @@ class _Search:
         if node.tables is None:
             self.built += 1
             tables = tables_of(self._frame(node.axes, node.choices.accumulate), node.choices)
-            is_time = self.objective == "time"
+            is_time = self.request.objective == "time"
             least = tables.least_time_s if is_time else float(tables.least_bytes)
             self._push(max(node.bound, least), node.axes, node.choices, tables)
-        elif self.objective == "memory":
+        elif self.request.objective == "memory":
             self._solve_memory(node.tables, deadline_s)
         elif node.relaxed is None:
             self._solve_free(node, node.tables, deadline_s)
@@ -188,7 +182,9 @@ class _Search:
     def _frame(self, axes: Axes, accumulate: int) -> Frame:
         key = axes, accumulate
         if key not in self.frames:
-            self.frames[key] = frame_of(self.problem, self._setting(axes), accumulate)
+            self.frames[key] = frame_of(
+                self.request.problem, self.request.setting(axes), accumulate
+            )
         return self.frames[key]
 
     def _solve_free(self, node: _Node, tables: Tables, deadline_s: float) -> None:
@@ -201,13 +197,13 @@ class _Search:
             free = found.masks
         if free is None:
             return
-        if self.limit_bytes is None or tables.peaks(free).max() <= self.limit_bytes:
+        if self.request.limit_bytes is None or tables.peaks(free).max() <= self.request.limit_bytes:
             self._keep(tables, free)
             return
         self._push_children(node, tables.time_s(free))
-        if tables.least_bytes > self.limit_bytes:
+        if tables.least_bytes > self.request.limit_bytes:
             return
-        limited = relaxed(tables, self.limit_bytes)
+        limited = relaxed(tables, self.request.limit_bytes)
         if limited.masks is not None and self._can_help(limited.time_s):
             self._keep(tables, limited.masks)
         if limited.bound_s < float("inf"):
@@ -219,7 +215,7 @@ class _Search:
         if known.time_s <= known.bound_s * (1 + GAP):
             return
         self.solved += 1
-        fits = solve_time(tables, self.limit_bytes, deadline_s, self._worst(), known)
+        fits = solve_time(tables, self.request.limit_bytes, deadline_s, self._worst(), known)
         self.is_proven &= fits.is_proven
         if fits.masks is not None:
             self._keep(tables, fits.masks)
@@ -242,49 +238,44 @@ class _Search:
             self._keep(tables, found.masks)
 
     def _keep(self, tables: Tables, masks: Mapping[int, int]) -> None:
-        fixed = self.space.axes is not None
-        layouts = plain(self.problem, tables, masks, fixed)
-        found = self._cost(layouts)
-        for simpler in [] if fixed else simplified(self.problem, layouts):
+        problem, rank = self.request.problem, self.request.rank
+        fixed = self.request.space.axes is not None
+        layouts = plain(problem, tables, masks, fixed)
+        cost = self._cost(layouts)
+        for simpler in [] if fixed else simplified(problem, layouts):
             other = self._cost(simpler)
-            if self._rank(other) <= self._rank(found):
-                layouts, found = simpler, other
+            if rank(other) <= rank(cost):
+                layouts, cost = simpler, other
         if not fixed:
-            layouts = in_words(self.problem, layouts)
-        self._add(Candidate(layouts, found), tables.frame.setting.axes, tables.choices)
+            layouts = in_words(problem, layouts)
+        self._add(Candidate(layouts, cost), tables.frame.setting.axes, tables.choices)
 
     def _add(self, new: Candidate, *key: object) -> None:
         """Keep what fits, the best of each mesh and set of choices, by the names of the search."""
-        if self.limit_bytes is not None and new.cost.peak_bytes > self.limit_bytes:
+        if not self.request.fits(new.cost):
             return
         at = key or (new.layouts,)
         before = self.best.get(at)
-        if before is None or self._rank(new.cost) < self._rank(before.cost):
+        if before is None or self.request.rank(new.cost) < self.request.rank(before.cost):
             self.best[at] = new
 
     def _cost(self, layouts: Layouts) -> Cost:
         if layouts not in self.costs:
-            setting = self._setting(layouts.axes)
-            masks = masks_of(self.problem, layouts.axes, dict(layouts.rules))
-            self.costs[layouts] = cost_of(self.problem, setting, masks, layouts.choices)
+            self.costs[layouts] = self.request.candidate(layouts).cost
         return self.costs[layouts]
-
-    def _rank(self, cost: Cost) -> tuple[float, float]:
-        time_s = cost.time_s or 0.0
-        return (time_s, cost.peak_bytes) if self.objective == "time" else (cost.peak_bytes, time_s)
 
     def _ranked(self) -> list[Candidate]:
         """The answers, the best first; of those that cost the same, and differ in names, one."""
         found: dict[object, Candidate] = {}
         for each in self.best.values():
-            known = self._rank(each.cost) if each.cost.time_s is not None else each.layouts
+            known = self.request.rank(each.cost) if each.cost.time_s is not None else each.layouts
             found.setdefault(known, each)
-        return _worth_it(sorted(found.values(), key=lambda each: self._rank(each.cost)))
+        return _worth_it(sorted(found.values(), key=lambda each: self.request.rank(each.cost)))
 
     def _worst(self) -> float | None:
         """The last of the answers that are kept; ``None`` while there is room for more."""
         ranked = self._ranked()
-        return None if len(ranked) < self.keep else self._rank(ranked[self.keep - 1].cost)[0]
+        return None if len(ranked) < self.keep else self.request.rank(ranked[self.keep - 1].cost)[0]
 
     def _can_help(self, bound: float) -> bool:
         worst = self._worst()

@@ -21,18 +21,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ...hlo.groups import Axes
-from ...targets.hardware import Hardware
-from ...targets.target import Target
 from .candidates import Candidate, in_words, plain
 from .choices import DATA_PARALLEL, FSDP, FSDP_TENSOR, TENSOR_PARALLEL, Choices
 from .clique_tables import Tables, tables_of
 from .compact import Compact
-from .cost import cost_of, divides, masks_of
+from .cost import divides
 from .frame import Options, frame_of
 from .lagrangian import relaxed
 from .meshes import meshes
-from .setting import Setting, setting_of
-from .space import EVERYTHING, Objective, Space
+from .request import Request
 
 NAMES = (DATA_PARALLEL, TENSOR_PARALLEL, FSDP, FSDP_TENSOR)  # those without ZeRO first
 
@@ -47,38 +44,24 @@ class _Way(NamedTuple):
     weights: int
 
 
-def classics(
-    problem: Compact,
-    target: Target,
-    hardware: Hardware,
-    *,
-    objective: Objective = "time",
-    limit_bytes: int | None = None,
-    space: Space = EVERYTHING,
-) -> Classics:
+def classics(request: Request) -> Classics:
     """The best of each name by the model; one that fits, if any does.
 
     A name is missing where the step, the target or ``space`` has nothing for it: a batch that does
     not divide, no weights to split, a level of ZeRO that may not be chosen.
     """
-    ask = _Classics(problem, target, hardware, objective, limit_bytes, space)
-    found = {name: ask.best(name) for name in NAMES}
-    return {name: candidate for name, candidate in found.items() if candidate is not None}
+    best = {name: _Classics(request).best(name) for name in NAMES}
+    return {name: candidate for name, candidate in best.items() if candidate is not None}
 
 
 @dataclass(frozen=True)
 class _Classics:
-    problem: Compact
-    target: Target
-    hardware: Hardware
-    objective: Objective
-    limit_bytes: int | None
-    space: Space
+    request: Request
 
     def best(self, name: str) -> Candidate | None:
         """The best of a name: of those that fit the fastest or smallest, else the smallest."""
-        zero = 3 if name in (FSDP, FSDP_TENSOR) else min(self.space.zero)
-        if zero not in self.space.zero:
+        zero = 3 if name in (FSDP, FSDP_TENSOR) else min(self.request.space.zero)
+        if zero not in self.request.space.zero:
             return None
         best: Candidate | None = None
         for accumulate in self._accumulate():
@@ -90,19 +73,18 @@ class _Classics:
         return best
 
     def _accumulate(self) -> Iterator[int]:
-        batch = self.problem.batch
-        rows = 1 if batch is None else self.problem.units[batch].size
-        least = min(self.space.accumulate)
-        yield from (k for k in sorted(self.space.accumulate) if k == least or rows % k == 0)
+        batch = self.request.problem.batch
+        rows = 1 if batch is None else self.request.problem.units[batch].size
+        least = min(self.request.space.accumulate)
+        yield from (k for k in sorted(self.request.space.accumulate) if k == least or rows % k == 0)
 
     def _fits(self, candidate: Candidate) -> bool:
-        return self.limit_bytes is None or candidate.cost.peak_bytes <= self.limit_bytes
+        return self.request.fits(candidate.cost)
 
     def _rank(self, candidate: Candidate) -> tuple[bool, float, float]:
-        time_s, peak = candidate.cost.time_s or 0.0, candidate.cost.peak_bytes
         if not self._fits(candidate):
-            return True, peak, time_s
-        return (False, time_s, peak) if self.objective == "time" else (False, peak, time_s)
+            return True, candidate.cost.peak_bytes, candidate.cost.time_s or 0.0
+        return (False, *self.request.rank(candidate.cost))
 
     # Meshes
 
@@ -110,25 +92,27 @@ class _Classics:
         if name == FSDP_TENSOR:
             yield from self._ways_of_both()
         elif name == TENSOR_PARALLEL:
-            axes = self.space.axes or (("a", self.target.num_devices),)
+            axes = self.request.space.axes or (("a", self.request.target.num_devices),)
             yield _Way(axes, 0, 2 ** len(axes) - 1)
         elif (axes := self._axes_of_rows()) is not None:
             yield _Way(axes, 2 ** len(axes) - 1, 0)
 
     def _axes_of_rows(self) -> Axes | None:
         """All devices, or as many as divide the batch."""
-        if self.space.axes is not None:
-            return self.space.axes if self._divides(self.space.axes) else None
-        counts = range(self.target.num_devices, 1, -1)
+        if self.request.space.axes is not None:
+            return self.request.space.axes if self._divides(self.request.space.axes) else None
+        counts = range(self.request.target.num_devices, 1, -1)
         return next((axes for n in counts if self._divides(axes := (("a", n),))), None)
 
     def _divides(self, axes: Axes, mask: int | None = None) -> bool:
-        batch = self.problem.batch
-        everything = 2 ** len(axes) - 1
-        return batch is not None and divides(self.problem, axes, batch, mask or everything, 1)
+        return self.request.divides(axes, mask or 2 ** len(axes) - 1)
 
     def _ways_of_both(self) -> Iterator[_Way]:
-        every = (self.space.axes,) if self.space.axes is not None else self._pairs_of_axes()
+        every = (
+            (self.request.space.axes,)
+            if self.request.space.axes is not None
+            else self._pairs_of_axes()
+        )
         for axes in every:
             everything = 2 ** len(axes) - 1
             for rows in range(1, everything):
@@ -136,8 +120,8 @@ class _Classics:
                     yield _Way(axes, rows, everything & ~rows)
 
     def _pairs_of_axes(self) -> Iterator[Axes]:
-        most = min(2, self.space.max_axes)
-        found = meshes(self.target, self.hardware, most, fewer=False)
+        most = min(2, self.request.space.max_axes)
+        found = meshes(self.request.target, self.request.hardware, most, fewer=False)
         yield from (axes for axes in found if len(axes) == 2)
 
     # One way
@@ -151,7 +135,7 @@ class _Classics:
             return
         every = [options]
         if way.weights:  # where it is fastest to split none, the best of those that split one
-            units = [unit for unit in options if unit != self.problem.batch]
+            units = [unit for unit in options if unit != self.request.problem.batch]
             every += [{**options, unit: (way.weights,)} for unit in units]
         for one in every:
             found = list(self._of_options(way, one, Choices(zero, accumulate), best))
@@ -164,28 +148,32 @@ class _Classics:
         self, way: _Way, options: Options, choices: Choices, best: Candidate | None
     ) -> Iterator[Candidate]:
         """The best with each kind of remat, but for those that cannot beat one that fits."""
-        frame = frame_of(self.problem, self._setting(way.axes), choices.accumulate, options)
-        for remat in self.space.remat:
+        frame = frame_of(
+            self.request.problem, self.request.setting(way.axes), choices.accumulate, options
+        )
+        for remat in self.request.space.remat:
             tables = tables_of(frame, replace(choices, remat=remat))
             if best is not None and self._fits(best) and self._is_beaten(tables, best):
                 continue
             masks = self._masks(tables)
             found = self._candidate(tables, masks)
             yield found
-            is_fastest = self.objective == "time" and tables.time_s(masks) <= tables.least_time_s
+            is_fastest = (
+                self.request.objective == "time" and tables.time_s(masks) <= tables.least_time_s
+            )
             if is_fastest and self._fits(found):
                 return  # more remat takes more time
 
     def _is_beaten(self, tables: Tables, best: Candidate) -> bool:
-        if self.objective == "memory":
+        if self.request.objective == "memory":
             return tables.least_bytes >= best.cost.peak_bytes
-        if self.limit_bytes is not None and tables.least_bytes > self.limit_bytes:
+        if self.request.limit_bytes is not None and tables.least_bytes > self.request.limit_bytes:
             return True
         return tables.least_time_s >= (best.cost.time_s or 0.0)
 
     def _options(self, way: _Way, accumulate: int) -> Options | None:
         """The rows along their axes, weights along theirs or none; ``None`` if nothing divides."""
-        problem, batch, options = self.problem, self.problem.batch, Options()
+        problem, batch, options = self.request.problem, self.request.problem.batch, Options()
         if way.rows and batch is not None:
             if not divides(problem, way.axes, batch, way.rows, accumulate):
                 return None
@@ -195,29 +183,26 @@ class _Classics:
                 options[unit] = (0, way.weights)
         return None if way.weights and options.keys() <= {batch} else options
 
-    def _setting(self, axes: Axes) -> Setting:
-        return setting_of(axes, self.target, self.hardware)
-
     def _masks(self, tables: Tables) -> dict[int, int]:
         elimination = tables.frame.elimination
         if elimination is None or tables.free is None:
-            return _largest_first(self.problem, tables.options)
-        if self.objective == "memory":
+            return _largest_first(self.request.problem, tables.options)
+        if self.request.objective == "memory":
             most = tables.alive.max(axis=0)
             held = [most[list(each.columns)] @ each.bytes_of for each in tables.cliques]
             return elimination.least([np.asarray(each, float) for each in held])[1]
         masks = tables.free[1]
-        if self.limit_bytes is None or tables.peaks(masks).max() <= self.limit_bytes:
+        if (
+            self.request.limit_bytes is None
+            or tables.peaks(masks).max() <= self.request.limit_bytes
+        ):
             return masks
-        return relaxed(tables, self.limit_bytes).masks or masks
+        return relaxed(tables, self.request.limit_bytes).masks or masks
 
     def _candidate(self, tables: Tables, masks: Mapping[int, int]) -> Candidate:
-        fixed = self.space.axes is not None
-        layouts = plain(self.problem, tables, masks, fixed)
-        layouts = layouts if fixed else in_words(self.problem, layouts)
-        masks = masks_of(self.problem, layouts.axes, dict(layouts.rules))
-        setting = self._setting(layouts.axes)
-        return Candidate(layouts, cost_of(self.problem, setting, masks, layouts.choices))
+        fixed = self.request.space.axes is not None
+        layouts = plain(self.request.problem, tables, masks, fixed)
+        return self.request.candidate(layouts if fixed else in_words(self.request.problem, layouts))
 
 
 @functools.lru_cache(maxsize=8)

@@ -49,7 +49,8 @@ def cost(
     setting = setting_of(axes, target, hardware or hardware_of(target))
     masks = masks_of(problem, axes, rules)
     if faults := list(faults_of(problem, axes, masks, choices)):
-        raise _error(faults)
+        alone = DivisibilityError if all(map(_is_of_sizes, faults)) else LayoutError
+        raise alone("\n".join(map(str, faults)))
     return cost_of(problem, setting, masks, choices)
 
 
@@ -94,20 +95,21 @@ def masks_of(problem: Compact, axes: Axes, rules: Rules) -> dict[int, int]:
 
 def faults_of(
     problem: Compact, axes: Axes, masks: Mapping[int, int], choices: Choices
-) -> Iterator[str]:
+) -> Iterator[LayoutError]:
     """Why an assignment cannot be: axes that meet, sizes that do not divide."""
     for unit, mask in masks.items():
         if mask and not divides(problem, axes, unit, mask, choices.accumulate):
             held = problem.units[unit]
-            yield (
+            yield DivisibilityError(
                 f"dim {held.family!r} (size {held.size}) does not divide over "
-                f"{_named(axes, mask)}" + _micro(problem, unit, choices) + "."
+                f"{_named(axes, mask)}{_micro(problem, unit, choices)}."
             )
     for one, other in sorted(problem.clashes):
         both = masks.get(one, 0) & masks.get(other, 0)
         if both and one <= other:
             names = f"{problem.units[one].family!r} and {problem.units[other].family!r}"
-            yield f"dims {names} meet in one array or operation, and both lie along " + (
+            yield LayoutError(
+                f"dims {names} meet in one array or operation, and both lie along "
                 f"{_named(axes, both)}; an axis can split one of them."
             )
 
@@ -189,6 +191,5 @@ def _micro(problem: Compact, unit: int, choices: Choices) -> str:
     return f" and {choices.accumulate} micro-batches" if split else ""
 
 
-def _error(faults: list[str]) -> LayoutError:
-    divide = all("does not divide" in fault for fault in faults)
-    return (DivisibilityError if divide else LayoutError)("\n".join(faults))
+def _is_of_sizes(fault: LayoutError) -> bool:
+    return isinstance(fault, DivisibilityError)

@@ -14,7 +14,7 @@ from .branch_and_bound import search
 from .candidates import Candidate
 from .choices import EVERY_REMAT
 from .facts import batch_dim
-from .space import Space
+from .request import Request, Space
 
 _TRY_S = 3.0  # for each change that is tried
 _DOUBLINGS = 6  # of devices
@@ -31,10 +31,14 @@ class _Tried:
     space: Space
 
 
-def no_plan(
-    graph: Graph, target: Target, hardware: Hardware, limit_bytes: int, space: Space
-) -> PlanError:
+def no_plan(request: Request, limit_bytes: int) -> PlanError:
     """The error for a problem that no layout fits, with the changes that would help."""
+    graph, target, hardware, space = (
+        request.graph,
+        request.target,
+        request.hardware,
+        request.space,
+    )
     nearest = _smallest(_Tried("", graph, target, space), hardware)
     if nearest is None:
         return PlanError("no layout was found within the time limit. Raise limit_s=.")

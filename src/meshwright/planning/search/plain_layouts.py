@@ -6,23 +6,14 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ...targets.hardware import Hardware
-from ...targets.target import Target
 from .candidates import Candidate
 from .choices import EVERY_REMAT, Choices, Layouts
 from .compact import Compact
-from .cost import cost_of, divides, masks_of
-from .setting import setting_of
+from .cost import divides
+from .request import Request
 
 
-def plainer(
-    problem: Compact,
-    target: Target,
-    hardware: Hardware,
-    limit_bytes: int | None,
-    best: Candidate,
-    parallel: Candidate | None,
-) -> Iterator[Candidate]:
+def plainer(request: Request, best: Candidate, parallel: Candidate | None) -> Iterator[Candidate]:
     """The best with less ZeRO; data parallel as it is, fully sharded, and with tables cut by rows.
 
     As far as they fit. The model takes nothing to overlap, and compilers hide collectives: it may
@@ -30,18 +21,13 @@ def plainer(
     """
 
     def those_that_fit(every: Iterable[Layouts]) -> Iterator[Candidate]:
-        for layouts in every:
-            masks = masks_of(problem, layouts.axes, dict(layouts.rules))
-            setting = setting_of(layouts.axes, target, hardware)
-            found = cost_of(problem, setting, masks, layouts.choices)
-            if limit_bytes is None or found.peak_bytes <= limit_bytes:
-                yield Candidate(layouts, found)
+        yield from (one for one in map(request.candidate, every) if request.fits(one.cost))
 
     zero = best.layouts.choices.zero
     yield from those_that_fit(_at_level(best.layouts, level) for level in (0, 1) if level < zero)
     if parallel is None:
         return
-    yield from those_that_fit([parallel.layouts, *_with_tables(problem, parallel.layouts)])
+    yield from those_that_fit([parallel.layouts, *_with_tables(request.problem, parallel.layouts)])
     yield from itertools.islice(those_that_fit(_fully_sharded(parallel.layouts)), 1)
 
 

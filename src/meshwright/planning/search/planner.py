@@ -14,16 +14,15 @@ from ...targets.hardware import Hardware, hardware_of
 from ...targets.target import Target
 from ..described import Described
 from ..graph import Graph
-from .branch_and_bound import SearchResult, search
+from .branch_and_bound import SearchResult, search_for
 from .candidates import Candidate
 from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
 from .classics import Classics, classics
-from .compact import Compact, compact
+from .compact import Compact
 from .infeasible import no_plan, none_in_time
 from .plain_layouts import plainer
 from .plan import Option, Plan
-from .setting import setting_of
-from .space import Objective, Space
+from .request import Objective, Request, Space
 from .verification import DryRunOf, verified
 from .words import reasons
 
@@ -74,9 +73,8 @@ def plan_step(
     limit_bytes = hardware.memory_bytes if memory_limit is None else memory_limit
     space = Space(_axes(axes, target), max_axes, axes is None, zero, accumulate, remat)
     keep, verify = max(2, verify), verify if dry_run_of is not None else 0
-    question = _Question(
-        graph, target, hardware, objective, limit_bytes, space, keep, verify, limit_s
-    )
+    request = Request(graph, target, hardware, objective, limit_bytes, space)
+    question = _Question(request, keep, verify, limit_s)
     plans = question.plans()
     if dry_run_of is not None and verify:
         plans = verified(plans, dry_run_of, limit_bytes, question.plans_within)
@@ -129,14 +127,9 @@ def _axes(axes: Mesh | Mapping[str, int] | str | None, target: Target) -> Axes |
 
 @dataclass(frozen=True)
 class _Question:
-    """What is planned; ``limit_bytes`` is what plans say that they were to keep to."""
+    """What is planned; plans say that they were to keep to the limit of ``request``."""
 
-    graph: Graph
-    target: Target
-    hardware: Hardware
-    objective: Objective
-    limit_bytes: int | None
-    space: Space
+    request: Request
     keep: int
     verify: int
     limit_s: float
@@ -146,76 +139,61 @@ class _Question:
 
         Raises :class:`~meshwright.PlanError` where there is none.
         """
-        found = self._search(self.limit_bytes)
-        if found.candidates:
-            return self._plans(found, self.limit_bytes)
-        if self.limit_bytes is None or not found.is_proven:
-            raise none_in_time(self._classics.values(), self.limit_bytes, self.limit_s)
-        raise no_plan(self.graph, self.target, self.hardware, self.limit_bytes, self.space)
+        result, limit_bytes = self._search(self.request), self.request.limit_bytes
+        if result.candidates:
+            return self._plans(result, self.request)
+        if limit_bytes is None or not result.is_proven:
+            raise none_in_time(self._classics.values(), limit_bytes, self.limit_s)
+        raise no_plan(self.request, limit_bytes)
 
     def plans_within(self, limit_bytes: int) -> list[Plan]:
         """The best plans that hold at most ``limit_bytes``, if there are any."""
-        return self._plans(self._search(limit_bytes), limit_bytes)
+        within = replace(self.request, limit_bytes=limit_bytes)
+        return self._plans(self._search(within), within)
 
-    def _search(self, limit_bytes: int | None) -> SearchResult:
-        return search(
-            self.graph,
-            self.target,
-            self.hardware,
-            objective=self.objective,
-            limit_bytes=limit_bytes,
-            space=self.space,
-            keep=self.keep,
-            limit_s=self.limit_s,
-            known=self._classics.values(),
-        )
+    def _search(self, request: Request) -> SearchResult:
+        return search_for(request, self.keep, self.limit_s, self._classics.values())
 
-    def _plans(self, found: SearchResult, limit_bytes: int | None) -> list[Plan]:
-        best = found.candidates
+    def _plans(self, result: SearchResult, request: Request) -> list[Plan]:
+        best = result.candidates
         if self.verify and best:
             best = best[: self.verify]
-            best = [*best, *self._plainer(best, limit_bytes)]
-        return self._plans_from(best, found)
+            best = [*best, *self._plainer(best, request)]
+        return self._plans_from(best, result)
 
-    def _plainer(self, best: Sequence[Candidate], within: int | None) -> list[Candidate]:
+    def _plainer(self, best: Sequence[Candidate], request: Request) -> list[Candidate]:
         """What is verified beside the best, as far as the space has it."""
-        problem = compact(self.graph, self.target.platform)
-        every = plainer(problem, self.target, self.hardware, within, best[0], self._parallel)
         known = {each.layouts for each in best}
-        new = [each for each in every if each.layouts not in known]
-        return [each for each in new if self._may_choose(each.layouts.choices)]
+        return [
+            each
+            for each in plainer(request, best[0], self._parallel)
+            if each.layouts not in known and self._may_choose(each.layouts.choices)
+        ]
 
     def _may_choose(self, choices: Choices) -> bool:
-        return choices.zero in self.space.zero and choices.remat in self.space.remat
+        space = self.request.space
+        return choices.zero in space.zero and choices.remat in space.remat
 
     @functools.cached_property
     def _classics(self) -> Classics:
-        return classics(
-            compact(self.graph, self.target.platform),
-            self.target,
-            self.hardware,
-            objective=self.objective,
-            limit_bytes=self.limit_bytes,
-            space=self.space,
-        )
+        return classics(self.request)
 
     @property
     def _parallel(self) -> Candidate | None:
         return self._classics.get(DATA_PARALLEL)
 
-    def _plans_from(self, candidates: Sequence[Candidate], found: SearchResult) -> list[Plan]:
-        """Plans of what was found."""
-        graph, target, hardware, parallel = self.graph, self.target, self.hardware, self._parallel
-        problem = compact(graph, target.platform)
+    def _plans_from(self, candidates: Sequence[Candidate], result: SearchResult) -> list[Plan]:
+        request, parallel = self.request, self._parallel
+        graph, target, problem = request.graph, request.target, request.problem
         plans = []
         for each in candidates:
-            setting = setting_of(each.layouts.axes, target, hardware)
+            setting = request.setting(each.layouts.axes)
             plans.append(
                 Plan(
                     target=str(target),
-                    hardware=hardware.name,
-                    objective=self.objective,
-                    limit_bytes=self.limit_bytes,
+                    hardware=request.hardware.name,
+                    objective=request.objective,
+                    limit_bytes=request.limit_bytes,
                     chosen=_option(each),
                     runners_up=(),
                     data_parallel=None if parallel is None else _option(parallel),
@@ -223,8 +201,8 @@ class _Question:
                     inputs=tuple(t.path for t in graph.tensors if t.role == "input"),
                     batch=_batch(problem, each.layouts),
                     why=reasons(problem, setting, each.layouts),
-                    notes=_notes(target, each, parallel, found),
-                    is_proven=found.is_proven,
+                    notes=_notes(target, each, parallel, result),
+                    is_proven=result.is_proven,
                     classics=tuple(
                         (name, _option(other))
                         for name, other in self._classics.items()
@@ -268,7 +246,7 @@ def _layouts(problem: Compact, layouts: Layouts) -> tuple[tuple[str, Any], ...]:
 
 
 def _notes(
-    target: Target, candidate: Candidate, parallel: Candidate | None, found: SearchResult
+    target: Target, candidate: Candidate, parallel: Candidate | None, result: SearchResult
 ) -> tuple[str, ...]:
     said = []
     used = 1
@@ -283,7 +261,7 @@ def _notes(
         )
     if parallel is None and target.num_devices > 1:
         said.append("data parallel is left out: the batch does not divide")
-    if not found.is_proven:
+    if not result.is_proven:
         said.append("the search stopped at its time limit; raise limit_s= to search further")
     said.append("estimate without overlap of compute and communication; a dry run is more precise")
     return tuple(said)
