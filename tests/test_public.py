@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,14 @@ def test_a_misspelt_name_is_an_attribute_error():
 
 def test_type_checkers_see_that_the_package_has_types():
     assert Path(mw.__file__).with_name("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", ["plan", "dry_run", "measure"])
+def test_every_argument_has_a_name_and_a_type(name):
+    parameters = inspect.signature(getattr(mw, name)).parameters.values()
+    assert {each.kind for each in parameters} == {
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    }
+    assert not [each.name for each in parameters if each.annotation in (each.empty, "Any")]
+    assert sum(each.default is not each.empty for each in parameters) <= 8

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def measure(
-    model: Any, batch: Batch, *, strategy: Sharded | Placement | Trainer, steps: int = 10
+    model: keras.Model | Program,
+    batch: Batch,
+    *,
+    strategy: Sharded | Placement | Trainer,
+    steps: int = 10,
 ) -> Measured:
     """What one step of training takes on the devices that are here: bytes, time, collectives.
 

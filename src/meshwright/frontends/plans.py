@@ -24,6 +24,8 @@ from ..targets.hardware import Hardware
 from ..targets.target import Target
 
 if TYPE_CHECKING:
+    import keras
+
     from .keras import Sharded
 
 _ONE_DEVICE = Mesh({"batch": 1})
@@ -65,7 +67,7 @@ class Plan(Decided):
 
 
 def plan(
-    model: Any,
+    model: keras.Model | Program,
     batch: Batch,
     *,
     target: Target | str,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import DataError, DoesNotFitError
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
-from ..program import Batch
+from ..program import Batch, Program
 from ..targets import gpu
 from ..targets.hardware import Hardware, hardware_of
 from ..targets.target import Target, check_size
@@ -21,6 +21,9 @@ from .reading import extended, read, refused
 from .report import DryRun as DryRun
 from .report import Memory as Memory
 from .throughput import fed
+
+if TYPE_CHECKING:
+    import keras
 
 _ON_THE_CHIP = (
     "all blocks were compiled: with one and two of them so little is held that most of it lies in "
@@ -35,7 +38,7 @@ _WORTH_IT_ON_GPUS = 64
 
 
 def dry_run(
-    model: Any,
+    model: keras.Model | Program,
     batch: Batch,
     *,
     strategy: Describes | Placement,

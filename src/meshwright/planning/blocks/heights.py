@@ -4,6 +4,11 @@ The most may be held at another moment with many blocks than with few. So three 
 are told apart: till the backward pass reaches a block, the last block's backward pass, and what
 comes from the first block's backward pass on. In the first two each block more adds what its
 forward pass keeps, in the third what its backward pass leaves, its gradients for the most part.
+
+What is held is linear in the number of blocks within a stretch, as all blocks but the first and the
+last are equal and each is passed once. It is not linear over the whole step: with few blocks the
+peak may be in the last stretch (large gradients), with many in the second (what is kept grows
+faster). So each stretch is extended by itself, and the largest of the three is the peak.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
 """The least sum of tables over a few units each, exactly: one unit after the other is eliminated.
 
 All tables that have a unit are joined, and of rows that differ in nothing else the best is kept
-(Bertele and Brioschi, "Nonserial Dynamic Programming", 1972). It is quick where units meet few
-others at a time, as the dims of a step do.
+(Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket elimination", 1999).
+The work grows with the number of rows of the largest join, which is exponential in how many units
+meet at a time (the induced width of the order). The dims of a step meet few others: a block's dims
+those of the block, and all blocks share theirs.
+
+Which rows are joined does not depend on their values. So the joins are made once for a mesh, and
+each level of ZeRO, each kind of remat and each price of memory only adds numbers along them.
 """
 
 from __future__ import annotations
@@ -72,6 +77,8 @@ class Elimination:
         left = {place: _Table(*each, ()) for place, each in enumerate(tables)}
         steps: list[_Step] = []
         while todo := {unit for table in left.values() for unit in table.units}:
+            # The unit that meets fewest others first: the usual order ("min-width"), near enough
+            # to the best, which is NP-hard to find.
             unit = min(sorted(todo), key=lambda unit: len(_beside(left, unit)))
             beside = _beside(left, unit)
             if bits * len(beside) > _BITS:
@@ -95,6 +102,7 @@ class Elimination:
                 total += known[place][rows]
             sums.append(total)
             known.append(np.minimum.reduceat(total, step.starts))
+        # Backwards: the units that a step depends on were eliminated after it and are known by now.
         found: dict[int, int] = {}
         for step, total in zip(reversed(self.steps), reversed(sums), strict=True):
             key = 0

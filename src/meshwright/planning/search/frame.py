@@ -1,7 +1,12 @@
 """All assignments on one mesh, whatever the level of ZeRO: cliques of units and what rows cost.
 
-Units that meet in a piece or a work form a clique, which has a row per assignment of axes to them.
-Most of what a row costs is the same at all levels of ZeRO, and is worked out once.
+Units that meet in a piece or a work form a clique, which has a row per assignment of axes to them:
+the cost of a step is a sum of functions of a few variables each, as in a weighted constraint
+network. A clique that lies within another is part of it, and each cost is counted in one clique
+alone, the smallest that has all of its units, so that the costs of all cliques add up to the step.
+
+A term depends on the level of ZeRO only if it touches what ZeRO shares out, which the batch's axes
+decide: there the batch is one of the term's units. All others are worked out once for all levels.
 """
 
 from __future__ import annotations
@@ -131,6 +136,7 @@ def frame_of(
     every = columns(problem, Choices(accumulate=accumulate))
     scopes = [(_scope_of_column(problem, each) & free) for each in every]
     cliques = _maximal([*works, *scopes, *(frozenset((unit,)) for unit in free), frozenset()])
+    # The smallest clique that has all units of a term, so that small tables hold most of the work.
     home = {
         scope: min((len(c), i) for i, c in enumerate(cliques) if scope <= c)[1]
         for scope in {*works, *scopes}
@@ -215,6 +221,7 @@ def _lay(
     problem: Compact, setting: Setting, accumulate: int, units: frozenset[int], options: Options
 ) -> Lay:
     """Every assignment of a clique in which no two units that meet share an axis."""
+    # Unit by unit, leaving out what clashes at once: all products first would not fit in memory.
     order = sorted(units)
     rows = np.zeros((1, 0), np.int64)
     for place, unit in enumerate(order):

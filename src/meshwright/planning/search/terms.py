@@ -1,7 +1,12 @@
 """The closed forms: what work and pieces cost, for many assignments of axes at once.
 
 ``Lay`` holds, for each unit, an array of sets of axes (see :class:`Setting`); every function
-answers with an array of the same length, so that one assignment and a table of all are one code.
+answers with an array of the same length, so that one assignment and a table of all are one code:
+what the search ranks by is what the report of one layout says.
+
+Work is divided by the devices along whose axes any of its dims lies, arrays by those of their own
+dims. Dims that are summed and split leave partial sums, which are summed over devices; dims that an
+operation needs whole are gathered (the rules of Mesh-TensorFlow: Shazeer et al. 2018).
 """
 
 from __future__ import annotations
