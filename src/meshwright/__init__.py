@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from .data import LocalRows as LocalRows
     from .drawing import show as show
     from .frontends import keras as keras
+    from .frontends.dry_runs import dry_run as dry_run
     from .frontends.jax import jax_program as jax_program
     from .frontends.keras import DataParallel as DataParallel
     from .frontends.keras import Sharded as Sharded
@@ -101,7 +102,6 @@ if TYPE_CHECKING:
     from .launch.resolvers import TFConfigResolver as TFConfigResolver
     from .launch.spec import ClusterSpec as ClusterSpec
     from .planning.dry_run import DryRun as DryRun
-    from .planning.dry_run import dry_run as dry_run
     from .planning.measurement import Measured as Measured
     from .program import Program as Program
     from .program import TrainState as TrainState
@@ -143,7 +143,8 @@ _LAZY = {  # name -> the room that it lives in
     ),
     **dict.fromkeys(("CheckpointInfo", "Checkpoints", "Position", "read_checkpoint"), "checkpoint"),
     **dict.fromkeys(("DataParallel", "Sharded", "layout_map_scope"), "frontends.keras"),
-    **dict.fromkeys(("DryRun", "dry_run"), "planning.dry_run"),
+    "DryRun": "planning.dry_run",
+    "dry_run": "frontends.dry_runs",
     **dict.fromkeys(("Plan", "plan"), "frontends.plans"),
     "calibrate": "targets.calibrate",
     "Measured": "planning.measurement",

@@ -724,3 +724,8 @@ def without_dead_code(jaxpr: Any) -> Any:
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     needed, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
     return needed
+
+
+def keras_layout_map(distribution: Any) -> Any:
+    """The layout map of ``keras.distribution.ModelParallel``, which has no public name for it."""
+    return getattr(distribution, "_layout_map", None)

@@ -203,8 +203,10 @@ def test_rules_that_split_variables_along_the_rows_axis_are_gathered_as_by_zero_
     }  # fmt: skip
     assert "taken to be gathered before they are used" in str(found)
     theirs = keras.distribution.ModelParallel(layout_map=rules, batch_dim_name="batch")
-    with pytest.raises(mw.DataError, match="received a ModelParallel"):
-        mw.dry_run(model, batch, strategy=theirs, target="v5e:2x4", compile=False)
+    same = mw.dry_run(model, batch, strategy=theirs, target="v5e:2x4", compile=False)
+    assert (same.parameter_bytes, same.collectives) == (found.parameter_bytes, found.collectives)
+    with pytest.raises(mw.DataError, match="received a dict"):
+        mw.dry_run(model, batch, strategy={}, target="v5e:2x4", compile=False)
 
 
 @pytest.mark.full

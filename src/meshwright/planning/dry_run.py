@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..errors import DataError, DoesNotFitError
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
-from ..program import Batch, Program
+from ..program import Batch
 from ..targets import gpu
 from ..targets.hardware import Hardware, hardware_of
 from ..targets.target import Target, check_size
@@ -21,9 +21,6 @@ from .reading import extended, read, refused
 from .report import DryRun as DryRun
 from .report import Memory as Memory
 from .throughput import fed
-
-if TYPE_CHECKING:
-    import keras
 
 _ON_THE_CHIP = (
     "all blocks were compiled: with one and two of them so little is held that most of it lies in "
@@ -38,7 +35,7 @@ _WORTH_IT_ON_GPUS = 64
 
 
 def dry_run(
-    model: keras.Model | Program,
+    model: Any,
     batch: Batch,
     *,
     strategy: Describes | Placement,
@@ -49,32 +46,7 @@ def dry_run(
     compile: bool = True,
     timeout_s: float = 3600.0,
 ) -> DryRun:
-    """Compile the training step for a target, which need not be there, and read what it costs.
-
-    ``model`` is a compiled Keras model, best built in :func:`~meshwright.abstract`, or a
-    :class:`~meshwright.Program`. ``batch`` holds arrays ``(x, y)``, or what the program takes; only
-    shapes and dtypes matter, so ``jax.ShapeDtypeStruct`` will do. With ``accumulate=k`` it is one
-    of the step's ``k`` micro-batches. ``mesh`` takes the place of the strategy's, and ``hardware``
-    that of what is known of the target's chips. Of sixteen equal blocks or more (on GPUs, 64) only
-    one and two are compiled, and the difference gives the rest, which the report says;
-    ``blocks="few"`` does so from four on, and ``"whole"`` never. A step that needs more memory than
-    a device has gives a report that says so. The compiler has ``timeout_s`` seconds.
-    ``compile=False``, and a GPU target where XLA for GPUs is not installed, gives what the
-    planner's model says in place of the compiler, in seconds, and the report says so
-    (:attr:`DryRun.is_analytic`). Raises :class:`~meshwright.TargetError` for a target that does not
-    go with the mesh, or a layout that the model does not know where it has to do, and
-    :class:`~meshwright.CompileError` if the step does not compile.
-
-    >>> import jax, keras, meshwright as mw
-    >>> with mw.abstract():
-    ...     model = keras.Sequential([keras.Input([64]), keras.layers.Dense(32, name="last")])
-    ...     model.compile("adam", "mse")
-    >>> strategy = mw.Sharded(mw.Mesh({"batch": 4, "model": 2}), {"last/kernel": [None, "model"]})
-    >>> batch = [jax.ShapeDtypeStruct((16, features), "float32") for features in (64, 32)]
-    >>> report = dry_run(model, tuple(batch), strategy=strategy, target="cpu:8")
-    >>> report.parameter_bytes == 4 * (64 * 16 + 32)
-    True
-    """
+    """What :func:`meshwright.dry_run` says, of strategies that describe their step."""
     target = Target.of(target)
     hardware = hardware or hardware_of(target)
     if mesh is not None:
@@ -134,9 +106,8 @@ def _placement_of(strategy: Describes) -> Placement:
     placement = getattr(strategy, "placement", None)
     if placement is None:
         raise DataError(
-            "strategy= must be a mw.Sharded, mw.DataParallel or mw.Placement; received a "
-            f"{type(strategy).__name__}. A keras.distribution.LayoutMap is taken as rules: "
-            'mw.Sharded(mesh, layout_map, unmatched="replicate").'
+            "strategy= must be a mw.Sharded, mw.DataParallel, mw.Placement or a strategy of "
+            f"keras.distribution with a device mesh; received a {type(strategy).__name__}."
         )
     return placement
 

@@ -115,6 +115,24 @@ class Sharded(_Distribution):
         strategy._take(placement, how or PLAIN)
         return strategy
 
+    @classmethod
+    def from_keras(
+        cls, theirs: keras.distribution.ModelParallel | keras.distribution.DataParallel
+    ) -> Sharded:
+        """The strategy that lays a model out as Keras' own ``ModelParallel`` or ``DataParallel``.
+
+        The rules are those of its layout map, on a mesh of the same axes without devices.
+
+        >>> import keras, meshwright as mw
+        >>> theirs = keras.distribution.DataParallel()
+        >>> mw.Sharded.from_keras(theirs).mesh.axes
+        (('batch', 8),)
+        """
+        mesh = theirs.device_mesh
+        axes = dict(zip(mesh.axis_names, map(int, mesh.shape), strict=True))
+        layouts = _compat.keras_layout_map(theirs)
+        return cls(Mesh(axes), layouts, batch=theirs.batch_dim_name, unmatched="replicate")
+
     def _take(self, placement: Placement, how: StepOptions) -> None:
         self.placement = placement
         self.how = how
