@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.hlo.costs import Costs, Operation, read_costs
 from meshwright.hlo.text import parse
-from meshwright.planning import Target, asking, compile_ahead
+from meshwright.planning import Target, compile_ahead, compiler_process
 from meshwright.planning.dry_run import DryRun, dry_run
 from meshwright.targets import gpu
 from meshwright.targets.hardware import hardware_of
@@ -336,7 +336,9 @@ def test_what_was_compiled_is_kept_by_content(compiler, tmp_path, monkeypatch):
     args = [jax.ShapeDtypeStruct((64, 128), "float32", sharding=lies)]
     first = compile_ahead(jax.jit(jnp.sum), args, "h100:8")
     asked = []
-    monkeypatch.setattr(asking, "_ask", lambda *which: asked.append(which) or {"error": "asked"})
+    monkeypatch.setattr(
+        compiler_process, "_ask", lambda *which: asked.append(which) or {"error": "asked"}
+    )
     assert compile_ahead(jax.jit(jnp.sum), args, "h100:8") == first
     assert asked == []
     with pytest.raises(mw.CompileError, match="asked"):

@@ -104,8 +104,8 @@ def _window(each: Instruction, dim: int) -> tuple[int, int, int, int]:
     text = each.attribute(r"window=\{([^}]*)\}") or ""
 
     def of(name: str, default: int) -> int:
-        found = re.search(rf"\b{name}=([\w\-]+)", text)
-        return int(found[1].split("x")[dim].partition("_")[0]) if found else default
+        result = re.search(rf"\b{name}=([\w\-]+)", text)
+        return int(result[1].split("x")[dim].partition("_")[0]) if result else default
 
     return of("stride", 1), of("pad", 0), of("lhs_dilate", 1), of("rhs_dilate", 1)
 

@@ -128,14 +128,14 @@ class Costs:
     @functools.cached_property
     def layers(self) -> tuple[LayerCost, ...]:
         """The work of each layer, the heaviest first."""
-        found: dict[str, dict[str, float]] = {}
+        result: dict[str, dict[str, float]] = {}
         for each in self.operations:
-            layer = found.setdefault(each.layer, dict.fromkeys((*PHASES, "bytes"), 0))
+            layer = result.setdefault(each.layer, dict.fromkeys((*PHASES, "bytes"), 0))
             layer[each.phase] += each.times * each.flops
             layer["bytes"] += each.times * each.bytes
         rows = [
             LayerCost(layer, *(row[phase] for phase in PHASES), bytes=int(row["bytes"]))
-            for layer, row in found.items()
+            for layer, row in result.items()
         ]
         return tuple(sorted(rows, key=lambda row: (-row.flops, -row.bytes, row.layer)))
 
@@ -194,19 +194,19 @@ class _Walk:
         self.uncounted: list[str] = []
 
     def program(self, inside: Computation, count: int | None) -> tuple[Operation | Loop, ...]:
-        found: list[Operation | Loop] = []
+        result: list[Operation | Loop] = []
         for each in inside.instructions:
             if each.opcode == "while":
-                found.append(self._loop(each, inside, count))
+                result.append(self._loop(each, inside, count))
             elif each.opcode == "conditional":
                 branches = [self._called(name, count) for name in each.called]
-                found += max(branches, key=_weight, default=())
+                result += max(branches, key=_weight, default=())
             elif each.opcode == "call":
                 name = each.attribute(r"to_apply=%([\w.\-]+)") or each.called[0]
-                found += self._called(name, count)
+                result += self._called(name, count)
             elif each.opcode not in FREE:
-                found.append(self._operation(each, inside, count))
-        return _ending_last(found)
+                result.append(self._operation(each, inside, count))
+        return _ending_last(result)
 
     def _called(self, name: str, count: int | None) -> tuple[Operation | Loop, ...]:
         return self.program(self.module.computations[name], count)
@@ -281,17 +281,17 @@ class _Walk:
                     yield from self._seen(part, fused, count, fusion or each)
 
 
-def _ending_last(found: list[Operation | Loop]) -> tuple[Operation | Loop, ...]:
+def _ending_last(result: list[Operation | Loop]) -> tuple[Operation | Loop, ...]:
     """Of the fusions that a collective runs beside, only the last waits for it."""
     last: dict[str, int] = {}
-    for place, each in enumerate(found):
+    for place, each in enumerate(result):
         if isinstance(each, Operation) and each.ends:
             last[each.ends] = place
     return tuple(
         replace(each, ends="")
         if isinstance(each, Operation) and each.ends and last[each.ends] != place
         else each
-        for place, each in enumerate(found)
+        for place, each in enumerate(result)
     )
 
 

@@ -31,14 +31,14 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     >>> parse_groups("mesh['axis_0'=2,'axis_1'=2] {'axis_1'}", 4)
     ((0, 1), (2, 3))
     """
-    if found := _LIST.match(text):
-        groups = re.findall(r"\{([\d,\s]+)\}", found[0])
+    if result := _LIST.match(text):
+        groups = re.findall(r"\{([\d,\s]+)\}", result[0])
         return tuple(_numbers(group) for group in groups) or (tuple(range(num_devices)),)
-    if found := _IOTA.match(text):
-        shape, dims, order = _numbers(found[1]), _numbers(found[2]), _numbers(found[3] or "")
+    if result := _IOTA.match(text):
+        shape, dims, order = _numbers(result[1]), _numbers(result[2]), _numbers(result[3] or "")
         return _rows(_transposed(dims, order or tuple(range(len(dims)))), shape[-1])
-    if found := _MESH.match(text):
-        return _mesh_groups(found[1], found[2], found[3])
+    if result := _MESH.match(text):
+        return _mesh_groups(result[1], result[2], result[3])
     raise ValueError(f"replica groups in an unknown spelling: {text[:80]!r}.")
 
 
@@ -112,18 +112,18 @@ def _parts(
     place: dict[tuple[str, int], int], dims: list[int], name: str, before: int, size: int
 ) -> list[int]:
     """The dims that a part of an axis was cut into."""
-    found = []
+    result = []
     while size > 1:
         dim = place[name, before]
-        found.append(dim)
+        result.append(dim)
         before, size = before * dims[dim], size // dims[dim]
-    return found
+    return result
 
 
 def _device_ids(text: str | None, count: int) -> Sequence[int]:
     if not text:
         return range(count)
-    if found := re.match(r"(?:<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        dims, order = _numbers(found[1]), _numbers(found[2] or "")
+    if result := re.match(r"(?:<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        dims, order = _numbers(result[1]), _numbers(result[2] or "")
         return _transposed(dims, order or tuple(range(len(dims))))
     return _numbers(text)

@@ -102,10 +102,10 @@ class _Loop:
         return None if new is None or new.item != item else new.plus
 
     def _number(self, place: _Place) -> _Number | None:
-        found = self._follow(place)
-        if found is None:
+        result = self._follow(place)
+        if result is None:
             return None
-        place, made = found
+        place, made = result
         if made.opcode == "constant":
             whole = re.fullmatch(r"-?\d+", made.operands[0])
             return _Number(int(whole[0])) if whole else None

@@ -28,9 +28,9 @@ class Clock:
         """FLOP/s of a product as the platform runs it."""
         known = self.hardware.peak
         if self.platform == "tpu" and not dtype.startswith(("int", "float8")):
-            found = known("bfloat16")  # one pass, of what is rounded, unless more is asked for
+            result = known("bfloat16")  # one pass, of what is rounded, unless more is asked for
             passes = {"high": 3, "highest": 6}.get(precision, 1) if dtype == "float32" else 1
-            return None if found is None else found / passes
+            return None if result is None else result / passes
         if self.platform == "cuda" and dtype == "float32" and precision != "highest":
             return known("tensorfloat32") or known("float32")
         if dtype.startswith("float8"):

@@ -52,8 +52,8 @@ class Instruction:
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of a regular expression that is found in the attributes."""
-        found = re.search(pattern, self.attributes)
-        return None if found is None else found[1]
+        result = re.search(pattern, self.attributes)
+        return None if result is None else result[1]
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -146,10 +146,10 @@ def parse(text: str) -> Module:
     entry, name, lines = None, None, []
     for line in text.splitlines():
         if name is None:
-            found = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-            if found is not None:
-                name, lines = found[2], []
-                entry = name if found[1] else entry
+            result = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+            if result is not None:
+                name, lines = result[2], []
+                entry = name if result[1] else entry
         elif line.startswith("}"):
             parsed = (_instruction(each) for each in lines)
             computations[name] = Computation(name, tuple(each for each in parsed if each))
@@ -170,16 +170,16 @@ def _donated_results(text: str) -> frozenset[int]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
-    if found is None:
+    result = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if result is None:
         return None
-    shape, rest = _shape_and_rest(line[found.end() :])
+    shape, rest = _shape_and_rest(line[result.end() :])
     opcode, _, rest = rest.partition("(")
     inner, attributes = _until_closed(rest)
     named = re.findall(r"%([\w.\-]+)", inner)
     operands = named or [each.strip() for each in inner.split(",") if each.strip()]
     return Instruction(
-        found[2], opcode.strip(), arrays(shape), tuple(operands), attributes, bool(found[1])
+        result[2], opcode.strip(), arrays(shape), tuple(operands), attributes, bool(result[1])
     )
 
 
@@ -194,10 +194,10 @@ def _shape_and_rest(text: str) -> tuple[str, str]:
 def _until_closed(text: str) -> tuple[str, str]:
     """What stands before the bracket that closes, and after it."""
     depth = 1
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for result in re.finditer(r"[()]", text):
+        depth += 1 if result[0] == "(" else -1
         if depth == 0:
-            return text[: found.start()], text[found.end() :]
+            return text[: result.start()], text[result.end() :]
     return text, ""
 
 
@@ -207,23 +207,23 @@ def arrays(shape: str) -> tuple[Array, ...]:
     >>> [(a.dtype, a.dims) for a in arrays("(bf16[8,4]{1,0:T(8,128)(2,1)S(1)}, s32[])")]
     [('bfloat16', (8, 4)), ('int32', ())]
     """
-    found = re.findall(r"\b([a-z]\w*)\[([^\]]*)\](?:\{[^}]*?S\((\d+)\)\})?", shape)
+    result = re.findall(r"\b([a-z]\w*)\[([^\]]*)\](?:\{[^}]*?S\((\d+)\)\})?", shape)
     return tuple(
         Array(_dtype(kind), tuple(map(int, re.findall(r"\d+", dims))), _bits(kind), int(space or 0))
-        for kind, dims, space in found
+        for kind, dims, space in result
     )
 
 
 def _dtype(kind: str) -> str:
-    found = re.fullmatch(r"(bf|[sufc])(\d+)(\w*)", kind)
-    if found is None:
+    result = re.fullmatch(r"(bf|[sufc])(\d+)(\w*)", kind)
+    if result is None:
         return _WORDS.get(kind, kind)
-    letters, number, variant = found.groups()
+    letters, number, variant = result.groups()
     return f"{_WORDS[letters]}{number}{'_' if variant else ''}{variant}"
 
 
 def _bits(kind: str) -> int:
     if kind in _BITS:
         return _BITS[kind]
-    found = re.search(r"\d+", kind)
-    return int(found[0]) if found else 0
+    result = re.search(r"\d+", kind)
+    return int(result[0]) if result else 0

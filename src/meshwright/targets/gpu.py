@@ -130,9 +130,9 @@ def config_of(target: Target) -> str:
 
 
 def _compiler(target: Target) -> str:
-    if (found := compiler()) is None:
+    if (result := compiler()) is None:
         raise TargetError(f"{NOT_INSTALLED.format(target)}.")
-    return found
+    return result
 
 
 def compiler() -> str | None:

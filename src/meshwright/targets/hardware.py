@@ -145,8 +145,8 @@ def hardware_of_device(device_kind: str) -> Hardware | None:
     >>> hardware_of_device("cpu")
     """
     for pattern, name in _DEVICE_NAMES.items():
-        if found := re.search(pattern, device_kind):
-            return hardware_of(name or found[0].rpartition(" ")[2])
+        if result := re.search(pattern, device_kind):
+            return hardware_of(name or result[0].rpartition(" ")[2])
     return None
 
 
@@ -235,8 +235,8 @@ def _link_faults(kind: str, link: Any) -> list[str]:
 
 
 def _table_of(read: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = read.get(name, {})
-    return found if isinstance(found, dict) else {}
+    result = read.get(name, {})
+    return result if isinstance(result, dict) else {}
 
 
 def _unknown(key: str, keys: tuple[str, ...]) -> str:

@@ -78,13 +78,13 @@ class Target:
         >>> str(Target.from_string("V5P:2x2x2"))
         'v5p:2x2x2'
         """
-        found = re.fullmatch(r"\s*(\w+):(\d+(?:x\d+)*)\s*", text)
-        if found is None:
+        result = re.fullmatch(r"\s*(\w+):(\d+(?:x\d+)*)\s*", text)
+        if result is None:
             raise TargetError(
                 f"expected a target such as 'v5e:4x4', 'h200:8' or 'cpu:8'; received {text!r}. "
                 f"Known kinds are {', '.join(_KINDS)}."
             )
-        return cls(found[1].lower(), tuple(map(int, found[2].split("x"))))
+        return cls(result[1].lower(), tuple(map(int, result[2].split("x"))))
 
     @classmethod
     def of(cls, target: Target | str) -> Target:

@@ -186,17 +186,17 @@ def _lies(described: Described, axes: Axes) -> dict[str, Along]:
     import jax
 
     plain = described.placement.with_zero(0).place(each.info for each in described.placed)
-    found: dict[str, Along] = {
+    result: dict[str, Along] = {
         each.info.path: tuple(each.layout.dim_axes(dim) for dim in range(each.layout.rank))
         for each in plain
     }
     batch = described.batch[0] if described.how.accumulate > 1 else described.batch
     for path, array in jax.tree.leaves_with_path(batch):
-        found[input_path(path)] = tuple(map(_of_spec, array.sharding.spec))
+        result[input_path(path)] = tuple(map(_of_spec, array.sharding.spec))
     known = {name for name, _ in axes}
     return {
         path: tuple(tuple(axis for axis in each if axis in known) for each in dims)
-        for path, dims in found.items()
+        for path, dims in result.items()
     }
 
 
@@ -206,7 +206,7 @@ def _of_spec(entry: Any) -> tuple[str, ...]:
 
 def _along(graph: Graph, lies: Mapping[str, Along]) -> tuple[dict[int, tuple[str, ...]], list[str]]:
     """The axes of each dim that is split, and what speaks against it."""
-    found: dict[int, tuple[str, ...]] = {}
+    result: dict[int, tuple[str, ...]] = {}
     whose: dict[int, str] = {}
     faults: list[str] = []
     for tensor in graph.tensors:
@@ -216,14 +216,14 @@ def _along(graph: Graph, lies: Mapping[str, Along]) -> tuple[dict[int, tuple[str
                 continue
             if dim is None:
                 faults.append(f"{tensor.path} lies along {over} by a dim that is never split.")
-            elif found.setdefault(dim, axes) != axes:
+            elif result.setdefault(dim, axes) != axes:
                 faults.append(
-                    f"dim {graph.dims[dim].name!r} lies along {'+'.join(found[dim])} in "
+                    f"dim {graph.dims[dim].name!r} lies along {'+'.join(result[dim])} in "
                     f"{whose[dim]}, and along {over} in {tensor.path}."
                 )
             else:
                 whose.setdefault(dim, tensor.path)
-    return found, faults
+    return result, faults
 
 
 def _of_activations(placement: Placement, axes: Axes) -> list[str]:

@@ -31,7 +31,7 @@ def estimate_of(
     clock = Clock(hardware, target.platform, links)
     missing, times = assignment.setting.missing, _times(costs)
     talk = _communication(costs)
-    found = Estimate(
+    result = Estimate(
         target=target,
         hardware=hardware.name,
         flops=sum(each.work.flops for each in costs),
@@ -53,7 +53,7 @@ def estimate_of(
         sums=_sums(costs, target.num_devices, times),
         peak_flops_per_s=clock.peak("bfloat16", "") or clock.peak("float32", ""),
     )
-    return with_shares(found)
+    return with_shares(result)
 
 
 def _sums(costs: Iterable[OperationCost], count: int, times: Times) -> Sums:
@@ -90,11 +90,11 @@ def _again(cost: OperationCost) -> float:
 
 def _communication(costs: Iterable[OperationCost]) -> tuple[tuple[tuple[str, ...], float], ...]:
     """Seconds over each set of axes, the longest first."""
-    found: dict[tuple[str, ...], float] = defaultdict(float)
+    result: dict[tuple[str, ...], float] = defaultdict(float)
     for cost in costs:
         for each in cost.work.collectives:
-            found[each.axes] += each.count * each.time_s
-    return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
+            result[each.axes] += each.count * each.time_s
+    return tuple(sorted(result.items(), key=lambda pair: -pair[1]))
 
 
 def _heaviest(costs: Iterable[OperationCost], is_timeless: bool) -> tuple[Heavy, ...]:
@@ -124,7 +124,7 @@ def _layers(costs: Iterable[OperationCost]) -> tuple[LayerCost, ...]:
         flops[each.layer]["recompute"] += again
         flops[each.layer][each.phase] += each.work.flops - again
         nbytes[each.layer] += each.work.bytes
-    found = [
+    result = [
         LayerCost(
             layer=layer,
             forward_flops=of["forward"],
@@ -135,4 +135,4 @@ def _layers(costs: Iterable[OperationCost]) -> tuple[LayerCost, ...]:
         )
         for layer, of in flops.items()
     ]
-    return tuple(sorted(found, key=lambda layer: (-layer.flops, -layer.bytes)))
+    return tuple(sorted(result, key=lambda layer: (-layer.flops, -layer.bytes)))

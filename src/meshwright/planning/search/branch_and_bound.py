@@ -192,9 +192,9 @@ class _Search:
         self.solved += 1
         free = None if tables.free is None else tables.free[1]
         if free is None:
-            found = solve_time(tables, None, deadline_s, self._worst())
-            self.is_proven &= found.is_proven
-            free = found.masks
+            result = solve_time(tables, None, deadline_s, self._worst())
+            self.is_proven &= result.is_proven
+            free = result.masks
         if free is None:
             return
         if self.request.limit_bytes is None or tables.peaks(free).max() <= self.request.limit_bytes:
@@ -232,10 +232,10 @@ class _Search:
     def _solve_memory(self, tables: Tables, deadline_s: float) -> None:
         self.solved += 1
         worst = self._worst()
-        found = solve_memory(tables, deadline_s, None if worst is None else int(worst))
-        self.is_proven &= found.is_proven
-        if found.masks is not None:
-            self._keep(tables, found.masks)
+        result = solve_memory(tables, deadline_s, None if worst is None else int(worst))
+        self.is_proven &= result.is_proven
+        if result.masks is not None:
+            self._keep(tables, result.masks)
 
     def _keep(self, tables: Tables, masks: Mapping[int, int]) -> None:
         problem, rank = self.request.problem, self.request.rank
@@ -266,11 +266,11 @@ class _Search:
 
     def _ranked(self) -> list[Candidate]:
         """The answers, the best first; of those that cost the same, and differ in names, one."""
-        found: dict[object, Candidate] = {}
+        result: dict[object, Candidate] = {}
         for each in self.best.values():
             known = self.request.rank(each.cost) if each.cost.time_s is not None else each.layouts
-            found.setdefault(known, each)
-        return _worth_it(sorted(found.values(), key=lambda each: self.request.rank(each.cost)))
+            result.setdefault(known, each)
+        return _worth_it(sorted(result.values(), key=lambda each: self.request.rank(each.cost)))
 
     def _worst(self) -> float | None:
         """The last of the answers that are kept; ``None`` while there is room for more."""

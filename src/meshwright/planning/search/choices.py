@@ -39,8 +39,8 @@ PLAIN = Choices()
 def remat_of(remat: str) -> Remat:
     """The choice that a strategy's ``remat=`` is. What a policy of JAX recomputes is in the step's
     graph already, and no choice."""
-    found: dict[str, Remat] = {each: each for each in EVERY_REMAT}
-    return found.get(remat, "none")
+    result: dict[str, Remat] = {each: each for each in EVERY_REMAT}
+    return result.get(remat, "none")
 
 
 def remat_text(remat: Remat) -> str:

@@ -121,8 +121,8 @@ class _Classics:
 
     def _pairs_of_axes(self) -> Iterator[Axes]:
         most = min(2, self.request.space.max_axes)
-        found = meshes(self.request.target, self.request.hardware, most, fewer=False)
-        yield from (axes for axes in found if len(axes) == 2)
+        result = meshes(self.request.target, self.request.hardware, most, fewer=False)
+        yield from (axes for axes in result if len(axes) == 2)
 
     # One way
 
@@ -138,10 +138,10 @@ class _Classics:
             units = [unit for unit in options if unit != self.request.problem.batch]
             every += [{**options, unit: (way.weights,)} for unit in units]
         for one in every:
-            found = list(self._of_options(way, one, Choices(zero, accumulate), best))
-            good = [each for each in found if len(each.layouts.rules) > bool(way.rows)]
-            yield from good if way.weights else found
-            if one is options and (good or not found or not way.weights):
+            result = list(self._of_options(way, one, Choices(zero, accumulate), best))
+            good = [each for each in result if len(each.layouts.rules) > bool(way.rows)]
+            yield from good if way.weights else result
+            if one is options and (good or not result or not way.weights):
                 return
 
     def _of_options(
@@ -156,12 +156,12 @@ class _Classics:
             if best is not None and self._fits(best) and self._is_beaten(tables, best):
                 continue
             masks = self._masks(tables)
-            found = self._candidate(tables, masks)
-            yield found
+            result = self._candidate(tables, masks)
+            yield result
             is_fastest = (
                 self.request.objective == "time" and tables.time_s(masks) <= tables.least_time_s
             )
-            if is_fastest and self._fits(found):
+            if is_fastest and self._fits(result):
                 return  # more remat takes more time
 
     def _is_beaten(self, tables: Tables, best: Candidate) -> bool:
@@ -223,8 +223,8 @@ def _units_of_weights(problem: Compact) -> tuple[int, ...]:
         if problem.batch not in problem.pieces[place].scope  # a weight, in whatever type
         for unit in problem.pieces[place].scope
     }
-    found = held.keys() & multiplied - {problem.batch}
-    return tuple(sorted(found, key=lambda unit: (-held[unit], unit)))
+    result = held.keys() & multiplied - {problem.batch}
+    return tuple(sorted(result, key=lambda unit: (-held[unit], unit)))
 
 
 def _largest_first(problem: Compact, options: Options) -> dict[int, int]:

@@ -267,25 +267,25 @@ class _Reader:
 
     def _met(self, operation: Operation, moved: Mapping[int, Joint]) -> frozenset[int]:
         """The units of its arrays, after those that are moved have been."""
-        found: set[int] = set()
+        result: set[int] = set()
         for tensor in (*operation.operands, *operation.results):
             scope = self.pieces[self.piece_of[tensor]].scope
             if tensor in moved:
                 joint = moved[tensor]
                 scope = scope - {self.unit_of[joint.given]} | {self.unit_of[joint.wanted]}
-            found |= scope
-        return frozenset(found)
+            result |= scope
+        return frozenset(result)
 
     def _units(self, dims: Iterable[int]) -> frozenset[int]:
         return frozenset(self.unit_of[dim] for dim in dims)
 
 
 def _clashes(pieces: Iterable[Piece], works: Iterable[Work]) -> frozenset[tuple[int, int]]:
-    found: set[tuple[int, int]] = set()
+    result: set[tuple[int, int]] = set()
     for piece in pieces:
         held = [unit for unit in piece.units if unit is not None]
-        found |= {(u, u) for u in held if held.count(u) > 1}
-        found |= {(u, v) for u in held for v in held if u != v}
+        result |= {(u, u) for u in held if held.count(u) > 1}
+        result |= {(u, v) for u in held for v in held if u != v}
     for work in works:
-        found |= {(u, v) for u in work.units for v in work.units if u != v}
-    return frozenset(found)
+        result |= {(u, v) for u in work.units for v in work.units if u != v}
+    return frozenset(result)

@@ -130,11 +130,11 @@ def weights(lay: Lay) -> np.ndarray:
 
 def columns(problem: Compact, choices: Choices) -> list[Piece | Work]:
     """What each column of :func:`alive` counts; of works, the copies that they hold."""
-    found: list[Piece | Work] = [*problem.pieces, *problem.works]
+    result: list[Piece | Work] = [*problem.pieces, *problem.works]
     if choices.accumulate > 1:
         each = [problem.pieces[place] for place, _ in problem.parameters]
-        found += [replace(piece, kind="accumulator") for piece in each]
-    return found
+        result += [replace(piece, kind="accumulator") for piece in each]
+    return result
 
 
 def held_bytes(lay: Lay, column: Piece | Work) -> Values:
@@ -174,11 +174,11 @@ def bytes_by_kind(
     lay = Lay(problem, setting, choices, {u: np.array([m]) for u, m in masks.items()}, rows=1)
     held, counts = weights(lay), alive(problem, choices)
     at_peak = counts[int(np.argmax(counts @ held))] * held
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for column, nbytes in zip(columns(problem, choices), at_peak, strict=True):
         kind = "copy" if isinstance(column, Work) else column.kind
-        found[kind] = found.get(kind, 0) + int(nbytes)
-    return found
+        result[kind] = result.get(kind, 0) + int(nbytes)
+    return result
 
 
 def _named(axes: Axes, mask: int) -> str:

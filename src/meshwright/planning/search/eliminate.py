@@ -33,10 +33,10 @@ class _Table:
 
     def keys(self, units: Sequence[int], bits: int) -> np.ndarray:
         """A number per row, the same where these units are."""
-        found = np.zeros(len(self.rows), np.int64)
+        result = np.zeros(len(self.rows), np.int64)
         for unit in units:
-            found = found << bits | self.rows[:, self.units.index(unit)]
-        return found
+            result = result << bits | self.rows[:, self.units.index(unit)]
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,16 +103,16 @@ class Elimination:
             sums.append(total)
             known.append(np.minimum.reduceat(total, step.starts))
         # Backwards: the units that a step depends on were eliminated after it and are known by now.
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for step, total in zip(reversed(self.steps), reversed(sums), strict=True):
             key = 0
             for unit in step.others:
-                key = key << self.bits | found[unit]
+                key = key << self.bits | result[unit]
             group = int(np.searchsorted(step.keys, key))
             begin = int(step.starts[group])
             end = step.starts[group + 1] if group + 1 < len(step.starts) else len(total)
-            found[step.unit] = int(step.sets[begin + int(np.argmin(total[begin:end]))])
-        return float(sum(known[place][0] for place in self.ends)), found
+            result[step.unit] = int(step.sets[begin + int(np.argmin(total[begin:end]))])
+        return float(sum(known[place][0] for place in self.ends)), result
 
 
 def _beside(tables: dict[int, _Table], unit: int) -> set[int]:
@@ -129,10 +129,10 @@ def _joined(tables: dict[int, _Table], unit: int, bits: int, clashes: Clashes) -
     ]
     first, *rest = sorted(having, key=lambda each: len(each.rows))
     for other in rest:
-        found = _join(first, other, bits, clashes)
-        if found is None:
+        result = _join(first, other, bits, clashes)
+        if result is None:
             return None
-        first = found
+        first = result
     return first
 
 

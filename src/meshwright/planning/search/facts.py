@@ -89,8 +89,8 @@ def block_of(path: str) -> str:
     >>> block_of("jvp(net)/block_3/ffn/dot"), block_of("block_3_ffn/dot"), block_of("head/dot")
     ('block_3', 'block_3', '')
     """
-    found = _BLOCK.search(path)
-    return found[1] if found else ""
+    result = _BLOCK.search(path)
+    return result[1] if result else ""
 
 
 def _is_of_weights(graph: Graph, operation: Operation) -> bool:

@@ -167,7 +167,7 @@ def least_shared_s(problem: Compact, setting: Setting) -> float:
 
 def _options(problem: Compact, setting: Setting, accumulate: int) -> Options:
     """The sets of axes of each unit that can be split at all."""
-    found = {}
+    result = {}
     for place, unit in enumerate(problem.units):
         if (place, place) in problem.clashes or unit.size == 1:
             continue
@@ -177,8 +177,8 @@ def _options(problem: Compact, setting: Setting, accumulate: int) -> Options:
             if divides(problem, setting.axes, place, mask, accumulate if mask else 1)
         )
         if len(masks) > 1:
-            found[place] = masks
-    return found
+            result[place] = masks
+    return result
 
 
 def _scope_of_work(problem: Compact, work: Work) -> frozenset[int]:

@@ -79,14 +79,14 @@ def _remedies(
     graph: Graph, target: Target, hardware: Hardware, limit_bytes: int, space: Space
 ) -> Iterator[str]:
     """Changes that are enough; of more devices and smaller batches the least of them."""
-    found = set()
+    result = set()
     for tried in _changes(graph, target, space):
         kind = tried.name.split()[0]
-        if kind in found:
+        if kind in result:
             continue
         answer = _smallest(tried, hardware)
         if answer is not None and answer.cost.peak_bytes <= limit_bytes:
-            found.add(kind)
+            result.add(kind)
             yield f"{tried.name}: {bytes_text(answer.cost.peak_bytes)} with {answer.layouts}"
 
 
@@ -112,7 +112,7 @@ def _changes(graph: Graph, target: Target, space: Space) -> Iterator[_Tried]:
 
 
 def _smallest(tried: _Tried, hardware: Hardware) -> Candidate | None:
-    found = search(
+    result = search(
         tried.graph,
         tried.target,
         hardware,
@@ -121,7 +121,7 @@ def _smallest(tried: _Tried, hardware: Hardware) -> Candidate | None:
         keep=1,
         limit_s=_TRY_S,
     )
-    return found.candidates[0] if found.candidates else None
+    return result.candidates[0] if result.candidates else None
 
 
 def _rows(graph: Graph) -> int:

@@ -27,14 +27,14 @@ def meshes(
     >>> [[size for _, size in axes] for axes in meshes(h100, hardware_of(h100), fewer=False)]
     [[8], [4, 2], [2, 2, 2]]
     """
-    found: dict[tuple[object, ...], Axes] = {}
+    result: dict[tuple[object, ...], Axes] = {}
     max_axes = min(max_axes, _torus_dims(target))
     for count in _counts(target.num_devices) if fewer else (target.num_devices,):
         for sizes in _products(count, max_axes):
             axes = tuple(zip("abcdefgh", sizes, strict=False))
             lies = [(e.size, e.link, e.lanes) for e in links_of(target, hardware, axes)]
-            found.setdefault(tuple(sorted(lies, key=str)), axes)
-    return tuple(found.values())
+            result.setdefault(tuple(sorted(lies, key=str)), axes)
+    return tuple(result.values())
 
 
 def _torus_dims(target: Target) -> int:

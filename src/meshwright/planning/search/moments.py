@@ -33,11 +33,11 @@ def alive(problem: Compact, choices: Choices) -> np.ndarray:
 def _alive(problem: Compact, remat: Remat, accumulate: int, zero: int) -> np.ndarray:
     on_cpu = problem.platform == "cpu"
     beside = accumulate if on_cpu else 1
-    found = _moments(problem, "none" if on_cpu else remat, zero, beside)
+    result = _moments(problem, "none" if on_cpu else remat, zero, beside)
     if accumulate == 1:
-        return found
-    sums = np.array([count for _, count in problem.parameters], found.dtype)
-    return np.concatenate([found, np.tile(sums, (len(found), 1))], axis=1)
+        return result
+    sums = np.array([count for _, count in problem.parameters], result.dtype)
+    return np.concatenate([result, np.tile(sums, (len(result), 1))], axis=1)
 
 
 @functools.lru_cache(maxsize=16)
@@ -96,11 +96,11 @@ def _unbeaten(rows: np.ndarray, places: np.ndarray) -> list[int]:
     order = places[np.argsort(-rows[places].sum(axis=1), kind="stable")]
     telling = np.argsort(-rows[places].var(axis=0), kind="stable")[:_TELLING]
     short = np.ascontiguousarray(rows[:, telling])
-    found = np.zeros(len(order), np.int64)
+    result = np.zeros(len(order), np.int64)
     count = 0
     for place in order:
-        above = found[:count][(short[found[:count]] >= short[place]).all(axis=1)]
+        above = result[:count][(short[result[:count]] >= short[place]).all(axis=1)]
         if not (rows[above] >= rows[place]).all(axis=1).any():
-            found[count] = place
+            result[count] = place
             count += 1
-    return found[:count].tolist()
+    return result[:count].tolist()

@@ -74,14 +74,14 @@ def solve_memory(tables: Tables, deadline_s: float, below: int | None = None) ->
 def _until_true(task: _Task, deadline_s: float, limit_bytes: int | None) -> Solved:
     """Solve, add the moment that the answer forgot, and solve again until none is left."""
     while True:
-        found = task.solve(deadline_s)
-        if found.masks is None:
-            return found
-        peaks = task.tables.peaks(found.masks)
+        result = task.solve(deadline_s)
+        if result.masks is None:
+            return result
+        peaks = task.tables.peaks(result.masks)
         most = task.allowed(limit_bytes)
         worst = int(np.argmax(peaks))
         if most is None or peaks[worst] <= most:
-            return found
+            return result
         if not task.limit(worst, limit_bytes):
             return Solved(None, is_proven=False)
 

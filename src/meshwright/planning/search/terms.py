@@ -47,8 +47,8 @@ class Lay:
 
     def mask(self, unit: int) -> Values:
         """The axes of a unit."""
-        found = self.masks.get(unit)
-        return self.nothing if found is None else found
+        result = self.masks.get(unit)
+        return self.nothing if result is None else result
 
     @functools.cached_property
     def nothing(self) -> Values:
@@ -261,13 +261,13 @@ def parameter_talks(lay: Lay, piece: Piece) -> list[Talk]:
 def talks_of(lay: Lay, work: Work) -> list[Talk]:
     """The collectives of one run of an operation."""
     loops = lay.choices.accumulate if _has_rows(lay, work) else 1
-    found = [_moved(lay, move, loops) for move in work.moves]
-    found += [
+    result = [_moved(lay, move, loops) for move in work.moves]
+    result += [
         _gathered(lay, work, place, loops)
         for place in dict.fromkeys(work.operands)
         if lay.problem.pieces[place].scope & work.whole
     ]
-    return found + (_sums(lay, work, loops) if work.summed else [])
+    return result + (_sums(lay, work, loops) if work.summed else [])
 
 
 def _talk(lay: Lay, talks: list[Talk]) -> tuple[Values, Values]:
@@ -304,7 +304,7 @@ def _sums(lay: Lay, work: Work, loops: int) -> list[Talk]:
     does, see ``step/sharing.py`` and ``step/accumulate.py``.
     """
     over, zero = lay.union(work.summed), lay.choices.zero
-    plain, once, found = np.zeros(lay.rows), np.zeros(lay.rows), []
+    plain, once, result = np.zeros(lay.rows), np.zeros(lay.rows), []
     for place in work.results:
         piece = lay.problem.pieces[place]
         nbytes = piece.nbytes / (shards(lay, piece) * lay.loops(piece))
@@ -315,12 +315,12 @@ def _sums(lay: Lay, work: Work, loops: int) -> list[Talk]:
         else:
             rows = np.where(replicas_sharing(lay, piece) > 1, over & lay.batch, 0)
             for kind, axes in (("reduce-scatter", rows), ("all-reduce", over & ~rows)):
-                found.append(Talk(kind, axes, nbytes, loops if zero > 1 else 1, piece))
+                result.append(Talk(kind, axes, nbytes, loops if zero > 1 else 1, piece))
     for times, nbytes in ((loops, plain), (1, once)):
         if np.any(nbytes):
             first = lay.problem.pieces[work.results[0]]
-            found.append(Talk("all-reduce", over, nbytes, times, first))
-    return found
+            result.append(Talk("all-reduce", over, nbytes, times, first))
+    return result
 
 
 def _pieces(lay: Lay, piece: Piece) -> Values | int:

@@ -98,7 +98,7 @@ class _DryRuns:
 
     def of(self, plans: Iterable[Plan], *notes: str) -> list[_Seen]:
         """What those say that compile."""
-        found = []
+        result = []
         for each in plans:
             try:
                 report = self.dry_run_of(each)
@@ -112,9 +112,9 @@ class _DryRuns:
             )
             said = [_NOT_DRY_RUN] if isinstance(report, NoReport) else []
             plan = replace(each, chosen=option, notes=(*each.notes, *notes, *said))
-            found.append(_Seen(plan, self._fits(report)))
-            self.seen[option.layouts] = found[-1]
-        return found
+            result.append(_Seen(plan, self._fits(report)))
+            self.seen[option.layouts] = result[-1]
+        return result
 
     def not_asked(self, plans: Iterable[Plan]) -> list[Plan]:
         known = self.seen.keys() | self.failed.keys()
