@@ -37,7 +37,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[Ro
     >>> grouped(["a1", "b", "a2"], without_numbers)
     [['a1', 'a2'], ['b']]
     """
-    result: dict[Hashable, list[Row]] = defaultdict(list)
+    found: dict[Hashable, list[Row]] = defaultdict(list)
     for row in rows:
-        result[key(row)].append(row)
-    return list(result.values())
+        found[key(row)].append(row)
+    return list(found.values())

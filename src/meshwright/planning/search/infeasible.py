@@ -33,12 +33,7 @@ class _Tried:
 
 def no_plan(request: Request, limit_bytes: int) -> PlanError:
     """The error for a problem that no layout fits, with the changes that would help."""
-    graph, target, hardware, space = (
-        request.graph,
-        request.target,
-        request.hardware,
-        request.space,
-    )
+    graph, target, hardware, space = request.graph, request.target, request.hardware, request.space
     nearest = _smallest(_Tried("", graph, target, space), hardware)
     if nearest is None:
         return PlanError("no layout was found within the time limit. Raise limit_s=.")
