@@ -6,7 +6,8 @@ know neither Keras nor any other front end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -46,6 +47,36 @@ class Aux(NamedTuple):
     metrics: Arrays
 
 
+Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]
+
+
+class Label(NamedTuple):
+    """Which part of a batch an array is."""
+
+    kind: Literal["input", "target"]
+    name: str | None
+    position: int
+
+
+def label_inputs(batch: Batch) -> list[Label]:
+    """Every array of the batch is an input: named by its key in a mapping, else by position.
+
+    >>> label_inputs({"image": 0, "mask": 1})[1]
+    Label(kind='input', name='mask', position=1)
+    """
+    return [Label("input", name, i) for i, (name, _) in enumerate(named_leaves(batch))]
+
+
+def named_leaves(part: Any) -> list[tuple[str | None, Any]]:
+    """``(name, array)`` of each array; the name is the outermost key, where that is a mapping's."""
+    import jax
+
+    if not isinstance(part, Mapping):
+        return [(None, value) for value in jax.tree.leaves(part)]
+    paths = jax.tree_util.tree_flatten_with_path(part)[0]
+    return [(path[0].key, value) for path, value in paths]
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """A model as descriptions of its variables and pure functions over their values.
@@ -55,13 +86,15 @@ class Program:
     ``loss(params, whole, batch, training)`` gives the scalar that is differentiated and an
     :class:`Aux`; ``whole`` is the :class:`TrainState` that the other variables are read from.
     ``measure(metrics, aux, batch)`` gives new metrics and logs. ``update(params, grads, slots)`` is
-    the optimizer's step. ``initial()`` gives the values to begin with. ``own_step`` is a whole step
-    ``(whole, batch) -> (whole, logs)`` where the model brings its own, else ``None``. ``reduction``
-    says whether the loss is a mean over the rows of the batch or a sum; ``logs`` says whether those
-    of ``measure`` are of one batch, means over its rows, or of all batches that its metrics have
-    counted. A program over named dims has the names of its batches' dims in ``inputs``, by
-    position, and its ``context(placement, whole)`` lays out by the placement's rules what is traced
-    inside; ``whole`` is true of a step, which meets every dim.
+    the optimizer's step. ``initial()`` gives the values to begin with. ``own_step`` is a whole
+    training step ``(whole, batch) -> (whole, logs)`` where the model brings its own,
+    ``own_test_step`` one of evaluation; ``predict(params, state, batch)`` gives outputs where that
+    takes more than ``forward``. ``reduction`` says whether the loss is a mean over the rows of the
+    batch or a sum; ``logs`` says whether those of ``measure`` are of one batch, means over its
+    rows, or of all batches that its metrics have counted. ``label`` says which input or target each
+    array of a batch is. A program over named dims has the names of its batches' dims in ``inputs``,
+    by position, and its ``context(placement, whole)`` lays out by the placement's rules what is
+    traced inside; ``whole`` is true of a step, which meets every dim.
 
     >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw
     >>> params = {"w": np.zeros([4, 2], "float32")}
@@ -80,9 +113,12 @@ class Program:
     loss: Callable[[Arrays, TrainState, Batch, bool], tuple[Any, Aux]]
     measure: Callable[[Arrays, Aux, Batch], tuple[Arrays, Logs]]
     update: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
-    own_step: Callable[[TrainState, Batch], tuple[TrainState, Logs]] | None = None
+    own_step: Step | None = None
+    own_test_step: Step | None = None
+    predict: Callable[[Arrays, Arrays, Batch], Any] | None = None
     reduction: Literal["mean", "sum"] = "mean"
     logs: Literal["of one batch", "of all counted"] = "of all counted"
+    label: Callable[[Batch], list[Label]] = label_inputs
     inputs: tuple[tuple[int, DimNames], ...] = ()
     context: Callable[[Placement, bool], AbstractContextManager[Any]] | None = None
 
@@ -94,11 +130,17 @@ class Program:
         if context is None:
             return function
 
+        @functools.wraps(function)
         def traced(*args: Any) -> Any:
             with context(placement, whole):
                 return function(*args)
 
         return traced
+
+    @property
+    def parts(self) -> tuple[tuple[ParamInfo, ...], ...]:
+        """The variables in the fields of :class:`TrainState`."""
+        return self.params, self.state, self.slots, self.metrics
 
     @property
     def infos(self) -> tuple[ParamInfo, ...]:

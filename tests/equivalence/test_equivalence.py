@@ -240,7 +240,7 @@ def test_xlas_wrong_gradient_of_uneven_rows_is_found(monkeypatch: pytest.MonkeyP
 
     options = {"inputs": {"x": [None, "rows", None, None]}, "batch": None}
     assert_equivalent(again, "rows=4", steps=1, **options)
-    monkeypatch.setattr("meshwright.step.train.guard", lambda function, lying: function)
+    monkeypatch.setattr("meshwright.step.spatial.guard", lambda function, lying: function)
     with pytest.raises(AssertionError, match="first difference: gradient of second in step 1"):
         assert_equivalent(again, "rows=4", steps=1, **options)
 

@@ -18,13 +18,14 @@ from meshwright.planning.blocks.heights import Height, Heights, peak_with
 from meshwright.planning.described import describe
 from meshwright.planning.dry_run import DryRun, dry_run
 from meshwright.planning.lock import Lock, lock_of
+from meshwright.step.assemble import assemble
 from meshwright.step.options import StepOptions
-from meshwright.step.train import make_train_step
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 WIDTH, ROWS, IO = 32, 64, 8
 DATA = mw.Placement.of(mw.Mesh({"batch": 8}))
+ONE = mw.Placement.of(mw.Mesh({"batch": 1}))
 BATCH = jax.ShapeDtypeStruct((ROWS, IO), "float32")
 
 
@@ -147,7 +148,7 @@ def test_a_step_with_two_of_its_blocks_is_the_step_of_a_model_with_two():
 
     state, rows = jax.tree.map(value, small.state), value(BATCH)
     ours, theirs = (
-        jax.jit(make_train_step(each.source.program))(state, rows) for each in (fewer, small)
+        jax.jit(assemble(each.program, ONE).train_step)(state, rows) for each in (fewer, small)
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), ours, theirs)
 

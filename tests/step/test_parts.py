@@ -19,8 +19,8 @@ from meshwright.hlo.collectives import read_collectives
 from meshwright.planning.ahead import compile_described
 from meshwright.planning.described import describe
 from meshwright.step.accumulate import Way, accumulating_in
+from meshwright.step.gradient import summed_in
 from meshwright.step.parts import Gathered, Pieces, in_parts, sum_parts
-from meshwright.step.sums import summed_in
 
 ROWS = 16
 MESHES = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.step.products import in_order
+from meshwright.step.gradient import in_order
 
 
 def normal(*dims: int) -> np.ndarray:

@@ -13,8 +13,7 @@ import pytest
 from keras import layers
 
 import meshwright as mw
-from meshwright.step.accumulate import accumulating_in
-from meshwright.step.side_by_side import saves_nothing_in_turn
+from meshwright.step.accumulate import accumulating_in, saves_nothing_in_turn
 
 WIDTH = 32
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.step.sums import summed_in
+from meshwright.step.gradient import summed_in
 
 DRAW = np.random.default_rng(1)
 

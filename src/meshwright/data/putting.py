@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..errors import BatchError
-from ..layouts.dim_names import DimNames
 from ..layouts.layout import Layout
-from ..layouts.layout_map import Given
 from ..layouts.placement import Placement
-from ..program import Batch
+from ..program import Batch, Label, label_inputs
+from ..step.batches import BatchLayouts
 from ..step.padding import Padded
 from ..step.several import Together
 from .rows import HostRows
-
-
-class Label(NamedTuple):
-    """Which part of a batch an array is."""
-
-    kind: Literal["input", "target"]
-    name: str | None
-    position: int
-
-
-def label_inputs(batch: Batch) -> list[Label]:
-    """Every array of the batch is an input: named by its key in a mapping, else by position.
-
-    >>> label_inputs({"image": 0, "mask": 1})[1]
-    Label(kind='input', name='mask', position=1)
-    """
-    return [Label("input", name, i) for i, (name, _) in enumerate(named_leaves(batch))]
-
-
-def named_leaves(part: Any) -> list[tuple[str | None, Any]]:
-    """``(name, array)`` of each array; the name is the outermost key, where that is a mapping's."""
-    if not isinstance(part, Mapping):
-        return [(None, value) for value in jax.tree.leaves(part)]
-    paths = jax.tree_util.tree_flatten_with_path(part)[0]
-    return [(path[0].key, value) for path, value in paths]
 
 
 class Putter:
@@ -66,8 +39,7 @@ class Putter:
         copy: bool = True,
         local: bool = False,
     ) -> None:
-        self._placement = placement
-        self._label = label
+        self.layouts = BatchLayouts(placement, label)
         self._copy = copy
         self._local = local
         self._known: dict[Any, list[Any]] = {}
@@ -128,7 +100,7 @@ class Putter:
         """Arrays of every process's rows from those of this one."""
         key = (tree, tuple(value.shape for value in flat), "local")
         if key not in self._known:
-            layouts = self._for_any_rows(jax.tree.unflatten(tree, flat))
+            layouts = self.layouts.for_any_rows(jax.tree.unflatten(tree, flat))
             self._known[key] = [
                 (layout.sharding, _shape_of_all(layout, value.shape))
                 for layout, value in zip(layouts, flat, strict=True)
@@ -143,14 +115,7 @@ class Putter:
 
         Raises :class:`BatchError` if another dim does not divide.
         """
-        layouts = self._for_any_rows(batch)
-        shards = math.lcm(
-            *(
-                layout.num_shards(0)
-                for label, layout in zip(self._label(batch), layouts, strict=True)
-                if label.kind == "input"
-            )
-        )
+        shards = math.lcm(*(layout.num_shards(0) for layout in self.layouts.of_inputs(batch)))
         return -(-row_count(batch) // shards) * shards
 
     def padded(self, batch: Batch, rows: int, inputs_only: bool = True) -> Padded:
@@ -159,28 +124,14 @@ class Putter:
         The first rows stand in for those that are added: whatever is finite stays so.
         """
         flat, tree = jax.tree.flatten(batch)
-        grows, layouts = zip(*self.padded_layouts(batch, inputs_only), strict=True)
+        grows, layouts = zip(*self.layouts.padded(batch, inputs_only), strict=True)
         flat = [
             _cycled(value, rows) if more else _as_array(value, self._copy)
             for value, more in zip(flat, grows, strict=True)
         ]
         put = _put_all(flat, [layout.sharding for layout in layouts])
-        mesh = self._placement.mesh.jax_mesh
+        mesh = self.layouts.placement.mesh.jax_mesh
         return Padded(jax.tree.unflatten(tree, put), row_count(batch), mesh)
-
-    def padded_layouts(self, batch: Batch, inputs_only: bool = True) -> list[tuple[bool, Layout]]:
-        """Of each array of a padded batch, whether it has more rows, and how it lies."""
-        spread, whole = self._for_any_rows(batch), self._by(_whole_rows(self._placement), batch)
-        grows = [not inputs_only or label.kind == "input" for label in self._label(batch)]
-        return [(g, a if g else b) for g, a, b in zip(grows, spread, whole, strict=True)]
-
-    def _for_any_rows(self, batch: Batch) -> list[Layout]:
-        """The layouts of a batch like this one whose rows divide."""
-        rows = self._placement.mesh.size
-        like = jax.tree.map(
-            lambda value: jax.ShapeDtypeStruct((rows, *value.shape[1:]), "float32"), batch
-        )
-        return self._by(self._placement, like)
 
     def each(self, batches: Iterable[Batch], alone_is_last: bool = True) -> Iterator[Batch]:
         """Every batch on the mesh; only the last one may not divide.
@@ -202,28 +153,6 @@ class Putter:
                 yield laid_out
         if odd is not None:
             yield self(odd, last=count > 1 or alone_is_last)
-
-    def layouts(self, batch: Batch, last: bool = True) -> Batch:
-        """The layout of every array of a batch, in place of the arrays."""
-        try:
-            layouts = self._by(self._placement, batch)
-        except BatchError:
-            if not last:
-                raise
-            layouts = self._by(_whole_rows(self._placement), batch)
-        return jax.tree.unflatten(jax.tree.structure(batch), layouts)
-
-    def _by(self, placement: Placement, batch: Batch) -> list[Layout]:
-        layout_of = {"input": placement.input_layout, "target": placement.target_layout}
-        labels = self._label(batch)
-        for kind in ("input", "target"):
-            # Sample weights have the positions of their targets.
-            names = {label.position: label.name for label in labels if label.kind == kind}
-            placement.check_data_keys(kind, list(names.values()))
-        return [
-            layout_of[label.kind](label.name, label.position, value.shape)
-            for label, value in zip(labels, jax.tree.leaves(batch), strict=True)
-        ]
 
 
 def put(value: Any, sharding: Any) -> Any:
@@ -273,25 +202,6 @@ def _cycled(value: Any, rows: int) -> Any:
     if isinstance(value, HostRows):
         return value.cycled(rows)
     return np.take(np.asarray(value), np.arange(rows) % value.shape[0], axis=0)
-
-
-def _whole_rows(placement: Placement) -> Placement:
-    """The same placement with the first dim of every input and target whole."""
-
-    def whole(layouts: tuple[tuple[str | int, Given], ...]) -> Any:
-        return tuple((key, _whole_first(given)) for key, given in layouts)
-
-    return replace(
-        placement,
-        batch=None,
-        inputs=whole(placement.inputs),
-        targets=whole(placement.targets),
-        zero=0,  # of variables, and it needs axes of the batch
-    )
-
-
-def _whole_first(given: Given) -> Given:
-    return given.whole(0) if isinstance(given, DimNames) else Layout([None, *given.specs[1:]])
 
 
 def _as_array(value: Any, copy: bool) -> Any:

@@ -41,10 +41,10 @@ def dry_run(
     :class:`~meshwright.Program`. ``batch`` holds arrays ``(x, y)``, or what the program takes; only
     shapes and dtypes matter, so ``jax.ShapeDtypeStruct`` will do. ``strategy`` may be Keras' own
     ``ModelParallel`` or ``DataParallel``; the layout map of that holds here too. With
-    ``accumulate=k`` the batch is one of the step's ``k`` micro-batches. ``mesh`` takes the place of the strategy's,
-    and ``hardware`` that of what is known of the target's chips. Of sixteen equal blocks or more
-    (on GPUs, 64) only one and two are compiled, and the difference gives the rest, which the report
-    says; ``blocks="few"`` does so from four on, and ``"whole"`` never. A step that needs more
+    ``accumulate=k`` the batch is one of the step's ``k`` micro-batches. ``mesh`` takes the place of
+    the strategy's, and ``hardware`` that of what is known of the target's chips. Of sixteen equal
+    blocks or more (on GPUs, 64) only one and two are compiled, and the difference gives the rest,
+    which the report says; ``blocks="few"`` does so from four on, and ``"whole"`` never. A step that needs more
     memory than a device has gives a report that says so. The compiler has ``timeout_s`` seconds.
     ``compile=False``, and a GPU target where
     XLA for GPUs is not installed, gives what the planner's model says in place of the compiler, in

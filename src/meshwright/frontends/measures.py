@@ -92,8 +92,8 @@ def _of_keras(model: keras.Model, batch: Batch, strategy: Sharded, steps: int) -
     check_compiled(model)
     strategy._need_devices("measure(...)")
     variables = strategy.prepare(model, lambda: batch)
-    jitted = functions_of(strategy, model, variables).train
-    if not hasattr(jitted, "lower"):
+    functions = functions_of(strategy, model, variables)
+    if functions.is_eager:
         raise ModelError(
             f"model {model.name!r} is compiled with run_eagerly=True, and a step that runs piece "
             "by piece has no program to measure: compile it without."
@@ -103,7 +103,7 @@ def _of_keras(model: keras.Model, batch: Batch, strategy: Sharded, steps: int) -
     again = kept(state)
     try:
         return measure_step(
-            jitted, state, taken, name=model.name, axes=strategy.mesh.axes, steps=steps
+            functions.train, state, taken, name=model.name, axes=strategy.mesh.axes, steps=steps
         )
     finally:
         write_state(variables, again())

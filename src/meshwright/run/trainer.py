@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import jax
 
 from ..checkpoint import Checkpoints
 from ..data import Putter
@@ -15,14 +13,11 @@ from ..errors import TopologyError
 from ..launch.join import naming_failures
 from ..launch.progress import entering
 from ..layouts.explain import Explanation
-from ..layouts.layout import Layout
-from ..layouts.placement import Placed, Placement
+from ..layouts.placement import Placement
 from ..layouts.strict import inspect
 from ..program import Batch, Logs, Program, TrainState
+from ..step.assemble import Assembly, assemble
 from ..step.options import PLAIN, StepOptions
-from ..step.sharing import Sharing, shared
-from ..step.storing import Storing, stored
-from ..step.train import guarded, make_train_step
 from .backlog import Backlog
 from .epochs import Callbacks, Run
 from .program_steps import ProgramSteps
@@ -73,77 +68,47 @@ class Trainer:
     @functools.cached_property
     def layouts(self) -> TrainState:
         """How every array of the state lies; raises :class:`~meshwright.PlacementError`."""
-        inspect(self._placement, self.program.infos, repr(self.program.name))
-        return self._layouts(self.placement, lambda placed: placed.layout)
+        return self._inspected.layouts
 
     @functools.cached_property
-    def _placement(self) -> Placement:
-        return self.placement.naming(self.program.inputs)
-
-    def _layouts(self, placement: Placement, which: Callable[[Placed], Layout]) -> TrainState:
-        program = self.program
-        placed = {each.info: which(each) for each in placement.place(program.infos)}
-        return TrainState(
-            *(
-                {info.path: placed[info] for info in part}
-                for part in (program.params, program.state, program.slots, program.metrics)
-            )
-        )
+    def _steps(self) -> Assembly:
+        return assemble(self.program, self.placement, self.how)
 
     @functools.cached_property
-    def _shardings(self) -> TrainState:
-        return jax.tree.map(lambda layout: layout.sharding, self.layouts)
+    def _inspected(self) -> Assembly:
+        named = self._steps.batch_layouts.placement
+        inspect(named, self.program.infos, repr(self.program.name))
+        return self._steps
 
     def init(self) -> TrainState:
         """The first state, each array made directly in its layout."""
-        initial = stored(self.program, self._storing).initial
-        under = self.program.under(self.placement, initial)
-        return jax.jit(under, out_shardings=self._shardings)()
+        return self._inspected.initial()
 
     def unpadded(self, state: TrainState) -> TrainState:
         """The state with every weight in its own dims, where a layout has ``pad=True``.
 
         Checkpoints hold it so. :meth:`padded` makes a state of it again that :attr:`step` takes.
         """
-        return self._storing.restore(state)
+        return self._steps.storing.restore(state)
 
     def padded(self, state: TrainState) -> TrainState:
         """A state whose arrays have their own dims, as :attr:`step` takes it."""
-        return self._storing.store(state)
-
-    @functools.cached_property
-    def _storing(self) -> Storing:
-        program = self.program
-        parts = program.params, program.state, program.slots, program.metrics
-        return Storing.of(self.placement, *parts)
+        return self._steps.storing.store(state)
 
     @functools.cached_property
     def step(self) -> Any:
         """The compiled step ``(state, batch) -> (state, logs)``; it donates the state."""
-        sharing = Sharing.of(self.placement, self.program.params)
-        used = self._layouts(self.placement, lambda placed: placed.unpadded)
-        gathered = self._layouts(self.placement.with_zero(0), lambda placed: placed.unpadded)
-        used = used._replace(params=gathered.params)
-        program = guarded(self.program, used, self.put.layouts)
-        step = make_train_step(stored(program, self._storing), sharing, self.how)
-        step = program.under(self.placement, step, whole=True)
-        return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+        return self._inspected.train
 
-    @functools.cached_property
-    def forward(self) -> Any:
-        """The compiled forward pass ``(state, inputs) -> outputs``, of a program that has one."""
-        sharing = Sharing.of(self.placement, self.program.params)
-        program = shared(stored(self.program, self._storing), sharing)
-
-        def forward(state: TrainState, inputs: Any) -> Any:
-            return program.forward(state.params, state.state, inputs, False)[0]
-
-        return jax.jit(self.program.under(self.placement, forward))
+    def forward(self, state: TrainState, inputs: Any) -> Any:
+        """The outputs of a program that has a forward function, for inputs as they lie."""
+        return self._steps.forward(state, inputs)
 
     @functools.cached_property
     def put(self) -> Putter:
         """Lays a batch of host arrays out on the mesh."""
-        return Putter(self._placement)
+        layouts = self._steps.batch_layouts
+        return Putter(layouts.placement, layouts.label)
 
     def steps(self, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
         """Train on one batch after another, waiting only for steps that were begun long ago."""
@@ -188,4 +153,4 @@ class Trainer:
 
     def explain(self) -> Explanation:
         """Every variable: its layout, where that comes from, bytes per device."""
-        return Explanation(self.placement.mesh, tuple(self.placement.place(self.program.infos)))
+        return Explanation(self.placement.mesh, self._steps.placed)

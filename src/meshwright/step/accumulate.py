@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
+from ..jaxprs.edits import equations
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .counting import counted
+from .gradient import Gradient
+from .padding import rows_of
 from .parts import Gathered
-from .sharing import Gradient, Sharing
-from .side_by_side import saves_nothing_in_turn, side_by_side
+from .sharing import Sharing
 
 Way = Literal["side by side", "in a loop", "written out"]
 
@@ -30,7 +33,7 @@ def accumulating_step(
     """The pure step ``(state, micro-batches) -> (state, logs)``.
 
     ``gradient(program, share)`` is that of so much of the program's loss. Where it costs no memory,
-    micro-batches are taken side by side; see ``side_by_side.py``. Else gradients gathered so far
+    micro-batches are taken side by side; see :func:`side_by_side`. Else gradients gathered so far
     are pieces at levels 2 and 3 of ZeRO, to which each micro-batch is added over the devices.
     Below, every device gathers its own part, and the parts are added once; see ``parts.py``.
     """
@@ -243,7 +246,59 @@ def _shares(program: Program, batches: Sequence[Batch]) -> list[float]:
 
 def _row_shares(batches: Sequence[Batch]) -> list[float]:
     """The share of each micro-batch in the rows of the step."""
-    from .padding import rows_of
-
     rows = [rows_of(batch) for batch in batches]
     return [count / sum(rows) for count in rows]
+
+
+# Side by side, where taking micro-batches in turn would save no memory. Accumulation is asked for
+# because the activations of all rows together do not fit. Where they take less than the gradients
+# that would be gathered, a step in turn is only slower: the same operations on fewer rows each, k
+# times. Side by side each micro-batch is still computed by itself (batch statistics are its own),
+# and every gradient comes out summed over all of them.
+
+
+def side_by_side(program: Program) -> Program:
+    """The program that takes batches stacked along a new first dim; its loss is their sum.
+
+    Losses and outputs in :class:`~meshwright.program.Aux` are stacked likewise.
+    """
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        import jax
+
+        def one(batch: Batch) -> tuple[Any, Aux]:
+            return program.loss(params, whole, batch, training)
+
+        apart, shared = 0, cast(Any, None)
+        values, aux = jax.vmap(one, out_axes=(0, Aux(apart, apart, shared, shared)))(batch)
+        return values.sum(), aux
+
+    return replace(program, loss=loss)
+
+
+def saves_nothing_in_turn(
+    program: Program, whole: TrainState, batches: Sequence[Batch], pieces: int
+) -> bool:
+    """Whether these batches may be taken side by side, with no more memory than in turn.
+
+    They may where no batch changes what the next one reads: a seed, or batch statistics. Their
+    activations, over ``pieces`` pieces of the rows, are counted as if all were kept at once.
+    """
+    import jax
+
+    def run(state: Arrays, metrics: Arrays, params: Arrays, batch: Batch) -> Any:
+        _, aux = program.loss(params, whole._replace(state=state, metrics=metrics), batch, True)
+        return aux.state, aux.metrics, aux
+
+    closed = jax.make_jaxpr(run)(whole.state, whole.metrics, whole.params, batches[0])
+    kept = len(whole.state) + len(whole.metrics)
+    if closed.jaxpr.outvars[:kept] != closed.jaxpr.invars[:kept]:
+        return False
+    computed = sum(_nbytes(var) for eqn in equations(closed) for var in eqn.outvars)
+    gathered = sum(map(_nbytes, jax.tree.leaves(whole.params)))
+    return (len(batches) - 1) * computed <= pieces * gathered
+
+
+def _nbytes(value: Any) -> int:
+    shaped = getattr(value, "aval", value)
+    return math.prod(getattr(shaped, "shape", ())) * getattr(shaped.dtype, "itemsize", 0)

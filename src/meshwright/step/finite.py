@@ -14,9 +14,7 @@ from typing import Any
 
 from .. import _compat
 from ..jaxprs.reach import inner_jaxprs, opened
-from ..program import Arrays, Batch, Logs, Program, TrainState
-
-Step = Callable[[TrainState, Batch], tuple[TrainState, Logs]]
+from ..program import Arrays, Batch, Logs, Program, Step, TrainState
 
 
 class StandStill:

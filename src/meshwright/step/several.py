@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from ..jaxprs.edits import equations
 from ..jaxprs.flops import product_flops
-from ..program import Batch, Logs, TrainState
-from .train import Step
+from ..program import Batch, Logs, Step, TrainState
 
 AT_ONCE = 4  # eight gained little more and compiled twice as long
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..layouts.placement import ParamInfo, Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
-from .gathering import also_between, from_one_to_the_next, where_read
+from .gradient import Gradient
 from .parts import Pieces, in_parts, scatter_parts, sum_parts
 from .remat import BY_BLOCK, blocks, policy_of, recomputing
-from .stretches import GATHERED, Cut, in_stretches
-
-Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
+from .stretches import GATHERED, Cut, Equations, Stretch, but_gathered, in_stretches
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,11 +134,14 @@ def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
     if sharing.level == 0:
         return program
 
-    def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> Any:
-        def of_pieces(params: Arrays, state: Arrays, inputs: Any) -> Any:
-            return program.forward(sharing.gather(params), state, inputs, training)
+    def gathering(predict: Callable[..., Any]) -> Callable[..., Any]:
+        def gathered(params: Arrays, state: Arrays, inputs: Any, *modes: bool) -> Any:
+            def of_pieces(params: Arrays, state: Arrays, inputs: Any) -> Any:
+                return predict(sharing.gather(params), state, inputs, *modes)
 
-        return _in_turn(sharing, of_pieces, where_read)(params, state, inputs)
+            return _in_turn(sharing, of_pieces, where_read)(params, state, inputs)
+
+        return gathered
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         def of_pieces(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
@@ -151,7 +153,13 @@ def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
         new, new_slots = program.update(sharing.share(params), sharing.share(grads), slots)
         return sharing.keep(new), new_slots
 
-    return replace(program, forward=forward, loss=loss, update=update)
+    return replace(
+        program,
+        forward=gathering(program.forward),
+        predict=program.predict and gathering(program.predict),
+        loss=loss,
+        update=update,
+    )
 
 
 def _rows(batch: Batch) -> int:
@@ -195,3 +203,67 @@ def _cut_for(remat: str) -> Cut:
     if remat in BY_BLOCK:
         return also_between(blocks(remat))
     return where_read if remat == "none" else from_one_to_the_next(policy_of(remat))
+
+
+# Where a step of level 3 gathers parameters: where they are read, one after the other. Left to
+# itself, XLA may gather all parameters before the first layer: none of it waits for anything. So
+# each run of equations that read a gathered parameter is a stretch of its own, which gathers when
+# what it computes with is there, and again in the backward pass when the gradient has come.
+
+_NEAR = 24  # equations between two that read one parameter, so that it is gathered once for both
+
+
+def where_read(found: Equations, within: range | None = None) -> list[Stretch]:
+    """A stretch for each parameter, or for several that are read among each other."""
+    import jax
+
+    policy = but_gathered(jax.checkpoint_policies.everything_saveable)
+    joined: list[Stretch] = []
+    for start, end in sorted(_runs(found, within or range(len(found.rest)))):
+        if joined and start < joined[-1].end:
+            joined[-1] = replace(joined[-1], end=max(end, joined[-1].end))
+        else:
+            joined.append(Stretch(start, end, policy, in_turn=True))
+    return joined
+
+
+def from_one_to_the_next(policy: Callable[..., Any]) -> Cut:
+    """All of a function in stretches, each of which begins where a parameter is gathered."""
+
+    def cut(found: Equations) -> list[Stretch]:
+        starts = [0, *(each.start for each in where_read(found)[1:]), len(found.rest)]
+        return [
+            Stretch(start, end, but_gathered(policy), in_turn=True)
+            for start, end in itertools.pairwise(starts)
+        ]
+
+    return cut
+
+
+def also_between(cut: Cut) -> Cut:
+    """The stretches of ``cut``, and between them those where parameters are read."""
+
+    def both(found: Equations) -> list[Stretch]:
+        stretches = [replace(each, in_turn=True) for each in cut(found)]
+        ends = [0, *(each.end for each in stretches)]
+        starts = [*(each.start for each in stretches), len(found.rest)]
+        free = [range(*pair) for pair in zip(ends, starts, strict=True) if pair[0] < pair[1]]
+        between = [each for part in free for each in where_read(found, part)]
+        return sorted([*stretches, *between], key=lambda each: each.start)
+
+    return both
+
+
+def _runs(found: Equations, within: range) -> Iterator[tuple[int, int]]:
+    read: dict[Any, list[int]] = {}
+    for number in within:
+        for var in found.gathered(found.rest[number]):
+            read.setdefault(var, []).append(number)
+    for numbers in read.values():
+        start = before = numbers[0]
+        for number in numbers[1:]:
+            if number - before > _NEAR:
+                yield start, before + 1
+                start = number
+            before = number
+        yield start, before + 1

@@ -18,7 +18,7 @@ happens before differentiation; the layout of a value is then also the layout of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
@@ -27,6 +27,7 @@ from ..jaxprs import lines, reach
 from ..jaxprs.reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
+from ..program import Arrays, Aux, Batch, Program, TrainState
 from . import windows
 
 Layouts = Any  # per argument, a pytree prefix of Layout or None, as jit's in_shardings
@@ -84,7 +85,7 @@ def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
     """
     mesh = _mesh_of(layouts)
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def safe(*args: Any, **kwargs: Any) -> Any:
         import jax
         from jax.extend.core import jaxpr_as_fun
 
@@ -95,7 +96,61 @@ def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
         run = jax.jit(jaxpr_as_fun(edited), inline=True)
         return jax.tree.unflatten(tree, run(*jax.tree.leaves((args, kwargs))))
 
-    return guarded
+    return safe
+
+
+def guarded(program: Program, layouts: TrainState, of_batch: Callable[[Batch], Any]) -> Program:
+    """The program with right numbers for state and batches that lie so.
+
+    ``layouts`` holds a :class:`Layout` per array of the state, in the dims that the program has;
+    ``of_batch`` gives those of a batch, which ``forward`` takes its inputs for.
+    """
+    weights = layouts.params, layouts.state
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        def of_arrays(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
+            return program.loss(params, whole, batch, training)
+
+        lies = of_batch(batch)
+        if is_safe((*weights, lies)):
+            return program.loss(params, whole, batch, training)
+        # A state may lack what a loss does not read.
+        pairs = zip(layouts, whole, strict=True)
+        here = TrainState(*({path: part[path] for path in values} for part, values in pairs))
+        return guard(of_arrays, (layouts.params, here, lies))(params, whole, batch)
+
+    def predicting(predict: Callable[..., Any]) -> Callable[..., Any]:
+        def safe(params: Arrays, state: Arrays, batch: Batch, *modes: bool) -> Any:
+            lies = (*weights, of_batch(batch))
+            if is_safe(lies):
+                return predict(params, state, batch, *modes)
+            return guard(lambda *arrays: predict(*arrays, *modes), lies)(params, state, batch)
+
+        return safe
+
+    return replace(
+        program,
+        loss=loss,
+        forward=predicting(program.forward),
+        predict=program.predict and predicting(program.predict),
+    )
+
+
+def is_safe(layouts: tuple[Any, Any, Any]) -> bool:
+    """Whether rows of the batch alone are split, over the whole mesh: that never went wrong.
+
+    ``layouts`` are those of parameters, of other variables and of the batch.
+    """
+    import jax
+
+    params, state, batch = layouts
+    if any(layout.axes for layout in jax.tree.leaves((params, state))):
+        return False
+    return all(
+        not layout.axes
+        or (layout.axes == layout.dim_axes(0) and layout.total_shards == layout.bound_mesh().size)
+        for layout in jax.tree.leaves(batch)
+    )
 
 
 def uneven_ops(

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..layouts.layout import Layout
 from ..layouts.placement import ParamInfo, Placement
-from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
-from .sharing import GATHERED
+from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
+from .stretches import GATHERED
 
 Infos = Iterable[ParamInfo]
 
@@ -171,10 +171,17 @@ def stored(program: Program, storing: Storing) -> Program:
         new, new_slots = program.update(params, grads, _mapped(slots, of_slots, Stored.cut))
         return _mapped(new, of_params, Stored.pad), _mapped(new_slots, of_slots, Stored.pad)
 
-    def own_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-        assert program.own_step is not None  # or this is not used
-        new, logs = program.own_step(storing.take(whole), batch)
-        return storing.pad(new), logs
+    def predict(params: Arrays, state: Arrays, batch: Batch) -> Any:
+        assert program.predict is not None  # or this is not used
+        return program.predict(*storing.take_weights(params, state), batch)
+
+    def whole_step(own: Step | None) -> Step | None:
+        def step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+            assert own is not None
+            new, logs = own(storing.take(whole), batch)
+            return storing.pad(new), logs
+
+        return own and step
 
     infos = zip((program.params, program.state, program.slots), storing.parts, strict=False)
     params, state, slots = (tuple(_grown(info, part) for info in some) for some, part in infos)
@@ -187,7 +194,9 @@ def stored(program: Program, storing: Storing) -> Program:
         forward=forward,
         loss=loss,
         update=update,
-        own_step=own_step if program.own_step is not None else None,
+        predict=program.predict and predict,
+        own_step=whole_step(program.own_step),
+        own_test_step=whole_step(program.own_test_step),
     )
 
 

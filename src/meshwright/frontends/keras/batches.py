@@ -9,11 +9,11 @@ import jax
 import keras
 import numpy as np
 
-from ...data import Label, Putter, named_leaves
+from ...data import Putter
 from ...errors import BatchError, LayoutError
 from ...layouts.layout import Layout
 from ...layouts.placement import Placement
-from ...program import Batch
+from ...program import Batch, Label, named_leaves
 
 
 def putter(
@@ -23,7 +23,12 @@ def putter(
     local: bool = False,
 ) -> Putter:
     """Lays out batches ``(x, y, sample_weight)`` of a model, whose inputs may have names."""
-    return Putter(placement, labeller(_input_names(model), _output_names(model)), copy, local)
+    return Putter(placement, labeller_of(model), copy, local)
+
+
+def labeller_of(model: keras.Model | None) -> Callable[[Batch], list[Label]]:
+    """Labels the arrays of batches of a model, whose inputs and outputs may have names."""
+    return labeller(_input_names(model), _output_names(model))
 
 
 def labeller(

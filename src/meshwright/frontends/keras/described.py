@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import keras
 
 from ... import _compat
 from ...errors import BatchError, ModelError
-from ...layouts.placement import Placed
-from ...planning.described import Described, Source, batch_of, state_of
-from ...program import Batch, Program
-from ...step.sharing import Sharing
-from ...step.train import make_train_step
+from ...planning.described import Described, on_batch
+from ...program import Batch
 from .abstract import AbstractRoom
-from .batches import putter
-from .program import KerasVariables, keras_program
+from .compiled import steps_of
+from .program import KerasVariables
 
 if TYPE_CHECKING:
     from .sharded import Sharded
@@ -44,46 +39,7 @@ def described(strategy: Sharded, model: keras.Model, batch: Batch) -> Described:
         )
     _build(strategy, model, batch)
     strategy._inspect(model)
-    variables = KerasVariables.of(model).under(strategy.placement)
-    placed = strategy._placed(model)
-    return _of_program(
-        keras_program(model, variables),
-        tuple(each for _, each in placed),
-        batch_of(batch, putter(strategy.placement, model), strategy.how),
-        strategy,
-        lambda function: traced_lying(strategy, model, placed, function),
-    )
-
-
-def _of_program(
-    program: Program,
-    placed: tuple[Placed, ...],
-    batch: Any,
-    strategy: Sharded,
-    around: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Described:
-    """The step of a model's Program, or of a part of it."""
-    parts = program.params, program.state, program.slots, program.metrics
-    by_path = {each.info.path: each for each in placed}
-    infos = tuple(tuple(by_path[info.path].info for info in part) for part in parts)
-    there = tuple(by_path[info.path] for part in infos for info in part)
-    state = state_of(there, infos)
-    sharing = Sharing.of(strategy.placement, program.params)
-    return Described(
-        name=program.name,
-        step=around(make_train_step(program, sharing, strategy.how)),
-        state=state,
-        batch=batch,
-        placed=there,
-        placement=strategy.placement,
-        how=strategy.how,
-        source=Source(
-            program=program,
-            state=state,
-            around=around,
-            described=lambda part: _of_program(part, placed, batch, strategy, around),
-        ),
-    )
+    return on_batch(steps_of(strategy, model, KerasVariables.of(model)), batch)
 
 
 def _build(strategy: Sharded, model: keras.Model, batch: Batch) -> None:
@@ -95,32 +51,3 @@ def _build(strategy: Sharded, model: keras.Model, batch: Batch) -> None:
     shapes = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), parts)
     with strategy.in_force(model), AbstractRoom().open():
         _compat.build_for(model, shapes if lacks_batch else None)
-
-
-def traced_lying(
-    strategy: Sharded,
-    model: keras.Model,
-    placed: list[tuple[Any, Placed]],
-    function: Callable[..., Any],
-) -> Callable[..., Any]:
-    """The function, traced under the strategy with the model's variables where they will lie."""
-    inner = strategy.traced_here(model, function)
-
-    def traced(*args: Any) -> Any:
-        with _lying(placed):
-            return inner(*args)
-
-    return traced
-
-
-@contextlib.contextmanager
-def _lying(placed: list[tuple[Any, Placed]]) -> Iterator[None]:
-    """The variables are known to lie so; elsewhere they may lie on another mesh, or nowhere."""
-    before = [_compat.variable_layout(variable) for variable, _ in placed]
-    for variable, each in placed:
-        _compat.note_layout(variable, each.unpadded.sharding)
-    try:
-        yield
-    finally:
-        for (variable, _), layout in zip(placed, before, strict=True):
-            _compat.note_layout(variable, layout)

@@ -12,11 +12,12 @@ import jax
 import keras
 import numpy as np
 
+from ... import _compat
 from ...errors import ModelError, NotFiniteError
 from ...program import Logs, TrainState
 from ...step.finite import NotFinite, look
 from ...warn import warn
-from .program import KerasVariables, keras_program
+from .program import KerasVariables, loss_metrics, steps_of
 
 if TYPE_CHECKING:
     from .sharded import Sharded
@@ -36,13 +37,6 @@ def check_nan_guard(nan_guard: Any) -> None:
         )
 
 
-def loss_metrics(model: keras.Model, variables: KerasVariables) -> tuple[str, ...]:
-    """Paths of the variables in which Keras averages the loss."""
-    trackers = [metric for metric in model.metrics if metric.name == "loss"]
-    own = {id(v) for metric in trackers for v in metric.variables}
-    return tuple(path for path, v in variables.metrics.items() if id(v) in own)
-
-
 def counter_of(model: keras.Model, variables: KerasVariables) -> str | None:
     """The path of the optimizer's count of its steps."""
     count = getattr(model.optimizer, "iterations", None)
@@ -53,7 +47,7 @@ def can_stand_still(model: keras.Model, variables: KerasVariables) -> str:
     """Why this model's step cannot be made to stand still; empty if it can."""
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         return "its LossScaleOptimizer leaves steps out by itself"
-    if keras_program(model, variables).own_step is not None:
+    if _compat.has_own(model, "train_step"):
         return "it brings its own train_step"
     if not loss_metrics(model, variables) or counter_of(model, variables) is None:
         return "it counts no steps, or averages no loss"
@@ -132,7 +126,7 @@ class FiniteGuard:
         assert counter is not None  # or it would not stand still
         taken = int(np.asarray(state.slots[counter]))
         batches = [batch for steps, _ in self._under_way for batch in steps]
-        program = keras_program(self._model, self._variables)
+        program = steps_of(self._strategy, self._model, self._variables).stored
         # Where the gradients are finite though the loss is not, the step was still taken.
         for step in (taken, taken - 1):
             at = step - self._before

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 from jax.core import Tracer
@@ -13,8 +15,11 @@ from jax.core import Tracer
 from ... import _compat
 from ...arrays import relayout
 from ...layouts.layout import UNSHARDED, Layout
+from ...layouts.placement import Placed, Placement
 from ...step.remat import block_output
-from .guarded import stateless_call
+from ...step.spatial import guard, is_safe
+from .batches import putter
+from .paths import model_infos
 from .pending import waiting_room
 
 
@@ -72,9 +77,10 @@ class Hooks:
 
     def stateless_call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         distribution: Any = keras.distribution.distribution()
-        if not _is_ours(distribution) or not isinstance(model, keras.Model):
+        is_plain = not _is_ours(distribution) or not isinstance(model, keras.Model)
+        if is_plain or _unguarded.get():
             return original(model, *args, **kwargs)
-        return stateless_call(original, distribution.placement, model, *args, **kwargs)
+        return _guarded_call(original, distribution.placement, model, *args, **kwargs)
 
     def on_host(self, variable: Any) -> Any | None:
         value = variable.value
@@ -98,6 +104,93 @@ class Hooks:
                 if _compat.raw_value(variable) is None:
                     _compat.restore_value(variable, value)
             raise
+
+
+# Right gradients where Keras itself, or a model's own step, calls the model; step/spatial.py says
+# why. A model's Program is guarded as a whole, where its steps are put together.
+
+
+_unguarded: ContextVar[bool] = ContextVar("unguarded", default=False)
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Inside, models are called as Keras calls them: whoever takes the gradient guards it."""
+    token = _unguarded.set(True)
+    try:
+        yield
+    finally:
+        _unguarded.reset(token)
+
+
+def _guarded_call(
+    original: Callable[..., Any],
+    placement: Placement,
+    model: keras.Model,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Keras' ``stateless_call``, with right gradients however its arguments are split.
+
+    ``args`` are values of trainable and other variables, then the model's inputs.
+    """
+    trained, others, *inputs = args
+    layouts = (
+        _parameter_layouts(placement, model),
+        _variable_layouts(model.non_trainable_variables),
+        _input_layouts(placement, model, tuple(inputs)),
+    )
+    if is_safe(layouts):
+        return original(model, *args, **kwargs)
+
+    def forward(trained: Any, others: Any, inputs: Any) -> Any:
+        results = original(model, trained, others, *inputs, **kwargs)
+        return results, _compat.masks_of(results)
+
+    results, masks = guard(forward, layouts)(trained, others, tuple(inputs))
+    _compat.set_masks(results, masks)
+    return results
+
+
+def _parameter_layouts(placement: Placement, model: keras.Model) -> list[Layout | None]:
+    """How parameters lie while they are used, which at level 3 of ZeRO is not how they are kept."""
+    if placement.zero < 3:
+        return _variable_layouts(model.trainable_variables)
+    infos = model_infos(model)
+    used = [infos[id(variable)] for variable in model.trainable_variables]
+    return [each.unpadded for each in placement.with_zero(0).place(used)]
+
+
+def _variable_layouts(variables: list[Any]) -> list[Layout | None]:
+    return [_noted(variable) for variable in variables]
+
+
+def _noted(variable: Any) -> Layout | None:
+    sharding = _compat.variable_layout(variable)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    return Layout.from_sharding(sharding, len(variable.shape))
+
+
+def _input_layouts(placement: Placement, model: keras.Model, inputs: tuple[Any, ...]) -> Any:
+    """The layouts of the first input argument; Keras passes all inputs of a model in it."""
+    if not inputs:
+        return ()
+    first = putter(placement, model).layouts(inputs[0])
+    return (first, *jax.tree.map(lambda _: None, inputs[1:]))
+
+
+@contextlib.contextmanager
+def lying(placed: list[tuple[Any, Placed]]) -> Iterator[None]:
+    """Variables are known to lie so; elsewhere they may lie on another mesh, or nowhere."""
+    before = [_compat.variable_layout(variable) for variable, _ in placed]
+    for variable, each in placed:
+        _compat.note_layout(variable, each.unpadded.sharding)
+    try:
+        yield
+    finally:
+        for (variable, _), layout in zip(placed, before, strict=True):
+            _compat.note_layout(variable, layout)
 
 
 def _is_ours(distribution: Any) -> bool:

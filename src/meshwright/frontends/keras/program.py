@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +17,18 @@ from ... import _compat
 from ...errors import ModelError
 from ...layouts.placement import ParamInfo, Placement
 from ...program import Arrays, Aux, Batch, Logs, Program, TrainState
+from ...step.assemble import Assembly, assemble
 from ...step.padding import Padded
-from ...step.storing import Storing, stored
-from .hooks import find_parameters, parameter_of
+from ...step.storing import Storing
+from .batches import labeller_of
+from .hooks import find_parameters, lying, parameter_of, unguarded
 from .paths import distinct, model_infos, other_info, slot_info
 from .rowwise import loss_on_true_rows
+
+if TYPE_CHECKING:
+    from .sharded import Sharded
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,21 +98,6 @@ def read_state(variables: KerasVariables) -> TrainState:
     return variables.storing.store(values)
 
 
-def shardings_of(variables: KerasVariables) -> TrainState:
-    """How the arrays of :func:`read_state` lie; also of variables whose arrays were donated."""
-    return TrainState(
-        *(
-            {
-                path: padded[path].kept.sharding
-                if path in padded
-                else _compat.raw_value(variable).sharding
-                for path, variable in part.items()
-            }
-            for part, padded in zip(_parts(variables), variables.storing.parts, strict=True)
-        )
-    )
-
-
 def take_state(variables: KerasVariables) -> TrainState:
     """The same for steps that donate it: the variables hold nothing until :func:`write_state`.
 
@@ -152,18 +148,20 @@ def check_state(variables: KerasVariables, state: Any) -> None:
         )
 
 
-def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
-    """The Program of a built and compiled model. Raises :class:`ModelError` if not compiled."""
-    if not model.compiled:
-        raise ModelError(
-            f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."
-        )
+def keras_program(
+    model: keras.Model, variables: KerasVariables, in_force: Context | None = None
+) -> Program:
+    """The Program of a built model; of one that is not compiled, only to predict with.
+
+    It is traced inside of ``in_force()``: under the strategy whose layers' outputs it lays out.
+    """
     v = variables
-    own = _compat.has_own(model, "train_step")
+    owns = functools.partial(_compat.has_own, model)
 
     def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
         values = _ordered(v.params, params), _ordered(v.state, state)
-        called: Any = model.stateless_call(*values, inputs, **_training(model, training))
+        with unguarded():
+            called: Any = model.stateless_call(*values, inputs, **_training(model, training))
         outputs, new = called
         return outputs, _named(v.state, new)
 
@@ -171,16 +169,17 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
         x, y, weights = _unpack(batch.arrays if isinstance(batch, Padded) else batch)
         whole_batch = model.compute_loss_and_updates
         compute = loss_on_true_rows(model, batch) if isinstance(batch, Padded) else whole_batch
-        value, aux = compute(
-            _ordered(v.params, params),
-            _ordered(v.state, whole.state),
-            _ordered(v.metrics, whole.metrics),
-            x,
-            y,
-            weights,
-            training=training,
-            optimizer_variables=_ordered(v.slots, whole.slots),
-        )
+        with unguarded():
+            value, aux = compute(
+                _ordered(v.params, params),
+                _ordered(v.state, whole.state),
+                _ordered(v.metrics, whole.metrics),
+                x,
+                y,
+                weights,
+                training=training,
+                optimizer_variables=_ordered(v.slots, whole.slots),
+            )
         unscaled, outputs, state, metrics = aux
         # Transformations drop notes on arrays: Keras' own metrics see no mask while training.
         masks = [] if training else _compat.masks_of(outputs)
@@ -201,54 +200,72 @@ def keras_program(model: keras.Model, variables: KerasVariables) -> Program:
         )
         return _named(v.params, new_params), _named(v.slots, new_slots)
 
+    def predict(params: Arrays, state: Arrays, batch: Batch) -> Any:
+        with unguarded():
+            values = _ordered(v.params, params), _ordered(v.state, state)
+            outputs, _ = model.predict_step(values, batch)
+        return outputs
+
     def own_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
         logs, new = model.train_step(tuple(_lists(v, whole)), batch)
         return _state(v, new), logs
 
-    program = Program(
+    def own_test_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        params, state, _, metrics = _lists(v, whole)
+        logs, (params, state, metrics) = model.test_step((params, state, metrics), batch)
+        return _state(v, (params, state, [], metrics))._replace(slots=whole.slots), logs
+
+    params, state, slots, metrics = (_infos(v, part) for part in _parts(v))
+    return Program(
         name=model.name,
-        params=_infos(v, v.params),
-        state=_infos(v, v.state),
-        slots=_infos(v, v.slots),
-        metrics=_infos(v, v.metrics),
+        params=params,
+        state=state,
+        slots=slots,
+        metrics=metrics,
         initial=lambda: read_state(v),
         forward=forward,
         loss=loss,
         measure=measure,
         update=update,
-        own_step=own_step if own else None,
-        reduction=_reduction(model),
+        own_step=own_step if owns("train_step") else None,
+        own_test_step=own_test_step if owns("test_step") else None,
+        predict=predict,
+        reduction=_reduction(model) if model.compiled else "mean",
+        label=labeller_of(model),
+        context=None if in_force is None else lambda placement, whole: in_force(),
     )
-    return replace(stored(program, v.storing), initial=lambda: read_state(v))
+
+
+def steps_of(
+    strategy: Sharded,
+    model: keras.Model,
+    variables: KerasVariables,
+    losses: tuple[str, ...] | None = None,
+) -> Assembly:
+    """How the steps of a model are put together under a strategy; see :func:`assemble`."""
+
+    @contextlib.contextmanager
+    def in_force() -> Iterator[None]:
+        ahead = contextlib.nullcontext()
+        if strategy.mesh.is_abstract:  # the variables lie elsewhere, or nowhere
+            ahead = lying(strategy._placed(model))
+        with strategy.in_force(model), ahead:
+            yield
+
+    program = keras_program(model, variables, in_force)
+    return assemble(program, strategy.placement, strategy.how, losses=losses)
+
+
+def loss_metrics(model: keras.Model, variables: KerasVariables) -> tuple[str, ...]:
+    """Paths of the variables in which Keras averages the loss."""
+    trackers = [metric for metric in model.metrics if metric.name == "loss"]
+    own = {id(v) for metric in trackers for v in metric.variables}
+    return tuple(path for path, v in variables.metrics.items() if id(v) in own)
 
 
 def _reduction(model: keras.Model) -> Literal["mean", "sum"]:
     """Whether the model's losses are sums; a mixture is taken for a mean."""
     return "sum" if set(_compat.loss_reductions(model)) == {"sum"} else "mean"
-
-
-def own_test_step(model: keras.Model, v: KerasVariables) -> Any:
-    """The model's own evaluation step as ``(state, batch) -> (state, logs)``."""
-
-    def step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-        params, state, _, metrics = _lists(v, v.storing.take(whole))
-        logs, (params, state, metrics) = model.test_step((params, state, metrics), batch)
-        new = v.storing.pad(_state(v, (params, state, [], metrics)))
-        return new._replace(slots=whole.slots), logs
-
-    return step
-
-
-def predict_step(model: keras.Model, v: KerasVariables) -> Any:
-    """``(params, state, batch) -> outputs``; the model's own where it brings one."""
-
-    def step(params: Arrays, state: Arrays, batch: Batch) -> Any:
-        params, state = v.storing.take_weights(params, state)
-        values = _ordered(v.params, params), _ordered(v.state, state)
-        outputs, _ = model.predict_step(values, batch)
-        return outputs
-
-    return step
 
 
 def _parts(v: KerasVariables) -> tuple[dict[str, Any], ...]:

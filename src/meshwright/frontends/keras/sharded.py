@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,29 +21,21 @@ from ...layouts.mesh import Mesh
 from ...layouts.placement import BatchLike, ParamInfo, Placed, Placement, Unmatched
 from ...layouts.strict import inspect, refuse_idle_layouts, refuse_idle_rules, unnamed
 from ...planning.described import Described
-from ...program import Batch, Program, TrainState
+from ...program import Batch, Program, Step, TrainState
 from ...run.options import Data, Schedule, Validation
 from ...run.saver import Resume, Saver
-from ...step.keeping import keeping
+from ...step.assemble import Assembly
 from ...step.options import PLAIN, StepOptions, Sums
-from ...step.sharing import Sharing
-from ...step.train import Step, make_train_step
 from . import batches, fitting, saving
 from .abstract import AbstractRoom, adopt, is_abstract
+from .compiled import functions_of
 from .described import described
 from .finite import NanGuard
 from .hooks import Hooks, OutputOf, layout_of, parameter_of
 from .options import check_model
 from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
 from .pending import WaitingRoom, is_pending, settle, waiting_room
-from .program import (
-    KerasVariables,
-    check_state,
-    keras_program,
-    read_state,
-    shardings_of,
-    write_state,
-)
+from .program import KerasVariables, check_state, read_state, write_state
 
 
 class _Laid(NamedTuple):
@@ -332,15 +323,7 @@ class Sharded(_Distribution):
         ``batch`` (arrays ``(x, y)``) is needed while model, metrics or optimizer are not built.
         Whatever step its functions are called in, new values lie as the old ones do.
         """
-        variables = self.prepare(model, _given(batch))
-        program = keras_program(model, variables)
-        sharing = Sharing.of(self.placement, program.params)
-        here = replace(
-            program,
-            forward=self.traced_here(model, program.forward),
-            loss=self.traced_here(model, program.loss),
-        )
-        return keeping(here, shardings_of(variables), sharing)
+        return self._steps(model, batch).kept
 
     def train_step(self, model: keras.Model, batch: Batch | None = None) -> Step:
         """The pure function ``(state, batch) -> (state, logs)``, to be called under ``jax.jit``.
@@ -357,9 +340,12 @@ class Sharded(_Distribution):
         ...     state, logs = step(state, strategy.put(batch))
         >>> strategy.load_state(model, state)
         """
-        program = self.program(model, batch)
-        sharing = Sharing.of(self.placement, program.params)
-        return self.traced_here(model, make_train_step(program, sharing, self.how))
+        return self._steps(model, batch).kept_train_step
+
+    def _steps(self, model: keras.Model, batch: Batch | None = None) -> Assembly:
+        variables = self.prepare(model, _given(batch))
+        fitting.check_compiled(model)
+        return functions_of(self, model, variables).steps
 
     def state(self, model: keras.Model, batch: Batch | None = None) -> TrainState:
         """The values of a compiled model as a pytree by path.
@@ -512,15 +498,6 @@ class Sharded(_Distribution):
         return batches.putter(self.placement).each(data)
 
     # How it is done
-
-    def traced_here(self, model: keras.Model, function: Any) -> Any:
-        """The function, with this strategy in force while it is traced."""
-
-        def traced(*args: Any) -> Any:
-            with self.in_force(model):
-                return function(*args)
-
-        return traced
 
     @contextlib.contextmanager
     def in_force(self, model: keras.Model) -> Iterator[None]:

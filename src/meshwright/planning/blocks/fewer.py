@@ -61,18 +61,14 @@ class Reduced:
 def reduced(described: Described, least: int = LEAST) -> tuple[Reduced | None, str]:
     """The equal blocks of a step, or ``None`` and why it is not made smaller.
 
-    The reason is empty where nothing repeats itself ``least`` times, and where of a model nothing
-    but its whole step is known.
+    The reason is empty where nothing repeats itself ``least`` times.
     """
-    source = described.source
-    if source is None:
-        return None, ""
-    program = source.program
+    program = described.program
     if program.own_step is not None:
         return None, "the model brings its own training step"
     batch = described.batch[0] if described.how.accumulate > 1 else described.batch
-    trace = source.around(functools.partial(TracedLoss.of, program))
-    loss: TracedLoss = trace(_shapes(source.state), _shapes(batch))
+    trace = program.under(described.placement, functools.partial(TracedLoss.of, program))
+    loss: TracedLoss = trace(_shapes_of(program), _shapes(batch))
     found, reason = repeated(loss.jaxpr, loss.params, loss.changed)
     if found is None or found.run.count < least:
         return None, reason
@@ -87,9 +83,19 @@ def reduced(described: Described, least: int = LEAST) -> tuple[Reduced | None, s
     run = found.run
 
     def with_blocks(count: int) -> Described:
-        return source.described(_shorter(program, twins, run, count))
+        return described.of(_shorter(program, twins, run, count))
 
     return Reduced(tuple(zip(*rows, strict=True)), _layers(loss.jaxpr, run), with_blocks), ""
+
+
+def _shapes_of(program: Program) -> TrainState:
+    import jax
+    import jax.numpy as jnp
+
+    def shape(info: ParamInfo) -> Any:
+        return jax.ShapeDtypeStruct(info.dims, jnp.dtype(info.dtype))
+
+    return TrainState(*({info.path: shape(info) for info in part} for part in program.parts))
 
 
 def _shapes(tree: Any) -> Any:

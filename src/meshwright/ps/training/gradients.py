@@ -19,8 +19,8 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError
 from ...program import Arrays, Aux, Batch, Program, TrainState
+from ...step.gradient import gradient
 from ...step.options import Sums
-from ...step.train import gradient
 from .tables import Lookups, NoLookups, Table, Taken
 
 Clip = Callable[[Arrays], Arrays]

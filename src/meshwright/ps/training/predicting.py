@@ -17,7 +17,7 @@ import numpy as np
 from ... import _compat
 from ...errors import BatchError
 from ...frontends.keras.options import check_model
-from ...frontends.keras.program import KerasVariables, predict_step
+from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Aux, Batch, Program, TrainState
 from ...run.options import Data
 from ...step.padding import Padded
@@ -126,7 +126,8 @@ class Predicted:
 
     def _program(self, model: keras.Model) -> Program:
         """The model as a program without a loss, which returns its outputs beside 0."""
-        v, compute = self._variables, predict_step(model, self._variables)
+        v, compute = self._variables, keras_program(model, self._variables).predict
+        assert compute is not None
 
         def forward(params: Any, state: Any, inputs: Any, training: bool) -> tuple[Any, Any]:
             del training

@@ -7,7 +7,7 @@ without devices, and a worker runs it on the mesh that it makes of its own (see 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,8 +16,7 @@ import keras
 from ...data.putting import Putter, row_count
 from ...errors import ModelError
 from ...frontends.keras.batches import putter
-from ...frontends.keras.described import traced_lying
-from ...frontends.keras.program import KerasVariables
+from ...frontends.keras.program import KerasVariables, steps_of
 from ...frontends.keras.rowwise import RowWise
 from ...layouts.layout_map import find_layout
 from ...layouts.mesh import Mesh
@@ -25,8 +24,8 @@ from ...layouts.placement import ParamInfo, Placed, Placement
 from ...layouts.strict import inspect
 from ...merging import merged
 from ...program import Batch, Program
+from ...step.assemble import assemble
 from ...step.padding import Padded
-from ...step.sharing import Sharing, shared
 from ...warn import warn
 from .exported import Filling
 
@@ -75,7 +74,7 @@ class WorkerLayout:
         """
         layouts = jax.tree.leaves(self.put.layouts(batch))
         if filling is not None:
-            layouts = [layout for _, layout in self.put.padded_layouts(batch)]
+            layouts = [layout for _, layout in self.put.layouts.padded(batch)]
         leaves = [layout.sharding for layout in layouts]
         num_rows, along = jax.tree.leaves(batch)[0].shape[:1], leaves[0].spec[:1]
         return (
@@ -117,7 +116,7 @@ class WorkerLayout:
         padded = self.put.padded_rows(batch)
         if any(self.row_wise.why_not(kind, batch, rows, padded) for kind in ("train", "test")):
             return None
-        return Filling(padded, tuple(grows for grows, _ in self.put.padded_layouts(batch)))
+        return Filling(padded, tuple(grows for grows, _ in self.put.layouts.padded(batch)))
 
     def padded(self, filled: Batch, batch: Batch) -> Padded:
         """A filled batch, of which the rows of ``batch`` count."""
@@ -138,9 +137,9 @@ class WorkerLayout:
             )
 
     def program(self, program: Program) -> Program:
-        """The program as it is computed there: recomputed, and shared out by ZeRO."""
-        sharing = Sharing.of(self.strategy.placement, program.params)
-        return shared(program, sharing, self.strategy.how.remat)
+        """The program as it is computed there: guarded, recomputed, and shared out by ZeRO."""
+        named = replace(program, label=self.put.layouts.label)
+        return assemble(named, self.strategy.placement, self.strategy.how).computed
 
     def _of(self, paths: Iterable[str]) -> dict[str, Any]:
         return {path: self.arrays[path] for path in paths}
@@ -165,15 +164,13 @@ def worker_layout(
     _refuse_tables(placement, infos, kept)
     inspect(placement, kept, f"model {model.name!r}")
     placed = {entry.info.path: entry for entry in placement.place(infos)}
-    everywhere = [(v, placed[variables.infos[id(v)].path]) for v in variables.all]
-
     return WorkerLayout(
         mesh=worker.mesh,
         arrays=_shardings(placed.values()),
         gradients=_shardings(_summed(placement, kept)),
         put=putter(placement, model),
         row_wise=RowWise(model, variables),
-        around=lambda function: traced_lying(here, model, everywhere, function),
+        around=steps_of(here, model, variables).under,
         strategy=here,
     )
 

@@ -1,0 +1,393 @@
+"""The one place where the steps of a program are put together.
+
+What a Trainer, Keras' ``fit``, ``mw.measure``, the check of equivalence and the workers of
+parameter servers run, and what a dry run compiles, all comes from :func:`assemble`. A program goes
+through these, each of which leaves its numbers as they are:
+
+=========================  ===================================================================
+the guard                  right numbers however arrays are split; ``spatial.py``
+storing                    arrays that do not divide are stored with zeros behind; ``storing.py``
+standing still             nothing changes once something is not finite; ``finite.py``
+ZeRO and remat             gathered where read, computed again, updated in pieces; ``sharing.py``
+the gradient               products and sums as a mesh wants them; ``gradient.py``
+accumulation               several micro-batches, one update; ``accumulate.py``
+several steps              in one program, where dispatch counts; ``several.py``
+the program's context      the rules, or the Keras strategy, under which it is traced
+``jax.jit``                the state is donated, and lies afterwards as before
+=========================  ===================================================================
+
+Evaluation and prediction leave out what only gradients need. A custom loop compiles its step
+itself, so its program names the layouts of its results: :attr:`Assembly.kept`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..jaxprs.branches import with_free_results
+from ..jaxprs.edits import edited
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
+from ..layouts.placement import Placed, Placement
+from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
+from .accumulate import accumulating_step
+from .batches import BatchLayouts
+from .finite import StandStill
+from .gradient import gradient
+from .options import PLAIN, StepOptions
+from .several import several, together
+from .sharing import Sharing, shared
+from .spatial import guarded
+from .storing import Storing, stored
+
+
+def assemble(
+    program: Program,
+    placement: Placement,
+    how: StepOptions = PLAIN,
+    *,
+    losses: tuple[str, ...] | None = None,
+) -> Assembly:
+    """The steps of a program under a placement; the mesh may be abstract.
+
+    With ``losses``, the paths of the metrics that average the loss, a training step changes nothing
+    once something is not finite.
+
+    >>> import jax.numpy as jnp, optax, meshwright as mw
+    >>> def loss(params, x):
+    ...     return jnp.mean((x @ params["w"]) ** 2)
+    >>> program = mw.jax_program(loss, {"w": jnp.ones([4, 2])}, optax.sgd(0.1))
+    >>> steps = assemble(program, Placement.of(mw.Mesh({"batch": 8}), zero=1))
+    >>> print(steps.layouts.params["w"])
+    [unsharded, unsharded] on batch=8
+    """
+    return Assembly(program, placement, how, losses)
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """How the steps of a program are computed, where their arrays lie, how they are compiled.
+
+    ``train_step``, ``test_step`` and ``predict_step`` are pure functions, new ones each time, for
+    JAX remembers how a function was traced. ``train``, ``test`` and ``predict`` are compiled.
+    """
+
+    program: Program
+    placement: Placement
+    how: StepOptions = PLAIN
+    losses: tuple[str, ...] | None = None
+
+    # Where arrays lie
+
+    @functools.cached_property
+    def placed(self) -> tuple[Placed, ...]:
+        """Every variable of the program with its layout and the reason for it."""
+        return tuple(self.placement.place(self.program.infos))
+
+    @functools.cached_property
+    def layouts(self) -> TrainState:
+        """The layouts of the state between steps."""
+        return self._by_path(self.placed, lambda placed: placed.layout)
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """The same as JAX takes them."""
+        return self._by_path(self.placed, lambda placed: placed.layout.sharding)
+
+    @functools.cached_property
+    def state(self) -> TrainState:
+        """The state without values, as it is stored."""
+        import jax
+        import jax.numpy as jnp
+
+        def array(placed: Placed) -> Any:
+            dtype, sharding = jnp.dtype(placed.info.dtype), placed.layout.sharding
+            return jax.ShapeDtypeStruct(placed.stored_dims, dtype, sharding=sharding)
+
+        return self._by_path(self.placed, array)
+
+    @functools.cached_property
+    def storing(self) -> Storing:
+        """Which arrays are stored with padding."""
+        return Storing.of(self.placement, *self.program.parts)
+
+    @functools.cached_property
+    def sharing(self) -> Sharing:
+        """What ZeRO shares out."""
+        return Sharing.of(self.placement, self.program.params)
+
+    @functools.cached_property
+    def batch_layouts(self) -> BatchLayouts:
+        """The layouts of batches."""
+        named = self.placement.naming(self.program.inputs)
+        return BatchLayouts(named, self.program.label)
+
+    def _by_path(self, placed: tuple[Placed, ...], of: Callable[[Placed], Any]) -> TrainState:
+        values = iter(map(of, placed))
+        return TrainState(*({info.path: next(values) for info in p} for p in self.program.parts))
+
+    # The program at the stages of the table above
+
+    @functools.cached_property
+    def used(self) -> TrainState:
+        """The layouts of the state where the program computes with it: in its own dims."""
+        gathered = tuple(self.placement.with_zero(0).place(self.program.infos))
+        used, whole = (
+            self._by_path(placed, lambda placed: placed.unpadded)
+            for placed in (self.placed, gathered)
+        )
+        return used._replace(params=whole.params)
+
+    @functools.cached_property
+    def guarded(self) -> Program:
+        """The program with right numbers however its arrays are split."""
+        return guarded(self.program, self.used, self.batch_layouts)
+
+    @functools.cached_property
+    def stored(self) -> Program:
+        """The guarded program over arrays as they are stored."""
+        return stored(self.guarded, self.storing)
+
+    @property
+    def computed(self) -> Program:
+        """The program with ZeRO over arrays in their own dims, which nothing stores here."""
+        return shared(self.guarded, self.sharing, self.how.remat)
+
+    @property
+    def kept(self) -> Program:
+        """The stored program for steps of one's own: its results lie as the state does."""
+        here = replace(
+            self.stored,
+            forward=self.under(self.stored.forward),
+            loss=self.under(self.stored.loss),
+        )
+        return _keeping(here, self.shardings, self.sharing)
+
+    # Pure steps
+
+    @property
+    def train_step(self) -> Step:
+        """``(state, batch) -> (state, logs)``; a tuple of micro-batches where it accumulates.
+
+        Raises :class:`~meshwright.ModelError` for a model that brings a step of its own which
+        cannot do what is asked.
+        """
+        if self.losses is None:
+            return self.under(self._training(self.stored), whole=True)
+        still = StandStill(self.stored, self.losses)
+        return self.under(still.step(self._training(still.program)), whole=True)
+
+    @property
+    def kept_train_step(self) -> Step:
+        """The same, made of :attr:`kept`."""
+        return self.under(self._training(self.kept), whole=True)
+
+    @property
+    def test_step(self) -> Step:
+        """``(state, batch) -> (state, logs)``, which only measures."""
+        own = self.stored.own_test_step
+        return self.under(own or _measuring(shared(self.stored, self.sharing)))
+
+    @property
+    def predict_step(self) -> Callable[[Arrays, Arrays, Batch], Any]:
+        """``(params, state, batch) -> outputs``."""
+        program = shared(self.stored, self.sharing)
+
+        def forward(params: Arrays, state: Arrays, batch: Batch) -> Any:
+            return program.forward(params, state, batch, False)[0]
+
+        return self.under(program.predict or forward)
+
+    def _forward_of(self, lies: Any) -> Any:
+        """The compiled forward pass for inputs with these layouts, ``None`` where they are whole.
+
+        XLA has got nothing wrong in it but what is split beyond the rows of a batch.
+        """
+        import jax
+
+        program = self.program
+        if any(layout.axes != layout.dim_axes(0) for layout in jax.tree.leaves(lies)):
+            program = guarded(program, self.used, lambda _: lies)
+        program = shared(stored(program, self.storing), self.sharing)
+
+        def forward(state: TrainState, inputs: Any) -> Any:
+            return program.forward(state.params, state.state, inputs, False)[0]
+
+        return jax.jit(self.under(forward))
+
+    def _training(self, program: Program) -> Step:
+        how, sharing = self.how, self.sharing
+        if program.own_step is not None:
+            how.refuse_own_step(program.name)
+            return program.own_step
+        program = shared(program, sharing, how.remat)
+        if how.accumulate > 1:
+            return accumulating_step(program, functools.partial(gradient, sums=how.sums), sharing)
+        differentiate = gradient(program, sums=how.sums)
+
+        def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+            aux, grads = sharing.gradients(differentiate, whole, batch)
+            params, slots = program.update(whole.params, grads, whole.slots)
+            metrics, logs = program.measure(aux.metrics, aux, batch)
+            return TrainState(params, aux.state, slots, metrics), logs
+
+        return train_step
+
+    def under(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+        """A function of the program, traced as it is under the placement."""
+        return self.program.under(self.placement, function, whole=whole)
+
+    # Compiled steps
+
+    @functools.cached_property
+    def initial(self) -> Any:
+        """Makes the first state, each array directly in its layout."""
+        import jax
+
+        initial = stored(self.program, self.storing).initial
+        return jax.jit(self.under(initial), out_shardings=self.shardings)
+
+    @functools.cached_property
+    def train(self) -> Any:
+        """The training step; it donates the state."""
+        return self._compiled(self.train_step)
+
+    @functools.cached_property
+    def train_several(self) -> Any:
+        """``(state, batches) -> (state, logs of the last step)``."""
+        return self._compiled(several(self.train_step))
+
+    @functools.cached_property
+    def train_together(self) -> Any:
+        """The same of stacked batches, see :class:`~meshwright.step.several.Together`."""
+        return self._compiled(together(self.train_step, self.how.for_steps))
+
+    def _compiled(self, step: Callable[..., Any]) -> Any:
+        import jax
+
+        # A new state lies as the old one did, whatever XLA would prefer.
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, None))
+
+    @functools.cached_property
+    def test(self) -> Any:
+        """``(state, batch) -> (state of the model, metrics, logs)``: nothing else changes."""
+        import jax
+
+        lies = self.shardings.state, self.shardings.metrics, None
+        return jax.jit(measured(self.test_step), out_shardings=lies)
+
+    @functools.cached_property
+    def predict(self) -> Any:
+        """:attr:`predict_step`, compiled; of several processes every one returns all rows."""
+        import jax
+
+        whole = None
+        if jax.process_count() > 1:
+            whole = jax.sharding.NamedSharding(
+                self.placement.mesh.jax_mesh, jax.sharding.PartitionSpec()
+            )
+        return jax.jit(self.predict_step, out_shardings=whole)
+
+    def forward(self, state: TrainState, inputs: Any) -> Any:
+        """The outputs of the program for inputs as they lie; compiled once for each layout."""
+        import jax
+
+        leaves, tree = jax.tree.flatten(inputs)
+        key = tree, tuple(_layout_of(leaf, self.placement.mesh) for leaf in leaves)
+        if key not in self._forwards:
+            self._forwards[key] = self._forward_of(jax.tree.unflatten(tree, key[1]))
+        return self._forwards[key](state, inputs)
+
+    @functools.cached_property
+    def _forwards(self) -> dict[Any, Any]:
+        return {}
+
+
+def _layout_of(value: Any, mesh: Mesh) -> Layout | None:
+    """How an array lies on this mesh; ``None`` for what is elsewhere, or traced."""
+    import jax
+    from jax.core import Tracer
+
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return None
+    sharding = value.sharding
+    on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh.jax_mesh
+    return Layout.from_sharding(sharding, value.ndim) if on_mesh else None
+
+
+def measured(test_step: Step) -> Callable[[TrainState, Batch], tuple[Arrays, Arrays, Logs]]:
+    """An evaluation step that returns what it changes only."""
+
+    def measure(whole: TrainState, batch: Batch) -> tuple[Arrays, Arrays, Logs]:
+        new, logs = test_step(whole, batch)
+        return new.state, new.metrics, logs
+
+    return measure
+
+
+def _measuring(program: Program) -> Step:
+    def loss(whole: TrainState, batch: Batch) -> Any:
+        return program.loss(whole.params, whole, batch, False)
+
+    def test_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        _, aux = edited(loss, with_free_results)(whole, batch)
+        metrics, logs = program.measure(aux.metrics, aux, batch)
+        return whole._replace(state=aux.state, metrics=metrics), logs
+
+    return test_step
+
+
+# Steps of one's own. XLA lays a result out as suits the step, not as its argument lay: a replicated
+# bias beside a split kernel comes back split, and the next call compiles again.
+
+
+def _keeping(program: Program, lies: TrainState, sharing: Sharing) -> Program:
+    """The program whose results and gradients lie as the state does.
+
+    ``lies`` has a :class:`jax.sharding.Sharding` per array of the state. Gradients lie as their
+    parameters, or with ZeRO as the pieces that are updated.
+    """
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        value, aux = program.loss(params, whole, batch, training)
+        state = _laid(aux.state, lies.state, whole.state)
+        metrics = _laid(aux.metrics, lies.metrics, whole.metrics)
+        return value, aux._replace(state=state, metrics=metrics)
+
+    def measure(metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
+        new, logs = program.measure(metrics, aux, batch)
+        return _laid(new, lies.metrics), logs
+
+    pieces = {path: layout.sharding for path, layout in sharing.shared.items()}
+
+    def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
+        new, new_slots = program.update(params, _laid(grads, pieces), slots)
+        return _laid(new, lies.params), _laid(new_slots, lies.slots)
+
+    own = program.own_step
+
+    def own_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        assert own is not None
+        new, logs = own(whole, batch)
+        return TrainState(*map(_laid, new, lies)), logs
+
+    return replace(program, loss=loss, measure=measure, update=update, own_step=own and own_step)
+
+
+def _laid(values: Arrays, lies: dict[str, Any], before: Arrays | None = None) -> Arrays:
+    """The values, each with its layout; one that is still that of ``before`` is left as it is.
+
+    Micro-batches are computed side by side only where a program hands its state on untouched.
+    """
+    import jax
+
+    before = before or {}
+    return {
+        path: value
+        if value is before.get(path)
+        else jax.lax.with_sharding_constraint(value, lies[path])
+        for path, value in values.items()
+    }
