@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import keras
+import numpy as np
 import oracle
 import pytest
 from strategies import BATCH, QUICK, Row, rows
@@ -51,3 +52,23 @@ def agree(row: Row, strategy: mw.Sharded) -> None:
 
     described = strategy.described(model, abstract((x, y)))
     assert text(described.jitted, described.state, described.batch) == expected
+
+
+def test_a_model_of_another_strategy_on_the_same_mesh_is_laid_out_again() -> None:
+    mesh = mw.create_mesh({"batch": 4, "model": 2})
+    x, y = np.ones([8, 4], "float32"), np.zeros([8, 2], "float32")
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2, name="output")])
+        model.compile("adam", "mse")
+        return model
+
+    alone = mw.DataParallel(mesh, batch=("batch", "model"))
+    model = oracle.made(alone, build)
+    alone.fit(model, x, y, verbose=0)
+    strategy = mw.Sharded(mesh, {"output.*kernel": [None, "model"]})
+    strategy.fit(model, x, y, verbose=0)
+    kernel, slots = model.layers[0].kernel, model.optimizer.variables
+    assert {str(v.layout.unbound()) for v in slots if v.shape == (4, 2)} == {"[unsharded, model]"}
+    assert str(kernel.layout.unbound()) == "[unsharded, model]"
+    assert kernel.value.sharding.is_equivalent_to(kernel.layout.sharding, 2)

@@ -103,12 +103,14 @@ def under_mesh(
     return _run_keras(case, setup, strategy, steps)
 
 
-def _run_keras(case: Case, setup: Setup, strategy: Any, steps: int) -> Run:
+def _run_keras(case: Case, setup: Setup, strategy: Any, num_steps: int) -> Run:
+    from ..frontends.keras.compiled import functions_of
     from ..frontends.keras.program import KerasVariables
 
     model = case.model
-    program = strategy.program(model)
     start = strategy.state(model)
+    steps = functions_of(strategy, model, strategy.prepare(model)).steps
+    infos = steps.program.infos
 
     def now() -> tuple[np.ndarray, ...]:
         # As the variables show it: a state may be stored in another form.
@@ -120,20 +122,20 @@ def _run_keras(case: Case, setup: Setup, strategy: Any, steps: int) -> Run:
         return _in_parts(batch, setup, lambda part: strategy.put(part, model))
 
     first = put(case.batches[0])
-    gradient_step = _gradient_step(strategy.train_step(model), model, start, first)
+    gradient_step = _gradient_step(steps.train_step, model, start, first)
     if gradient_step is not None:
         taken = gradient_step(start, first)[0].params
         strategy.load_state(model, start._replace(params=taken))
-        gradients = dict(zip([info.path for info in program.params], now(), strict=False))
+        gradients = dict(zip([info.path for info in steps.program.params], now(), strict=False))
         strategy.load_state(model, start)
-    step, state = jax.jit(strategy.train_step(model)), start
-    for batch in itertools.islice(itertools.cycle(case.batches), steps):
-        state, logs = step(state, put(batch))
+    state = start
+    for batch in itertools.islice(itertools.cycle(case.batches), num_steps):
+        state, logs = steps.train(state, put(batch))  # as fit takes it
         strategy.load_state(model, state)
         state = strategy.state(model)  # in its layout again
         values.append(now())
         losses.append(_loss(logs))
-    return _as_run(program.infos, gradients, values, losses)
+    return _as_run(infos, gradients, values, losses)
 
 
 def _run_pure(case: Case, setup: Setup, steps: int) -> Run:

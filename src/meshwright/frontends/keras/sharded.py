@@ -431,7 +431,9 @@ class Sharded(_Distribution):
             self._build(model, first_batch() if lacks_batch and first_batch else None, training)
         self._inspect(model)
         variables = KerasVariables.of(model).under(self.placement)
-        if any(is_pending(v) or not self._is_here(v) for v in variables.all):
+        placed = functions_of(self, model, variables).steps.placed
+        # Another strategy may have laid it out, on this mesh or elsewhere.
+        if not all(map(self._lies, variables.all, placed)):
             self.place(model)
         return variables
 
@@ -553,10 +555,12 @@ class Sharded(_Distribution):
         placed = self._place_known(variables.all, variables.infos)
         return list(zip(variables.all, placed, strict=True))
 
-    def _is_here(self, variable: Any) -> bool:
-        value = _compat.raw_value(variable)
-        here = getattr(value.sharding, "mesh", None) if value is not None else None
-        return here == self.mesh.jax_mesh
+    def _lies(self, variable: Any, placed: Placed) -> bool:
+        """Whether a variable lies here as it is to be placed."""
+        value = None if is_pending(variable) else _compat.raw_value(variable)
+        if value is None or getattr(value.sharding, "mesh", None) != self.mesh.jax_mesh:
+            return False
+        return value.sharding.is_equivalent_to(placed.unpadded.sharding, value.ndim)
 
     def _need_devices(self, what: str) -> None:
         if self.mesh.is_abstract:
