@@ -30,7 +30,7 @@ import optax
 
 import meshwright as mw  # before Keras: it settles KERAS_BACKEND=jax
 from meshwright.layouts.placement import Placed
-from meshwright.planning.described import describe
+from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.dry_run import DryRun, dry_run
 from meshwright.planning.graph import Graph
 from meshwright.planning.search import Choices, cost
@@ -274,8 +274,8 @@ def planned(case: Case) -> int | None:
     how = case.how or {}
     rows = jax.tree.map(functools.partial(all_rows, how.get("accumulate", 1)), case.batch)
     one = mw.Sharded(mw.Mesh({"batch": 1}))
-    graph = graph_of_step(describe(model, rows, one))
-    rules = rules_of(graph, describe(model, case.batch, strategy).placed)
+    graph = graph_of_step(abstract_step(model, rows, one))
+    rules = rules_of(graph, abstract_step(model, case.batch, strategy).placed)
     choices = Choices(how.get("zero", 0), how.get("accumulate", 1))
     return cost(graph, tuple(case.axes.items()), rules, choices, target=case.target).peak_bytes
 

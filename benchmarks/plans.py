@@ -30,7 +30,7 @@ import jax
 from plan_models import JOBS, Hand, Job
 
 import meshwright as mw
-from meshwright.planning.described import describe
+from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.search.choices import remat_text
 from meshwright.targets.hardware import hardware_of
 from meshwright.targets.target import Target
@@ -114,7 +114,7 @@ def figures(run: mw.DryRun) -> dict[str, Any]:
 
 def state_bytes(job: Job, hand: Hand) -> int:
     """What parameters and slots of one device take, exactly."""
-    step = describe(job.build(), job.batch, mw.Sharded.from_placement(hand.placement()))
+    step = abstract_step(job.build(), job.batch, mw.Sharded.from_placement(hand.placement()))
     return sum(
         jax.dtypes.canonicalize_dtype(each.dtype).itemsize
         * size_of(each.sharding.shard_shape(each.shape))

@@ -22,7 +22,7 @@ import report
 from plan_models import JOBS, Job, fresh, ids
 
 import meshwright as mw
-from meshwright.planning.described import describe
+from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.search import Space, plan_step, search
 from meshwright.planning.search.compact import compact
 from meshwright.planning.traced_graph import graph_of_step
@@ -80,7 +80,7 @@ def measured(job: Job) -> dict[str, Any]:
     one = mw.Sharded.from_placement(mw.Placement.of(mw.Mesh({"batch": 1})))
     program = job.build()
     with taking(took, "trace"):
-        graph = graph_of_step(describe(program, job.batch, one))
+        graph = graph_of_step(abstract_step(program, job.batch, one))
     with taking(took, "compact"):
         small = compact(graph, target.platform)
     limit = hardware.memory_bytes

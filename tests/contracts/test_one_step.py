@@ -50,7 +50,7 @@ def agree(row: Row, strategy: mw.Sharded) -> None:
     trainer = mw.Trainer(program, strategy.placement, strategy.how)
     assert text(trainer.step, state, batch) == expected
 
-    described = strategy.described(model, abstract((x, y)))
+    described = strategy.abstract_step(model, abstract((x, y)))
     assert text(described.jitted, described.state, described.batch) == expected
 
 

@@ -28,8 +28,8 @@ from meshwright.hlo.collectives import read_collectives
 from meshwright.jaxprs.flops import model_flops
 from meshwright.jaxprs.names import Argument
 from meshwright.planning import traced_graph as tracing
+from meshwright.planning.abstract_step import AbstractStep, abstract_step
 from meshwright.planning.ahead import trace
-from meshwright.planning.described import Described, describe
 from meshwright.planning.graph import Graph
 from meshwright.planning.traced_graph import graph_of, graph_of_step, unknown_kinds
 from meshwright.planning.volumes import communication
@@ -73,13 +73,13 @@ def of_jax(loss, params, *batch, wanted=jax.grad) -> Case:
     return Case(jaxpr, arguments, carried, graph_of(jaxpr, arguments, carried))
 
 
-def of_described(described: Described) -> Case:
+def of_described(described: AbstractStep) -> Case:
     step = tracing.traced_step(described)
     return Case(*step, graph_of(*step))
 
 
 def of_keras(model: keras.Model, *batch: Any) -> Case:
-    return of_described(describe(model, batch, mw.Sharded(ONE, {}, unmatched="replicate")))
+    return of_described(abstract_step(model, batch, mw.Sharded(ONE, {}, unmatched="replicate")))
 
 
 # Models
@@ -197,7 +197,7 @@ def normal(key, dims):
 
 def of_named(loss, init, batch, **named) -> Case:
     program = mw.named_program(loss, init, optax.adam(0.01), batch=named)
-    return of_described(describe(program, batch, mw.Placement.of(ONE)))
+    return of_described(abstract_step(program, batch, mw.Placement.of(ONE)))
 
 
 def named() -> Case:
@@ -780,7 +780,7 @@ def test_a_step_that_is_laid_out_already_is_refused():
     model = keras.Sequential([keras.Input([4]), layers.Dense(2)])
     model.compile("sgd", "mse")
     strategy = mw.Sharded(mw.Mesh({"batch": 8}))
-    described = describe(model, (shapes(8, 4), shapes(8, 2)), strategy)
+    described = abstract_step(model, (shapes(8, 4), shapes(8, 2)), strategy)
     with pytest.raises(mw.MeshError, match=r"over 8 \(batch=8\).*axes all have size 1"):
         graph_of_step(described)
 
@@ -792,7 +792,7 @@ def test_a_model_of_the_size_of_gpt_2_takes_seconds(monkeypatch):
     assert model.count_params() > 1.5e9
     tokens = shapes(8, 1024, dtype="int32")
     strategy = mw.Sharded(ONE, {}, unmatched="replicate")
-    described = describe(model, (tokens, tokens), strategy)
+    described = abstract_step(model, (tokens, tokens), strategy)
     traced = trace(described.jitted, (described.state, described.batch), Target.of("cpu:1"))
     monkeypatch.setattr(tracing, "trace", lambda *_: traced)  # its time is not ours
     begun = time.process_time()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import meshwright as mw
 from meshwright.jaxprs.flops import model_flops
 from meshwright.layouts.zero import SMALL_ELEMENTS, TILE, share_out
-from meshwright.planning.described import of_program
+from meshwright.planning.abstract_step import of_program
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
 SPECS = st.lists(st.sampled_from([None, "model", "batch"]), min_size=1, max_size=3).filter(

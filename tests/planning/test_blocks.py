@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import meshwright as mw
+from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.blocks import Blocks, reduced
 from meshwright.planning.blocks import extended as extending
 from meshwright.planning.blocks.heights import Height, Heights, peak_with
-from meshwright.planning.described import describe
 from meshwright.planning.dry_run import DryRun, dry_run
 from meshwright.planning.lock import Lock, lock_of
 from meshwright.step.assemble import assemble
@@ -58,7 +58,7 @@ def program(depth=6, loss=loss, optimizer=None, tree=None, **options):
 
 
 def found(program, placement=DATA):
-    return reduced(describe(program, BATCH, placement))
+    return reduced(abstract_step(program, BATCH, placement))
 
 
 # Recognised by structure
@@ -139,7 +139,7 @@ def test_a_step_with_two_of_its_blocks_is_the_step_of_a_model_with_two():
     optimizer = optax.chain(optax.clip_by_global_norm(1e9), optax.sgd(0.1, 0.9))
     six, two = program(6, optimizer=optimizer), program(2, optimizer=optimizer)
     fewer = found(six)[0].with_blocks(2)
-    small = describe(two, BATCH, DATA)
+    small = abstract_step(two, BATCH, DATA)
     assert jax.tree.map(jnp.shape, fewer.state) == jax.tree.map(jnp.shape, small.state)
     random = np.random.default_rng(0)
 

@@ -186,7 +186,7 @@ def test_ten_billion_parameters_are_planned_in_less_than_a_gigabyte():
             model.compile("adam", "mse")
         strategy = mw.Sharded(mw.Mesh({"batch": 64, "model": 8}), {"kernel": [None, "model"]})
         rows = jax.ShapeDtypeStruct((512, 32768), "float32")
-        step = strategy.described(model, (rows, rows))
+        step = strategy.abstract_step(model, (rows, rows))
         step.jitted.trace(step.state, step.batch)
         # Linux' ru_maxrss would be the parent's, if that had more
         status = pathlib.Path("/proc/self/status").read_text()
@@ -222,7 +222,7 @@ def test_a_planned_model_trains_once_a_strategy_fits_it():
     strategy = mw.Sharded(mw.create_mesh(AXES), {"hidden.*kernel": [None, "model"]})
     with abstract(), strategy.scope():
         model = net()
-    strategy.described(model, (shapes(32, 24), shapes(32, 8)))
+    strategy.abstract_step(model, (shapes(32, 24), shapes(32, 8)))
     x, y = np.ones([64, 24], "float32"), np.ones([64, 8], "float32")
     history = strategy.fit(model, x, y, batch_size=32, epochs=3, verbose=0).history["loss"]
     assert history[-1] < history[0]

@@ -17,8 +17,8 @@ import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.jaxprs.lines import Lines, SourceLine, number_in
 from meshwright.planning import Target, compiler_process
+from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.ahead import _exported
-from meshwright.planning.described import describe
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
 SPLIT = {"up": [None, "model"], "down": ["model", None]}
@@ -58,7 +58,7 @@ def program_of(loss: Callable[..., Any], params: Any = None) -> mw.Program:
 def lines_of(program: mw.Program, layouts: Any = SPLIT) -> tuple[bytes, tuple[SourceLine, ...]]:
     """The step that is compiled, and the lines of it."""
     placement = mw.Placement.of(MESH, layouts)
-    described = describe(program, shapes(8, 16), placement)
+    described = abstract_step(program, shapes(8, 16), placement)
     step, _, lines = _exported(
         described.jitted, (described.state, described.batch), Target.of("cpu:8")
     )
@@ -149,7 +149,7 @@ def test_of_keras_models_the_lines_of_the_users_own_layers_are_known():
         model = keras.Sequential([keras.Input([16]), Twice(), layers.Dense(4, name="last")])
         model.compile("adam", "mse")
     strategy = mw.Sharded(MESH, {"last/kernel": [None, "model"]})
-    described = strategy.described(model, (shapes(8, 16), shapes(8, 4)))
+    described = strategy.abstract_step(model, (shapes(8, 16), shapes(8, 4)))
     _, _, lines = _exported(
         described.jitted, (described.state, described.batch), Target.of("cpu:8")
     )
@@ -158,7 +158,7 @@ def test_of_keras_models_the_lines_of_the_users_own_layers_are_known():
 
 
 def test_a_step_that_was_traced_before_keeps_its_lines(tmp_path):
-    described = describe(
+    described = abstract_step(
         program_of(loss_in(tmp_path / "a.py")), shapes(8, 16), mw.Placement.of(MESH, SPLIT)
     )
     asked = described.jitted, (described.state, described.batch), Target.of("cpu:8")

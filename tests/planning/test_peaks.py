@@ -11,7 +11,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.jaxprs.names import Argument
-from meshwright.planning.described import describe
+from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.search import Choices, cost
 from meshwright.planning.search.buffers import buffers_on_cpu, buffers_on_tpu
 from meshwright.planning.search.facts import batch_dim
@@ -84,7 +84,7 @@ FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("transformer", "
 
 
 def graph(program, batch):
-    return graph_of_step(describe(program, batch, mw.Sharded(mw.Mesh({"batch": 1}))))
+    return graph_of_step(abstract_step(program, batch, mw.Sharded(mw.Mesh({"batch": 1}))))
 
 
 @pytest.mark.parametrize("name", ["computed again", "perceptron", *FULL])

@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.errors import CompileError, PlanError
 from meshwright.layouts.placement import ParamInfo
 from meshwright.planning import compile_ahead
-from meshwright.planning.described import describe
+from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.estimate import estimate
 from meshwright.planning.search import Choices, Option, Plan, cost, plan_step, solve
 from meshwright.planning.search.verification import verified
@@ -417,7 +417,7 @@ def test_tables_cut_by_rows_are_compiled_beside_data_parallel():
     params = {"table": shape(1 << 20, 16), "w": shape(16, 64)}
     program = mw.jax_program(loss, params, optax.adam(0.1))
     one = mw.Placement.of(mw.Mesh({"batch": 1}))
-    step = describe(program, shape(4096, dtype="int32"), one)
+    step = abstract_step(program, shape(4096, dtype="int32"), one)
     asked = []
 
     class Report:
@@ -749,7 +749,7 @@ def test_rules_of_a_plan_are_rules():
     strategy = mw.Sharded(plan.mesh, {"kernel": mw.dims("_ hidden")}, rules=plan.rules)
     assert strategy.placement.rules == rules
     one = mw.Placement.of(mw.Mesh({"batch": 1}))
-    infos = [each.info for each in describe(program, rows, one).placed]
+    infos = [each.info for each in abstract_step(program, rows, one).placed]
     lies = {each.info.path: each.layout for each in byhand.place(infos)}
     assert lies == {each.info.path: each.layout for each in plan.placement().place(infos)}
     assert lies["up"] == layout

@@ -16,8 +16,8 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.hlo.collectives import read_collectives
-from meshwright.planning.ahead import compile_described
-from meshwright.planning.described import describe
+from meshwright.planning.abstract_step import abstract_step
+from meshwright.planning.ahead import compile_abstract
 from meshwright.step.accumulate import Way, accumulating_in
 from meshwright.step.gradient import summed_in
 from meshwright.step.parts import Gathered, Pieces, in_parts, sum_parts
@@ -259,8 +259,8 @@ def test_a_gradient_is_scattered_as_it_lies_along_other_axes(split: str, zero: i
     params = {"w": jnp.zeros([rows, 256])}
     program = mw.jax_program(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, optax.sgd(0.1))
     placement = mw.Placement.of(mw.Mesh({"batch": 2, "model": 4}), {"w": specs}, zero=zero)
-    step = describe(program, jax.ShapeDtypeStruct((ROWS, rows), "float32"), placement)
-    large = [each for each in compile_described(step, "cpu:8").collectives if each.elements > 2048]
+    step = abstract_step(program, jax.ShapeDtypeStruct((ROWS, rows), "float32"), placement)
+    large = [each for each in compile_abstract(step, "cpu:8").collectives if each.elements > 2048]
     found = {each.kind: (each.axes, each.elements) for each in large}
     assert found["reduce-scatter"] == (("batch",), rows * 256 // 4)
     assert found["all-gather"] == (("batch",), rows * 256 // 4)  # of the new value

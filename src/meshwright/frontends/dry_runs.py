@@ -44,9 +44,9 @@ def dry_run(
     ``accumulate=k`` the batch is one of the step's ``k`` micro-batches. ``mesh`` takes the place of
     the strategy's, and ``hardware`` that of what is known of the target's chips. Of sixteen equal
     blocks or more (on GPUs, 64) only one and two are compiled, and the difference gives the rest,
-    which the report says; ``blocks="few"`` does so from four on, and ``"whole"`` never. A step that needs more
-    memory than a device has gives a report that says so. The compiler has ``timeout_s`` seconds.
-    ``compile=False``, and a GPU target where
+    which the report says; ``blocks="few"`` does so from four on, and ``"whole"`` never. A step that
+    needs more memory than a device has gives a report that says so. The compiler has ``timeout_s``
+    seconds. ``compile=False``, and a GPU target where
     XLA for GPUs is not installed, gives what the planner's model says in place of the compiler, in
     seconds, and the report says so (:attr:`DryRun.is_analytic`). Raises
     :class:`~meshwright.TargetError` for a target that does not go with the mesh, or a layout that

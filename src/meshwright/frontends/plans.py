@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import TargetError
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
-from ..planning.described import Described, describe
+from ..planning.abstract_step import AbstractStep, abstract_step
 from ..planning.dry_run import DryRun, dry_run, not_compiled
 from ..planning.faults import tracing
 from ..planning.search.plan import Along
@@ -110,7 +110,7 @@ def plan(
     """
     require_solver()
     target = Target.of(target)
-    described = describe(model, batch, _strategy(model, Placement.of(_ONE_DEVICE)))
+    described = abstract_step(model, batch, _strategy(model, Placement.of(_ONE_DEVICE)))
 
     def report_of(candidate: Decided) -> Report:
         return _report(model, batch, candidate, target, hardware, blocks, timeout_s)
@@ -137,7 +137,7 @@ def plan(
     return Plan(**decided)
 
 
-def _lasting(layouts: Sequence[tuple[str, Along]], described: Described) -> Any:
+def _lasting(layouts: Sequence[tuple[str, Along]], described: AbstractStep) -> Any:
     """The layouts by paths that variables have again when their model is built again."""
     lasting = {each.info.path: each.info.lasting or each.info.path for each in described.placed}
     return tuple((lasting.get(path, path), along) for path, along in layouts)

@@ -23,8 +23,8 @@ from ..jaxprs.lines import Lines, SourceLine, noting
 from ..step.accumulate import accumulating_on
 from ..targets import gpu
 from ..targets.target import Target
+from .abstract_step import AbstractStep, HasSteps, abstract_step
 from .compiler_process import ask
-from .described import Described, Describes, describe
 from .faults import tracing
 
 # A function is traced once, and asked for again when it is not.
@@ -71,7 +71,7 @@ class Compiled:
 
 
 def compile_step(
-    strategy: Describes, model: Any, batch: Any, target: Target | str, *, timeout_s: float = 3600.0
+    strategy: HasSteps, model: Any, batch: Any, target: Target | str, *, timeout_s: float = 3600.0
 ) -> Compiled:
     """The training step that ``strategy.fit`` would run on such a batch, compiled for a target.
 
@@ -91,11 +91,11 @@ def compile_step(
     >>> [(c.kind, c.axes, c.dtypes) for c in step.collectives]
     [('all-reduce', ('batch',), ('float32',))]
     """
-    return compile_described(describe(model, batch, strategy), target, timeout_s=timeout_s)
+    return compile_abstract(abstract_step(model, batch, strategy), target, timeout_s=timeout_s)
 
 
-def compile_described(
-    described: Described, target: Target | str, *, timeout_s: float = 3600.0
+def compile_abstract(
+    described: AbstractStep, target: Target | str, *, timeout_s: float = 3600.0
 ) -> Compiled:
     """The step of :func:`describe`, compiled; raises as :func:`compile_ahead`."""
     taken = described.state, described.batch

@@ -13,9 +13,9 @@ from ..program import Batch
 from ..targets import gpu
 from ..targets.hardware import Hardware, hardware_of
 from ..targets.target import Target, check_size
-from .ahead import compile_described
+from .abstract_step import AbstractStep, HasSteps, abstract_step
+from .ahead import compile_abstract
 from .blocks import Reduced, reduced
-from .described import Described, Describes, describe
 from .faults import tracing
 from .reading import extended, read, refused
 from .report import DryRun as DryRun
@@ -38,7 +38,7 @@ def dry_run(
     model: Any,
     batch: Batch,
     *,
-    strategy: Describes | Placement,
+    strategy: HasSteps | Placement,
     target: Target | str,
     mesh: Mesh | Mapping[str, int] | None = None,
     hardware: Hardware | None = None,
@@ -52,7 +52,7 @@ def dry_run(
     if mesh is not None:
         strategy = strategy.on(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
     _check_devices(strategy, target)
-    described = describe(model, batch, strategy)
+    described = abstract_step(model, batch, strategy)
     found = _report(model, batch, strategy, described, target, hardware, blocks, compile, timeout_s)
     return replace(found, fed=fed(batch, described.how.accumulate))
 
@@ -60,8 +60,8 @@ def dry_run(
 def _report(
     model: Any,
     batch: Batch,
-    strategy: Describes | Placement,
-    described: Described,
+    strategy: HasSteps | Placement,
+    described: AbstractStep,
     target: Target,
     hardware: Hardware,
     blocks: str,
@@ -96,13 +96,13 @@ def not_compiled(target: Target, is_asked: bool = True) -> str:
     return "" if is_asked else f"{said} {target}"
 
 
-def _check_devices(strategy: Describes | Placement, target: Target) -> None:
+def _check_devices(strategy: HasSteps | Placement, target: Target) -> None:
     """Raise before anything is built: minutes are lost where it turns out at the end."""
     placement = strategy if isinstance(strategy, Placement) else _placement_of(strategy)
     check_size(placement.mesh, target)
 
 
-def _placement_of(strategy: Describes) -> Placement:
+def _placement_of(strategy: HasSteps) -> Placement:
     placement = getattr(strategy, "placement", None)
     if placement is None:
         raise DataError(
@@ -112,22 +112,22 @@ def _placement_of(strategy: Describes) -> Placement:
     return placement
 
 
-def _whole(described: Described, target: Target, hardware: Hardware, timeout_s: float) -> DryRun:
+def _whole(described: AbstractStep, target: Target, hardware: Hardware, timeout_s: float) -> DryRun:
     """The report on a step as it is compiled."""
     try:
-        compiled = compile_described(described, target, timeout_s=timeout_s)
+        compiled = compile_abstract(described, target, timeout_s=timeout_s)
     except DoesNotFitError as error:
         return refused(described, target, hardware, error)
     return read(described, compiled, hardware)
 
 
 def _of_blocks(
-    described: Described, found: Reduced, target: Target, hardware: Hardware, timeout_s: float
+    described: AbstractStep, found: Reduced, target: Target, hardware: Hardware, timeout_s: float
 ) -> DryRun:
     """The report on a step of which one and two equal blocks are compiled."""
     fewer = [found.with_blocks(count) for count in (1, 2)]
     try:
-        both = [compile_described(each, target, timeout_s=timeout_s) for each in fewer]
+        both = [compile_abstract(each, target, timeout_s=timeout_s) for each in fewer]
     except DoesNotFitError as error:
         report = refused(described, target, hardware, error)
         said = f"this is of one or two of {found.count} equal blocks, and all of them need more"

@@ -17,10 +17,10 @@ from ..targets import gpu
 from ..targets.hardware import Hardware
 from ..targets.target import Target
 from ..units import bytes_text
+from .abstract_step import AbstractStep
 from .ahead import Compiled, trace
 from .blocks import Blocks, Reduced, heights_of, unmarked
 from .blocks import extended as extending
-from .described import Described
 from .estimate import estimate
 from .report import DryRun, Memory
 
@@ -30,9 +30,9 @@ _NEAR = 0.8  # of a device's memory, from where compilers give up time for room
 
 
 def extended(
-    described: Described,
+    described: AbstractStep,
     found: Reduced,
-    fewer: Sequence[Described],
+    fewer: Sequence[AbstractStep],
     compiled: Sequence[Compiled],
     hardware: Hardware,
 ) -> DryRun | None:
@@ -78,7 +78,7 @@ def _doubts(memory: Memory, target: Target) -> tuple[str, ...]:
 
 
 def read(
-    described: Described, compiled: Compiled, hardware: Hardware, most: int | None = _TENSORS
+    described: AbstractStep, compiled: Compiled, hardware: Hardware, most: int | None = _TENSORS
 ) -> DryRun:
     """The report on a step that was compiled, with the largest of the tensors at the peak."""
     alive = alive_at_peak(parse(compiled.text))
@@ -126,7 +126,7 @@ def _named(
 
 
 def refused(
-    described: Described, target: Target, hardware: Hardware, error: DoesNotFitError
+    described: AbstractStep, target: Target, hardware: Hardware, error: DoesNotFitError
 ) -> DryRun:
     """The report on a step that the compiler found too large."""
     return DryRun(
@@ -146,7 +146,7 @@ def refused(
     )
 
 
-def sizes(described: Described) -> dict[str, int]:
+def sizes(described: AbstractStep) -> dict[str, int]:
     """The exact bytes of what a step takes, in one device, and of one gradient per parameter."""
     by_role = {"parameter": 0, "slot": 0}
     for each in described.placed:
@@ -163,14 +163,14 @@ def sizes(described: Described) -> dict[str, int]:
     }
 
 
-def _model_flops(described: Described, target: Target) -> tuple[float | None, float | None]:
+def _model_flops(described: AbstractStep, target: Target) -> tuple[float | None, float | None]:
     """FLOPs of the step as it was written, before it is split over devices, and the fewest of them
     that a compiler can leave."""
     traced = trace(described.jitted, (described.state, described.batch), target)
     return model_flops(traced.jaxpr), least_flops(traced.jaxpr)
 
 
-def _bytes_of_batch(described: Described) -> int:
+def _bytes_of_batch(described: AbstractStep) -> int:
     import jax
 
     return sum(
@@ -179,7 +179,7 @@ def _bytes_of_batch(described: Described) -> int:
     )
 
 
-def arguments(described: Described) -> Sequence[Placed | None]:
+def arguments(described: AbstractStep) -> Sequence[Placed | None]:
     """Which variable each argument of the compiled step is; ``None`` for those of the batch."""
     import jax
 

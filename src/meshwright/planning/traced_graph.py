@@ -14,14 +14,14 @@ from ..jaxprs.record import Done, Record, Tensor, Value
 from ..jaxprs.walk import LOOPS, RULES, At, follow
 from ..layouts.dim_names import ANY
 from ..targets.target import Target
+from .abstract_step import AbstractStep
 from .ahead import trace
-from .described import Described
 from .graph import Graph, GraphDim, GraphTensor, Joint, Operation
 
 _NEVER_SPLIT = ("seed", "metric")
 
 
-def graph_of_step(described: Described) -> Graph:
+def graph_of_step(described: AbstractStep) -> Graph:
     """The graph of a training step that is described for a mesh of one device.
 
     Raises :class:`~meshwright.MeshError` for another mesh, whose layouts would be in the step.
@@ -29,7 +29,7 @@ def graph_of_step(described: Described) -> Graph:
     return graph_of(*traced_step(described))
 
 
-def traced_step(described: Described) -> tuple[Any, list[Argument], int]:
+def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
     """The step as it is traced, what its arguments are, and how many of them it gives back."""
     import jax
 

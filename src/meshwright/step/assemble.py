@@ -158,7 +158,7 @@ class Assembly:
 
     @property
     def kept(self) -> Program:
-        """The stored program for steps of one's own: its results lie as the state does."""
+        """The stored program for custom steps: its results have the layouts of the state."""
         here = replace(
             self.stored,
             forward=self.under(self.stored.forward),
@@ -340,7 +340,7 @@ def _measuring(program: Program) -> Step:
     return test_step
 
 
-# Steps of one's own. XLA lays a result out as suits the step, not as its argument lay: a replicated
+# Custom steps. XLA lays a result out as suits the step, not as its argument lay: a replicated
 # bias beside a split kernel comes back split, and the next call compiles again.
 
 

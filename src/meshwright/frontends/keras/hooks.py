@@ -115,7 +115,7 @@ _unguarded: ContextVar[bool] = ContextVar("unguarded", default=False)
 
 @contextlib.contextmanager
 def unguarded() -> Iterator[None]:
-    """Inside, models are called as Keras calls them: whoever takes the gradient guards it."""
+    """Inside, models are called as Keras calls them: the caller guards the gradient."""
     token = _unguarded.set(True)
     try:
         yield

@@ -20,16 +20,15 @@ from ...layouts.layout_map import LayoutMap
 from ...layouts.mesh import Mesh
 from ...layouts.placement import BatchLike, ParamInfo, Placed, Placement, Unmatched
 from ...layouts.strict import inspect, refuse_idle_layouts, refuse_idle_rules, unnamed
-from ...planning.described import Described
+from ...planning.abstract_step import AbstractStep
 from ...program import Batch, Program, Step, TrainState
 from ...run.options import Data, Schedule, Validation
 from ...run.saver import Resume, Saver
 from ...step.assemble import Assembly
 from ...step.options import PLAIN, StepOptions, Sums
 from . import batches, fitting, saving
-from .abstract import AbstractRoom, adopt, is_abstract
+from .abstract import AbstractRoom, abstract_step, adopt, is_abstract
 from .compiled import functions_of
-from .described import described
 from .finite import NanGuard
 from .hooks import Hooks, OutputOf, layout_of, parameter_of
 from .options import check_model
@@ -446,7 +445,7 @@ class Sharded(_Distribution):
             elif parts is not None:
                 _compat.build_forward(model, parts[0])
 
-    def described(self, model: keras.Model, batch: Batch) -> Described:
+    def abstract_step(self, model: keras.Model, batch: Batch) -> AbstractStep:
         """The training step, its state and its batch as shapes on the mesh without devices.
 
         For planning: no value is needed of a model that was built in
@@ -458,7 +457,7 @@ class Sharded(_Distribution):
             if not any(map(is_abstract, model.variables)):
                 self.prepare(model, _given(batch))
                 here._inspected.add(model)
-        return described(here, model, batch)
+        return abstract_step(here, model, batch)
 
     # The questions that Keras asks a Distribution
 

@@ -19,7 +19,7 @@ from ...program import Batch, Program
 from ...step.options import StepOptions
 from ...targets.hardware import Hardware
 from ...targets.target import Target
-from ..described import Described, Describes, of_program
+from ..abstract_step import AbstractStep, HasSteps, of_program
 from ..faults import tracing
 from ..graph import Graph
 from ..search.choices import EVERY_REMAT, Choices, remat_of
@@ -74,7 +74,7 @@ class Assignment:
 
 
 def graph_alone(
-    model: Any, batch: Batch, strategy: Describes | Placement, described: Described
+    model: Any, batch: Batch, strategy: HasSteps | Placement, described: AbstractStep
 ) -> Graph:
     """The graph of the step as one device would take it, all micro-batches in one."""
     placement, how = described.placement, described.how
@@ -86,7 +86,7 @@ def graph_alone(
         if isinstance(model, Program):
             return graph_of_step(of_program(model, rows, whole, plain))
         assert not isinstance(strategy, Placement)
-        return graph_of_step(strategy.from_placement(whole, plain).described(model, rows))
+        return graph_of_step(strategy.from_placement(whole, plain).abstract_step(model, rows))
 
 
 def _joined(batch: Batch, count: int) -> Batch:
@@ -103,7 +103,7 @@ def _joined(batch: Batch, count: int) -> Batch:
 
 
 def assignment_of(
-    graph: Graph, described: Described, target: Target, hardware: Hardware
+    graph: Graph, described: AbstractStep, target: Target, hardware: Hardware
 ) -> Assignment:
     """A step's graph under the layout that it is described for.
 
@@ -126,7 +126,7 @@ def assignment_of(
         raise
 
 
-def _without_rows(lies: Mapping[str, Along], described: Described) -> dict[str, Along]:
+def _without_rows(lies: Mapping[str, Along], described: AbstractStep) -> dict[str, Along]:
     """The same, but for the axes of the batch's rows that variables lie along."""
     rows = set(described.placement.batch_axes)
     variables = {each.info.path for each in described.placed}
@@ -140,7 +140,7 @@ def _without_rows(lies: Mapping[str, Along], described: Described) -> dict[str, 
 
 def _assigned(
     graph: Graph,
-    described: Described,
+    described: AbstractStep,
     target: Target,
     hardware: Hardware,
     lies: Mapping[str, Along],
@@ -181,7 +181,7 @@ def _names(axes: Axes, mask: int) -> tuple[str, ...]:
     return tuple(name for bit, (name, _) in enumerate(axes) if mask >> bit & 1)
 
 
-def _lies(described: Described, axes: Axes) -> dict[str, Along]:
+def _lies(described: AbstractStep, axes: Axes) -> dict[str, Along]:
     """The axes of each variable, as it is laid out without ZeRO, and of each input."""
     import jax
 

@@ -10,7 +10,7 @@ from ...layouts.placement import Placed, Placement
 from ...program import Batch
 from ...targets.hardware import Hardware
 from ...targets.target import Target
-from ..described import Described, Describes
+from ..abstract_step import AbstractStep, HasSteps
 from ..reading import sizes
 from ..report import DryRun, Memory
 from ..search.cost import cost_of
@@ -26,8 +26,8 @@ _PEAK_IS = "the planner's model: arrays alive at one time"
 def report_of(
     model: Any,
     batch: Batch,
-    strategy: Describes | Placement,
-    described: Described,
+    strategy: HasSteps | Placement,
+    described: AbstractStep,
     target: Target,
     hardware: Hardware,
     why: str,
@@ -67,7 +67,7 @@ def report_of(
     )
 
 
-def _notes(assignment: Assignment, described: Described) -> tuple[str, ...]:
+def _notes(assignment: Assignment, described: AbstractStep) -> tuple[str, ...]:
     notes = []
     if assignment.kept:
         notes.append(

@@ -16,7 +16,7 @@ from ...jaxprs.repeats import LEAST, NO_RUN, Run, repeated
 from ...jaxprs.scopes import layer_of
 from ...layouts.placement import ParamInfo, Placed
 from ...program import Arrays, Aux, Batch, Program, TrainState
-from ..described import Described
+from ..abstract_step import AbstractStep
 from .traced import TracedLoss, evaluated, shortened, traced, training_loss
 
 Paths = tuple[str, ...]
@@ -32,7 +32,7 @@ class Reduced:
 
     blocks: tuple[Paths, ...]
     layers: tuple[Paths, ...] = field(repr=False)
-    with_blocks: Callable[[int], Described] = field(repr=False)
+    with_blocks: Callable[[int], AbstractStep] = field(repr=False)
 
     @property
     def count(self) -> int:
@@ -58,7 +58,7 @@ class Reduced:
         return renamed
 
 
-def reduced(described: Described, least: int = LEAST) -> tuple[Reduced | None, str]:
+def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None, str]:
     """The equal blocks of a step, or ``None`` and why it is not made smaller.
 
     The reason is empty where nothing repeats itself ``least`` times.
@@ -82,7 +82,7 @@ def reduced(described: Described, least: int = LEAST) -> tuple[Reduced | None, s
         return None, "equal blocks are laid out differently"
     run = found.run
 
-    def with_blocks(count: int) -> Described:
+    def with_blocks(count: int) -> AbstractStep:
         return described.of(_shorter(program, twins, run, count))
 
     return Reduced(tuple(zip(*rows, strict=True)), _layers(loss.jaxpr, run), with_blocks), ""

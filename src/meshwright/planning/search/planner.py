@@ -12,7 +12,7 @@ from ...hlo.groups import Axes
 from ...layouts.mesh import Mesh
 from ...targets.hardware import Hardware, hardware_of
 from ...targets.target import Target
-from ..described import Described
+from ..abstract_step import AbstractStep
 from ..graph import Graph
 from .branch_and_bound import SearchResult, search_for
 from .candidates import Candidate
@@ -28,7 +28,7 @@ from .words import reasons
 
 
 def plan_step(
-    step: Graph | Described,
+    step: Graph | AbstractStep,
     target: Target | str,
     *,
     objective: Objective = "time",
@@ -103,7 +103,7 @@ def _check(objective: str, memory_limit: int | None, verify: int, remat: Sequenc
         raise PlanError("\n".join(faults))
 
 
-def _graph_of(described: Described) -> Graph:
+def _graph_of(described: AbstractStep) -> Graph:
     from ..traced_graph import graph_of_step  # heavy, and not needed for graphs that are there
 
     return cast(Graph, graph_of_step(described))

@@ -16,7 +16,7 @@ from .faults import tracing
 
 
 @dataclass(frozen=True, eq=False)
-class Described:
+class AbstractStep:
     """A training step and its arguments without values.
 
     ``batch`` holds ``jax.ShapeDtypeStruct`` with shardings on the mesh of the placement, as
@@ -61,24 +61,24 @@ class Described:
         """The step as training compiles it."""
         return self.steps.train
 
-    def of(self, part: Program) -> Described:
+    def of(self, part: Program) -> AbstractStep:
         """The same step of another program, all of whose variables this one has."""
-        return Described(replace(self.steps, program=part), self.batch)
+        return AbstractStep(replace(self.steps, program=part), self.batch)
 
 
-class Describes(Protocol):
+class HasSteps(Protocol):
     """What planning asks of a strategy; :class:`~meshwright.Sharded` has it."""
 
     @property
     def placement(self) -> Placement: ...
     @property
     def how(self) -> StepOptions: ...
-    def described(self, model: Any, batch: Batch) -> Described: ...
+    def abstract_step(self, model: Any, batch: Batch) -> AbstractStep: ...
     def on(self, mesh: Mesh) -> Any: ...
     def from_placement(self, placement: Placement, how: StepOptions | None = None) -> Any: ...
 
 
-def describe(model: Any, batch: Batch, strategy: Describes | Placement) -> Described:
+def abstract_step(model: Any, batch: Batch, strategy: HasSteps | Placement) -> AbstractStep:
     """The step that would train a model, or a Program, on such batches under a strategy.
 
     A Program may come with a :class:`~meshwright.Placement` alone.
@@ -86,13 +86,15 @@ def describe(model: Any, batch: Batch, strategy: Describes | Placement) -> Descr
     if not isinstance(model, Program):
         assert not isinstance(strategy, Placement)
         with tracing(getattr(model, "name", "model")):  # Keras builds what is not built yet
-            return strategy.described(model, batch)
+            return strategy.abstract_step(model, batch)
     if isinstance(strategy, Placement):
         return of_program(model, batch, strategy, PLAIN)
     return of_program(model, batch, strategy.placement, strategy.how)
 
 
-def of_program(program: Program, batch: Batch, placement: Placement, how: StepOptions) -> Described:
+def of_program(
+    program: Program, batch: Batch, placement: Placement, how: StepOptions
+) -> AbstractStep:
     """The step that :class:`~meshwright.Trainer` would take."""
     placement = unbound(placement)
     inspect(placement.naming(program.inputs), program.infos, repr(program.name))
@@ -104,7 +106,7 @@ def unbound(placement: Placement) -> Placement:
     return placement if placement.mesh.is_abstract else placement.on(placement.mesh.abstract())
 
 
-def on_batch(steps: Assembly, batch: Batch) -> Described:
+def on_batch(steps: Assembly, batch: Batch) -> AbstractStep:
     """The step that takes such batches; only shapes and dtypes of their arrays matter."""
     import jax
 
@@ -114,7 +116,7 @@ def on_batch(steps: Assembly, batch: Batch) -> Described:
 
     laid = jax.tree.map(array, batch, steps.batch_layouts(batch, last=False))
     (taken,) = steps.how.for_steps([laid] * steps.how.accumulate)
-    return Described(steps, taken)
+    return AbstractStep(steps, taken)
 
 
 def _dtype(value: Any) -> Any:
