@@ -31,9 +31,9 @@ _LIBRARIES = (
     *("diffrax", "jaxtyping", "beartype", "chex", "torch", "tensorflow"),
 )
 # Outward of these files is whoever asked for the step, no more the model.
-_ASKERS = ("step", "planning", "train", "equivalence", "commands")
+_ASKERS = ("step", "planning", "run", "equivalence", "commands")
 _OUTSIDE = tuple(str(_HERE / room) + os.sep for room in _ASKERS)
-_FRONT = ("jax.py", "named.py", "keras/program.py", "keras/guarded.py", "keras/described.py")
+_FRONT = ("jax.py", "named.py", "keras/program.py", "keras/hooks.py")
 _CALLERS = (*(str(_HERE / "frontends" / name) for name in _FRONT), str(_HERE / "plan_command.py"))
 _BODIES = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
 
