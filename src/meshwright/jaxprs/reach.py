@@ -11,10 +11,11 @@ operands is taken to reach every dim of its results: too many axes cost speed, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .table import How, Place, inner_jaxprs, links_of, opened, shape_of
 from .united import United
 
 Cut = tuple[tuple[str, int], ...]  # axes that cut a dim together, each into how many pieces
@@ -111,52 +112,6 @@ def follow(jaxpr: Any, cuts: Sequence[Sequence[Cut]]) -> Scope:
     return scope
 
 
-def is_pointwise(eqn: Any) -> bool:
-    """Whether each element of the results depends on the same element of the operands only."""
-    if eqn.primitive.name in _MOVING or inner_jaxprs(eqn):
-        return False
-    shapes = {getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)} - {()}
-    return len(shapes) <= 1
-
-
-def inner_jaxprs(eqn: Any) -> dict[str, list[Any]]:
-    """The (closed) jaxprs that an equation runs on whole arrays, by parameter.
-
-    Those that run on shards or blocks (``shard_map``, Pallas), and the scalar functions of
-    reductions and scatters, are none of them.
-    """
-    if eqn.primitive.name == "scan":
-        return {"jaxpr": [eqn.params["jaxpr"]]}
-    if eqn.primitive.name == "while":
-        return {key: [eqn.params[key]] for key in ("cond_jaxpr", "body_jaxpr")}
-    if eqn.primitive.name == "cond":
-        return {"branches": list(eqn.params["branches"])}
-    for key in ("jaxpr", "call_jaxpr"):
-        called = eqn.params.get(key)
-        if eqn.primitive.name not in _ON_PIECES and _fits_call(opened(called), eqn):
-            return {key: [called]}
-    return {}
-
-
-def opened(jaxpr: Any) -> Any:
-    """The open jaxpr of a closed one."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-_ON_PIECES = {"shard_map", "pallas_call", "core_map", "mpmd_map", "run_state", "run_scoped"}
-
-
-def _fits_call(jaxpr: Any, eqn: Any) -> bool:
-    if not hasattr(jaxpr, "eqns"):
-        return False
-    pairs = (jaxpr.invars, eqn.invars), (jaxpr.outvars, eqn.outvars)
-    return all(
-        [getattr(v.aval, "shape", None) for v in inside]
-        == [getattr(v.aval, "shape", None) for v in outside]
-        for inside, outside in pairs
-    )
-
-
 class _Tracker:
     """Visits jaxprs and keeps what has to be settled once all of them are seen."""
 
@@ -243,10 +198,72 @@ class _Tracker:
         if inner:
             scope.inner[index], outs = _CONTROL.get(eqn.primitive.name, _call)(self, eqn, ins)
             return outs
-        rule = _RULES.get(eqn.primitive.name)
-        if rule is None and eqn.params.get("axes") and eqn.primitive.name.startswith(_REDUCING):
-            rule = _reduce
-        return (rule or _in_place)(self, eqn, ins)
+        return self._through(eqn, ins)
+
+    # Equations that hold no jaxprs
+
+    def _through(self, eqn: Any, ins: list[Dims]) -> list[Dims]:
+        """The dims of the results, by the links of the equation."""
+        shapes = [shape_of(var) for var in eqn.outvars]
+        out: dict[Place, Dim] = {}
+        for link in links_of(eqn):
+            dims = [ins[operand][dim] for operand, dim in link.ins]
+            sizes = [shapes[result][dim] for result, dim in link.outs]
+            if link.how is How.MERGE:
+                factors = [factor for dim in dims for factor in dim if factor.size != 1]
+                out.update(zip(link.outs, self._split(factors, sizes), strict=True))
+            elif link.how is How.ANY:
+                factors = [factor for dim in dims for factor in dim]
+                out.update(zip(link.outs, self._any_to_any(factors, sizes), strict=True))
+            elif dims:
+                for place, size in zip(link.outs, sizes, strict=True):
+                    known = [out[place]] if place in out else []
+                    out[place] = self._together(dims, size, link.how is How.EACH, known)
+                for other in () if link.outs else dims[1:]:
+                    self.tie(dims[0], other)
+        return [
+            tuple(out.get((result, dim)) or (Factor(size),) for dim, size in enumerate(shape))
+            for result, shape in enumerate(shapes)
+        ]
+
+    def _together(self, dims: Sequence[Dim], size: int, spreads: bool, known: Sequence[Dim]) -> Dim:
+        """The dim of a result, of that size, that all of these lie as; a dim of one element
+        ``spreads`` over those of others."""
+        full = [dim for dim in dims if math.prod(factor.size for factor in dim) == size]
+        first, *others = full if spreads and full else dims
+        new = self.like(first, size)
+        for other in (*others, *known):
+            self.tie(new, other)
+        return new
+
+    def _split(self, sources: list[Factor], sizes: list[int]) -> list[Dim]:
+        """Deal the factors out to dims of these sizes; where they do not fit, any may reach any."""
+        left = list(sources)
+        out: list[Dim] = []
+        for size in sizes:
+            dim: list[Factor] = []
+            while size > 1 and left:
+                factor = left.pop(0)
+                if size % factor.size == 0:
+                    dim.append(factor)
+                    size //= factor.size
+                elif factor.size % size == 0:
+                    slow, fast = Factor(size), Factor(factor.size // size)
+                    self.flow((factor,), (slow,), share=(size, 0))
+                    self.flow((factor,), (fast,), share=(size, 1))
+                    dim.append(slow)
+                    left.insert(0, fast)
+                    size = 1
+                else:
+                    return self._any_to_any(sources, sizes)
+            out.append(tuple(dim) if dim else (Factor(size),))
+        return out
+
+    def _any_to_any(self, sources: list[Factor], sizes: Sequence[int]) -> list[Dim]:
+        out = [(Factor(size),) for size in sizes]
+        for dim in out:
+            self.flow(tuple(sources), dim)
+        return out
 
 
 def _deal(cut: Cut, size: int) -> tuple[Cut, Cut]:
@@ -267,9 +284,6 @@ def _deal(cut: Cut, size: int) -> tuple[Cut, Cut]:
         else:
             return cut, cut
     return tuple(slow), tuple(fast)
-
-
-Rule = Callable[[_Tracker, Any, list[Dims]], list[Dims]]
 
 
 # Equations that hold jaxprs
@@ -325,271 +339,3 @@ def _tie_all(t: _Tracker, some: Sequence[Dims], others: Sequence[Dims]) -> None:
     for one, other in zip(some, others, strict=True):
         for a, b in zip(one, other, strict=True):
             t.tie(a, b)
-
-
-# Equations by primitive
-
-
-def _in_place(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    """Dims stay at their place: pointwise, and windows, slices, sorts and so on along dims."""
-    outs = []
-    for var in eqn.outvars:
-        shape = getattr(var.aval, "shape", ())
-        alike = [dims for dims in ins if len(dims) == len(shape)]
-        if not alike or not shape:
-            outs.append(_anywhere(t, var, ins))
-            continue
-        spreads = eqn.primitive.name not in _MOVING  # dims of size 1, over those of the others
-        outs.append(tuple(map(_at_one_place(t, spreads), shape, *alike)))
-    return outs
-
-
-def _at_one_place(t: _Tracker, spreads: bool) -> Callable[..., Dim]:
-    """The dim of a result, of that size, from the operands' dims at its place."""
-
-    def out(size: int, *dims: Dim) -> Dim:
-        full = [dim for dim in dims if math.prod(factor.size for factor in dim) == size]
-        first, *others = full if spreads and full else dims
-        new = t.like(first, size)
-        for other in others:
-            t.tie(new, other)
-        return new
-
-    return out
-
-
-def _anywhere(t: _Tracker, var: Any, ins: list[Dims]) -> Dims:
-    """Every dim of the operands may reach every dim of the result."""
-    sources = tuple(factor for dims in ins for dim in dims for factor in dim)
-    out = fresh(var.aval)
-    for dim in out:
-        t.flow(sources, dim)
-    return out
-
-
-def _new(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    return [fresh(var.aval) for var in eqn.outvars]
-
-
-def _reduce(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    gone = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
-    (*_, one) = [dims for dims in ins if dims] or [()]
-    kept = tuple(dim for i, dim in enumerate(one) if i not in gone)
-    return [kept for _ in eqn.outvars]
-
-
-def _squeeze(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    return [tuple(dim for i, dim in enumerate(ins[0]) if i not in eqn.params["dimensions"])]
-
-
-def _transpose(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    return [tuple(ins[0][i] for i in eqn.params["permutation"])]
-
-
-def _stack(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    first, *others = ins
-    for other in others:
-        _tie_all(t, [first], [other])
-    axis = eqn.params["axis"]
-    return [(*first[:axis], (Factor(len(ins)),), *first[axis:])]
-
-
-def _unstack(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    axis = eqn.params["axis"]
-    return [ins[0][:axis] + ins[0][axis + 1 :] for _ in eqn.outvars]
-
-
-def _leading(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    """The first dims are the first operand's; dims behind them are made or used up."""
-    out = fresh(eqn.outvars[0].aval)
-    return [(*ins[0][: len(out)], *out[len(ins[0]) :])]
-
-
-def _each_by_itself(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    return ins
-
-
-def _broadcast(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    out = list(fresh(eqn.outvars[0].aval))
-    given = eqn.invars[0].aval.shape
-    for i, place in enumerate(eqn.params["broadcast_dimensions"]):
-        if given[i] == eqn.params["shape"][place]:
-            out[place] = ins[0][i]
-    return [tuple(out)]
-
-
-def _dot_general(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    contracted, batch = eqn.params["dimension_numbers"]
-    left, right = ins
-    for pairs in (contracted, batch):
-        for i, j in zip(*pairs, strict=True):
-            t.tie(left[i], right[j])
-    free = [
-        dim
-        for dims, one, two in ((left, contracted[0], batch[0]), (right, contracted[1], batch[1]))
-        for i, dim in enumerate(dims)
-        if i not in one and i not in two
-    ]
-    return [(*(left[i] for i in batch[0]), *free)]
-
-
-def _conv(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    numbers = eqn.params["dimension_numbers"]
-    left, right = ins
-    shape = eqn.outvars[0].aval.shape
-    out: list[Dim] = [()] * len(shape)
-    for place, dim in ((0, left[numbers.lhs_spec[0]]), (1, right[numbers.rhs_spec[0]])):
-        out[numbers.out_spec[place]] = t.like(dim, shape[numbers.out_spec[place]])
-    t.tie(left[numbers.lhs_spec[1]], right[numbers.rhs_spec[1]])
-    if eqn.params["feature_group_count"] > 1:
-        t.tie(left[numbers.lhs_spec[1]], out[numbers.out_spec[1]])
-    for i, j, k in conv_places(eqn):
-        rows, window, results = left[i], right[j], shape[k]
-        if eqn.invars[1].aval.shape[j] > results:  # as in the gradient of a kernel
-            t.tie(rows, window)
-            out[k] = (Factor(results),)
-        else:
-            out[k] = t.like(rows, results)
-    return [tuple(out)]
-
-
-def conv_places(eqn: Any) -> Iterator[tuple[int, int, int]]:
-    """For each spatial dim of a convolution: where operand, kernel and result have it."""
-    numbers = eqn.params["dimension_numbers"]
-    return zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
-
-
-def _reshape(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    out: list[Dim] = []
-    before = [(dim, math.prod(f.size for f in dim)) for dim in ins[0]]
-    for sources, sizes in _groups(before, eqn.outvars[0].aval.shape):
-        out += _split(t, sources, sizes)
-    return [tuple(out)]
-
-
-def _groups(
-    before: list[tuple[Dim, int]], after: Sequence[int]
-) -> Iterator[tuple[list[Factor], list[int]]]:
-    """The smallest runs of dims, before and after, that hold the same elements."""
-    rest = list(before)
-    sizes: list[int] = []
-    sources: list[Factor] = []
-    taken = 1
-    for place, size in enumerate(after):
-        sizes.append(size)
-        wanted = math.prod(sizes)
-        while rest and (taken < wanted or place == len(after) - 1 or rest[0][1] == 0):
-            dim, length = rest.pop(0)
-            sources += [factor for factor in dim if factor.size != 1]
-            taken *= length
-        if taken == wanted:
-            yield sources, sizes
-            sources, sizes, taken = [], [], 1
-    if sizes:
-        yield sources, sizes
-
-
-def _split(t: _Tracker, sources: list[Factor], sizes: list[int]) -> list[Dim]:
-    """Deal the factors out to dims of these sizes; where they do not fit, any may reach any."""
-    left = list(sources)
-    out: list[Dim] = []
-    for size in sizes:
-        dim: list[Factor] = []
-        while size > 1 and left:
-            factor = left.pop(0)
-            if size % factor.size == 0:
-                dim.append(factor)
-                size //= factor.size
-            elif factor.size % size == 0:
-                slow, fast = Factor(size), Factor(factor.size // size)
-                t.flow((factor,), (slow,), share=(size, 0))
-                t.flow((factor,), (fast,), share=(size, 1))
-                dim.append(slow)
-                left.insert(0, fast)
-                size = 1
-            else:
-                return _any_to_any(t, sources, sizes)
-        out.append(tuple(dim) if dim else (Factor(size),))
-    return out
-
-
-def _any_to_any(t: _Tracker, sources: list[Factor], sizes: list[int]) -> list[Dim]:
-    out = [(Factor(size),) for size in sizes]
-    for dim in out:
-        t.flow(tuple(sources), dim)
-    return out
-
-
-def _gather(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    numbers = eqn.params["dimension_numbers"]
-    operand, indices = ins[:2]
-    shape = eqn.outvars[0].aval.shape
-    batching = dict(
-        zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
-    )
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    windows = iter([dim for i, dim in enumerate(operand) if i not in gone])
-    rows = iter(list(enumerate(indices[:-1])))
-    out: list[Dim] = []
-    for place, size in enumerate(shape):
-        if place in numbers.offset_dims:
-            out.append(t.like(next(windows), size))
-            continue
-        i, dim = next(rows)
-        out.append(dim)
-        if i in batching:
-            t.tie(dim, operand[batching[i]])
-    return [tuple(out)]
-
-
-def _scatter(t: _Tracker, eqn: Any, ins: list[Dims]) -> list[Dims]:
-    numbers = eqn.params["dimension_numbers"]
-    operand, indices, updates = ins
-    batching = dict(
-        zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
-    )
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    windows = iter([dim for i, dim in enumerate(operand) if i not in gone])
-    rows = iter(list(enumerate(indices[:-1])))
-    for place, dim in enumerate(updates):
-        if place in numbers.update_window_dims:
-            t.tie(dim, next(windows))
-            continue
-        i, row = next(rows)
-        t.tie(dim, row)
-        if i in batching:
-            t.tie(row, operand[batching[i]])
-    return [operand]
-
-
-_RULES: dict[str, Rule] = {
-    "iota": _new,
-    "reduce": _reduce,
-    "squeeze": _squeeze,
-    "stack": _stack,
-    "unstack": _unstack,
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast,
-    "dot_general": _dot_general,
-    "conv_general_dilated": _conv,
-    "reshape": _reshape,
-    "gather": _gather,
-    "optimization_barrier": _each_by_itself,
-    **dict.fromkeys(("random_bits", "random_split", "random_unwrap", "random_wrap"), _leading),
-    **dict.fromkeys(
-        ("scatter", "scatter_add", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"),
-        _scatter,
-    ),
-}
-
-_REDUCING = ("reduce_", "argmax", "argmin")
-
-# Primitives that move data along a dim though the shapes may be the same before and after.
-_MOVING = {
-    *_RULES,
-    *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "sort", "fft", "top_k"),
-    *("pad", "slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "shard_map"),
-    *("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
-    *("select_and_gather_add", "select_and_scatter", "select_and_scatter_add"),
-    *("cholesky", "triangular_solve", "householder_product", "pallas_call", "custom_linear_solve"),
-}

@@ -13,9 +13,9 @@ from .edits import jaxprs_inside
 from .factors import Dim
 from .facts import Facts, shape_of
 from .flops import model_flops
-from .reach import inner_jaxprs, opened
 from .record import CONSTANT, Record, Value
 from .scopes import layer_of
+from .table import inner_jaxprs, opened
 
 RULES = {**shapes.RULES, **products.RULES, **lookups.RULES}
 LOOPS = ("scan", "while", "cond", "store")  # kinds of operations beside those of rules

@@ -9,8 +9,8 @@ from ..errors import MeshError, ModelError
 from ..jaxprs.factors import Dim, Dims, Factor, label
 from ..jaxprs.facts import shape_of
 from ..jaxprs.names import Argument, Labels, Made, families_of, names_of
-from ..jaxprs.reach import opened
 from ..jaxprs.record import Done, Record, Tensor, Value
+from ..jaxprs.table import opened
 from ..jaxprs.walk import LOOPS, RULES, At, follow
 from ..layouts.dim_names import ANY
 from ..targets.target import Target

@@ -25,6 +25,7 @@ from .. import _compat
 from ..errors import LayoutError
 from ..jaxprs import lines, reach
 from ..jaxprs.reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
+from ..jaxprs.table import conv_places, inner_jaxprs, is_pointwise, opened
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..program import Arrays, Aux, Batch, Program, TrainState
@@ -234,7 +235,7 @@ class _Edit:
 
     def closed(self, closed: Any, scope: Scope) -> Any:
         """The closed (or open) jaxpr, changed; itself where nothing is to be done."""
-        before = reach.opened(closed)
+        before = opened(closed)
         eqns: list[Any] = []
         for index, eqn in enumerate(before.eqns):
             inner = scope.inner.get(index)
@@ -247,7 +248,7 @@ class _Edit:
     def _outer(self, eqn: Any, scope: Scope, inner: dict[str, list[Scope]]) -> list[Any]:
         """An equation that holds jaxprs."""
         within = _Edit(self.mesh)
-        called = reach.inner_jaxprs(eqn)
+        called = inner_jaxprs(eqn)
         edited = {
             key: [within.closed(j, s) for j, s in zip(called[key], inner[key], strict=True)]
             for key in called
@@ -276,7 +277,7 @@ class _Edit:
             return self._conv(eqn, scope)
         if name in _POOLING:
             return self._pool(eqn, scope)
-        if reach.is_pointwise(eqn):
+        if is_pointwise(eqn):
             return [eqn]
         return self._held(eqn, scope, _apart(eqn))
 
@@ -286,7 +287,7 @@ class _Edit:
         numbers = eqn.params["dimension_numbers"]
         left, right = map(scope.of, eqn.invars)
         (out,) = map(scope.of, eqn.outvars)
-        places = list(reach.conv_places(eqn))
+        places = list(conv_places(numbers))
         rows = {*_reaching(left, [i for i, _, _ in places])}
         rows |= {*_reaching(right, [j for _, j, _ in places])}
         rows |= {*_reaching(out, [k for _, _, k in places])}

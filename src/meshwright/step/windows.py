@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..jaxprs.reach import conv_places
+from ..jaxprs.table import conv_places
 from ..layouts.mesh import Mesh
 
 Entry = tuple[str, ...]  # the axes that split a dim; none if it is whole
@@ -85,7 +85,7 @@ def halo(window: Window, size: int, results: int, pieces: int) -> Halo | None:
 def conv_windows(eqn: Any) -> list[Window]:
     """The windows of a convolution, per spatial dim."""
     params, kernel = eqn.params, eqn.invars[1].aval.shape
-    sizes = [kernel[j] for _, j, _ in conv_places(eqn)]
+    sizes = [kernel[j] for _, j, _ in conv_places(params["dimension_numbers"])]
     return [
         Window(*each)
         for each in zip(
@@ -133,7 +133,7 @@ def split_conv(
     halos: dict[int, tuple[Entry, Halo]] = {}
     padding = list(map(tuple, params.pop("padding")))
     for at, ((i, _, k), window, entry) in enumerate(
-        zip(conv_places(eqn), conv_windows(eqn), spatial, strict=True)
+        zip(conv_places(numbers), conv_windows(eqn), spatial, strict=True)
     ):
         left[i] = out[k] = entry
         if entry:
