@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import keras
 
 from ... import _compat
-from ...jaxprs.prefix import row_dims
-from ...jaxprs.twins import RowsMixError
+from ...jaxprs.rows import RowsMixError, row_dims
 from ...step.padding import Padded
 from .batches import device_dtype
 
@@ -23,7 +22,7 @@ class RowWise:
     """Answers whether rows of a batch leave each other alone, in training or elsewhere.
 
     Nothing is guessed from names: the model is traced for both numbers of rows, see
-    :mod:`meshwright.jaxprs.prefix`; in training its derivatives too. Answers are kept.
+    :mod:`meshwright.jaxprs.rows`; in training its derivatives too. Answers are kept.
     """
 
     def __init__(self, model: keras.Model, variables: Any) -> None:

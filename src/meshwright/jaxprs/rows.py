@@ -1,0 +1,238 @@
+"""Whether rows that are added to a batch leave what is computed from the others as it was.
+
+A function is traced twice, for a few rows and for more, and the two jaxprs are walked side by side.
+Each value of the small trace must be the beginning of the same value of the large one along the
+one dim whose size differs, or equal to it where none does. Links of the table either carry that on
+(each index by itself, a reshape that keeps rows slowest, what counts from the first row on) or end
+it: a sum over rows, a parameter or a literal that is the number of rows, a trace of another form.
+What is not known ends it too, so the answer errs to "mixed" and never to "apart".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .table import OUTSIDE, How, Link, Place, inner_jaxprs, links_of, opened, shape_of
+
+Dim = int | None  # the dim along which the large value goes on; None where both are equal
+
+
+class RowsMixError(Exception):
+    """Some value of the small trace is not the beginning of the large one's; says which."""
+
+
+def row_dims(small: Any, large: Any) -> list[Dim]:
+    """For each output of two closed jaxprs, the dim along which the small one is a beginning.
+
+    The inputs of the small trace are taken to be beginnings of the large one's. Raises
+    :class:`RowsMixError` where that is lost on the way.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def two(f):
+    ...     return [jax.make_jaxpr(f)(jnp.ones([rows, 3])) for rows in (5, 8)]
+    >>> row_dims(*two(lambda x: (jnp.tanh(x), x.mean(1), x.T)))
+    [0, 0, 1]
+    >>> row_dims(*two(lambda x: x - x.mean(0)))
+    Traceback (most recent call last):
+    ...
+    meshwright.jaxprs.rows.RowsMixError: reduce_sum over dim 0
+    """
+    _check_constants(small, large)
+    return _walk(small.jaxpr, large.jaxpr)
+
+
+def _walk(small: Any, large: Any) -> list[Dim]:
+    """One pair of open jaxprs, whose inputs are beginnings."""
+    pairs: dict[Any, Any] = {}
+    for a, b in zip(
+        [*small.constvars, *small.invars], [*large.constvars, *large.invars], strict=True
+    ):
+        _dim_of(a, b, "an argument")
+        pairs[a] = b
+    if len(small.eqns) != len(large.eqns):
+        raise RowsMixError("the function has another form for more rows")
+    for number in _needed(small):
+        a, b = small.eqns[number], large.eqns[number]
+        _Pair(a, b, pairs).check()
+        pairs.update(zip(a.outvars, b.outvars, strict=True))
+    return [_dim_of_atoms(a, b, pairs) for a, b in zip(small.outvars, large.outvars, strict=True)]
+
+
+def _needed(jaxpr: Any) -> list[int]:
+    """The numbers of the equations that the outputs depend on."""
+    from jax.extend.core import Literal
+
+    wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    needed: list[int] = []
+    for number in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[number]
+        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
+            wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
+            needed.append(number)
+    return needed[::-1]
+
+
+class _Pair:
+    """The same equation in both traces, with the dims along which operands and results go on."""
+
+    def __init__(self, small: Any, large: Any, pairs: dict[Any, Any]) -> None:
+        self.name: str = small.primitive.name
+        if self.name != large.primitive.name or len(small.outvars) != len(large.outvars):
+            raise RowsMixError(f"{self.name} is {large.primitive.name} for more rows")
+        if small.effects or large.effects:
+            raise RowsMixError(f"{self.name} has an effect")
+        self.small, self.large = small, large
+        self.dims = [
+            _dim_of_atoms(a, b, pairs) for a, b in zip(small.invars, large.invars, strict=True)
+        ]
+        self.outs = [
+            _dim_of(a, b, self.name) for a, b in zip(small.outvars, large.outvars, strict=True)
+        ]
+
+    def need(self, held: bool, how: str) -> None:
+        """Raise unless it holds."""
+        if not held:
+            raise RowsMixError(f"{self.name} {how}")
+
+    def check(self) -> None:
+        """Raise unless the results are beginnings, as the operands are."""
+        cut_ins = [(n, dim) for n, dim in enumerate(self.dims) if dim is not None]
+        cut_outs = [(n, dim) for n, dim in enumerate(self.outs) if dim is not None]
+        if inner_jaxprs(self.large):
+            self._calls()
+        elif self.name == "optimization_barrier":
+            self.need(self.dims == self.outs, "moves the rows elsewhere")
+        elif self.name == "random_bits" and not cut_ins:
+            self._same_parameters()
+            self._random_bits()
+        else:
+            self.need(self.name not in OUTSIDE, "is not known to keep rows apart")
+            self._same_parameters()
+            links = links_of(self.large)  # in the small trace the rows may be a dim of one element
+            if cut_ins:
+                (link, *others) = dict.fromkeys(self._link_of(place, links) for place in cut_ins)
+                self.need(not others, "of rows with other rows")
+                self._carries(link, cut_outs)
+            elif cut_outs:
+                filled = {out for link in links if link.how is How.FILL for out in link.outs}
+                self.need(filled.issuperset(cut_outs), "moves the rows elsewhere")
+
+    def _link_of(self, place: Place, links: Sequence[Link]) -> Link:
+        """The link that carries an operand's rows on."""
+        link = next(each for each in links if place in each.ins)
+        carries = link.how is How.EACH or (link.how is How.MERGE and link.ins[0] == place)
+        self.need(carries, f"{_WORDS.get(link.how, 'mixes')} dim {place[1]}")
+        return link
+
+    def _carries(self, link: Link, cut_outs: Sequence[Place]) -> None:
+        """Raise unless the rows of a link go on in all results, and nothing else does."""
+        wanted = link.outs[:1] if link.how is How.MERGE else link.outs
+        self.need(list(wanted) == list(cut_outs), "moves the rows elsewhere")
+        self.need(len(cut_outs) == len(self.outs), "needs all rows")
+        if link.how is How.EACH:
+            for operand, dim in link.ins:
+                one = self.dims[operand] is None and shape_of(self.large.invars[operand])[dim] == 1
+                self.need(one or self.dims[operand] == dim, "of rows with other dims")
+            places = ((self.small.invars, link.ins), (self.small.outvars, link.outs))
+            sizes = [shape_of(atoms[n])[dim] for atoms, some in places for n, dim in some]
+            self.need(len({*sizes} - {1}) <= 1, "of some rows")
+
+    def _same_parameters(self) -> None:
+        """Parameters are the same in both traces, but for sizes along the rows."""
+        for name, small in self.small.params.items():
+            large = self.large.params[name]
+            if name in _SIZES_OF_OPERANDS:
+                for dim, (a, b) in enumerate(zip(small, large, strict=True)):
+                    self.need(a == b or dim == self.dims[0], f"depends on the rows by {name}")
+            elif name not in _SIZES_OF_RESULTS and "sharding" not in name:
+                self.need(_same(small, large), f"depends on the number of rows by {name}")
+
+    def _random_bits(self) -> None:
+        """Threefry counts elements from the first on: more rows leave the first ones' bits."""
+        import jax
+
+        if self.outs == [None]:
+            return
+        config: Any = jax.config
+        key = self.small.invars[0].aval
+        counts = bool(config.jax_threefry_partitionable and "fry" in str(key.dtype))
+        self.need(counts, "of a generator that is not Threefry")
+        self.need(self.outs == [0] and not key.shape, "with rows that are not the slowest dim")
+
+    def _calls(self) -> None:
+        """The jaxprs inside, whose inputs and outputs have the shapes that say how rows lie."""
+        called = [inner_jaxprs(eqn) for eqn in (self.small, self.large)]
+        for a, b in zip(
+            *([j for each in inner.values() for j in each] for inner in called), strict=True
+        ):
+            _check_constants(a, b)
+            _walk(opened(a), opened(b))
+        if self.name == "scan":
+            for name in ("length", "reverse", "num_consts", "num_carry"):
+                same = self.small.params[name] == self.large.params[name]
+                self.need(same, f"depends on the number of rows by {name}")
+            carried = self.large.params["num_carry"]
+            over = self.dims[self.large.params["num_consts"] + carried :] + self.outs[carried:]
+            self.need(0 not in over, "over rows")
+        if self.name == "cond":
+            self.need(self.dims[0] is None, "by rows")
+
+
+_WORDS = {
+    **{How.SUM: "over", How.WHOLE: "over", How.ALONG: "along", How.MERGE: "merges"},
+    How.ANY: "is not known to keep apart",
+}
+_SIZES_OF_OPERANDS = ("limit_indices", "slice_sizes")  # one per dim of the first operand
+_SIZES_OF_RESULTS = ("shape", "new_sizes")
+
+
+def _dim_of_atoms(small: Any, large: Any, pairs: dict[Any, Any]) -> Dim:
+    """The dim along which one operand goes on in the large trace."""
+    from jax.extend.core import Literal
+
+    if isinstance(small, Literal) or isinstance(large, Literal):
+        if not (isinstance(small, Literal) and isinstance(large, Literal)):
+            raise RowsMixError("the function has another form for more rows")
+        if not _same(small.val, large.val):
+            raise RowsMixError(f"the literal {small.val} is {large.val} for more rows")
+        return None
+    if pairs.get(small) is not large:
+        raise RowsMixError("the function has another form for more rows")
+    return _dim_of(small, large, "a value")
+
+
+def _dim_of(small: Any, large: Any, what: str) -> Dim:
+    """The dim in which two variables differ; raises if it is more than one, or their type."""
+    a, b = shape_of(small), shape_of(large)
+    types = (str(getattr(atom.aval, "dtype", None)) for atom in (small, large))
+    same_type = len(a) == len(b) and len({*types}) == 1
+    differing = [d for d, (m, n) in enumerate(zip(a, b, strict=same_type)) if m != n]
+    if not same_type or len(differing) > 1:
+        raise RowsMixError(f"{what} is {small.aval} and {large.aval} for more rows")
+    return differing[0] if differing else None
+
+
+def _check_constants(small: Any, large: Any) -> None:
+    """Raise :class:`RowsMixError` unless the constants of two jaxprs are the same."""
+    if not _same(*(tuple(getattr(jaxpr, "consts", ())) for jaxpr in (small, large))):
+        raise RowsMixError("a constant depends on the number of rows")
+
+
+def _same(small: Any, large: Any) -> bool:
+    """Whether parameters, literals or constants are the same."""
+    import jax
+    import numpy as np
+
+    if small is large:
+        return True
+    if isinstance(small, tuple | list) and isinstance(large, tuple | list):
+        return len(small) == len(large) and all(map(_same, small, large))
+    if isinstance(small, np.ndarray | jax.Array) and isinstance(large, np.ndarray | jax.Array):
+        if jax.numpy.issubdtype(small.dtype, jax.dtypes.prng_key):
+            small, large = jax.random.key_data(small), jax.random.key_data(large)
+        return small.dtype == large.dtype and np.array_equal(small, large)
+    if hasattr(small, "eqns") or hasattr(small, "jaxpr"):
+        constants = (tuple(getattr(jaxpr, "consts", ())) for jaxpr in (small, large))
+        return str(small) == str(large) and _same(*constants)
+    return type(small) is type(large) and bool(small == large or small != small)

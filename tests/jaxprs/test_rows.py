@@ -1,0 +1,81 @@
+"""Rows that are said to leave each other alone do: with more rows the first ones are as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from primitives import CASES, Case
+
+from meshwright.jaxprs.rows import RowsMixError, row_dims
+
+MORE = 3  # times as many rows
+QUICK = (
+    *("scatter in rows", "gather windows of rows", "convolution", "reduce_window", "name", "scan"),
+    *(
+        "reshape, merged behind",
+        "reshape, split",
+        "optimization_barrier",
+        "gradient of max pooling",
+    ),
+    *("random_bits", "iota of rows", "dynamic_update_slice", "matmul of batches", "while"),
+)
+MIXED = (
+    *("cummin", "rows into columns", "argmin", "matmul of rows", "scatter add", "gather rows"),
+    *("random_bits of columns", "scan over rows", "pure_callback", "linear solve", "approx_top_k"),
+)
+ROWS = CASES | {
+    "matmul of rows": Case(lambda x: x @ x.T, ((4, 6),)),
+    "rows into columns": Case(lambda x: x.reshape(x.shape[1], -1), ((4, 6),)),
+}
+
+
+def grown(case: Case) -> tuple[tuple[int, ...], ...]:
+    """The shapes with more rows: those of the first argument, and of all that have as many."""
+    rows = case.shapes[0][0]
+    return tuple(
+        (MORE * rows, *shape[1:]) if shape[:1] == (rows,) else shape for shape in case.shapes
+    )
+
+
+def dims_of(case: Case) -> list[int | None]:
+    return row_dims(case.traced(), case.traced(grown(case)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
+        for name, case in CASES.items()
+        if case.shapes[0]
+    ],
+)
+def test_more_rows_leave_the_first_ones_as_they_were(name: str) -> None:
+    case = CASES[name]
+    try:
+        dims = dims_of(case)
+    except (RowsMixError, TypeError, ValueError):  # or a function of one shape alone
+        assert name not in QUICK
+        return
+    large = case._replace(shapes=grown(case)).arguments()
+    small = [
+        value[tuple(slice(size) for size in shape)]
+        for value, shape in zip(large, case.shapes, strict=True)
+    ]
+    results = zip(*(jax.tree.leaves(case.function(*args)) for args in (small, large)), strict=True)
+    for dim, (few, many) in zip(dims, results, strict=True):
+        assert (dim is None) == (few.shape == many.shape)
+        first = many if dim is None else jax.lax.slice_in_dim(many, 0, few.shape[dim], axis=dim)
+        np.testing.assert_allclose(*map(plain, (few, first)), rtol=1e-5, atol=1e-6)
+
+
+def plain(value: Any) -> np.ndarray:
+    return np.asarray(value.astype("float32") if value.dtype == "bfloat16" else value)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_rows_is_refused(name: str) -> None:
+    with pytest.raises(RowsMixError):
+        dims_of(ROWS[name])
