@@ -169,10 +169,11 @@ _SEEN: set[str] = set()  # many a case has the same broadcasts
 
 
 def agrees(eqn: Any) -> None:
-    """Every dim of an operand is in one link, of a result in some or new; sizes agree."""
+    """Every dim of an operand is in a link, and in one alone unless it is split; sizes agree."""
     links = [link for link in links_of(eqn) if link.how is not How.GROUPS]
-    ins = [place for link in links for place in link.ins]
+    ins = [place for link in links if link.how is not How.ALONG for place in link.ins]
     assert len(set(ins)) == len(ins)
+    ins += [place for link in links for place in link.ins]
     shapes = [shape_of(var) for var in eqn.invars]
     large = {(n, d) for n, shape in enumerate(shapes) for d, size in enumerate(shape) if size > 1}
     assert large <= set(ins)

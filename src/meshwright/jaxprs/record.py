@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .factors import Dim, Dims, Factors
-from .facts import Facts, shape_of
+from .joins import Joins
+from .table import shape_of
 
 
 class Value(NamedTuple):
@@ -101,7 +102,7 @@ class Record:
         path: str,
         operands: Sequence[Value],
         results: Sequence[Value],
-        facts: Facts | None = None,
+        joins: Joins | None = None,
         **more: Any,
     ) -> None:
         """Write down an operation, unless all that it takes and gives is left out."""
@@ -109,13 +110,13 @@ class Record:
         given = _places(results)
         if not taken and not given and not more.get("flops"):
             return
-        if facts is not None:
+        if joins is not None:
             moved = [
                 Moved(tensor, given, wanted)
-                for operand, given, wanted in facts.joints
+                for operand, given, wanted in joins.joints
                 if (tensor := operands[operand].tensor) is not None
             ]
-            more |= {"summed": facts.summed, "whole": facts.whole, "moved": moved}
+            more |= {"summed": joins.summed, "whole": joins.whole, "moved": moved}
         self.done.append(Done(kind, path, taken, given, **more))
 
     def carry(self, kind: str, path: str, kept: Value, new: Value, times: int = 1) -> Value:

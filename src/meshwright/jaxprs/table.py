@@ -212,8 +212,16 @@ def along(parameter: str) -> Row:
 
 
 def some_of_each(e: Shapes) -> Links:
-    """Slices and splits: dims of which the results have all stay."""
+    """Slices: dims of which the results have all stay."""
     return _in_place_but(e, lambda dim: any(out[dim] != e.ins[0][dim] for out in e.outs))
+
+
+def split(e: Shapes) -> Links:
+    for link in some_of_each(e):
+        if link.how is How.EACH:
+            yield link
+        else:  # the pieces have nothing to do with each other
+            yield from (Link(How.ALONG, link.ins, (place,)) for place in link.outs)
 
 
 def dynamic_slice(e: Shapes) -> Links:
@@ -552,7 +560,8 @@ _ROWS: tuple[tuple[Row, str], ...] = (
     (fourier, "fft"),
     (pad, "pad"),
     (tile, "tile"),
-    (some_of_each, "slice split"),
+    (some_of_each, "slice"),
+    (split, "split"),
     (dynamic_slice, "dynamic_slice"),
     (dynamic_update_slice, "dynamic_update_slice"),
     (concatenate, "concatenate"),

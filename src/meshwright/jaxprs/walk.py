@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from . import lookups, products, shapes
 from .edits import jaxprs_inside
 from .factors import Dim
-from .facts import Facts, shape_of
-from .flops import model_flops
+from .flops import equation_flops
+from .joins import Joins
 from .record import CONSTANT, Record, Value
 from .scopes import layer_of
-from .table import inner_jaxprs, opened
+from .table import inner_jaxprs, opened, shape_of
 
-RULES = {**shapes.RULES, **products.RULES, **lookups.RULES}
-LOOPS = ("scan", "while", "cond", "store")  # kinds of operations beside those of rules
+LOOPS = ("scan", "while", "cond", "store")  # kinds of operations beside those of the table
 
 _SMALL = 4096  # elements
 
@@ -89,14 +86,13 @@ def _equation(record: Record, eqn: Any, given: list[Value], at: At) -> list[Valu
         return [CONSTANT._replace(number=number) for number in numbers]
     dims = [record.dims(atom, value) for atom, value in zip(eqn.invars, given, strict=True)]
     made = [-1 if value.tensor is None else value.tensor for value in given]
-    facts = Facts(record.factors, eqn, dims, made, at.is_backward)
-    outs = RULES.get(name, shapes.unknown)(facts)
+    joins = Joins(record.factors, eqn, dims, made, at.is_backward)
     path = at.path
     results = [
         record.value(var, out, path, number=number)
-        for var, out, number in zip(eqn.outvars, outs, numbers, strict=True)
+        for var, out, number in zip(eqn.outvars, joins.outs, numbers, strict=True)
     ]
-    record.add(name, path, given, results, facts, flops=flops, times=at.times)
+    record.add(name, path, given, results, joins, flops=flops, times=at.times)
     return results
 
 
@@ -110,9 +106,8 @@ def _numbers(record: Record, eqn: Any, given: Sequence[Value]) -> list[int]:
 
 def _flops(eqn: Any) -> float:
     """Those of one equation; of what cannot be known, none."""
-    if eqn.primitive.name not in products.RULES and not jaxprs_inside(eqn):
-        return 0.0
-    return model_flops(SimpleNamespace(eqns=[eqn])) or 0.0
+    product = eqn.primitive.name in ("dot_general", "conv_general_dilated")
+    return equation_flops(eqn) or 0.0 if product or jaxprs_inside(eqn) else 0.0
 
 
 # Equations that hold jaxprs

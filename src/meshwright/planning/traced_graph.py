@@ -7,11 +7,10 @@ from typing import Any
 
 from ..errors import MeshError, ModelError
 from ..jaxprs.factors import Dim, Dims, Factor, label
-from ..jaxprs.facts import shape_of
 from ..jaxprs.names import Argument, Labels, Made, families_of, names_of
 from ..jaxprs.record import Done, Record, Tensor, Value
-from ..jaxprs.table import opened
-from ..jaxprs.walk import LOOPS, RULES, At, follow
+from ..jaxprs.table import TABLE, opened, shape_of
+from ..jaxprs.walk import LOOPS, At, follow
 from ..layouts.dim_names import ANY
 from ..targets.target import Target
 from .abstract_step import AbstractStep
@@ -97,7 +96,7 @@ def unknown_kinds(graph: Graph) -> tuple[str, ...]:
     ()
     """
     kinds = dict.fromkeys(each.kind for each in graph.operations)
-    return tuple(kind for kind in kinds if kind not in RULES and kind not in LOOPS)
+    return tuple(kind for kind in kinds if kind not in TABLE and kind not in LOOPS)
 
 
 def _begin(record: Record, variables: Sequence[Any], arguments: Sequence[Argument]) -> list[Value]:

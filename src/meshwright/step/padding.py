@@ -2,7 +2,7 @@
 
 Only what goes into the model is padded. What comes out is cut back to the true rows inside the
 step, before losses and metrics see it: they compute, in whatever way, what they would on one
-device. It is exact where added rows leave the others as they were; ``prefix.py`` finds that out.
+device. It is exact where added rows leave the others as they were; ``jaxprs/rows.py`` finds out.
 """
 
 from __future__ import annotations
