@@ -39,6 +39,7 @@ class Joins:
         self._by_age = TABLE.get(self._name) is elementwise
         self._ins = {(n, d): dim for n, dims in enumerate(ins) for d, dim in enumerate(dims)}
         self._shapes = [shape_of(var) for var in eqn.outvars]
+        self._given = [shape_of(var) for var in eqn.invars]
         self._out: dict[Place, Dim] = {}
         links = links_of(eqn)
         for link in links:
@@ -53,14 +54,15 @@ class Joins:
             )
             for number, shape in enumerate(self._shapes)
         ]
-        if len(ins) > 1:
+        if sum(map(bool, ins)) > 1:
             self.outs = [self._distinct(dims, ins) for dims in self.outs]
 
     def _take(self, link: Link) -> None:
         how = link.how
         if how is How.EACH or how is How.AT:
             dim = self._each(link)
-            self._out.update((out, dim) for out in link.outs)
+            for out in link.outs:
+                self._out[out] = dim
         elif how is How.SUM:
             self.summed.append(self._all_one(link.ins))
         elif how is How.MERGE:
@@ -173,7 +175,7 @@ class Joins:
     # Dims
 
     def _shape(self, place: Place) -> int:
-        return self._eqn.invars[place[0]].aval.shape[place[1]]
+        return self._given[place[0]][place[1]]
 
     def _size(self, out: Place) -> int:
         return self._shapes[out[0]][out[1]]

@@ -209,6 +209,11 @@ class _Tracker:
         for link in links_of(eqn):
             dims = [ins[operand][dim] for operand, dim in link.ins]
             sizes = [shapes[result][dim] for result, dim in link.outs]
+            if link.how is How.EACH and len(dims) == 1:
+                operand, dim = link.ins[0]
+                if sizes[0] == eqn.invars[operand].aval.shape[dim]:  # nothing to tie
+                    out.update((place, dims[0]) for place in link.outs)
+                    continue
             if link.how is How.MERGE:
                 factors = [factor for dim in dims for factor in dim if factor.size != 1]
                 out.update(zip(link.outs, self._split(factors, sizes), strict=True))

@@ -92,11 +92,24 @@ def links_of(eqn: Any) -> Sequence[Link]:
     >>> [(link.how.name, link.ins, link.outs) for link in links_of(product)]
     [('SUM', ((0, 1), (1, 0)), ()), ('EACH', ((0, 0),), ((0, 0),)), ('EACH', ((1, 1),), ((0, 1),))]
     """
-    e = Shapes(eqn.params, _shapes(eqn.invars), _shapes(eqn.outvars))
+    params = eqn.params
+    ins, outs = _shapes(eqn.invars), _shapes(eqn.outvars)
     row = TABLE.get(eqn.primitive.name, unknown)
     if row is elementwise:  # most equations
-        return _in_place(tuple(map(len, e.ins)), tuple(map(len, e.outs)))
-    return tuple(row(e))
+        return _in_place(tuple(map(len, ins)), tuple(map(len, outs)))
+    try:
+        key = row, ins, outs, tuple(params.values())
+        if key not in _KNOWN:  # the same again in each block of a model
+            if len(_KNOWN) > _MOST_KNOWN:
+                _KNOWN.clear()
+            _KNOWN[key] = tuple(row(Shapes(params, ins, outs)))
+        return _KNOWN[key]
+    except TypeError:  # a parameter that has no hash
+        return tuple(row(Shapes(params, ins, outs)))
+
+
+_KNOWN: dict[Any, tuple[Link, ...]] = {}
+_MOST_KNOWN = 4096
 
 
 def is_pointwise(eqn: Any) -> bool:
