@@ -20,6 +20,7 @@ from typing import Any
 
 from .. import _compat
 from ..jaxprs.edits import count_uses
+from ..jaxprs.table import How, links_of
 
 # What may stand between such a sum and the gradient: it does to each part what it does to the sum.
 _MOVES = ("convert_element_type", "reduce_sum", "reshape", "rev", "squeeze", "transpose")
@@ -233,10 +234,9 @@ class _Plan:
             return
 
     def _rows_of(self, eqn: Any) -> dict[int, int] | None:
-        find = _SUMS.get(eqn.primitive.name)
-        if find is None or len(eqn.outvars) != 1:
+        if eqn.primitive.name not in _SUMS or len(eqn.outvars) != 1:
             return None
-        dims = find(eqn)
+        dims = _summed(eqn)
         if dims is None or not self._begins_with_zeros(eqn):
             return None
         sizes = {eqn.invars[operand].aval.shape[dim] for operand, dim in dims.items()}
@@ -285,36 +285,17 @@ def _widens(eqn: Any) -> bool:
     return jnp.issubdtype(before, jnp.floating) and before.itemsize < after.itemsize
 
 
-# For each operation that may sum over rows: the dim of rows of each operand that has one.
+# Operations that may sum over rows. Of a gradient of a kernel the rows are features of any dim.
+_SUMS = ("dot_general", "reduce_sum", "conv_general_dilated", "scatter-add")
 
 
-def _product(eqn: Any) -> dict[int, int] | None:
-    (left, right), _ = eqn.params["dimension_numbers"]
-    return {0: 0, 1: 0} if (0, 0) in zip(left, right, strict=True) else None
-
-
-def _sum_of(eqn: Any) -> dict[int, int] | None:
-    return {0: 0} if 0 in eqn.params["axes"] else None
-
-
-def _convolution(eqn: Any) -> dict[int, int] | None:
-    """The gradient of a kernel is a convolution whose features are the rows."""
-    numbers = eqn.params["dimension_numbers"]
-    grouped = eqn.params["feature_group_count"] != 1
-    features = numbers.lhs_spec[1], numbers.rhs_spec[1]
-    return None if grouped else {0: features[0], 1: features[1]}
-
-
-def _scatter(eqn: Any) -> dict[int, int] | None:
-    """The gradient of a lookup adds rows to a table of zeros."""
-    numbers = eqn.params["dimension_numbers"]
-    per_row = 0 not in numbers.update_window_dims and not numbers.operand_batching_dims
-    return {1: 0, 2: 0} if per_row else None
-
-
-_SUMS: dict[str, Callable[[Any], dict[int, int] | None]] = {
-    "dot_general": _product,
-    "reduce_sum": _sum_of,
-    "conv_general_dilated": _convolution,
-    "scatter-add": _scatter,
-}
+def _summed(eqn: Any) -> dict[int, int] | None:
+    """The dim of rows of each operand that has one, of an operation that may sum over them."""
+    links = links_of(eqn)
+    grouped = {link.ins[0] for link in links if link.how is How.GROUPS}
+    for link in links:
+        if link.how is How.SUM and grouped.isdisjoint(link.ins):
+            dims = dict(link.ins)
+            if eqn.primitive.name == "conv_general_dilated" or set(dims.values()) == {0}:
+                return dims
+    return None
