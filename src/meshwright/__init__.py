@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from .checkpoint import Position as Position
     from .checkpoint import read_checkpoint as read_checkpoint
     from .data import LocalRows as LocalRows
-    from .drawing import show as show
+    from .display.drawing import show as show
     from .frontends import keras as keras
     from .frontends.dry_runs import dry_run as dry_run
     from .frontends.jax import jax_program as jax_program
@@ -157,7 +157,7 @@ _LAZY = {  # name -> the room that it lives in
     "Trainer": "run",
     "jax_program": "frontends.jax",
     "named_program": "frontends.named",
-    "show": "drawing",
+    "show": "display.drawing",
     "join": "launch.join",
     "Keys": "launch.keys",
     "Membership": "launch.membership",
@@ -188,7 +188,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
 
 
-_register_views("meshwright.notebook")
+_register_views("meshwright.display")
 _settle_keras_backend()
 _settle_cpu_pool()
 _settle_tpu_library()

@@ -1,14 +1,17 @@
-"""Lines of equal layers as one line: ``blocks.0…31.attention/kernel`` in place of 32.
+"""Equal layers as one line or row: ``blocks.0…31.attention/kernel``, or ``blocks.*``, for 32.
 
 Messages and tables that list layers say the same of each block of a model. What differs are the
-numbers in paths, and they are a range.
+numbers in paths: a range in lines (:func:`merged`), stars in rows of a table (:func:`pattern`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
+Item = TypeVar("Item")
 # The numbers of a path: blocks.0, block_3, layers/12, h0, dense#1; neither sizes nor bytes.
 _NUMBER = re.compile(r"((?<=[A-Za-z_/#])\d+|(?<=[A-Za-z_\]]\.)\d+)")
 _MOST = 4  # numbers that are listed one by one
@@ -37,6 +40,35 @@ def merged(lines: Iterable[str]) -> list[str]:
         for around, rows in alike.items()
         for numbers in _ranges(list(dict.fromkeys(rows)))
     ]
+
+
+def without_numbers(text: str) -> str:
+    """Equal for texts that differ in their numbers alone."""
+    return re.sub(r"\d+", "\0", text)
+
+
+def pattern(texts: Sequence[str]) -> str:
+    """The text of all, with stars for the numbers in which they differ.
+
+    >>> pattern(["block_0/up_2", "block_11/up_2"])
+    'block_*/up_2'
+    """
+    parts = [re.split(r"(\d+)", text) for text in texts]
+    return "".join(
+        column[0] if len(set(column)) == 1 else "*" for column in zip(*parts, strict=True)
+    )
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Items with equal keys together, in the order in which each key is met first.
+
+    >>> grouped(["a1", "b", "a2"], without_numbers)
+    [['a1', 'a2'], ['b']]
+    """
+    groups: dict[Hashable, list[Item]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return list(groups.values())
 
 
 def _ranges(rows: list[_Row]) -> list[_Row]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _compat
+from .display.text.changes import changes_text
+from .display.text.columns import Paragraphs
 from .equivalence.cases import Case, case_of, setups
 from .equivalence.finding import find_build
 from .errors import BatchError, LayoutError, ModelError, TargetError
@@ -172,15 +174,12 @@ def choose(
     )
 
 
-def checked(report: DryRun, before: Lock, tolerance: float | None) -> tuple[str, bool]:
-    """What changed since a lock file was written, and whether any of it got worse."""
+def checked(report: DryRun, before: Lock, tolerance: float | None) -> tuple[Paragraphs, bool]:
+    """What changed since a lock file was written, to print, and whether any of it got worse."""
     now = lock_of(report)
     changes = compare(before, now, tolerance)
-    count = sum(change.verdict == "worse" for change in changes)
-    things = "1 thing" if count == 1 else f"{count} things"
-    verdict = f"{things} got worse than the lock file" if count else "nothing got worse"
-    lines = [*(f"  {change}" for change in changes), *(f"note: {n}" for n in notes(before, now))]
-    return "\n".join([f"{verdict} (written for {before.target}, {before.name})", *lines]), count > 0
+    is_worse = any(change.verdict == "worse" for change in changes)
+    return changes_text(before, changes, notes(before, now)), is_worse
 
 
 def _built(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -> Case:

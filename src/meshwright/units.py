@@ -6,7 +6,10 @@ Three significant figures; ``None`` is what is unknown.
 
 from __future__ import annotations
 
+from typing import Literal
+
 UNKNOWN = "unknown"
+Unit = Literal["bytes", "seconds", "FLOP", "share", "count"]
 _BINARY = ("KiB", "MiB", "GiB", "TiB")
 _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -94,3 +97,17 @@ def clock_text(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return sign + (f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}")
+
+
+def quantity_text(value: float | None, unit: Unit) -> str:
+    """A number in its unit.
+
+    >>> quantity_text(2048, "bytes"), quantity_text(0.5, "seconds"), quantity_text(12345.6, "count")
+    ('2 KiB', '500 ms', '12,346')
+    """
+    if value is None:
+        return UNKNOWN
+    if unit == "count":
+        return f"{value:,.0f}"
+    texts = {"bytes": bytes_text, "seconds": seconds_text, "FLOP": flops_text, "share": share_text}
+    return texts[unit](value)

@@ -13,8 +13,8 @@ import pytest
 from optax import sgd
 
 import meshwright as mw
-from meshwright.planning.page.course import heights_of, in_slots
-from meshwright.planning.page.moments import moments_of
+from meshwright.display.moments import moments_of
+from meshwright.display.page.memory import heights_of, in_slots
 from meshwright.targets.hardware import Hardware, Link
 
 ROWS, LENGTH, WIDTH = 16, 8, 32

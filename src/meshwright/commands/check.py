@@ -74,8 +74,10 @@ def check(
 
     Exits with status 0 if every mesh trains as one device does, and with 1 if one does not.
     """
+    from ..display.text.columns import print_text
+    from ..display.text.equivalence import equivalence_text
     from ..equivalence.command import run
 
-    rows = None if show_all else 12
-    equal = run(build, meshes, dict(chain(*layouts)), dict(options), rows, **how)
-    raise SystemExit(0 if equal else 1)
+    result = run(build, meshes, dict(chain(*layouts)), dict(options), **how)
+    print_text(equivalence_text(result, None) if show_all else equivalence_text(result))
+    raise SystemExit(0 if result.equal else 1)

@@ -126,6 +126,7 @@ def dry_run(
     """
     if no_cache:
         os.environ["MESHWRIGHT_CACHE"] = "off"
+    from ..display.text.columns import print_text
     from ..plan_command import Asked, checked, run, run_here
     from ..planning.lock import lock_of
 
@@ -141,16 +142,18 @@ def dry_run(
     )
     here = run_here(asked, timeout, html) if measure else (run(asked, timeout, html), None)
     report, beside = here
-    click.echo(str(report))
+    shown: list[object] = [report]
     if price is not None:
-        click.echo(f"\n{report.price(price)}")
+        shown.append(report.price(price))
     if trace is not None:
         report.save_trace(trace)
     if beside is not None:
-        click.echo(f"\n{beside}")
-    words, is_worse = ("", False) if before is None else checked(report, before, tolerance)
-    if words:
-        click.echo(f"\n{words}")
+        shown.append(beside)
+    is_worse = False
+    if before is not None:
+        changes, is_worse = checked(report, before, tolerance)
+        shown.append(changes)
+    print_text(*shown)
     if save is not None:
         lock_of(report).save(save)
     raise SystemExit(1 if is_worse or report.fits is False else 0)

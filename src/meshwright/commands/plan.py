@@ -88,6 +88,7 @@ def plan(
     meshwright plan train:build --target h100:8
     meshwright plan train:build --target v5e:4x4 --memory-limit 14GiB --verify 3 --save plan.json
     """
+    from ..display.text.columns import print_text
     from ..files import write
     from ..plan_command import choose
 
@@ -102,7 +103,7 @@ def plan(
         limit_s=seconds,
         timeout_s=timeout,
     )
-    click.echo(str(decided))
+    print_text(decided)
     if html is not None:
         write(html, decided.to_html(), "the page")
     if save is not None:

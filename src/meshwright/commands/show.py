@@ -14,7 +14,7 @@ from .group import Command, option, traceback_option
 from .texts import MeshText, NewFile
 
 if TYPE_CHECKING:
-    from ..drawing import Drawn
+    from ..display.drawing import Drawn
     from ..layouts.mesh import Mesh
 
 _ITEMSIZES = {
@@ -90,7 +90,7 @@ def show(
     """
     from rich.console import Console
 
-    from ..drawing import Section, Sheet, draw_svg, draw_text
+    from ..display.drawing import Section, Sheet, draw_svg, draw_text
     from ..files import write
 
     tensors = [*_paired(dims_texts, layout_texts), *map(_in_three, tensor_texts)]
@@ -143,7 +143,7 @@ def _all_drawn(
 
 
 def _drawn(name: str, dims_text: str, layout_text: str, mesh: Mesh, itemsize: int) -> Drawn:
-    from ..drawing import Drawn
+    from ..display.drawing import Drawn
     from ..layouts.layout import Layout
 
     sizes = [size.strip() for size in re.split("[,x×]", dims_text)] if dims_text.strip() else []

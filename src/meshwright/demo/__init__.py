@@ -12,7 +12,7 @@ from rich.console import Console
 
 from .. import MeshwrightError, _compat, topology
 from ..data.datasets import Digits, mnist, shipped_subset
-from ..drawing import Sheet, draw_svg
+from ..display.drawing import Sheet, draw_svg
 from .jobs import BATCH_SIZE, Job, chosen
 from .screen import progress_of, show_plan, show_results
 from .training import NOT_DRAWN, Result, run

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import Layout, Mesh, Sharded, create_mesh, fetch_layout
 from ..data.datasets import Digits
-from ..drawing import Drawn, Section
+from ..display.drawing import Drawn, Section
 from .jobs import BATCH_SIZE, LEARNING_RATE, Job
 
 _DRAWN = 4  # tensors of a run, which fill a row of the picture

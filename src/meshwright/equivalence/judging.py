@@ -134,11 +134,6 @@ class Equivalence(Viewable):
         """Whether the model trains alike under every mesh."""
         return all(each.equal for each in self.meshes)
 
-    def __str__(self) -> str:
-        from .table import text_of
-
-        return text_of(self)
-
 
 @dataclass(frozen=True, eq=False)
 class Run:

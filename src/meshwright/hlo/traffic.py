@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..jaxprs.lines import SourceLine, number_in
 from ..layouts.placement import Placed, Placement
-from .alike import grouped, pattern, without_numbers
+from ..merging import grouped, pattern, without_numbers
 from .collectives import Collective
 from .origins import origins_of
 from .remedies import remedy

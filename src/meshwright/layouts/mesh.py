@@ -25,6 +25,15 @@ RESERVED = ("unsharded", "match")
 AxesLike = Mapping[str, int] | Iterable[tuple[str, int]]
 
 
+def axes_text(axes: Iterable[tuple[str, int]], separator: str = ", ") -> str:
+    """Axes with their sizes.
+
+    >>> axes_text([("batch", 4), ("model", 2)])
+    'batch=4, model=2'
+    """
+    return separator.join(f"{axis}={size}" for axis, size in axes)
+
+
 @dataclass(frozen=True, repr=False)
 class Mesh(Viewable):
     """A named grid of devices; without devices it is abstract and can still be planned with.
@@ -218,7 +227,7 @@ class Mesh(Viewable):
     @property
     def axes_text(self) -> str:
         """``"batch=4, model=2"``."""
-        return ", ".join(f"{axis}={size}" for axis, size in self.axes)
+        return axes_text(self.axes)
 
     def __str__(self) -> str:
         name = f"{self.name}: " if self.name else ""

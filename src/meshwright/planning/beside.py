@@ -1,46 +1,49 @@
-"""A dry run beside what was measured: a value that prints as a table."""
+"""A dry run beside what was measured, or beside another dry run: figures in pairs, as values."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ..files import write
 from ..hlo.links import collective_s, links_of
-from ..units import bytes_text, seconds_text, share_text
+from ..hlo.traffic import moved_bytes
+from ..layouts.mesh import axes_text
+from ..units import Unit, seconds_text
 from ..views import Viewable
 from .measurement import Measured, SeenCollective
-from .tables import laid_out
 
 if TYPE_CHECKING:
     from ..hlo.traffic import Transfer
     from .report import DryRun
 
-Unit = Literal["bytes", "seconds", "share"]
 _PLATFORMS = {"cuda": "gpu"}  # a target's word for what JAX's devices say
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, predicted and measured; ``None`` where it is unknown."""
+    """One figure twice; ``None`` where it is unknown.
 
-    what: str
-    predicted: float | None
-    measured: float | None
+    In a :class:`Comparison`, ``first`` is predicted and ``second`` is measured.
+    """
+
+    name: str
+    first: float | None
+    second: float | None
     unit: Unit
     note: str = ""
 
     @property
     def ratio(self) -> float | None:
-        """What was measured, as a multiple of what was predicted.
+        """The second as a multiple of the first; ``None`` where that is zero or unknown.
 
         >>> Row("step time", 0.5, 1.0, "seconds").ratio
         2.0
         """
-        if not self.predicted or self.measured is None:
-            return None
-        return self.measured / self.predicted
+        return self.second / self.first if self.first and self.second is not None else None
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,9 @@ class Comparison(Viewable):
     collectives: tuple[CollectiveRow, ...]
     notes: tuple[str, ...] = ()
 
-    def row(self, what: str) -> Row:
+    def row(self, name: str) -> Row:
         """The figure of that name, such as ``"step time"``. Raises :class:`KeyError`."""
-        return {each.what: each for each in self.rows}[what]
-
-    def __str__(self) -> str:
-        head = ("", "predicted", "measured", "ratio", "")
-        lines = [self.title, laid_out([head, *map(_cells, self.rows)], right=(1, 2, 3))]
-        if self.collectives:
-            head = ("kind", "axes", "count", "measured", "bytes", "measured", "time", "measured")
-            rows = [head, *map(_collective_cells, self.collectives)]
-            lines += ["", "collectives of one step", laid_out(rows, right=(2, 3, 4, 5, 6, 7))]
-        return "\n".join([*lines, *(f"note: {each}" for each in self.notes)])
+        return {row.name: row for row in self.rows}[name]
 
 
 def beside(run: DryRun, measured: Measured) -> Comparison:
@@ -166,7 +160,7 @@ def _notes(run: DryRun, measured: Measured) -> list[str]:
     if platform != measured.platform:
         said.append(f"predicted for {run.target}, measured on {measured.device}: times differ")
     if run.axes != measured.axes:
-        here = ", ".join(f"{axis}={size}" for axis, size in measured.axes)
+        here = axes_text(measured.axes)
         said.append(f"the step ran on a different mesh from the dry run: {here}")
     if run.step_time_s is None and run.target.platform == "cpu":
         said.append(
@@ -189,25 +183,66 @@ def _sum(numbers: Sequence[Any]) -> Any:
     return None if None in numbers else sum(numbers)
 
 
-# In words
+# Two dry runs
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-    shown = _shown(row.predicted, row.unit), _shown(row.measured, row.unit)
-    return row.what, *shown, ratio, row.note
+@dataclass(frozen=True)
+class Pair(Viewable):
+    """Two dry runs; ``print`` it for a table, or :meth:`save` it as a page."""
+
+    first: DryRun
+    second: DryRun
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Every figure that one of them has."""
+        axes = [each.axes for run in (self.first, self.second) for each in run.collectives]
+        one, two = (_figures(run, axes) for run in (self.first, self.second))
+        units: dict[str, Unit] = {
+            name: unit for run in (one, two) for name, (_, unit) in run.items()
+        }
+        first, second = ({name: value for name, (value, _) in run.items()} for run in (one, two))
+        rows = [Row(name, first.get(name), second.get(name), unit) for name, unit in units.items()]
+        return tuple(row for row in rows if (row.first, row.second) != (None, None))
+
+    @property
+    def titles(self) -> tuple[str, str]:
+        """What each is a run of, without what both have in common."""
+        parts = [
+            (run.name, str(run.target), axes_text(run.axes)) for run in (self.first, self.second)
+        ]
+        apart = [place for place, both in enumerate(zip(*parts, strict=True)) if len({*both}) > 1]
+        if not apart:
+            return "first", "second"
+        one, two = (", ".join(part[place] for place in apart) for part in parts)
+        return one, two
+
+    def to_html(self) -> str:
+        """The same as a page that needs no network."""
+        return self._page()
+
+    def save(self, path: str | Path) -> None:
+        """Write the page. Raises :class:`~meshwright.DataError` if it cannot be written."""
+        write(path, self.to_html(), "the page of both reports")
 
 
-def _collective_cells(row: CollectiveRow) -> tuple[str, ...]:
-    counts = ["?" if each is None else f"{each:,g}" for each in row.count]
-    nbytes = [_shown(each, "bytes") for each in row.nbytes]
-    times = [_shown(each, "seconds") for each in row.time_s]
-    return row.kind, ", ".join(row.axes) or "-", *counts, *nbytes, *times
-
-
-def _shown(value: float | None, unit: Unit) -> str:
-    if value is None:
-        return "unknown"
-    if unit == "bytes":
-        return bytes_text(int(value))
-    return seconds_text(value) if unit == "seconds" else share_text(value)
+def _figures(run: DryRun, axes: Iterable[tuple[str, ...]]) -> dict[str, tuple[float | None, Unit]]:
+    found = run.estimate
+    figures: dict[str, tuple[float | None, Unit]] = {
+        "step time": (run.step_time_s, "seconds"),
+        "MFU": (run.mfu, "share"),
+        "replicated": (run.replicated_share, "share"),
+        "samples per second": (run.samples_per_s, "count"),
+        "tokens per second": (run.tokens_per_s, "count"),
+        "FLOPs of a device": (run.flops, "FLOP"),
+    }
+    if found is not None:
+        figures["compute"] = found.compute_s, "seconds"
+        figures["memory traffic"] = found.memory_s, "seconds"
+        figures["waiting for collectives"] = found.waiting_s, "seconds"
+    figures |= {name: (nbytes, "bytes") for name, nbytes in run.memory.figures}
+    for along in dict.fromkeys(axes):
+        moved = moved_bytes(each for each in run.collectives if each.axes == along)
+        figures[f"collectives over {', '.join(along) or '-'}"] = moved, "bytes"
+    figures["unexpected collectives"] = len(run.unexpected), "count"
+    return figures

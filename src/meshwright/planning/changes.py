@@ -5,32 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import TargetError
-from ..units import bytes_text, flops_text, seconds_text, share_text
+from ..layouts.mesh import axes_text
+from ..units import UNKNOWN, Unit
+from ..views import Viewable
 from .lock import COMPILED, Lock, LockedCollective
+from .report import MEMORY_NAMES
 
-_LINES = {
-    "parameter": "parameters",
-    "slot": "slots",
-    "state": "other state",
-    "input": "inputs",
-    "gradient": "gradients",
-    "padding": "padding of tiles",
-    "temporary": "temporaries",
+_STEP: dict[str, tuple[str, Unit]] = {
+    "step_time_s": ("step time", "seconds"),
+    "flops": ("FLOPs", "FLOP"),
+    "mfu": ("MFU", "share"),
 }
-_STEP = {"step_time_s": ("step time", "s"), "flops": ("FLOPs", "FLOP"), "mfu": ("MFU", "share")}
 _TOLERANCE = 0.01  # of what the compiler says; what we count ourselves is exact
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Viewable):
     """One thing that is not as it was, and whether that is ``"worse"``, ``"better"`` or just
     ``"changed"``.
 
     ``before`` and ``now`` are bytes of one device, or in another ``unit``: ``"count"`` is how often
-    a step runs a collective, ``"s"``, ``"FLOP"`` and ``"share"`` are of the step; ``None`` is not
-    known. ``detail`` says what numbers do not.
+    a step runs a collective, ``"seconds"``, ``"FLOP"`` and ``"share"`` are of the step; ``None`` is
+    not known. ``detail`` says what numbers do not.
     """
 
     verdict: str
@@ -38,17 +37,8 @@ class Finding:
     name: str
     before: float | None
     now: float | None
-    unit: str = "bytes"
+    unit: Unit | Literal["none"] = "bytes"
     detail: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.verdict:8}{self.what:12}{self.name}: "
-        if self.unit == "none":
-            return text + self.detail
-        text += f"{_told(self.before, self.unit)} -> {_told(self.now, self.unit)}"
-        if self.before and self.now is not None:
-            text += f" ({(self.now - self.before) / self.before:+.1%})"
-        return text + (f", {self.detail}" if self.detail else "")
 
 
 def worse(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Finding, ...]:
@@ -76,7 +66,7 @@ def compare(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Fi
     """
     for name, old, new in (
         ("target", before.target, now.target),
-        ("mesh", _mesh(before), _mesh(now)),
+        ("mesh", axes_text(before.mesh), axes_text(now.mesh)),
     ):
         if old != new:
             raise TargetError(
@@ -135,10 +125,6 @@ def _compiled(blocks: int | None) -> str:
     return "all blocks compiled" if blocks is None else f"one and two of {blocks} blocks compiled"
 
 
-def _mesh(lock: Lock) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in lock.mesh)
-
-
 def _fit(before: Lock, now: Lock) -> Iterator[Finding]:
     if before.fits != now.fits:
         verdict = {False: "worse", True: "better", None: "changed"}[now.fits]
@@ -158,7 +144,7 @@ def _step(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
         was, takes = old[line], new[line]
         costs = [_inverse(each) if line == "mfu" else each for each in (was, takes)]
         if verdict := _verdict(costs[0], costs[1], share):
-            name, unit = _STEP.get(line, (line, "s"))
+            name, unit = _STEP.get(line, (line, "seconds"))
             yield Finding(verdict, "step", name, was, takes, unit)
 
 
@@ -174,8 +160,7 @@ def _memory(before: Lock, now: Lock, exact: float, compiled: float) -> Iterator[
             continue  # of a step that the compiler refused, which is said by itself
         verdict = _verdict(was, holds, compiled if line in COMPILED else exact)
         if verdict:
-            name = line.removesuffix("_bytes")
-            yield Finding(verdict, "memory", _LINES.get(name, name), was, holds)
+            yield Finding(verdict, "memory", MEMORY_NAMES.get(line, line), was, holds)
 
 
 def _collectives(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
@@ -192,7 +177,7 @@ def _collectives(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
         moved = _verdict(was.bytes_per_step, runs.bytes_per_step, share)
         if moved:
             moves = was.bytes_per_step, runs.bytes_per_step
-            detail = f"{_told(was.count, 'count')} -> {_told(runs.count, 'count')}"
+            detail = f"{count_text(was.count)} -> {count_text(runs.count)}"
             yield Finding(moved, "collective", str(runs), *moves, detail=detail * bool(counted))
         if counted and counted != moved:
             yield Finding(counted, "collective", str(runs), was.count, runs.count, "count")
@@ -224,8 +209,6 @@ def _verdict(before: float | None, now: float | None, share: float) -> str:
     return "better" if math.isinf(old) or old - new > share * old else ""
 
 
-def _told(number: float | None, unit: str) -> str:
-    if number is None:
-        return "unknown"
-    written = {"bytes": bytes_text, "FLOP": flops_text, "s": seconds_text, "share": share_text}
-    return written[unit](number) if unit in written else f"{number} x"
+def count_text(count: float | None) -> str:
+    """How often a step runs something: ``"3 x"``."""
+    return UNKNOWN if count is None else f"{count:g} x"

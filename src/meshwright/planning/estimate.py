@@ -13,9 +13,9 @@ from ..hlo.links import links_of
 from ..hlo.schedule import Clock, Times, run
 from ..targets.hardware import Hardware
 from ..targets.target import Target
-from ..units import bytes_text, flops_text, seconds_text, share_text
+from ..units import flops_text, seconds_text
+from ..views import Viewable
 from .ahead import Compiled
-from .tables import how_to_know
 
 _HEAVIEST = 10
 _SHORT = 0.02  # of the model's FLOPs, which a compiled step may lack before that is an error
@@ -74,7 +74,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Viewable):
     """What one step of one device would compute, move and take, by the numbers of a hardware.
 
     ``compute_s``, ``memory_s`` and ``communication_s`` (per set of mesh axes) are what each would
@@ -132,9 +132,6 @@ class Estimate:
                 f"({_first(self.uncounted)})"
             )
         return tuple(said)
-
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
 
 
 def estimate(
@@ -337,40 +334,3 @@ def _count(names: Sequence[str], noun: str) -> str:
 def _first(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
-
-
-def _lines(found: Estimate) -> list[str]:
-    talk = sum(spent or 0.0 for _, spent in found.communication_s)
-    lines = [
-        f"estimate for {found.target} by the numbers of {found.hardware}, one step of one device",
-        f"  step time      {seconds_text(found.step_time_s)}"
-        + (f", bound by {found.bound_by}" if found.bound_by else ""),
-        f"  model FLOPs    {share_text(found.mfu)} of the peak",
-        f"  compute        {seconds_text(found.compute_s)} for {flops_text(found.flops)}s"
-        + (
-            f", {flops_text(found.recompute_flops)}s of them again" if found.recompute_flops else ""
-        ),
-        f"  memory         {seconds_text(found.memory_s)} for {bytes_text(found.bytes)}",
-        f"  communication  {seconds_text(talk if not found.missing else None)}"
-        + (f", of it {seconds_text(found.overlap_s)} beside other work" if found.overlap_s else ""),
-    ]
-    lines += [
-        f"    over {', '.join(axes):10}  {seconds_text(s)}" for axes, s in found.communication_s
-    ]
-    if found.replicated_share is not None:
-        lines.append(f"  replicated     {share_text(found.replicated_share)} of the FLOPs")
-    if found.missing:
-        lines.append(f"  unknown        {', '.join(found.missing)}{how_to_know(found.target)}")
-    lines.append("  heaviest instructions")
-    for each in found.heaviest:
-        count = "?" if each.count is None else each.count
-        where = f"{each.layer or '-'} ({each.phase})"
-        time = "unknown" if found.missing else seconds_text(each.time_s)
-        lines.append(f"    {time:>12} {count:>4} x {each.opcode:22} {where}")
-    lines.append("  heaviest layers")
-    for layer in found.layers[:_HEAVIEST]:
-        share = layer.flops / found.flops if found.flops else 0.0
-        lines.append(
-            f"    {share_text(share):>6} {bytes_text(layer.bytes):>10}  {layer.layer or '-'}"
-        )
-    return lines + [f"  assumed: {each}" for each in found.assumptions]

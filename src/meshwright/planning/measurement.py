@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from ..units import bytes_text, seconds_text
 from ..views import Viewable
 
 
@@ -58,23 +57,3 @@ class Measured(Viewable):
     def step_time_s(self) -> float:
         """The median of the steps."""
         return statistics.median(self.step_times_s)
-
-    def __str__(self) -> str:
-        mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes)
-        times = self.step_times_s
-        held = self.parameter_bytes + self.slot_bytes + self.state_bytes + self.input_bytes
-        least, most = seconds_text(min(times)), seconds_text(max(times))
-        lines = [
-            f"{self.name} on {self.device} ({mesh}), {len(times)} steps",
-            f"  step         {seconds_text(self.step_time_s)}, {least} to {most}",
-            f"  arrays       {held:,} bytes ({bytes_text(held)}) of one device",
-        ]
-        if self.peak_bytes is not None:
-            peak = f"{self.peak_bytes:,} bytes ({bytes_text(self.peak_bytes)})"
-            lines.append(f"  peak         {peak}: {self.peak_is}")
-        for each in self.collectives or ():
-            lines.append(
-                f"  {each.kind:20} over {', '.join(each.axes)}: {each.count:g} in a step, "
-                f"{seconds_text(each.time_s)}"
-            )
-        return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a dry run says: a value that prints as tables, and is saved as a page."""
+"""The result of a dry run, as a value."""
 
 from __future__ import annotations
 
@@ -13,18 +13,29 @@ from ..hlo.traffic import Transfer
 from ..layouts.placement import Placed
 from ..targets.hardware import Hardware
 from ..targets.target import Target
-from ..views import Viewable
-from . import tables
+from ..views import Viewable, view_of
 from .ahead import Compiled
-from .beside import Comparison, beside
+from .beside import Comparison, Pair, beside
 from .blocks import Blocks
 from .estimate import Estimate
 from .measurement import Measured
-from .pair import Pair
 from .throughput import Fed, Price, per_s, price
 
 if TYPE_CHECKING:
     from .search.plan import Plan
+
+
+MEMORY_NAMES = {
+    "parameter_bytes": "parameters",
+    "slot_bytes": "slots",
+    "state_bytes": "other state",
+    "input_bytes": "inputs",
+    "padding_bytes": "padding of tiles",
+    "temporary_bytes": "temporaries",
+    "gradient_bytes": "gradients",
+    "peak_bytes": "peak",
+    "available_bytes": "available",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,11 @@ class Memory:
     def argument_bytes(self) -> int:
         """State and inputs as they are, without the device's padding."""
         return self.parameter_bytes + self.slot_bytes + self.state_bytes + self.input_bytes
+
+    @property
+    def figures(self) -> tuple[tuple[str, int | None], ...]:
+        """Every figure under the name that tables give it."""
+        return tuple((name, getattr(self, line)) for line, name in MEMORY_NAMES.items())
 
     @property
     def free_bytes(self) -> int | None:
@@ -194,9 +210,6 @@ class DryRun(Viewable):
         """The unexpected collectives."""
         return tuple(each for each in self.collectives if each.is_unexpected)
 
-    def __str__(self) -> str:
-        return tables.of_dry_run(self)
-
     @overload
     def beside(self, other: Measured) -> Comparison: ...
     @overload
@@ -232,7 +245,6 @@ class DryRun(Viewable):
         >>> run.to_html().startswith("<!DOCTYPE html>")
         True
         """
-        from . import page  # which draws, and is not needed to compile
         from .search.plan import Plan
 
         if not isinstance(plan, Plan | None):
@@ -240,7 +252,7 @@ class DryRun(Viewable):
                 f"the plan beside a report is a mw.Plan; received {plan!r}. "
                 "One that lies in a file is read by mw.Plan.load(path)."
             )
-        return page.of_dry_run(self, plan)
+        return self._page(plan)
 
     def save(self, path: str | Path, plan: Plan | None = None) -> None:
         """Write the page of :meth:`to_html`. Raises :class:`~meshwright.DataError` if it cannot."""
@@ -252,6 +264,4 @@ class DryRun(Viewable):
         Raises :class:`~meshwright.DataError` where there is no time line, as nothing was compiled
         or numbers of the hardware are missing, and if the file cannot be written.
         """
-        from . import traced_events
-
-        write(path, traced_events.of_dry_run(self), "the trace")
+        write(path, view_of(self, "trace") or "", "the trace")

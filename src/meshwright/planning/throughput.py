@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DataError
+from ..views import Viewable
 
 _MILLION = 1e6
 
@@ -19,7 +20,7 @@ class Fed:
 
 
 @dataclass(frozen=True)
-class Price:
+class Price(Viewable):
     """What a step, a million samples and a million tokens cost, in the unit of the price that was
     given for one device and hour; ``None`` for what the batch does not have."""
 
@@ -27,16 +28,6 @@ class Price:
     per_step: float
     per_million_samples: float | None
     per_million_tokens: float | None
-
-    def __str__(self) -> str:
-        parts = [
-            f"at {self.per_device_hour:g} for a device and hour: {self.per_step:.4g} for a step"
-        ]
-        if self.per_million_samples is not None:
-            parts.append(f"{self.per_million_samples:.4g} for a million samples")
-        if self.per_million_tokens is not None:
-            parts.append(f"{self.per_million_tokens:.4g} for a million tokens")
-        return ", ".join(parts)
 
 
 def fed(batch: Any, micro_batches: int) -> Fed | None:

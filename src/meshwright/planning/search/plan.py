@@ -18,7 +18,6 @@ from ...layouts.placement import Placement
 from ...step.options import StepOptions
 from ...views import Viewable
 from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
-from .words import table
 
 VERSION = 2
 Along = tuple[tuple[str, ...], ...]  # the axes of each dim of an array
@@ -206,9 +205,7 @@ class Plan(Viewable):
 
     def to_html(self) -> str:
         """The plan as one HTML page that needs no network: the alternatives side by side."""
-        from .. import page  # which draws, and is not needed to plan
-
-        return page.of_plan(self)
+        return self._page()
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file. Raises :class:`~meshwright.DataError` if it cannot."""
@@ -224,30 +221,6 @@ class Plan(Viewable):
         except UnicodeDecodeError as error:
             raise PlanError(f"no plan can be read from {str(path)!r}: {error}.") from error
         return cls.from_json(text)
-
-    def __str__(self) -> str:
-        lines = [self._title, *table(self._shown, self.limit_bytes)]
-        lines += [f"  {each}" for each in self.why]
-        return "\n".join(lines + [f"  note: {each}" for each in self.notes])
-
-    @property
-    def _title(self) -> str:
-        how = "compiled" if self.is_compiled else "estimated, not compiled"
-        aim = f"least {self.objective} by the constants of {self.hardware}"
-        return f"plan for {self.target}, {how}: {aim}"
-
-    @property
-    def _shown(self) -> dict[str, Option]:
-        """The columns of the table; what is known by a name is shown once."""
-        shown = {"chosen": self.chosen}
-        shown |= {"runner-up": self.runners_up[0]} if self.runners_up else {}
-        names = {option.layouts: name for name, option in self.named.items()}
-        said = {
-            f"{column}: {names[each.layouts]}" if each.layouts in names else column: each
-            for column, each in shown.items()
-        }
-        known = {each.layouts for each in shown.values()}
-        return said | {name: o for name, o in self.named.items() if o.layouts not in known}
 
 
 def _spec(axes: tuple[str, ...]) -> Any:

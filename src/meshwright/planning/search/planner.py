@@ -22,9 +22,9 @@ from .compact import Compact
 from .infeasible import no_plan, none_in_time
 from .plain_layouts import plainer
 from .plan import Option, Plan
+from .reasons import reasons
 from .request import Objective, Request, Space
 from .verification import DryRunOf, verified
-from .words import reasons
 
 
 def plan_step(

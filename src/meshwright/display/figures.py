@@ -1,0 +1,143 @@
+"""The figures of a dry run in words, as texts, pages and notebooks show them alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..merging import grouped, pattern, without_numbers
+from ..units import bytes_text, flops_text, seconds_text, share_text
+from .text.columns import short_list
+
+if TYPE_CHECKING:
+    from ..hlo.traffic import Transfer
+    from ..planning.estimate import Estimate
+    from ..planning.report import DryRun, Memory
+    from ..targets.target import Target
+
+_ROUNDING = 1e-9  # of a step, below which a time is none
+_MEMORY = {  # what each figure of the memory is
+    **dict.fromkeys(("parameters", "slots", "other state", "inputs"), "exact"),
+    "padding of tiles": "what the device adds to these",
+    "temporaries": "the compiler's temp_size_in_bytes",
+    "gradients": "if all live at once, among the temporaries",
+    "available": "in one device",
+}
+
+
+class Figure(NamedTuple):
+    """A figure: its name, its value (``None`` where unknown), that as text, and what it is."""
+
+    name: str
+    value: float | None
+    text: str
+    meaning: str = ""
+
+
+def memory_figures(memory: Memory) -> list[Figure]:
+    """Every figure of the memory of a device, in bytes."""
+    meanings = {**_MEMORY, "peak": memory.peak_is}
+    return [
+        Figure(name, value, bytes_text(value), meanings[name]) for name, value in memory.figures
+    ]
+
+
+def time_figures(found: Estimate) -> list[Figure]:
+    """Where the time of a step goes, in seconds, and what it is worth."""
+    bound = f"bound by {found.bound_by}" if found.bound_by else ""
+    flops = f"{flops_text(found.flops)} in one device"
+    if found.recompute_flops:
+        flops += f", {flops_text(found.recompute_flops)} of them computed again"
+    times = [
+        ("step time", found.step_time_s, bound),
+        ("compute", found.compute_s, flops),
+        ("memory", found.memory_s, f"{bytes_text(found.bytes)} read and written"),
+        *(("collectives", time, f"over {axes_list(axes)}") for axes, time in found.communication_s),
+    ]
+    if found.waiting_s is not None:
+        times.append(("waiting", found.waiting_s, "for collectives that nothing hides"))
+    if found.overlap_s and found.overlap_s > _ROUNDING * (found.step_time_s or 0.0):
+        times.append(("overlap", found.overlap_s, "of collectives, hidden behind other work"))
+    figures = [Figure(name, time, seconds_text(time), what) for name, time, what in times]
+    if found.mfu is not None:
+        figures.append(Figure("model FLOPs", found.mfu, share_text(found.mfu), "of the peak (MFU)"))
+    share = found.replicated_share
+    meaning = "of all devices' FLOPs, which others compute as well"
+    meaning = "as the model's own FLOPs are not" if share is None else meaning
+    figures.append(Figure("replicated", share, share_text(share), meaning))
+    return figures
+
+
+class TensorRow(NamedTuple):
+    """Temporary arrays at the peak that are alike, of equal layers together."""
+
+    where: str
+    phase: str
+    dims: tuple[int, ...]
+    dtype: str
+    how_many: int
+    nbytes: int
+
+
+def tensor_rows(run: DryRun) -> list[TensorRow]:
+    """The largest temporary arrays at the peak, those with most bytes first."""
+    alike: dict[tuple[str, str, tuple[int, ...], str], list[int]] = defaultdict(list)
+    for tensor in run.tensors:
+        where = tensor.origin.path or "-"
+        key = (where, tensor.origin.phase, tuple(tensor.array.dims), tensor.array.dtype)
+        alike[key].append(tensor.nbytes)
+    rows = []
+    for keys in grouped(alike, lambda key: (without_numbers(key[0]), key[1:], len(alike[key]))):
+        sizes = [size for key in keys for size in alike[key]]
+        where = pattern([key[0] for key in keys])
+        rows.append(TensorRow(where, *keys[0][1:], len(sizes), sum(sizes)))
+    return sorted(rows, key=lambda row: -row.nbytes)
+
+
+def remedies_of(unexpected: Iterable[Transfer]) -> dict[str, list[Transfer]]:
+    """What would remove the unexpected collectives, and the line, where it is known; once for all
+    equal layers, with stars for their numbers."""
+    remedies: dict[str, list[Transfer]] = defaultdict(list)
+    for each in unexpected:
+        written = f" Written in {short_list(each.lines)}." if each.lines else ""
+        remedies[each.remedy + written].append(each)
+    return {
+        pattern(texts): [each for text in texts for each in remedies[text]]
+        for texts in grouped(remedies, without_numbers)
+    }
+
+
+def fit_text(run: DryRun) -> str:
+    """Whether a step fits."""
+    free = run.memory.free_bytes
+    if run.fits is None:
+        return "fit unknown: device memory not known"
+    if run.fits:
+        return f"fits, with {bytes_text(free or 0)} to spare"
+    return "does not fit" + ("" if free is None else f", by {bytes_text(-free)}")
+
+
+def analytic_text(run: DryRun) -> str:
+    """That nothing was compiled, why, and what the figures are worth."""
+    return (
+        f"analytic model alone, nothing was compiled: {run.not_compiled}.\nBytes of state and "
+        "inputs are exact; peak, collectives and times are closed forms, which the compiler may "
+        "better or miss."
+    )
+
+
+def how_to_know(target: Target) -> str:
+    """What to do where numbers of a machine are missing, after their names."""
+    if target.platform != "cpu":
+        return ". Pass them as hardware=."
+    return f". hardware=mw.calibrate({str(target)!r}), or --measure in the terminal, measures them."
+
+
+def axes_list(axes: Iterable[str]) -> str:
+    """Names of axes.
+
+    >>> axes_list(("batch", "model")), axes_list(())
+    ('batch, model', '-')
+    """
+    return ", ".join(axes) or "-"

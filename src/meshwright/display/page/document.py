@@ -1,0 +1,201 @@
+"""Whole pages: one file each, no network, no fonts, nothing that runs but their own few lines."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...hlo.links import links_of
+from ...layouts.mesh import Mesh, axes_text
+from ...units import UNKNOWN, bytes_text, flops_text, seconds_text, share_text
+from ..figures import analytic_text, fit_text
+from ..text.beside import pair_title, row_cells
+from .collectives import collectives_section
+from .elements import Bar, Bars, Cell, Column, Element, Part, Table, environment, source
+from .layers import layers_section
+from .layouts import layouts_section
+from .memory import memory_section
+from .pictures import mesh_picture
+from .plan import plan_axes, plan_figures, plan_layouts, plan_section
+from .timeline import time_section
+
+if TYPE_CHECKING:
+    from ...planning.beside import Pair, Row
+    from ...planning.report import DryRun
+    from ...planning.search.plan import Plan
+
+_LINKS = {  # the sections of all pages, and their names in the navigation
+    "plan": "Plan",
+    "mesh": "Mesh",
+    "memory": "Memory",
+    "time": "Time",
+    "collectives": "Collectives",
+    "layers": "FLOPs",
+    "layouts": "Layouts",
+    "notes": "Notes",
+    "figures": "Figures",
+}
+
+
+@dataclass(frozen=True)
+class Head(Element):
+    """The top of a page; ``verdicts`` are pairs of a class and a text, ``figures`` tiles."""
+
+    over: str
+    title: str
+    target: str
+    under: str
+    verdicts: Sequence[tuple[str, str]] = ()
+    figures: Sequence[tuple[str, str, str]] = ()
+
+
+def dry_run_page(run: DryRun, plan: Plan | None = None) -> str:
+    """The report as one HTML page, complete in itself; the same report gives the same page.
+
+    With the plan that the step was laid out by, its alternatives are shown, too. It holds no time
+    stamp and asks nothing of a network: its own policy forbids that. All that comes from the user
+    is escaped.
+    """
+    sections = {
+        "plan": None if plan is None else plan_section(plan),
+        "mesh": {"picture": mesh_picture(Mesh(dict(run.axes))), "table": _axes(run)},
+        "memory": {"run": run, **memory_section(run)},
+        "time": time_section(run),
+        "collectives": collectives_section(run),
+        "layers": layers_section(run.estimate),
+        "layouts": layouts_section(run),
+        "notes": _notes(run),
+    }
+    return _page(f"{run.name} on {run.target}", _run_head(run), sections)
+
+
+def plan_page(plan: Plan) -> str:
+    """A plan as a page: its alternatives, its mesh and its layouts."""
+    title = plan.name or f"A plan for {plan.target}"
+    verdict = "maybe", "? Fit unknown: device memory not known"
+    if plan.limit_bytes is not None:
+        verdict = "good", f"✓ Fits into {bytes_text(plan.limit_bytes)}"
+    by = f", by the numbers of {plan.hardware}: the least {plan.objective}"
+    head = Head("Meshwright plan", title, plan.target, by, [verdict], plan_figures(plan))
+    sections = {
+        "plan": plan_section(plan),
+        "mesh": {"picture": mesh_picture(plan.mesh), "table": plan_axes(plan)},
+        "layouts": plan_layouts(plan),
+    }
+    return _page(f"{plan.name} on {plan.target}" if plan.name else title, head, sections)
+
+
+def pair_page(pair: Pair) -> str:
+    """Two dry runs side by side."""
+    title = f"{pair.first.name}: {' and '.join(pair.titles)}"
+    both = f"{pair_title(pair.first)}, {pair_title(pair.second)}"
+    one, two = pair.titles
+    columns = (
+        Column("figure", "words"),
+        Column(one, "num"),
+        Column(two, "num"),
+        Column("ratio", "num"),
+        Column("side by side"),
+    )
+    caption = "All figures of one device, or of one step"
+    table = Table("pair-table", caption, columns, [_pair_row(row) for row in pair.rows], shown=60)
+    return _page(title, Head("Meshwright dry runs", title, "", both), {"figures": {"table": table}})
+
+
+def _page(title: str, head: Head, sections: Mapping[str, Mapping[str, object] | None]) -> str:
+    """A document with those of the sections that are there, and links to them."""
+    there = {name: section for name, section in sections.items() if section is not None}
+    page = environment().get_template("page.html")
+    return page.render(
+        title=title,
+        head_of_page=head,
+        sections=there,
+        links=_LINKS,
+        style=source("page.css"),
+        script=source("page.js"),
+        digest=_digest(),
+    )
+
+
+@functools.cache
+def _digest() -> str:
+    """Of the script, by which the page's policy lets it run and no other."""
+    return base64.b64encode(hashlib.sha256(source("page.js").encode()).digest()).decode()
+
+
+# Dry runs
+
+
+def _run_head(run: DryRun) -> Head:
+    sign, kind = {True: ("✓", "good"), False: ("✗", "bad"), None: ("?", "maybe")}[run.fits]
+    fit = fit_text(run)
+    verdicts = [(kind, f"{sign} {fit[0].upper()}{fit[1:]}")]
+    if run.is_analytic:
+        verdicts.append(("maybe", f"By the {analytic_text(run)}"))
+    verdicts += [("warning", f"✗ Error: {error}") for error in run.errors]
+    under = f", {run.target.num_devices:,} devices, mesh {axes_text(run.axes, ' × ')}"
+    return Head("Meshwright dry run", run.name, str(run.target), under, verdicts, _run_figures(run))
+
+
+def _run_figures(run: DryRun) -> list[tuple[str, str, str]]:
+    memory = run.memory
+    of = "" if memory.available_bytes is None else f"of {bytes_text(memory.available_bytes)}"
+    figures = [
+        ("peak of a device", bytes_text(memory.peak_bytes), of),
+        ("time of a step", seconds_text(run.step_time_s), "estimated" if run.step_time_s else ""),
+        ("MFU", share_text(run.mfu), "of the peak FLOP/s" if run.mfu is not None else ""),
+        ("bound by", run.bound_by or UNKNOWN, ""),
+        ("replicated", share_text(run.replicated_share), "of all devices' FLOPs"),
+        ("FLOPs of a device", flops_text(run.flops), "in a step"),
+    ]
+    if run.samples_per_s:
+        figures.append(("samples per second", f"{run.samples_per_s:,.0f}", "of all devices"))
+    if run.tokens_per_s:
+        figures.append(("tokens per second", f"{run.tokens_per_s:,.0f}", "of all devices"))
+    if run.compiled is not None or run.is_analytic:
+        more = "see their remedies" if run.unexpected else "all asked for"
+        figures.append(("unexpected collectives", str(len(run.unexpected)), more))
+    return figures
+
+
+def _axes(run: DryRun) -> Table:
+    links = () if run.hardware is None else links_of(run.target, run.hardware, run.axes)
+    lies = {each.axis: str(each).partition(" lies on ")[2] for each in links if each.size > 1}
+    columns = (Column("axis"), Column("devices", "num"), Column("is taken to lie on"))
+    rows = [(axis, Cell(str(size), size), lies.get(axis, "-")) for axis, size in run.axes]
+    caption = f"The axes of its {run.target.num_devices:,} devices"
+    return Table("axes-table", caption, columns, rows, shown=None)
+
+
+def _notes(run: DryRun) -> dict[str, object] | None:
+    """What was assumed, and where the numbers of the hardware are from."""
+    notes = [*run.notes, *(run.estimate.assumptions if run.estimate else ())]
+    table = None
+    if run.hardware is not None and run.hardware.sources:
+        columns = (Column("number"), Column("source", "path"))
+        caption = f"The numbers of {run.hardware.name}, and where they are from"
+        table = Table("sources-table", caption, columns, run.hardware.sources, shown=None)
+    if not notes and table is None:
+        return None
+    return {"notes": [f"{n[:1].upper()}{n[1:]}".rstrip(".") + "." for n in notes], "table": table}
+
+
+# Two of them
+
+
+def _pair_row(row: Row) -> tuple[Cell, ...]:
+    name, first, second, ratio = row_cells(row)
+    both = row.first or 0.0, row.second or 0.0
+    whole = max(both) or 1.0
+    parts = Part("first", both[0], first, "blue"), Part("second", both[1], second, "orange")
+    return (
+        Cell(name),
+        Cell(first, row.first),
+        Cell(second, row.second),
+        Cell(ratio, row.ratio),
+        Cell(Bars([Bar([part], whole, name) for part in parts]), row.ratio),
+    )

@@ -1,0 +1,101 @@
+"""FLOPs of each layer, by the part of the step, and the instructions that take longest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...merging import grouped, pattern, without_numbers
+from ...units import bytes_text, flops_text, seconds_text, share_text
+from .elements import Bar, Cell, Column, Part, Path, Table, names
+
+if TYPE_CHECKING:
+    from ...hlo.costs import LayerCost
+    from ...planning.estimate import Estimate, Heavy
+
+# What belongs to no pass is chiefly the update of the parameters.
+PAINTS = (("forward", "blue"), ("backward", "orange"), ("recompute", "pink"), ("other", "grey"))
+
+
+def layers_section(found: Estimate | None) -> dict[str, object] | None:
+    """The section on the work of the layers."""
+    if found is None or not found.layers:
+        return None
+    text = f"{flops_text(found.flops)}s of products and convolutions in one device and one step"
+    if found.recompute_flops:
+        text += f", {flops_text(found.recompute_flops)}s of them computed again"
+    if found.replicated_share is not None:
+        text += f"; {share_text(found.replicated_share)} of all devices' FLOPs are replicated: "
+        text += "others compute them as well"
+    layers = _grouped(found.layers)
+    whole = max(1.0, *(len(row) * row[0].flops for row in layers))
+    columns = (
+        Column("layer", "path"),
+        Column("how many", "num"),
+        Column("FLOPs", "num"),
+        Column("of all", "num"),
+        Column("by pass"),
+        Column("bytes", "num"),
+    )
+    rows = [_row(layer, whole, found.flops) for layer in layers]
+    caption = "FLOPs and bytes read and written, of one device"
+    return {
+        "text": f"{text}.",
+        "paints": PAINTS,
+        "table": Table("layers-table", caption, columns, rows),
+        "heaviest": _heaviest(found.heaviest),
+    }
+
+
+def _passes(layer: LayerCost) -> tuple[float, float, float, float]:
+    """FLOPs in the order of the paints."""
+    return layer.forward_flops, layer.backward_flops, layer.recompute_flops, layer.other_flops
+
+
+def _grouped(layers: Sequence[LayerCost]) -> list[list[LayerCost]]:
+    """Layers of equal blocks, which compute the same, together; the heaviest row first."""
+    rows = grouped(layers, lambda each: (without_numbers(each.layer), _passes(each)))
+    return sorted(rows, key=lambda row: (-sum(e.flops for e in row), -sum(e.bytes for e in row)))
+
+
+def _row(layers: Sequence[LayerCost], whole: float, total: float) -> tuple[Cell, ...]:
+    first, count = layers[0], len(layers)
+    parts = [
+        Part(name, count * size, flops_text(count * size), paint)
+        for (name, paint), size in zip(PAINTS, _passes(first), strict=True)
+    ]
+    flops, nbytes = count * first.flops, sum(layer.bytes for layer in layers)
+    paths = [layer.layer or "-" for layer in layers]
+    return (
+        Cell(names(paths, pattern(paths))),
+        Cell(f"{count} ×", count),
+        Cell(flops_text(flops), flops),
+        Cell(share_text(flops / total if total else 0.0), flops),
+        Cell(Bar(parts, whole, "FLOPs"), flops),
+        Cell(bytes_text(nbytes), nbytes),
+    )
+
+
+def _heaviest(heaviest: Sequence[Heavy]) -> Table:
+    columns = (
+        Column("instruction", "path"),
+        Column("layer", "path"),
+        Column("when"),
+        Column("count", "num"),
+        Column("time", "num"),
+        Column("FLOPs", "num"),
+        Column("bytes", "num"),
+    )
+    rows = [
+        (
+            each.opcode,
+            Path(each.layer or "-"),
+            each.phase,
+            Cell("?" if each.count is None else f"{each.count:,}", each.count or 0),
+            Cell(seconds_text(each.time_s) if each.time_s else "-", each.time_s),
+            Cell(flops_text(each.flops) if each.flops else "-", each.flops),
+            Cell(bytes_text(each.bytes), each.bytes),
+        )
+        for each in heaviest
+    ]
+    return Table("heaviest-table", "Heaviest instructions, all their runs together", columns, rows)

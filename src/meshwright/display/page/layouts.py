@@ -1,0 +1,143 @@
+"""Where every variable lies: those that are alike together, a picture for each way to lie."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...layouts.layout import Layout
+from ...layouts.placement import Placed
+from ...merging import grouped, pattern, without_numbers
+from ...units import bytes_text
+from ..drawing import Drawn
+from ..drawing.words import dims_text, specs_text
+from .elements import Cell, Code, Column, Path, Table, names
+from .pictures import tiling_picture
+
+if TYPE_CHECKING:
+    from ...planning.report import DryRun
+
+_MOST_PICTURES = 12
+_MOST_PICTURE_CHARACTERS = 400_000
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Variables of equal blocks: they differ in the numbers of their paths alone.
+
+    ``pattern`` is their path with ``*`` for these numbers.
+    """
+
+    pattern: str
+    members: tuple[Placed, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return self.members[0].layout
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """As a step stores them."""
+        return self.members[0].stored_dims
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of all of them in one device."""
+        return sum(each.bytes_per_device for each in self.members)
+
+
+def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
+    """Variables grouped by equal layout and block, those with most bytes in a device first.
+
+    >>> from meshwright import Layout, Mesh
+    >>> from meshwright.layouts.placement import ParamInfo
+    >>> lies = Layout(["model"], Mesh({"model": 2}))
+    >>> paths = ("block_0/bias", "block_1/bias", "bias")
+    >>> found = alike(Placed(ParamInfo(p, (p,), (4,), "float32", 4), lies, "rule") for p in paths)
+    >>> [(each.pattern, len(each.members)) for each in found]
+    [('block_*/bias', 2), ('bias', 1)]
+    """
+
+    def kind(each: Placed) -> tuple[object, ...]:
+        path, reason = without_numbers(each.info.path), without_numbers(each.reason)
+        return path, each.info.role, each.info.dims, each.info.dtype, each.layout, reason
+
+    groups = [
+        Alike(pattern([each.info.path for each in members]), tuple(members))
+        for members in grouped(placed, kind)
+    ]
+    return tuple(sorted(groups, key=_rank))
+
+
+def _rank(each: Alike) -> tuple[int, bool, str]:
+    """The largest first; slots after the parameter that is as large."""
+    return -each.bytes_per_device, each.members[0].info.role != "parameter", each.pattern
+
+
+def layouts_section(run: DryRun) -> dict[str, object] | None:
+    """The section on the layouts of variables."""
+    if not run.placed:
+        return None
+    groups = alike(run.placed)
+    text = f"{len(run.placed):,} variables"
+    if len(groups) < len(run.placed):
+        text += f" in {len(groups):,} rows: those that differ in the numbers of their paths alone"
+        text += " share one"
+    figures, left = _figures(groups)
+    return {"text": f"{text}.", "figures": figures, "left": left, "table": _table(groups)}
+
+
+def _figures(groups: Sequence[Alike]) -> tuple[list[dict[str, object]], int]:
+    """A picture for each way to lie, of the largest that lies so, as far as there is room; and how
+    many ways are left."""
+    ways: dict[Layout, list[Alike]] = defaultdict(list)
+    for each in groups:
+        if each.dims:
+            ways[each.layout].append(each)
+    figures, room = [], _MOST_PICTURE_CHARACTERS
+    for number, (layout, members) in enumerate(list(ways.items())[:_MOST_PICTURES]):
+        largest = members[0]
+        itemsize = largest.members[0].info.itemsize
+        tensor = Drawn(largest.pattern, largest.dims, layout, itemsize)
+        picture = tiling_picture(f"t{number}", tensor)
+        room -= len(picture)
+        if room > 0 or not figures:
+            count = sum(len(each.members) for each in members)
+            held = bytes_text(sum(each.bytes_per_device for each in members))
+            noun = "variable lies" if count == 1 else "variables lie"
+            text = f"{count:,} {noun} so: {held} in each device."
+            figures.append({"picture": picture, "text": text, "drawn": Path(largest.pattern)})
+    return figures, len(ways) - len(figures)
+
+
+def _table(groups: Sequence[Alike]) -> Table:
+    columns = (
+        Column("variable", "path"),
+        Column("how many", "num"),
+        Column("role", "word"),
+        Column("dims", "dims"),
+        Column("dtype"),
+        Column("layout", "path"),
+        Column("piece", "dims"),
+        Column("bytes per device", "num"),
+        Column("why", "words"),
+    )
+    rows = [_row(each) for each in groups]
+    return Table("layouts-table", "Variables and their layouts", columns, rows)
+
+
+def _row(each: Alike) -> tuple[Cell, ...]:
+    info = each.members[0].info
+    return (
+        Cell(names([member.info.path for member in each.members], each.pattern)),
+        Cell(f"{len(each.members)} ×", len(each.members)),
+        Cell(info.role),
+        Cell(dims_text(info.dims), info.nbytes),
+        Cell(info.dtype),
+        Cell(Code(specs_text(each.layout))),
+        Cell(dims_text(each.layout.local_dims(each.dims))),
+        Cell(bytes_text(each.bytes_per_device), each.bytes_per_device),
+        Cell(pattern([member.reason for member in each.members])),
+    )

@@ -1,0 +1,214 @@
+"""A plan's options side by side: what was chosen, what else fits, what is known by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...layouts.layout import UNSHARDED
+from ...layouts.mesh import axes_text
+from ...planning.search.choices import remat_text
+from ...planning.search.reasons import NOTHING
+from ...units import bytes_text, seconds_text
+from ..accuracy import range_of
+from .elements import Bar, Cell, Chart, Child, Code, Column, Lines, Part, Path, Table
+
+if TYPE_CHECKING:
+    from ...planning.search.plan import Option, Plan
+
+_PARTS = (("compute", "blue"), ("collectives", "orange"))
+
+
+class _Named(NamedTuple):
+    """An option under the name that the page has for it."""
+
+    name: str
+    option: Option
+
+
+def plan_section(plan: Plan) -> dict[str, object]:
+    """The section on what a plan decided, and against what."""
+    options, limit = _every(plan), plan.limit_bytes
+    return {
+        "has_dry_runs": any(each.option.dry_run_time_s is not None for each in options),
+        "times": _times(options),
+        "peaks": _peaks(options, limit),
+        "table": _table(options, limit),
+        # Without the choices that change next to nothing.
+        "reasons": [Path(reason) for reason in plan.why if not reason.endswith(NOTHING)],
+        "notes": [Path(note) for note in plan.notes],
+    }
+
+
+def plan_figures(plan: Plan) -> list[tuple[str, str, str]]:
+    """The figures that people ask for first: name, value, and more about it."""
+    chosen = plan.chosen
+    is_dry_run, time_s = chosen.dry_run_time_s is not None, _time(chosen)
+    sure = "" if time_s is None else f"{_how(is_dry_run)}; {range_of(time_s, is_dry_run)}"
+    held = _how(chosen.dry_run_peak_bytes is not None)
+    return [
+        ("time of a step", seconds_text(time_s), sure),
+        ("peak of a device", bytes_text(chosen.held_bytes), held),
+        ("devices", f"{chosen.num_devices:,}", f"mesh {axes_text(plan.axes, ' × ')}"),
+        ("ZeRO", str(chosen.zero), ""),
+        ("micro-batches", str(chosen.accumulate), ""),
+        ("remat", chosen.remat, ""),
+    ]
+
+
+def plan_axes(plan: Plan) -> Table:
+    """The axes of the mesh that was chosen, and what lies along them."""
+    columns = (Column("axis"), Column("devices", "num"), Column("along it lie", "words"))
+    rows = [
+        (
+            axis,
+            Cell(str(size), size),
+            ", ".join(f for f, along in plan.rules.items() if axis in along),
+        )
+        for axis, size in plan.axes
+    ]
+    return Table("axes-table", f"The axes of its {plan.mesh.size:,} devices", columns, rows, None)
+
+
+def plan_layouts(plan: Plan) -> dict[str, object]:
+    """The section on where every parameter and input lies."""
+    columns = (Column("array", "path"), Column("role", "word"), Column("layout", "path"))
+    rows = [
+        (
+            Path(path),
+            "input" if path in plan.inputs else "parameter",
+            Code(f"[{', '.join('+'.join(axes) or UNSHARDED for axes in along)}]"),
+        )
+        for path, along in plan.layouts
+    ]
+    table = Table("layouts-table", "Parameters and inputs, and their layouts", columns, rows)
+    return {"text": "", "figures": (), "left": 0, "table": table}
+
+
+def _every(plan: Plan) -> list[_Named]:
+    """The chosen one first, what else fits, the best first, and what is known by name."""
+    several = len(plan.runners_up) > 1
+    others = [
+        _Named(f"runner-up {number}" if several else "runner-up", option)
+        for number, option in enumerate(plan.runners_up, start=1)
+    ]
+    known = [_Named(name, option) for name, option in plan.named.items()]
+    return [_Named("chosen", plan.chosen), *others, *known]
+
+
+def _how(is_dry_run: bool) -> str:
+    return "by its dry run" if is_dry_run else "by the planner's model"
+
+
+def _times(options: Sequence[_Named]) -> Chart | None:
+    """How long a step takes, all on one scale; none where no times are known."""
+    whole = max((each.option.time_s or 0.0 for each in options), default=0.0) or 1.0
+    rows = []
+    for name, option in options:
+        if option.time_s is not None:
+            spent = option.compute_s or 0.0, option.communication_s or 0.0
+            parts = [
+                Part(part, time_s, seconds_text(time_s), paint)
+                for (part, paint), time_s in zip(_PARTS, spent, strict=True)
+            ]
+            text = f"{seconds_text(option.time_s)}, {seconds_text(option.compute_s)} of it compute"
+            rows.append((name, Bar(parts, whole, f"time of {name}"), text))
+    return Chart("Time of one step", rows, _PARTS) if rows else None
+
+
+def _peaks(options: Sequence[_Named], limit: int | None) -> Chart:
+    """What a device holds at most, beside what it has."""
+    whole = max(1, limit or 0, *(each.option.peak_bytes for each in options))
+    rows = []
+    for name, option in options:
+        peak = bytes_text(option.peak_bytes)
+        bar = Bar([Part("peak", option.peak_bytes, peak, "sky")], whole, f"memory of {name}", limit)
+        rows.append((name, bar, f"{peak}: too much" if _fits(option, limit) is False else peak))
+    line = "" if limit is None else f"; the line is the limit, {bytes_text(limit)}"
+    return Chart(f"Peak of one device{line}", rows)
+
+
+def _table(options: Sequence[_Named], limit: int | None) -> Table:
+    families = dict.fromkeys(family for _, option in options for family, _ in option.rules)
+    columns = [
+        Column("option", "name"),
+        Column("devices", "num"),
+        Column("mesh", "words"),
+        Column("split", "words"),
+        Column("and", "words"),
+        Column("step", "num"),
+        Column("collectives", "num"),
+        Column("peak", "num"),
+        Column("fits", "word"),
+        Column("beside the chosen", "words"),
+    ]
+    rows = [_row(each, options[0].option, families, limit) for each in options]
+    return Table("plan-table", "The options side by side", columns, rows)
+
+
+def _row(
+    named: _Named, chosen: Option, families: dict[str, None], limit: int | None
+) -> tuple[Cell | Child, ...]:
+    name, option = named
+    fits = _fits(option, limit)
+    return (
+        name,
+        Cell(str(option.num_devices), option.num_devices),
+        axes_text(option.axes),
+        _split(option, families),
+        ", ".join(_choices(option)) or "-",
+        _figure(seconds_text, option.time_s, option.dry_run_time_s),
+        Cell(seconds_text(option.communication_s), option.communication_s or 0.0),
+        _figure(bytes_text, option.peak_bytes, option.dry_run_peak_bytes),
+        "unknown" if fits is None else "✓ yes" if fits else "✗ no",
+        "-" if option is chosen else ", ".join(_beside(option, chosen)) or "costs the same",
+    )
+
+
+def _figure(text: Callable[[Any], str], modelled: float | None, dry_run: float | None) -> Cell:
+    """By the planner's model, and below it by the dry run, which sorts where there is one."""
+    if dry_run is None:
+        return Cell(text(modelled), modelled or 0.0)
+    return Cell(Lines([text(modelled)], small=f"dry run: {text(dry_run)}"), dry_run)
+
+
+def _choices(option: Option) -> Iterator[str]:
+    """What is done besides splitting dims."""
+    if option.zero:
+        yield f"ZeRO {option.zero}"
+    if option.accumulate > 1:
+        yield f"{option.accumulate} micro-batches"
+    if option.remat != "none":
+        yield remat_text(option.remat)
+
+
+def _split(option: Option, families: dict[str, None]) -> Child:
+    """The dims that are split, and along which axes."""
+    along = dict(option.rules)
+    lines = [
+        Path(f"{family} over {'+'.join(along[family])}") for family in families if family in along
+    ]
+    return Lines(lines) if lines else "nothing"
+
+
+def _beside(option: Option, chosen: Option) -> Iterator[str]:
+    """What it would cost, and save, to take this one instead; by dry runs, if both have one."""
+    mine, other = option.time_s, chosen.time_s
+    if option.dry_run_time_s is not None and chosen.dry_run_time_s is not None:
+        mine, other = option.dry_run_time_s, chosen.dry_run_time_s
+    if mine is not None and other is not None and mine != other:
+        yield f"{seconds_text(abs(mine - other))} {'slower' if mine > other else 'faster'}"
+    more = option.peak_bytes - chosen.peak_bytes
+    if option.dry_run_peak_bytes is not None and chosen.dry_run_peak_bytes is not None:
+        more = option.dry_run_peak_bytes - chosen.dry_run_peak_bytes
+    if more:
+        yield f"{'takes' if more > 0 else 'saves'} {bytes_text(abs(more))}"
+
+
+def _time(option: Option) -> float | None:
+    """By the dry run where there is one."""
+    return option.time_s if option.dry_run_time_s is None else option.dry_run_time_s
+
+
+def _fits(option: Option, limit: int | None) -> bool | None:
+    return None if limit is None else option.held_bytes <= limit

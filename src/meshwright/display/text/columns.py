@@ -1,0 +1,126 @@
+"""Texts made of lines and of columns: plain for ``print`` and files, by Rich in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+_GAP = 2  # spaces between columns
+
+
+class Line(NamedTuple):
+    """A line of its own, in a style of Rich's where there are colours."""
+
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rows of cells that stand under each other; those of the columns ``right`` end together.
+
+    The rows numbered ``marked`` stand out in a terminal.
+
+    >>> print(Columns([("peak", "9 KiB"), ("slots", "12 KiB")], right=(1,)))
+      peak    9 KiB
+      slots  12 KiB
+    """
+
+    rows: Sequence[Sequence[str]]
+    right: Collection[int] = ()
+    indent: int = 2
+    marked: Collection[int] = ()
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        lines = (
+            (" " * _GAP).join(
+                cell.rjust(width) if place in self.right else cell.ljust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in self.rows
+        )
+        return "\n".join(f"{' ' * self.indent}{line}".rstrip() for line in lines)
+
+    def __rich__(self) -> RenderableType:
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, _GAP, 0, 0))
+        for place in range(len(self.rows[0]) if self.rows else 0):
+            table.add_column(justify="right" if place in self.right else "left", overflow="fold")
+        for number, row in enumerate(self.rows):
+            table.add_row(*map(Text, row), style="red" if number in self.marked else "")
+        return Padding(table, (0, 0, 0, self.indent), expand=False)
+
+
+@dataclass(frozen=True)
+class Paragraphs:
+    """Lines and columns one after the other."""
+
+    parts: tuple[str | Line | Columns, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(each.text if isinstance(each, Line) else str(each) for each in self.parts)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        for each in self.parts:
+            if isinstance(each, Columns):
+                yield each
+            else:
+                yield Text(*each) if isinstance(each, Line) else Text(each)
+
+
+Content = str | Line | Columns | Iterable["Content"]
+
+
+def paragraphs(*parts: Content) -> Paragraphs:
+    """All the parts in one text; a list of parts counts as its members."""
+    return Paragraphs(tuple(_flat(parts)))
+
+
+def _flat(parts: Iterable[Content]) -> Iterator[str | Line | Columns]:
+    for each in parts:
+        if isinstance(each, str | Line | Columns):
+            yield each
+        else:
+            yield from _flat(each)
+
+
+def print_text(*texts: object) -> None:
+    """Print texts, parted by empty lines: in colours and to its width where this is a terminal."""
+    from rich.console import Console
+
+    for number, text in enumerate(texts):
+        if number:
+            print()
+        if sys.stdout.isatty():
+            Console(highlight=False).print(text, markup=False)
+        else:
+            print(text)
+
+
+def first_rows(rows: Sequence[Sequence[str]], most: int) -> list[Sequence[str]]:
+    """The first rows, and one that says how many more there are."""
+    if len(rows) <= most:
+        return list(rows)
+    more = f"... and {len(rows) - most} more"
+    return [*rows[:most], (*("",) * (len(rows[0]) - 1), more)]
+
+
+def short_list(names: Sequence[str], most: int = 2) -> str:
+    """The first names, and how many more there are.
+
+    >>> short_list(["a", "b", "c"]), short_list([])
+    ('a, b and 1 more', '-')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "-"

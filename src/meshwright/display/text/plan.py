@@ -1,0 +1,69 @@
+"""A plan as a table: the options side by side, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...layouts.mesh import axes_text
+from ...units import bytes_text, seconds_text
+from .columns import Columns, Line, Paragraphs, paragraphs
+
+if TYPE_CHECKING:
+    from ...planning.search.plan import Option, Plan
+
+
+def plan_text(plan: Plan) -> Paragraphs:
+    """The plan as a terminal shows it."""
+    how = "compiled" if plan.is_compiled else "estimated, not compiled"
+    aim = f"least {plan.objective} by the constants of {plan.hardware}"
+    return paragraphs(
+        Line(f"plan for {plan.target}, {how}: {aim}", "bold"),
+        _table(_columns(plan), plan.limit_bytes),
+        [f"  {reason}" for reason in plan.why],
+        [f"  note: {note}" for note in plan.notes],
+    )
+
+
+def _columns(plan: Plan) -> dict[str, Option]:
+    """The options to show; one that is known by a name is shown once."""
+    shown = {"chosen": plan.chosen}
+    shown |= {"runner-up": plan.runners_up[0]} if plan.runners_up else {}
+    names = {option.layouts: name for name, option in plan.named.items()}
+    columns = {
+        f"{column}: {names[option.layouts]}" if option.layouts in names else column: option
+        for column, option in shown.items()
+    }
+    known = {option.layouts for option in shown.values()}
+    return columns | {name: o for name, o in plan.named.items() if o.layouts not in known}
+
+
+def _table(columns: dict[str, Option], limit_bytes: int | None) -> Columns:
+    options = list(columns.values())
+    rows = [("", *columns)]
+
+    def row(label: str, text: Callable[[Option], str]) -> None:
+        rows.append((label, *map(text, options)))
+
+    def axes_of(family: str) -> Callable[[Option], str]:
+        return lambda option: "+".join(dict(option.rules).get(family, ())) or "-"
+
+    row("devices", lambda option: str(option.num_devices))
+    row("mesh", lambda option: axes_text(option.axes))
+    for family in dict.fromkeys(family for option in options for family, _ in option.rules):
+        row(family, axes_of(family))
+    row("ZeRO", lambda option: str(option.zero))
+    row("micro-batches", lambda option: str(option.accumulate))
+    row("remat", lambda option: option.remat)
+    row("step", lambda option: seconds_text(option.time_s))
+    row("compute", lambda option: seconds_text(option.compute_s))
+    row("collectives", lambda option: seconds_text(option.communication_s))
+    row("peak", lambda option: bytes_text(option.peak_bytes))
+    if any(option.dry_run_time_s is not None for option in options):
+        row("dry run: step", lambda option: seconds_text(option.dry_run_time_s))
+    if any(option.dry_run_peak_bytes is not None for option in options):
+        row("dry run: peak", lambda option: bytes_text(option.dry_run_peak_bytes))
+    if limit_bytes is not None:
+        fits = f"fits {bytes_text(limit_bytes)}"
+        row(fits, lambda option: "yes" if option.held_bytes <= limit_bytes else "no")
+    return Columns(rows)

@@ -1,0 +1,626 @@
+"""The report as one page: well formed, as full as the report, and safe from what it holds."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jax
+import jax.numpy as jnp
+import keras
+import optax
+import pytest
+from click.testing import CliRunner
+from keras import layers
+
+import meshwright as mw
+from meshwright import plan_command
+from meshwright.cli import main
+from meshwright.display import accuracy
+from meshwright.display.drawing.canvas import text_width
+from meshwright.display.moments import COMPUTE, MEMORY, Span, moments_of, record
+from meshwright.display.page.layouts import alike
+from meshwright.display.page.memory import parts_of
+from meshwright.display.page.pictures import mesh_picture
+from meshwright.display.page.timeline import SLOTS, slots_of
+from meshwright.frontends.keras.abstract import abstract
+from meshwright.hlo import traffic
+from meshwright.hlo.collectives import Collective
+from meshwright.hlo.costs import LayerCost, Loop, Operation
+from meshwright.hlo.links import AxisLink
+from meshwright.hlo.schedule import Clock, run
+from meshwright.hlo.text import Array
+from meshwright.hlo.traffic import Transfer
+from meshwright.layouts.placement import ParamInfo, Placed
+from meshwright.planning import Target
+from meshwright.planning.dry_run import DryRun, Memory, dry_run
+from meshwright.planning.search.plan import Option, Plan
+from meshwright.targets.hardware import Hardware, Link
+
+MESH = mw.Mesh({"batch": 4, "model": 2})
+GUESS = Hardware(
+    "guess",
+    (("float32", 1e9),),
+    memory_bytes=1 << 30,
+    memory_bandwidth_bytes_per_s=1e9,
+    links=(Link("shared", "shared", 1e9),),
+    sources=(("memory_bytes", "a <guess> & no more"),),
+)
+EVIL = "<script>alert('1')</script>&amp;"
+
+
+def shapes(*dims):
+    return jax.ShapeDtypeStruct(dims, "float32")
+
+
+@functools.cache
+def report() -> DryRun:
+    """Of a model with a gather that nobody asked for and a layer of an evil name."""
+    with abstract():
+        model = keras.Sequential(
+            [
+                keras.Input([16]),
+                layers.Dense(32, activation="relu", use_bias=False, name="w"),
+                layers.Dense(16, use_bias=False, name="v"),
+                layers.Dense(16, name="<script>"),
+            ],
+            name="<b>net",
+        )
+        model.compile("adam", "mse")
+    strategy = mw.Sharded(MESH, {"w/kernel": [None, "model"]})
+    batch = shapes(64, 16), shapes(64, 16)
+    return dry_run(model, batch, strategy=strategy, target="cpu:8", hardware=GUESS)
+
+
+@functools.cache
+def looped() -> DryRun:
+    """Of a step with a loop over layers."""
+
+    def loss(params, x):
+        def layer(x, kernel):
+            return jnp.tanh(x @ kernel), None
+
+        return jnp.mean(jax.lax.scan(layer, x, params["kernels"])[0] ** 2)
+
+    program = mw.jax_program(loss, {"kernels": shapes(6, 64, 64)}, optax.sgd(0.1))
+    placement = mw.Placement.of(mw.Mesh({"batch": 8}), zero=3)
+    return dry_run(program, shapes(32, 64), strategy=placement, target="cpu:8", hardware=GUESS)
+
+
+def bare(**more) -> DryRun:
+    """A report without a compilation."""
+    memory = Memory(6, 12, 1, 1, 6, **more)
+    return DryRun("net", Target.of("v5e:2x4"), (("batch", 8),), memory)
+
+
+def page(found: DryRun) -> ElementTree.Element:
+    """The page as a tree; raises for one that is not well formed."""
+    return ElementTree.fromstring(found.to_html())
+
+
+def text(element: ElementTree.Element) -> str:
+    """What a reader sees: texts without scripts, styles, and the words of pictures."""
+    if element.tag in ("script", "style", "head"):
+        return ""
+    own = element.text or ""
+    return own + "".join(f"{text(child)}{child.tail or ''}" for child in element)
+
+
+def rows_of(tree: ElementTree.Element, name: str) -> list[list[str]]:
+    (box,) = (each for each in tree.iter("div") if each.get("id") == name)
+    (body,) = box.iter("tbody")
+    return [[text(cell).strip() for cell in row] for row in body]
+
+
+# The page as a whole
+
+
+@pytest.mark.full_for("floors", "loop", "report")
+@pytest.mark.parametrize(
+    "found",
+    [
+        report,
+        looped,
+        bare,
+        lambda: bare(peak_bytes=1 << 40, available_bytes=1 << 34),
+        lambda: replace(bare(), refusal=f"Used 40G of 16G {EVIL}"),
+        lambda: replace(report(), axes=(("a", 2), ("b", 2), ("c", 2))),
+    ],
+    ids=["report", "loop", "bare", "too large", "refused", "floors"],
+)
+def test_it_is_well_formed_and_its_links_lead_somewhere(found):
+    tree = page(found())
+    ids = [each.get("id") for each in tree.iter() if each.get("id")]
+    assert len(ids) == len(set(ids))
+    for each in tree.iter():
+        if (link := each.get("href") or "").startswith("#"):
+            assert link[1:] in ids
+        if labelled := each.get("aria-labelledby"):
+            assert labelled in ids
+        for name in re.findall(r"url\(#([\w-]+)\)", " ".join(each.attrib.values())):
+            assert name in ids
+
+
+def test_it_asks_nothing_of_a_network_and_runs_its_own_script_alone():
+    tree = page(report())
+    for each in tree.iter():
+        assert each.tag not in ("img", "iframe", "object")
+        assert "src" not in each.attrib
+        assert re.match("#|data:", each.get("href", "#"))
+        assert not [key for key in each.attrib if key.startswith("on")]
+    (script,) = tree.iter("script")
+    digest = base64.b64encode(hashlib.sha256((script.text or "").encode()).digest()).decode()
+    (policy,) = (meta.get("content") or "" for meta in tree.iter("meta") if meta.get("http-equiv"))
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    (style,) = tree.iter("style")
+    assert not re.search(r"@import|url\((?!#)", style.text or "")
+
+
+def test_the_same_report_gives_the_same_page():
+    assert report().to_html() == replace(report()).to_html()
+
+
+def test_it_is_saved_as_a_file(tmp_path):
+    report().save(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == report().to_html()
+
+
+def test_a_file_that_cannot_be_written_is_an_error_with_a_way_out(tmp_path):
+    with pytest.raises(
+        mw.DataError, match=r"cannot write the report to .*: it is a folder. Choose"
+    ):
+        report().save(tmp_path)
+
+
+JOB = """
+import keras, numpy as np
+
+def build():
+    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(4)])
+    model.compile("adam", "mse")
+    return model, (np.zeros([16, 16]), np.zeros([16, 4]))
+"""
+
+
+def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
+    mw.create_mesh({"batch": 8})  # before the command can ask for one device alone
+    (tmp_path / "job_of_a_page.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "job_of_a_page", raising=False)
+    monkeypatch.setattr(plan_command, "dry_run", lambda *_, **__: report())
+    asked = plan_command.Asked(
+        "job_of_a_page.py:build",
+        Target.of("cpu:8"),
+        mw.Mesh({"batch": 8}),
+        layouts={},
+        zero=None,
+        batch_size=None,
+        options={},
+    )
+    assert plan_command.run(asked, 60.0, Path("report.html")) is report()
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == report().to_html()
+
+
+@pytest.mark.parametrize("option", ["--html", "--save"])
+def test_the_command_says_before_it_compiles_that_a_file_cannot_be_written(option, tmp_path):
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / "file" / "page")
+    asked = ["dry-run", "json:build", "--target", "cpu:8", option, path]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 2
+    words = " ".join(done.output.split())
+    assert f"to '{path}': '{tmp_path / 'file'}' is not a folder. Choose another path." in words
+
+
+@pytest.mark.full_for("loop")
+@pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
+def test_every_number_of_the_terminal_is_in_the_page(found):
+    shown = text(page(found()))
+    told = re.findall(r"\d[\d,.]*(?: (?:[KMGT]?i?B|[mµ]?s|[kMGTP]?FLOP)\b|%)?", str(found()))
+    assert len(told) > 40
+    assert [each for each in told if each.rstrip(".,") not in shown] == []
+
+
+def test_whatever_comes_from_the_user_is_escaped():
+    info = ParamInfo(EVIL, (EVIL,), (4, 8), "float32", 4)
+    placed = Placed(info, mw.Layout([None, "model"], MESH), EVIL)
+    transfer = replace(report().unexpected[0], paths=(EVIL,), variables=(EVIL,), remedy=EVIL)
+    found = replace(
+        report(),
+        name=EVIL,
+        notes=(EVIL,),
+        refusal=EVIL,
+        placed=(placed, placed._replace(info=replace(info, path=f"{EVIL}2"))),
+        collectives=(transfer,),
+        tensors=tuple(replace(t, origin=replace(t.origin, path=EVIL)) for t in report().tensors),
+    )
+    assert len(list(page(found).iter("script"))) == 1
+    assert text(page(found)).count(EVIL) > 6
+    assert found.to_html().count("<script>") == 1
+
+
+def test_lines_stand_beside_collectives_and_remedies_where_they_are_known():
+    transfer = replace(report().unexpected[0], lines=("model.py:7", "model.py:9", "<b>.py:1"))
+    tree = page(replace(report(), collectives=(transfer, *report().collectives)))
+    columns = [text(each) for each in tree.iter("th")]
+    assert "written in" in columns
+    assert any(
+        row[-1] == "model.py:7, model.py:9, <b>.py:1" for row in rows_of(tree, "collectives-table")
+    )
+    assert "Written in model.py:7, model.py:9 and 1 more." in text(tree)
+    assert "written in" not in text(page(report()))
+
+
+def test_a_layer_with_an_evil_name_is_shown_by_its_name():
+    assert "<script>/kernel" in text(page(report()))
+    assert "<b>net" in text(page(report()))
+    assert "<b>net" not in report().to_html()
+
+
+# A plan and its alternatives
+
+
+def option(time_s, peak_bytes, axes=(("batch", 8),), rules=(("batch", ("batch",)),), **more):
+    told = {"zero": 0, "accumulate": 1, "remat": "none", **more}
+    compute_s, talk_s = time_s and 0.75 * time_s, time_s and 0.25 * time_s
+    times = {"time_s": time_s, "compute_s": compute_s, "communication_s": talk_s}
+    return Option(axes, rules, peak_bytes=peak_bytes, **times, **told)
+
+
+def a_plan(**more) -> Plan:
+    both = (("batch", 4), ("model", 2))
+    split = (("batch", ("batch",)), ("block/ffn.hidden", ("model",)))
+    values = {
+        "name": "net",
+        "target": "h100:8",
+        "hardware": "h100",
+        "objective": "time",
+        "limit_bytes": 80 * 10**9,
+        "chosen": option(0.02, 40 * 10**9, both, split, zero=1, accumulate=4, remat="block"),
+        "runners_up": (option(0.03, 30 * 10**9, both, split), option(0.05, 20 * 10**9)),
+        "data_parallel": option(0.07, 90 * 10**9),
+        "layouts": (("x", (("batch",), ())), ("block/ffn/kernel", ((), ("model",)))),
+        "inputs": ("x",),
+        "batch": ("batch",),
+        "why": ("block/ffn.hidden over model: saves 2.89 GiB, most of it slots",),
+        "notes": ("said",),
+    }
+    return Plan(**{**values, **more})
+
+
+def test_a_plan_shows_what_was_chosen_beside_what_was_not():
+    tree = ElementTree.fromstring(a_plan().to_html())
+    rows = {row[0]: row for row in rows_of(tree, "plan-table")}
+    assert list(rows) == ["chosen", "runner-up 1", "runner-up 2", "data parallel"]
+    assert rows["chosen"][4] == "ZeRO 1, 4 micro-batches, remat"
+    assert rows["chosen"][-2:] == ["✓ yes", "-"]
+    assert rows["runner-up 1"][3] == "batch over batchblock/ffn.hidden over model"
+    assert rows["runner-up 1"][-1] == "10 ms slower, saves 9.31 GiB"
+    assert rows["data parallel"][-2:] == ["✗ no", "50 ms slower, takes 46.6 GiB"]
+    assert "block/ffn.hidden over model: saves 2.89 GiB, most of it slots" in text(tree)
+    assert rows_of(tree, "layouts-table")[1] == [
+        "block/ffn/kernel",
+        "parameter",
+        "[unsharded, model]",
+    ]
+
+
+def test_a_plan_has_the_name_of_its_model_and_says_how_sure_its_time_is():
+    why = ("a.dim0 over model: changes next to nothing", "b.dim1 over model: saves 1 GiB")
+    shown = text(ElementTree.fromstring(a_plan(why=why).to_html()))
+    assert "net" in shown
+    assert "by the planner's model; dry runs in the benchmarks: 6.8 ms to 18.2 ms" in shown
+    assert "next to nothing" not in shown
+    assert "b.dim1 over model: saves 1 GiB" in shown
+    assert "h100:8" in text(ElementTree.fromstring(a_plan(name="").to_html()))
+
+
+def test_the_ranges_of_times_are_those_of_the_benchmarks():
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    models = json.loads((results / "plans.json").read_text()).values()
+    hands = [hand for model in models for hand in model["hand"].values()]
+    ratios = [
+        each["step_time_s"] / each["model_time_s"]
+        for each in hands
+        if each.get("step_time_s") and each.get("model_time_s")
+    ]
+    low, high = accuracy.OF_THE_MODEL
+    assert sum(low <= ratio <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
+    layouts = [
+        each
+        for run in json.loads((results / "ranking.json").read_text())
+        for each in run["layouts"]
+    ]
+    ratios = [statistics.mean(each["passes_s"]) / each["estimated_s"] for each in layouts]
+    low, high = accuracy.OF_DRY_RUNS
+    assert sum(low <= round(ratio, 2) <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
+
+
+def test_dry_runs_are_set_beside_dry_runs_alone():
+    dry = {"dry_run_time_s": 0.06, "dry_run_peak_bytes": 85 * 10**9}
+    chosen = replace(a_plan().chosen, **dry)
+    first = replace(a_plan().runners_up[0], dry_run_time_s=0.08, dry_run_peak_bytes=86 * 10**9)
+    plan = a_plan(chosen=chosen, runners_up=(first, a_plan().runners_up[1]))
+    rows = {row[0]: row for row in rows_of(ElementTree.fromstring(plan.to_html()), "plan-table")}
+    assert rows["chosen"][5] == "20 msdry run: 60 ms"
+    assert rows["chosen"][-2] == "✗ no"  # by its dry run, which knows better
+    assert rows["runner-up 1"][-1] == "20 ms slower, takes 954 MiB"
+    assert rows["runner-up 2"][-1] == "30 ms slower, saves 18.6 GiB"  # both by the model
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        a_plan(),
+        a_plan(limit_bytes=None),
+        a_plan(runners_up=(), data_parallel=None, why=(), notes=()),
+        a_plan(chosen=option(None, 6), runners_up=(), data_parallel=option(None, 8)),
+    ],
+    ids=["all", "no limit", "alone", "no times"],
+)
+def test_every_number_of_a_plan_is_in_its_page(plan):
+    tree = ElementTree.fromstring(plan.to_html())
+    ids = [each.get("id") for each in tree.iter() if each.get("id")]
+    assert len(ids) == len(set(ids))
+    shown = text(tree)
+    told = re.findall(r"\d[\d,.]* (?:[KMGT]?i?B|[mµ]?s)\b", str(plan))
+    assert told
+    assert [each for each in told if each not in shown] == []
+
+
+def test_a_report_shows_the_alternatives_of_its_plan(tmp_path):
+    with_plan = report().to_html(a_plan())
+    assert len(rows_of(ElementTree.fromstring(with_plan), "plan-table")) == 4
+    assert 'id="plan-table"' not in report().to_html()
+    report().save(tmp_path / "both.html", a_plan())
+    assert (tmp_path / "both.html").read_text(encoding="utf-8") == with_plan
+
+
+def test_what_a_plan_has_from_the_user_is_escaped():
+    evil = replace(option(0.1, 5), rules=((EVIL, (EVIL,)),))
+    plan = a_plan(chosen=evil, runners_up=(), why=(EVIL,), notes=(EVIL,), target=EVIL)
+    plan = replace(plan, layouts=((EVIL, ((EVIL,),)),), inputs=())
+    assert plan.to_html().count("<script>") == 1
+    assert len(list(ElementTree.fromstring(plan.to_html()).iter("script"))) == 1
+
+
+def test_the_command_that_chooses_writes_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_command, "choose", lambda *_, **__: a_plan())
+    asked = ["plan", "json:build", "--target", "h100:8", "--html", str(tmp_path / "plan.html")]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == a_plan().to_html()
+    asked[-1] = str(tmp_path / "plan.html" / "plan.html")
+    refused = CliRunner().invoke(main, asked)
+    assert refused.exit_code == 2
+    assert "Invalid value for '--html': cannot write the page to" in refused.output
+
+
+# Its parts
+
+
+def test_what_fits_and_what_does_not_is_said_in_words():
+    fits = text(page(bare(peak_bytes=2048, available_bytes=4096)))
+    assert "Fits, with 2 KiB to spare" in fits
+    assert "Does not fit, by 1 KiB" in text(page(bare(peak_bytes=5120, available_bytes=4096)))
+    assert "Fit unknown: device memory not known" in text(page(bare(peak_bytes=5120)))
+
+
+def test_the_parts_of_the_memory_add_up_to_the_peak():
+    found = report()
+    assert sum(part.size for part in parts_of(found.memory)) == found.peak_bytes
+    rows = {row[0]: row[1] for row in rows_of(page(found), "memory-table")}
+    assert rows["parameters"] == f"{found.parameter_bytes:,}"
+    assert rows["peak"] == f"{found.peak_bytes:,}"
+
+
+def test_collectives_nobody_asked_for_stand_out_with_their_remedy():
+    assert report().unexpected
+    tree = page(report())
+    marked = [row for row in tree.iter("tr") if row.get("class") == "marked"]
+    assert marked
+    assert all("! unexpected" in text(row) for row in marked)
+    assert all(each.remedy in text(tree) for each in report().unexpected)
+
+
+def test_the_collectives_of_the_table_are_all_there_are():
+    found = looped()
+    rows = rows_of(page(found), "collectives-table")
+    assert sum(int(row[5].replace(",", "")) for row in rows) == sum(
+        each.count for each in found.collectives
+    )
+
+
+def test_layers_are_those_of_the_estimate():
+    found = report().estimate
+    rows = rows_of(page(report()), "layers-table")
+    assert [row[0] for row in rows] == [each.layer or "-" for each in found.layers]
+
+
+def test_collectives_and_flops_of_equal_layers_share_a_row():
+    def summed(path, nbytes):
+        return Transfer("all-reduce", ("batch",), nbytes, 1, (path,), ("backward",), ("float32",))
+
+    moved = [summed(f"block_{n}/up_1", 64) for n in range(24)] + [summed("block_24/up_1", 32)]
+    rows = [(row.places, row.count, row.nbytes) for row in traffic.alike(moved)]
+    assert rows == [(("block_*/up_1",), 24, 24 * 64), (("block_24/up_1",), 1, 32)]
+    layers = [LayerCost(f"block_{n}", 1e9, 2e9, 0.0, 0.0, 10 + n) for n in range(24)]
+    layers.append(LayerCost("head", 5e9, 0.0, 0.0, 0.0, 7))
+    found = replace(report(), collectives=tuple(moved))
+    found = replace(found, estimate=replace(found.estimate, layers=tuple(layers)))
+    tree = page(found)
+    assert [row[:3] for row in rows_of(tree, "layers-table")] == [
+        ["block_*" + ", ".join(each.layer for each in layers[:-1]), "24 ×", "72 GFLOP"],
+        ["head", "1 ×", "5 GFLOP"],
+    ]
+    first, last = rows_of(tree, "collectives-table")
+    assert (first[2].startswith("block_*/up_1 (24 alike)"), first[5]) == (True, "24")
+    assert (last[2], last[5]) == ("block_24/up_1", "1")
+    assert re.search(r"all-reduce +batch +24 +1\.5 KiB +backward +block_\*/up_1", str(found))
+
+
+def test_numbers_sort_by_what_they_are_and_not_by_how_they_look():
+    tree = page(report())
+    cells = [cell for cell in tree.iter("td") if cell.get("data-of") == "bytes per device"]
+    keys = [float(cell.get("data-v") or "nan") for cell in cells]
+    assert len(keys) > 5
+    assert all(key >= 0 for key in keys)
+
+
+def test_variables_of_equal_blocks_share_a_row():
+    def placed(path, specs):
+        info = ParamInfo(path, (path,), (8, 8), "float32", 4)
+        return Placed(info, mw.Layout(specs, MESH), f"rule {path!r}")
+
+    split = [placed(f"block_{n}/up_1", [None, "model"]) for n in range(24)]
+    whole = [placed("block_3/up_1", [None, None])]
+    found = alike([*split, *whole])
+    assert [(each.pattern, len(each.members)) for each in found] == [
+        ("block_*/up_1", 24),
+        ("block_3/up_1", 1),
+    ]
+    assert found[0].bytes_per_device == 24 * 8 * 8 * 4 // 2
+    shown = text(page(replace(report(), placed=(*split, *whole))))
+    assert all(each.info.path in shown for each in split)  # where a search finds them
+
+
+# The time line
+
+
+@pytest.mark.full_for("loop")
+@pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
+def test_the_time_line_is_as_long_as_the_estimate_and_as_busy(found):
+    moments = moments_of(found())
+    estimate = found().estimate
+    assert moments.length_s == pytest.approx(estimate.step_time_s)
+
+    def busy(lane):
+        return sum(span.end_s - span.begin_s for span in moments.spans if span.lane == lane)
+
+    for axes, time_s in estimate.communication_s:
+        assert busy(axes) == pytest.approx(time_s)
+    # One thing at a time: what the device does and waits for is all of the step.
+    assert busy(COMPUTE) + busy(MEMORY) + estimate.waiting_s == pytest.approx(moments.length_s)
+
+
+def product(name, **more):
+    return Operation(name, "dot", f"jvp({name})/dot", flops=1e9, dtype="float32", **more)
+
+
+def test_a_collective_that_is_begun_early_runs_beside_other_work():
+    array = Array("float32", (250_000_000,), 32)
+    talk = Collective("all-gather", (array,), ((0, 1),), ("batch",), 1, "jvp(gathered)/x", 0, 0)
+    program = (
+        Operation("start", "all-gather-start", "", collectives=(talk,)),
+        product("first"),
+        Operation("done", "all-gather-done", "", ends="start"),
+        Loop("loop", 3, (product("inner"),)),
+    )
+    clock = Clock(GUESS, "cpu", (AxisLink("batch", 2, Link("shared", "shared", 1e9)),))
+    found = record(program, clock)
+    assert found.length_s == pytest.approx(run(program, clock).length) == pytest.approx(4.0)
+    assert found.spans[0] == Span(("batch",), 0.0, 0.5, "gathered", "forward")
+    assert [(each.layer, each.begin_s, each.end_s) for each in found.spans[1:]] == [
+        ("first", 0.0, 1.0),
+        ("inner", 1.0, 2.0),
+        ("inner", 2.0, 3.0),
+        ("inner", 3.0, 4.0),
+    ]
+
+
+def test_a_long_loop_is_drawn_once_and_stays_as_long():
+    clock = Clock(GUESS, "cpu", ())
+    found = record((Loop("loop", 100_000, (product("inner"),)),), clock)
+    assert found.spans == (Span(COMPUTE, 0.0, 100_000.0, "inner", "forward"),)
+
+
+def test_the_columns_of_a_lane_hold_all_of_its_time():
+    spans = [Span(COMPUTE, 0.1, 0.35, "a", "forward"), Span(COMPUTE, 0.35, 0.9, "b", "backward")]
+    slots = slots_of(spans, 1.0)
+    held = [sum(slot.shares.get(p, 0.0) for slot in slots) for p in ("forward", "backward")]
+    assert held == pytest.approx([0.25 * SLOTS, 0.55 * SLOTS])
+    assert all(sum(slot.shares.values()) <= 1 + 1e-9 for slot in slots)
+
+
+def test_without_the_numbers_of_the_hardware_the_missing_ones_are_named():
+    found = replace(report(), hardware=Hardware("bare"))
+    unknown = replace(report().estimate, step_time_s=None, missing=("links.shared.bytes_per_s",))
+    shown = text(page(replace(found, estimate=unknown)))
+    assert "No time line" in shown
+    assert "links.shared.bytes_per_s" in shown
+
+
+# Large ones
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"x": 1},
+        {"batch": 512},
+        {"batch": 64, "model": 8},
+        {"replica": 8, "batch": 8, "model": 8},
+        {"a": 2, "b": 4, "c": 8, "d": 8},
+        {"batch": 256, "model": 24},
+    ],
+    ids=str,
+)
+def test_meshes_of_any_size_are_drawn_in_a_picture_of_one_size(axes):
+    tree = ElementTree.fromstring(mesh_picture(mw.Mesh(axes)))
+    assert float(tree.get("width") or 0) < 480
+    assert float(tree.get("height") or 0) < 400
+    words = text(tree)
+    assert all(f"{axis} = {size}" in words for axis, size in axes.items())
+    texts = [each.text or "" for each in tree.iter("{http://www.w3.org/2000/svg}text")]
+    numbers = [int(n) for each in texts if re.fullmatch(r"[\d–]+", each) for n in each.split("–")]
+    assert min(numbers) == 0
+    assert max(numbers) < math.prod(axes.values())
+    assert len(numbers) == len(set(numbers))
+
+
+def test_long_names_of_axes_make_the_picture_wider_and_are_not_cut():
+    axes = {"replicas": 2, "rows_of_the_batch_in_a_host": 4, "a_model_axis_of_a_very_long_name": 2}
+    tree = ElementTree.fromstring(mesh_picture(mw.Mesh(axes)))
+    for each in tree.iter("{http://www.w3.org/2000/svg}text"):
+        if not each.get("transform") and each.get("text-anchor") is None:
+            end = float(each.get("x") or 0) + text_width(each.text or "", 13)
+            assert end < float(tree.get("width") or 0)
+
+
+def test_a_report_of_24_blocks_on_512_devices_stays_small_and_is_made_at_once():
+    mesh = mw.Mesh({"replica": 8, "batch": 8, "model": 8})
+    ways = [[None, "model"], ["model", None], [("replica", "batch"), "model"], ["batch", "model"]]
+    ways += [[("model", "replica"), "batch"], [None, ("batch", "model")], [None, None]]
+    placed = []
+    for block in range(24):
+        for number in range(48):
+            path = f"block_{block}/part_{'abcdefgh'[number % 8]}{'xyzuvw'[number // 8]}/kernel"
+            info = ParamInfo(path, (path,), (4096, 4096), "float32", 4)
+            placed.append(Placed(info, mw.Layout(ways[number % 7], mesh), "rule"))
+    found = replace(
+        report(),
+        axes=mesh.axes,
+        placed=tuple(placed),
+        collectives=tuple(
+            replace(each, variables=(f"block_{block}/{number}/kernel",))
+            for block in range(24)
+            for number, each in enumerate(report().collectives)
+        ),
+    )
+    begin = time.process_time()
+    made = found.to_html()
+    assert time.process_time() - begin < 1.0
+    assert len(made.encode()) < 1_000_000
+    ElementTree.fromstring(made)
