@@ -184,8 +184,8 @@ def test_a_chip_without_numbers_gives_no_time():
     assert found.missing == ("peak_flops_per_s.float32", "memory_bandwidth_bytes_per_s")
     assert (found.step_time_s, found.mfu, found.bound_by, found.compute_s) == (None,) * 4
     assert found.flops == DOT_S
-    assert "step time      unknown" in str(found)
-    assert "unknown        peak_flops_per_s.float32, memory_bandwidth_bytes_per_s" in str(found)
+    assert "step time   unknown" in str(found)
+    assert "unknown              peak_flops_per_s.float32, memory_bandwidth_bytes_per_s" in str(found)
 
 
 def test_what_was_assumed_is_said():
@@ -300,7 +300,7 @@ def test_where_numbers_are_missing_it_says_how_to_know_them():
     step = replace(kernels(), target=Target.of("cpu:8"))
     bare = str(estimate(step, Hardware("cpu")))
     assert "hardware=mw.calibrate('cpu:8'), or --measure in the terminal, measures them" in bare
-    assert "unknown    1 x negate" in bare  # and not that it takes no time
+    assert "unknown  1 x  negate" in bare  # and not that it takes no time
     assert "Pass them as hardware=." in str(estimate(kernels(), Hardware("mine")))
 
 

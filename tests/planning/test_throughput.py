@@ -15,6 +15,7 @@ from optax import sgd
 import meshwright as mw
 from meshwright.display.moments import moments_of
 from meshwright.display.page.memory import heights_of, in_slots
+from meshwright.display.text.beside import row_cells
 from meshwright.targets.hardware import Hardware, Link
 
 ROWS, LENGTH, WIDTH = 16, 8, 32
@@ -105,6 +106,6 @@ def test_two_reports_are_shown_side_by_side(report, tmp_path):
     assert lines[3].split() == ["batch=8", "batch=4,", "model=2", "ratio"]
     pair.save(tmp_path / "pair.html")
     shown = (tmp_path / "pair.html").read_text()
-    assert all(cell in shown for row in pair.rows for cell in row.cells)
+    assert all(cell in shown for row in pair.rows for cell in row_cells(row))
     with pytest.raises(mw.DataError, match="or beside another dry run; received something of type"):
         report.beside(3)
