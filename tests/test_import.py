@@ -24,7 +24,18 @@ PURE = [
     "layouts/layout_map",
     "layouts/placement",
 ]
-HEAVY = {"numpy", "jax", "jaxlib", "keras", "rich", "click", "scipy", "optax", "tensorflow"}
+HEAVY = {
+    "numpy",
+    "jax",
+    "jaxlib",
+    "keras",
+    "rich",
+    "jinja2",
+    "click",
+    "scipy",
+    "optax",
+    "tensorflow",
+}
 
 
 def test_importing_it_loads_nothing_heavy():

@@ -71,6 +71,16 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list
     return list(groups.values())
 
 
+def short_list(names: Sequence[str], most: int = 2) -> str:
+    """The first names, and how many more there are.
+
+    >>> short_list(["a", "b", "c"]), short_list([])
+    ('a, b and 1 more', '-')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "-"
+
+
 def _ranges(rows: list[_Row]) -> list[_Row]:
     """Rows of numbers with columns as ranges, the innermost first; equal columns are one."""
     columns = list(zip(*rows, strict=True))

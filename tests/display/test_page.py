@@ -26,9 +26,9 @@ from keras import layers
 import meshwright as mw
 from meshwright import plan_command
 from meshwright.cli import main
-from meshwright.display import accuracy
 from meshwright.display.drawing.canvas import text_width
 from meshwright.display.moments import COMPUTE, MEMORY, Span, moments_of, record
+from meshwright.display.page import plan as plan_pages
 from meshwright.display.page.layouts import alike
 from meshwright.display.page.memory import parts_of
 from meshwright.display.page.pictures import mesh_picture
@@ -336,7 +336,7 @@ def test_the_ranges_of_times_are_those_of_the_benchmarks():
         for each in hands
         if each.get("step_time_s") and each.get("model_time_s")
     ]
-    low, high = accuracy.OF_THE_MODEL
+    low, high = plan_pages.OF_THE_MODEL
     assert sum(low <= ratio <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
     layouts = [
         each
@@ -344,7 +344,7 @@ def test_the_ranges_of_times_are_those_of_the_benchmarks():
         for each in run["layouts"]
     ]
     ratios = [statistics.mean(each["passes_s"]) / each["estimated_s"] for each in layouts]
-    low, high = accuracy.OF_DRY_RUNS
+    low, high = plan_pages.OF_DRY_RUNS
     assert sum(low <= round(ratio, 2) <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
 
 

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..merging import grouped, pattern, without_numbers
+from ..merging import grouped, pattern, short_list, without_numbers
 from ..units import bytes_text, flops_text, seconds_text, share_text
-from .text.columns import short_list
 
 if TYPE_CHECKING:
     from ..hlo.traffic import Transfer

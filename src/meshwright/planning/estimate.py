@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from ..hlo.costs import Costs, LayerCost, read_costs
 from ..hlo.links import links_of
 from ..hlo.schedule import Clock, Times, run
+from ..merging import short_list
 from ..targets.hardware import Hardware
 from ..targets.target import Target
 from ..units import flops_text, seconds_text
@@ -124,12 +125,12 @@ class Estimate(Viewable):
             count = "counts" if len(self.unknown_loops) == 1 else "count"
             said.append(
                 f"{_count(self.unknown_loops, 'loop')} of unknown length {count} once "
-                f"({_first(self.unknown_loops)}): FLOPs, bytes and times are at least those shown"
+                f"({short_list(self.unknown_loops, _NAMED)}): FLOPs, bytes and times are at least those shown"
             )
         if self.uncounted:
             said.append(
                 f"the work of {_count(self.uncounted, 'kernel')} is unknown and counts as nothing "
-                f"({_first(self.uncounted)})"
+                f"({short_list(self.uncounted, _NAMED)})"
             )
         return tuple(said)
 
@@ -329,8 +330,3 @@ def _short_in_words(found: Estimate) -> str:
 
 def _count(names: Sequence[str], noun: str) -> str:
     return f"1 {noun}" if len(names) == 1 else f"{len(names)} {noun}s"
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from ...layouts.mesh import Mesh
 from ...units import bytes_text
@@ -12,7 +13,7 @@ from .painting import BARE, LABELLED, Look, draw_arrow, draw_bar, paint_cells
 from .palette import INK, SOFT
 from .sheet import Section
 from .tensor import LINE, Frame
-from .tiling import device_numbers, mesh_grid
+from .tiling import Grid, device_numbers, mesh_grid
 from .words import devices_text, numbers_text
 
 KEY = 200.0  # width of the mesh with all its texts
@@ -36,7 +37,7 @@ def draw_key(canvas: Canvas, section: Section, frame: Frame, x: float, y: float)
         return Look(BARE, INK, [str(numbers[position])] if labelled else [], "")
 
     paint_cells(canvas, fitted, x, top, look, finest=1.6)
-    (_solid_axes if solid else _flat_axes)(canvas, mesh, fitted, x, top)
+    draw_axes(canvas, mesh, fitted, x, top, room=KEY - _EDGE)
     _key_footing(canvas, section, x, y + frame.mesh_bottom)
 
 
@@ -58,32 +59,52 @@ def _order(mesh: Mesh, fitted: Arrangement) -> str:
     return f"{numbers_text(device_numbers(mesh))}, {order}"
 
 
-def _flat_axes(canvas: Canvas, mesh: Mesh, fitted: Arrangement, x: float, y: float) -> None:
-    axes = [f"{axis} = {size}" for axis, size in mesh.axes]
-    draw_arrow(canvas, (x, y - 9), (x + fitted.width, y - 9))
-    wrapped = len(axes) == 1 and fitted.grid.rows > 1
-    along = f"{axes[-1]}, in rows of {fitted.grid.columns}" if wrapped else axes[-1]
-    canvas.text(x, y - 17, clip_text(along, KEY - _EDGE, 13), 13, fill=INK)
-    if len(axes) > 1:
-        draw_arrow(canvas, (x - 9, y), (x - 9, y + fitted.height))
-        _turned(canvas, x - 17, y, fitted.height, axes[0])
+class AxisTexts(NamedTuple):
+    """The axes of a mesh in words, by where they run in its picture; some may be empty."""
+
+    down: str
+    aside: str  # along the leaning side of floors
+    across: str
+
+    @classmethod
+    def of(cls, mesh: Mesh, grid: Grid) -> AxisTexts:
+        texts = [f"{axis} = {size}" for axis, size in mesh.axes]
+        if len(texts) == 1:
+            wrapped = f", in rows of {grid.columns}" if grid.rows > 1 else ""
+            return cls("", "", f"{texts[0]}{wrapped}")
+        if len(texts) == 2:
+            return cls(texts[0], "", texts[1])
+        return cls(", ".join(texts[:-2]), *texts[-2:])
 
 
-def _solid_axes(canvas: Canvas, mesh: Mesh, fitted: Arrangement, x: float, y: float) -> None:
-    """The axes of floors: along the columns, along the leaning side, and from floor to floor."""
-    *outer, rows, columns = (f"{axis} = {size}" for axis, size in mesh.axes)
+def draw_axes(
+    canvas: Canvas,
+    mesh: Mesh,
+    fitted: Arrangement,
+    x: float,
+    y: float,
+    room: float = math.inf,
+    gap: float = 9.0,
+) -> None:
+    """The axes of a mesh whose cells begin here: along the columns, down the rows or from floor to
+    floor ``gap`` pixels left of them, and along the leaning side of floors.
+
+    ``room`` is what there is right of ``x``; longer texts are cut.
+    """
+    down, aside, across = AxisTexts.of(mesh, fitted.grid)
     lean = fitted.drawn[1] * fitted.lean
-    across = fitted.drawn[2] * fitted.cell_width
-    draw_arrow(canvas, (x + lean, y - 9), (x + lean + across, y - 9))
-    canvas.text(x + lean, y - 17, clip_text(columns, KEY - _EDGE - lean, 13), 13, fill=INK)
-    side = x + fitted.width - lean + 9  # right of the lower right corner of the first floor
-    foot = y + fitted.floor_height
-    draw_arrow(canvas, (side + lean, y), (side, foot))
-    beside = side + lean / 2 + 8
-    rows = clip_text(rows, KEY - _EDGE - (beside - x), 13)
-    canvas.text(beside, y + fitted.floor_height / 2 + 9, rows, 13, fill=INK)
-    draw_arrow(canvas, (x - 9, y), (x - 9, y + fitted.height))
-    _turned(canvas, x - 17, y, fitted.height, ", ".join(outer))
+    begin = x + lean
+    draw_arrow(canvas, (begin, y - 9), (begin + fitted.drawn[2] * fitted.cell_width, y - 9))
+    canvas.text(begin, y - 17, clip_text(across, room - lean, 13), 13, fill=INK)
+    if down:
+        draw_arrow(canvas, (x - gap, y), (x - gap, y + fitted.height))
+        _turned(canvas, x - gap - 8, y, fitted.height, down)
+    if aside:
+        side = x + fitted.width - lean + 9  # right of the lower right corner of the first floor
+        draw_arrow(canvas, (side + lean, y), (side, y + fitted.floor_height))
+        beside = side + lean / 2 + 8
+        text = clip_text(aside, room - (beside - x), 13)
+        canvas.text(beside, y + fitted.floor_height / 2 + 9, text, 13, fill=INK)
 
 
 def _turned(canvas: Canvas, x: float, y: float, height: float, text: str) -> None:

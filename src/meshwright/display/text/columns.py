@@ -114,13 +114,3 @@ def first_rows(rows: Sequence[Sequence[str]], most: int) -> list[Sequence[str]]:
         return list(rows)
     more = f"... and {len(rows) - most} more"
     return [*rows[:most], (*("",) * (len(rows[0]) - 1), more)]
-
-
-def short_list(names: Sequence[str], most: int = 2) -> str:
-    """The first names, and how many more there are.
-
-    >>> short_list(["a", "b", "c"]), short_list([])
-    ('a, b and 1 more', '-')
-    """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more or "-"

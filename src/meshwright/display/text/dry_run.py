@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...hlo.traffic import alike
 from ...layouts.mesh import axes_text
+from ...merging import short_list
 from ...units import bytes_text
 from ..figures import (
     analytic_text,
@@ -18,7 +19,7 @@ from ..figures import (
     tensor_rows,
     time_figures,
 )
-from .columns import Columns, Content, Line, Paragraphs, first_rows, paragraphs, short_list
+from .columns import Columns, Content, Line, Paragraphs, first_rows, paragraphs
 
 if TYPE_CHECKING:
     from ...hlo.traffic import Transfer

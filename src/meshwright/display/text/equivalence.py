@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .columns import Columns, Line, Paragraphs, paragraphs, short_list
+from ...merging import short_list
+from .columns import Columns, Line, Paragraphs, paragraphs
 
 if TYPE_CHECKING:
     from ...equivalence.judging import Difference, Equivalence, Gap, UnderMesh
