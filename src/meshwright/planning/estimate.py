@@ -125,7 +125,8 @@ class Estimate(Viewable):
             count = "counts" if len(self.unknown_loops) == 1 else "count"
             said.append(
                 f"{_count(self.unknown_loops, 'loop')} of unknown length {count} once "
-                f"({short_list(self.unknown_loops, _NAMED)}): FLOPs, bytes and times are at least those shown"
+                f"({short_list(self.unknown_loops, _NAMED)}): FLOPs, bytes and times are at least "
+                "those shown"
             )
         if self.uncounted:
             said.append(

@@ -10,9 +10,11 @@ from ...hlo.collectives import KINDS
 from ...hlo.traffic import Rows, alike, moved_bytes
 from ...units import bytes_text, seconds_text
 from ..figures import axes_list, remedies_of
-from .elements import Bar, Cell, Chart, Child, Column, Folded, Part, Path, Table
+from .elements import Cell, Column, Part, element
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from ...hlo.traffic import Transfer
     from ...planning.report import DryRun
 
@@ -35,7 +37,7 @@ def collectives_section(run: DryRun) -> dict[str, object] | None:
     }
 
 
-def _chart(run: DryRun) -> Chart:
+def _chart(run: DryRun) -> Markup:
     by_axes: dict[tuple[str, ...], list[Transfer]] = defaultdict(list)
     for each in run.collectives:
         by_axes[each.axes].append(each)
@@ -45,12 +47,14 @@ def _chart(run: DryRun) -> Chart:
     for axes in sorted(sizes, key=lambda axes: -sizes[axes]):
         time_s = times.get(axes)
         text = bytes_text(sizes[axes]) + ("" if time_s is None else f", {seconds_text(time_s)}")
-        bar = Bar(_parts(by_axes[axes]), max(1, *sizes.values()), f"over {axes_list(axes)}")
+        bar = element(
+            "bar", _parts(by_axes[axes]), max(1, *sizes.values()), f"over {axes_list(axes)}"
+        )
         rows.append((axes_list(axes), bar, text))
     kinds = {each.kind for each in run.collectives}
     key = [(kind, paint) for kind, paint in _PAINTS.items() if kind in kinds]
     caption = "Bytes of the arrays in one device and one step, by the axes that they travel along"
-    return Chart(caption, rows, key)
+    return element("chart", caption, rows, key)
 
 
 def _parts(transfers: Sequence[Transfer]) -> list[Part]:
@@ -58,7 +62,7 @@ def _parts(transfers: Sequence[Transfer]) -> list[Part]:
     return [Part(kind, size, bytes_text(size), _PAINTS[kind]) for kind, size in sizes.items()]
 
 
-def _table(transfers: Sequence[Transfer]) -> Table:
+def _table(transfers: Sequence[Transfer]) -> Markup:
     """Those that are alike in one row, as in the terminal."""
     groups = alike(transfers)
     columns = [
@@ -78,10 +82,10 @@ def _table(transfers: Sequence[Transfer]) -> Table:
             row.append(_folded(group.first.lines))
     caption = "Collectives; bytes are those of one device in one step"
     marks = [group.first.is_unexpected for group in groups]
-    return Table("collectives-table", caption, columns, rows, marks=marks)
+    return element("table", "collectives-table", caption, columns, rows, marks=marks)
 
 
-def _row(group: Rows) -> list[Cell | Child]:
+def _row(group: Rows) -> list[Cell | str]:
     first, known = group.first, group.count is not None
     dtypes = dict.fromkeys(dtype for each in group.all for dtype in each.dtypes)
     return [
@@ -96,18 +100,18 @@ def _row(group: Rows) -> list[Cell | Child]:
     ]
 
 
-def _places(group: Rows) -> Child:
+def _places(group: Rows) -> str:
     """What they are for; of equal layers their common name, and theirs folded away."""
     if len(group.each) == 1:
         return _folded(group.places)
     names = dict.fromkeys(name for some in group.each for name in some[0].places)
     common = ", ".join(group.places[:_NAMED])
-    return Folded(common, f" ({len(group.each)} alike)", ", ".join(names))
+    return element("folded", common, f" ({len(group.each)} alike)", ", ".join(names))
 
 
-def _folded(names: Sequence[str]) -> Child:
+def _folded(names: Sequence[str]) -> str:
     """The first names, and the rest folded away."""
     if len(names) <= _NAMED + 1:
-        return Path(", ".join(names) or "-")
+        return element("path", ", ".join(names) or "-")
     more = f" and {len(names) - _NAMED} more"
-    return Folded(", ".join(names[:_NAMED]), more, ", ".join(names[_NAMED:]))
+    return element("folded", ", ".join(names[:_NAMED]), more, ", ".join(names[_NAMED:]))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...hlo.links import links_of
@@ -15,7 +14,7 @@ from ...units import UNKNOWN, bytes_text, flops_text, seconds_text, share_text
 from ..figures import analytic_text, fit_text
 from ..text.beside import pair_title, row_cells
 from .collectives import collectives_section
-from .elements import Bar, Bars, Cell, Column, Element, Part, Table, environment, source
+from .elements import Cell, Column, Part, element, environment, source
 from .layers import layers_section
 from .layouts import layouts_section
 from .memory import memory_section
@@ -24,6 +23,8 @@ from .plan import plan_axes, plan_figures, plan_layouts, plan_section
 from .timeline import time_section
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from ...planning.beside import Pair, Row
     from ...planning.report import DryRun
     from ...planning.search.plan import Plan
@@ -39,18 +40,6 @@ _LINKS = {  # the sections of all pages, and their names in the navigation
     "notes": "Notes",
     "figures": "Figures",
 }
-
-
-@dataclass(frozen=True)
-class Head(Element):
-    """The top of a page; ``verdicts`` are pairs of a class and a text, ``figures`` tiles."""
-
-    over: str
-    title: str
-    target: str
-    under: str
-    verdicts: Sequence[tuple[str, str]] = ()
-    figures: Sequence[tuple[str, str, str]] = ()
 
 
 def dry_run_page(run: DryRun, plan: Plan | None = None) -> str:
@@ -80,7 +69,7 @@ def plan_page(plan: Plan) -> str:
     if plan.limit_bytes is not None:
         verdict = "good", f"✓ Fits into {bytes_text(plan.limit_bytes)}"
     by = f", by the numbers of {plan.hardware}: the least {plan.objective}"
-    head = Head("Meshwright plan", title, plan.target, by, [verdict], plan_figures(plan))
+    head = element("head", "Meshwright plan", title, plan.target, by, [verdict], plan_figures(plan))
     sections = {
         "plan": plan_section(plan),
         "mesh": {"picture": mesh_picture(plan.mesh), "table": plan_axes(plan)},
@@ -102,11 +91,17 @@ def pair_page(pair: Pair) -> str:
         Column("side by side"),
     )
     caption = "All figures of one device, or of one step"
-    table = Table("pair-table", caption, columns, [_pair_row(row) for row in pair.rows], shown=60)
-    return _page(title, Head("Meshwright dry runs", title, "", both), {"figures": {"table": table}})
+    table = element(
+        "table", "pair-table", caption, columns, [_pair_row(row) for row in pair.rows], shown=60
+    )
+    return _page(
+        title,
+        element("head", "Meshwright dry runs", title, "", both),
+        {"figures": {"table": table}},
+    )
 
 
-def _page(title: str, head: Head, sections: Mapping[str, Mapping[str, object] | None]) -> str:
+def _page(title: str, head: Markup, sections: Mapping[str, Mapping[str, object] | None]) -> str:
     """A document with those of the sections that are there, and links to them."""
     there = {name: section for name, section in sections.items() if section is not None}
     page = environment().get_template("page.html")
@@ -130,7 +125,7 @@ def _digest() -> str:
 # Dry runs
 
 
-def _run_head(run: DryRun) -> Head:
+def _run_head(run: DryRun) -> Markup:
     sign, kind = {True: ("✓", "good"), False: ("✗", "bad"), None: ("?", "maybe")}[run.fits]
     fit = fit_text(run)
     verdicts = [(kind, f"{sign} {fit[0].upper()}{fit[1:]}")]
@@ -138,7 +133,9 @@ def _run_head(run: DryRun) -> Head:
         verdicts.append(("maybe", f"By the {analytic_text(run)}"))
     verdicts += [("warning", f"✗ Error: {error}") for error in run.errors]
     under = f", {run.target.num_devices:,} devices, mesh {axes_text(run.axes, ' × ')}"
-    return Head("Meshwright dry run", run.name, str(run.target), under, verdicts, _run_figures(run))
+    return element(
+        "head", "Meshwright dry run", run.name, str(run.target), under, verdicts, _run_figures(run)
+    )
 
 
 def _run_figures(run: DryRun) -> list[tuple[str, str, str]]:
@@ -162,13 +159,13 @@ def _run_figures(run: DryRun) -> list[tuple[str, str, str]]:
     return figures
 
 
-def _axes(run: DryRun) -> Table:
+def _axes(run: DryRun) -> Markup:
     links = () if run.hardware is None else links_of(run.target, run.hardware, run.axes)
     lies = {each.axis: str(each).partition(" lies on ")[2] for each in links if each.size > 1}
     columns = (Column("axis"), Column("devices", "num"), Column("is taken to lie on"))
     rows = [(axis, Cell(str(size), size), lies.get(axis, "-")) for axis, size in run.axes]
     caption = f"The axes of its {run.target.num_devices:,} devices"
-    return Table("axes-table", caption, columns, rows, shown=None)
+    return element("table", "axes-table", caption, columns, rows, shown=None)
 
 
 def _notes(run: DryRun) -> dict[str, object] | None:
@@ -178,7 +175,9 @@ def _notes(run: DryRun) -> dict[str, object] | None:
     if run.hardware is not None and run.hardware.sources:
         columns = (Column("number"), Column("source", "path"))
         caption = f"The numbers of {run.hardware.name}, and where they are from"
-        table = Table("sources-table", caption, columns, run.hardware.sources, shown=None)
+        table = element(
+            "table", "sources-table", caption, columns, run.hardware.sources, shown=None
+        )
     if not notes and table is None:
         return None
     return {"notes": [f"{n[:1].upper()}{n[1:]}".rstrip(".") + "." for n in notes], "table": table}
@@ -197,5 +196,5 @@ def _pair_row(row: Row) -> tuple[Cell, ...]:
         Cell(first, row.first),
         Cell(second, row.second),
         Cell(ratio, row.ratio),
-        Cell(Bars([Bar([part], whole, name) for part in parts]), row.ratio),
+        Cell(element("lines", [element("bar", [part], whole, name) for part in parts]), row.ratio),
     )

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from ...merging import grouped, pattern, without_numbers
 from ...units import bytes_text, flops_text, seconds_text, share_text
-from .elements import Bar, Cell, Column, Part, Path, Table, names
+from .elements import Cell, Column, Part, element
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from ...hlo.costs import LayerCost
     from ...planning.estimate import Estimate, Heavy
 
@@ -42,8 +44,9 @@ def layers_section(found: Estimate | None) -> dict[str, object] | None:
     return {
         "text": f"{text}.",
         "paints": PAINTS,
-        "table": Table("layers-table", caption, columns, rows),
+        "table": element("table", "layers-table", caption, columns, rows),
         "heaviest": _heaviest(found.heaviest),
+        "heaviest_count": len(found.heaviest),
     }
 
 
@@ -67,16 +70,16 @@ def _row(layers: Sequence[LayerCost], whole: float, total: float) -> tuple[Cell,
     flops, nbytes = count * first.flops, sum(layer.bytes for layer in layers)
     paths = [layer.layer or "-" for layer in layers]
     return (
-        Cell(names(paths, pattern(paths))),
+        Cell(element("several", paths, pattern(paths))),
         Cell(f"{count} ×", count),
         Cell(flops_text(flops), flops),
         Cell(share_text(flops / total if total else 0.0), flops),
-        Cell(Bar(parts, whole, "FLOPs"), flops),
+        Cell(element("bar", parts, whole, "FLOPs"), flops),
         Cell(bytes_text(nbytes), nbytes),
     )
 
 
-def _heaviest(heaviest: Sequence[Heavy]) -> Table:
+def _heaviest(heaviest: Sequence[Heavy]) -> Markup:
     columns = (
         Column("instruction", "path"),
         Column("layer", "path"),
@@ -89,7 +92,7 @@ def _heaviest(heaviest: Sequence[Heavy]) -> Table:
     rows = [
         (
             each.opcode,
-            Path(each.layer or "-"),
+            element("path", each.layer or "-"),
             each.phase,
             Cell("?" if each.count is None else f"{each.count:,}", each.count or 0),
             Cell(seconds_text(each.time_s) if each.time_s else "-", each.time_s),
@@ -98,4 +101,6 @@ def _heaviest(heaviest: Sequence[Heavy]) -> Table:
         )
         for each in heaviest
     ]
-    return Table("heaviest-table", "Heaviest instructions, all their runs together", columns, rows)
+    return element(
+        "table", "heaviest-table", "Heaviest instructions, all their runs together", columns, rows
+    )

@@ -13,10 +13,12 @@ from ...merging import grouped, pattern, without_numbers
 from ...units import bytes_text
 from ..drawing import Drawn
 from ..drawing.words import dims_text, specs_text
-from .elements import Cell, Code, Column, Path, Table, names
+from .elements import Cell, Column, element
 from .pictures import tiling_picture
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from ...planning.report import DryRun
 
 _MOST_PICTURES = 12
@@ -108,11 +110,13 @@ def _figures(groups: Sequence[Alike]) -> tuple[list[dict[str, object]], int]:
             held = bytes_text(sum(each.bytes_per_device for each in members))
             noun = "variable lies" if count == 1 else "variables lie"
             text = f"{count:,} {noun} so: {held} in each device."
-            figures.append({"picture": picture, "text": text, "drawn": Path(largest.pattern)})
+            figures.append(
+                {"picture": picture, "text": text, "drawn": element("path", largest.pattern)}
+            )
     return figures, len(ways) - len(figures)
 
 
-def _table(groups: Sequence[Alike]) -> Table:
+def _table(groups: Sequence[Alike]) -> Markup:
     columns = (
         Column("variable", "path"),
         Column("how many", "num"),
@@ -125,18 +129,18 @@ def _table(groups: Sequence[Alike]) -> Table:
         Column("why", "words"),
     )
     rows = [_row(each) for each in groups]
-    return Table("layouts-table", "Variables and their layouts", columns, rows)
+    return element("table", "layouts-table", "Variables and their layouts", columns, rows)
 
 
 def _row(each: Alike) -> tuple[Cell, ...]:
     info = each.members[0].info
     return (
-        Cell(names([member.info.path for member in each.members], each.pattern)),
+        Cell(element("several", [member.info.path for member in each.members], each.pattern)),
         Cell(f"{len(each.members)} ×", len(each.members)),
         Cell(info.role),
         Cell(dims_text(info.dims), info.nbytes),
         Cell(info.dtype),
-        Cell(Code(specs_text(each.layout))),
+        Cell(element("code", specs_text(each.layout))),
         Cell(dims_text(each.layout.local_dims(each.dims))),
         Cell(bytes_text(each.bytes_per_device), each.bytes_per_device),
         Cell(pattern([member.reason for member in each.members])),

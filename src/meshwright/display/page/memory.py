@@ -11,9 +11,11 @@ from ...hlo.text import parse
 from ...units import bytes_text
 from ..drawing.words import dims_text
 from ..figures import Figure, memory_figures, tensor_rows
-from .elements import Bar, Cell, Column, Part, Path, Swatch, Table
+from .elements import Cell, Column, Part, element
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from ...planning.report import DryRun, Memory
 
 SLOTS = 400
@@ -52,13 +54,17 @@ def parts_of(memory: Memory) -> tuple[Part, ...]:
     )
 
 
-def _bars(memory: Memory) -> list[Bar]:
+def _bars(memory: Memory) -> list[Markup]:
     parts = parts_of(memory)
     held = sum(part.size for part in parts)
     whole = max(held, memory.available_bytes or 0, 1)
     free = Part("free", whole - held, bytes_text(whole - held), "free")
-    bars = [Bar((*parts, free), whole, "Memory of one device", memory.available_bytes)]
-    return [*bars, Bar(parts, held, "The peak alone")] if 0 < held < _SMALL * whole else bars
+    bars = [element("bar", (*parts, free), whole, "Memory of one device", memory.available_bytes)]
+    return (
+        [*bars, element("bar", parts, held, "The peak alone")]
+        if 0 < held < _SMALL * whole
+        else bars
+    )
 
 
 def _caption(memory: Memory) -> str:
@@ -72,7 +78,7 @@ def _caption(memory: Memory) -> str:
     return text + (" The lower bar is the peak alone." if len(_bars(memory)) > 1 else "")
 
 
-def _figures(memory: Memory) -> Table:
+def _figures(memory: Memory) -> Markup:
     parts = parts_of(memory)
     paints = {part.name: part.paint for part in parts}
     figures = memory_figures(memory)
@@ -81,7 +87,7 @@ def _figures(memory: Memory) -> Table:
     figures.insert(at, Figure(_REST, rest, parts[-1].text, "the peak without all of the above"))
     rows = [
         (
-            Swatch(name, paints[name]) if name in paints else name,
+            element("swatch", name, paints[name]) if name in paints else name,
             Cell(f"{value:,}", value),
             Cell(text, value),
             meaning,
@@ -95,10 +101,10 @@ def _figures(memory: Memory) -> Table:
         Column("in words", "num"),
         Column("which is"),
     )
-    return Table("memory-table", "Bytes of one device", columns, rows, shown=None)
+    return element("table", "memory-table", "Bytes of one device", columns, rows, shown=None)
 
 
-def _tensors(run: DryRun) -> Table:
+def _tensors(run: DryRun) -> Markup:
     """The largest temporary arrays, those that are alike in one row."""
     columns = (
         Column("where", "path"),
@@ -112,10 +118,10 @@ def _tensors(run: DryRun) -> Table:
     rows = []
     for where, phase, dims, dtype, count, nbytes in tensor_rows(run):
         part = Part(where, nbytes, bytes_text(nbytes), "sky")
-        share = Bar([part], max(run.alive_bytes, nbytes, 1), "share of what is alive")
+        share = element("bar", [part], max(run.alive_bytes, nbytes, 1), "share of what is alive")
         sizes = Cell(f"{count} ×", count), Cell(part.text, nbytes), Cell(share, nbytes)
-        rows.append((Path(where), phase, dims_text(dims), dtype, *sizes))
-    return Table("tensors-table", "Temporary arrays alive at the peak", columns, rows)
+        rows.append((element("path", where), phase, dims_text(dims), dtype, *sizes))
+    return element("table", "tensors-table", "Temporary arrays alive at the peak", columns, rows)
 
 
 # The course of the memory

@@ -10,9 +10,11 @@ from ...layouts.mesh import axes_text
 from ...planning.search.choices import remat_text
 from ...planning.search.reasons import NOTHING
 from ...units import bytes_text, seconds_text
-from .elements import Bar, Cell, Chart, Child, Code, Column, Lines, Part, Path, Table
+from .elements import Cell, Column, Part, element
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from ...planning.search.plan import Option, Plan
 
 # How far times were off in the recorded benchmarks.
@@ -39,8 +41,8 @@ def plan_section(plan: Plan) -> dict[str, object]:
         "peaks": _peaks(options, limit),
         "table": _table(options, limit),
         # Without the choices that change next to nothing.
-        "reasons": [Path(reason) for reason in plan.why if not reason.endswith(NOTHING)],
-        "notes": [Path(note) for note in plan.notes],
+        "reasons": [element("path", reason) for reason in plan.why if not reason.endswith(NOTHING)],
+        "notes": [element("path", note) for note in plan.notes],
     }
 
 
@@ -60,7 +62,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str, str]]:
     ]
 
 
-def plan_axes(plan: Plan) -> Table:
+def plan_axes(plan: Plan) -> Markup:
     """The axes of the mesh that was chosen, and what lies along them."""
     columns = (Column("axis"), Column("devices", "num"), Column("along it lie", "words"))
     rows = [
@@ -71,7 +73,9 @@ def plan_axes(plan: Plan) -> Table:
         )
         for axis, size in plan.axes
     ]
-    return Table("axes-table", f"The axes of its {plan.mesh.size:,} devices", columns, rows, None)
+    return element(
+        "table", "axes-table", f"The axes of its {plan.mesh.size:,} devices", columns, rows, None
+    )
 
 
 def plan_layouts(plan: Plan) -> dict[str, object]:
@@ -79,13 +83,15 @@ def plan_layouts(plan: Plan) -> dict[str, object]:
     columns = (Column("array", "path"), Column("role", "word"), Column("layout", "path"))
     rows = [
         (
-            Path(path),
+            element("path", path),
             "input" if path in plan.inputs else "parameter",
-            Code(f"[{', '.join('+'.join(axes) or UNSHARDED for axes in along)}]"),
+            element("code", f"[{', '.join('+'.join(axes) or UNSHARDED for axes in along)}]"),
         )
         for path, along in plan.layouts
     ]
-    table = Table("layouts-table", "Parameters and inputs, and their layouts", columns, rows)
+    table = element(
+        "table", "layouts-table", "Parameters and inputs, and their layouts", columns, rows
+    )
     return {"text": "", "figures": (), "left": 0, "table": table}
 
 
@@ -115,7 +121,7 @@ def _range(time_s: float, is_dry_run: bool) -> str:
     return f"{who} in the benchmarks: {seconds_text(low * time_s)} to {seconds_text(high * time_s)}"
 
 
-def _times(options: Sequence[_Named]) -> Chart | None:
+def _times(options: Sequence[_Named]) -> Markup | None:
     """How long a step takes, all on one scale; none where no times are known."""
     whole = max((each.option.time_s or 0.0 for each in options), default=0.0) or 1.0
     rows = []
@@ -127,23 +133,25 @@ def _times(options: Sequence[_Named]) -> Chart | None:
                 for (part, paint), time_s in zip(_PARTS, spent, strict=True)
             ]
             text = f"{seconds_text(option.time_s)}, {seconds_text(option.compute_s)} of it compute"
-            rows.append((name, Bar(parts, whole, f"time of {name}"), text))
-    return Chart("Time of one step", rows, _PARTS) if rows else None
+            rows.append((name, element("bar", parts, whole, f"time of {name}"), text))
+    return element("chart", "Time of one step", rows, _PARTS) if rows else None
 
 
-def _peaks(options: Sequence[_Named], limit: int | None) -> Chart:
+def _peaks(options: Sequence[_Named], limit: int | None) -> Markup:
     """What a device holds at most, beside what it has."""
     whole = max(1, limit or 0, *(each.option.peak_bytes for each in options))
     rows = []
     for name, option in options:
         peak = bytes_text(option.peak_bytes)
-        bar = Bar([Part("peak", option.peak_bytes, peak, "sky")], whole, f"memory of {name}", limit)
+        bar = element(
+            "bar", [Part("peak", option.peak_bytes, peak, "sky")], whole, f"memory of {name}", limit
+        )
         rows.append((name, bar, f"{peak}: too much" if _fits(option, limit) is False else peak))
     line = "" if limit is None else f"; the line is the limit, {bytes_text(limit)}"
-    return Chart(f"Peak of one device{line}", rows)
+    return element("chart", f"Peak of one device{line}", rows)
 
 
-def _table(options: Sequence[_Named], limit: int | None) -> Table:
+def _table(options: Sequence[_Named], limit: int | None) -> Markup:
     families = dict.fromkeys(family for _, option in options for family, _ in option.rules)
     columns = [
         Column("option", "name"),
@@ -158,12 +166,12 @@ def _table(options: Sequence[_Named], limit: int | None) -> Table:
         Column("beside the chosen", "words"),
     ]
     rows = [_row(each, options[0].option, families, limit) for each in options]
-    return Table("plan-table", "The options side by side", columns, rows)
+    return element("table", "plan-table", "The options side by side", columns, rows)
 
 
 def _row(
     named: _Named, chosen: Option, families: dict[str, None], limit: int | None
-) -> tuple[Cell | Child, ...]:
+) -> tuple[Cell | str, ...]:
     name, option = named
     fits = _fits(option, limit)
     return (
@@ -184,7 +192,7 @@ def _figure(text: Callable[[Any], str], modelled: float | None, dry_run: float |
     """By the planner's model, and below it by the dry run, which sorts where there is one."""
     if dry_run is None:
         return Cell(text(modelled), modelled or 0.0)
-    return Cell(Lines([text(modelled)], small=f"dry run: {text(dry_run)}"), dry_run)
+    return Cell(element("lines", [text(modelled)], small=f"dry run: {text(dry_run)}"), dry_run)
 
 
 def _choices(option: Option) -> Iterator[str]:
@@ -197,13 +205,15 @@ def _choices(option: Option) -> Iterator[str]:
         yield remat_text(option.remat)
 
 
-def _split(option: Option, families: dict[str, None]) -> Child:
+def _split(option: Option, families: dict[str, None]) -> str:
     """The dims that are split, and along which axes."""
     along = dict(option.rules)
     lines = [
-        Path(f"{family} over {'+'.join(along[family])}") for family in families if family in along
+        element("path", f"{family} over {'+'.join(along[family])}")
+        for family in families
+        if family in along
     ]
-    return Lines(lines) if lines else "nothing"
+    return element("lines", lines) if lines else "nothing"
 
 
 def _beside(option: Option, chosen: Option) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...units import seconds_text, share_text
 from ..figures import axes_list, how_to_know, time_figures
 from ..moments import COMPUTE, MEMORY, Moments, Span, moments_of
-from .elements import Cell, Column, Table
+from .elements import Cell, Column, element
 from .layers import PAINTS
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ def time_section(run: DryRun) -> dict[str, object] | None:
         "missing": _missing(run.estimate, run.is_analytic) if moments is None else None,
         "line": None if moments is None else _line(moments),
         "blocks": None if run.blocks is None or moments is None else run.blocks.count,
-        "figures": Table("time-table", "Times, each as if it were alone", columns, rows, None),
+        "figures": element(
+            "table", "time-table", "Times, each as if it were alone", columns, rows, None
+        ),
     }
 
 
