@@ -353,7 +353,10 @@ def test_dry_runs_are_set_beside_dry_runs_alone():
     chosen = replace(a_plan().chosen, **dry)
     first = replace(a_plan().runners_up[0], dry_run_time_s=0.08, dry_run_peak_bytes=86 * 10**9)
     plan = a_plan(chosen=chosen, runners_up=(first, a_plan().runners_up[1]))
-    rows = {row[0]: row for row in rows_of(ElementTree.fromstring(plan.to_html()), "plan-table")}
+    tree = ElementTree.fromstring(plan.to_html())
+    assert "Does not fit into 74.5 GiB" in text(tree)
+    assert "79.2 GiB: too much" in text(tree)
+    rows = {row[0]: row for row in rows_of(tree, "plan-table")}
     assert rows["chosen"][5] == "20 msdry run: 60 ms"
     assert rows["chosen"][-2] == "✗ no"  # by its dry run, which knows better
     assert rows["runner-up 1"][-1] == "20 ms slower, takes 954 MiB"

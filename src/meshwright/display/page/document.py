@@ -19,7 +19,7 @@ from .layers import layers_section
 from .layouts import layouts_section
 from .memory import memory_section
 from .pictures import mesh_picture
-from .plan import plan_axes, plan_figures, plan_layouts, plan_section
+from .plan import fits, plan_axes, plan_figures, plan_layouts, plan_section
 from .timeline import time_section
 
 if TYPE_CHECKING:
@@ -65,9 +65,12 @@ def dry_run_page(run: DryRun, plan: Plan | None = None) -> str:
 def plan_page(plan: Plan) -> str:
     """A plan as a page: its alternatives, its mesh and its layouts."""
     title = plan.name or f"A plan for {plan.target}"
-    verdict = "maybe", "? Fit unknown: device memory not known"
-    if plan.limit_bytes is not None:
-        verdict = "good", f"✓ Fits into {bytes_text(plan.limit_bytes)}"
+    limit = bytes_text(plan.limit_bytes)
+    verdict = {
+        True: ("good", f"✓ Fits into {limit}"),
+        False: ("bad", f"✗ Does not fit into {limit}"),
+        None: ("maybe", "? Fit unknown: device memory not known"),
+    }[fits(plan.chosen, plan.limit_bytes)]
     by = f", by the numbers of {plan.hardware}: the least {plan.objective}"
     head = element("head", "Meshwright plan", title, plan.target, by, [verdict], plan_figures(plan))
     sections = {

@@ -133,20 +133,21 @@ def _times(options: Sequence[_Named]) -> Markup | None:
                 for (part, paint), time_s in zip(_PARTS, spent, strict=True)
             ]
             text = f"{seconds_text(option.time_s)}, {seconds_text(option.compute_s)} of it compute"
+            if option.dry_run_time_s is not None:
+                text += f"; dry run: {seconds_text(option.dry_run_time_s)}"
             rows.append((name, element("bar", parts, whole, f"time of {name}"), text))
     return element("chart", "Time of one step", rows, _PARTS) if rows else None
 
 
 def _peaks(options: Sequence[_Named], limit: int | None) -> Markup:
-    """What a device holds at most, beside what it has."""
-    whole = max(1, limit or 0, *(each.option.peak_bytes for each in options))
+    """What a device holds at most, by its dry run where there is one, beside what it has."""
+    whole = max(1, limit or 0, *(each.option.held_bytes for each in options))
     rows = []
     for name, option in options:
-        peak = bytes_text(option.peak_bytes)
-        bar = element(
-            "bar", [Part("peak", option.peak_bytes, peak, "sky")], whole, f"memory of {name}", limit
-        )
-        rows.append((name, bar, f"{peak}: too much" if _fits(option, limit) is False else peak))
+        peak = bytes_text(option.held_bytes)
+        part = Part("peak", option.held_bytes, peak, "sky")
+        bar = element("bar", [part], whole, f"memory of {name}", limit)
+        rows.append((name, bar, f"{peak}: too much" if fits(option, limit) is False else peak))
     line = "" if limit is None else f"; the line is the limit, {bytes_text(limit)}"
     return element("chart", f"Peak of one device{line}", rows)
 
@@ -173,7 +174,7 @@ def _row(
     named: _Named, chosen: Option, families: dict[str, None], limit: int | None
 ) -> tuple[Cell | str, ...]:
     name, option = named
-    fits = _fits(option, limit)
+    is_fitting = fits(option, limit)
     return (
         name,
         Cell(str(option.num_devices), option.num_devices),
@@ -183,7 +184,7 @@ def _row(
         _figure(seconds_text, option.time_s, option.dry_run_time_s),
         Cell(seconds_text(option.communication_s), option.communication_s or 0.0),
         _figure(bytes_text, option.peak_bytes, option.dry_run_peak_bytes),
-        "unknown" if fits is None else "✓ yes" if fits else "✗ no",
+        "unknown" if is_fitting is None else "✓ yes" if is_fitting else "✗ no",
         "-" if option is chosen else ", ".join(_beside(option, chosen)) or "costs the same",
     )
 
@@ -235,5 +236,6 @@ def _time(option: Option) -> float | None:
     return option.time_s if option.dry_run_time_s is None else option.dry_run_time_s
 
 
-def _fits(option: Option, limit: int | None) -> bool | None:
+def fits(option: Option, limit: int | None) -> bool | None:
+    """Whether an option fits, by its dry run where there is one; ``None`` where that is unknown."""
     return None if limit is None else option.held_bytes <= limit

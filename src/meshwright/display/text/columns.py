@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 _GAP = 2  # spaces between columns
+_NARROW = 16  # a column of this width or less is not broken in a terminal
 
 
 class Line(NamedTuple):
@@ -36,28 +37,39 @@ class Columns:
     indent: int = 2
     marked: Collection[int] = ()
 
+    @property
+    def _widths(self) -> list[int]:
+        return [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
         lines = (
             (" " * _GAP).join(
                 cell.rjust(width) if place in self.right else cell.ljust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+                for place, (cell, width) in enumerate(zip(row, self._widths, strict=True))
             )
             for row in self.rows
         )
         return "\n".join(f"{' ' * self.indent}{line}".rstrip() for line in lines)
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.padding import Padding
         from rich.table import Table
         from rich.text import Text
 
+        widths = self._widths
+        needed = sum(min(width, _NARROW) + _GAP for width in widths) + self.indent
+        if (
+            needed > options.max_width
+        ):  # there, lines that go on below read better than slim columns
+            yield Text(str(self))
+            return
         table = Table.grid(padding=(0, _GAP, 0, 0))
-        for place in range(len(self.rows[0]) if self.rows else 0):
-            table.add_column(justify="right" if place in self.right else "left", overflow="fold")
+        for place, width in enumerate(widths):
+            side = "right" if place in self.right else "left"
+            table.add_column(justify=side, no_wrap=width <= _NARROW, overflow="fold")
         for number, row in enumerate(self.rows):
             table.add_row(*map(Text, row), style="red" if number in self.marked else "")
-        return Padding(table, (0, 0, 0, self.indent), expand=False)
+        yield Padding(table, (0, 0, 0, self.indent), expand=False)
 
 
 @dataclass(frozen=True)
