@@ -26,6 +26,7 @@ _PURPOSES = {  # of distributions that are required, and of extras
     "numpy": "arrays on the host",
     "click": "the command line",
     "rich": "tables and progress in the terminal",
+    "jinja2": "pages of reports and views in notebooks",
     "ml-dtypes": "bfloat16 and other small floats",
     "pyzmq": "messages between tasks of a cluster",
     "msgpack": "messages between tasks of a cluster",
