@@ -1,7 +1,7 @@
 """The loop over the epochs of a run, whatever takes its steps.
 
 What differs between training on this process's devices, on parameter servers, and of a plain JAX
-program is a :class:`Steps`; what users hang on to the loop are :class:`Callbacks`. When to save, to
+program is a :class:`Steps`; what users attach to the loop are :class:`Callbacks`. When to save, to
 validate, to draw and to stop is decided here and in :mod:`~meshwright.run.saver`, once.
 """
 
@@ -183,7 +183,7 @@ class Run:
         steps, saver, callbacks, progress = self.steps, self.saver, self.callbacks, self.progress
         entering("callbacks")
         callbacks.begin_epoch(epoch)
-        self._go_on(epoch)
+        self._begin(epoch)
         if progress:
             progress.begin_epoch(epoch, self._done)
         for taken in steps.take(epoch, self._done):
@@ -209,8 +209,8 @@ class Run:
         self._stop_if_asked(epoch + 1, 0)
         return logs
 
-    def _go_on(self, epoch: int) -> None:
-        """Begin an epoch, or go on in the midst of the one that a checkpoint was written in."""
+    def _begin(self, epoch: int) -> None:
+        """Begin an epoch, or resume the one that a checkpoint was written in."""
         start, self._start = self._start, None
         self._done, self._last = 0, {}
         if start is not None and start.position.batches:
@@ -233,6 +233,7 @@ class Run:
 
     def _stop_if_asked(self, epoch: int, batches: int) -> None:
         if self.saver.stopping.asked():
+            self.steps.settle(ends=True)
             self._save(epoch, batches)
             raise self.saver.stopping.error()
 

@@ -1,4 +1,4 @@
-"""What a run saves and when, and the checkpoint that it goes on from."""
+"""What a run saves and when, and the checkpoint that it resumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Resume = Literal["auto"] | bool
 class Saver:
     """Saves a run every so many steps, or after each epoch; without checkpoints it saves nothing.
 
-    ``start`` is the checkpoint to go on from, and ``layout`` says in words how the arrays lie.
+    ``start`` is the checkpoint to resume, and ``layout`` describes the layouts in words.
     Raises :class:`CheckpointError` for an ``every`` that is not a number of steps.
     """
 
@@ -94,7 +94,7 @@ class Saver:
             raise self.stopping.error()
 
     def restore(self, steps: Steps) -> None:
-        """Give the steps the state that the run goes on from."""
+        """Give the steps the state that the run resumes."""
         assert self.checkpoints is not None  # where the checkpoint comes from
         steps.load(self.checkpoints.restore(steps.state(), self.start))
 

@@ -206,7 +206,9 @@ def test_what_servers_have_trained_goes_on_synchronously(tmp_path):
     one = mw.Sharded(mw.create_mesh({"batch": 1}, devices=["cpu:0"]))
     with one.scope():
         other = dense(keras.optimizers.Adam(0.01))
-    one.fit(other, x, y, epochs=2, batch_size=16, shuffle=False, verbose=0, checkpoint=None)
+    one.fit(other, x, y, epochs=2, checkpoint=tmp_path / "whole", **HOW)
+    beside = SidecarEvaluator(dense("sgd"), (x, y), tmp_path / "whole", timeout_s=5)
+    assert [found.ended for found in beside.start()] == [True]
     expected = dense(keras.optimizers.Adam(0.01))
     expected.fit(x, y, epochs=2, **HOW)
     with one.scope():

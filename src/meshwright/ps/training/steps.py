@@ -108,8 +108,6 @@ class ServerSteps(Steps):
             with self._drawn(done):
                 trained = self._train(batches, epoch, done, count)
             done += trained
-            if self._saver.stopping.is_asked:
-                self._take()
             yield Taken(trained, done, {})
 
     def logs(self, last: Logs) -> Logs:
