@@ -10,6 +10,7 @@ import os as _os
 from typing import TYPE_CHECKING
 
 from .backend import settle_keras_backend as _settle_keras_backend
+from .errors import AgreementError as AgreementError
 from .errors import ArrayError as ArrayError
 from .errors import BackendError as BackendError
 from .errors import BatchError as BatchError

@@ -24,6 +24,7 @@
     │   ├── ProtocolError                  it speaks another version, or has another key
     │   │   └── FencedError                it was declared dead; others have its work
     │   └── ScheduledError                 a scheduled function raised there
+    ├── AgreementError       RuntimeError  processes of a group differ in what they would train
     ├── ProcessError         RuntimeError  another process of a group has failed
     ├── CancelledError       RuntimeError  a scheduled function, cancelled after another's error
     ├── ShippingError        TypeError     a function or value that cannot travel between tasks
@@ -182,6 +183,10 @@ class FencedError(ProtocolError):
 
 class ScheduledError(TaskError):
     """A scheduled function raised, in a worker, an error whose class is not known here."""
+
+
+class AgreementError(MeshwrightError, RuntimeError):
+    """The processes of a synchronous group differ in versions, model, data or options."""
 
 
 class ProcessError(MeshwrightError, RuntimeError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +16,10 @@ from typing import Any
 import pytest
 from watching import all_gone, within
 
+import meshwright as mw
 from meshwright import ClusterError
 from meshwright.launch.group import Group, GroupOptions, run_group
+from meshwright.launch.hosts import run_on_hosts
 from meshwright.launch.progress import Board, Progress, new_board, read_board
 from meshwright.launch.stalls import Limits, Seen, stalls
 
@@ -158,3 +162,138 @@ def test_a_board_costs_microseconds_and_keeps_its_end(tmp_path):
     board.write("script")
     progress = read_board(tmp_path / "board")
     assert (progress.section, progress.step) == ("exit", 1000)
+
+
+KERAS = """
+import os, signal, sys
+import meshwright as mw, keras, jax, numpy as np
+strategy = mw.Sharded(mw.create_mesh({"batch": -1}))
+with strategy.scope():
+    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+
+class Preempt(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1 and jax.process_index() == 0:
+            os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
+
+more = {"checkpoint": sys.argv[1], "callbacks": [Preempt()]} if len(sys.argv) > 1 else {}
+x, y = np.ones([64, 8], "float32"), np.ones([64, 4], "float32")
+epochs = 10**6 if more else 2
+strategy.fit(model, x, y, batch_size=16, epochs=epochs, verbose=2, **more)
+"""
+
+
+@pytest.fixture
+def keras_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("LAUNCHER", str(os.getpid()))
+    (tmp_path / "train.py").write_text(KERAS)
+    return str(tmp_path / "train.py")
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_fit_needs_no_line_and_no_seed_and_only_rank_0_shows_progress(keras_program, capfd):
+    # Keras' own line (verbose=2) once made rank 0 take single steps where the others took four.
+    assert run_group([keras_program], GroupOptions(2)) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if "loss" in line]
+    assert len(lines) == 2
+    assert all(line.startswith("[rank:0]") for line in lines)
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_sigterm_saves_and_ends_with_75(keras_program, tmp_path, capfd):
+    assert run_group([keras_program, str(tmp_path / "saved")], GroupOptions(2)) == 75
+    assert mw.read_checkpoint(tmp_path / "saved").step >= 8
+    assert "Traceback" not in capfd.readouterr().out
+
+
+# Several hosts: launchers that meet
+
+
+def nodes(folder: Path, how: str) -> list[tuple[int, str, str]]:
+    """Two launchers of one rank each, as on two hosts: exit code, stdout and stderr of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--processes", "1", "--devices", "2", "--nodes", "2", "--rendezvous", address]
+    command = [sys.executable, "-m", "meshwright.cli", "launch", *options, "--stall-timeout", "2"]
+    started = [
+        subprocess.Popen(
+            [*command, PROGRAM, str(folder), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        output = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(p.returncode, *texts) for p, texts in zip(started, output, strict=True)]
+
+
+@pytest.mark.alone
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [
+        ("nothing", 0, ""),
+        ("kill", 137, "rank 1 of 2 .* was killed by signal 9 after step 60"),
+        ("gil", 1, r"rank 1 of 2 .* is stuck in 'input'[\s\S]*grouped\.py.* in fail"),
+    ],
+)
+def test_launchers_that_meet_run_one_group_and_name_a_rank_of_another_host(
+    tmp_path, how, code, says
+):
+    ended = nodes(tmp_path, how)
+    assert [c for c, *_ in ended] == [code] * 2, ended
+    assert all(re.search(says, err) for *_, err in ended), ended
+    if how == "nothing":
+        assert sorted(out.split()[0] for _, out, _ in ended) == ["[rank:0]", "[rank:1]"]
+    else:
+        assert json.loads((tmp_path / "seen").read_text())["rank"] == 1
+
+
+def test_hosts_that_do_not_come_and_addresses_that_are_wrong_are_refused():
+    with pytest.raises(ClusterError, match=r"1 of 2 hosts have not come within 0\.2 s; present"):
+        Group([PROGRAM], GroupOptions(1, nodes=2, rendezvous="127.0.0.1:0", join_s=0.2))
+    with pytest.raises(ClusterError, match=r"--rendezvous must be host:port; received 'n01'"):
+        Group([PROGRAM], GroupOptions(1, nodes=2, rendezvous="n01"))
+    with pytest.raises(ClusterError, match="several nodes need --rendezvous"):
+        GroupOptions(1, nodes=2)
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ``ssh`` that runs the command here; host ``nowhere`` refuses."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(
+        '#!/bin/sh\n[ "$4" = nowhere ] && echo "Connection refused" >&2 && exit 255\n'
+        'exec sh -c "$5"\n'
+    )
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return folder
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_hosts_are_reached_by_ssh_and_share_one_group(fake_ssh, tmp_path, capfd):
+    options = ["--processes", "1", "--devices", "2"]
+    hosts = ["127.0.0.1", "localhost"]
+    assert run_on_hosts(hosts, options, [PROGRAM, str(tmp_path), "nothing"]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"^\[(127\.0\.0\.1|localhost)\] \[rank:0\] loss \S+ 2 4$", out, re.MULTILINE)
+    assert re.search(r"^\[(127\.0\.0\.1|localhost)\] \[rank:1\] loss \S+ 2 4$", out, re.MULTILINE)
+
+
+def test_a_host_that_refuses_or_is_named_twice_is_an_error(fake_ssh):
+    with pytest.raises(ClusterError, match=r"ssh does not reach host 'nowhere': Connection refus"):
+        run_on_hosts(["nowhere"], ["--processes", "1"], [PROGRAM])
+    with pytest.raises(ClusterError, match="--hosts must name different hosts"):
+        run_on_hosts(["a", "a"], [], [PROGRAM])

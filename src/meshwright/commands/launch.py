@@ -11,7 +11,16 @@ from click.core import ParameterSource
 from .config import config_option
 from .group import Command, argument, option, traceback_option
 
-_OF_GROUPS = ("devices", "log_dir", "stall_timeout", "join_timeout", "agree")
+_OF_GROUPS = (
+    "devices",
+    "log_dir",
+    "stall_timeout",
+    "join_timeout",
+    "agree",
+    "nodes",
+    "rendezvous",
+    "hosts",
+)
 _OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "max_restarts", "worker_devices")
 
 
@@ -23,13 +32,22 @@ _OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "max_restarts", "worker_d
 @option(
     "--processes",
     type=click.IntRange(min=1),
-    help="Number of processes to run the program in, which train one model together.",
+    help="Number of processes that run the program and train one model together.",
 )
 @option(
     "--devices",
     type=click.IntRange(min=1),
     help="CPU devices to make in each process; without it GPUs are shared out evenly.",
 )
+@option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of hosts; run the same command on each of them.",
+)
+@option("--rendezvous", default="", metavar="HOST:PORT", help="Where the hosts meet: one of them.")
+@option("--hosts", default="", metavar="A,B,...", help="Hosts to run on, reached by ssh.")
 @option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -89,8 +107,8 @@ def launch(
     """Run a Python program on several processes of this machine.
 
     With --processes they train one model together (data, model or any other parallelism by
-    `mw.Sharded`); `import meshwright` joins them. When one fails, the others report which one
-    and where, and all end.
+    `mw.Sharded`); `import meshwright` joins them. When one fails, the others raise
+    mw.ProcessError, which says which one and where, and all end.
 
     Without it the program is the chief of a cluster of workers and parameter servers, which it
     joins by `mw.ParameterServer(mw.run_task())`.
@@ -99,6 +117,8 @@ def launch(
 
     \b
     meshwright launch --processes 4 --devices 2 train.py --epochs 3
+    meshwright launch --processes 8 --hosts n01,n02,n03 train.py
+    meshwright launch --processes 8 --nodes 3 --rendezvous n01:7777 train.py
     meshwright launch --workers 2 --ps 2 train.py --epochs 3
     """
     other = _OF_GROUPS if processes is None else _OF_CLUSTERS
@@ -109,6 +129,12 @@ def launch(
         cluster = {name: options[name] for name in _OF_CLUSTERS if name != "quiet"}
         raise SystemExit(run_launched(program, logs=not options["quiet"], **cluster))
 
+    if options["hosts"]:
+        from ..launch.hosts import run_on_hosts
+
+        passed_on = ["--processes", str(processes), *_as_typed(ctx, (*_OF_GROUPS[:5],))]
+        raise SystemExit(run_on_hosts(options["hosts"].split(","), passed_on, program))
+
     from ..launch.group import GroupOptions, run_group
 
     group = GroupOptions(
@@ -118,8 +144,24 @@ def launch(
         options["stall_timeout"],
         options["join_timeout"],
         options["agree"],
+        options["nodes"],
+        options["rendezvous"],
     )
     raise SystemExit(run_group(program, group))
+
+
+def _as_typed(ctx: click.Context, names: tuple[str, ...]) -> list[str]:
+    """Options with their values, as another launcher takes them."""
+    typed = []
+    for param in ctx.command.params:
+        value = ctx.params.get(str(param.name))
+        if param.name not in names or value is None:
+            continue
+        if isinstance(value, bool):
+            typed.append((param.opts if value else param.secondary_opts)[0])
+        else:
+            typed += [param.opts[0], str(value)]
+    return typed
 
 
 def _refuse(ctx: click.Context, names: tuple[str, ...], is_group: bool) -> None:

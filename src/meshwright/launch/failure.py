@@ -1,4 +1,4 @@
-"""Why a group was ended: which of its processes failed, where it was, and how that is said."""
+"""Why a group was ended: which of its processes failed, where it was, and the message about it."""
 
 from __future__ import annotations
 

@@ -22,12 +22,25 @@ from typing import Self
 
 from ..errors import ClusterError
 from ..topology import virtual_device_variables
+from .agreement import Meeting
 from .failure import Failure, main_stack
-from .join import AGENT, DUMP, JOIN, TELL, board_path, error_path, failure_path, stack_path
+from .join import (
+    AGENT,
+    AGREE,
+    DUMP,
+    JOIN,
+    MEETING,
+    TELL,
+    board_path,
+    error_path,
+    failure_path,
+    stack_path,
+)
 from .logs import LogPump
 from .membership import Membership
+from .nodes import Hub, Share, Spoke, rendezvous
 from .private_folder import PrivateFolder
-from .processes import program
+from .processes import free_port, program
 from .progress import Progress, new_board, read_board
 from .spec import RANK, Task
 from .stalls import Limits, Seen, Stall, stalls
@@ -56,12 +69,15 @@ class GroupOptions:
     stall_s: float = 10.0
     join_s: float = 60.0
     agree: bool = True
+    nodes: int = 1  # hosts, on each of which so many processes are started
+    rendezvous: str = ""  # host:port, where there are several
 
     def __post_init__(self) -> None:
         faults = [
             f"{name} must be {least} or more; received {value}."
             for name, value, least in (
                 ("processes", self.processes, 1),
+                ("nodes", self.nodes, 1),
                 ("devices", 1 if self.devices is None else self.devices, 1),
             )
             if value < least
@@ -71,6 +87,8 @@ class GroupOptions:
             for name, value in (("stall_s", self.stall_s), ("join_s", self.join_s))
             if not value > 0
         ]
+        if self.nodes > 1 and not self.rendezvous:
+            faults.append("several nodes need --rendezvous host:port, the same on each of them.")
         if faults:
             raise ClusterError("\n".join(faults))
 
@@ -95,19 +113,29 @@ class Group:
         devices = _devices_of(options, os.environ)
         if options.log_dir is not None:
             options.log_dir.mkdir(parents=True, exist_ok=True)
+        self._link: Hub | Spoke | None = None
+        if options.nodes > 1:
+            self._link = rendezvous(options.rendezvous, (free_port(), free_port()))
         self._folder = PrivateFolder()
         self._logs = LogPump(
             show=True, remembered=60, folder=options.log_dir, to_stdout=True, hidden=_NOISE
         )
         self._supervisor = Supervisor(self._logs, announces=False)
         self._limits = Limits(options.stall_s, options.join_s)
-        self._seen = {rank: Seen(rank, Progress()) for rank in range(options.processes)}
-        self._looked_s = time.monotonic()
+        self._meeting: Meeting | None = None
         try:
-            coordinator = f"127.0.0.1:{_free_port()}"
-            for rank in self._seen:
-                member = Membership(rank, options.processes, coordinator, "launch", rank)
-                self._start(member, arguments, devices[rank])
+            self._share = self._meet()
+            if self._share.first == 0:
+                self._meeting = Meeting(self._share.meeting, self._share.total, options.join_s)
+            self._looked_s = time.monotonic()
+            first, total = self._share.first, self._share.total
+            ranks = range(first, first + options.processes)
+            self._seen = {rank: Seen(rank, Progress()) for rank in ranks}
+            for rank, env in zip(ranks, devices, strict=True):
+                address = self._share.coordinator
+                self._start(
+                    Membership(rank, total, address, "launch", rank - first), arguments, env
+                )
         except BaseException:
             self.close(0.0)
             raise
@@ -117,12 +145,16 @@ class Group:
         with _passing_on((signal.SIGTERM, signal.SIGINT), self._signal_all) as stopping:
             while True:
                 failure = None if stopping.number else self._look()
+                codes = self._exit_codes()
+                done = len(codes) == len(self._seen)
+                if self._link is not None:
+                    failure = self._link.exchange(self._seen.values(), done, failure)
+                    done = done and self._link.all_done()
                 if failure is not None:
                     self._end(failure)
                     print(f"meshwright launch: {failure.text()}", file=sys.stderr, flush=True)
                     return failure.exit_code
-                codes = self._exit_codes()
-                if len(codes) == len(self._seen) or stopping.is_over():
+                if done or stopping.is_over():
                     return stopping.exit_code(codes.values())
                 time.sleep(_LOOK_EVERY_S)
 
@@ -131,6 +163,10 @@ class Group:
         try:
             self._supervisor.close(grace_s)
         finally:
+            if self._meeting is not None:
+                self._meeting.close()
+            if self._link is not None:
+                self._link.close()
             self._logs.close(timeout_s=2.0)
             self._folder.remove()
 
@@ -147,10 +183,19 @@ class Group:
 
     # Starting
 
+    def _meet(self) -> Share:
+        """The ranks of this host, and where all of them meet."""
+        count = self._options.processes
+        if self._link is not None:
+            return self._link.meet(self._options.nodes, count, self._options.join_s)
+        meeting = f"ipc://{self._folder.path / 'meeting'}"
+        return Share(0, count, count, f"127.0.0.1:{free_port()}", meeting)
+
     def _start(self, member: Membership, arguments: Sequence[str], env: dict[str, str]) -> None:
         folder = self._folder.path
         new_board(board_path(folder, member.rank))
         env = {**env, **member.variables(), JOIN: "1", AGENT: str(folder)}
+        env |= {MEETING: self._share.meeting, AGREE: str(int(self._options.agree))}
         command = program(arguments, env)
         self._supervisor.start(_task(member.rank), lambda _: command, None)
 
@@ -167,10 +212,17 @@ class Group:
             time.sleep(_SETTLE_S)
             codes = self._exit_codes()
             return self._first_failure(codes)
-        found = stalls(self._seen.values(), self._limits, now_s)
+        if isinstance(self._link, Spoke):
+            blamed, self._link.blamed = self._link.blamed, None
+            return None if blamed is None else self._stalled(blamed)
+        others = [] if self._link is None else self._link.others()
+        found = stalls([*self._seen.values(), *others], self._limits, now_s)
         if not found:
             return None
-        return self._stalled(found[0])
+        if found[0].rank in self._seen or self._link is None:
+            return self._stalled(found[0])
+        self._link.blame(found[0])  # its own launcher can read its stack
+        return None
 
     def _see(self, rank: int, before: Seen, now_s: float, has_ended: bool) -> Seen:
         progress = read_board(board_path(self._folder.path, rank))
@@ -186,7 +238,7 @@ class Group:
         return Seen(rank, progress, stopped_s)
 
     def _exit_codes(self) -> dict[int, int]:
-        """The exit codes of those that have ended, as a shell has them; 75 is no failure."""
+        """The exit codes of those that have ended, minus the number of a signal."""
         found = {}
         for event in self._supervisor.events:
             if event.what in ("ended", "died"):
@@ -263,7 +315,7 @@ class Group:
         name = str(_task(rank))
         return Failure(
             rank,
-            self._options.processes,
+            self._share.total,
             socket.gethostname(),
             self._supervisor.pid(_task(rank)),
             progress.section,
@@ -360,12 +412,6 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return opened.getsockname()[1]
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

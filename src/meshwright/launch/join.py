@@ -6,16 +6,19 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import importlib.metadata
 import os
+import random
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _compat
 from ..errors import ProcessError, TopologyError
@@ -24,8 +27,13 @@ from . import progress
 from .failure import Failure
 from .membership import Membership, membership
 
+if TYPE_CHECKING:
+    from .agreement import Attendance, Facts, Meeting
+
 JOIN = "MESHWRIGHT_JOIN"  # set by the launcher: join when the package is imported
 AGENT = "MESHWRIGHT_AGENT"  # the folder in which an agent and its ranks meet
+AGREE = "MESHWRIGHT_AGREE"  # "0": nothing is compared
+MEETING = "MESHWRIGHT_MEETING"  # where an agent compares
 _BASE = getattr(signal, "SIGRTMIN", None)
 DUMP = signal.SIGUSR1 if _BASE is None else _BASE + 5  # "write your stack down"
 TELL = signal.SIGUSR2 if _BASE is None else _BASE + 6  # "another process has failed"
@@ -34,6 +42,7 @@ _JAX_SHUTDOWN_S = 300  # JAX's own default
 _WORD_S = 1.0  # for an agent to say why a collective has failed
 
 _joined: Membership | None = None
+_attendance: Attendance | None = None
 _agent: Path | None = None
 
 
@@ -41,6 +50,9 @@ def join(
     rank: int | None = None,
     processes: int | None = None,
     coordinator: str | None = None,
+    *,
+    wait_s: float = 60.0,
+    agree: bool = True,
 ) -> Membership | None:
     """Take part in a group of processes that train together; the place of this process in it.
 
@@ -51,8 +63,15 @@ def join(
     any case. A second call returns what the first one did. Under ``meshwright launch`` the call is
     made by ``import meshwright``.
 
-    Call it before JAX is first used. Raises :class:`~meshwright.TopologyError` if that is too late,
-    and :class:`~meshwright.ClusterError` where the environment describes only half of a group.
+    All processes first compare their versions, over a connection of their own (the port after
+    the coordinator's), and later, before the first step, what they are about to train;
+    ``agree=False`` leaves that out. A process that has not come after ``wait_s`` is named.
+    Python's and NumPy's random numbers begin alike in all of them.
+
+    Call it before JAX is first used. Raises :class:`~meshwright.AgreementError` where processes
+    differ, :class:`~meshwright.ProcessError` for one that does not come,
+    :class:`~meshwright.TopologyError` if that is too late, and :class:`~meshwright.ClusterError`
+    where the environment describes only half of a group.
 
     >>> join() is None  # this program runs alone
     True
@@ -79,7 +98,9 @@ def join(
         )
     _follow_agent(member)
     progress.entering("join")
-    _initialize(member)
+    if agree and os.environ.get(AGREE) != "0" and member.processes > 1:
+        _meet(member, wait_s)
+    _initialize(member, wait_s)
     atexit.register(progress.entering, "exit")  # after JAX's own: so before JAX waits for others
     progress.follow_compiler()
     progress.entering("script")
@@ -93,7 +114,56 @@ def join_if_launched() -> None:
         join()
 
 
-def _initialize(member: Membership) -> None:
+_meeting: Meeting | None = None  # of a group that no agent watches, in its rank 0
+
+
+def _meet(member: Membership, wait_s: float) -> None:
+    """Compare versions, before JAX of one could wait for JAX of another; begin alike."""
+    global _attendance, _meeting
+    import numpy as np
+    import zmq
+
+    from .agreement import Attendance, Meeting, Party
+
+    address = os.environ.pop(MEETING, "")
+    if not address:
+        host, _, port = member.coordinator.rpartition(":")
+        address = f"tcp://{host}:{int(port) + 1}"
+        if member.rank == 0:
+            with contextlib.suppress(zmq.ZMQError):  # a second rank 0 meets the first one there
+                _meeting = Meeting(f"tcp://*:{int(port) + 1}", member.processes, wait_s)
+    party = Party(member.rank, socket.gethostname(), os.getpid(), {})
+    attendance = Attendance(address, party, member.processes, wait_s)
+    seed = attendance.agree(_versions())["seed"]
+    random.seed(seed)
+    np.random.seed(seed)
+    _attendance = attendance
+
+
+def _versions() -> Facts:
+    names = ("jax", "jaxlib", "keras", "meshwright")
+    return {"Python": sys.version.split()[0], **{name: _version(name) for name in names}}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def agree(call: str, facts: Callable[[], Facts]) -> None:
+    """Compare what all processes of the group are about to do; alone, nothing is computed.
+
+    Every process must make the same calls in the same order. Raises
+    :class:`~meshwright.AgreementError` in all of them where they differ.
+    """
+    if _attendance is not None:
+        with progress.inside("barrier"):
+            _attendance.agree({"call": call, **facts()})
+
+
+def _initialize(member: Membership, wait_s: float) -> None:
     import jax
 
     settle_cpu_pool()
@@ -102,6 +172,7 @@ def _initialize(member: Membership) -> None:
         member.coordinator,
         num_processes=member.processes,
         process_id=member.rank,
+        initialization_timeout=max(1, round(wait_s)),
         shutdown_timeout_seconds=_JAX_SHUTDOWN_S if _agent is None else _SHUTDOWN_S,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,6 +156,13 @@ def end_all(children: Iterable[Child], grace_s: float) -> None:
     finally:  # a second Ctrl-C comes while waiting
         for child in left:
             child.kill()
+
+
+def free_port() -> int:
+    """A TCP port of this host that was free just now."""
+    with socket.socket() as opened:
+        opened.bind(("", 0))
+        return opened.getsockname()[1]
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -1,7 +1,7 @@
 """Where a rank is: its step and its section, written for its agent into memory that both map.
 
-Writing takes about a microsecond and needs nobody to read it; what a rank wrote last can be read
-when it is stopped, stuck or dead. Without an agent nothing is written.
+Writing takes about a microsecond and waits for no reader; what a rank wrote last can be read when
+it is stopped, stuck or dead. Without an agent nothing is written.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Limits:
     steps: int = 0
 
     def learn(self, section: str, took_s: float, steps: int = 0) -> None:
-        """Take note of a section that ended, when so many steps had begun."""
+        """Take note of a section that ended; ``steps`` is how many steps had begun by then."""
         self.longest_s[section] = max(self.longest_s.get(section, 0.0), took_s)
         self.steps = max(self.steps, steps)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..checkpoint import Checkpoints
 from ..data import Putter
 from ..errors import TopologyError
-from ..launch.join import naming_failures
+from ..launch.join import agree, naming_failures
 from ..launch.progress import entering
 from ..layouts.explain import Explanation
 from ..layouts.placement import Placement
@@ -20,6 +20,7 @@ from ..step.assemble import Assembly, assemble
 from ..step.options import PLAIN, StepOptions
 from .backlog import Backlog
 from .epochs import Callbacks, Run
+from .facts import fields_text, step_facts, weights_facts
 from .program_steps import ProgramSteps
 from .saver import Saver
 
@@ -115,6 +116,8 @@ class Trainer:
         laid_out, backlog = self.put.each(batches, alone_is_last=False), Backlog()
         entering("input")
         for number, batch in enumerate(self.how.for_steps(laid_out)):
+            if number == 0:
+                agree("Trainer.steps", functools.partial(self._facts, state, batch))
             entering("step")
             with naming_failures():
                 state, logs = self.step(state, batch)
@@ -123,6 +126,16 @@ class Trainer:
             yield StepInfo(number, state, logs)
             entering("input")
         entering("script")
+
+    def _facts(self, state: TrainState, batch: Any) -> dict[str, str]:
+        return {
+            "mesh": repr(self.placement.mesh),
+            "placement": fields_text(self.placement),
+            "options": fields_text(self.how),
+            "batch": str(jax.tree.map(lambda leaf: leaf.shape, batch)),
+            **weights_facts(state),
+            **step_facts(self.step, state, batch),
+        }
 
     def train(
         self,

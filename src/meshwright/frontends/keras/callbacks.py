@@ -28,7 +28,8 @@ def callback_list(
     return keras.callbacks.CallbackList(
         callbacks,
         add_history=True,
-        add_progbar=bar and shown != 0,
+        # In every process: what callbacks there are decides how many steps are taken in one call.
+        add_progbar=bar and verbose != 0,
         verbose=shown,
         model=model,
         **{"epochs": 1, **params},
@@ -38,7 +39,7 @@ def callback_list(
 def shows_line(verbose: str | int, callbacks: Any) -> bool:
     """Whether our own line of progress stands in for Keras' bar."""
     ready = isinstance(callbacks, keras.callbacks.CallbackList)
-    return verbose in (1, "auto") and not ready and jax.process_index() == 0
+    return verbose in (1, "auto") and not ready
 
 
 def listen(callbacks: keras.callbacks.CallbackList, *hooks: str) -> bool:

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from ...errors import BatchError
+from ...launch.join import agree
 from ...program import Logs, TrainState
 from ...run.backlog import Backlog
 from ...run.epochs import Run
@@ -27,6 +28,7 @@ from ...step.padding import Padded
 from .callbacks import KerasCallbacks, callback_list, listen, shows_line
 from .compiled import Functions, functions_of
 from .epochs import Epochs
+from .facts import fit_facts
 from .finite import FiniteGuard, NanGuard, check_nan_guard
 from .options import check_compiled, check_data, check_fit, check_model, check_options
 from .program import KerasVariables, read_state, write_state
@@ -52,6 +54,7 @@ def fit(
     check_nan_guard(nan_guard)
     data, validation = check_fit(model, data, validation, schedule)
     saves = saver()
+    agree("fit", lambda: fit_facts(strategy, model, data, validation, schedule, saves))
     epochs = Epochs(strategy.placement, model, data)
     variables = strategy.prepare(model, epochs.first_batch)
     line = shows_line(schedule.verbose, schedule.callbacks)
@@ -85,7 +88,7 @@ def fit(
         saves.is_on,
     )
     progress = None
-    if line:
+    if line and jax.process_index() == 0:
         progress = Progress(schedule.epochs, epochs.num_batches, WorkRates(steps.work))
     run = Run(
         steps,

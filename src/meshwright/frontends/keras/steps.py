@@ -18,10 +18,12 @@ from ...checkpoint import CheckpointInfo, Position
 from ...checkpoint.randomness import read_randomness, write_randomness
 from ...errors import BatchError
 from ...jaxprs.flops import model_flops
+from ...launch.join import agree
 from ...launch.progress import entering
 from ...program import Logs, TrainState
 from ...run.backlog import Backlog
 from ...run.epochs import Steps, Taken
+from ...run.facts import step_facts, weights_facts
 from ...run.logs import on_host
 from ...run.progress import Part
 from ...run.stopping import Stopping
@@ -176,6 +178,8 @@ class KerasSteps(Steps):
 
     def _call(self, state: TrainState, chunk: list[Any] | Together) -> tuple[TrainState, Logs]:
         functions = self.functions
+        if self._last_step is None:
+            agree("first step", lambda: self._facts(state, chunk))
         if isinstance(chunk, Together):
             state, logs = functions.train_together(state, chunk)
             one = abstract(chunk.arrays, without=1)
@@ -193,6 +197,17 @@ class KerasSteps(Steps):
         self.guard.took(steps, logs)
         self._last_step = steps[-1]
         return state, logs
+
+    def _facts(self, state: TrainState, chunk: list[Any] | Together) -> dict[str, str]:
+        how, size = self.functions.how, chunk_size(chunk)
+        if isinstance(chunk, Together):
+            chunk = [abstract(chunk.arrays, without=1)] * how.accumulate
+        step = next(iter(how.for_steps(chunk)))
+        return {
+            "batches in one call (callbacks of batches make it fewer)": str(size),
+            **weights_facts(state),
+            **step_facts(self.functions.train, state, step),
+        }
 
     def _in_keras_order(self) -> dict[str, list[Any]]:
         v = self.variables

@@ -1,0 +1,263 @@
+"""Whether all processes of a group are about to do the same: facts of each in, differences out.
+
+A process with another model, seed or batch size trains wrongly and silently, or hangs all others
+in a collective. Each one therefore says what it is about to do, over a channel that needs no JAX,
+and all get the same answer.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import zmq
+
+from ..errors import AgreementError, MeshwrightError, ProcessError
+
+Facts = Mapping[str, str]
+_SHOWN = 12
+_POLL_MS = 200
+_LATER_ROUND_S = 600.0  # reading data may take one rank much longer than another
+_LONGEST_VALUE = 160
+
+
+@dataclass(frozen=True)
+class Party:
+    """One process and what it says of itself."""
+
+    rank: int
+    host: str
+    pid: int
+    facts: Facts
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+def differences(parties: Sequence[Party]) -> list[str]:
+    """A line for each field in which two of them differ; JSON objects differ by entry.
+
+    A field that some do not have is not compared with them.
+
+    >>> a = Party(0, "n01", 17, {"batch size": "32", "epochs": "3"})
+    >>> b = Party(1, "n02", 18, {"batch size": "64", "epochs": "3"})
+    >>> differences([a, b])
+    ['batch size: 32 on rank 0 (host n01, pid 17), 64 on rank 1 (host n02, pid 18)']
+    """
+    lines = []
+    for name in dict.fromkeys(name for party in parties for name in party.facts):
+        values = {p.rank: p.facts[name] for p in parties if name in p.facts}
+        if len(set(values.values())) > 1:
+            lines += _by_entry(name, values, parties)
+    return lines
+
+
+def _by_entry(name: str, values: dict[int, str], parties: Sequence[Party]) -> list[str]:
+    objects = {rank: _object(value) for rank, value in values.items()}
+    if any(found is None for found in objects.values()):
+        return [f"{name}: {_shared_out(values, parties)}"]
+    entries = dict.fromkeys(key for found in objects.values() for key in found or {})
+    lines = []
+    for key in entries:
+        of_key = {
+            r: json.dumps((o or {}).get(key), default=str).strip('"') for r, o in objects.items()
+        }
+        if len(set(of_key.values())) > 1:
+            lines.append(f"{name}, {key}: {_shared_out(of_key, parties)}")
+    return lines
+
+
+def _object(value: str) -> dict[str, Any] | None:
+    if not value.startswith("{"):
+        return None
+    found = json.loads(value)
+    return found if isinstance(found, dict) else None
+
+
+def _shared_out(values: dict[int, str], parties: Sequence[Party]) -> str:
+    """Which value is whose: ``32 on rank 0 (host a, pid 1) and 2 more, 64 on rank 3 (...)``."""
+    by_rank = {party.rank: party for party in parties}
+    parts = []
+    for value in dict.fromkeys(values.values()):
+        ranks = [rank for rank, held in values.items() if held == value]
+        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        short = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
+        parts.append(f"{short} on {by_rank[ranks[0]]}{more}")
+    return ", ".join(parts)
+
+
+def disagreement(lines: Sequence[str], processes: int) -> str:
+    """The message about these differences."""
+    shown = [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more"] if lines[_SHOWN:] else [])]
+    return (
+        f"the {processes} processes of the group differ:\n  "
+        + "\n  ".join(shown)
+        + "\nAll of them must run the same program on the same data with the same options "
+        "(--no-agree, or MESHWRIGHT_AGREE=0, leaves this check out)."
+    )
+
+
+class Meeting:
+    """Where the processes of a group meet: a thread that collects facts, round by round.
+
+    ``wait_s`` is how long the first round waits for the last process after the first has come.
+    Raises :class:`zmq.ZMQError` where it cannot listen at the address.
+    """
+
+    def __init__(self, address: str, processes: int, wait_s: float = 60.0) -> None:
+        self._processes, self._wait_s = processes, wait_s
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.linger = 1000
+        self._rounds: dict[int, dict[int, tuple[bytes, Party]]] = {}
+        self._began_s: dict[int, float] = {}
+        self._error: dict[str, Any] | None = None
+        self._closed = False
+        try:
+            self._socket.bind(address)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="meeting", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._closed = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._socket:
+            while not self._closed:
+                if self._socket.poll(_POLL_MS):
+                    sender, message = self._socket.recv_multipart()
+                    self._take(sender, msgpack.unpackb(message))
+                for number, began_s in list(self._began_s.items()):
+                    limit_s = self._wait_s if number == 0 else _LATER_ROUND_S
+                    if time.monotonic() - began_s > limit_s:
+                        self._refuse(number, self._missing(number, limit_s))
+
+    def _take(self, sender: bytes, said: dict[str, Any]) -> None:
+        party = Party(said["rank"], said["host"], said["pid"], said["facts"])
+        number = said["round"]
+        if self._error is not None:
+            self._answer(sender, self._error)
+            return
+        present = self._rounds.setdefault(number, {})
+        self._began_s.setdefault(number, time.monotonic())
+        other = present.get(party.rank)
+        twice = other is not None and (other[1].host, other[1].pid) != (party.host, party.pid)
+        key = party.rank if not twice else -1 - len(present)
+        present[key] = (sender, party)
+        if other is not None and twice:
+            text = (
+                f"two processes have rank {party.rank}: host {other[1].host}, pid {other[1].pid}, "
+                f"and host {party.host}, pid {party.pid}. Each process needs a rank of its own."
+            )
+            self._refuse(number, {"text": text, "kind": "agreement"})
+        elif said["processes"] != self._processes:
+            text = (
+                f"processes: {self._processes} where the group meets, {said['processes']} on "
+                f"{party}"
+            )
+            lines = [text]
+            self._refuse(
+                number, {"text": disagreement(lines, self._processes), "kind": "agreement"}
+            )
+        elif len(present) == self._processes:
+            self._decide(number)
+
+    def _decide(self, number: int) -> None:
+        parties = [party for _, (_, party) in sorted(self._rounds[number].items())]
+        lines = differences(parties)
+        if lines:
+            text = disagreement(lines, self._processes)
+            self._refuse(number, {"text": text, "kind": "agreement"})
+            return
+        for sender, _ in self._rounds.pop(number).values():
+            self._answer(sender, {"seed": hash((parties[0].host, parties[0].pid)) % 2**31})
+        del self._began_s[number]
+
+    def _missing(self, number: int, limit_s: float) -> dict[str, Any]:
+        present = [party for _, party in self._rounds[number].values()]
+        missing = sorted(set(range(self._processes)) - {party.rank for party in present})
+        ranks = ", ".join(map(str, missing))
+        text = (
+            f"rank {ranks} of {self._processes} has not come within {limit_s:g} s; "
+            f"{', '.join(map(str, present))} {'is' if len(present) == 1 else 'are'} here. "
+            "See whether it was started, and whether it can reach this host."
+        )
+        return {"text": text, "kind": "process", "rank": missing[0] if missing else -1}
+
+    def _refuse(self, number: int, error: dict[str, Any]) -> None:
+        """One error for all: those that wait, and those that come later."""
+        self._error = error
+        for sender, _ in self._rounds.pop(number, {}).values():
+            self._answer(sender, error)
+        self._began_s.clear()
+
+    def _answer(self, sender: bytes, answer: dict[str, Any]) -> None:
+        self._socket.send_multipart([sender, msgpack.packb(answer)])
+
+
+class Attendance:
+    """One process's side of a :class:`Meeting`: :meth:`agree` waits for all others."""
+
+    def __init__(self, address: str, party: Party, processes: int, wait_s: float = 60.0) -> None:
+        self._address, self._party, self._processes = address, party, processes
+        self._wait_s, self._round = wait_s, 0
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(address)
+
+    def agree(self, facts: Facts) -> dict[str, Any]:
+        """Say these facts and wait for the answer; every process gets the same one.
+
+        Raises :class:`~meshwright.AgreementError` where they differ, and
+        :class:`~meshwright.ProcessError` for a process that does not come.
+        """
+        self.say(facts)
+        return self.answer()
+
+    def close(self) -> None:
+        """Leave the meeting."""
+        self._socket.close()
+
+    def say(self, facts: Facts) -> None:
+        """The first half of :meth:`agree`: it does not wait."""
+        said = {
+            "round": self._round,
+            "rank": self._party.rank,
+            "processes": self._processes,
+            "host": self._party.host,
+            "pid": self._party.pid,
+            "facts": dict(facts),
+        }
+        self._round += 1
+        self._socket.send(msgpack.packb(said))
+
+    def answer(self) -> dict[str, Any]:
+        """The second half of :meth:`agree`."""
+        wait_s = self._wait_s if self._round == 1 else _LATER_ROUND_S
+        until_s = time.monotonic() + wait_s + 2.0  # whoever waits there gives up before
+        while not self._socket.poll(_POLL_MS):
+            if time.monotonic() > until_s:
+                raise ProcessError(
+                    f"rank 0 does not answer at {self._address} within {wait_s:.0f} s: see whether "
+                    "it was started, and whether a firewall closes that port.",
+                    rank=0,
+                )
+        answer = msgpack.unpackb(self._socket.recv())
+        if "text" in answer:
+            raise _error(answer)
+        return answer
+
+
+def _error(answer: dict[str, Any]) -> MeshwrightError:
+    if answer["kind"] == "process":
+        return ProcessError(answer["text"], rank=answer["rank"])
+    return AgreementError(answer["text"])

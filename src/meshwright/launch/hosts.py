@@ -1,0 +1,67 @@
+"""``meshwright launch --hosts``: the same launcher on every host, started by ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ClusterError
+from .logs import LogPump
+from .processes import Child, Command, end_all, free_port
+
+_LOOK_EVERY_S = 0.1
+_AFTER_FIRST_S = 20.0  # the launchers of the other hosts end their processes by themselves
+_OF_SSH = 255  # its own exit code, for a host that it does not reach
+
+
+def run_on_hosts(hosts: Sequence[str], options: Sequence[str], arguments: Sequence[str]) -> int:
+    """Run ``meshwright launch`` with these options on every host; the first exit code but 0.
+
+    Every host needs the same Python, at the same path, and the same working folder. Rank 0 runs on
+    the first host. Raises :class:`~meshwright.errors.ClusterError` for a host that is named twice,
+    or that ssh does not reach.
+    """
+    names = [host.strip() for host in hosts]
+    if not all(names) or len(set(names)) < len(names):
+        raise ClusterError(f"--hosts must name different hosts, as in a,b,c; received {hosts}.")
+    ssh = shutil.which("ssh")
+    if ssh is None:
+        raise ClusterError("--hosts needs the program ssh, which is not installed here.")
+    at = names[0].rpartition("@")[2]
+    meeting = ["--nodes", str(len(names)), "--rendezvous", f"{at}:{free_port()}"]
+    launch = [sys.executable, "-m", "meshwright.cli", "launch", *options, *meeting, *arguments]
+    remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(launch)}"
+    logs, children = LogPump(show=True, to_stdout=True), {}
+    try:
+        for name in names:
+            # -tt: what runs there ends when this ssh does, however that ends.
+            children[name] = Child(Command.of([ssh, "-tt", "-o", "BatchMode=yes", name, remote]))
+            logs.add(name, children[name].output)
+        with contextlib.suppress(KeyboardInterrupt):
+            return _wait(children, logs)
+        return 130
+    finally:
+        end_all(children.values(), 0.5)
+        logs.close(timeout_s=2.0)
+
+
+def _wait(children: dict[str, Child], logs: LogPump) -> int:
+    first, until_s = 0, float("inf")
+    while time.monotonic() < until_s:
+        codes = {name: child.poll() for name, child in children.items()}
+        for name, code in codes.items():
+            if code == _OF_SSH:
+                lines = "; ".join(logs.last_lines(name, wait_s=0.5)) or "it says nothing"
+                raise ClusterError(f"ssh does not reach host {name!r}: {lines}.")
+        first = first or next((code for code in codes.values() if code), 0)
+        if first:
+            until_s = min(until_s, time.monotonic() + _AFTER_FIRST_S)
+        if None not in codes.values():
+            break
+        time.sleep(_LOOK_EVERY_S)
+    return 128 - first if first < 0 else first

@@ -1,0 +1,82 @@
+"""What a run is about to do, as short texts that the processes of a group compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checkpoint.randomness import read_randomness
+from ..program import TrainState
+
+_SAMPLED = 1 << 14  # elements of an array that its fingerprint is made of
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def fields_text(value: Any) -> str:
+    """The fields of a dataclass as a JSON object."""
+    fields = {f.name: repr(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return json.dumps({name: _ADDRESS.sub("", text) for name, text in fields.items()})
+
+
+def arrays_text(value: Any) -> str | None:
+    """Shape, dtype and fingerprint of arrays on the host; ``None`` for any other data.
+
+    >>> arrays_text(np.zeros([2, 3], "float32"))
+    '(2, 3) float32 a3c1ca20'
+    >>> arrays_text("a dataset") is None
+    True
+    """
+    leaves = jax.tree.leaves(value)
+    if not leaves or not all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return None
+    return ", ".join(f"{leaf.shape} {leaf.dtype} {_fingerprint(leaf)}" for leaf in leaves)
+
+
+def weights_facts(state: TrainState) -> dict[str, str]:
+    """Fingerprints of what this process holds of the weights; a shard that others hold is compared.
+
+    They are made of at most 16,384 elements of each shard, evenly spread.
+    """
+    facts = {}
+    for path, array in {**state.params, **state.state}.items():
+        for shard in array.addressable_shards if _is_plain(array) else ():
+            where = ", ".join(f"{s.start or 0}:{s.stop or ''}" for s in shard.index)
+            name = f"weight {path}[{where}]"
+            if name not in facts:
+                facts[name] = f"{tuple(array.shape)} {_fingerprint(np.asarray(shard.data))}"
+    return facts
+
+
+def step_facts(step: Any, state: TrainState, batch: Any) -> dict[str, str]:
+    """The fingerprint of a compiled step, by its equations; nothing where it cannot be traced."""
+    if not hasattr(step, "trace"):
+        return {}
+    text = _ADDRESS.sub("", str(step.trace(state, batch).jaxpr))
+    return {"step": f"program {zlib.crc32(text.encode()):08x} of {text.count(chr(10))} lines"}
+
+
+def seed_facts(more: Mapping[str, Any]) -> dict[str, str]:
+    """The states of the generators of random numbers."""
+    states = {**read_randomness(), **more}
+    texts = {name: json.dumps(value) for name, value in states.items() if value is not None}
+    return {f"seed ({n})": f"state {zlib.crc32(t.encode()):08x}" for n, t in texts.items()}
+
+
+def _is_plain(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def _fingerprint(array: np.ndarray) -> str:
+    every = max(1, array.size // _SAMPLED)
+    sample = array.flat[::every] if array.size else array
+    if array.dtype.hasobject:
+        return f"{zlib.crc32(repr(sample.tolist()).encode()):08x}"
+    return f"{zlib.crc32(np.ascontiguousarray(sample).tobytes()):08x}"

@@ -1,0 +1,77 @@
+"""One process of a group of two, for ``test_agreement.py``; both are alike but for one thing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import meshwright as mw
+from meshwright.launch import join
+
+IMPORTS = ["keras", "optax", "orbax.checkpoint", "meshwright.frontends.keras", "grain"]
+SAME: dict[str, Any] = {
+    "activation": "relu",
+    "seed": 3,
+    "data": 0,
+    "processes": 2,
+    "mesh": {"batch": 4},
+    "batch_size": 8,
+    "rows": 64,
+    "zero": 0,
+    "width": 16,
+    "epochs": 2,
+    "devices": 2,
+    "checkpoint": None,
+}
+
+
+def main(rank: int, address: str, folder: str, changed: Mapping[str, Any]) -> None:
+    """Join, train, and write down what was raised, and when."""
+    how, report = {**SAME, **changed}, Path(folder) / f"rank{rank}.json"
+    with Path(folder, f"rank{rank}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    error = None
+    arrived_s = time.time()
+    try:
+        mw.virtual_devices(how["devices"])
+        versions = how.get("versions", {})
+        if versions:
+            real = join._version
+            join._version = lambda package: versions.get(package) or real(package)
+        mw.join(how.get("rank", rank), how["processes"], address, wait_s=how.get("wait_s", 60))
+        arrived_s = train(how)
+    except Exception as raised:
+        error = raised
+    report.write_text(json.dumps([type(error).__name__, str(error), arrived_s, time.time()]))
+    while not all((Path(folder) / f"rank{r}.json").exists() for r in range(how["waits_for"])):
+        time.sleep(0.02)  # a process of JAX's that is gone would end the other
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(0)
+
+
+def train(how: Mapping[str, Any]) -> float:
+    keras.utils.set_random_seed(how["seed"])
+    strategy = mw.Sharded(mw.create_mesh(how["mesh"]), zero=how["zero"])
+    with strategy.scope():
+        layers = [keras.layers.Dense(how["width"], how["activation"]), keras.layers.Dense(4)]
+        model = keras.Sequential([keras.Input([8]), *layers])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    draw = np.random.default_rng(how["data"])
+    x, y = draw.random([how["rows"], 8], "float32"), draw.integers(0, 4, how["rows"])
+    arrived_s = time.time()
+    options = {"checkpoint": how["checkpoint"]} if how["checkpoint"] else {}
+    strategy.fit(
+        model, x, y, batch_size=how["batch_size"], epochs=how["epochs"], verbose=0, **options
+    )
+    return arrived_s

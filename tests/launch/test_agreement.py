@@ -1,0 +1,186 @@
+"""Two processes that differ in one thing are stopped before the first step, by one error."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import agreeing
+import pytest
+import zmq
+
+from meshwright import AgreementError, ProcessError
+from meshwright.launch.agreement import Attendance, Meeting, Party, differences
+
+LIMIT_S = 90
+
+
+@functools.cache
+def imported() -> multiprocessing.context.ForkServerContext:
+    """Starts processes as copies of one that has imported everything and touched no device."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["agreeing", *agreeing.IMPORTS])
+    return context
+
+
+def free_port() -> int:
+    """A port whose next one is free, too."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                two.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def run(folder: Path, *changes: dict[str, Any]) -> list[tuple[str, str, float, float]]:
+    """What each process has raised: class, message, when it came to ``fit``, when it raised."""
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        imported().Process(
+            target=agreeing.main,
+            args=(rank, address, str(folder), {"waits_for": len(changes), **changed}),
+        )
+        for rank, changed in enumerate(changes)
+    ]
+    for process in processes:
+        process.start()
+    until_s = time.monotonic() + LIMIT_S
+    for process in processes:
+        process.join(max(0.0, until_s - time.monotonic()))
+        process.kill()
+        process.join()
+        process.close()
+    reports = [folder / f"rank{rank}.json" for rank in range(len(changes))]
+    logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
+    assert all(report.exists() for report in reports), logs
+    return [json.loads(report.read_text()) for report in reports]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"activation": "tanh"},
+            r"layer \S*dense \(Dense\), activation: relu on rank 0 \(host .*, tanh on rank 1",
+        ),
+        *(
+            pytest.param(changed, says, marks=pytest.mark.full, id=next(iter(changed)))
+            for changed, says in [
+                ({"seed": 4}, r"seed \(python\): state \w+ on rank 0 .* on rank 1"),
+                ({"data": 1}, r"data x: \(64, 8\) float32 \w+ on rank 0"),
+                ({"processes": 3}, r"processes: 2 where the group meets, 3 on rank 1"),
+                ({"mesh": {"batch": 2, "model": 2}}, r"mesh: .*'batch': 4.* on rank 0"),
+                ({"batch_size": 16}, r"batch size: 8 on rank 0 .*, 16 on rank 1"),
+                ({"rows": 72}, r"data x: \(64, 8\) .* on rank 0 .*, \(72, 8\)"),
+                ({"zero": 1}, r"strategy, zero: .* on rank 0 .* on rank 1"),
+                ({"width": 32}, r"layer \S*dense \(Dense\), units: 16 on rank 0 .*, 32 on rank 1"),
+                ({"epochs": 3}, r"epochs: 0 to 2 on rank 0 .*, 0 to 3 on rank 1"),
+                ({"checkpoint": "elsewhere"}, r"checkpoint: none on rank 0"),
+                ({"versions": {"jaxlib": "0.9.0"}}, r"jaxlib: .* on rank 0 .*, 0\.9\.0 on rank 1"),
+            ]
+        ),
+    ],
+)
+def test_a_difference_is_one_error_on_all(tmp_path, changed, says):
+    if "checkpoint" in changed:
+        changed = {"checkpoint": str(tmp_path / "elsewhere")}
+    raised = run(tmp_path, {}, changed)
+    assert [kind for kind, *_ in raised] == ["AgreementError"] * 2, raised
+    if "processes" not in changed:
+        assert raised[0][1] == raised[1][1]
+    assert all(re.search(says, text) for _, text, *_ in raised), raised[0][1]
+    last_arrival_s = max(arrived_s for *_, arrived_s, _ in raised)
+    assert max(raised_s for *_, raised_s in raised) - last_arrival_s < 5.0
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_processes_that_agree_train_and_another_number_of_devices_is_a_mesh_error(tmp_path):
+    assert [kind for kind, *_ in run(tmp_path, {}, {})] == ["NoneType"] * 2
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    raised = run(tmp_path, {}, {"devices": 1})
+    assert [kind for kind, *_ in raised] == ["MeshError"] * 2, raised
+
+
+# The meeting, without JAX
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/meeting"
+
+
+@contextlib.contextmanager
+def attending(address: str, rank: int, pid: int = 1, processes: int = 2) -> Iterator[Attendance]:
+    attendance = Attendance(address, Party(rank, "n01", pid, {}), processes, wait_s=1.0)
+    with contextlib.closing(attendance):
+        yield attendance
+
+
+def test_one_that_never_comes_is_named_after_the_time_that_was_asked(address):
+    with (
+        contextlib.closing(Meeting(address, 3, wait_s=0.5)),
+        attending(address, 0, 11, 3) as first,
+        attending(address, 2, 12, 3) as last,
+    ):
+        began_s = time.monotonic()
+        first.say({})
+        last.say({})
+        for attendance in (first, last):
+            with pytest.raises(ProcessError, match=r"rank 1 of 3 has not come within 0.5 s") as e:
+                attendance.answer()
+            assert e.value.rank == 1
+        assert 0.5 <= time.monotonic() - began_s < 3
+
+
+def test_two_processes_with_one_rank_are_named(address):
+    with (
+        contextlib.closing(Meeting(address, 2)),
+        attending(address, 0, pid=11) as one,
+        attending(address, 0, pid=12) as other,
+    ):
+        one.say({})
+        other.say({})
+        for attendance in (one, other):
+            with pytest.raises(AgreementError, match=r"two processes have rank 0: .*pid 1\d, "):
+                attendance.answer()
+
+
+def test_rank_0_that_does_not_answer_is_named(address):
+    with (
+        attending(address, 1) as attendance,
+        pytest.raises(ProcessError, match=r"rank 0 does not answer at ipc://"),
+    ):
+        attendance.agree({})
+
+
+def test_the_address_of_a_meeting_can_be_used_once():
+    port = f"tcp://127.0.0.1:{free_port()}"
+    with contextlib.closing(Meeting(port, 2)), pytest.raises(zmq.ZMQError):
+        Meeting(port, 2)
+
+
+def test_fields_that_few_have_are_compared_among_those_few():
+    parties = [
+        Party(0, "n01", 1, {"weight a[0:4]": "x", "layer": '{"units": 3, "bias": true}'}),
+        Party(1, "n01", 2, {"weight a[4:8]": "y", "layer": '{"units": 4, "bias": true}'}),
+        Party(2, "n02", 3, {"weight a[4:8]": "z", "layer": '{"units": 4, "bias": true}'}),
+    ]
+    assert differences(parties) == [
+        "layer, units: 3 on rank 0 (host n01, pid 1), 4 on rank 1 (host n01, pid 2) and 1 more",
+        "weight a[4:8]: y on rank 1 (host n01, pid 2), z on rank 2 (host n02, pid 3)",
+    ]
