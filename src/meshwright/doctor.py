@@ -110,14 +110,18 @@ class Diagnosis:
     @property
     def command(self) -> str | None:
         """The pip command that repairs required packages; ``None`` if none is missing or broken."""
-        wanted = [each.requirement for each in self.packages if each.required and each.is_amiss]
+        wanted = [
+            package.requirement
+            for package in self.packages
+            if package.required and package.is_amiss
+        ]
         quoted = (f'"{each}"' if re.search(r"[^\w.-]", each) else each for each in wanted)
         return f"pip install {' '.join(quoted)}" if wanted else None
 
     @property
     def optional_command(self) -> str | None:
         """The pip command for extras that are missing here and of use on this machine."""
-        missing = [each.extra for each in self.packages if each.extra and each.is_amiss]
+        missing = [package.extra for package in self.packages if package.extra and package.is_amiss]
         has_gpu = _NVIDIA_DRIVER.exists()
         extras = dict.fromkeys(extra for extra in missing if has_gpu or extra != _CUDA)
         return f'pip install "meshwright[{",".join(extras)}]"' if extras else None
@@ -129,14 +133,14 @@ class Diagnosis:
             "command": self.command,
             "optional_command": self.optional_command,
             **asdict(self),
-            "packages": [{**asdict(each), "state": each.state} for each in self.packages],
+            "packages": [{**asdict(package), "state": package.state} for package in self.packages],
         }
 
 
 def examine() -> Diagnosis:
     """Examine this installation; imports JAX and Keras and starts JAX's devices."""
     packages = _packages()
-    lacking = [each for each in packages if each.required and each.is_amiss]
+    lacking = [package for package in packages if package.required and package.is_amiss]
     faults = [f"{each.name} {each.fault or 'is not installed'}" for each in lacking]
     if not packages:
         faults = ["meshwright is not installed, only found: run `pip install -e .` in its clone"]

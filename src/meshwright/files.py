@@ -32,7 +32,7 @@ def _fault(path: Path) -> str:
         return "it is a folder"
     if path.exists():
         return "" if os.access(path, os.W_OK) else "permission denied"
-    folder = next(each for each in path.parents if os.path.lexists(each))
+    folder = next(parent for parent in path.parents if os.path.lexists(parent))
     if not folder.is_dir():
         return f"{str(folder)!r} is not a folder"
     return "" if os.access(folder, os.W_OK) else f"permission denied in {str(folder)!r}"

@@ -100,7 +100,7 @@ def tree_allclose(actual: Any, expected: Any, rtol: float = 1e-6, atol: float = 
         leaves = len({*_leaves(actual), *_leaves(expected)})
         raise AssertionError(
             f"{len(differences)} of {leaves} leaves differ (rtol={rtol}, atol={atol}):\n"
-            + "\n".join(f"  {each}" for each in differences)
+            + "\n".join(f"  {difference}" for difference in differences)
         )
     return True
 

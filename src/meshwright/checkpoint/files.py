@@ -51,7 +51,7 @@ def read(checkpointer: Any, info: CheckpointInfo, like: dict[str, Any]) -> dict[
 
     filled = {key: value for key, value in like.items() if math.prod(value.shape)}
     empty = {key: _empty(value) for key, value in like.items() if key not in filled}
-    by_key = {each.key: each for each in info.arrays}
+    by_key = {array.key: array for array in info.arrays}
     packed = [by_key[key] for key in info.packed]
     small = {key: filled.pop(key) for key in info.packed if key in filled}
     if small:
@@ -191,6 +191,6 @@ def _places(arrays: Sequence[SavedArray]) -> Iterator[tuple[int, int]]:
     import jax.numpy as jnp
 
     end = 0
-    for each in arrays:
-        begin, end = end, end + math.prod(each.dims) * jnp.dtype(each.dtype).itemsize
+    for array in arrays:
+        begin, end = end, end + math.prod(array.dims) * jnp.dtype(array.dtype).itemsize
         yield begin, end

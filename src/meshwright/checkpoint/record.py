@@ -85,13 +85,13 @@ class CheckpointInfo:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays together."""
-        return sum(math.prod(each.dims) * _itemsize(each.dtype) for each in self.arrays)
+        return sum(math.prod(array.dims) * _itemsize(array.dtype) for array in self.arrays)
 
     def __str__(self) -> str:
         at = f"step {self.step}, epoch {self.position.epoch} after {self.position.batches} batches"
         lines = [f"{self.directory}: {at}, {self.nbytes:,} bytes", f"written under {self.layout}"]
         for part in PARTS:
-            inside = [each for each in self.arrays if each.part == part]
+            inside = [array for array in self.arrays if array.part == part]
             lines += [f"{part}: {len(inside)} arrays"] * bool(inside)
             lines += [f"  {each}" for each in inside]
         return "\n".join(line for line in lines if line != "written under ")
@@ -219,7 +219,7 @@ def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
     Arrays of the wanted parts that were not asked for are listed too. Weights that were rounded
     when they were saved may be wanted in any floating-point type.
     """
-    saved = {each.key: each for each in info.arrays}
+    saved = {array.key: array for array in info.arrays}
     asked = {each.key: each for each in wanted}
     parts = {each.part for each in wanted}
     extra = [each for each in saved.values() if each.part in parts and each.key not in asked]
@@ -247,7 +247,7 @@ def _is_rounded(info: CheckpointInfo, there: SavedArray, wanted: SavedArray) -> 
 
 
 def _nearest(wanted: SavedArray, others: list[SavedArray]) -> str:
-    names = [each.path for each in others if each.part == wanted.part]
+    names = [other.path for other in others if other.part == wanted.part]
     near = difflib.get_close_matches(wanted.path, names, n=2, cutoff=0.5)
     return f" (near: {', '.join(near)})" if near else ""
 

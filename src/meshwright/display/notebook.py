@@ -152,12 +152,12 @@ def comparison_view(comparison: Comparison) -> str:
 def equivalence_view(found: Equivalence) -> str:
     parts = [
         {
-            "verdict": ("good" if each.equal else "bad", verdict(each)),
-            "is_open": not each.equal,
-            "table": _table(HEADINGS, rows_of(each), right=range(1, 6)),
-            "notes": each.notes,
+            "verdict": ("good" if mesh.equal else "bad", verdict(mesh)),
+            "is_open": not mesh.equal,
+            "table": _table(HEADINGS, rows_of(mesh), right=range(1, 6)),
+            "notes": mesh.notes,
         }
-        for each in found.meshes
+        for mesh in found.meshes
     ]
     end = "good" if found.equal else "bad", closing(found)
     return _view(opening(found), parts=parts, closing=end)

@@ -109,13 +109,13 @@ class UnderMesh:
     @property
     def beyond(self) -> tuple[Difference, ...]:
         """The variables that went beyond tolerance."""
-        return tuple(each for each in self.variables if each.first is not None)
+        return tuple(variable for variable in self.variables if variable.first is not None)
 
     def __getitem__(self, path: str) -> Difference:
         """The variable with this path."""
-        for each in self.variables:
-            if each.path == path:
-                return each
+        for variable in self.variables:
+            if variable.path == path:
+                return variable
         raise KeyError(path)
 
 
@@ -132,7 +132,7 @@ class Equivalence(Viewable):
     @property
     def equal(self) -> bool:
         """Whether the model trains alike under every mesh."""
-        return all(each.equal for each in self.meshes)
+        return all(mesh.equal for mesh in self.meshes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,12 +46,11 @@ def dry_run(
     blocks or more (on GPUs, 64) only one and two are compiled, and the difference gives the rest,
     which the report says; ``blocks="few"`` does so from four on, and ``"whole"`` never. A step that
     needs more memory than a device has gives a report that says so. The compiler has ``timeout_s``
-    seconds. ``compile=False``, and a GPU target where
-    XLA for GPUs is not installed, gives what the planner's model says in place of the compiler, in
-    seconds, and the report says so (:attr:`DryRun.is_analytic`). Raises
-    :class:`~meshwright.TargetError` for a target that does not go with the mesh, or a layout that
-    the model does not know where it has to do, and :class:`~meshwright.CompileError` if the step
-    does not compile.
+    seconds. ``compile=False``, and a GPU target where XLA for GPUs is not installed, gives what the
+    planner's model says in place of the compiler, in seconds, and the report says so
+    (:attr:`DryRun.is_analytic`). Raises :class:`~meshwright.TargetError` for a target that does not
+    go with the mesh, or a layout that the model does not know where it has to do, and
+    :class:`~meshwright.CompileError` if the step does not compile.
 
     >>> import jax, keras, meshwright as mw
     >>> with mw.abstract():

@@ -131,7 +131,7 @@ def plan(
     )
     if lacks:
         found = replace(found, notes=(*found.notes, f"nothing was compiled to verify it: {lacks}"))
-    decided: dict[str, Any] = {each.name: getattr(found, each.name) for each in fields(found)}
+    decided: dict[str, Any] = {field.name: getattr(found, field.name) for field in fields(found)}
     decided |= {"num_inputs": _num_inputs(model, batch), "name": described.name}
     decided["layouts"] = _lasting(found.layouts, described)
     return Plan(**decided)

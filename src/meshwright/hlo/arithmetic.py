@@ -208,9 +208,9 @@ def _parts_read(each: Instruction) -> Mapping[int, int]:
 def _parts_read_by(fused: Computation) -> Mapping[int, int]:
     """Place of a parameter -> bytes read of it, where only parts of it are."""
     users: dict[str, list[tuple[Instruction, int]]] = {}
-    for each in fused.instructions:
-        for place, name in enumerate(each.operands):
-            users.setdefault(name, []).append((each, place))
+    for instruction in fused.instructions:
+        for place, name in enumerate(instruction.operands):
+            users.setdefault(name, []).append((instruction, place))
 
     def read(name: str, size: int) -> int:
         total = 0
@@ -222,9 +222,11 @@ def _parts_read_by(fused: Computation) -> Mapping[int, int]:
         return min(total, size)
 
     return {
-        int(each.operands[0]): read(each.name, sum(array.nbytes for array in each.results))
-        for each in fused.instructions
-        if each.opcode == "parameter"
+        int(instruction.operands[0]): read(
+            instruction.name, sum(array.nbytes for array in instruction.results)
+        )
+        for instruction in fused.instructions
+        if instruction.opcode == "parameter"
     }
 
 

@@ -108,12 +108,16 @@ class Costs:
     @property
     def flops(self) -> float:
         """FLOPs of one step in one device."""
-        return sum(each.times * each.flops for each in self.operations)
+        return sum(operation.times * operation.flops for operation in self.operations)
 
     @property
     def done_flops(self) -> float:
         """The same without what the compiler itself runs a second time, to hold less."""
-        return sum(each.times * each.flops for each in self.operations if not each.again)
+        return sum(
+            operation.times * operation.flops
+            for operation in self.operations
+            if not operation.again
+        )
 
     @property
     def recompute_flops(self) -> float:
@@ -123,16 +127,16 @@ class Costs:
     @property
     def bytes(self) -> int:
         """Bytes that one step reads and writes in the memory of one device."""
-        return sum(each.times * each.bytes for each in self.operations)
+        return sum(operation.times * operation.bytes for operation in self.operations)
 
     @functools.cached_property
     def layers(self) -> tuple[LayerCost, ...]:
         """The work of each layer, the heaviest first."""
         result: dict[str, dict[str, float]] = {}
-        for each in self.operations:
-            layer = result.setdefault(each.layer, dict.fromkeys((*PHASES, "bytes"), 0))
-            layer[each.phase] += each.times * each.flops
-            layer["bytes"] += each.times * each.bytes
+        for operation in self.operations:
+            layer = result.setdefault(operation.layer, dict.fromkeys((*PHASES, "bytes"), 0))
+            layer[operation.phase] += operation.times * operation.flops
+            layer["bytes"] += operation.times * operation.bytes
         rows = [
             LayerCost(layer, *(row[phase] for phase in PHASES), bytes=int(row["bytes"]))
             for layer, row in result.items()
@@ -195,17 +199,17 @@ class _Walk:
 
     def program(self, inside: Computation, count: int | None) -> tuple[Operation | Loop, ...]:
         result: list[Operation | Loop] = []
-        for each in inside.instructions:
-            if each.opcode == "while":
-                result.append(self._loop(each, inside, count))
-            elif each.opcode == "conditional":
-                branches = [self._called(name, count) for name in each.called]
+        for instruction in inside.instructions:
+            if instruction.opcode == "while":
+                result.append(self._loop(instruction, inside, count))
+            elif instruction.opcode == "conditional":
+                branches = [self._called(name, count) for name in instruction.called]
                 result += max(branches, key=_weight, default=())
-            elif each.opcode == "call":
-                name = each.attribute(r"to_apply=%([\w.\-]+)") or each.called[0]
+            elif instruction.opcode == "call":
+                name = instruction.attribute(r"to_apply=%([\w.\-]+)") or instruction.called[0]
                 result += self._called(name, count)
-            elif each.opcode not in FREE:
-                result.append(self._operation(each, inside, count))
+            elif instruction.opcode not in FREE:
+                result.append(self._operation(instruction, inside, count))
         return _ending_last(result)
 
     def _called(self, name: str, count: int | None) -> tuple[Operation | Loop, ...]:

@@ -52,7 +52,7 @@ def axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:
     for group in groups:
         coords = [_coords(position, axes) for position in group]
         for i, (name, _) in enumerate(axes):
-            if len({each[i] for each in coords}) > 1:
+            if len({coord[i] for coord in coords}) > 1:
                 apart.add(name)
     return tuple(name for name, _ in axes if name in apart)
 

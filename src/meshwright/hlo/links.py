@@ -83,7 +83,7 @@ def _lanes(target: Target, axes: Axes) -> tuple[int, ...]:
             products[axis] *= size
             lanes[axis] += place < len(dims)
         if products == sizes:
-            return tuple(max(1, each) for each in lanes)
+            return tuple(max(1, lane) for lane in lanes)
     return ()
 
 
@@ -98,7 +98,7 @@ def collective_s(collective: Collective, links: Sequence[AxisLink]) -> float | N
     >>> collective_s(eight, [AxisLink("data", 8, Link("nvlink", "switch", 7000.0))])
     1.0
     """
-    across = [each for each in links if each.axis in collective.axes]
+    across = [link for link in links if link.axis in collective.axes]
     members = collective.group_size
     if members < 2 or not across:
         return 0.0

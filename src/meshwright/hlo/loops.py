@@ -62,7 +62,7 @@ class _Loop:
             return None
         place, compare = compared
         direction = compare.attribute(r"direction=(\w+)") or ""
-        left, right = (self._number(replace(place, name=each)) for each in compare.operands)
+        left, right = (self._number(replace(place, name=operand)) for operand in compare.operands)
         if left is None or right is None:
             return None
         if left.item is None or (right.item is not None and self._step(left.item) == 0):
@@ -112,7 +112,7 @@ class _Loop:
         if made.opcode == "parameter":
             return None if place.item is None else _Number(0, place.item)
         if made.opcode in ("add", "subtract"):
-            parts = [self._number(replace(place, name=each)) for each in made.operands]
+            parts = [self._number(replace(place, name=operand)) for operand in made.operands]
             return _sum(*parts, sign=1 if made.opcode == "add" else -1)
         return None
 

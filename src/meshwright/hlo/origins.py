@@ -168,8 +168,8 @@ class Sources:
         self, inside: Computation, made: Instruction, forward: bool = False
     ) -> tuple[int | None, str] | None:
         ways = [made]
-        for each in ways:
-            names = [user.name for user in inside.users_of(each.name)] if forward else each.operands
+        for way in ways:
+            names = [user.name for user in inside.users_of(way.name)] if forward else way.operands
             for name in names:
                 other = inside.by_name.get(name)
                 if other is None or other.opcode == "tuple" or other in ways:

@@ -73,12 +73,12 @@ class Computation:
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Instruction]:
-        return {each.name: each for each in self.instructions}
+        return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
     def _users(self) -> Mapping[str, list[int]]:
         """Name -> places of the instructions that take it."""
-        users: dict[str, list[int]] = {each.name: [] for each in self.instructions}
+        users: dict[str, list[int]] = {instruction.name: [] for instruction in self.instructions}
         for place, each in enumerate(self.instructions):
             for operand in each.operands:
                 if operand in users:
@@ -104,7 +104,10 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        return next((each for each in self.instructions if each.is_root), self.instructions[-1])
+        return next(
+            (instruction for instruction in self.instructions if instruction.is_root),
+            self.instructions[-1],
+        )
 
 
 @dataclass(frozen=True)

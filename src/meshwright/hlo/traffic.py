@@ -123,7 +123,7 @@ def transfers(
 ) -> tuple[Transfer, ...]:
     """The collectives in the model's words. ``variables`` says which each argument is, if any, and
     ``lines`` which line of the source a number stands for."""
-    return tuple(_transfer(each, variables, placement, lines) for each in collectives)
+    return tuple(_transfer(collective, variables, placement, lines) for collective in collectives)
 
 
 def _transfer(

@@ -187,7 +187,9 @@ class _Chain:
     def _root(self, var: Var) -> Var:
         """The argument that a variable is a copy of, such as a weight cast before all blocks."""
         while (made := self.uses.made.get(var)) is not None and self.run.copy_of(made[0]) is None:
-            given = [each for each in self.jaxpr.eqns[made[0]].invars if not hasattr(each, "val")]
+            given = [
+                invar for invar in self.jaxpr.eqns[made[0]].invars if not hasattr(invar, "val")
+            ]
             if len(given) != 1:
                 return var
             var = given[0]
@@ -200,8 +202,8 @@ class _Chain:
         results = [var for var in self.jaxpr.outvars if var not in kept and var not in mine]
         eqns = self.jaxpr.eqns
         outer = [*eqns[: self.run.start], *eqns[self.run.end :]]
-        readers = [[each for each in eqn.invars if not hasattr(each, "val")] for eqn in outer]
-        for read in (*readers, *([each] for each in results if not hasattr(each, "val"))):
+        readers = [[invar for invar in eqn.invars if not hasattr(invar, "val")] for eqn in outer]
+        for read in (*readers, *([result] for result in results if not hasattr(result, "val"))):
             for var in read:
                 made = self.uses.made.get(var)
                 where = None if made is None else self.run.copy_of(made[0])

@@ -22,7 +22,7 @@ def signs_of(eqns: Sequence[Any]) -> np.ndarray:
     """
     known: dict[Any, int] = {}
     words: dict[int, tuple[Any, str]] = {}  # the object as well, so that its id stays its own
-    return np.array([known.setdefault(_sign(each, words), len(known)) for each in eqns], int)
+    return np.array([known.setdefault(_sign(eqn, words), len(known)) for eqn in eqns], int)
 
 
 def _sign(eqn: Any, words: dict[int, tuple[Any, str]]) -> tuple[Any, ...]:
@@ -30,8 +30,8 @@ def _sign(eqn: Any, words: dict[int, tuple[Any, str]]) -> tuple[Any, ...]:
     return (
         eqn.primitive.name,
         params,
-        tuple(_atom(each) for each in eqn.invars),
-        tuple(str(each.aval) for each in eqn.outvars),
+        tuple(_atom(invar) for invar in eqn.invars),
+        tuple(str(outvar.aval) for outvar in eqn.outvars),
     )
 
 

@@ -245,7 +245,7 @@ def _leaves(params: Tree) -> tuple[list[NamedArray], Any]:
 
 
 def _state(count: Any, slots: list[_Slots], tree: Any) -> AdafactorState:
-    kinds = ([getattr(each, kind) for each in slots] for kind in _Slots._fields)
+    kinds = ([getattr(slot, kind) for slot in slots] for kind in _Slots._fields)
     return AdafactorState(count, *(jax.tree.unflatten(tree, kind) for kind in kinds))
 
 

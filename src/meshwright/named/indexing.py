@@ -178,7 +178,7 @@ class _Places:
         along = find(x.dims, dim)
         others = tuple(each for each in x.dims if each != along)
         union(others, indices.dims, what=what)
-        shared = tuple(each for each in others if each in indices.dims)
+        shared = tuple(other for other in others if other in indices.dims)
         new = tuple(each for each in indices.dims if each not in others)
         own = tuple(each for each in x.dims if each not in shared)
         self.along, self.shared, self.new = along, shared, new

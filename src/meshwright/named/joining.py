@@ -192,7 +192,7 @@ def _several(xs: Sequence[Any], what: str) -> list[NamedArray]:
 
 
 def _check_alike(dims: list[Any], arrays: list[NamedArray], what: str) -> None:
-    if any({*each} != {*dims[0]} for each in dims):
+    if any({*dim} != {*dims[0]} for dim in dims):
         listed = ", ".join(f"[{text_of(x.dims)}]" for x in arrays)
         joined = "" if what == "stack" else ", but for the one that is joined"
         raise DimError(f"{what}: the arrays have dims {listed}; they must be the same{joined}.")

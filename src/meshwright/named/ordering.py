@@ -127,7 +127,7 @@ def _reversed(x: NamedArray) -> NamedArray:
 def _largest(x: NamedArray, along: Dim, k: Dim) -> tuple[NamedArray, NamedArray]:
     """The largest of all are among the largest of each piece."""
     where, split = position(x.dims, along), split_of(x.dims)
-    rest = tuple(each for each in x.dims if each != along)
+    rest = tuple(dim for dim in x.dims if dim != along)
     axis = split.get(along.name)
     if axis is None:
         found = on_pieces(_of_piece, [x], split, [(*rest, k)] * 2, where=where, count=k.size)

@@ -67,7 +67,7 @@ class Compiled:
 
     def of_kind(self, *kinds: str) -> tuple[Collective, ...]:
         """The collectives of some kinds, such as ``"all-gather"``."""
-        return tuple(each for each in self.collectives if each.kind in kinds)
+        return tuple(collective for collective in self.collectives if collective.kind in kinds)
 
 
 def compile_step(

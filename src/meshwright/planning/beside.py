@@ -110,8 +110,8 @@ _Kind = tuple[str, tuple[str, ...]]
 def _collectives(run: DryRun, measured: Measured) -> list[CollectiveRow]:
     """The collectives that do something, those that move most first."""
     told: dict[_Kind, list[Transfer]] = defaultdict(list)
-    for each in run.collectives:
-        told[each.kind, each.axes].append(each)
+    for collective in run.collectives:
+        told[collective.kind, collective.axes].append(collective)
     seen = {(each.kind, each.axes): each for each in measured.collectives or ()}
     times = _times(run)
     rows = [
@@ -147,9 +147,9 @@ def _times(run: DryRun) -> dict[_Kind, float | None]:
         return {}
     links = links_of(run.compiled.target, run.hardware, run.compiled.axes)
     found: dict[_Kind, list[float | None]] = defaultdict(list)
-    for each in run.compiled.collectives:
-        once, count = collective_s(each, links), each.count
-        times = found[each.kind, each.axes]
+    for collective in run.compiled.collectives:
+        once, count = collective_s(collective, links), collective.count
+        times = found[collective.kind, collective.axes]
         times.append(None if once is None or count is None else count * once)
     return {kind: _sum(times) for kind, times in found.items()}
 
@@ -242,7 +242,9 @@ def _figures(run: DryRun, axes: Iterable[tuple[str, ...]]) -> dict[str, tuple[fl
         figures["waiting for collectives"] = found.waiting_s, "seconds"
     figures |= {name: (nbytes, "bytes") for name, nbytes in run.memory.figures}
     for along in dict.fromkeys(axes):
-        moved = moved_bytes(each for each in run.collectives if each.axes == along)
+        moved = moved_bytes(
+            collective for collective in run.collectives if collective.axes == along
+        )
         figures[f"collectives over {', '.join(along) or '-'}"] = moved, "bytes"
     figures["unexpected collectives"] = len(run.unexpected), "count"
     return figures

@@ -184,7 +184,7 @@ def _collectives(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
 
 
 def _layouts(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
-    old, new = ({each.path: each for each in lock.layouts} for lock in (before, now))
+    old, new = ({layout.path: layout for layout in lock.layouts} for lock in (before, now))
     for path in dict.fromkeys((*old, *new)):
         if path not in old or path not in new:
             one = (old.get(path) or new[path]).layout

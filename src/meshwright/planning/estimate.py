@@ -178,8 +178,12 @@ def estimate(
         flops=costs.flops,
         recompute_flops=costs.recompute_flops,
         bytes=costs.bytes,
-        compute_s=_total((clock.compute_s(each), each.times) for each in costs.operations),
-        memory_s=_total((clock.memory_s(each), each.times) for each in costs.operations),
+        compute_s=_total(
+            (clock.compute_s(operation), operation.times) for operation in costs.operations
+        ),
+        memory_s=_total(
+            (clock.memory_s(operation), operation.times) for operation in costs.operations
+        ),
         communication_s=talk,
         waiting_s=times.waiting,
         overlap_s=max(0.0, spoken - times.waiting),
@@ -197,7 +201,7 @@ def estimate(
             costs.done_flops,
             times,
             None if least_flops is None else least_flops / compiled.target.num_devices,
-            sum(each.times * each.elements for each in costs.operations),
+            sum(operation.times * operation.elements for operation in costs.operations),
         ),
         unknown_loops=costs.unknown_loops,
         uncounted=_of_users(costs.uncounted),
@@ -235,29 +239,29 @@ def _total(parts: Iterable[tuple[float | None, int]]) -> float | None:
 def _communication(costs: Costs, clock: Clock) -> tuple[tuple[tuple[str, ...], float | None], ...]:
     """Seconds of all collectives over each set of axes, the longest first."""
     found: dict[tuple[str, ...], list[tuple[float | None, int]]] = {}
-    for each in costs.operations:
-        for one in each.collectives:
+    for operation in costs.operations:
+        for one in operation.collectives:
             if one.axes:
-                found.setdefault(one.axes, []).append((clock.talk_s(one), each.times))
+                found.setdefault(one.axes, []).append((clock.talk_s(one), operation.times))
     sums = [(axes, _total(parts)) for axes, parts in found.items()]
     return tuple(sorted(sums, key=lambda pair: -(pair[1] or 0.0)))
 
 
 def _heaviest(costs: Costs, clock: Clock) -> tuple[Heavy, ...]:
     found = []
-    for each in costs.operations:
-        talk_s = sum(clock.talk_s(one) or 0.0 for one in each.collectives)
-        time_s = max(clock.compute_s(each) or 0.0, clock.memory_s(each) or 0.0, talk_s)
-        n = each.times
+    for operation in costs.operations:
+        talk_s = sum(clock.talk_s(one) or 0.0 for one in operation.collectives)
+        time_s = max(clock.compute_s(operation) or 0.0, clock.memory_s(operation) or 0.0, talk_s)
+        n = operation.times
         found.append(
             Heavy(
-                name=each.name,
-                opcode=each.opcode,
-                layer=each.layer,
-                phase=each.phase,
-                count=each.count,
-                flops=n * each.flops,
-                bytes=n * each.bytes,
+                name=operation.name,
+                opcode=operation.opcode,
+                layer=operation.layer,
+                phase=operation.phase,
+                count=operation.count,
+                flops=n * operation.flops,
+                bytes=n * operation.bytes,
                 time_s=n * time_s,
             )
         )
@@ -271,12 +275,12 @@ def _heaviest(costs: Costs, clock: Clock) -> tuple[Heavy, ...]:
 def _missing(costs: Costs, clock: Clock) -> tuple[str, ...]:
     """The numbers of the hardware without which the step has no time."""
     names: dict[str, None] = {}
-    for each in costs.operations:
-        if clock.compute_s(each) is None:
-            names[f"peak_flops_per_s.{each.dtype}"] = None
-        if clock.memory_s(each) is None:
+    for operation in costs.operations:
+        if clock.compute_s(operation) is None:
+            names[f"peak_flops_per_s.{operation.dtype}"] = None
+        if clock.memory_s(operation) is None:
             names["memory_bandwidth_bytes_per_s"] = None
-        if any(clock.talk_s(one) is None for one in each.collectives):
+        if any(clock.talk_s(one) is None for one in operation.collectives):
             slow = [link.link for link in clock.links if link.link.bytes_per_s is None]
             names |= {f"links.{link.kind}.bytes_per_s": None for link in slow}
     return tuple(names)
@@ -291,7 +295,9 @@ def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
     said += [f"The latency of {kind} is unknown and counts as zero." for kind in late]
     if clock.hardware.elements_per_s is None:
         said.append("Elementwise work counts by the bytes that it moves.")
-    if target.platform == "tpu" and any(each.dtype == "float32" for each in costs.operations):
+    if target.platform == "tpu" and any(
+        operation.dtype == "float32" for operation in costs.operations
+    ):
         said.append("float32 products run in bfloat16 passes: one, or 3 and 6 if asked for.")
     if target.platform == "cuda":
         said.append("float32 products run as tensorfloat32 unless the highest precision is asked.")
@@ -305,7 +311,7 @@ def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
 
 def _of_users(kernels: Iterable[str]) -> tuple[str, ...]:
     """Without the compiler's own, of collectives that count."""
-    return tuple(each for each in kernels if not each.startswith("AsyncCollective"))
+    return tuple(kernel for kernel in kernels if not kernel.startswith("AsyncCollective"))
 
 
 # In words

@@ -111,7 +111,7 @@ class Lock:
         rows = [json.dumps(vars(each)) for each in self.collectives or ()]
         told = self.collectives is not None
         lines.append(_block("collectives", "[]", rows) if told else _pair("collectives", None))
-        lines.append(_block("layouts", "{}", [_locked_layout(each) for each in self.layouts]))
+        lines.append(_block("layouts", "{}", [_locked_layout(layout) for layout in self.layouts]))
         return "{\n  " + ",\n  ".join(lines) + "\n}\n"
 
     @classmethod
@@ -183,9 +183,9 @@ def _identity(hardware: Hardware) -> str:
 
 def _grouped(run: DryRun) -> tuple[LockedCollective, ...]:
     alike: dict[tuple[str, tuple[str, ...], str, bool], list[Any]] = {}
-    for each in run.collectives:
-        key = each.kind, each.axes, each.path, each.is_unexpected
-        alike.setdefault(key, []).append(each)
+    for collective in run.collectives:
+        key = collective.kind, collective.axes, collective.path, collective.is_unexpected
+        alike.setdefault(key, []).append(collective)
     return tuple(
         LockedCollective(
             *key,

@@ -140,7 +140,7 @@ def _most_bytes(tree: Any) -> int:
 
 def _peak(state: TrainState, compiled: Any) -> tuple[int | None, str]:
     """What a device held at most: by its own count, else as the executable has reserved it."""
-    counted = [(each.memory_stats() or {}).get("peak_bytes_in_use") for each in _devices(state)]
+    counted = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in _devices(state)]
     known = [each for each in counted if each is not None]
     if known:
         return max(known), "what the device counted, from the start of this process on"

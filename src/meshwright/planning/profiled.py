@@ -38,12 +38,12 @@ def events_in(folder: Path) -> Iterator[Event]:
     for path in sorted(folder.rglob("*.xplane.pb")):
         for plane in ProfileData.from_file(str(path)).planes:
             for line in plane.lines:
-                for each in line.events:
-                    told = dict(each.stats)
+                for event in line.events:
+                    told = dict(event.stats)
                     if "hlo_op" in told and "hlo_module" in told:
                         device = f"{plane.name}/{told.get('device_ordinal', '')}"
                         names = str(told["hlo_op"]), str(told["hlo_module"])
-                        yield Event(*names, device, 1e-9 * each.duration_ns)
+                        yield Event(*names, device, 1e-9 * event.duration_ns)
 
 
 def collectives_seen(
@@ -63,21 +63,25 @@ def collectives_seen(
     SeenCollective(kind='all-reduce', axes=('batch',), count=1.0, bytes_per_step=16, time_s=1.0)
     """
     program = re.match(r"HloModule ([\w.\-]+)", text)
-    wanted = {each.name: each for each in read_costs(text, axes).operations if each.collectives}
+    wanted = {
+        operation.name: operation
+        for operation in read_costs(text, axes).operations
+        if operation.collectives
+    }
     if not wanted:
         return ()
     counts: dict[str, int] = defaultdict(int)
     times: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
     devices: set[str] = set()
-    for each in events:
-        found = wanted.get(each.instruction)
-        if found is None or program is None or each.program != program[1]:
+    for event in events:
+        found = wanted.get(event.instruction)
+        if found is None or program is None or event.program != program[1]:
             continue
-        devices.add(each.device)
-        counts[each.instruction] += len(found.collectives)
+        devices.add(event.device)
+        counts[event.instruction] += len(found.collectives)
         first = found.collectives[0]
         spent = times.setdefault((first.kind, first.axes), defaultdict(float))
-        spent[each.device] += each.duration_s
+        spent[event.device] += event.duration_s
     if not devices:
         return None
     return tuple(

@@ -116,12 +116,12 @@ def _named(
 ) -> tuple[LiveTensor, ...]:
     """Copies of variables under their paths, where they belong to no layer."""
     named = []
-    for each in tensors:
-        number = each.argument
+    for tensor in tensors:
+        number = tensor.argument
         known = None if number is None or number >= len(variables) else variables[number]
-        if known is not None and not each.origin.path:
-            each = replace(each, origin=replace(each.origin, path=known.info.path))
-        named.append(each)
+        if known is not None and not tensor.origin.path:
+            tensor = replace(tensor, origin=replace(tensor.origin, path=known.info.path))
+        named.append(tensor)
     return tuple(named)
 
 

@@ -208,7 +208,7 @@ class DryRun(Viewable):
     @property
     def unexpected(self) -> tuple[Transfer, ...]:
         """The unexpected collectives."""
-        return tuple(each for each in self.collectives if each.is_unexpected)
+        return tuple(collective for collective in self.collectives if collective.is_unexpected)
 
     @overload
     def beside(self, other: Measured) -> Comparison: ...

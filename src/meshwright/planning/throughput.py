@@ -42,7 +42,7 @@ def fed(batch: Any, micro_batches: int) -> Fed | None:
     import jax
     import numpy as np
 
-    arrays = [each for each in jax.tree.leaves(batch) if np.ndim(each)]
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     if not arrays:
         return None
     dims = np.shape(arrays[0])

@@ -95,7 +95,7 @@ def unknown_kinds(graph: Graph) -> tuple[str, ...]:
     >>> unknown_kinds(Graph((), (), (Operation("dot_general", "", (), ()),)))
     ()
     """
-    kinds = dict.fromkeys(each.kind for each in graph.operations)
+    kinds = dict.fromkeys(operation.kind for operation in graph.operations)
     return tuple(kind for kind in kinds if kind not in TABLE and kind not in LOOPS)
 
 

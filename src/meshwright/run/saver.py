@@ -20,7 +20,7 @@ Resume = Literal["auto"] | bool
 
 
 class Saver:
-    """Saves a run every so many steps, or after each epoch; without checkpoints it saves nothing.
+    """Saves a run every ``every`` steps, or after each epoch; without checkpoints it saves nothing.
 
     ``start`` is the checkpoint to resume, and ``layout`` describes the layouts in words.
     Raises :class:`CheckpointError` for an ``every`` that is not a number of steps.

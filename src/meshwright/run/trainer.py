@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+
 from ..checkpoint import Checkpoints
 from ..data import Putter
 from ..errors import TopologyError

@@ -245,8 +245,8 @@ def also_between(cut: Cut) -> Cut:
 
     def both(found: Equations) -> list[Stretch]:
         stretches = [replace(each, in_turn=True) for each in cut(found)]
-        ends = [0, *(each.end for each in stretches)]
-        starts = [*(each.start for each in stretches), len(found.rest)]
+        ends = [0, *(stretch.end for stretch in stretches)]
+        starts = [*(stretch.start for stretch in stretches), len(found.rest)]
         free = [range(*pair) for pair in zip(ends, starts, strict=True) if pair[0] < pair[1]]
         between = [each for part in free for each in where_read(found, part)]
         return sorted([*stretches, *between], key=lambda each: each.start)

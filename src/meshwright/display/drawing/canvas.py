@@ -113,7 +113,7 @@ class Canvas:
     ) -> str:
         """The whole file, on a sheet of paper of its own: it shall read on any background."""
         w, h = _number(width), _number(height)
-        definitions = "".join(f"{each}\n" for each in self._definitions.values())
+        definitions = "".join(f"{definition}\n" for definition in self._definitions.values())
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" '
             f'viewBox="0 0 {w} {h}" role="img" font-family={quoteattr(SANS)}>\n'

@@ -128,10 +128,10 @@ def as_sheet(items: Items, title: str = "") -> Sheet:
     for mesh, group in groupby(parts, key=_mesh_of):
         members = list(group)
         if mesh is None:
-            sections += [each for each in members if isinstance(each, Section)]
+            sections += [member for member in members if isinstance(member, Section)]
         else:
             sections.append(
-                Section("", mesh, tuple(each for each in members if isinstance(each, Drawn)))
+                Section("", mesh, tuple(member for member in members if isinstance(member, Drawn)))
             )
     return Sheet(title, tuple(sections))
 

@@ -39,8 +39,8 @@ def collectives_section(run: DryRun) -> dict[str, object] | None:
 
 def _chart(run: DryRun) -> Markup:
     by_axes: dict[tuple[str, ...], list[Transfer]] = defaultdict(list)
-    for each in run.collectives:
-        by_axes[each.axes].append(each)
+    for collective in run.collectives:
+        by_axes[collective.axes].append(collective)
     sizes = {axes: moved_bytes(some) for axes, some in by_axes.items()}
     times = dict(run.estimate.communication_s) if run.estimate else {}
     rows = []
@@ -51,14 +51,17 @@ def _chart(run: DryRun) -> Markup:
             "bar", _parts(by_axes[axes]), max(1, *sizes.values()), f"over {axes_list(axes)}"
         )
         rows.append((axes_list(axes), bar, text))
-    kinds = {each.kind for each in run.collectives}
+    kinds = {collective.kind for collective in run.collectives}
     key = [(kind, paint) for kind, paint in _PAINTS.items() if kind in kinds]
     caption = "Bytes of the arrays in one device and one step, by the axes that they travel along"
     return element("chart", caption, rows, key)
 
 
 def _parts(transfers: Sequence[Transfer]) -> list[Part]:
-    sizes = {kind: moved_bytes(each for each in transfers if each.kind == kind) for kind in _PAINTS}
+    sizes = {
+        kind: moved_bytes(transfer for transfer in transfers if transfer.kind == kind)
+        for kind in _PAINTS
+    }
     return [Part(kind, size, bytes_text(size), _PAINTS[kind]) for kind, size in sizes.items()]
 
 
@@ -76,7 +79,7 @@ def _table(transfers: Sequence[Transfer]) -> Markup:
         Column("asked for?"),
     ]
     rows = [_row(group) for group in groups]
-    if any(each.lines for each in transfers):
+    if any(transfer.lines for transfer in transfers):
         columns.append(Column("written in", "path"))
         for row, group in zip(rows, groups, strict=True):
             row.append(_folded(group.first.lines))

@@ -164,7 +164,7 @@ def _run_figures(run: DryRun) -> list[tuple[str, str, str]]:
 
 def _axes(run: DryRun) -> Markup:
     links = () if run.hardware is None else links_of(run.target, run.hardware, run.axes)
-    lies = {each.axis: str(each).partition(" lies on ")[2] for each in links if each.size > 1}
+    lies = {link.axis: str(link).partition(" lies on ")[2] for link in links if link.size > 1}
     columns = (Column("axis"), Column("devices", "num"), Column("is taken to lie on"))
     rows = [(axis, Cell(str(size), size), lies.get(axis, "-")) for axis, size in run.axes]
     caption = f"The axes of its {run.target.num_devices:,} devices"

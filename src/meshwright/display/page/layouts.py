@@ -47,7 +47,7 @@ class Alike:
     @property
     def bytes_per_device(self) -> int:
         """Bytes of all of them in one device."""
-        return sum(each.bytes_per_device for each in self.members)
+        return sum(member.bytes_per_device for member in self.members)
 
 
 def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
@@ -67,7 +67,7 @@ def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
         return path, each.info.role, each.info.dims, each.info.dtype, each.layout, reason
 
     groups = [
-        Alike(pattern([each.info.path for each in members]), tuple(members))
+        Alike(pattern([member.info.path for member in members]), tuple(members))
         for members in grouped(placed, kind)
     ]
     return tuple(sorted(groups, key=_rank))
@@ -95,9 +95,9 @@ def _figures(groups: Sequence[Alike]) -> tuple[list[dict[str, object]], int]:
     """A picture for each way to lie, of the largest that lies so, as far as there is room; and how
     many ways are left."""
     ways: dict[Layout, list[Alike]] = defaultdict(list)
-    for each in groups:
-        if each.dims:
-            ways[each.layout].append(each)
+    for group in groups:
+        if group.dims:
+            ways[group.layout].append(group)
     figures, room = [], _MOST_PICTURE_CHARACTERS
     for number, (layout, members) in enumerate(list(ways.items())[:_MOST_PICTURES]):
         largest = members[0]
@@ -106,8 +106,8 @@ def _figures(groups: Sequence[Alike]) -> tuple[list[dict[str, object]], int]:
         picture = tiling_picture(f"t{number}", tensor)
         room -= len(picture)
         if room > 0 or not figures:
-            count = sum(len(each.members) for each in members)
-            held = bytes_text(sum(each.bytes_per_device for each in members))
+            count = sum(len(member.members) for member in members)
+            held = bytes_text(sum(member.bytes_per_device for member in members))
             noun = "variable lies" if count == 1 else "variables lie"
             text = f"{count:,} {noun} so: {held} in each device."
             figures.append(
@@ -128,7 +128,7 @@ def _table(groups: Sequence[Alike]) -> Markup:
         Column("bytes per device", "num"),
         Column("why", "words"),
     )
-    rows = [_row(each) for each in groups]
+    rows = [_row(group) for group in groups]
     return element("table", "layouts-table", "Variables and their layouts", columns, rows)
 
 

@@ -33,7 +33,7 @@ def memory_section(run: DryRun) -> dict[str, object]:
         "course": _course(run),
         "tensors": _tensors(run) if run.tensors else None,
         "alive_bytes": bytes_text(run.alive_bytes),
-        "shown_bytes": bytes_text(sum(each.nbytes for each in run.tensors)),
+        "shown_bytes": bytes_text(sum(tensor.nbytes for tensor in run.tensors)),
     }
 
 

@@ -36,7 +36,7 @@ def plan_section(plan: Plan) -> dict[str, object]:
     """The section on what a plan decided, and against what."""
     options, limit = _every(plan), plan.limit_bytes
     return {
-        "has_dry_runs": any(each.option.dry_run_time_s is not None for each in options),
+        "has_dry_runs": any(option.option.dry_run_time_s is not None for option in options),
         "times": _times(options),
         "peaks": _peaks(options, limit),
         "table": _table(options, limit),

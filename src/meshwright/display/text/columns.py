@@ -79,16 +79,16 @@ class Paragraphs:
     parts: tuple[str | Line | Columns, ...]
 
     def __str__(self) -> str:
-        return "\n".join(each.text if isinstance(each, Line) else str(each) for each in self.parts)
+        return "\n".join(part.text if isinstance(part, Line) else str(part) for part in self.parts)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        for each in self.parts:
-            if isinstance(each, Columns):
-                yield each
+        for part in self.parts:
+            if isinstance(part, Columns):
+                yield part
             else:
-                yield Text(*each) if isinstance(each, Line) else Text(each)
+                yield Text(*part) if isinstance(part, Line) else Text(part)
 
 
 Content = str | Line | Columns | Iterable["Content"]
@@ -100,11 +100,11 @@ def paragraphs(*parts: Content) -> Paragraphs:
 
 
 def _flat(parts: Iterable[Content]) -> Iterator[str | Line | Columns]:
-    for each in parts:
-        if isinstance(each, str | Line | Columns):
-            yield each
+    for part in parts:
+        if isinstance(part, str | Line | Columns):
+            yield part
         else:
-            yield from _flat(each)
+            yield from _flat(part)
 
 
 def print_text(*texts: object) -> None:

@@ -16,7 +16,7 @@ _ROWS = 12  # of a mesh that is equal; what went beyond is always shown in full
 
 def equivalence_text(found: Equivalence, rows: int | None = _ROWS) -> Paragraphs:
     """The whole verdict; ``rows`` is how many variables of a mesh are shown, ``None`` for all."""
-    meshes = [["", *_mesh(each, rows)] for each in found.meshes]
+    meshes = [["", *_mesh(mesh, rows)] for mesh in found.meshes]
     return paragraphs(opening(found), meshes, "", Line(closing(found), _style(found.equal)))
 
 
@@ -73,7 +73,7 @@ def _style(is_equal: bool) -> str:
 
 def closing(found: Equivalence) -> str:
     """The last line."""
-    wrong = [each.mesh.axes_text for each in found.meshes if not each.equal]
+    wrong = [mesh.mesh.axes_text for mesh in found.meshes if not mesh.equal]
     if not wrong:
         return "Every mesh trains as one device does."
     return f"{len(wrong)} of {len(found.meshes)} meshes do not train as one device does: " + (

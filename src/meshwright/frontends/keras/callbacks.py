@@ -118,7 +118,9 @@ class KerasCallbacks(Callbacks):
     @property
     def _history(self) -> keras.callbacks.History | None:
         kind = keras.callbacks.History
-        return next((each for each in self._list.callbacks if isinstance(each, kind)), None)
+        return next(
+            (callback for callback in self._list.callbacks if isinstance(callback, kind)), None
+        )
 
     def _attributes(self) -> dict[str, dict[str, Any]]:
         return {

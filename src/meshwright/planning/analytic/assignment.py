@@ -131,7 +131,7 @@ def _without_rows(lies: Mapping[str, Along], described: AbstractStep) -> dict[st
     rows = set(described.placement.batch_axes)
     variables = {each.info.path for each in described.placed}
     return {
-        path: tuple(tuple(axis for axis in each if axis not in rows) for each in dims)
+        path: tuple(tuple(axis for axis in dim if axis not in rows) for dim in dims)
         if path in variables
         else dims
         for path, dims in lies.items()

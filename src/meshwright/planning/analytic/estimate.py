@@ -34,11 +34,11 @@ def estimate_of(
     result = Estimate(
         target=target,
         hardware=hardware.name,
-        flops=sum(each.work.flops for each in costs),
+        flops=sum(cost.work.flops for cost in costs),
         recompute_flops=sum(map(_again, costs)),
-        bytes=round(sum(each.work.bytes for each in costs)),
-        compute_s=None if missing else sum(each.work.flops_s for each in costs),
-        memory_s=None if missing else sum(each.work.bytes_s for each in costs),
+        bytes=round(sum(cost.work.bytes for cost in costs)),
+        compute_s=None if missing else sum(cost.work.flops_s for cost in costs),
+        memory_s=None if missing else sum(cost.work.bytes_s for cost in costs),
         communication_s=tuple((axes, None if missing else time_s) for axes, time_s in talk),
         waiting_s=times.waiting,
         overlap_s=0.0,
@@ -58,27 +58,27 @@ def estimate_of(
 
 def _sums(costs: Iterable[OperationCost], count: int, times: Times) -> Sums:
     own = split = done = 0.0
-    for each in costs:
-        own += 0.0 if each.phase == "recompute" else each.whole_flops
-        split += (2 if each.again else 1) * each.whole_flops
-        done += each.work.flops
+    for cost in costs:
+        own += 0.0 if cost.phase == "recompute" else cost.whole_flops
+        split += (2 if cost.again else 1) * cost.whole_flops
+        done += cost.work.flops
     return Sums(own / count, split / count, done, times)
 
 
 def _times(costs: Iterable[OperationCost]) -> Times:
     """Where the time goes, one thing after the other."""
     times = Times()
-    for each in costs:
-        of_flops = each.work.flops_s >= each.work.bytes_s
-        times.compute += each.work.time_s if of_flops else 0.0
-        times.memory += 0.0 if of_flops else each.work.time_s
-        times.waiting += _talk_s(each)
+    for cost in costs:
+        of_flops = cost.work.flops_s >= cost.work.bytes_s
+        times.compute += cost.work.time_s if of_flops else 0.0
+        times.memory += 0.0 if of_flops else cost.work.time_s
+        times.waiting += _talk_s(cost)
     times.length = times.compute + times.memory + times.waiting
     return times
 
 
 def _talk_s(cost: OperationCost) -> float:
-    return sum(each.count * each.time_s for each in cost.work.collectives)
+    return sum(collective.count * collective.time_s for collective in cost.work.collectives)
 
 
 def _again(cost: OperationCost) -> float:
@@ -92,24 +92,24 @@ def _communication(costs: Iterable[OperationCost]) -> tuple[tuple[tuple[str, ...
     """Seconds over each set of axes, the longest first."""
     result: dict[tuple[str, ...], float] = defaultdict(float)
     for cost in costs:
-        for each in cost.work.collectives:
-            result[each.axes] += each.count * each.time_s
+        for collective in cost.work.collectives:
+            result[collective.axes] += collective.count * collective.time_s
     return tuple(sorted(result.items(), key=lambda pair: -pair[1]))
 
 
 def _heaviest(costs: Iterable[OperationCost], is_timeless: bool) -> tuple[Heavy, ...]:
     every = [
         Heavy(
-            name=each.variable,
-            opcode=each.kind,
-            layer=each.layer or each.variable,
-            phase=each.phase,
-            count=each.work.count,
-            flops=each.work.flops,
-            bytes=round(each.work.bytes),
-            time_s=0.0 if is_timeless else each.work.time_s + _talk_s(each),
+            name=cost.variable,
+            opcode=cost.kind,
+            layer=cost.layer or cost.variable,
+            phase=cost.phase,
+            count=cost.work.count,
+            flops=cost.work.flops,
+            bytes=round(cost.work.bytes),
+            time_s=0.0 if is_timeless else cost.work.time_s + _talk_s(cost),
         )
-        for each in costs
+        for cost in costs
     ]
     every.sort(key=lambda heavy: (-heavy.time_s, -heavy.flops, -heavy.bytes))
     return tuple(every[:_HEAVIEST])
@@ -119,11 +119,11 @@ def _layers(costs: Iterable[OperationCost]) -> tuple[LayerCost, ...]:
     """The work of each layer, the most of it first."""
     flops: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     nbytes: dict[str, float] = defaultdict(float)
-    for each in costs:
-        again = _again(each)
-        flops[each.layer]["recompute"] += again
-        flops[each.layer][each.phase] += each.work.flops - again
-        nbytes[each.layer] += each.work.bytes
+    for cost in costs:
+        again = _again(cost)
+        flops[cost.layer]["recompute"] += again
+        flops[cost.layer][cost.phase] += cost.work.flops - again
+        nbytes[cost.layer] += cost.work.bytes
     result = [
         LayerCost(
             layer=layer,

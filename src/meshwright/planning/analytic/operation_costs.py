@@ -121,13 +121,13 @@ def _collectives(
     assignment: Assignment, lay: Lay, talks: Iterable[Talk], runs: int = 1
 ) -> Iterator[CollectiveCost]:
     """The collectives that more than one device take part in."""
-    for each in talks:
-        mask, nbytes = int(np.asarray(each.over)[0]), float(each.nbytes[0])
+    for talk in talks:
+        mask, nbytes = int(np.asarray(talk.over)[0]), float(talk.nbytes[0])
         if mask and nbytes:
-            time_s = nbytes * lay.setting.rate_s_per_byte[each.kind][mask]
-            time_s += lay.setting.delay_s[each.kind][mask]
+            time_s = nbytes * lay.setting.rate_s_per_byte[talk.kind][mask]
+            time_s += lay.setting.delay_s[talk.kind][mask]
             yield CollectiveCost(
-                each.kind, assignment.named(mask), nbytes, runs * each.times, float(time_s)
+                talk.kind, assignment.named(mask), nbytes, runs * talk.times, float(time_s)
             )
 
 
@@ -164,7 +164,9 @@ def _gathered(assignment: Assignment, kept: Kept, placement: Placement) -> Opera
 def _of_variable(
     path: str, phase: str, collectives: tuple[CollectiveCost, ...], itemsize: int, remedy: str = ""
 ) -> OperationCost:
-    work = DeviceWork(sum(each.count for each in collectives), 0.0, 0.0, 0.0, 0.0, collectives)
+    work = DeviceWork(
+        sum(collective.count for collective in collectives), 0.0, 0.0, 0.0, 0.0, collectives
+    )
     return OperationCost("gather", "", phase, work, variable=path, remedy=remedy, itemsize=itemsize)
 
 

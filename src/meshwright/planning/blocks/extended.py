@@ -85,9 +85,9 @@ def memory(
 ) -> tuple[Memory, int, tuple[LiveTensor, ...]]:
     """The memory of a device with all blocks, how much of it is temporary at the peak, and what."""
     count = found.count
-    rest = [_always_there(each) for each in runs]
+    rest = [_always_there(run) for run in runs]
     temporary = [(each.peak_bytes or 0) - some for each, some in zip(runs, rest, strict=True)]
-    alive = [each.alive_bytes for each in runs]
+    alive = [run.alive_bytes for run in runs]
     seen, arrays = figure(alive[0], alive[1], count), runs[1].tensors
     if held[0] is not None and held[1] is not None:
         peak = peak_with(held[0], held[1], count)
@@ -95,7 +95,7 @@ def memory(
     shared = [a - b for a, b in zip(temporary, alive, strict=True)]  # below zero, for the most part
     each_alike = runs[1].target.platform == "cpu"
     most = seen + (round(Line(shared[0], shared[1], count).of) if each_alike else shared[1])
-    padding = [each.memory.padding_bytes or 0 for each in runs]
+    padding = [run.memory.padding_bytes or 0 for run in runs]
     whole = replace(
         runs[1].memory,
         padding_bytes=figure(padding[0], padding[1], count),
@@ -237,7 +237,7 @@ def estimate(one: Estimate, two: Estimate, found: Reduced) -> Estimate:
     def named(each: Any, name: Callable[[str], str]) -> Any:
         return replace(each, layer=name(each.layer))
 
-    layers = [each for each in two.layers if _is_of_second(each.layer, found)]
+    layers = [layer for layer in two.layers if _is_of_second(layer.layer, found)]
     heavy: list[Heavy] = [each for each in two.heaviest if _is_of_second(each.layer, found)]
     rows = [*two.layers, *_repeated(layers, found, named)]
     heaviest = [*two.heaviest, *_repeated(heavy, found, named)]

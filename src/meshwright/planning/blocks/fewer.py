@@ -197,7 +197,7 @@ def _layers(jaxpr: Any, run: Run) -> tuple[Paths, ...]:
     for copy in range(run.count):
         start = run.start + copy * run.period
         eqns = jaxpr.eqns[start : start + run.period]
-        scopes = [layer_of(f"{each.source_info.name_stack}/") for each in eqns]
+        scopes = [layer_of(f"{eqn.source_info.name_stack}/") for eqn in eqns]
         found.append(tuple(scopes))
     return tuple(found)
 

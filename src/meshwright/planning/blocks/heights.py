@@ -159,7 +159,7 @@ class _Walk:
         held = [self.alive.at(*each, within=each is place[-1]) for each in place]
         tensors = in_words([one for some in held for one in some], self.sources)
         return Height(
-            nbytes, tuple((_unmarked(each), marked(each.origin.path)) for each in tensors)
+            nbytes, tuple((_unmarked(tensor), marked(tensor.origin.path)) for tensor in tensors)
         )
 
     def _moments(

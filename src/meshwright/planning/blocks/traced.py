@@ -29,11 +29,11 @@ def evaluated(closed: Any, results: Sequence[Var], args: Any, run: Run) -> list[
     """
     import jax
 
-    needed = {_key(each) for each in results}
+    needed = {_key(result) for result in results}
     kept: list[tuple[int, Any]] = []
     for number, eqn in reversed(list(enumerate(closed.jaxpr.eqns))):
         if eqn.effects or any(var in needed for var in eqn.outvars):
-            needed.update(each for each in eqn.invars if not hasattr(each, "val"))
+            needed.update(invar for invar in eqn.invars if not hasattr(invar, "val"))
             kept.append((number, eqn))
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
@@ -44,7 +44,7 @@ def evaluated(closed: Any, results: Sequence[Var], args: Any, run: Run) -> list[
         later.subtract(var for eqn in eqns for var in _variables(eqn.invars))
         with contextlib.nullcontext() if copy is None else jax.named_scope(mark_of(copy)):
             _run(closed, eqns, values, later)
-    return [each.val if hasattr(each, "val") else values[each] for each in results]
+    return [result.val if hasattr(result, "val") else values[result] for result in results]
 
 
 def _run(closed: Any, eqns: list[Any], values: dict[Var, Any], later: Counter[Var]) -> None:

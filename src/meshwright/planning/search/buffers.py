@@ -225,11 +225,11 @@ class _OnCpu(_Fusion):
             return True
         if kind in _SPREADS:
             return False
-        if not all(self._is_loop(each) or self._is_sum(each) for each in readers):
+        if not all(self._is_loop(reader) or self._is_sum(reader) for reader in readers):
             return True
         if len(readers) == 1:
             return False
-        if kind in _EXPENSIVE or any(each in self._in_sums for each in readers):
+        if kind in _EXPENSIVE or any(reader in self._in_sums for reader in readers):
             return True
         return sum(not self._is_spread(o) for o in self._large_operands(t)) > 1
 
@@ -345,7 +345,7 @@ class _OnTpu(_Fusion):
             return True
         if self._ops[place].kind in _SPREADS:
             return False
-        if not readers or any(self._needs_memory(each) for each in readers):
+        if not readers or any(self._needs_memory(reader) for reader in readers):
             return True
         if len(readers) < 2:
             return False
@@ -364,15 +364,15 @@ class _OnTpu(_Fusion):
             return False
         is_cast = self._ops[made].kind == "convert_element_type"  # such as attention's weights
         products = [
-            each
-            for each in readers
-            if facts.is_of_weights[each] or (is_cast and self._ops[each].kind in _PRODUCTS)
+            reader
+            for reader in readers
+            if facts.is_of_weights[reader] or (is_cast and self._ops[reader].kind in _PRODUCTS)
         ]
-        in_forward = any(facts.is_forward[each] for each in products)
-        return in_forward and any(not facts.is_forward[each] for each in readers)
+        in_forward = any(facts.is_forward[product] for product in products)
+        return in_forward and any(not facts.is_forward[reader] for reader in readers)
 
     def _finish(self, buffer: Buffer) -> None:
         readers = self._readers.get(self._source[buffer.tensor], ())
-        only_products = all(self._ops[each].kind in _PRODUCTS for each in readers)
+        only_products = all(self._ops[reader].kind in _PRODUCTS for reader in readers)
         is_float32 = self._graph.tensors[buffer.tensor].itemsize == 4
         buffer.is_half = bool(readers) and only_products and is_float32

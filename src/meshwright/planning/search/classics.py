@@ -189,7 +189,7 @@ class _Classics:
             return _largest_first(self.request.problem, tables.options)
         if self.request.objective == "memory":
             most = tables.alive.max(axis=0)
-            held = [most[list(each.columns)] @ each.bytes_of for each in tables.cliques]
+            held = [most[list(clique.columns)] @ clique.bytes_of for clique in tables.cliques]
             return elimination.least([np.asarray(each, float) for each in held])[1]
         masks = tables.free[1]
         if (

@@ -58,8 +58,8 @@ def cost_of(problem: Compact, setting: Setting, masks: Mapping[int, int], choice
     """The same of a graph made small, with sets of axes for its units."""
     lay = Lay(problem, setting, choices, {u: np.array([m]) for u, m in masks.items()}, rows=1)
     terms = tuple(_terms(lay))
-    compute_s = sum(each.compute_s for each in terms)
-    communication_s = sum(each.communication_s for each in terms)
+    compute_s = sum(term.compute_s for term in terms)
+    communication_s = sum(term.communication_s for term in terms)
     known = not setting.missing
     return Cost(
         time_s=compute_s + communication_s if known else None,

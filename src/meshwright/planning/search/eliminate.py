@@ -117,7 +117,7 @@ class Elimination:
 
 def _beside(tables: dict[int, _Table], unit: int) -> set[int]:
     """The units that some table has with a unit, and itself."""
-    return {other for each in tables.values() if unit in each.units for other in each.units}
+    return {other for table in tables.values() if unit in table.units for other in table.units}
 
 
 def _joined(tables: dict[int, _Table], unit: int, bits: int, clashes: Clashes) -> _Table | None:
@@ -177,5 +177,5 @@ def _without(table: _Table, unit: int, bits: int) -> tuple[_Step, _Table]:
         starts,
         keys[starts],
     )
-    kept = [table.units.index(each) for each in others]
+    kept = [table.units.index(other) for other in others]
     return step, _Table(others, rows[starts][:, kept], ())

@@ -68,8 +68,8 @@ def facts_of(graph: Graph) -> Facts:
         kinds=kinds,
         is_fused=_fused(graph),
         is_forward=tuple(place < begins for place in range(len(graph.operations))),
-        blocks=tuple(block_of(each.path) for each in graph.operations),
-        is_of_weights=tuple(_is_of_weights(graph, each) for each in graph.operations),
+        blocks=tuple(block_of(operation.path) for operation in graph.operations),
+        is_of_weights=tuple(_is_of_weights(graph, operation) for operation in graph.operations),
         batch=batch,
     )
 
@@ -77,9 +77,9 @@ def facts_of(graph: Graph) -> Facts:
 def batch_dim(graph: Graph) -> int | None:
     """The dim of the rows of a batch: the first dim of most of the inputs' bytes."""
     votes: Counter[int] = Counter()
-    for each in graph.tensors:
-        if each.role == "input" and each.dims and each.dims[0] is not None:
-            votes[each.dims[0]] += each.nbytes
+    for tensor in graph.tensors:
+        if tensor.role == "input" and tensor.dims and tensor.dims[0] is not None:
+            votes[tensor.dims[0]] += tensor.nbytes
     return votes.most_common(1)[0][0] if votes else None
 
 
@@ -101,7 +101,7 @@ def _is_of_weights(graph: Graph, operation: Operation) -> bool:
     """
     if operation.kind != "dot_general":
         return operation.kind == "conv_general_dilated"
-    dims = [set(graph.tensors[each].dims) for each in operation.operands]
+    dims = [set(graph.tensors[operand].dims) for operand in operation.operands]
     if len(dims) < 2:
         return not operation.joints
     return not set.intersection(*dims) - set(operation.summed) - {None}

@@ -117,7 +117,7 @@ class Frame:
     def elimination(self) -> Elimination | None:
         """How the best rows of all corners are found; ``None`` where they are too entangled."""
         return Elimination.of(
-            [(each.units, each.masks) for each in self.corners],
+            [(corner.units, corner.masks) for corner in self.corners],
             len(self.setting.axes),
             self.problem.clashes,
         )

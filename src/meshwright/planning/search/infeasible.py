@@ -39,7 +39,7 @@ def no_plan(request: Request, limit_bytes: int) -> PlanError:
         return PlanError("no layout was found within the time limit. Raise limit_s=.")
     remedies = tuple(_remedies(graph, target, hardware, limit_bytes, space))
     peak = nearest.cost.peak_bytes
-    listed = "".join(f"\n- {each}" for each in remedies)
+    listed = "".join(f"\n- {remedy}" for remedy in remedies)
     ways = (
         f" What would make it fit:{listed}"
         if remedies
@@ -147,9 +147,9 @@ def with_rows(graph: Graph, rows: int) -> Graph:
         return replace(each, shape=shape)
 
     operations = tuple(
-        replace(each, flops=each.flops * share)
-        if any(batch in graph.tensors[t].dims for t in (*each.operands, *each.results))
-        else each
-        for each in graph.operations
+        replace(operation, flops=operation.flops * share)
+        if any(batch in graph.tensors[t].dims for t in (*operation.operands, *operation.results))
+        else operation
+        for operation in graph.operations
     )
     return Graph(dims, tuple(map(tensor, graph.tensors)), operations)

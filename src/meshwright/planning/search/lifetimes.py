@@ -91,10 +91,10 @@ def _traced(
             continue
         piece = problem.piece_of[buffer.tensor]
         piece = problem.halves.get(piece, piece) if buffer.is_half else piece
-        made, last = at[buffer.made], max((at[each] for each in buffer.reads), default=0)
+        made, last = at[buffer.made], max((at[read] for read in buffer.reads), default=0)
         again = begins.get(buffer.tensor)
         if again is not None:
-            forward = [at[each] for each in buffer.reads if facts.is_forward[each]]
+            forward = [at[read] for read in buffer.reads if facts.is_forward[read]]
             lifetimes.append(Lifetime(piece, made, max(forward, default=made)))
             made = at[again]
         lifetimes.append(Lifetime(piece, made, max(made, last)))
@@ -137,9 +137,9 @@ def _made_again(facts: Facts, buffers: Iterable[Buffer], remat: Remat) -> dict[i
         if not is_computed_again(facts, buffer.made, remat):
             continue
         block = facts.blocks[buffer.made]
-        later = [each for each in buffer.reads if not facts.is_forward[each]]
-        others = [each for each in buffer.reads if facts.is_forward[each]]
-        if later and all(facts.blocks[each] == block for each in others):
+        later = [read for read in buffer.reads if not facts.is_forward[read]]
+        others = [read for read in buffer.reads if facts.is_forward[read]]
+        if later and all(facts.blocks[other] == block for other in others):
             inner[buffer.tensor] = block
             begins[block] = min(begins.get(block, later[0]), *later)
     return {tensor: begins[block] for tensor, block in inner.items()}

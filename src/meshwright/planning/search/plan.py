@@ -102,7 +102,7 @@ class Plan(Viewable):
     def is_compiled(self) -> bool:
         """Whether a compiler was asked about what was chosen, or the planner's model alone."""
         times = self.chosen.dry_run_time_s, self.chosen.dry_run_peak_bytes
-        return any(each is not None for each in times)
+        return any(time is not None for time in times)
 
     @property
     def axes(self) -> Axes:
@@ -240,7 +240,7 @@ def _pattern(path: str) -> str:
 
 
 def _values(read: Mapping[str, Any]) -> dict[str, Any]:
-    known = {each.name for each in fields(Plan)}
+    known = {field.name for field in fields(Plan)}
     if unknown := set(read) - known:
         raise PlanError(f"unknown keys in the plan file: {', '.join(sorted(unknown))}.")
     values = {name: _tuples(value) for name, value in read.items()}

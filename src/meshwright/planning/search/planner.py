@@ -186,22 +186,22 @@ class _Question:
         request, parallel = self.request, self._parallel
         graph, target, problem = request.graph, request.target, request.problem
         plans = []
-        for each in candidates:
-            setting = request.setting(each.layouts.axes)
+        for candidate in candidates:
+            setting = request.setting(candidate.layouts.axes)
             plans.append(
                 Plan(
                     target=str(target),
                     hardware=request.hardware.name,
                     objective=request.objective,
                     limit_bytes=request.limit_bytes,
-                    chosen=_option(each),
+                    chosen=_option(candidate),
                     runners_up=(),
                     data_parallel=None if parallel is None else _option(parallel),
-                    layouts=_layouts(problem, each.layouts),
+                    layouts=_layouts(problem, candidate.layouts),
                     inputs=tuple(t.path for t in graph.tensors if t.role == "input"),
-                    batch=_batch(problem, each.layouts),
-                    why=reasons(problem, setting, each.layouts),
-                    notes=_notes(target, each, parallel, result),
+                    batch=_batch(problem, candidate.layouts),
+                    why=reasons(problem, setting, candidate.layouts),
+                    notes=_notes(target, candidate, parallel, result),
                     is_proven=result.is_proven,
                     classics=tuple(
                         (name, _option(other))

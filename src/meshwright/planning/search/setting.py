@@ -57,7 +57,7 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
     if hardware.memory_bandwidth_bytes_per_s is None:
         missing.append("memory_bandwidth_bytes_per_s")
     missing += [
-        f"links.{each.link.kind}.bytes_per_s" for each in links if each.link.bytes_per_s is None
+        f"links.{link.link.kind}.bytes_per_s" for link in links if link.link.bytes_per_s is None
     ]
     return Setting(
         axes=axes,

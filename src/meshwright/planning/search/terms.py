@@ -273,10 +273,10 @@ def talks_of(lay: Lay, work: Work) -> list[Talk]:
 def _talk(lay: Lay, talks: list[Talk]) -> tuple[Values, Values]:
     """Seconds and bytes of collectives."""
     talk_s, nbytes = np.zeros(lay.rows), np.zeros(lay.rows)
-    for each in talks:
-        rate, delay = lay.setting.rate_s_per_byte[each.kind], lay.setting.delay_s[each.kind]
-        talk_s = talk_s + each.times * (each.nbytes * rate[each.over] + delay[each.over])
-        nbytes = nbytes + each.times * np.where(lay.size(each.over) > 1, each.nbytes, 0.0)
+    for talk in talks:
+        rate, delay = lay.setting.rate_s_per_byte[talk.kind], lay.setting.delay_s[talk.kind]
+        talk_s = talk_s + talk.times * (talk.nbytes * rate[talk.over] + delay[talk.over])
+        nbytes = nbytes + talk.times * np.where(lay.size(talk.over) > 1, talk.nbytes, 0.0)
     return talk_s, nbytes
 
 

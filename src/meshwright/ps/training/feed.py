@@ -37,7 +37,7 @@ class Feed:
 
 
 def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0) -> Feed:
-    """The feed of a user's data, for so many epochs; arrays are shuffled by ``seed``.
+    """The feed of a user's data, for this number of epochs; arrays are shuffled by ``seed``.
 
     Raises :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for invalid data.
     """
