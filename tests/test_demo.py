@@ -179,4 +179,4 @@ def test_the_example_runs_from_top_to_bottom(tmp_path: Path, few_digits: Digits)
     np.savez(path, **arrays)
     printed = python(str(ROOT / "examples" / "mnist_any_mesh.py"), str(path), cwd=tmp_path)
     assert len(re.findall(r"\d\d\.\d\d% of 200 test digits are read right", printed)) == 3
-    assert "rule 'hidden.*kernel'" in printed
+    assert "layout 'hidden.*kernel'" in printed

@@ -46,13 +46,13 @@ WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a rule that places nothing": (
         lambda: idle().fit(build(), X, Y, batch_size=8, verbose=0),
-        "1 rule.s. place no variable",
+        "1 pattern.s. match no variable",
     ),
     "the same in place": (
         lambda: mw.Sharded(mw.create_mesh({"batch": 8}), {"hh": [None]}, strict=False).place(
             build()
         ),
-        "1 rule.s. place no variable",
+        "1 pattern.s. match no variable",
     ),
     "an axis that nothing uses": (
         lambda: mw.DataParallel(mw.create_mesh(MESH)).place(build()),
@@ -60,7 +60,7 @@ WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a large parameter": (
         lambda: loose().place(build(300_000)),
-        "named by no rule",
+        "no pattern matches",
     ),
     "a loss that is not finite": (
         lambda: loose().fit(build(), X * np.inf, Y, batch_size=8, verbose=0),
@@ -80,5 +80,5 @@ def test_it_points_here(case: str) -> None:
 def test_place_refuses_what_fit_refuses() -> None:
     strategy = mw.Sharded(mw.create_mesh({"batch": 8}), {"hh/kernel": ["batch", None]})
     for call in (strategy.place, lambda model: strategy.fit(model, X, Y, verbose=0)):
-        with pytest.raises(mw.PlacementError, match=r"'hh/kernel' is found in no path.*h/kernel"):
+        with pytest.raises(mw.PlacementError, match=r"'hh/kernel' matches no path.*h/kernel"):
             call(build())

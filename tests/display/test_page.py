@@ -15,13 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import jax
-import jax.numpy as jnp
 import keras
-import optax
+import models
 import pytest
 from click.testing import CliRunner
 from keras import layers
+from models import shapes
 
 import meshwright as mw
 from meshwright import plan_command
@@ -59,10 +58,6 @@ GUESS = Hardware(
 EVIL = "<script>alert('1')</script>&amp;"
 
 
-def shapes(*dims):
-    return jax.ShapeDtypeStruct(dims, "float32")
-
-
 @functools.cache
 def report() -> DryRun:
     """Of a model with a gather that nobody asked for and a layer of an evil name."""
@@ -86,15 +81,10 @@ def report() -> DryRun:
 def looped() -> DryRun:
     """Of a step with a loop over layers."""
 
-    def loss(params, x):
-        def layer(x, kernel):
-            return jnp.tanh(x @ kernel), None
-
-        return jnp.mean(jax.lax.scan(layer, x, params["kernels"])[0] ** 2)
-
-    program = mw.jax_program(loss, {"kernels": shapes(6, 64, 64)}, optax.sgd(0.1))
     placement = mw.Placement.of(mw.Mesh({"batch": 8}), zero=3)
-    return dry_run(program, shapes(32, 64), strategy=placement, target="cpu:8", hardware=GUESS)
+    return dry_run(
+        models.looped(6, 64), shapes(32, 64), strategy=placement, target="cpu:8", hardware=GUESS
+    )
 
 
 def bare(**more) -> DryRun:

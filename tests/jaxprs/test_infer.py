@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 from keras import layers
+from models import shapes
 
 import meshwright as mw
 import meshwright.named as mn
@@ -46,10 +47,6 @@ class Case(NamedTuple):
     arguments: list[Argument]
     carried: int
     graph: Graph
-
-
-def shapes(*dims: int, dtype: str = "float32") -> Any:
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 def of_jax(loss, params, *batch, wanted=jax.grad) -> Case:

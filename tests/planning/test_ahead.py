@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from models import laid_out
 
 import meshwright as mw
 from meshwright import _compat
@@ -21,10 +22,6 @@ from meshwright.targets import gpu
 from meshwright.testing import run_in_fresh_process
 
 MESH = {"batch": 4, "model": 2}
-
-
-def abstract(mesh, dims, specs, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(dims, dtype, sharding=mw.Layout(specs, mesh).sharding)
 
 
 class State(NamedTuple):
@@ -41,8 +38,8 @@ def train(state, batch):
 
 
 def arguments(mesh):
-    state = State(abstract(mesh, (64, 32), [None, "model"]), abstract(mesh, (32,), ["model"]))
-    return state, {"x": abstract(mesh, (16, 64), ["batch", None])}
+    state = State(laid_out(mesh, (64, 32), [None, "model"]), laid_out(mesh, (32,), ["model"]))
+    return state, {"x": laid_out(mesh, (16, 64), ["batch", None])}
 
 
 def figures(compiled: Compiled) -> tuple[int, ...]:
@@ -113,7 +110,7 @@ def test_each_element_type_is_read_as_it_stands():
         )(x, y)
 
     mesh = mw.create_mesh({"batch": 8})
-    args = abstract(mesh, (16,), ["batch"]), abstract(mesh, (16,), ["batch"], jnp.int32)
+    args = laid_out(mesh, (16,), ["batch"]), laid_out(mesh, (16,), ["batch"], jnp.int32)
     compiled = compile_ahead(jax.jit(halves), args, "cpu:8")
     arrays = [array for c in compiled.collectives for array in c.arrays]
     assert sorted(array.dtype for array in arrays) == ["float32", "int32"]
@@ -198,7 +195,7 @@ def test_a_step_that_does_not_compile_is_an_error_in_the_compilers_words():
         call = jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct(x.shape, x.dtype))
         return call(x)
 
-    x = abstract(mw.Mesh({"batch": 8}), (16,), ["batch"])
+    x = laid_out(mw.Mesh({"batch": 8}), (16,), ["batch"])
     with pytest.raises(mw.CompileError, match="no_such_target"):
         compile_ahead(jax.jit(unknown), [x], "cpu:8")
 
@@ -208,7 +205,7 @@ def test_a_step_that_calls_back_into_python_is_an_error():
         jax.debug.print("{}", x)
         return x
 
-    x = abstract(mw.Mesh({"batch": 8}), (16,), ["batch"])
+    x = laid_out(mw.Mesh({"batch": 8}), (16,), ["batch"])
     with pytest.raises(
         mw.CompileError, match=r"cannot be lowered for cpu:8: .*host_callbacks.*Leave jax.debug"
     ):
@@ -260,7 +257,7 @@ def test_the_compiling_process_never_loads_keras():
 def test_wide_numbers_asked_for_in_code_reach_the_compiler():
     mesh = mw.Mesh(MESH)
     with jax.enable_x64(True):
-        x = abstract(mesh, (16, 4), ["batch", None], "float64")
+        x = laid_out(mesh, (16, 4), ["batch", None], "float64")
         step = compile_ahead(jax.jit(lambda x: x.sum()), [x], "cpu:8")
     assert step.argument_bytes == 16 // 4 * 4 * 8
     assert step.collectives[0].dtypes == ("float64",)
@@ -269,7 +266,7 @@ def test_wide_numbers_asked_for_in_code_reach_the_compiler():
 def test_whoever_watches_is_told_how_long_it_takes():
     told: list[float] = []
     with watching(told.append):
-        x = abstract(mw.Mesh(MESH), (16, 4), ["batch", None])
+        x = laid_out(mw.Mesh(MESH), (16, 4), ["batch", None])
         compile_ahead(jax.jit(lambda x: x.sum()), [x], "cpu:8")
     assert told[0] < 1
     assert told == sorted(told)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from models import laid_out
 
 import meshwright as mw
 from meshwright import topology
@@ -31,10 +32,6 @@ pytest.importorskip("libtpu", reason="pip install 'meshwright[tpu]'")
 
 BOTH = ["v5e:2x4", "v5p:2x2x2"]
 LAYERS, WIDTH, ROWS = 8, 2048, 4096
-
-
-def abstract(mesh, dims, specs, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(dims, dtype, sharding=mw.Layout(specs, mesh).sharding)
 
 
 def test_topologies_have_as_many_devices_as_targets_say():
@@ -69,10 +66,10 @@ def replicated_step(state, batch):
 def test_data_parallel_reduces_each_gradient_once_in_float32(target):
     mesh = mw.Mesh({"batch": 8})
     state = {
-        "kernel": abstract(mesh, (1024, 2048), [None, None]),
-        "bias": abstract(mesh, (2048,), [None]),
+        "kernel": laid_out(mesh, (1024, 2048), [None, None]),
+        "bias": laid_out(mesh, (2048,), [None]),
     }
-    batch = abstract(mesh, (512, 1024), ["batch", None])
+    batch = laid_out(mesh, (512, 1024), ["batch", None])
     step = compile_ahead(jax.jit(replicated_step, donate_argnums=0), (state, batch), target)
     state_bytes = 4 * (1024 * 2048 + 2048)
     assert step.argument_bytes == state_bytes + 4 * 64 * 1024
@@ -162,7 +159,7 @@ def test_attention_compiles_for_tpu_without_the_kernel_that_cannot_be_split():
 
 def test_a_step_that_does_not_fit_says_how_much_is_needed_and_there():
     mesh = mw.Mesh({"batch": 8})
-    x = abstract(mesh, (1 << 17, 1 << 16), [None, None])
+    x = laid_out(mesh, (1 << 17, 1 << 16), [None, None])
     with pytest.raises(mw.DoesNotFitError, match="does not fit into a device of v5e:2x4") as info:
         compile_ahead(jax.jit(jnp.sum), [x], "v5e:2x4")
     assert info.value.needed_bytes == 1 << 35
@@ -173,10 +170,10 @@ def test_a_step_that_does_not_fit_says_how_much_is_needed_and_there():
 def test_the_dump_serves_where_the_executable_cannot_be_printed(monkeypatch):
     mesh = mw.Mesh({"batch": 4, "model": 2})
     state = {
-        "kernel": abstract(mesh, (512, 512), [None, "model"]),
-        "bias": abstract(mesh, (512,), ["model"]),
+        "kernel": laid_out(mesh, (512, 512), [None, "model"]),
+        "bias": laid_out(mesh, (512,), ["model"]),
     }
-    args = state, abstract(mesh, (64, 512), ["batch", None])
+    args = state, laid_out(mesh, (64, 512), ["batch", None])
     printed = compile_ahead(jax.jit(replicated_step), args, "v5p:2x2x2")
     run = compiler_process._run
 
@@ -197,8 +194,8 @@ def test_loops_are_counted_though_tpu_programs_do_not_note_it():
         x, _ = jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, kernels)
         return jnp.sum(x)
 
-    kernels = abstract(mesh, (12, 512, 512), [None, "batch", None])
-    x = abstract(mesh, (64, 512), ["batch", None])
+    kernels = laid_out(mesh, (12, 512, 512), [None, "batch", None])
+    x = laid_out(mesh, (64, 512), ["batch", None])
     step = compile_ahead(jax.jit(jax.grad(loss)), [kernels, x], "v5e:2x4")
     assert "known_trip_count" not in step.text
     gathers = step.of_kind("all-gather")

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from models import wait_for
 
 import meshwright as mw
 from meshwright.planning import cache, compile_ahead, compiler_process
@@ -160,15 +161,6 @@ def is_running(pid: int) -> bool:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return False
-
-
-def wait_for(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("it did not happen")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads processes from /proc")

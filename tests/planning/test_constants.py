@@ -9,22 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from models import CPU
 
 import meshwright as mw
 from meshwright.jaxprs.flops import model_flops
 from meshwright.jaxprs.names import Argument
 from meshwright.planning.search import plan_step
 from meshwright.planning.traced_graph import graph_of, unknown_kinds
-from meshwright.targets.hardware import Hardware, Link
 
 ROWS, WIDTH = 32, 64
-CPU = Hardware(
-    "measured",
-    peak_flops_per_s=(("float32", 1e11),),
-    memory_bytes=10**9,
-    memory_bandwidth_bytes_per_s=1e10,
-    links=(Link("shared", "shared", 1e9, 1e-6),),
-)
 TARGETS = {"cpu:8": CPU, "v5e:2x4": None, "h100:8": None}
 
 ROW, COLUMN = jnp.arange(float(ROWS)), jnp.arange(float(WIDTH))

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from keras import layers
+from models import looped, shapes, two_layers
 
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
@@ -30,31 +31,13 @@ AXES = {"batch": 4, "model": 2}
 ROWS, IO, HIDDEN = 64, 16, 32
 
 
-def shapes(*dims, dtype="float32"):
-    return jax.ShapeDtypeStruct(dims, dtype)
-
-
-def two_layers() -> keras.Model:
-    """The example of the paper on Mesh-TensorFlow, without biases: y = relu(x w) v."""
-    model = keras.Sequential(
-        [
-            keras.Input([IO]),
-            layers.Dense(HIDDEN, activation="relu", use_bias=False, name="w"),
-            layers.Dense(IO, use_bias=False, name="v"),
-        ],
-        name="two",
-    )
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    return model
-
-
 BATCH = shapes(ROWS, IO), shapes(ROWS, IO)
 SPLIT = {"w/kernel": [None, "model"], "v/kernel": ["model", None]}
 
 
 def of_two_layers(axes=AXES, rules=SPLIT, **how) -> DryRun:
     with abstract():
-        model = two_layers()
+        model = two_layers(IO, HIDDEN)
     strategy = mw.Sharded(mw.Mesh(axes), {k: v for k, v in rules.items() if "model" in axes}, **how)
     return dry_run(model, BATCH, strategy=strategy, target="cpu:8")
 
@@ -254,7 +237,7 @@ def test_a_model_that_is_not_compiled_cannot_be_planned():
 
 def test_another_mesh_takes_the_place_of_the_strategys():
     with abstract():
-        model = two_layers()
+        model = two_layers(IO, HIDDEN)
     strategy = mw.Sharded(mw.create_mesh({"batch": 8, "model": 1}), SPLIT)
     report = dry_run(model, BATCH, strategy=strategy, target="cpu:4", mesh={"batch": 2, "model": 2})
     assert report.axes == (("batch", 2), ("model", 2))
@@ -301,15 +284,8 @@ def test_collectives_have_the_paths_of_the_model():
 
 
 def test_loops_are_multiplied_out_and_gathers_named_after_their_parameter():
-    def loss(params, x):
-        def layer(x, kernel):
-            return jnp.tanh(x @ kernel), None
-
-        return jnp.mean(jax.lax.scan(layer, x, params["kernels"])[0] ** 2)
-
-    program = mw.jax_program(loss, {"kernels": shapes(6, 64, 64)}, optax.sgd(0.1))
     placement = mw.Placement.of(mw.Mesh({"batch": 8}), zero=3)
-    report = dry_run(program, shapes(32, 64), strategy=placement, target="cpu:8")
+    report = dry_run(looped(6, 64), shapes(32, 64), strategy=placement, target="cpu:8")
     gathers = [c for c in report.collectives if c.kind == "all-gather"]
     assert gathers
     assert report.parameter_bytes == 4 * 6 * 64 * 64 // 8
@@ -406,7 +382,7 @@ def test_a_weight_that_is_gathered_against_its_layout_is_marked():
     marked = [c for c in report.unexpected if c.variables == ("kernel",)]
     assert marked
     assert (
-        "kernel lies as [unsharded, model] (rule 'kernel') and is gathered whole along 'model'"
+        "kernel lies as [unsharded, model] (layout 'kernel') and is gathered whole along 'model'"
         in (marked[0].remedy)
     )
     assert "!  all-gather" in str(report)
@@ -481,7 +457,7 @@ def test_reports_are_values():
 
 def test_the_time_follows_the_hardware_that_is_given():
     with abstract():
-        model = two_layers()
+        model = two_layers(IO, HIDDEN)
     strategy = mw.DataParallel(mw.Mesh({"batch": 8}))
     mine = Hardware("mine", (("float32", 1e9),), memory_bytes=10**9)
     report = dry_run(model, BATCH, strategy=strategy, target="cpu:8", hardware=mine)
@@ -498,7 +474,7 @@ def test_the_time_follows_the_hardware_that_is_given():
 
 def test_a_mesh_of_another_size_than_the_target_is_an_error():
     with abstract():
-        model = two_layers()
+        model = two_layers(IO, HIDDEN)
     strategy = mw.Sharded(mw.Mesh(AXES), SPLIT)
     with pytest.raises(mw.TargetError, match=r"over 8 devices .* the target v5e:4x4 has 16"):
         dry_run(model, BATCH, strategy=strategy, target="v5e:4x4")
@@ -506,7 +482,7 @@ def test_a_mesh_of_another_size_than_the_target_is_an_error():
 
 def test_a_batch_that_does_not_divide_is_an_error():
     with abstract():
-        model = two_layers()
+        model = two_layers(IO, HIDDEN)
     with pytest.raises(mw.BatchError, match="a batch of 6 does not divide over axis 'batch'"):
         dry_run(
             model,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import keras
 import pytest
 from keras import layers
+from models import shapes
 from optax import adam
 
 import meshwright as mw
@@ -14,10 +15,6 @@ from meshwright.frontends.keras.abstract import abstract
 from meshwright.planning.dry_run import DryRun, dry_run
 
 pytestmark = pytest.mark.targets
-
-
-def shapes(*dims):
-    return jax.ShapeDtypeStruct(dims, "float32")
 
 
 def report(width: int, depth: int, rows: int, target: str, strategy: mw.Sharded) -> DryRun:

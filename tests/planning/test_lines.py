@@ -12,6 +12,7 @@ import keras
 import optax
 import pytest
 from keras import layers
+from models import shapes
 
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
@@ -36,10 +37,6 @@ def loss(params, x):
     x = jax.nn.silu(dense(x, params["down"]))  # line 12
     return jnp.mean(x * x)  # line 13
 """
-
-
-def shapes(*dims: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dims, "float32")
 
 
 def loss_in(file: Any, above: str = "") -> Callable[..., Any]:

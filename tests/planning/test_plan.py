@@ -12,6 +12,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import CPU
 from small_graphs import Builder, mlp, transformer
 
 import meshwright as mw
@@ -22,17 +23,9 @@ from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.estimate import estimate
 from meshwright.planning.search import Choices, Option, Plan, cost, plan_step, solve
 from meshwright.planning.search.verification import verified
-from meshwright.targets.hardware import Hardware, Link
 from meshwright.units import bytes_text, seconds_text
 
 U = mw.UNSHARDED
-CPU = Hardware(
-    "measured",
-    peak_flops_per_s=(("float32", 1e11),),
-    memory_bytes=10**9,
-    memory_bandwidth_bytes_per_s=1e10,
-    links=(Link("shared", "shared", 1e9, 1e-6),),
-)
 
 
 def big():

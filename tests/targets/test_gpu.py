@@ -8,8 +8,10 @@ import re
 import jax
 import jax.numpy as jnp
 import keras
+import models
 import pytest
 from keras import layers
+from models import shapes
 
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
@@ -179,23 +181,11 @@ ROWS, IO, HIDDEN = 512, 1024, 4096
 SPLIT = {"w/kernel": [None, "model"], "v/kernel": ["model", None]}
 
 
-def shapes(*dims, dtype="float32"):
-    return jax.ShapeDtypeStruct(dims, dtype)
-
-
 @functools.cache
 def two_layers(target: str) -> DryRun:
     """The example of the paper on Mesh-TensorFlow: y = relu(x w) v, over both axes."""
     with abstract():
-        model = keras.Sequential(
-            [
-                keras.Input([IO]),
-                layers.Dense(HIDDEN, activation="relu", use_bias=False, name="w"),
-                layers.Dense(IO, use_bias=False, name="v"),
-            ],
-            name="two",
-        )
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model = models.two_layers(IO, HIDDEN)
     mesh = mw.Mesh({"batch": Target.of(target).num_devices // 4, "model": 4})
     batch = shapes(ROWS, IO), shapes(ROWS, IO)
     return dry_run(model, batch, strategy=mw.Sharded(mesh, SPLIT), target=target)

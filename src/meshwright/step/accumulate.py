@@ -20,7 +20,6 @@ from ..jaxprs.edits import equations
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .counting import counted
 from .gradient import Gradient
-from .padding import rows_of
 from .parts import Gathered
 from .sharing import Sharing
 
@@ -246,6 +245,8 @@ def _shares(program: Program, batches: Sequence[Batch]) -> list[float]:
 
 def _row_shares(batches: Sequence[Batch]) -> list[float]:
     """The share of each micro-batch in the rows of the step."""
+    from .padding import rows_of  # which needs JAX as it loads
+
     rows = [rows_of(batch) for batch in batches]
     return [count / sum(rows) for count in rows]
 

@@ -14,6 +14,7 @@ import warnings
 
 import pytest
 from clusters import WAIT_S, trained_on, wait_for_workers
+from models import wait_for
 
 from meshwright.errors import MeshwrightWarning, TaskError, UnreachableError
 from meshwright.launch.local import LocalCluster
@@ -79,13 +80,6 @@ def slow_down(delay_s: float) -> None:
         return send(message)
 
     channel.send, channel.slowed = later, True
-
-
-def wait_for(done, limit_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not done() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert done()
 
 
 def run_with_kills(workers: int, num_kills: int, seed: int, delay_s: float) -> dict:
