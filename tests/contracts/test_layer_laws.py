@@ -227,7 +227,7 @@ def test_outputs_and_gradients_are_one_devices(name: str, layout: str) -> None:
 def _every_rule_has_split_something(strategy: mw.Sharded, case: Case) -> None:
     explained = strategy.explain(made(strategy, case.build)).placed
     split = {placed.reason for placed in explained if placed.layout.axes}
-    assert split == {f"rule {pattern!r}" for pattern in case.model}
+    assert split == {f"layout {pattern!r}" for pattern in case.model}
 
 
 def test_batch_normalization_sees_the_whole_batch() -> None:

@@ -276,7 +276,7 @@ def test_what_is_no_strategy_of_one_process_is_refused():
             lambda: grid({"hiden.*kernel": [None, "model"]}),
             lambda: dense("sgd"),
             mw.PlacementError,
-            r"'hiden.\*kernel' is found in no path. The nearest: 'hidden/kernel'",
+            r"'hiden.\*kernel' matches no path. The nearest: 'hidden/kernel'",
         ),
         (
             lambda: grid({"output/kernel": [None, "model"]}),

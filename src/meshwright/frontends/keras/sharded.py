@@ -191,7 +191,7 @@ class Sharded(_Distribution):
         """Lay out a model that was built or loaded before, with its optimizer and metrics.
 
         Raises :class:`~meshwright.ModelError` if it is not built, and
-        :class:`~meshwright.PlacementError` for rules that place nothing of it.
+        :class:`~meshwright.PlacementError` for patterns that match nothing of it.
         """
         self._need_devices("place(model)")
         check_model(model)
@@ -529,7 +529,7 @@ class Sharded(_Distribution):
         return self.placement.place([infos[id(v)] for v in asked])[: len(variables)]
 
     def _inspect(self, model: keras.Model) -> None:
-        """Check once that every rule places a variable of this model, or of another one here."""
+        """Check once that every pattern matches a variable of this model, or of another one here."""
         if model in self._inspected:
             return
         inspect(self.placement, self._all_infos([*self._models, model]), f"model {model.name!r}")

@@ -154,7 +154,7 @@ def worker_layout(
 ) -> WorkerLayout:
     """How a model's step lies by the strategy of a worker; ``tables`` travel by rows.
 
-    Raises :class:`~meshwright.PlacementError` for rules that place nothing and variables that
+    Raises :class:`~meshwright.PlacementError` for patterns that match nothing and variables that
     cannot be laid out so, and :class:`~meshwright.ModelError` for rules of such tables.
     """
     here = worker if worker.mesh.is_abstract else worker.on(worker.mesh.abstract())
