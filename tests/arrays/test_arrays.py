@@ -886,7 +886,7 @@ def test_barrier_refuses():
 
 
 def test_barrier_checks_the_sum_of_ones_and_the_names(monkeypatch):
-    from meshwright.arrays import waiting
+    from meshwright.arrays import barriers as waiting
 
     monkeypatch.setattr(waiting, "_roll_call", lambda _: lambda ones, _: [ones[:7].sum()] * 3)
     with pytest.raises(TopologyError, match=r"sum of ones over the mesh .* is 7 and not 8"):

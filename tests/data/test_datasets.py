@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from meshwright import DataError
-from meshwright.data.datasets import Digits, Source, cache_files, mnist, shipped_subset
+from meshwright.data.datasets import Digits, Download, cache_files, mnist, shipped_subset
 
 DEAD_S = 5.0  # what a user waits at most where there is no network
 Talk = Callable[[socket.socket], None]
@@ -92,8 +92,8 @@ def trickles(connection: socket.socket) -> None:
         time.sleep(0.1)
 
 
-def source_of(url: str, content: bytes = b"") -> Source:
-    return Source(url, hashlib.sha256(content).hexdigest())
+def source_of(url: str, content: bytes = b"") -> Download:
+    return Download(url, hashlib.sha256(content).hexdigest())
 
 
 @functools.cache
@@ -244,7 +244,7 @@ def test_missing_arrays_are_named(tmp_path: Path) -> None:
 def test_a_cached_file_is_read_without_the_network(empty_cache: Path) -> None:
     empty_cache.parent.mkdir(parents=True)
     empty_cache.write_bytes(npz_bytes())
-    digits = mnist(source=Source("http://127.0.0.1:1/never-asked", ""))
+    digits = mnist(source=Download("http://127.0.0.1:1/never-asked", ""))
     assert str(empty_cache) in digits.origin
     assert len(digits.x_train) == 30
 
@@ -296,7 +296,7 @@ def test_a_bad_download_is_never_kept(empty_cache: Path, talk: Talk, reason: str
 
 def test_a_refused_connection_gives_the_subset_at_once() -> None:
     start = time.monotonic()
-    digits = mnist(source=Source("http://127.0.0.1:1/mnist.npz", ""))
+    digits = mnist(source=Download("http://127.0.0.1:1/mnist.npz", ""))
     assert time.monotonic() - start < 2
     assert_subset_with_reason(digits, "The download of http://127.0.0.1:1/mnist.npz failed")
 
@@ -336,7 +336,7 @@ def test_a_name_that_is_never_resolved_is_given_up_as_well(monkeypatch: pytest.M
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     start = time.monotonic()
-    digits = mnist(source=Source("http://unresolved.invalid/mnist.npz", ""), patience_s=0.5)
+    digits = mnist(source=Download("http://unresolved.invalid/mnist.npz", ""), patience_s=0.5)
     assert time.monotonic() - start < 2
     released.set()
     assert_subset_with_reason(digits, "was stopped after 0.5 s and 0 bytes")

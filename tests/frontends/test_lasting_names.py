@@ -11,7 +11,7 @@ import pytest
 from keras import layers
 
 import meshwright as mw
-from meshwright.frontends.keras.lasting import LastingNames
+from meshwright.frontends.keras.checkpoint_names import LastingNames
 from meshwright.testing import run_in_fresh_process
 
 

@@ -13,9 +13,9 @@ from jax.extend.core import Literal, primitives
 from primitives import CASES, one
 
 from meshwright import _compat
-from meshwright.jaxprs import table
+from meshwright.jaxprs import primitives as table
 from meshwright.jaxprs.edits import equations
-from meshwright.jaxprs.table import TABLE, How, Link, inner_jaxprs, links_of, opened, shape_of
+from meshwright.jaxprs.primitives import TABLE, How, Link, inner_jaxprs, links_of, opened, shape_of
 
 LEFT_OUT = """
     after_all all_gather all_to_all axis_index create_token dce_sink get pmax pmin ppermute

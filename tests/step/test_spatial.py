@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 
 import meshwright as mw
+from meshwright.step.halo import Halo, Window, halo
 from meshwright.step.spatial import guard, uneven_ops
-from meshwright.step.windows import Halo, Window, halo
 
 # Of float32 gradients, relative to their greatest element: processors differ by a few 1e-6 (sums
 # in another order), and the gradients XLA gets wrong are off by 1e-2 and more.

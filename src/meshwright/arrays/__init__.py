@@ -6,15 +6,15 @@ given unbound, or as bare specs, inside :class:`default_mesh`; a Keras variable 
 that it holds.
 """
 
+from .barriers import barrier as barrier
 from .calling import call_with_layout as call_with_layout
 from .default import default_mesh as default_mesh
 from .default import get_default_mesh as get_default_mesh
-from .looking import check_layout as check_layout
-from .looking import fetch_layout as fetch_layout
-from .looking import is_dtensor as is_dtensor
-from .moving import copy_to_mesh as copy_to_mesh
-from .moving import relayout as relayout
-from .moving import relayout_like as relayout_like
-from .parts import pack as pack
-from .parts import unpack as unpack
-from .waiting import barrier as barrier
+from .layout_of import check_layout as check_layout
+from .layout_of import fetch_layout as fetch_layout
+from .layout_of import is_dtensor as is_dtensor
+from .packing import pack as pack
+from .packing import unpack as unpack
+from .relayouts import copy_to_mesh as copy_to_mesh
+from .relayouts import relayout as relayout
+from .relayouts import relayout_like as relayout_like

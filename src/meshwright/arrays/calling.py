@@ -12,10 +12,10 @@ from ..errors import ArrayError, DivisibilityError, LayoutError, TracingError
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from .default import LayoutLike, bound
-from .given import host_array
-from .looking import fetch_layout
-from .moving import relayout
+from .layout_of import fetch_layout
+from .relayouts import relayout
 from .tracing import concrete_of, is_tracing, refuse_shard_map
+from .values import host_array
 
 
 def call_with_layout(

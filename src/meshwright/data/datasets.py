@@ -52,14 +52,14 @@ class Digits:
 
 
 @dataclass(frozen=True)
-class Source:
+class Download:
     """Where a file is downloaded from and the hash that it must have."""
 
     url: str
     sha256: str
 
 
-KERAS_MNIST = Source(
+KERAS_MNIST = Download(
     url="https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz",
     sha256="731c5ac602752760c8e48fbffcf8c3b850d9dc2a2aedcf2cc48468fc17b673d1",
 )
@@ -68,7 +68,7 @@ KERAS_MNIST = Source(
 def mnist(
     path: str | os.PathLike[str] | None = None,
     *,
-    source: Source = KERAS_MNIST,
+    source: Download = KERAS_MNIST,
     patience_s: float = _PATIENCE_S,
 ) -> Digits:
     """MNIST (LeCun and Cortes), from the first of these that there is; ``origin`` says which.
@@ -77,7 +77,7 @@ def mnist(
     given up after ``patience_s`` seconds without a byte; else the subset shipped with Meshwright.
     Raises :class:`DataError` if a path is given and does not hold MNIST's four arrays.
 
-    >>> digits = mnist(source=Source("http://localhost:9/mnist.npz", sha256=""))
+    >>> digits = mnist(source=Download("http://localhost:9/mnist.npz", sha256=""))
     >>> digits.x_train.shape[1:]
     (28, 28)
     """
@@ -128,7 +128,7 @@ def _from_file(path: Path) -> Digits:
         ) from error
 
 
-def _from_cache(source: Source, patience_s: float) -> Digits:
+def _from_cache(source: Download, patience_s: float) -> Digits:
     del source, patience_s  # every way has the same arguments, and this one needs none
     found = [path for path in cache_files() if path.is_file()]
     if not found:
@@ -136,7 +136,7 @@ def _from_cache(source: Source, patience_s: float) -> Digits:
     return _from_file(found[0])
 
 
-def _from_download(source: Source, patience_s: float) -> Digits:
+def _from_download(source: Download, patience_s: float) -> Digits:
     content = _fetch(source.url, patience_s)
     if hashlib.sha256(content).hexdigest() != source.sha256:
         raise DataError(

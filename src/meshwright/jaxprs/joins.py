@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .factors import Dim, Dims, Factors, age, label, leaves
-from .table import TABLE, How, Link, Place, elementwise, links_of, shape_of
+from .primitives import TABLE, How, Link, Place, elementwise, links_of, shape_of
 
 
 class Joins:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .table import How, Place, inner_jaxprs, links_of, opened, shape_of
+from .primitives import How, Place, inner_jaxprs, links_of, opened, shape_of
 from .united import United
 
 Cut = tuple[tuple[str, int], ...]  # axes that cut a dim together, each into how many pieces

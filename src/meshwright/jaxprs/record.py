@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .factors import Dim, Dims, Factors
 from .joins import Joins
-from .table import shape_of
+from .primitives import shape_of
 
 
 class Value(NamedTuple):

@@ -11,9 +11,9 @@ from .edits import jaxprs_inside
 from .factors import Dim
 from .flops import equation_flops
 from .joins import Joins
+from .primitives import inner_jaxprs, opened, shape_of
 from .record import CONSTANT, Record, Value
 from .scopes import layer_of
-from .table import inner_jaxprs, opened, shape_of
 
 LOOPS = ("scan", "while", "cond", "store")  # kinds of operations beside those of the table
 

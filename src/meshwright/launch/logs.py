@@ -44,7 +44,7 @@ class Lines:
         return [left] if left else []
 
 
-class _Source:
+class _Pipe:
     def __init__(self, name: str, remembered: int, file: IO[str] | None) -> None:
         self.name = name
         self.file = file
@@ -78,8 +78,8 @@ class LogPump:
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._lock = threading.Lock()
-        self._sources: dict[str, _Source] = {}
-        self._new: list[tuple[int, _Source]] = []
+        self._sources: dict[str, _Pipe] = {}
+        self._new: list[tuple[int, _Pipe]] = []
         self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._run, name="task logs", daemon=True)
         self._thread.start()
@@ -89,7 +89,7 @@ class LogPump:
         file = None
         if self._folder is not None:
             file = (self._folder / f"{name.replace(':', '')}.log").open("a", encoding="utf-8")
-        source = _Source(name, self._remembered, file)
+        source = _Pipe(name, self._remembered, file)
         with self._lock:
             self._sources[name] = source
             self._new.append((pipe, source))
@@ -146,7 +146,7 @@ class LogPump:
         for pipe, source in new:
             self._selector.register(pipe, selectors.EVENT_READ, source)
 
-    def _read(self, pipe: int, source: _Source) -> None:
+    def _read(self, pipe: int, source: _Pipe) -> None:
         piece = os.read(pipe, _CHUNK_BYTES)
         self._tell(source, source.lines.feed(piece) if piece else source.lines.rest())
         if not piece:
@@ -156,7 +156,7 @@ class LogPump:
                 source.file.close()
             source.at_end.set()
 
-    def _tell(self, source: _Source, lines: list[str]) -> None:
+    def _tell(self, source: _Pipe, lines: list[str]) -> None:
         lines = [line for line in lines if not (self._hidden and line.startswith(self._hidden))]
         source.last.extend(lines)
         if source.file is not None and lines:

@@ -1,7 +1,7 @@
 """Windows that move along named dims: what convolution and pooling have in common.
 
 A dim that windows move along may be split like any other. Each device then fetches from its
-neighbours the rows that its windows reach (``step/windows.py``), and works on what it holds. It is
+neighbours the rows that its windows reach (``step/halo.py``), and works on what it holds. It is
 written out under ``shard_map`` because XLA by itself gets gradients of split windows wrong
 (``step/spatial.py`` says which).
 """
@@ -16,7 +16,7 @@ import jax
 
 from ..errors import DimError, DivisibilityError
 from ..layouts.dim_rules import Dim, as_dims
-from ..step.windows import Halo, Window, fetch_along, halo
+from ..step.halo import Halo, Window, fetch_along, halo
 from .rules import BoundRules, in_force
 
 Numbers = int | str | Sequence[int] | Mapping[str, int]  # for all, or for each in order or by name

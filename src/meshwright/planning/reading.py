@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import DoesNotFitError
-from ..hlo.alive import LiveTensor, alive_at_peak
+from ..hlo.peak import LiveTensor, alive_at_peak
 from ..hlo.text import parse
 from ..hlo.traffic import transfers
 from ..jaxprs.flops import least_flops, model_flops

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, overload
 
 from ..errors import DataError
 from ..files import write
-from ..hlo.alive import LiveTensor
+from ..hlo.peak import LiveTensor
 from ..hlo.traffic import Transfer
 from ..layouts.placement import Placed
 from ..targets.hardware import Hardware

@@ -8,8 +8,8 @@ from typing import Any
 from ..errors import MeshError, ModelError
 from ..jaxprs.factors import Dim, Dims, Factor, label
 from ..jaxprs.names import Argument, Labels, Made, families_of, names_of
+from ..jaxprs.primitives import TABLE, opened, shape_of
 from ..jaxprs.record import Done, Record, Tensor, Value
-from ..jaxprs.table import TABLE, opened, shape_of
 from ..jaxprs.walk import LOOPS, At, follow
 from ..layouts.dim_names import ANY
 from ..targets.target import Target

@@ -29,7 +29,7 @@ class ProgramSteps(Steps):
         start: CheckpointInfo | None,
     ) -> None:
         self._trainer, self.newest = trainer, state
-        self._source = Source(batches, start)
+        self._source = TrainedBatches(batches, start)
         self._done = start.position.batches if start else 0
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
@@ -51,7 +51,7 @@ class ProgramSteps(Steps):
         return self._source.position(self._done)
 
 
-class Source:
+class TrainedBatches:
     """Batches from where the last run stood, which are counted as they are trained on.
 
     An iterator that has ``get_state`` and ``set_state``, as Grain's do, is put there directly. Of

@@ -7,7 +7,7 @@ through these, each of which leaves its numbers as they are:
 =========================  ===================================================================
 the guard                  right numbers however arrays are split; ``spatial.py``
 storing                    arrays that do not divide are stored with zeros behind; ``storing.py``
-standing still             nothing changes once something is not finite; ``finite.py``
+standing still             nothing changes once something is not finite; ``nan_guard.py``
 ZeRO and remat             gathered where read, computed again, updated in pieces; ``sharing.py``
 the gradient               products and sums as a mesh wants them; ``gradient.py``
 accumulation               several micro-batches, one update; ``accumulate.py``
@@ -35,8 +35,8 @@ from ..layouts.placement import Placed, Placement
 from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
 from .accumulate import accumulating_step
 from .batches import BatchLayouts
-from .finite import StandStill
 from .gradient import gradient
+from .nan_guard import StandStill
 from .options import PLAIN, StepOptions
 from .several import several, together
 from .sharing import Sharing, shared

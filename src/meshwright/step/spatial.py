@@ -9,7 +9,7 @@ XLA (with Shardy, JAX's default) computes some windowed operations silently wron
 - gradients where a split dim does not divide: convolution, pooling, repeating, resizing.
 
 :func:`guard` follows on the traced function which axes can reach which dims (``reach.py``). A
-convolution or pooling that they reach gets its halo exchange written out (``windows.py``). A dim
+convolution or pooling that they reach gets its halo exchange written out (``halo.py``). A dim
 that an operation makes or meets and that does not divide is held whole there, by
 ``with_sharding_constraint``, and the other dims are left to XLA. All else stays as it was. This
 happens before differentiation; the layout of a value is then also the layout of its gradient.
@@ -24,12 +24,12 @@ from typing import Any
 from .. import _compat
 from ..errors import LayoutError
 from ..jaxprs import lines, reach
+from ..jaxprs.primitives import conv_places, inner_jaxprs, is_pointwise, opened
 from ..jaxprs.reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
-from ..jaxprs.table import conv_places, inner_jaxprs, is_pointwise, opened
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..program import Arrays, Aux, Batch, Program, TrainState
-from . import windows
+from . import halo as windows
 
 Layouts = Any  # per argument, a pytree prefix of Layout or None, as jit's in_shardings
 Specs = dict[tuple[bool, int], dict[int, None]]  # (is a result, which): the dims to be whole

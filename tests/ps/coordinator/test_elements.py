@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ClusterError
-from meshwright.ps.coordinator.data import Source, check_sharding
+from meshwright.ps.coordinator.data import ElementSource, check_sharding
 from meshwright.ps.worker.iterators import Elements, LocalElements, PassedOn
 
 WORKERS = ["worker:0", "worker:1", "worker:2"]
 
 
-def run_to_the_end(source: Source, length: int, choices, deaths) -> list[int]:
+def run_to_the_end(source: ElementSource, length: int, choices, deaths) -> list[int]:
     """Steps of one to three elements each, on workers by lot; the elements that were used."""
     used: list[int] = []
     dry: set[str] = set()
@@ -33,7 +33,7 @@ def run_to_the_end(source: Source, length: int, choices, deaths) -> list[int]:
     return used
 
 
-def take(source: Source, step: int, worker: str, wanted: int, length: int) -> list[int]:
+def take(source: ElementSource, step: int, worker: str, wanted: int, length: int) -> list[int]:
     found = source.ahead(step, worker)
     missing = None
     taken: list[int] = []
@@ -62,20 +62,20 @@ CHOICES = st.lists(st.tuples(st.sampled_from(WORKERS), st.integers(0, 3)), max_s
 def test_no_element_is_lost_or_given_twice(sharding, length, choices, deaths):
     choices = [*choices, *[(name, 1) for name in WORKERS * length]]  # enough to use all up
     draw = iter(range(length)) if sharding == "shared" else None
-    used = run_to_the_end(Source(sharding, draw, num_workers=3), length, choices, deaths)
+    used = run_to_the_end(ElementSource(sharding, draw, num_workers=3), length, choices, deaths)
     assert sorted(used) == list(range(length))
     if sharding != "static" and not deaths:
         assert used == sorted(used)
 
 
 def test_a_copy_gives_everything_to_each_worker():
-    source = Source("copy")
+    source = ElementSource("copy")
     assert [source.more(step, "worker:0") for step in range(2)] == [[0], [1]]
     assert source.more(2, "worker:1") == [0]
 
 
 def test_a_retry_gets_the_same_elements():
-    source = Source("shared", iter("abc"))
+    source = ElementSource("shared", iter("abc"))
     assert source.more(5, "worker:0") == ["a"]
     source.freed(5)
     assert source.more(6, "worker:1") == ["b"]
@@ -83,7 +83,7 @@ def test_a_retry_gets_the_same_elements():
 
 
 def test_as_many_as_the_last_step_took_are_sent_along():
-    source = Source("dynamic")
+    source = ElementSource("dynamic")
     source.more(0, "worker:0")
     source.more(0, "worker:0")
     source.ended(0, 2)
@@ -93,7 +93,7 @@ def test_as_many_as_the_last_step_took_are_sent_along():
 
 
 def test_the_share_of_a_worker_that_is_gone_goes_to_the_others():
-    source = Source("static", num_workers=2)
+    source = ElementSource("static", num_workers=2)
     source.leave("worker:1")
     assert source.more(0, "worker:0") == [0]
     assert source.more(1, "worker:0") == [2]
@@ -109,7 +109,7 @@ def test_an_unknown_sharding_is_named():
 class Lane:
     """A worker with steps in hand, which have elements sent ahead: as a runner uses them."""
 
-    def __init__(self, source: Source, name: str) -> None:
+    def __init__(self, source: ElementSource, name: str) -> None:
         self.source, self.name = source, name
         self.steps: dict[int, tuple[int, list[int]]] = {}  # number -> attempt, elements
         self.ran: dict[int, list[int]] = {}  # what steps took that are not reported yet
@@ -166,7 +166,7 @@ class Lane:
 def test_steps_take_the_same_elements_again_and_one_worker_in_order(
     sharding, counts, turns, num_workers
 ):
-    source = Source(sharding, iter(range(1000)) if sharding == "shared" else None)
+    source = ElementSource(sharding, iter(range(1000)) if sharding == "shared" else None)
     lanes = [Lane(source, name) for name in WORKERS[:num_workers]]
     waiting = [(step, 1) for step in range(len(counts))]
     first: dict[int, list[int]] = {}  # what a step took when it first ran, reported or not

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...hlo.alive import Alive
+from ...hlo.peak import Alive
 from ...hlo.text import parse
 from ...units import bytes_text
 from ..drawing.words import dims_text

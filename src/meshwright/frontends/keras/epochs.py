@@ -13,7 +13,7 @@ import numpy as np
 
 from ... import _compat
 from ...data import Ahead, HostRows, LocalRows
-from ...data.putting import row_count
+from ...data.putter import row_count
 from ...errors import BatchError
 from ...launch.progress import entering
 from ...layouts.placement import Placement

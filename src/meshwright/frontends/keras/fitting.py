@@ -29,7 +29,7 @@ from .callbacks import KerasCallbacks, callback_list, listen, shows_line
 from .compiled import Functions, functions_of
 from .epochs import Epochs
 from .facts import fit_facts
-from .finite import FiniteGuard, NanGuard, check_nan_guard
+from .nan_guard import FiniteGuard, NanGuard, check_nan_guard
 from .options import check_compiled, check_data, check_fit, check_model, check_options
 from .program import KerasVariables, read_state, write_state
 from .rowwise import Kind

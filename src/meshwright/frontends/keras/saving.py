@@ -13,7 +13,7 @@ from ...checkpoint import PARTS, CheckpointInfo, Checkpoints, read_checkpoint, r
 from ...checkpoint.files import require_orbax
 from ...errors import CheckpointError
 from ...program import TrainState
-from .lasting import LastingNames
+from .checkpoint_names import LastingNames
 from .program import read_state, write_state
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from ...step.options import PLAIN, StepOptions, Sums
 from . import batches, fitting, saving
 from .abstract import AbstractRoom, abstract_step, adopt, is_abstract
 from .compiled import functions_of
-from .finite import NanGuard
 from .hooks import Hooks, OutputOf, layout_of, parameter_of
+from .nan_guard import NanGuard
 from .options import check_model
 from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
 from .pending import WaitingRoom, is_pending, settle, waiting_room
@@ -529,7 +529,7 @@ class Sharded(_Distribution):
         return self.placement.place([infos[id(v)] for v in asked])[: len(variables)]
 
     def _inspect(self, model: keras.Model) -> None:
-        """Check once that every pattern matches a variable of this model, or of another one here."""
+        """Check once that every pattern matches a variable of this model, or another one here."""
         if model in self._inspected:
             return
         inspect(self.placement, self._all_infos([*self._models, model]), f"model {model.name!r}")

@@ -32,10 +32,10 @@ from ...units import count_text
 from ...warn import warn
 from .batches import abstract
 from .callbacks import listen
+from .checkpoint_names import LastingNames
 from .compiled import Functions
 from .epochs import Epochs, chunk_size
-from .finite import FiniteGuard
-from .lasting import LastingNames
+from .nan_guard import FiniteGuard
 from .program import KerasVariables, read_state, take_state, write_state
 from .work import StepWork, peak_flops_per_s, samples_and_tokens
 

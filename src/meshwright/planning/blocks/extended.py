@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...hlo.alive import LiveTensor
+from ...hlo.peak import LiveTensor
 from ...hlo.schedule import Times
 from ...hlo.traffic import Transfer
 from ..estimate import Estimate, Heavy, Sums, with_shares

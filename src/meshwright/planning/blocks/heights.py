@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ...hlo.alive import Alive, LiveTensor, in_words
 from ...hlo.arithmetic import work_of
 from ...hlo.origins import Sources, op_name_of
+from ...hlo.peak import Alive, LiveTensor, in_words
 from ...hlo.text import Computation, Instruction, Module, parse
 from ...jaxprs.scopes import phase_of
 from .marks import marked, without

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import ShippingError
 from ..worker.iterators import worker_iterator
-from .data import Source
+from .data import ElementSource
 from .shipping import Packed, is_iterator, key_of, name_of, pack
 from .values import OWN, PerWorkerDataset, PerWorkerValues, RemoteValue
 
@@ -48,7 +48,7 @@ class Packer:
     """
 
     def __init__(self) -> None:
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, ElementSource] = {}
         self.datasets: dict[str, tuple[Function, str]] = {}  # iterator -> what makes it, sharding
         self.dropped: list[str] = []  # iterators of workers that nobody can use any more
         self.forgotten: list[str] = []  # functions that workers need keep no longer
@@ -115,7 +115,7 @@ class Packer:
         """A new iterator over a dataset of the workers."""
         function = self.function(dataset.dataset_fn)
         key = f"iterator {next(self._numbers)} over {function.name}"
-        self.sources[key] = Source(dataset.sharding, num_workers=num_workers)
+        self.sources[key] = ElementSource(dataset.sharding, num_workers=num_workers)
         self.datasets[key] = (function, dataset.sharding)
         values = PerWorkerValues(key, dataset.sharding)
         weakref.finalize(values, self.dropped.append, key)
@@ -125,7 +125,7 @@ class Packer:
         """A value that each worker makes when it first needs it."""
         function = self.function(make)
         key = f"value {next(self._numbers)} made by {function.name}"
-        self.sources[key], self.datasets[key] = Source(OWN), (function, OWN)
+        self.sources[key], self.datasets[key] = ElementSource(OWN), (function, OWN)
         values = PerWorkerValues(key, OWN)
         weakref.finalize(values, self.dropped.append, key)
         return values
@@ -149,7 +149,7 @@ class Packer:
     def _key_of(self, iterator: Iterator[Any]) -> str:
         if id(iterator) not in self._shared:
             key = f"shared iterator {next(self._numbers)} ({type(iterator).__name__})"
-            self.sources[key] = Source("shared", iterator)
+            self.sources[key] = ElementSource("shared", iterator)
             self._shared[id(iterator)] = (key, iterator)
         return self._shared[id(iterator)][0]
 

@@ -74,14 +74,14 @@ class Stream:
         return self.ended and not self._returned and self._error is None
 
 
-class Source:
+class ElementSource:
     """Where the steps that use one iterator get their elements from.
 
     ``sharding`` is ``"shared"`` for an iterator of the coordinator's own. For iterators that each
     worker makes, the elements here are indices: ``"dynamic"`` hands them out on demand,
     ``"static"`` gives worker i of n every n-th, and ``"copy"`` gives each worker all.
 
-    >>> source = Source("dynamic")
+    >>> source = ElementSource("dynamic")
     >>> source.more(7, "worker:0"), source.more(8, "worker:1")
     ([0], [1])
     """

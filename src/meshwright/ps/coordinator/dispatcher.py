@@ -18,7 +18,7 @@ from ..wire.schema import ANY_MESSAGE, BEAT, TO_COORDINATOR, check
 from ..wire.values import unpack_value
 from ..worker.iterators import Asked, Given
 from .calls import Packer
-from .data import Source
+from .data import ElementSource
 from .guardian import Guardian
 from .links import Links
 from .members import Beats, Worker, silent
@@ -519,7 +519,7 @@ def _steps_to_recall(
     return wanted
 
 
-def _fits_worker(sources: Mapping[str, Source], step: Step, task: str) -> bool:
+def _fits_worker(sources: Mapping[str, ElementSource], step: Step, task: str) -> bool:
     """Whether a worker has, as far as is known, elements for a step."""
     own = [sources[key] for key in step.call.iterators]
     return not any(source.passes_on and source.dry(task) for source in own)

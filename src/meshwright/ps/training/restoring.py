@@ -10,7 +10,7 @@ import keras
 from ... import _compat
 from ...checkpoint import CheckpointInfo, read_checkpoint, restore_state
 from ...errors import ModelError
-from ...frontends.keras.lasting import LastingNames
+from ...frontends.keras.checkpoint_names import LastingNames
 from ...frontends.keras.program import KerasVariables, read_state, write_state
 from ...program import TrainState
 from ..coordinator.coordinator import ClusterCoordinator

@@ -17,7 +17,7 @@ import keras
 from ...checkpoint import CheckpointInfo, Position
 from ...errors import ExhaustedError, MeshwrightError, UnreachableError
 from ...frontends.keras.callbacks import others
-from ...frontends.keras.lasting import LastingNames
+from ...frontends.keras.checkpoint_names import LastingNames
 from ...frontends.keras.program import read_state, write_state
 from ...program import Logs, TrainState
 from ...run.epochs import Steps, Taken

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import keras
 
-from ...data.putting import Putter, row_count
+from ...data.putter import Putter, row_count
 from ...errors import ModelError
 from ...frontends.keras.batches import putter
 from ...frontends.keras.program import KerasVariables, steps_of

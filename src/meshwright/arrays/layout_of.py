@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from ..errors import ArrayError, LayoutError, TracingError
 from ..layouts.layout import Layout
 from .default import LayoutLike, bound
-from .given import array_in
 from .tracing import known_sharding
+from .values import array_in
 
 
 def fetch_layout(x: Any) -> Layout:

@@ -13,9 +13,9 @@ from jax.core import Tracer
 from ..errors import ArrayError, TracingError
 from ..layouts.layout import Layout
 from .default import LayoutLike, bound, own_devices
-from .given import array_in, host_array
-from .looking import fetch_layout
+from .layout_of import fetch_layout
 from .tracing import is_tracing
+from .values import array_in, host_array
 
 _SMALL_PART_BYTES = 1 << 20
 

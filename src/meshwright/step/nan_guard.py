@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
-from ..jaxprs.table import inner_jaxprs, opened
+from ..jaxprs.primitives import inner_jaxprs, opened
 from ..program import Arrays, Batch, Logs, Program, Step, TrainState
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ... import _compat
 from ...errors import ModelError, NotFiniteError
 from ...program import Logs, TrainState
-from ...step.finite import NotFinite, look
+from ...step.nan_guard import NotFinite, look
 from ...warn import warn
 from .program import KerasVariables, loss_metrics, steps_of
 

@@ -14,9 +14,9 @@ from ..errors import TopologyError, TracingError
 from ..layouts.layout import MATCH, UNSHARDED, Layout
 from ..layouts.mesh import Mesh
 from .default import LayoutLike, bound
-from .given import array_in, host_array, rank_of
-from .looking import fetch_layout
+from .layout_of import fetch_layout
 from .tracing import concrete_of, is_tracing, refuse_shard_map
+from .values import array_in, host_array, rank_of
 
 
 def relayout(x: Any, layout: LayoutLike) -> jax.Array:
