@@ -22,7 +22,7 @@ import optax
 
 import meshwright as mw
 
-FOLDER, HOW = Path(sys.argv[1]), sys.argv[2]
+FOLDER, HOW = (Path(sys.argv[1]), sys.argv[2]) if __name__ == "__main__" else (Path(), "")
 FAILS, AT = 1, 60
 
 

@@ -288,7 +288,7 @@ def test_what_is_no_strategy_of_one_process_is_refused():
             lambda: grid({"user_table.*": ["model", None]}),
             lambda: recommender("sgd"),
             mw.ModelError,
-            r"'user_table.\*' lays out 'user_table/embeddings'\nRemove the rules, or.*embeddings",
+            r"'user_table.\*' is for 'user_table/embeddings'\nRemove them, or.*embeddings",
         ),
     ],
     ids=["a mistyped rule", "a weight that does not divide", "a table that is not there"],

@@ -71,7 +71,9 @@ def functions_of(
     They are kept on the model, because they refer to it; ``model.compile`` invalidates them.
     ``stands_still`` makes training steps that change nothing once something is not finite.
     """
-    token = (*_compat.compile_token(model), tuple(variables.params), tuple(variables.slots))
+    # Metrics have no variables before their first batch.
+    parts = variables.params, variables.slots, variables.state, variables.metrics
+    token = (*_compat.compile_token(model), *map(tuple, parts))
     kept: dict[Any, Functions] = model.__dict__.setdefault("_meshwright_functions", {})
     present = kept.get((strategy, stands_still))
     if present is None or not _same(present.token, token):
