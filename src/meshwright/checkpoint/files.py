@@ -137,7 +137,7 @@ def remove(path: Path) -> None:
 
 _PACKED = "packed"  # the name of the one array
 _SMALL_BYTES = 2**20
-_MOST_BYTES = 64 * 2**20  # whoever wants one of the small arrays reads them all
+_MOST_BYTES = 64 * 2**20  # reading one of the small arrays reads them all
 
 
 def _pack(arrays: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -30,7 +30,7 @@ _LIBRARIES = (
     *("jax", "jaxlib", "keras", "flax", "equinox", "haiku", "optax", "numpy", "einops"),
     *("diffrax", "jaxtyping", "beartype", "chex", "torch", "tensorflow"),
 )
-# Outward of these files is whoever asked for the step, no more the model.
+# Frames outside these files belong to the caller of the step, not to the model.
 _ASKERS = ("step", "planning", "run", "equivalence", "commands")
 _OUTSIDE = tuple(str(_HERE / room) + os.sep for room in _ASKERS)
 _FRONT = ("jax.py", "named.py", "keras/program.py", "keras/hooks.py")

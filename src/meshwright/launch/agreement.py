@@ -243,7 +243,7 @@ class Attendance:
     def answer(self) -> dict[str, Any]:
         """The second half of :meth:`agree`."""
         wait_s = self._wait_s if self._round == 1 else _LATER_ROUND_S
-        until_s = time.monotonic() + wait_s + 2.0  # whoever waits there gives up before
+        until_s = time.monotonic() + wait_s + 2.0  # the ranks that wait there give up earlier
         while not self._socket.poll(_POLL_MS):
             if time.monotonic() > until_s:
                 raise ProcessError(

@@ -97,7 +97,7 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
         return [Stall(s.rank, "is stopped", s.stopped_s, limits.shortest_s) for s in stopped]
     late = [s for s in present if not s.progress.is_over and s.age_s(now_s) > _limit(s, limits)]
     if all(s.progress.section == "script" for s in late):
-        return []  # which may do what it likes while nobody waits for it
+        return []  # which may take any time while no rank waits for it
     behind = _furthest_behind(present)
     gone = [s for s in behind if s.progress.is_over]
     waiting = [s for s in late if s.progress.section in _WAITING]

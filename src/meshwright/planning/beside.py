@@ -95,7 +95,7 @@ def beside(run: DryRun, measured: Measured) -> Comparison:
     return Comparison(
         title=f"{run.name}: predicted for {run.target}, measured on {measured.device}",
         rows=(
-            *(Row(name, told, seen, "bytes", why) for name, told, seen, why in parts),
+            *(Row(name, predicted, seen, "bytes", why) for name, predicted, seen, why in parts),
             Row("step time", estimate_s, time_s, "seconds", spread),
             *([Row("model FLOPs", run.mfu, mfu, "share", "of the peak (MFU)")] if mfu else []),
         ),
@@ -109,23 +109,23 @@ _Kind = tuple[str, tuple[str, ...]]
 
 def _collectives(run: DryRun, measured: Measured) -> list[CollectiveRow]:
     """The collectives that do something, those that move most first."""
-    told: dict[_Kind, list[Transfer]] = defaultdict(list)
+    predicted: dict[_Kind, list[Transfer]] = defaultdict(list)
     for collective in run.collectives:
-        told[collective.kind, collective.axes].append(collective)
+        predicted[collective.kind, collective.axes].append(collective)
     seen = {(each.kind, each.axes): each for each in measured.collectives or ()}
     times = _times(run)
     rows = [
         CollectiveRow(
             kind,
             axes,
-            (_sum([each.count for each in told[kind, axes]]), _seen(measured, found, "count")),
+            (_sum([each.count for each in predicted[kind, axes]]), _seen(measured, found, "count")),
             (
-                _sum([each.bytes_per_step for each in told[kind, axes]]),
+                _sum([each.bytes_per_step for each in predicted[kind, axes]]),
                 _seen(measured, found, "bytes_per_step"),
             ),
             (times.get((kind, axes)), _seen(measured, found, "time_s")),
         )
-        for kind, axes in dict.fromkeys([*told, *seen])
+        for kind, axes in dict.fromkeys([*predicted, *seen])
         for found in [seen.get((kind, axes))]
     ]
     return sorted(rows, key=lambda row: -(row.nbytes[0] or row.nbytes[1] or 0))

@@ -73,7 +73,7 @@ def remember(key: str, answer: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         kept.mkdir(parents=True, exist_ok=True)
         packed = gzip.compress(json.dumps(answer).encode(), compresslevel=3)
-        # Written aside and renamed: whoever reads at the same time sees all of it, or nothing.
+        # Written aside and renamed: a concurrent reader sees all of it, or nothing.
         with tempfile.NamedTemporaryFile(dir=kept, suffix=".part", delete=False) as file:
             file.write(packed)
         Path(file.name).replace(kept / f"{key}.json.gz")

@@ -109,8 +109,10 @@ class Lock:
             lines.append(_block("step", "{}", [_pair(*line) for line in self.step]))
         lines.append(_block("memory", "{}", [_pair(*line) for line in self.memory]))
         rows = [json.dumps(vars(each)) for each in self.collectives or ()]
-        told = self.collectives is not None
-        lines.append(_block("collectives", "[]", rows) if told else _pair("collectives", None))
+        has_collectives = self.collectives is not None
+        lines.append(
+            _block("collectives", "[]", rows) if has_collectives else _pair("collectives", None)
+        )
         lines.append(_block("layouts", "{}", [_locked_layout(layout) for layout in self.layouts]))
         return "{\n  " + ",\n  ".join(lines) + "\n}\n"
 

@@ -144,9 +144,9 @@ def _peak(state: TrainState, compiled: Any) -> tuple[int | None, str]:
     known = [each for each in counted if each is not None]
     if known:
         return max(known), "what the device counted, from the start of this process on"
-    told = compiled.memory_analysis()
-    if told is None:
+    memory = compiled.memory_analysis()
+    if memory is None:
         return None, ""
-    new = told.output_size_in_bytes - told.alias_size_in_bytes
-    whole = told.argument_size_in_bytes + new + told.temp_size_in_bytes
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    whole = memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
     return whole, "arguments, new outputs and temporaries of the executable that ran"

@@ -39,10 +39,10 @@ def events_in(folder: Path) -> Iterator[Event]:
         for plane in ProfileData.from_file(str(path)).planes:
             for line in plane.lines:
                 for event in line.events:
-                    told = dict(event.stats)
-                    if "hlo_op" in told and "hlo_module" in told:
-                        device = f"{plane.name}/{told.get('device_ordinal', '')}"
-                        names = str(told["hlo_op"]), str(told["hlo_module"])
+                    stats = dict(event.stats)
+                    if "hlo_op" in stats and "hlo_module" in stats:
+                        device = f"{plane.name}/{stats.get('device_ordinal', '')}"
+                        names = str(stats["hlo_op"]), str(stats["hlo_module"])
                         yield Event(*names, device, 1e-9 * event.duration_ns)
 
 

@@ -69,7 +69,7 @@ def wrap_text(
 class Canvas:
     """Collects the elements of one picture.
 
-    ``name`` is its own on a page with several, whose paints are told apart by it.
+    ``name`` must be unique on a page with several, because the names of their paints begin with it.
     """
 
     def __init__(self, name: str = "mw") -> None:

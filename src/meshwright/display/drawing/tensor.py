@@ -99,7 +99,7 @@ def _tensor_heading(canvas: Canvas, tiling: Tiling, frame: Frame, x: float, y: f
 
 
 def _name_lines(tiling: Tiling) -> list[str]:
-    """The name in one line or two, so that the layers of a stack are told apart."""
+    """The name in one line or two, so that the layers of a stack differ."""
     return wrap_path(tiling.drawn.name, COLUMN, 15, bold=True)
 
 

@@ -1,7 +1,7 @@
 """How much a step with few blocks holds when, and how much it would hold with all of them.
 
 The most may be held at another moment with many blocks than with few. So three stretches of a step
-are told apart: till the backward pass reaches a block, the last block's backward pass, and what
+are separate: till the backward pass reaches a block, the last block's backward pass, and what
 comes from the first block's backward pass on. In the first two each block more adds what its
 forward pass keeps, in the third what its backward pass leaves, its gradients for the most part.
 

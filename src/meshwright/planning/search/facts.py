@@ -13,7 +13,7 @@ from ..graph import Graph, GraphTensor, Operation
 KINDS = ("parameter", "cast", "slot", "state", "input", "activation", "gradient", "update")
 
 _CASTS = frozenset(("convert_element_type", "reduce_precision", "copy", "name", "stop_gradient"))
-_COPIED = frozenset(("broadcast_in_dim", "iota"))  # made anew by whoever reads them
+_COPIED = frozenset(("broadcast_in_dim", "iota"))  # made again where they are read
 _STANDS_ALONE = frozenset(  # never fused into what reads their results
     (
         *("gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "cumsum", "cumprod"),

@@ -143,7 +143,7 @@ def next_to_clip(servers: Sequence[RoundState]) -> tuple[int, dict[str, float]] 
             return None
         own = state.due if state.applied == number else state.last
         if state.applied > number + 1:
-            continue  # the others were restarted, and what they lost is known to nobody
+            continue  # the others were restarted, and what they lost is unknown
         for key, square in (own or {}).items():
             totals[key] = totals.get(key, 0.0) + square
     return number, totals
