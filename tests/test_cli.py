@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 import meshwright as mw
 import meshwright.demo
-from meshwright import doctor
 from meshwright.cli import main
+from meshwright.commands import diagnosis
 from meshwright.testing import run_in_fresh_process
 
 GRID = ["show", "--mesh", "batch=4,model=2"]
@@ -277,16 +277,16 @@ def test_doctor_reports_a_broken_package(broken_keras):
 
 def test_doctor_gives_one_command_for_all_that_is_missing(monkeypatch):
     without(monkeypatch, "keras", "rich", "optax")
-    diagnosis = doctor.examine()
-    assert not diagnosis.usable
-    assert diagnosis.faults == ("keras is not installed", "rich is not installed")
-    assert diagnosis.command == 'pip install "keras<3.17,>=3.15" "rich>=13.7"'
-    assert diagnosis.optional_command.startswith('pip install "meshwright[')
-    assert "optax" in diagnosis.optional_command
+    report = diagnosis.examine()
+    assert not report.usable
+    assert report.faults == ("keras is not installed", "rich is not installed")
+    assert report.command == 'pip install "keras<3.17,>=3.15" "rich>=13.7"'
+    assert report.optional_command.startswith('pip install "meshwright[')
+    assert "optax" in report.optional_command
 
 
 def test_doctor_knows_every_requirement_and_extra_of_the_package():
-    packages = doctor.examine().packages
+    packages = diagnosis.examine().packages
     names = {package.name for package in packages}
     assert {"jax", "keras", "click", "rich", "pyzmq", "msgpack", "cloudpickle"} <= names
     assert {"ortools", "orbax-checkpoint", "grain", "optax"} <= names
@@ -298,11 +298,11 @@ def test_doctor_knows_every_requirement_and_extra_of_the_package():
 def test_doctor_reports_an_optional_package_out_of_range(monkeypatch):
     lines = ["keras<3.17,>=3.15", "optax>=99; extra == 'optax'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
-    diagnosis = doctor.examine()
-    assert diagnosis.usable
-    (optax,) = [package for package in diagnosis.packages if package.name == "optax"]
+    report = diagnosis.examine()
+    assert report.usable
+    (optax,) = [package for package in report.packages if package.name == "optax"]
     assert optax.fault.endswith("is installed; >=99 is required")
-    assert diagnosis.optional_command == 'pip install "meshwright[optax]"'
+    assert report.optional_command == 'pip install "meshwright[optax]"'
 
 
 def test_doctor_does_not_ask_devices_of_a_missing_jax(monkeypatch):
@@ -316,12 +316,12 @@ def test_doctor_does_not_ask_devices_of_a_missing_jax(monkeypatch):
 
 def test_doctor_reports_a_version_out_of_range(monkeypatch):
     monkeypatch.setattr(
-        doctor, "_requirements", lambda: [("keras>=99", ""), ("jax<0.12,>=0.10", "")]
+        diagnosis, "_requirements", lambda: [("keras>=99", ""), ("jax<0.12,>=0.10", "")]
     )
-    diagnosis = doctor.examine()
+    report = diagnosis.examine()
     version = importlib.metadata.version("keras")
-    assert diagnosis.faults == (f"keras {version} is installed; >=99 is required",)
-    assert diagnosis.command == 'pip install "keras>=99"'
+    assert report.faults == (f"keras {version} is installed; >=99 is required",)
+    assert report.command == 'pip install "keras>=99"'
 
 
 def test_doctor_reports_devices_that_do_not_start(monkeypatch):
@@ -343,14 +343,14 @@ def test_doctor_warns_of_a_small_cpu_pool(monkeypatch):
 
 def test_doctor_suggests_what_gpus_need_only_where_there_is_one(monkeypatch, tmp_path):
     without(monkeypatch, "jax-cuda13-plugin", "jax-cuda12-plugin", "grain")
-    monkeypatch.setattr(doctor, "_NVIDIA_DRIVER", tmp_path / "driver")
-    diagnosis = doctor.examine()
-    assert "cuda" not in diagnosis.optional_command
-    assert diagnosis.notes == ()
+    monkeypatch.setattr(diagnosis, "_NVIDIA_DRIVER", tmp_path / "driver")
+    report = diagnosis.examine()
+    assert "cuda" not in report.optional_command
+    assert report.notes == ()
     (tmp_path / "driver").write_text("")
-    diagnosis = doctor.examine()
-    assert "cuda" in diagnosis.optional_command
-    assert "JAX sees no GPU" in diagnosis.notes[-1]
+    report = diagnosis.examine()
+    assert "cuda" in report.optional_command
+    assert "JAX sees no GPU" in report.notes[-1]
 
 
 def test_doctor_tells_whether_keras_has_the_digits(monkeypatch, tmp_path):
@@ -358,7 +358,7 @@ def test_doctor_tells_whether_keras_has_the_digits(monkeypatch, tmp_path):
     cached = tmp_path / "datasets" / "mnist.npz"
     cached.parent.mkdir()
     cached.write_bytes(b"1234")
-    assert str(cached) in doctor.examine().data
+    assert str(cached) in diagnosis.examine().data
 
 
 @pytest.mark.full_for("keras")

@@ -51,7 +51,7 @@ def agree(row: Row, strategy: mw.Sharded) -> None:
     assert text(trainer.step, state, batch) == expected
 
     described = strategy.abstract_step(model, abstract((x, y)))
-    assert text(described.jitted, described.state, described.batch) == expected
+    assert text(described.train, described.state, described.batch) == expected
 
 
 def test_a_model_of_another_strategy_on_the_same_mesh_is_laid_out_again() -> None:

@@ -23,8 +23,8 @@ from keras import layers
 from models import shapes
 
 import meshwright as mw
-from meshwright import plan_command
 from meshwright.cli import main
+from meshwright.commands import planning as planning_commands
 from meshwright.display.drawing.canvas import text_width
 from meshwright.display.moments import COMPUTE, MEMORY, Span, moments_of, record
 from meshwright.display.page import plan as plan_pages
@@ -189,8 +189,8 @@ def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "job_of_a_page", raising=False)
-    monkeypatch.setattr(plan_command, "dry_run", lambda *_, **__: report())
-    asked = plan_command.Asked(
+    monkeypatch.setattr(planning_commands, "dry_run", lambda *_, **__: report())
+    asked = planning_commands.Asked(
         "job_of_a_page.py:build",
         Target.of("cpu:8"),
         mw.Mesh({"batch": 8}),
@@ -199,7 +199,7 @@ def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
         batch_size=None,
         options={},
     )
-    assert plan_command.run(asked, 60.0, Path("report.html")) is report()
+    assert planning_commands.run(asked, 60.0, Path("report.html")) is report()
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == report().to_html()
 
 
@@ -390,7 +390,7 @@ def test_what_a_plan_has_from_the_user_is_escaped():
 
 
 def test_the_command_that_chooses_writes_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_command, "choose", lambda *_, **__: a_plan())
+    monkeypatch.setattr(planning_commands, "choose", lambda *_, **__: a_plan())
     asked = ["plan", "json:build", "--target", "h100:8", "--html", str(tmp_path / "plan.html")]
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 0, done.output

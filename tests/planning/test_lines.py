@@ -57,7 +57,7 @@ def lines_of(program: mw.Program, layouts: Any = SPLIT) -> tuple[bytes, tuple[So
     placement = mw.Placement.of(MESH, layouts)
     described = abstract_step(program, shapes(8, 16), placement)
     step, _, lines = _exported(
-        described.jitted, (described.state, described.batch), Target.of("cpu:8")
+        described.train, (described.state, described.batch), Target.of("cpu:8")
     )
     return step, lines
 
@@ -147,9 +147,7 @@ def test_of_keras_models_the_lines_of_the_users_own_layers_are_known():
         model.compile("adam", "mse")
     strategy = mw.Sharded(MESH, {"last/kernel": [None, "model"]})
     described = strategy.abstract_step(model, (shapes(8, 16), shapes(8, 4)))
-    _, _, lines = _exported(
-        described.jitted, (described.state, described.batch), Target.of("cpu:8")
-    )
+    _, _, lines = _exported(described.train, (described.state, described.batch), Target.of("cpu:8"))
     assert {each.function for each in lines} == {"Twice.call"}
     assert all(each.file == __file__ for each in lines)
 
@@ -158,7 +156,7 @@ def test_a_step_that_was_traced_before_keeps_its_lines(tmp_path):
     described = abstract_step(
         program_of(loss_in(tmp_path / "a.py")), shapes(8, 16), mw.Placement.of(MESH, SPLIT)
     )
-    asked = described.jitted, (described.state, described.batch), Target.of("cpu:8")
+    asked = described.train, (described.state, described.batch), Target.of("cpu:8")
     first, again = _exported(*asked), _exported(*asked)
     assert first[2]
     assert again[2] == first[2]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import meshwright as mw
-from meshwright import plan_command
+from meshwright.commands import planning as planning_commands
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.planning.changes import compare, notes, worse
 from meshwright.planning.dry_run import DryRun, dry_run
@@ -392,7 +392,7 @@ def test_a_dry_run_is_kept_whole(split, tmp_path):
 
 def test_a_layout_that_is_gone_fails_and_its_return_passes(split):
     whole = of_two_layers({"w/kernel": [None, None], "v/kernel": ["model", None]})
-    changes, is_worse = plan_command.checked(whole, lock_of(split), None)
+    changes, is_worse = planning_commands.checked(whole, lock_of(split), None)
     words = str(changes)
     assert is_worse
     assert re.match(r"\d+ things got worse than the lock file", words)
@@ -403,7 +403,7 @@ def test_a_layout_that_is_gone_fails_and_its_return_passes(split):
         "worse   collective  all-gather over model for ",
     ):
         assert expected in words
-    changes, is_worse = plan_command.checked(split, lock_of(split), None)
+    changes, is_worse = planning_commands.checked(split, lock_of(split), None)
     assert (str(changes), is_worse) == ("nothing got worse (written for cpu:8, two)", False)
 
 

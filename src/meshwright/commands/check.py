@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from .options import build_argument, layout_option, strategy_option
 from .texts import MeshText
 
 if TYPE_CHECKING:
+    from ..equivalence.judging import Equivalence
     from ..layouts.layout import Layout
     from ..layouts.mesh import Mesh
 
@@ -76,8 +79,33 @@ def check(
     """
     from ..display.text.columns import print_text
     from ..display.text.equivalence import equivalence_text
-    from ..equivalence.command import run
 
-    result = run(build, meshes, dict(chain(*layouts)), dict(options), **how)
+    result = checked(build, meshes, dict(chain(*layouts)), dict(options), **how)
     print_text(equivalence_text(result, None) if show_all else equivalence_text(result))
     raise SystemExit(0 if result.equal else 1)
+
+
+def checked(
+    build: str,
+    meshes: Sequence[Mesh],
+    layouts: Mapping[str, Layout],
+    options: Mapping[str, Any],
+    double: bool,
+    **how: Any,
+) -> Equivalence:
+    """How the model trains under every mesh, beside one device, on virtual devices made for it."""
+    from .. import _compat
+    from ..equivalence.check import check as compare
+    from ..equivalence.finding import find_build
+    from ..topology import virtual_devices
+
+    def make_devices() -> None:
+        if not _compat.jax_is_running():
+            virtual_devices(max(mesh.size for mesh in meshes))
+
+    make_devices()
+    with _compat.double_precision() if double else contextlib.nullcontext():
+        function = find_build(build)  # its module may make arrays
+        make_devices()  # the module may have asked for fewer
+        abstract = [mesh.abstract() for mesh in meshes]
+        return compare(function, abstract, layouts, double=double, **how, **options)

@@ -12,7 +12,7 @@ from ..units import bytes_text
 from .group import Command, option, traceback_option
 
 if TYPE_CHECKING:
-    from ..doctor import Diagnosis, Package
+    from .diagnosis import Diagnosis, Package
 
 
 @click.command(cls=Command, short_help="Report packages, devices, and what is missing.")
@@ -23,7 +23,7 @@ def doctor(as_json: bool) -> None:
 
     Exits with status 0 if Meshwright can be used here, and with 1 if not.
     """
-    from ..doctor import examine
+    from .diagnosis import examine
 
     diagnosis = examine()
     if as_json:

@@ -127,8 +127,8 @@ def dry_run(
     if no_cache:
         os.environ["MESHWRIGHT_CACHE"] = "off"
     from ..display.text.columns import print_text
-    from ..plan_command import Asked, checked, run, run_here
     from ..planning.lock import lock_of
+    from .planning import Asked, checked, run, run_here
 
     asked = Asked(
         build,

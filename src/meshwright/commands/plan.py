@@ -90,7 +90,7 @@ def plan(
     """
     from ..display.text.columns import print_text
     from ..files import write
-    from ..plan_command import choose
+    from .planning import choose
 
     decided = choose(
         build,

@@ -13,18 +13,25 @@ from typing import Any
 
 from ..errors import MeshwrightError, ModelError
 from ..jaxprs.lines import user_lines
+from ..planning.faults import as_model_error
 
 
 def find_build(text: str) -> Callable[[], Any]:
-    """The function that ``module:name`` or ``file.py:name`` means. Raises :class:`ModelError`."""
+    """The function that ``module:name`` or ``file.py:name`` means. Raises :class:`ModelError`.
+
+    What the function itself raises becomes a :class:`ModelError` with the lines of its code alone.
+    """
     place, name = check_place(text)
     module = _module(place)
-    found = getattr(module, name, None)
-    if callable(found):
-        return found
+    function = getattr(module, name, None)
+    if callable(function):
+        user_code = as_model_error(
+            f"{text} cannot build the model", " (--traceback shows all of it)"
+        )
+        return user_code(function)
     functions = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
     near = difflib.get_close_matches(name, functions, n=3, cutoff=0.4) or functions[:8]
-    fault = "has no function" if found is None else "has a value, not a function, named"
+    fault = "has no function" if function is None else "has a value, not a function, named"
     raise ModelError(f"{place} {fault} {name!r}. Its functions: {', '.join(near) or 'none'}.")
 
 

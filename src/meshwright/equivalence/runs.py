@@ -200,6 +200,7 @@ def _built(
     import keras
 
     from ..frontends.keras.hooks import Hooks
+    from ..frontends.keras.options import check_compiled
 
     _compat.install_keras_hooks(Hooks())  # idle outside a scope, but for the names of slots
     with _compat.names_from_the_start():
@@ -215,11 +216,7 @@ def _built(
                 f"build() returned a {type(case.model).__name__} for a model; it is a compiled "
                 "Keras model or a Program."
             )
-        if not case.model.compiled:
-            raise ModelError(
-                f"model {case.model.name!r} is not compiled: call model.compile(optimizer, loss) "
-                "in build()."
-            )
+        check_compiled(case.model)
         if strategy is not None:
             strategy.prepare(case.model, lambda: case.batches[0])
         elif _compat.needs_batch_to_build(case.model) or _compat.has_unbuilt_optimizer(case.model):

@@ -115,7 +115,7 @@ def plan(
     def report_of(candidate: Decided) -> Report:
         return _report(model, batch, candidate, target, hardware, blocks, timeout_s)
 
-    with tracing(described.name):
+    with tracing(described.program.name):
         graph = graph_of_step(described)
     lacks = not_compiled(target) if verify else ""
     found = plan_step(
@@ -132,7 +132,7 @@ def plan(
     if lacks:
         found = replace(found, notes=(*found.notes, f"nothing was compiled to verify it: {lacks}"))
     decided: dict[str, Any] = {field.name: getattr(found, field.name) for field in fields(found)}
-    decided |= {"num_inputs": _num_inputs(model, batch), "name": described.name}
+    decided |= {"num_inputs": _num_inputs(model, batch), "name": described.program.name}
     decided["layouts"] = _lasting(found.layouts, described)
     return Plan(**decided)
 

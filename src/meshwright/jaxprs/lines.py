@@ -34,7 +34,7 @@ _LIBRARIES = (
 _ASKERS = ("step", "planning", "run", "equivalence", "commands")
 _OUTSIDE = tuple(str(_HERE / room) + os.sep for room in _ASKERS)
 _FRONT = ("jax.py", "named.py", "keras/program.py", "keras/hooks.py")
-_CALLERS = (*(str(_HERE / "frontends" / name) for name in _FRONT), str(_HERE / "plan_command.py"))
+_CALLERS = tuple(str(_HERE / "frontends" / name) for name in _FRONT)
 _BODIES = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
 
 

@@ -2,68 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
-from ..layouts.placement import Placed, Placement
+from ..layouts.placement import Placement
 from ..layouts.strict import inspect
-from ..program import Batch, Program, TrainState
+from ..program import Batch, Program
 from ..step.assemble import Assembly, assemble
 from ..step.options import PLAIN, StepOptions
 from .faults import tracing
 
 
-@dataclass(frozen=True, eq=False)
-class AbstractStep:
-    """A training step and its arguments without values.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AbstractStep(Assembly):
+    """The steps of a program, and a batch for the training step: its arguments without values.
 
     ``batch`` holds ``jax.ShapeDtypeStruct`` with shardings on the mesh of the placement, as
     ``state`` does; it is a tuple of micro-batches where the step accumulates.
     """
 
-    steps: Assembly
     batch: Any
-
-    @property
-    def name(self) -> str:
-        return self.program.name
-
-    @property
-    def program(self) -> Program:
-        """What the step is made of."""
-        return self.steps.program
-
-    @property
-    def state(self) -> TrainState:
-        return self.steps.state
-
-    @property
-    def placed(self) -> tuple[Placed, ...]:
-        """Where every variable lies, and why."""
-        return self.steps.placed
-
-    @property
-    def placement(self) -> Placement:
-        return self.steps.placement
-
-    @property
-    def how(self) -> StepOptions:
-        return self.steps.how
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.placement.mesh
-
-    @property
-    def jitted(self) -> Any:
-        """The step as training compiles it."""
-        return self.steps.train
-
-    def of(self, part: Program) -> AbstractStep:
-        """The same step of another program, all of whose variables this one has."""
-        return AbstractStep(replace(self.steps, program=part), self.batch)
 
 
 class HasSteps(Protocol):
@@ -116,7 +76,7 @@ def on_batch(steps: Assembly, batch: Batch) -> AbstractStep:
 
     laid = jax.tree.map(array, batch, steps.batch_layouts(batch, last=False))
     (taken,) = steps.how.for_steps([laid] * steps.how.accumulate)
-    return AbstractStep(steps, taken)
+    return AbstractStep(steps.program, steps.placement, steps.how, steps.losses, batch=taken)
 
 
 def _dtype(value: Any) -> Any:

@@ -76,7 +76,7 @@ def _report(
         return report_of(model, batch, strategy, described, target, hardware, why)
     if blocks == "whole":
         return _whole(described, target, hardware, timeout_s)
-    with tracing(described.name):
+    with tracing(described.program.name):
         found, reason = reduced(described)
     enough = _WORTH_IT_ON_GPUS if target.platform == "cuda" else _WORTH_IT
     if found is not None and blocks == "auto" and found.count < enough:

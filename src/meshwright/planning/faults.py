@@ -15,11 +15,11 @@ _MOST = 600  # characters of somebody else's message
 
 
 @contextlib.contextmanager
-def told_as(what: str, way_out: str = "") -> Iterator[None]:
+def as_model_error(what: str, way_out: str = "") -> Iterator[None]:
     """Tell an error of the user's code inside as a :class:`~meshwright.ModelError`.
 
     >>> try:
-    ...     with told_as("the step of 'net' cannot be traced"):
+    ...     with as_model_error("the step of 'net' cannot be traced"):
     ...         raise TypeError("no such operand")
     ... except ModelError as error:
     ...     print(error)
@@ -44,7 +44,7 @@ def tracing(name: str) -> contextlib.AbstractContextManager[None]:
         "\nA step is traced without values: shapes and dtypes are all that it may depend on. "
         "The cause is shown in full by --traceback, or by the exception's __cause__."
     )
-    return told_as(f"the step of {name!r} cannot be traced", way_out)
+    return as_model_error(f"the step of {name!r} cannot be traced", way_out)
 
 
 def in_short(error: BaseException) -> str:

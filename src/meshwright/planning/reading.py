@@ -87,7 +87,7 @@ def read(
     whole, least = _model_flops(described, compiled.target)
     estimated = estimate(compiled, hardware, model_flops=whole, least_flops=least)
     return DryRun(
-        name=described.name,
+        name=described.program.name,
         target=compiled.target,
         axes=compiled.axes,
         memory=Memory(
@@ -130,9 +130,9 @@ def refused(
 ) -> DryRun:
     """The report on a step that the compiler found too large."""
     return DryRun(
-        name=described.name,
+        name=described.program.name,
         target=target,
-        axes=described.mesh.axes,
+        axes=described.placement.mesh.axes,
         memory=Memory(
             **sizes(described),
             peak_bytes=error.needed_bytes,
@@ -166,7 +166,7 @@ def sizes(described: AbstractStep) -> dict[str, int]:
 def _model_flops(described: AbstractStep, target: Target) -> tuple[float | None, float | None]:
     """FLOPs of the step as it was written, before it is split over devices, and the fewest of them
     that a compiler can leave."""
-    traced = trace(described.jitted, (described.state, described.batch), target)
+    traced = trace(described.train, (described.state, described.batch), target)
     return model_flops(traced.jaxpr), least_flops(traced.jaxpr)
 
 

@@ -32,13 +32,13 @@ def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
     """The step as it is traced, what its arguments are, and how many of them it gives back."""
     import jax
 
-    if described.mesh.size != 1:
+    mesh = described.placement.mesh
+    if mesh.size != 1:
         raise MeshError(
-            f"dims are inferred from the step of one device, and {described.name!r} is laid out "
-            f"over {described.mesh.size} ({described.mesh.axes_text}). Describe it on a mesh whose "
-            "axes all have size 1."
+            f"dims are inferred from the step of one device, and {described.program.name!r} is "
+            f"laid out over {mesh.size} ({mesh.axes_text}). Use a mesh whose axes all have size 1."
         )
-    traced = trace(described.jitted, (described.state, described.batch), Target.of("cpu:1"))
+    traced = trace(described.train, (described.state, described.batch), Target.of("cpu:1"))
     known = {}
     for order, placed in enumerate(described.placed):
         info, names = placed.info, placed.names or placed.info.names

@@ -15,6 +15,7 @@ from ...errors import BatchError, ModelError
 from ...planning.abstract_step import AbstractStep, on_batch
 from ...program import Batch
 from .hooks import Hooks
+from .options import check_compiled
 from .pending import WaitingRoom, filled, is_pending, waiting_room
 from .program import KerasVariables, steps_of
 
@@ -102,10 +103,7 @@ def abstract_step(strategy: Sharded, model: keras.Model, batch: Batch) -> Abstra
             f"a batch of a Keras model is (x, y) or (x, y, sample_weight); received {batch!r}. "
             "Shapes will do: jax.ShapeDtypeStruct((64, 784), 'float32')."
         )
-    if not model.compiled:
-        raise ModelError(
-            f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."
-        )
+    check_compiled(model)
     _build(strategy, model, batch)
     strategy._inspect(model)
     return on_batch(steps_of(strategy, model, KerasVariables.of(model)), batch)

@@ -82,7 +82,7 @@ def graph_alone(
     whole = Placement.of(mesh, batch=placement.batch, unmatched="replicate")
     rows = _joined(batch, how.accumulate)
     plain = StepOptions(remat="none" if how.remat in EVERY_REMAT else how.remat)
-    with tracing(described.name):
+    with tracing(described.program.name):
         if isinstance(model, Program):
             return graph_of_step(of_program(model, rows, whole, plain))
         assert not isinstance(strategy, Placement)
@@ -112,7 +112,7 @@ def assignment_of(
     those are taken to be shared out over them as by ZeRO 3: gathered before they are used. Raises
     :class:`~meshwright.LayoutError` that lists what dims cannot say.
     """
-    axes = tuple((name, size) for name, size in described.mesh.axes if size > 1)
+    axes = tuple((name, size) for name, size in described.placement.mesh.axes if size > 1)
     lies = _lies(described, axes)
     try:
         return _assigned(graph, described, target, hardware, lies)
@@ -146,7 +146,7 @@ def _assigned(
     lies: Mapping[str, Along],
     shared: frozenset[str] | None = None,
 ) -> Assignment:
-    axes = tuple((name, size) for name, size in described.mesh.axes if size > 1)
+    axes = tuple((name, size) for name, size in described.placement.mesh.axes if size > 1)
     along, faults = _along(graph, lies)
     faults += _of_activations(described.placement, axes)
     if faults:

@@ -44,14 +44,14 @@ def report_of(
     except LayoutError as error:
         raise TargetError(
             f"{why}. Without a compiler only the planner's estimate is possible, and it failed for "
-            f"{described.name!r}:\n{error}"
+            f"{described.program.name!r}:\n{error}"
         ) from error
     costs = operation_costs(assignment, described.placement)
     known = sizes(described)
     return DryRun(
-        name=described.name,
+        name=described.program.name,
         target=target,
-        axes=described.mesh.axes,
+        axes=described.placement.mesh.axes,
         memory=Memory(
             **known,
             peak_bytes=_peak(assignment, known),

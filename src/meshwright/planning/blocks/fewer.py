@@ -83,7 +83,7 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
     run = found.run
 
     def with_blocks(count: int) -> AbstractStep:
-        return described.of(_shorter(program, twins, run, count))
+        return replace(described, program=_shorter(program, twins, run, count))
 
     return Reduced(tuple(zip(*rows, strict=True)), _layers(loss.jaxpr, run), with_blocks), ""
 

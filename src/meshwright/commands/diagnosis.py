@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from . import topology
+from .. import topology
 
 State = Literal["ok", "missing", "broken"]
 
@@ -290,7 +290,7 @@ def _gpu_notes(devices: list[Device]) -> list[str]:
 def _data() -> str:
     """Where the digits for the demo would come from."""
     try:
-        from .data.datasets import cache_files
+        from ..data.datasets import cache_files
 
         found = [path for path in cache_files() if path.is_file()]
         if found:

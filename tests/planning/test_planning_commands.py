@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import meshwright as mw
-from meshwright import plan_command
 from meshwright.cli import main
+from meshwright.commands import planning as planning_commands
 from meshwright.planning import dry_run as dry_runs
 from meshwright.testing import run_in_fresh_process
 
@@ -87,14 +87,15 @@ def asked(monkeypatch):
     """What dry runs were asked for; none is made."""
     calls = []
 
-    def dry_run(model, batch, *, strategy, target, timeout_s):
+    def dry_run(model, batch, *, strategy, target, timeout_s, compile):
+        assert compile
         calls.append((model, batch, strategy, target, timeout_s))
         memory = dry_runs.Memory(6, 12, 1, 1, 6, peak_bytes=2048, available_bytes=available[0])
         return dry_runs.DryRun("net", target, strategy.mesh.axes, memory)
 
     available = [1024]
     calls_and_memory = calls, available
-    monkeypatch.setattr(plan_command, "dry_run", dry_run)
+    monkeypatch.setattr(planning_commands, "dry_run", dry_run)
     return calls_and_memory
 
 
@@ -252,7 +253,7 @@ def test_a_report_of_what_does_not_fit_is_no_error(job, asked, monkeypatch):
         report = dry_runs.DryRun("net", target, strategy.mesh.axes, memory)
         return replace(report, refusal="RESOURCE_EXHAUSTED: Used 40G of 16G hbm")
 
-    monkeypatch.setattr(plan_command, "dry_run", refuse)
+    monkeypatch.setattr(planning_commands, "dry_run", refuse)
     result = run("planned_job:build", "--target", "v5e:2x4", *MESH)
     assert result.exit_code == 1
     assert "does not fit" in result.stdout

@@ -7,30 +7,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _compat
-from .display.text.changes import changes_text
-from .display.text.columns import Paragraphs
-from .equivalence.cases import Case, case_of, setups
-from .equivalence.finding import find_build
-from .errors import BatchError, LayoutError, ModelError, TargetError
-from .layouts.layout import Layout
-from .layouts.mesh import Mesh, create_mesh
-from .layouts.placement import Placement
-from .planning import Target
-from .planning.changes import compare, notes
-from .planning.compiler_process import watching
-from .planning.dry_run import dry_run
-from .planning.faults import told_as
-from .planning.lock import Lock, lock_of
-from .program import Program
-from .targets.target import check_size
-from .topology import virtual_devices
-from .units import clock_text
+from .. import _compat
+from ..display.text.changes import changes_text
+from ..display.text.columns import Paragraphs
+from ..equivalence.cases import Case, case_of, setups
+from ..equivalence.finding import find_build
+from ..errors import BatchError, LayoutError, ModelError, TargetError
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh, create_mesh
+from ..layouts.placement import Placement
+from ..planning import Target
+from ..planning.changes import compare, notes
+from ..planning.compiler_process import watching
+from ..planning.dry_run import dry_run
+from ..planning.lock import Lock, lock_of
+from ..program import Program
+from ..targets.target import check_size
+from ..topology import virtual_devices
+from ..units import clock_text
 
 if TYPE_CHECKING:
-    from .frontends.plans import Plan
-    from .planning.beside import Comparison
-    from .planning.dry_run import DryRun
+    from ..frontends.plans import Plan
+    from ..planning.beside import Comparison
+    from ..planning.dry_run import DryRun
 
 
 class Asked(NamedTuple):
@@ -61,8 +60,8 @@ def run_here(
 
     Raises :class:`~meshwright.TargetError` for other targets.
     """
-    from .frontends.measures import measure
-    from .targets.calibrate import calibrate
+    from ..frontends.measures import measure
+    from ..targets.calibrate import calibrate
 
     target = asked.target
     if target.platform != "cpu":
@@ -94,12 +93,18 @@ class _Case(NamedTuple):
 
     def dry_run(self, timeout_s: float, **more: Any) -> DryRun:
         """Its report; meanwhile the terminal shows that a compiler is running."""
-        how = {"strategy": self.strategy, "target": self.target, "timeout_s": timeout_s, **more}
-        how |= {} if self.compile else {"compile": False}
         progress = _Progress(self.target)
         try:
             with watching(progress.show):
-                return dry_run(self.model, self.batch, **how)
+                return dry_run(
+                    self.model,
+                    self.batch,
+                    strategy=self.strategy,
+                    target=self.target,
+                    compile=self.compile,
+                    timeout_s=timeout_s,
+                    **more,
+                )
         finally:
             progress.end()
 
@@ -152,8 +157,8 @@ def choose(
     timeout_s: float,
 ) -> Plan:
     """The planner's layout of the model that ``build`` makes; layouts of its own are ignored."""
-    from .frontends.plans import plan
-    from .targets.calibrate import calibrate
+    from ..frontends.plans import plan
+    from ..targets.calibrate import calibrate
 
     if not _compat.jax_is_running():
         virtual_devices(1)
@@ -184,10 +189,10 @@ def checked(report: DryRun, before: Lock, tolerance: float | None) -> tuple[Para
 
 def _built(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -> Case:
     """What ``build`` returns; a Keras model is made of shapes only."""
-    from .frontends.keras.abstract import abstract
+    from ..frontends.keras.abstract import abstract
 
     function = find_build(build)
-    with told_as(f"{build} cannot build the model", " (--traceback shows all of it)"), abstract():
+    with abstract():
         built = function()
     case = case_of(built, layouts, options)
     if not isinstance(case.model, Program) and not hasattr(case.model, "compiled"):
@@ -199,24 +204,18 @@ def _built(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -
 
 
 def _strategy(case: Case, setup: Any) -> Any:
-    from .frontends.keras import Sharded
+    from ..frontends.keras import Sharded
+    from ..step.options import StepOptions
 
     try:
         if not isinstance(case.model, Program):
             return Sharded(setup.mesh, setup.layouts, **setup.options)
         ways = {"accumulate", "remat", "sums"} & setup.options.keys()
         own = {k: v for k, v in setup.options.items() if k not in ways}
-        how = {k: setup.options[k] for k in ways}
-        placement = Placement.of(setup.mesh, setup.layouts, **own)
-        return Sharded.from_placement(placement, _how(how))
+        how = StepOptions(**{k: setup.options[k] for k in ways})
+        return Sharded.from_placement(Placement.of(setup.mesh, setup.layouts, **own), how)
     except TypeError as error:
         raise LayoutError(f"--option: {error}.") from error
-
-
-def _how(options: Mapping[str, Any]) -> Any:
-    from .step.options import StepOptions
-
-    return StepOptions(**options)
 
 
 def _micro_batch(batch: Any, rows: int | None, parts: int) -> Any:
