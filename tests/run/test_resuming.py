@@ -153,6 +153,12 @@ def test_a_state_that_no_file_can_hold_is_told(tmp_path: Path) -> None:
         run(to, Odd(), tmp_path)
 
 
+def test_save_every_needs_checkpoints() -> None:
+    to = trainer(batch=8)
+    with pytest.raises(mw.CheckpointError, match="save_every=2 needs checkpoint="):
+        to.train(to.init(), [], save_every=2)
+
+
 def test_save_every_is_a_number_of_steps(tmp_path: Path) -> None:
     with pytest.raises(mw.CheckpointError, match="save_every must be a whole number"):
         run(trainer(batch=8), drawn(), tmp_path, every=0)

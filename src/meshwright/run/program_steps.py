@@ -1,4 +1,4 @@
-"""The steps of a :class:`Trainer` in a run that is saved: one epoch, which goes on in every run."""
+"""The steps of a :class:`Trainer` in a run: one epoch, which goes on in every run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..checkpoint.randomness import read_randomness, write_randomness
 from ..errors import CheckpointError
 from ..program import Batch, TrainState
 from .epochs import Steps, Taken
+from .saver import Saver
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -26,11 +27,11 @@ class ProgramSteps(Steps):
         trainer: Trainer,
         state: TrainState,
         batches: Iterable[Batch],
-        start: CheckpointInfo | None,
+        saver: Saver,
     ) -> None:
         self._trainer, self.newest = trainer, state
-        self._source = TrainedBatches(batches, start)
-        self._done = start.position.batches if start else 0
+        self._source = TrainedBatches(batches, saver.start, saver.is_on)
+        self._done = saver.start.position.batches if saver.start else 0
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         per_step = self._trainer.how.accumulate
@@ -55,16 +56,18 @@ class TrainedBatches:
     """Batches from where the last run stood, which are counted as they are trained on.
 
     An iterator that has ``get_state`` and ``set_state``, as Grain's do, is put there directly. Of
-    any other, what was trained on is drawn again, from the same randomness, and left out.
+    any other, what was trained on is drawn again, from the same randomness, and left out. The
+    position is noted for a run that ``saves`` only.
     """
 
-    def __init__(self, batches: Iterable[Batch], start: CheckpointInfo | None) -> None:
+    def __init__(self, batches: Iterable[Batch], start: CheckpointInfo | None, saves: bool) -> None:
         before = start.position if start else Position()
         if before.random is not None:
             write_randomness(before.random)
         self._random = read_randomness()
         self._items = iter(batches)
-        self._has_state = hasattr(self._items, "get_state") and hasattr(self._items, "set_state")
+        has_state = hasattr(self._items, "get_state") and hasattr(self._items, "set_state")
+        self._has_state = saves and has_state
         self._states: deque[Any] = deque()  # after each batch that was read but not yet trained on
         self._state: Any = before.data
         self._skip = before.batches

@@ -23,7 +23,8 @@ class Saver:
     """Saves a run every ``every`` steps, or after each epoch; without checkpoints it saves nothing.
 
     ``start`` is the checkpoint to resume, and ``layout`` describes the layouts in words.
-    Raises :class:`CheckpointError` for an ``every`` that is not a number of steps.
+    Raises :class:`CheckpointError` for an ``every`` that is not a number of steps, or without
+    checkpoints.
     """
 
     def __init__(
@@ -36,6 +37,10 @@ class Saver:
         if every is not None and not (isinstance(every, int) and every >= 1):
             raise CheckpointError(
                 f"save_every must be a whole number of steps, at least 1; received {every!r}."
+            )
+        if every is not None and checkpoints is None:
+            raise CheckpointError(
+                f"save_every={every!r} needs checkpoint=<directory> (checkpoints= of a Trainer)."
             )
         self.checkpoints, self.start = checkpoints, start
         self.stopping = Stopping(saves=checkpoints is not None)
@@ -58,9 +63,7 @@ class Saver:
         Raises :class:`CheckpointError` if they contradict each other or what the directory holds.
         """
         if directory is None:
-            if every is not None:
-                raise CheckpointError(f"save_every={every!r} needs checkpoint=<directory>.")
-            return cls()
+            return cls(every=every)
         checkpoints = Checkpoints(directory, keep)
         return cls(checkpoints, every, _start_of(checkpoints, resume), layout)
 

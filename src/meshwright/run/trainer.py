@@ -151,20 +151,15 @@ class Trainer:
 
         With ``checkpoints`` the state is saved every ``save_every`` steps and at the end, and the
         same call, made again after whatever happened, goes on from the newest of them: ``state``
-        then only says how the restored one lies, and the batches before are left out. Ctrl-C and
-        SIGTERM finish the step and save; then KeyboardInterrupt or
+        then only says how the restored one lies, and the batches before are left out. Ctrl-C, and
+        SIGTERM where there are checkpoints, finish the step and save; then KeyboardInterrupt or
         :class:`~meshwright.Preempted` is raised.
         """
-        if checkpoints is not None:
-            start, layout = checkpoints.latest, repr(self.placement.mesh)
-            saver = Saver(checkpoints, save_every, start, layout)
-            steps = ProgramSteps(self, state, batches, start)
-            logs = Run(steps, saver, Callbacks()).train()
-            return steps.newest, logs
-        last = StepInfo(-1, state, {})
-        for last in self.steps(state, batches):  # noqa: B007 - only the last one is wanted
-            pass
-        return last.state, last.logs
+        start = None if checkpoints is None else checkpoints.latest
+        saver = Saver(checkpoints, save_every, start, repr(self.placement.mesh))
+        steps = ProgramSteps(self, state, batches, saver)
+        logs = Run(steps, saver, Callbacks()).train()
+        return steps.newest, logs
 
     def explain(self) -> Explanation:
         """Every variable: its layout, where that comes from, bytes per device."""
