@@ -695,8 +695,8 @@ def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
 
     scope = info.current_name_stack() + eqn.source_info.name_stack
     with info.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
-        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(found) if eqn.primitive.multiple_results else [found]
+        results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def devices_by_hand(shard_map: Any) -> int:

@@ -85,12 +85,12 @@ def _ranges(rows: list[_Row]) -> list[_Row]:
     """Rows of numbers with columns as ranges, the innermost first; equal columns are one."""
     columns = list(zip(*rows, strict=True))
     for column in dict.fromkeys(reversed(columns)):
-        places = [place for place, each in enumerate(columns) if each == column]
-        found: dict[_Row, list[str]] = {}
+        places = [place for place, other in enumerate(columns) if other == column]
+        by_row: dict[_Row, list[str]] = {}
         for row in rows:
             rest = tuple(n for place, n in enumerate(row) if place not in places)
-            found.setdefault(rest, []).append(row[places[0]])
-        rows = [_filled(rest, places, _range(numbers)) for rest, numbers in found.items()]
+            by_row.setdefault(rest, []).append(row[places[0]])
+        rows = [_filled(rest, places, _range(numbers)) for rest, numbers in by_row.items()]
     return rows
 
 

@@ -72,12 +72,12 @@ def assert_equivalent(
     >>> found.equal, found.meshes[0]["w"].gradient.excess < 1
     (True, True)
     """
-    found = check(
+    result = check(
         build, meshes, layouts, steps=steps, seed=seed, rtol=rtol, double=double, **options
     )
-    if not found.equal:
-        raise AssertionError(str(found))
-    return found
+    if not result.equal:
+        raise AssertionError(str(result))
+    return result
 
 
 def tree_allclose(actual: Any, expected: Any, rtol: float = 1e-6, atol: float = 0.0) -> bool:
@@ -120,8 +120,8 @@ def tree_differences(
             side = "expected" if path in right else "actual"
             differences.append(Difference(path, f"is only in the {side} tree"))
             continue
-        found = _difference(path, _array(left[path]), _array(right[path]), rtol, atol)
-        differences += [found] if found else []
+        difference = _difference(path, _array(left[path]), _array(right[path]), rtol, atol)
+        differences += [difference] if difference else []
     return differences
 
 

@@ -143,10 +143,10 @@ def in_mesh_order(shape: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
         return list(chosen)
     from jax.experimental import mesh_utils
 
-    found = mesh_utils.create_device_mesh(
+    devices = mesh_utils.create_device_mesh(
         tuple(shape), devices=list(chosen), allow_split_physical_axes=True
     )
-    return list(found.flat)
+    return list(devices.flat)
 
 
 def warn_if_cpu_pool_is_small(count: int) -> None:

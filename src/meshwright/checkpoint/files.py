@@ -61,9 +61,9 @@ def read(checkpointer: Any, info: CheckpointInfo, like: dict[str, Any]) -> dict[
         restore_args={key: arguments(value) for key, value in filled.items()},
         partial_restore=True,
     )
-    found = checkpointer.restore(info.directory.absolute(), args=args) if filled else {}
-    values = _unpack(found.pop(_PACKED), packed) if small else {}
-    return {**found, **empty, **{key: _laid_out(values[key], small[key]) for key in small}}
+    restored = checkpointer.restore(info.directory.absolute(), args=args) if filled else {}
+    values = _unpack(restored.pop(_PACKED), packed) if small else {}
+    return {**restored, **empty, **{key: _laid_out(values[key], small[key]) for key in small}}
 
 
 def _empty(like: Any) -> Any:
@@ -175,11 +175,11 @@ def _unpack(packed: Any, arrays: Sequence[SavedArray]) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    found = {}
+    restored = {}
     for saved, (begin, end) in zip(arrays, _places(arrays), strict=True):
         values = np.frombuffer(packed[begin:end].tobytes(), jnp.dtype(saved.dtype))
-        found[saved.key] = values.reshape(saved.dims)
-    return found
+        restored[saved.key] = values.reshape(saved.dims)
+    return restored
 
 
 def _packed_bytes(arrays: Sequence[SavedArray]) -> int:

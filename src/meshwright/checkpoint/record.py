@@ -93,7 +93,7 @@ class CheckpointInfo:
         for part in PARTS:
             inside = [array for array in self.arrays if array.part == part]
             lines += [f"{part}: {len(inside)} arrays"] * bool(inside)
-            lines += [f"  {each}" for each in inside]
+            lines += [f"  {text}" for text in inside]
         return "\n".join(line for line in lines if line != "written under ")
 
 
@@ -115,12 +115,12 @@ def read_checkpoint(directory: str | Path, step: int | None = None) -> Checkpoin
     directory = as_directory(directory)
     if (alone := _read(directory)) is not None and step is None:
         return alone
-    found = list_checkpoints(directory)
+    infos = list_checkpoints(directory)
     if step is not None:
-        found = [info for info in found if info.step == step]
-    if not found:
+        infos = [info for info in infos if info.step == step]
+    if not infos:
         raise CheckpointError(_absent(directory, step))
-    return found[-1]
+    return infos[-1]
 
 
 def as_directory(directory: Any) -> Path:
@@ -165,8 +165,8 @@ def is_leftover_name(name: str) -> bool:
 
 def _complete_paths(directory: Path) -> Iterator[Path]:
     paths = list(directory.iterdir()) if directory.is_dir() else []
-    found = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
-    for _, path in sorted(found, key=lambda each: (int(each[0][1]), int(each[0][2] or 0))):
+    named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
+    for _, path in sorted(named, key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0))):
         yield path
 
 
@@ -220,17 +220,19 @@ def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
     when they were saved may be wanted in any floating-point type.
     """
     saved = {array.key: array for array in info.arrays}
-    asked = {each.key: each for each in wanted}
-    parts = {each.part for each in wanted}
-    extra = [each for each in saved.values() if each.part in parts and each.key not in asked]
+    asked = {array.key: array for array in wanted}
+    parts = {array.part for array in wanted}
+    extra = [array for array in saved.values() if array.part in parts and array.key not in asked]
     faults = []
-    for each in wanted:
-        there = saved.get(each.key)
+    for array in wanted:
+        there = saved.get(array.key)
         if there is None:
-            faults.append(f"  {each.part} {each} is not in the checkpoint{_nearest(each, extra)}")
-        elif there != each and not _is_rounded(info, there, each):
-            faults.append(f"  {each.part} {each} was saved as {there.dims} {there.dtype}")
-    faults += [f"  {each.part} {each} is in the checkpoint only" for each in extra]
+            faults.append(
+                f"  {array.part} {array} is not in the checkpoint{_nearest(array, extra)}"
+            )
+        elif there != array and not _is_rounded(info, there, array):
+            faults.append(f"  {array.part} {array} was saved as {there.dims} {there.dtype}")
+    faults += [f"  {array.part} {array} is in the checkpoint only" for array in extra]
     if faults:
         raise CheckpointError(
             f"{len(faults)} array(s) of {info.directory} differ from what is to be restored; "

@@ -188,10 +188,12 @@ def restore_state(info: CheckpointInfo, like: TrainState, checkpointer: Any = No
     wanted = describe(like)
     check_same(info, wanted)
     leaves = [value for part in like for value in part.values()]
-    by_key = {each.key: value for each, value in zip(wanted, leaves, strict=True)}
-    found = files.read(checkpointer or files.make_checkpointer(), info, by_key)
+    by_key = {array.key: value for array, value in zip(wanted, leaves, strict=True)}
+    restored = files.read(checkpointer or files.make_checkpointer(), info, by_key)
     parts = zip(PARTS, like, strict=True)
-    return TrainState(*({path: found[f"{part}/{path}"] for path in paths} for part, paths in parts))
+    return TrainState(
+        *({path: restored[f"{part}/{path}"] for path in paths} for part, paths in parts)
+    )
 
 
 def _tidy(directory: Path) -> None:

@@ -59,26 +59,26 @@ def _read(path: Path | None) -> tuple[Mapping[str, Any], str]:
 def _keys(command: click.Command) -> dict[str, click.Parameter]:
     """What may be set of a command, by key."""
     left_out = ("config", "traceback", "help", "version")
-    found = {}
+    by_key = {}
     for param in command.params:
         longest = max(param.opts, key=len).lstrip("-") if param.opts else str(param.name)
         if longest not in left_out:
-            found[_key(longest)] = param
-    return found
+            by_key[_key(longest)] = param
+    return by_key
 
 
 def _key(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _refuse(table: Mapping[str, Any], known: Iterable[str], place: str, ctx: click.Context) -> None:
-    known = sorted(known)
-    if unknown := [key for key in table if _key(key) not in known]:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
+def _refuse(table: Mapping[str, Any], keys: Iterable[str], place: str, ctx: click.Context) -> None:
+    keys = sorted(keys)
+    if unknown := [key for key in table if _key(key) not in keys]:
+        near = difflib.get_close_matches(unknown[0], keys, n=1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         raise click.UsageError(
             f"{place}: unknown key {', '.join(map(repr, unknown))}.{meant} "
-            f"Known keys: {', '.join(known)}.",
+            f"Known keys: {', '.join(keys)}.",
             ctx,
         )
 

@@ -115,7 +115,10 @@ class Diagnosis:
             for package in self.packages
             if package.required and package.is_amiss
         ]
-        quoted = (f'"{each}"' if re.search(r"[^\w.-]", each) else each for each in wanted)
+        quoted = (
+            f'"{requirement}"' if re.search(r"[^\w.-]", requirement) else requirement
+            for requirement in wanted
+        )
         return f"pip install {' '.join(quoted)}" if wanted else None
 
     @property
@@ -141,11 +144,11 @@ def examine() -> Diagnosis:
     """Examine this installation; imports JAX and Keras and starts JAX's devices."""
     packages = _packages()
     lacking = [package for package in packages if package.required and package.is_amiss]
-    faults = [f"{each.name} {each.fault or 'is not installed'}" for each in lacking]
+    faults = [f"{package.name} {package.fault or 'is not installed'}" for package in lacking]
     if not packages:
         faults = ["meshwright is not installed, only found: run `pip install -e .` in its clone"]
     devices, notes = [], []
-    if not any(each.name in ("jax", "jaxlib", "numpy") for each in lacking):
+    if not any(package.name in ("jax", "jaxlib", "numpy") for package in lacking):
         try:
             devices, notes = _devices(), _pool_notes()
         except Exception as error:  # a plugin may raise anything
@@ -193,11 +196,11 @@ def _required(name: str, requirement: str) -> Package:
 def _optional(name: str, requirement: str, extra: str) -> Package:
     purpose = _PURPOSES.get(extra, "")
     names = _INSTALLED_BY.get(extra, (name,))
-    for each in names:
-        version = _version(each)
+    for candidate in names:
+        version = _version(candidate)
         if version is not None:
-            fault = _range_fault(requirement, version) if each == name else ""
-            return Package(each, version, False, purpose, requirement, fault, extra)
+            fault = _range_fault(requirement, version) if candidate == name else ""
+            return Package(candidate, version, False, purpose, requirement, fault, extra)
     return Package(names[0], None, False, purpose, requirement, "", extra)
 
 
@@ -233,12 +236,12 @@ def _requirements() -> list[tuple[str, str]]:
         lines = importlib.metadata.requires("meshwright") or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    found = []
+    pairs = []
     for line in lines:
         requirement, _, marker = line.partition(";")
         extra = re.search(r"""extra\s*==\s*['"]([\w.-]+)['"]""", marker)
-        found.append((requirement.strip(), extra[1] if extra else ""))
-    return found
+        pairs.append((requirement.strip(), extra[1] if extra else ""))
+    return pairs
 
 
 # Devices
@@ -248,12 +251,18 @@ def _devices() -> list[Device]:
     import jax
 
     topology.settle_cpu_pool()
-    found = list(jax.devices())
-    if found[0].platform != "cpu":
-        found += jax.devices("cpu")
+    devices = list(jax.devices())
+    if devices[0].platform != "cpu":
+        devices += jax.devices("cpu")
     return [
-        Device(each.id, each.platform, each.device_kind, each.process_index, _memory_bytes(each))
-        for each in found
+        Device(
+            device.id,
+            device.platform,
+            device.device_kind,
+            device.process_index,
+            _memory_bytes(device),
+        )
+        for device in devices
     ]
 
 
@@ -271,7 +280,7 @@ def _pool_notes() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         topology.warn_if_cpu_pool_is_small(jax.local_device_count("cpu"))
-    return [str(each.message) for each in caught]
+    return [str(warning.message) for warning in caught]
 
 
 def _gpu_notes(devices: list[Device]) -> list[str]:
@@ -292,9 +301,9 @@ def _data() -> str:
     try:
         from ..data.datasets import cache_files
 
-        found = [path for path in cache_files() if path.is_file()]
-        if found:
-            return f"MNIST in Keras' cache: {found[0]} ({found[0].stat().st_size:,} bytes)"
+        cached = [path for path in cache_files() if path.is_file()]
+        if cached:
+            return f"MNIST in Keras' cache: {cached[0]} ({cached[0].stat().st_size:,} bytes)"
         return (
             f"no MNIST in Keras' cache ({cache_files()[0]}): the demo downloads it, or uses the "
             "subset that ships with Meshwright"

@@ -67,7 +67,7 @@ class LayoutsText(_Read):
 
         return tuple(
             (pattern, Layout.from_string(f"[{axes}]"))
-            for pattern, axes in (self._parts(each) for each in text.split(";"))
+            for pattern, axes in (self._parts(part) for part in text.split(";"))
         )
 
     def _parts(self, text: str) -> tuple[str, str]:

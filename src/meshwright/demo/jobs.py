@@ -103,12 +103,12 @@ def chosen(names: str | Sequence[str]) -> list[Job]:
     ['data', 'data, model']
     """
     wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
-    known = ", ".join(f"{job.name} ({job.title})" for job in JOBS)
+    titles = ", ".join(f"{job.name} ({job.title})" for job in JOBS)
     if not wanted:
-        raise MeshwrightError(f"no run was chosen. The demo's runs are {known}.")
+        raise MeshwrightError(f"no run was chosen. The demo's runs are {titles}.")
     unknown = [name for name in wanted if name not in [job.name for job in JOBS]]
     if unknown:
         raise MeshwrightError(
-            f"unknown run {', '.join(map(repr, unknown))}. The demo's runs are {known}."
+            f"unknown run {', '.join(map(repr, unknown))}. The demo's runs are {titles}."
         )
     return [job for job in JOBS if job.name in wanted]

@@ -42,26 +42,31 @@ def memory_figures(memory: Memory) -> list[Figure]:
     ]
 
 
-def time_figures(found: Estimate) -> list[Figure]:
+def time_figures(estimate: Estimate) -> list[Figure]:
     """Where the time of a step goes, in seconds, and what it is worth."""
-    bound = f"bound by {found.bound_by}" if found.bound_by else ""
-    flops = f"{flops_text(found.flops)} in one device"
-    if found.recompute_flops:
-        flops += f", {flops_text(found.recompute_flops)} of them computed again"
+    bound = f"bound by {estimate.bound_by}" if estimate.bound_by else ""
+    flops = f"{flops_text(estimate.flops)} in one device"
+    if estimate.recompute_flops:
+        flops += f", {flops_text(estimate.recompute_flops)} of them computed again"
     times = [
-        ("step time", found.step_time_s, bound),
-        ("compute", found.compute_s, flops),
-        ("memory", found.memory_s, f"{bytes_text(found.bytes)} read and written"),
-        *(("collectives", time, f"over {axes_list(axes)}") for axes, time in found.communication_s),
+        ("step time", estimate.step_time_s, bound),
+        ("compute", estimate.compute_s, flops),
+        ("memory", estimate.memory_s, f"{bytes_text(estimate.bytes)} read and written"),
+        *(
+            ("collectives", time, f"over {axes_list(axes)}")
+            for axes, time in estimate.communication_s
+        ),
     ]
-    if found.waiting_s is not None:
-        times.append(("waiting", found.waiting_s, "for collectives that nothing hides"))
-    if found.overlap_s and found.overlap_s > _ROUNDING * (found.step_time_s or 0.0):
-        times.append(("overlap", found.overlap_s, "of collectives, hidden behind other work"))
+    if estimate.waiting_s is not None:
+        times.append(("waiting", estimate.waiting_s, "for collectives that nothing hides"))
+    if estimate.overlap_s and estimate.overlap_s > _ROUNDING * (estimate.step_time_s or 0.0):
+        times.append(("overlap", estimate.overlap_s, "of collectives, hidden behind other work"))
     figures = [Figure(name, time, seconds_text(time), what) for name, time, what in times]
-    if found.mfu is not None:
-        figures.append(Figure("model FLOPs", found.mfu, share_text(found.mfu), "of the peak (MFU)"))
-    share = found.replicated_share
+    if estimate.mfu is not None:
+        figures.append(
+            Figure("model FLOPs", estimate.mfu, share_text(estimate.mfu), "of the peak (MFU)")
+        )
+    share = estimate.replicated_share
     meaning = "of all devices' FLOPs, which others compute as well"
     meaning = "as the model's own FLOPs are not" if share is None else meaning
     figures.append(Figure("replicated", share, share_text(share), meaning))
@@ -98,11 +103,11 @@ def remedies_of(unexpected: Iterable[Transfer]) -> dict[str, list[Transfer]]:
     """What would remove the unexpected collectives, and the line, where it is known; once for all
     equal layers, with stars for their numbers."""
     remedies: dict[str, list[Transfer]] = defaultdict(list)
-    for each in unexpected:
-        written = f" Written in {short_list(each.lines)}." if each.lines else ""
-        remedies[each.remedy + written].append(each)
+    for collective in unexpected:
+        written = f" Written in {short_list(collective.lines)}." if collective.lines else ""
+        remedies[collective.remedy + written].append(collective)
     return {
-        pattern(texts): [each for text in texts for each in remedies[text]]
+        pattern(texts): [collective for text in texts for collective in remedies[text]]
         for texts in grouped(remedies, without_numbers)
     }
 

@@ -57,11 +57,11 @@ def moments_of(run: DryRun) -> Moments | None:
 def record(program: Sequence[Operation | Loop], clock: Clock) -> Moments:
     """Runs through a program as :func:`meshwright.hlo.schedule.run` does."""
     recorder = _Recorder(clock, frozenset(e.ends for e in program if isinstance(e, Operation)))
-    for each in program:
-        if isinstance(each, Loop):
-            recorder.repeat(record(each.body, clock), 1 if each.trips is None else each.trips)
+    for item in program:
+        if isinstance(item, Loop):
+            recorder.repeat(record(item.body, clock), 1 if item.trips is None else item.trips)
         else:
-            recorder.issue(each)
+            recorder.issue(item)
     return Moments(tuple(recorder.spans), recorder.spent.length)
 
 
@@ -71,9 +71,9 @@ class _Recorder(Timeline):
         self.spans: list[Span] = []
         self._current: Operation | None = None
 
-    def issue(self, each: Operation) -> None:
-        self._current = each
-        super().issue(each)
+    def issue(self, operation: Operation) -> None:
+        self._current = operation
+        super().issue(operation)
 
     def repeat(self, body: Moments, times: int) -> None:
         """Goes through the body of a loop ``times`` times."""
@@ -90,16 +90,16 @@ class _Recorder(Timeline):
         self._add(what if isinstance(what, tuple) else MEMORY, end - time_s, end)
         return end
 
-    def _work(self, each: Operation) -> None:
+    def _work(self, operation: Operation) -> None:
         begin, computed = self.spent.length, self.spent.compute
-        super()._work(each)
+        super()._work(operation)
         lane = COMPUTE if self.spent.compute > computed else MEMORY
         self._add(lane, begin, self.spent.length)
 
     def _add(self, lane: str | tuple[str, ...], begin: float, end: float) -> None:
-        each = self._current
-        if end > begin and each is not None:
-            path = each.collectives[0].path if isinstance(lane, tuple) else each.path
+        moment = self._current
+        if end > begin and moment is not None:
+            path = moment.collectives[0].path if isinstance(lane, tuple) else moment.path
             self.spans.append(Span(lane, begin, end, *_where(path)))
 
 

@@ -77,13 +77,13 @@ def layout_map_view(layouts: LayoutMap) -> str:
     return _view(f"LayoutMap, {len(rows)} layouts", table=_table(("pattern", "layout"), rows))
 
 
-def explanation_view(found: Explanation) -> str:
+def explanation_view(explanation: Explanation) -> str:
     rows = []
-    for placed in found.placed:
+    for placed in explanation.placed:
         variable, dims, layout, _, why = explanation_row(placed)
         rows.append((variable, dims, layout, bytes_text(placed.bytes_per_device), why))
-    held = f"{bytes_text(found.bytes_per_device)} per device"
-    title = f"{len(rows)} variables on {found.mesh.axes_text}, {held}"
+    held = f"{bytes_text(explanation.bytes_per_device)} per device"
+    title = f"{len(rows)} variables on {explanation.mesh.axes_text}, {held}"
     headings = ("variable", "dims", "layout", "per device", "why")
     return _view(title, table=_table(headings, rows, right=(3,)))
 
@@ -115,7 +115,7 @@ def plan_view(plan: Plan) -> str:
     mesh = axes_text(plan.axes)
     return _view(
         f"Plan for {plan.target}: {mesh}, ZeRO {plan.zero}, remat {plan.how.remat!r}",
-        table=_table(headings, [_option(*each) for each in options.items()], (4, 5)),
+        table=_table(headings, [_option(*pair) for pair in options.items()], (4, 5)),
         reasons=plan.why,
         notes=plan.notes,
         text=str(plan),
@@ -138,9 +138,9 @@ def measured_view(seen: Measured) -> str:
         ("inputs", bytes_text(seen.input_bytes), ""),
         ("peak", bytes_text(seen.peak_bytes), seen.peak_is),
     ]
-    for each in seen.collectives or ():
-        over = f"{each.kind} over {', '.join(each.axes)}"
-        rows.append((over, seconds_text(each.time_s), f"{each.count:g} per step"))
+    for collective in seen.collectives or ():
+        over = f"{collective.kind} over {', '.join(collective.axes)}"
+        rows.append((over, seconds_text(collective.time_s), f"{collective.count:g} per step"))
     title = f"{seen.name} on {seen.device} ({axes_text(seen.axes)}), {len(times)} steps"
     return _view(title, table=_table(("of one device", "", ""), rows, right=(1,)))
 
@@ -149,7 +149,7 @@ def comparison_view(comparison: Comparison) -> str:
     return _view("", text=str(comparison), is_folded=False)
 
 
-def equivalence_view(found: Equivalence) -> str:
+def equivalence_view(result: Equivalence) -> str:
     parts = [
         {
             "verdict": ("good" if mesh.equal else "bad", verdict(mesh)),
@@ -157,7 +157,7 @@ def equivalence_view(found: Equivalence) -> str:
             "table": _table(HEADINGS, rows_of(mesh), right=range(1, 6)),
             "notes": mesh.notes,
         }
-        for mesh in found.meshes
+        for mesh in result.meshes
     ]
-    end = "good" if found.equal else "bad", closing(found)
-    return _view(opening(found), parts=parts, closing=end)
+    end = "good" if result.equal else "bad", closing(result)
+    return _view(opening(result), parts=parts, closing=end)

@@ -81,7 +81,7 @@ def setups(case: Case, meshes: Sequence[Mesh]) -> list[Setup]:
 
     Raises :class:`LayoutError` for axes that none of the meshes has.
     """
-    known = {axis for mesh in meshes for axis in mesh.axis_names}
+    axis_names = {axis for mesh in meshes for axis in mesh.axis_names}
     ruled = _dim_rules(case)
     batch = case.options.get("batch", "batch" if ruled is None else None)
     layouts = {pattern: as_given(layout) for pattern, layout in (case.layouts or {}).items()}
@@ -91,7 +91,7 @@ def setups(case: Case, meshes: Sequence[Mesh]) -> list[Setup]:
     asked |= {f"rule '{dim}:{axes}'": DimRules([(dim, axes)]).axes(dim) for dim, axes in pairs}
     for name in _MAPPED:
         asked |= {f"{name} {k!r}": _axes_of(v) for k, v in _mapped(case.options.get(name)).items()}
-    unknown = {what: [a for a in axes if a not in known] for what, axes in asked.items()}
+    unknown = {what: [a for a in axes if a not in axis_names] for what, axes in asked.items()}
     if any(unknown.values()):
         raise LayoutError(_unknown_axes(unknown, case, meshes))
     return [_setup(case, layouts, batch, mesh, asked) for mesh in meshes]
@@ -106,7 +106,7 @@ def _unknown_axes(unknown: Mapping[str, list[str]], case: Case, meshes: Sequence
         for axis in axes
     ]
     one = len(faults) == 1
-    known = " or ".join(mesh.axes_text for mesh in meshes)
+    choices = " or ".join(mesh.axes_text for mesh in meshes)
     way_out = f"Rename {'it' if one else 'them'}, or add the axis to a mesh, if only with size 1."
     if unknown["batch="]:
         axis = meshes[0].axis_names[0]
@@ -114,7 +114,7 @@ def _unknown_axes(unknown: Mapping[str, list[str]], case: Case, meshes: Sequence
             f" The rows of the batch go along an axis by batch={axis!r} (--option batch={axis} on "
             "the command line); batch=None gives all rows to every device."
         )
-    head = f"{len(faults)} axis name{' is' if one else 's are'} unknown to the mesh {known}"
+    head = f"{len(faults)} axis name{' is' if one else 's are'} unknown to the mesh {choices}"
     return "\n".join([f"{head}:", *faults, way_out])
 
 
@@ -149,9 +149,9 @@ def _dim_rules(case: Case) -> DimRules | None:
     return None if rules is None else DimRules(rules)
 
 
-def _axes_of(given: Given) -> tuple[str, ...]:
+def _axes_of(layout: Given) -> tuple[str, ...]:
     """The axes that a layout names itself."""
-    return given.axes if isinstance(given, Layout) else ()
+    return layout.axes if isinstance(layout, Layout) else ()
 
 
 def _within(layout: Given, mesh: Mesh) -> Given:
@@ -171,8 +171,8 @@ def _mapped(layouts: Any) -> dict[Any, Given]:
     """``inputs=`` or ``targets=``: a mapping, or one layout for the only array."""
     if layouts is None:
         return {}
-    given = layouts if isinstance(layouts, Mapping) else {0: layouts}
-    return {key: as_given(layout) for key, layout in given.items()}
+    by_position = layouts if isinstance(layouts, Mapping) else {0: layouts}
+    return {key: as_given(layout) for key, layout in by_position.items()}
 
 
 def _as_axes(spec: Any) -> tuple[str, ...]:

@@ -44,13 +44,13 @@ def check(
         tolerance = oracle.tolerance(rtol)
         one = oracle.run(steps)
         again = oracle.run_again(steps, tolerance.eps, seed)
-        found = []
+        results = []
         for setup in chosen:
             with _warnings_under(setup.mesh) as warned:
                 run = under_mesh(build, setup, seed, double, steps, oracle.is_pure, **more)
             notes = (*setup.notes, *warned)
-            found.append(judge(setup.mesh, run, one, again, tolerance, notes))
-    return Equivalence(oracle.name, steps, tolerance, one.losses, tuple(found))
+            results.append(judge(setup.mesh, run, one, again, tolerance, notes))
+    return Equivalence(oracle.name, steps, tolerance, one.losses, tuple(results))
 
 
 @contextlib.contextmanager
@@ -64,22 +64,24 @@ def _warnings_under(mesh: Mesh) -> Iterator[list[str]]:
         except MeshwrightError as error:
             error.add_note(f"This happened under the mesh {mesh.axes_text}.")
             raise
-    for each in caught:
-        if issubclass(each.category, MeshwrightWarning):
-            texts.append(str(each.message))
+    for warning in caught:
+        if issubclass(warning.category, MeshwrightWarning):
+            texts.append(str(warning.message))
         else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
 
 
 def _listed(meshes: Sequence[MeshLike] | MeshLike) -> Sequence[MeshLike]:
     return [meshes] if isinstance(meshes, Mesh | Mapping | str) else meshes
 
 
-def _bound(given: MeshLike) -> Mesh:
+def _bound(like: MeshLike) -> Mesh:
     """The mesh on the first of the devices. Raises :class:`MeshError` if there are too few."""
     import jax
 
-    mesh = Mesh.from_string(given) if isinstance(given, str) else given
+    mesh = Mesh.from_string(like) if isinstance(like, str) else like
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     if not mesh.is_abstract:
         return mesh

@@ -157,18 +157,18 @@ def judge(
     if run.variables != one.variables:
         raise ModelError(_other_variables(run, one))
     firsts: list[Beyond] = []
-    losses, found = [], []
+    losses, differences = [], []
     for step, (loss, wanted) in enumerate(zip(run.losses, one.losses, strict=False), start=1):
         noise = np.asarray(max(abs(other.losses[step - 1] - wanted) for other in again))
         gap = _gap(np.asarray(loss), np.asarray(wanted), abs(wanted), noise, tolerance)
         losses.append(gap)
         firsts += [Beyond(step, "loss", "")] if gap.is_beyond else []
     for number in range(len(one.variables)):
-        found.append(_judge_variable(number, run, one, again, tolerance))
-    firsts += [each.first for each in found if each.first is not None]
+        differences.append(_judge_variable(number, run, one, again, tolerance))
+    firsts += [difference.first for difference in differences if difference.first is not None]
     order = ("initial value", "loss", "gradient", "value")
     first = min(firsts, key=lambda b: (b.step, order.index(b.quantity)), default=None)
-    return UnderMesh(mesh, tuple(found), run.losses, _largest(losses), first, notes)
+    return UnderMesh(mesh, tuple(differences), run.losses, _largest(losses), first, notes)
 
 
 def _other_variables(run: Run, one: Run) -> str:
@@ -189,7 +189,7 @@ def _judge_variable(
     gradient = None
     mine, expected = run.gradients[number], one.gradients[number]
     if mine is not None and expected is not None:
-        noise = _noise([each.gradients[number] for each in again], expected)
+        noise = _noise([rerun.gradients[number] for rerun in again], expected)
         gradient = _gap(mine, expected, _top(expected), noise, tolerance)
         firsts += [Beyond(1, "gradient", path)] if gradient.is_beyond else []
     gaps, is_noise = [], False
@@ -198,7 +198,7 @@ def _judge_variable(
         noise = np.zeros(())
         moved = _top(_wide(expected) - _wide(start)) if _is_float(expected) else 0.0
         if step:
-            noise = _noise([each.values[step][number] for each in again], expected)
+            noise = _noise([rerun.values[step][number] for rerun in again], expected)
             is_noise = is_noise or bool(0 < moved < 10 * np.median(noise))
         ulps = _INITIAL_ULPS if step == 0 else 4.0
         gap = _gap(actual, expected, moved, noise, tolerance, ulps * _eps(expected))

@@ -74,8 +74,8 @@ class OneDevice:
 
     def _gradient_step(self) -> Take | None:
         if self.is_pure:
-            told = replace(self._program, update=_gradients_as_parameters)
-            return None if told.own_step is not None else jax.jit(_plain_step(told))
+            telling = replace(self._program, update=_gradients_as_parameters)
+            return None if telling.own_step is not None else jax.jit(_plain_step(telling))
         step = self._program.own_step or _plain_step(self._program)
         return _gradient_step(step, self.case.model, self._start, self.case.batches[0])
 
@@ -152,9 +152,9 @@ def _run_pure(case: Case, setup: Setup, steps: int) -> Run:
     true = trainer(program)
     gradients = None
     if program.own_step is None:
-        told = trainer(replace(program, update=_gradients_as_parameters))
-        first = _in_parts(case.batches[0], setup, told.put)
-        gradients = told.unpadded(told.step(told.init(), first)[0]).params
+        telling = trainer(replace(program, update=_gradients_as_parameters))
+        first = _in_parts(case.batches[0], setup, telling.put)
+        gradients = telling.unpadded(telling.step(telling.init(), first)[0]).params
     state = true.init()
     values, losses = [_values(program.infos, true.unpadded(state))], []
     for batch in itertools.islice(itertools.cycle(case.batches), steps):
@@ -235,11 +235,11 @@ def _arguments(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters) - {"self", "mesh", "layouts"}
 
 
-def _refuse_unknown(options: Mapping[str, Any], known: set[str], name: str) -> None:
-    if unknown := sorted(options.keys() - known):
+def _refuse_unknown(options: Mapping[str, Any], allowed: set[str], name: str) -> None:
+    if unknown := sorted(options.keys() - allowed):
         raise LayoutError(
             f"{name} take no option {', '.join(map(repr, unknown))}; the options are "
-            f"{', '.join(sorted(known))}."
+            f"{', '.join(sorted(allowed))}."
         )
 
 
@@ -303,11 +303,11 @@ def _instead_of_update(optimizer: Any) -> Iterator[list[bool]]:
 def _as_run(
     infos: tuple[ParamInfo, ...], gradients: Any, values: list[Any], losses: list[float]
 ) -> Run:
-    given = gradients or {}
+    taken = gradients or {}
     return Run(
         tuple((info.path, info.role) for info in infos),
         tuple(values),
-        tuple(_host(given[i.path]) if i.path in given else None for i in infos),
+        tuple(_host(taken[i.path]) if i.path in taken else None for i in infos),
         tuple(losses),
     )
 
@@ -353,10 +353,10 @@ def _widened(batch: Any) -> Any:
 
 def _floats(jaxpr: Any) -> set[Any]:
     """The float dtypes of all that a jaxpr computes."""
-    found = set()
+    names = set()
     for eqn in equations(jaxpr):
         for var in eqn.outvars:
             dtype = getattr(var.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                found.add(jnp.dtype(dtype))
-    return found or {jnp.dtype("float32")}
+                names.add(jnp.dtype(dtype))
+    return names or {jnp.dtype("float32")}

@@ -51,41 +51,45 @@ class Work:
         )
 
 
-def work_of(each: Instruction, inside: Computation, module: Module) -> Work:
+def work_of(instruction: Instruction, inside: Computation, module: Module) -> Work:
     """The arithmetic of an instruction and of the computation that is fused into it."""
-    if each.opcode == "dot":
-        return _product(each, inside, _dot(each, inside))
-    if each.opcode == "convolution":
-        image, kernel = (_results(name, inside)[0] for name in each.operands[:2])
-        return _product(each, inside, _convolution(each, image, kernel, each.results[0]))
-    if each.opcode == "custom-call":
-        return _custom_call(each, inside)
-    total = Work(elements=_elements(each, inside))
-    for name in each.called:
+    if instruction.opcode == "dot":
+        return _product(instruction, inside, _dot(instruction, inside))
+    if instruction.opcode == "convolution":
+        image, kernel = (_results(name, inside)[0] for name in instruction.operands[:2])
+        return _product(
+            instruction, inside, _convolution(instruction, image, kernel, instruction.results[0])
+        )
+    if instruction.opcode == "custom-call":
+        return _custom_call(instruction, inside)
+    total = Work(elements=_elements(instruction, inside))
+    for name in instruction.called:
         fused = module.computations[name]
         total = sum((work_of(part, fused, module) for part in fused.instructions), total)
     return total
 
 
-def _product(each: Instruction, inside: Computation, flops: float) -> Work:
-    dtypes = [array.dtype for name in each.operands[:1] for array in _results(name, inside)]
-    return Work(flops, 0, each, flops, dtypes[0] if dtypes else "")
+def _product(instruction: Instruction, inside: Computation, flops: float) -> Work:
+    dtypes = [array.dtype for name in instruction.operands[:1] for array in _results(name, inside)]
+    return Work(flops, 0, instruction, flops, dtypes[0] if dtypes else "")
 
 
-def _dot(each: Instruction, inside: Computation) -> float:
-    (left,) = _results(each.operands[0], inside)
-    depth = math.prod(left.dims[dim] for dim in _numbers(each, r"lhs_contracting_dims=\{([^}]*)"))
-    return 2.0 * depth * each.results[0].elements
+def _dot(instruction: Instruction, inside: Computation) -> float:
+    (left,) = _results(instruction.operands[0], inside)
+    depth = math.prod(
+        left.dims[dim] for dim in _numbers(instruction, r"lhs_contracting_dims=\{([^}]*)")
+    )
+    return 2.0 * depth * instruction.results[0].elements
 
 
-def _convolution(each: Instruction, of: Array, by: Array, made: Array) -> float:
+def _convolution(instruction: Instruction, of: Array, by: Array, result: Array) -> float:
     """As ``HloCostAnalysis`` counts: one product per place of a window that lies on an element.
 
     TPUs spell every product as a convolution, the dims of a batch as windows of which one place
     at a time lies on the image: to count whole windows would be wrong many times over.
     """
-    image, kernel, out = of.dims, by.dims, made.dims
-    labels = each.attribute(r"dim_labels=([\w?]+_[\w?]+->[\w?]+)") or ""
+    image, kernel, out = of.dims, by.dims, result.dims
+    labels = instruction.attribute(r"dim_labels=([\w?]+_[\w?]+->[\w?]+)") or ""
     of_image, of_kernel, of_out = re.split(r"_|->", labels)
     total = 2.0 * kernel[of_kernel.index("i")]
     total *= out[of_out.index("f")] * out[of_out.index("b")]
@@ -94,14 +98,14 @@ def _convolution(each: Instruction, of: Array, by: Array, made: Array) -> float:
             image[of_image.index(dim)],
             kernel[of_kernel.index(dim)],
             out[of_out.index(dim)],
-            *_window(each, int(dim)),
+            *_window(instruction, int(dim)),
         )
     return total
 
 
-def _window(each: Instruction, dim: int) -> tuple[int, int, int, int]:
+def _window(instruction: Instruction, dim: int) -> tuple[int, int, int, int]:
     """``(stride, padding before, dilation of the image, dilation of the window)`` of one dim."""
-    text = each.attribute(r"window=\{([^}]*)\}") or ""
+    text = instruction.attribute(r"window=\{([^}]*)\}") or ""
 
     def of(name: str, default: int) -> int:
         result = re.search(rf"\b{name}=([\w\-]+)", text)
@@ -128,81 +132,81 @@ def _places(
     return total
 
 
-def _custom_call(each: Instruction, inside: Computation) -> Work:
+def _custom_call(instruction: Instruction, inside: Computation) -> Work:
     """Kernels of libraries, and those written by hand: Pallas notes their FLOPs; of others nothing
     is known."""
-    told = each.attribute(r'"flops"\s*:\s*"?(\d+)')
-    if told is not None:
-        return _product(each, inside, float(told))
-    target = _kernel(each)
+    match = instruction.attribute(r'"flops"\s*:\s*"?(\d+)')
+    if match is not None:
+        return _product(instruction, inside, float(match))
+    target = _kernel(instruction)
     if target.startswith(_GEMMS):
-        return _product(each, inside, _gemm(each, inside))
+        return _product(instruction, inside, _gemm(instruction, inside))
     if target.startswith(_CONVOLUTIONS):
-        return _product(each, inside, _library_convolution(each, inside))
+        return _product(instruction, inside, _library_convolution(instruction, inside))
     return Work() if _NO_PRODUCTS.search(target) else Work(uncounted=(target,))
 
 
-def _gemm(each: Instruction, inside: Computation) -> float:
+def _gemm(instruction: Instruction, inside: Computation) -> float:
     """A product that cuBLAS computes; its other results are room to work in."""
-    (left,) = _results(each.operands[0], inside)
-    dims = _numbers(each, r'"lhs_contracting_dimensions":\[([^\]]*)')
-    return 2.0 * math.prod(left.dims[dim] for dim in dims) * each.results[0].elements
+    (left,) = _results(instruction.operands[0], inside)
+    dims = _numbers(instruction, r'"lhs_contracting_dimensions":\[([^\]]*)')
+    return 2.0 * math.prod(left.dims[dim] for dim in dims) * instruction.results[0].elements
 
 
-def _library_convolution(each: Instruction, inside: Computation) -> float:
+def _library_convolution(instruction: Instruction, inside: Computation) -> float:
     """A convolution that cuDNN computes: labels and window of its gradients are those forwards."""
-    first, second = (_results(name, inside)[0] for name in each.operands[:2])
-    made = each.results[0]
-    if "BackwardInput" in _kernel(each):  # of the result's gradient and the kernel
-        return _convolution(each, made, second, first)
-    if "BackwardFilter" in _kernel(each):  # of the image and the result's gradient
-        return _convolution(each, first, made, second)
-    return _convolution(each, first, second, made)
+    first, second = (_results(name, inside)[0] for name in instruction.operands[:2])
+    result = instruction.results[0]
+    if "BackwardInput" in _kernel(instruction):  # of the result's gradient and the kernel
+        return _convolution(instruction, result, second, first)
+    if "BackwardFilter" in _kernel(instruction):  # of the image and the result's gradient
+        return _convolution(instruction, first, result, second)
+    return _convolution(instruction, first, second, result)
 
 
-def _kernel(each: Instruction) -> str:
+def _kernel(instruction: Instruction) -> str:
     """The name of what a custom call runs; empty for every other instruction."""
-    return each.attribute(r'custom_call_target="([^"]*)"') or ""
+    return instruction.attribute(r'custom_call_target="([^"]*)"') or ""
 
 
-def _elements(each: Instruction, inside: Computation) -> int:
-    if each.opcode in FREE | _MOVES or each.opcode.endswith("-start"):
+def _elements(instruction: Instruction, inside: Computation) -> int:
+    if instruction.opcode in FREE | _MOVES or instruction.opcode.endswith("-start"):
         return 0
-    if each.opcode.startswith("reduce"):
-        return sum(array.elements for array in _results(each.operands[0], inside))
-    return max((array.elements for array in each.results), default=0)
+    if instruction.opcode.startswith("reduce"):
+        return sum(array.elements for array in _results(instruction.operands[0], inside))
+    return max((array.elements for array in instruction.results), default=0)
 
 
 # Bytes
 
 
-def bytes_moved(each: Instruction, inside: Computation, module: Module) -> tuple[int, int]:
+def bytes_moved(instruction: Instruction, inside: Computation, module: Module) -> tuple[int, int]:
     """Bytes read and written in the device's main memory.
 
     Of what is cut out of an operand only the cut is read; of what is changed in place only the
     change is written. What lies in other memory, such as the on-chip memory of a TPU, is free.
     """
-    if each.opcode == "copy-start":  # its results: the copy, the original, a signal
-        copy, original = each.results[:2]
+    if instruction.opcode == "copy-start":  # its results: the copy, the original, a signal
+        copy, original = instruction.results[:2]
         return _in_main_memory(original), _in_main_memory(copy)
-    fused = module.computations[each.called[0]] if each.opcode == "fusion" else None
-    cuts = _parts_read(each) if fused is None else _parts_read_by(fused)
+    fused = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
+    cuts = _parts_read(instruction) if fused is None else _parts_read_by(fused)
     read = 0
-    for place, name in enumerate(each.operands):
+    for place, name in enumerate(instruction.operands):
         whole = sum(map(_in_main_memory, _results(name, inside)))
         read += min(whole, cuts.get(place, whole))
-    written = _written(each, inside) if fused is None else _written(fused.root, fused)
-    return read, min(written, sum(map(_in_main_memory, each.results)))
+    written = _written(instruction, inside) if fused is None else _written(fused.root, fused)
+    return read, min(written, sum(map(_in_main_memory, instruction.results)))
 
 
 def _in_main_memory(array: Array) -> int:
     return 0 if array.space else array.nbytes
 
 
-def _parts_read(each: Instruction) -> Mapping[int, int]:
-    if each.opcode in _READS_A_PART:
-        return {0: sum(array.nbytes for array in each.results)}
-    return {0: 0} if each.opcode in ("dynamic-update-slice", "scatter") else {}
+def _parts_read(instruction: Instruction) -> Mapping[int, int]:
+    if instruction.opcode in _READS_A_PART:
+        return {0: sum(array.nbytes for array in instruction.results)}
+    return {0: 0} if instruction.opcode in ("dynamic-update-slice", "scatter") else {}
 
 
 def _parts_read_by(fused: Computation) -> Mapping[int, int]:
@@ -230,22 +234,24 @@ def _parts_read_by(fused: Computation) -> Mapping[int, int]:
     }
 
 
-def _written(each: Instruction, inside: Computation) -> int:
-    if each.opcode == "tuple":
-        return sum(_written(inside.by_name[name], inside) for name in each.operands)
-    if each.opcode == "bitcast" and each.operands[0] in inside.by_name:
-        made = inside.by_name[each.operands[0]]
-        return _written(made, inside) if made.opcode != "parameter" else each.results[0].nbytes
-    if each.opcode in ("dynamic-update-slice", "scatter"):
-        place = 1 if each.opcode == "dynamic-update-slice" else 2
-        return sum(array.nbytes for array in _results(each.operands[place], inside))
-    is_library = _kernel(each).startswith((*_GEMMS, *_CONVOLUTIONS))  # the rest is room to work in
-    return sum(array.nbytes for array in each.results[: 1 if is_library else None])
+def _written(instruction: Instruction, inside: Computation) -> int:
+    if instruction.opcode == "tuple":
+        return sum(_written(inside.by_name[name], inside) for name in instruction.operands)
+    if instruction.opcode == "bitcast" and instruction.operands[0] in inside.by_name:
+        target = inside.by_name[instruction.operands[0]]
+        is_argument = target.opcode == "parameter"
+        return instruction.results[0].nbytes if is_argument else _written(target, inside)
+    if instruction.opcode in ("dynamic-update-slice", "scatter"):
+        place = 1 if instruction.opcode == "dynamic-update-slice" else 2
+        return sum(array.nbytes for array in _results(instruction.operands[place], inside))
+    # A library writes its first result; the rest is room to work in.
+    is_library = _kernel(instruction).startswith((*_GEMMS, *_CONVOLUTIONS))
+    return sum(array.nbytes for array in instruction.results[: 1 if is_library else None])
 
 
 def _results(name: str, inside: Computation) -> tuple[Array, ...]:
     return inside.by_name[name].results if name in inside.by_name else ()
 
 
-def _numbers(each: Instruction, pattern: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", each.attribute(pattern) or "")]
+def _numbers(instruction: Instruction, pattern: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", instruction.attribute(pattern) or "")]

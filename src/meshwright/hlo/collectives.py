@@ -117,7 +117,7 @@ def read_collectives(text: str, axes: Axes) -> tuple[Collective, ...]:
     for seen in _walk(module, entry, 1):
         repeated.setdefault(identity_of(seen), []).append(seen)
     sources = Sources(module)
-    return tuple(collective_of(each, entry, axes, sources) for each in repeated.values())
+    return tuple(collective_of(sighting, entry, axes, sources) for sighting in repeated.values())
 
 
 def most_bytes_at_once(collectives: Iterable[Collective]) -> int:
@@ -125,11 +125,11 @@ def most_bytes_at_once(collectives: Iterable[Collective]) -> int:
 
     A result counts from where it is asked for to where it is read for the last time.
     """
-    each = tuple(collectives)
+    transfers = tuple(collectives)
     return max(
         (
-            sum(c.bytes_per_device for c in each if c.position <= at <= c.until)
-            for at in {c.position for c in each}
+            sum(c.bytes_per_device for c in transfers if c.position <= at <= c.until)
+            for at in {c.position for c in transfers}
         ),
         default=0,
     )
@@ -143,51 +143,51 @@ def _walk(
     fusion: Instruction | None = None,
     is_outside_loops: bool = True,
 ) -> Iterator[Seen]:
-    for here, each in enumerate(inside.instructions):
+    for here, instruction in enumerate(inside.instructions):
         at = here if position is None else position
-        if each.opcode.removesuffix("-start") in KINDS:
-            yield Seen(each, inside, count, at, fusion, is_outside_loops)
-        elif not each.opcode.endswith(("-done", "-update")):
+        if instruction.opcode.removesuffix("-start") in KINDS:
+            yield Seen(instruction, inside, count, at, fusion, is_outside_loops)
+        elif not instruction.opcode.endswith(("-done", "-update")):
             times = count
-            if each.opcode == "while" and times is not None:
-                trips = module.trip_count(each, inside)
+            if instruction.opcode == "while" and times is not None:
+                trips = module.trip_count(instruction, inside)
                 times = None if trips is None else times * trips
-            part_of = each if each.opcode == "fusion" else fusion
-            outside = is_outside_loops and each.opcode != "while"
-            for name in each.called:
+            part_of = instruction if instruction.opcode == "fusion" else fusion
+            outside = is_outside_loops and instruction.opcode != "while"
+            for name in instruction.called:
                 called = module.computations[name]
                 yield from _walk(module, called, times, at, part_of, outside)
 
 
 def identity_of(seen: Seen) -> object:
     """Equal for the repetitions of one collective, of which shard_map's share a channel."""
-    each = seen.instruction
-    channel = each.attribute(r"channel_id=(\d+)")
+    instruction = seen.instruction
+    channel = instruction.attribute(r"channel_id=(\d+)")
     if seen.fusion is None or channel is None or _keeps_a_piece(seen):
         return object()
-    chain = each.attribute(r'chain_id="(\w+)"') or seen.path
-    return each.opcode, channel, chain, each.results
+    chain = instruction.attribute(r'chain_id="(\w+)"') or seen.path
+    return instruction.opcode, channel, chain, instruction.results
 
 
 def collective_of(
     repeated: list[Seen], entry: Computation, axes: Axes, sources: Sources
 ) -> Collective:
     seen = repeated[0]
-    each = seen.instruction
-    kind = each.opcode.removesuffix("-start")
-    groups = _groups(each, axes)
-    joined = [piece for name in each.operands for piece in sources.joined(seen.inside, name)]
-    made = [(name, array) for name in joined for array in _results(seen.inside, name)]
-    arrays = tuple(array for _, array in made)
-    found = [sources.of(seen.inside, name) for name, _ in made]
+    instruction = seen.instruction
+    kind = instruction.opcode.removesuffix("-start")
+    groups = _groups(instruction, axes)
+    joined = [piece for name in instruction.operands for piece in sources.joined(seen.inside, name)]
+    results = [(name, array) for name in joined for array in _results(seen.inside, name)]
+    arrays = tuple(array for _, array in results)
+    origins = [sources.of(seen.inside, name) for name, _ in results]
     # What is merged has one name for all of it, and what XLA adds itself has none.
-    names = tuple((len(made) > 1 and name) or seen.path or name for _, name in found)
-    result = sources.result(seen.inside, each)
-    is_known = result is not None or any(argument is not None for argument, _ in found)
+    names = tuple((len(results) > 1 and name) or seen.path or name for _, name in origins)
+    result = sources.result(seen.inside, instruction)
+    is_known = result is not None or any(argument is not None for argument, _ in origins)
     is_known = is_known or any(origins_of(name)[0].path for name in names)
     dim = None
     if kind == "all-gather":
-        dim = int(each.attribute(r"dimensions=\{(\d+)\}") or 0)
+        dim = int(instruction.attribute(r"dimensions=\{(\d+)\}") or 0)
         arrays = tuple(_times(array, dim, max(map(len, groups))) for array in arrays)
     return Collective(
         kind="reduce-scatter" if _keeps_a_piece(seen) else kind,
@@ -199,10 +199,10 @@ def collective_of(
         position=seen.position,
         until=entry.last_use(repeated[-1].position) if seen.is_outside_loops else seen.position,
         op_names=names,
-        arguments=tuple(argument for argument, _ in found),
+        arguments=tuple(argument for argument, _ in origins),
         result=result,
         gathered_dim=dim,
-        near=(None, "") if is_known else sources.near(seen.inside, each),
+        near=(None, "") if is_known else sources.near(seen.inside, instruction),
     )
 
 
@@ -220,7 +220,7 @@ def _results(inside: Computation, name: str) -> tuple[Array, ...]:
     return inside.by_name[name].results
 
 
-def _groups(each: Instruction, axes: Axes) -> Groups:
-    pairs = each.attribute(r"source_target_pairs=(\{(?:\{[\d,\s]*\},?\s*)*\})")
-    text = pairs or each.attribute(r"replica_groups=(.*)") or "{}"
+def _groups(instruction: Instruction, axes: Axes) -> Groups:
+    pairs = instruction.attribute(r"source_target_pairs=(\{(?:\{[\d,\s]*\},?\s*)*\})")
+    text = pairs or instruction.attribute(r"replica_groups=(.*)") or "{}"
     return parse_groups(text, math.prod(size for _, size in axes))

@@ -178,11 +178,11 @@ def read_costs(text: str, axes: Axes = ()) -> Costs:
 
 
 def _flat(program: Iterable[Operation | Loop]) -> Iterator[Operation]:
-    for each in program:
-        if isinstance(each, Loop):
-            yield from _flat(each.body)
+    for item in program:
+        if isinstance(item, Loop):
+            yield from _flat(item.body)
         else:
-            yield each
+            yield item
 
 
 class _Walk:
@@ -215,25 +215,33 @@ class _Walk:
     def _called(self, name: str, count: int | None) -> tuple[Operation | Loop, ...]:
         return self.program(self.module.computations[name], count)
 
-    def _loop(self, each: Instruction, inside: Computation, count: int | None) -> Loop:
-        trips = self.module.trip_count(each, inside)
+    def _loop(self, instruction: Instruction, inside: Computation, count: int | None) -> Loop:
+        trips = self.module.trip_count(instruction, inside)
         if trips is None:
-            self.unknown_loops.append(without_number(op_name_of(each)) or each.name)
+            self.unknown_loops.append(without_number(op_name_of(instruction)) or instruction.name)
         times = None if trips is None or count is None else count * trips
-        body = each.attribute(r"body=%([\w.\-]+)") or ""
-        return Loop(each.name, trips, self._called(body, times))
+        body = instruction.attribute(r"body=%([\w.\-]+)") or ""
+        return Loop(instruction.name, trips, self._called(body, times))
 
-    def _operation(self, each: Instruction, inside: Computation, count: int | None) -> Operation:
-        path = op_name_of(each) or self.sources.of(inside, each.name)[1]
-        bare = Operation(each.name, each.opcode, path, count=count, again=self._is_again(each.name))
-        if each.opcode.endswith(("-done", "-update")):
-            return replace(bare, ends=each.operands[0])
-        begins, ends = self._collectives(each, inside, count)
-        if each.opcode.removesuffix("-start") in KINDS:
+    def _operation(
+        self, instruction: Instruction, inside: Computation, count: int | None
+    ) -> Operation:
+        path = op_name_of(instruction) or self.sources.of(inside, instruction.name)[1]
+        bare = Operation(
+            instruction.name,
+            instruction.opcode,
+            path,
+            count=count,
+            again=self._is_again(instruction.name),
+        )
+        if instruction.opcode.endswith(("-done", "-update")):
+            return replace(bare, ends=instruction.operands[0])
+        begins, ends = self._collectives(instruction, inside, count)
+        if instruction.opcode.removesuffix("-start") in KINDS:
             return replace(bare, collectives=begins)
-        work = work_of(each, inside, self.module)
+        work = work_of(instruction, inside, self.module)
         self.uncounted += work.uncounted
-        read, written = bytes_moved(each, inside, self.module)
+        read, written = bytes_moved(instruction, inside, self.module)
         return replace(
             bare,
             path=(op_name_of(work.heaviest) if work.heaviest else "") or bare.path,
@@ -256,46 +264,46 @@ class _Walk:
         return is_again
 
     def _collectives(
-        self, each: Instruction, inside: Computation, count: int | None
+        self, instruction: Instruction, inside: Computation, count: int | None
     ) -> tuple[tuple[Collective, ...], str]:
         """What an instruction begins, and the name of what a fusion of a TPU goes on with."""
         begins, ends = [], ""
-        for seen in self._seen(each, inside, count, None):
+        for seen in self._seen(instruction, inside, count, None):
             identity = identity_of(seen)
             if identity in self.begun:
                 ends = self.begun[identity]
             else:
-                self.begun[identity] = each.name
+                self.begun[identity] = instruction.name
                 begins.append(collective_of([seen], inside, self.axes, self.sources))
         return tuple(begins), ends
 
     def _seen(
         self,
-        each: Instruction,
+        instruction: Instruction,
         inside: Computation,
         count: int | None,
         fusion: Instruction | None,
     ) -> Iterator[Seen]:
-        if each.opcode.removesuffix("-start") in KINDS:
-            yield Seen(each, inside, count, 0, fusion, is_outside_loops=False)
-        elif each.opcode == "fusion" or each.opcode.endswith("-start"):
-            for name in each.called:
+        if instruction.opcode.removesuffix("-start") in KINDS:
+            yield Seen(instruction, inside, count, 0, fusion, is_outside_loops=False)
+        elif instruction.opcode == "fusion" or instruction.opcode.endswith("-start"):
+            for name in instruction.called:
                 fused = self.module.computations[name]
                 for part in fused.instructions:
-                    yield from self._seen(part, fused, count, fusion or each)
+                    yield from self._seen(part, fused, count, fusion or instruction)
 
 
 def _ending_last(result: list[Operation | Loop]) -> tuple[Operation | Loop, ...]:
     """Of the fusions that a collective runs beside, only the last waits for it."""
     last: dict[str, int] = {}
-    for place, each in enumerate(result):
-        if isinstance(each, Operation) and each.ends:
-            last[each.ends] = place
+    for place, array in enumerate(result):
+        if isinstance(array, Operation) and array.ends:
+            last[array.ends] = place
     return tuple(
-        replace(each, ends="")
-        if isinstance(each, Operation) and each.ends and last[each.ends] != place
-        else each
-        for place, each in enumerate(result)
+        replace(array, ends="")
+        if isinstance(array, Operation) and array.ends and last[array.ends] != place
+        else array
+        for place, array in enumerate(result)
     )
 
 

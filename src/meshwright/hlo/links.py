@@ -102,12 +102,12 @@ def collective_s(collective: Collective, links: Sequence[AxisLink]) -> float | N
     members = collective.group_size
     if members < 2 or not across:
         return 0.0
-    speeds = [each.bytes_per_s for each in across]
+    speeds = [crossing.bytes_per_s for crossing in across]
     if any(speed is None for speed in speeds):
         return None
-    known = [speed for speed in speeds if speed is not None]
-    is_ring = all(each.link.pattern == "ring" for each in across)
-    speed = sum(known) if is_ring else min(known)
+    speeds_known = [speed for speed in speeds if speed is not None]
+    is_ring = all(crossing.link.pattern == "ring" for crossing in across)
+    speed = sum(speeds_known) if is_ring else min(speeds_known)
     moved = _share(collective.kind, members, is_ring) * collective.bytes_per_device
     return moved / speed + _latency_s(collective.kind, members, across)
 
@@ -125,10 +125,12 @@ def _share(kind: str, members: int, is_ring: bool) -> float:
 
 
 def _latency_s(kind: str, members: int, across: Sequence[AxisLink]) -> float:
-    each_hop = max(each.link.latency_s or 0.0 for each in across)
-    if kind == "collective-permute" or all(each.link.pattern == "shared" for each in across):
+    each_hop = max(crossing.link.latency_s or 0.0 for crossing in across)
+    if kind == "collective-permute" or all(
+        crossing.link.pattern == "shared" for crossing in across
+    ):
         return each_hop
     hops = members - 1
-    if all(each.link.pattern == "ring" for each in across):
-        hops = sum(each.size - 1 for each in across)
+    if all(crossing.link.pattern == "ring" for crossing in across):
+        hops = sum(crossing.size - 1 for crossing in across)
     return (2 if kind == "all-reduce" else 1) * hops * each_hop

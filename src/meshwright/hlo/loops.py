@@ -105,46 +105,55 @@ class _Loop:
         result = self._follow(place)
         if result is None:
             return None
-        place, made = result
-        if made.opcode == "constant":
-            whole = re.fullmatch(r"-?\d+", made.operands[0])
+        place, instruction = result
+        if instruction.opcode == "constant":
+            whole = re.fullmatch(r"-?\d+", instruction.operands[0])
             return _Number(int(whole[0])) if whole else None
-        if made.opcode == "parameter":
+        if instruction.opcode == "parameter":
             return None if place.item is None else _Number(0, place.item)
-        if made.opcode in ("add", "subtract"):
-            parts = [self._number(replace(place, name=operand)) for operand in made.operands]
-            return _sum(*parts, sign=1 if made.opcode == "add" else -1)
+        if instruction.opcode in ("add", "subtract"):
+            parts = [self._number(replace(place, name=operand)) for operand in instruction.operands]
+            return _sum(*parts, sign=1 if instruction.opcode == "add" else -1)
         return None
 
     def _follow(self, place: _Place) -> tuple[_Place, Instruction] | None:
         """What makes a value, through all that only hands it on."""
         for _ in range(_MOST):
-            made = place.inside.by_name.get(place.name)
-            before = None if made is None else self._before(place, made)
-            if made is None or before is None:
-                return None if made is None else (place, made)
+            instruction = place.inside.by_name.get(place.name)
+            before = None if instruction is None else self._before(place, instruction)
+            if instruction is None or before is None:
+                return None if instruction is None else (place, instruction)
             place = before
         return None
 
-    def _before(self, place: _Place, made: Instruction) -> _Place | None:
-        if made.opcode in _SAME or made.opcode in ("opt-barrier", "optimization-barrier"):
-            return replace(place, name=made.operands[0])
-        if made.opcode == "get-tuple-element":
-            index = int(made.attribute(r"index=(\d+)") or 0)
-            return replace(place, name=made.operands[0], item=index)
-        if made.opcode == "tuple" and place.item is not None:
-            return replace(place, name=made.operands[place.item], item=None)
-        if made.opcode in ("fusion", "call"):
-            called = made.attribute(r"(?:calls|to_apply)=%([\w.\-]+)") or ""
+    def _before(self, place: _Place, instruction: Instruction) -> _Place | None:
+        if instruction.opcode in _SAME or instruction.opcode in (
+            "opt-barrier",
+            "optimization-barrier",
+        ):
+            return replace(place, name=instruction.operands[0])
+        if instruction.opcode == "get-tuple-element":
+            index = int(instruction.attribute(r"index=(\d+)") or 0)
+            return replace(place, name=instruction.operands[0], item=index)
+        if instruction.opcode == "tuple" and place.item is not None:
+            return replace(place, name=instruction.operands[place.item], item=None)
+        if instruction.opcode in ("fusion", "call"):
+            called = instruction.attribute(r"(?:calls|to_apply)=%([\w.\-]+)") or ""
             run = self._module.computations.get(called)
-            return None if run is None else _Place(run, run.root.name, place.item, (place, made))
-        if made.opcode == "parameter" and place.caller is not None:
+            return (
+                None
+                if run is None
+                else _Place(run, run.root.name, place.item, (place, instruction))
+            )
+        if instruction.opcode == "parameter" and place.caller is not None:
             around, call = place.caller
-            return replace(around, name=call.operands[int(made.operands[0])], item=place.item)
-        if made.opcode == "while" and place.item is not None:
-            earlier = _Loop(self._module, made, place.inside)
+            return replace(
+                around, name=call.operands[int(instruction.operands[0])], item=place.item
+            )
+        if instruction.opcode == "while" and place.item is not None:
+            earlier = _Loop(self._module, instruction, place.inside)
             unchanged = earlier._step(place.item) == 0
-            return replace(place, name=made.operands[0]) if unchanged else None
+            return replace(place, name=instruction.operands[0]) if unchanged else None
         return None
 
 

@@ -87,63 +87,69 @@ class Sources:
     def __init__(self, module: Module) -> None:
         self._module = module
         self._callers = {
-            called: (computation, each)
+            called: (computation, instruction)
             for computation in module.computations.values()
-            for each in computation.instructions
-            for called in each.called
+            for instruction in computation.instructions
+            for called in instruction.called
         }
 
     def of(self, inside: Computation, name: str) -> tuple[int | None, str]:
         """Which argument of the program a value is a copy of, if any, and its ``op_name``."""
-        told = ""
+        op_name = ""
         at: tuple[Computation, str] | None = (inside, name)
         for _ in range(256):  # a value is not handed on more often
             if at is None:
-                return None, told
+                return None, op_name
             inside, name = at
-            made = inside.by_name.get(name)
-            if made is None:
-                return None, told
-            told = told or op_name_of(made)
-            if made.opcode == "parameter" and inside.name == self._module.entry:
-                return int(made.operands[0]), told
-            at = self._before(inside, made)
-        return None, told
+            instruction = inside.by_name.get(name)
+            if instruction is None:
+                return None, op_name
+            op_name = op_name or op_name_of(instruction)
+            if instruction.opcode == "parameter" and inside.name == self._module.entry:
+                return int(instruction.operands[0]), op_name
+            at = self._before(inside, instruction)
+        return None, op_name
 
     def joined(self, inside: Computation, name: str) -> tuple[str, ...]:
         """The values that a value is put together from end to end, as XLA for GPUs does before it
         sums several at once; else the value itself."""
-        made = inside.by_name.get(name)
-        if made is None or made.opcode != "fusion":
+        instruction = inside.by_name.get(name)
+        if instruction is None or instruction.opcode != "fusion":
             return (name,)
-        fused = self._module.computations[made.called[0]]
+        fused = self._module.computations[instruction.called[0]]
         parts = [fused.by_name[part] for part in fused.root.operands if part in fused.by_name]
         plain = fused.root.opcode == "concatenate" and len(fused.root.results[0].dims) == 1
         if not plain or any(part.opcode != "parameter" for part in parts):
             return (name,)
-        return tuple(self._flat(inside, made.operands[int(part.operands[0])]) for part in parts)
+        return tuple(
+            self._flat(inside, instruction.operands[int(part.operands[0])]) for part in parts
+        )
 
     def _flat(self, inside: Computation, name: str) -> str:
         """The value of which this is another view, with dims of its own."""
-        made = inside.by_name.get(name)
-        while made is not None and made.opcode == "bitcast" and made.operands[0] in inside.by_name:
-            name = made.operands[0]
-            made = inside.by_name[name]
+        instruction = inside.by_name.get(name)
+        while (
+            instruction is not None
+            and instruction.opcode == "bitcast"
+            and instruction.operands[0] in inside.by_name
+        ):
+            name = instruction.operands[0]
+            instruction = inside.by_name[name]
         return name
 
     def of_result(
-        self, inside: Computation, made: Instruction, place: int
+        self, inside: Computation, instruction: Instruction, place: int
     ) -> tuple[int | None, str]:
         """The same of one result of an instruction that has several."""
-        one = self._item(inside, made.name, place) if len(made.results) > 1 else None
-        argument, told = self.of(*one) if one is not None else (None, "")
-        return (argument, told) if told else self.of(inside, made.name)
+        one = self._item(inside, instruction.name, place) if len(instruction.results) > 1 else None
+        argument, name = self.of(*one) if one is not None else (None, "")
+        return (argument, name) if name else self.of(inside, instruction.name)
 
-    def result(self, inside: Computation, made: Instruction) -> int | None:
+    def result(self, inside: Computation, instruction: Instruction) -> int | None:
         """Which result of the program a value becomes as it is, if any."""
         if inside.name != self._module.entry:
             return None
-        ways = [made.name]
+        ways = [instruction.name]
         for name in ways:
             for user in inside.users_of(name):
                 if user is inside.root and user.opcode == "tuple":
@@ -152,48 +158,52 @@ class Sources:
                     ways.append(user.name)
         return None
 
-    def near(self, inside: Computation, made: Instruction) -> tuple[int | None, str]:
+    def near(self, inside: Computation, instruction: Instruction) -> tuple[int | None, str]:
         """For what has no layer of its own: an argument of the program, or the ``op_name`` of an
         instruction in a layer, that is nearest among what takes the value and what it is made of.
         """
         around, call = self._callers.get(inside.name, (None, None))
         while call is not None and around is not None and call.opcode == "fusion":
-            inside, made = around, call
+            inside, instruction = around, call
             around, call = self._callers.get(inside.name, (None, None))
         return (
-            self._nearest(inside, made, forward=True) or self._nearest(inside, made) or (None, "")
+            self._nearest(inside, instruction, forward=True)
+            or self._nearest(inside, instruction)
+            or (None, "")
         )
 
     def _nearest(
-        self, inside: Computation, made: Instruction, forward: bool = False
+        self, inside: Computation, instruction: Instruction, forward: bool = False
     ) -> tuple[int | None, str] | None:
-        ways = [made]
+        ways = [instruction]
         for way in ways:
             names = [user.name for user in inside.users_of(way.name)] if forward else way.operands
             for name in names:
                 other = inside.by_name.get(name)
                 if other is None or other.opcode == "tuple" or other in ways:
                     continue
-                argument, told = self.of(inside, name)
-                if layer_of(told) or (argument is not None and not forward):
-                    return argument, told
+                argument, op_name = self.of(inside, name)
+                if layer_of(op_name) or (argument is not None and not forward):
+                    return argument, op_name
                 ways.append(other)
             if len(ways) > _NEAR:
                 return None
         return None
 
-    def _before(self, inside: Computation, made: Instruction) -> tuple[Computation, str] | None:
+    def _before(
+        self, inside: Computation, instruction: Instruction
+    ) -> tuple[Computation, str] | None:
         """The value that this one only hands on."""
-        if made.opcode in _MOVES or _is_put_together(made):
-            return inside, made.operands[0]
-        if made.opcode == "parameter":
-            return self._handed_in(inside, int(made.operands[0]))
-        if made.opcode == "fusion":
-            fused = self._module.computations[made.called[0]]
+        if instruction.opcode in _MOVES or _is_put_together(instruction):
+            return inside, instruction.operands[0]
+        if instruction.opcode == "parameter":
+            return self._handed_in(inside, int(instruction.operands[0]))
+        if instruction.opcode == "fusion":
+            fused = self._module.computations[instruction.called[0]]
             return fused, fused.root.name
-        if made.opcode == "get-tuple-element":
-            index = int(made.attribute(r"index=(\d+)") or 0)
-            return self._item(inside, made.operands[0], index)
+        if instruction.opcode == "get-tuple-element":
+            index = int(instruction.attribute(r"index=(\d+)") or 0)
+            return self._item(inside, instruction.operands[0], index)
         return None
 
     def _handed_in(self, inside: Computation, number: int) -> tuple[Computation, str] | None:
@@ -205,30 +215,30 @@ class Sources:
     def _item(self, inside: Computation, name: str, index: int) -> tuple[Computation, str] | None:
         """An item of a tuple: of one made here, of a sum of several arrays, of a fusion, or of
         what a loop began with."""
-        made = inside.by_name.get(name)
-        while made is not None and made.opcode in ("opt-barrier", "copy", "bitcast"):
-            made = inside.by_name.get(made.operands[0])
-        if made is None:
+        instruction = inside.by_name.get(name)
+        while instruction is not None and instruction.opcode in ("opt-barrier", "copy", "bitcast"):
+            instruction = inside.by_name.get(instruction.operands[0])
+        if instruction is None:
             return None
-        reduces = made.opcode.startswith(("all-reduce", "reduce-scatter"))
-        if made.opcode == "tuple" or (reduces and index < len(made.operands)):
-            return inside, made.operands[index]
-        if made.opcode == "fusion":
-            fused = self._module.computations[made.called[0]]
+        reduces = instruction.opcode.startswith(("all-reduce", "reduce-scatter"))
+        if instruction.opcode == "tuple" or (reduces and index < len(instruction.operands)):
+            return inside, instruction.operands[index]
+        if instruction.opcode == "fusion":
+            fused = self._module.computations[instruction.called[0]]
             return self._item(fused, fused.root.name, index)
-        if made.opcode == "parameter":
+        if instruction.opcode == "parameter":
             around, call = self._callers.get(inside.name, (None, None))
             if around is not None and call is not None and call.opcode == "while":
                 return self._item(around, call.operands[0], index)
         return None
 
 
-def _is_put_together(made: Instruction) -> bool:
+def _is_put_together(instruction: Instruction) -> bool:
     """Whether it is a view of slices that lie end to end: TPUs fetch large arrays in four."""
-    return made.attribute(r'custom_call_target="(ConcatBitcast)"') is not None
+    return instruction.attribute(r'custom_call_target="(ConcatBitcast)"') is not None
 
 
-def op_name_of(each: Instruction) -> str:
+def op_name_of(instruction: Instruction) -> str:
     """The ``op_name`` of an instruction, without what our own way of compiling puts before it."""
-    name = each.attribute(r'op_name="([^"]*)"') or ""
+    name = instruction.attribute(r'op_name="([^"]*)"') or ""
     return re.sub(r"^jit\(call\)/call_exported/?", "", name)

@@ -62,20 +62,22 @@ def alive_at_peak(module: Module) -> tuple[LiveTensor, ...]:
 
 def in_words(held: _Alive, sources: Sources) -> tuple[LiveTensor, ...]:
     """What is held, the largest first."""
-    tensors = (_tensor(inside, each, place, sources) for inside, each, place in held)
-    return tuple(sorted(tensors, key=lambda each: -each.nbytes))
+    tensors = (_tensor(inside, instruction, place, sources) for inside, instruction, place in held)
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes))
 
 
-def _tensor(inside: Computation, each: Instruction, place: int, sources: Sources) -> LiveTensor:
-    argument, op_name = sources.of_result(inside, each, place)
+def _tensor(
+    inside: Computation, instruction: Instruction, place: int, sources: Sources
+) -> LiveTensor:
+    argument, op_name = sources.of_result(inside, instruction, place)
     origin, *_ = origins_of(op_name)
     if not origin.path and argument is None:  # such as a gathered variable
-        if each.opcode.startswith("all-gather"):
-            argument, _ = sources.of(inside, each.operands[0])
+        if instruction.opcode.startswith("all-gather"):
+            argument, _ = sources.of(inside, instruction.operands[0])
         if argument is None:
-            argument, nearest = sources.near(inside, each)
+            argument, nearest = sources.near(inside, instruction)
             origin = replace(origin, path=origins_of(nearest)[0].path)
-    return LiveTensor(each.results[place], origin, argument)
+    return LiveTensor(instruction.results[place], origin, argument)
 
 
 class Alive:
@@ -105,8 +107,8 @@ class Alive:
     def at_each(self, inside: Computation) -> Iterator[tuple[Instruction, int, int]]:
         """``(instruction, bytes held, bytes that what it runs holds besides)``, by the schedule."""
         for at, nbytes, _ in self._states(inside):
-            each = inside.instructions[at]
-            yield each, nbytes, _nbytes(self._within(each))
+            instruction = inside.instructions[at]
+            yield instruction, nbytes, _nbytes(self._within(instruction))
 
     def _states(self, inside: Computation) -> Iterator[tuple[int, int, Mapping[str, _Alive]]]:
         """``(place, bytes, what made the arrays that are held)`` at each instruction."""
@@ -115,23 +117,29 @@ class Alive:
         held: dict[str, _Alive] = {}  # by the name of what made it
         dies: dict[int, list[str]] = {}
         nbytes = 0
-        for at, each in enumerate(inside.instructions):
-            new = [(inside, each, i) for i in _allocated(each) if (each.name, i) not in in_place]
+        for at, instruction in enumerate(inside.instructions):
+            new = [
+                (inside, instruction, i)
+                for i in _allocated(instruction)
+                if (instruction.name, i) not in in_place
+            ]
             for name in _taken_over(inside, at, new, held, ends):
                 nbytes -= _nbytes(held.pop(name))
             if new:
-                held[each.name] = new
-                dies.setdefault(ends[each.name], []).append(each.name)
+                held[instruction.name] = new
+                dies.setdefault(ends[instruction.name], []).append(instruction.name)
                 nbytes += _nbytes(new)
             yield at, nbytes, held
             for name in dies.get(at, ()):
                 nbytes -= _nbytes(held.pop(name, []))
 
-    def _within(self, each: Instruction) -> _Alive:
+    def _within(self, instruction: Instruction) -> _Alive:
         """What the computations that it runs hold; a fusion holds nothing."""
-        if each.opcode == "fusion" or each.opcode.endswith(("-start", "-done", "-update")):
+        if instruction.opcode == "fusion" or instruction.opcode.endswith(
+            ("-start", "-done", "-update")
+        ):
             return []
-        runs = [self.of(self._module.computations[name]) for name in each.called]
+        runs = [self.of(self._module.computations[name]) for name in instruction.called]
         return max(runs, key=_nbytes, default=[])
 
     def _results_in_place(self, inside: Computation) -> set[tuple[str, int]]:
@@ -149,19 +157,20 @@ class Alive:
 
 
 def _nbytes(held: _Alive) -> int:
-    return sum(each.results[place].nbytes for _, each, place in held)
+    return sum(instruction.results[place].nbytes for _, instruction, place in held)
 
 
-def _allocated(each: Instruction) -> list[int]:
+def _allocated(instruction: Instruction) -> list[int]:
     """Which results of an instruction take room in the main memory of the device."""
-    if each.opcode in _NO_MEMORY or each.opcode.endswith(("-done", "-update")):
+    if instruction.opcode in _NO_MEMORY or instruction.opcode.endswith(("-done", "-update")):
         return []
-    begin, end = 0, len(each.results)
-    if each.opcode == "copy-start":  # (result, operand, ...)
+    begin, end, count = 0, len(instruction.results), len(instruction.operands)
+    if instruction.opcode == "copy-start":  # (result, operand, ...)
         end = 1
-    elif each.opcode.endswith("-start") and end >= 2 * len(each.operands):
-        begin, end = len(each.operands), 2 * len(each.operands)  # (operands, results, ...)
-    return [i for i in range(begin, end) if each.results[i].space == 0 and each.results[i].nbytes]
+    elif instruction.opcode.endswith("-start") and end >= 2 * count:
+        begin, end = count, 2 * count  # (operands, results, ...)
+    results = instruction.results
+    return [i for i in range(begin, end) if results[i].space == 0 and results[i].nbytes]
 
 
 def _taken_over(
@@ -172,13 +181,13 @@ def _taken_over(
     ends: Mapping[str, int],
 ) -> set[str]:
     """The names of what made the operands in whose memory an instruction puts its results."""
-    each = inside.instructions[at]
-    can = each.opcode in _IN_PLACE or each.attribute(r"kind=(kLoop)") is not None
+    instruction = inside.instructions[at]
+    can = instruction.opcode in _IN_PLACE or instruction.attribute(r"kind=(kLoop)") is not None
     if not new or not can:
         return set()
     sizes = [one[1].results[one[2]].nbytes for one in new]
     taken: set[str] = set()
-    for name, _ in _made_by(inside, list(each.operands)):
+    for name, _ in _made_by(inside, list(instruction.operands)):
         dying = held.get(name, [])
         if len(dying) == 1 and ends[name] == at and _nbytes(dying) in sizes:
             sizes.remove(_nbytes(dying))
@@ -190,27 +199,27 @@ def _ends(inside: Computation) -> Mapping[str, int]:
     """Name -> the place where its memory is read for the last time, through views of it."""
     ends: dict[str, int] = {}
     for at in range(len(inside.instructions) - 1, -1, -1):
-        each = inside.instructions[at]
-        end = max(ends.get(each.name, at), at)
-        ends[each.name] = end
-        handed_on = end if _is_view(each) else at
-        for operand in each.operands:
+        instruction = inside.instructions[at]
+        end = max(ends.get(instruction.name, at), at)
+        ends[instruction.name] = end
+        handed_on = end if _is_view(instruction) else at
+        for operand in instruction.operands:
             ends[operand] = max(ends.get(operand, 0), handed_on)
     return ends
 
 
-def _is_view(each: Instruction) -> bool:
-    return each.opcode in _VIEWS or each.opcode.endswith(("-done", "-update"))
+def _is_view(instruction: Instruction) -> bool:
+    return instruction.opcode in _VIEWS or instruction.opcode.endswith(("-done", "-update"))
 
 
 def _made_by(inside: Computation, names: list[str]) -> Iterator[tuple[str, int]]:
     """The instructions, and which of their results, that made these values, through views."""
     for name in names:
         place = 0
-        made = inside.by_name.get(name)
-        while made is not None and _is_view(made) and len(made.operands) == 1:
-            if made.opcode == "get-tuple-element":
-                place = int(made.attribute(r"index=(\d+)") or 0)
-            made = inside.by_name.get(made.operands[0])
-        if made is not None:
-            yield made.name, place
+        instruction = inside.by_name.get(name)
+        while instruction is not None and _is_view(instruction) and len(instruction.operands) == 1:
+            if instruction.opcode == "get-tuple-element":
+                place = int(instruction.attribute(r"index=(\d+)") or 0)
+            instruction = inside.by_name.get(instruction.operands[0])
+        if instruction is not None:
+            yield instruction.name, place

@@ -17,10 +17,10 @@ from .origins import Origin
 
 
 def remedy(
-    each: Collective,
+    collective: Collective,
     origin: Origin,
     moved: Placed | None,
-    made: Placed | None,
+    target: Placed | None,
     variables: Sequence[Placed | None],
     placement: Placement,
 ) -> str:
@@ -28,18 +28,18 @@ def remedy(
 
     ``moved`` is the variable that it copies and ``made`` the one whose new value it makes, if any.
     """
-    if each.kind != "all-gather" or each.elements <= 1:
+    if collective.kind != "all-gather" or collective.elements <= 1:
         return ""
     if moved is not None:
-        return _of_variable(moved, each.axes, placement)
-    if made is not None:
-        return _of_new_value(made, each, placement)
+        return _of_variable(moved, collective.axes, placement)
+    if target is not None:
+        return _of_new_value(target, collective, placement)
     if origin.phase == "other" or not origin.path or _asked(origin, placement):
         return ""
     weights = [v for v in variables if v is not None and _is_weight_of(v, origin.path)]
-    if origin.phase != "forward" and any(_has_size(weight, each) for weight in weights):
+    if origin.phase != "forward" and any(_has_size(weight, collective) for weight in weights):
         return ""  # a gradient, which is wanted whole where its weight is
-    return _of_activation(each, origin, weights, placement)
+    return _of_activation(collective, origin, weights, placement)
 
 
 def _of_variable(variable: Placed, axes: tuple[str, ...], placement: Placement) -> str:
@@ -55,52 +55,54 @@ def _of_variable(variable: Placed, axes: tuple[str, ...], placement: Placement) 
     )
 
 
-def _of_new_value(variable: Placed, each: Collective, placement: Placement) -> str:
+def _of_new_value(variable: Placed, collective: Collective, placement: Placement) -> str:
     shared = placement.batch_axes if placement.zero in (1, 2) else ()
-    if set(each.axes) <= set(shared) or set(each.axes) & set(variable.layout.axes):
+    if set(collective.axes) <= set(shared) or set(collective.axes) & set(variable.layout.axes):
         return ""
     path = variable.info.owner or variable.info.path
     return (
-        f"{path} lies whole along {_named(each.axes)}, yet it is updated in pieces there and "
-        f"gathered after. Split it: layouts[{path!r}] = {_split_layout(variable, each)}."
+        f"{path} lies whole along {_named(collective.axes)}, yet it is updated in pieces there and "
+        f"gathered after. Split it: layouts[{path!r}] = {_split_layout(variable, collective)}."
     )
 
 
-def _split_layout(variable: Placed, each: Collective) -> str:
+def _split_layout(variable: Placed, collective: Collective) -> str:
     specs = [_spec(variable, dim) for dim in range(len(variable.info.dims))]
-    as_it_lies = each.arrays[0].dims == variable.layout.local_dims(variable.stored_dims)
-    if as_it_lies and each.gathered_dim is not None and specs[each.gathered_dim] is None:
-        specs[each.gathered_dim] = each.axes[0] if len(each.axes) == 1 else each.axes
+    as_it_lies = collective.arrays[0].dims == variable.layout.local_dims(variable.stored_dims)
+    dim, axes = collective.gathered_dim, collective.axes
+    if as_it_lies and dim is not None and specs[dim] is None:
+        specs[dim] = axes[0] if len(axes) == 1 else axes
         return repr(specs)
-    return f"[..., {_named(each.axes)}, ...]"
+    return f"[..., {_named(collective.axes)}, ...]"
 
 
 def _of_activation(
-    each: Collective, origin: Origin, weights: Sequence[Placed], placement: Placement
+    collective: Collective, origin: Origin, weights: Sequence[Placed], placement: Placement
 ) -> str:
-    array = each.arrays[0]
+    array = collective.arrays[0]
     dims = "x".join(map(str, array.dims))
     what = f"an activation of {origin.path} ({array.dtype} {dims}, {origin.phase}) is gathered"
-    if set(each.axes) & set(placement.batch_axes):
+    if set(collective.axes) & set(placement.batch_axes):
         first = placement.batch_axes[0]
         return (
-            f"{what}, rows of the batch among it, along {_named(each.axes)}. Say that they stay "
-            f"apart: activations={{{origin.path!r}: [{first!r}, ...]}}."
+            f"{what}, rows of the batch among it, along {_named(collective.axes)}. Say that they "
+            f"stay apart: activations={{{origin.path!r}: [{first!r}, ...]}}."
         )
-    size = None if each.gathered_dim is None else array.dims[each.gathered_dim]
+    size = None if collective.gathered_dim is None else array.dims[collective.gathered_dim]
     for weight in weights:
-        if set(each.axes) & set(weight.layout.axes):
+        if set(collective.axes) & set(weight.layout.axes):
             continue  # an axis splits one dim of an array, and no second one
         for dim, of_dim in enumerate(weight.info.dims):
             if len(weight.info.dims) > 1 and of_dim == size and _spec(weight, dim) is None:
                 specs = [_spec(weight, i) for i in range(len(weight.info.dims))]
-                specs[dim] = each.axes[0] if len(each.axes) == 1 else each.axes
+                specs[dim] = collective.axes[0] if len(collective.axes) == 1 else collective.axes
                 return (
-                    f"{what}, as {weight.info.path} takes it whole along {_named(each.axes)}. "
-                    f"Split that, too: layouts[{weight.info.path!r}] = {specs!r}."
+                    f"{what}, as {weight.info.path} takes it whole along "
+                    f"{_named(collective.axes)}. Split that, too: "
+                    f"layouts[{weight.info.path!r}] = {specs!r}."
                 )
     return (
-        f"{what}, as it is needed whole along {_named(each.axes)}. Say how it lies: "
+        f"{what}, as it is needed whole along {_named(collective.axes)}. Say how it lies: "
         f"activations={{{origin.path!r}: [...]}}."
     )
 
@@ -124,9 +126,9 @@ def _is_weight_of(variable: Placed, path: str) -> bool:
     )
 
 
-def _has_size(variable: Placed, each: Collective) -> bool:
+def _has_size(variable: Placed, collective: Collective) -> bool:
     local = math.prod(variable.layout.local_dims(variable.stored_dims))
-    return each.elements in (math.prod(variable.stored_dims), local)
+    return collective.elements in (math.prod(variable.stored_dims), local)
 
 
 def _named(axes: Iterable[str]) -> str:

@@ -26,32 +26,32 @@ class Clock:
 
     def peak(self, dtype: str, precision: str) -> float | None:
         """FLOP/s of a product as the platform runs it."""
-        known = self.hardware.peak
+        peaks = self.hardware.peak
         if self.platform == "tpu" and not dtype.startswith(("int", "float8")):
-            result = known("bfloat16")  # one pass, of what is rounded, unless more is asked for
+            result = peaks("bfloat16")  # one pass, of what is rounded, unless more is asked for
             passes = {"high": 3, "highest": 6}.get(precision, 1) if dtype == "float32" else 1
             return None if result is None else result / passes
         if self.platform == "cuda" and dtype == "float32" and precision != "highest":
-            return known("tensorfloat32") or known("float32")
+            return peaks("tensorfloat32") or peaks("float32")
         if dtype.startswith("float8"):
-            return known("float8")
-        return known(dtype) or (known("float32") if self.platform == "cpu" else None)
+            return peaks("float8")
+        return peaks(dtype) or (peaks("float32") if self.platform == "cpu" else None)
 
-    def compute_s(self, each: Operation) -> float | None:
-        speed = self.peak(each.dtype, each.precision) if each.flops else 1.0
+    def compute_s(self, operation: Operation) -> float | None:
+        speed = self.peak(operation.dtype, operation.precision) if operation.flops else 1.0
         elementwise = self.hardware.elements_per_s
         if speed is None:
             return None
-        return each.flops / speed + (each.elements / elementwise if elementwise else 0.0)
+        return operation.flops / speed + (operation.elements / elementwise if elementwise else 0.0)
 
-    def memory_s(self, each: Operation) -> float | None:
+    def memory_s(self, operation: Operation) -> float | None:
         speed = self.hardware.memory_bandwidth_bytes_per_s
         if speed is None:
-            return None if each.bytes else 0.0
-        return each.bytes / speed
+            return None if operation.bytes else 0.0
+        return operation.bytes / speed
 
-    def talk_s(self, each: Collective) -> float | None:
-        return collective_s(each, self.links)
+    def talk_s(self, collective: Collective) -> float | None:
+        return collective_s(collective, self.links)
 
 
 @dataclass
@@ -86,11 +86,11 @@ def run(program: Sequence[Operation | Loop], clock: Clock) -> Times:
     """How long a schedule takes: a device computes one thing at a time, each set of axes carries
     one collective at a time, and copies between memories wait for each other."""
     timeline = _Timeline(clock, frozenset(e.ends for e in program if isinstance(e, Operation)))
-    for each in program:
-        if isinstance(each, Loop):
-            timeline.spent.add(run(each.body, clock), 1 if each.trips is None else each.trips)
+    for item in program:
+        if isinstance(item, Loop):
+            timeline.spent.add(run(item.body, clock), 1 if item.trips is None else item.trips)
         else:
-            timeline.issue(each)
+            timeline.issue(item)
     return timeline.spent
 
 
@@ -104,28 +104,30 @@ class _Timeline:
         self.free: dict[object, float] = {}  # axes, or the memory -> when they are
         self.ready: dict[str, float] = {}  # what was begun -> when it will be done
 
-    def issue(self, each: Operation) -> None:
+    def issue(self, operation: Operation) -> None:
         begin = self.clock.hardware.instruction_s or 0.0
         self.spent.length += begin
         self.spent.begun += begin
-        talked = self._talk(each)
-        if each.opcode == "copy-start":
-            self.ready[each.name] = self._occupy("memory", self.clock.memory_s(each) or 0.0)
-        elif each.opcode.endswith("-update"):
-            self.ready[each.name] = self.ready.get(each.ends, 0.0)
+        talked = self._talk(operation)
+        if operation.opcode == "copy-start":
+            self.ready[operation.name] = self._occupy(
+                "memory", self.clock.memory_s(operation) or 0.0
+            )
+        elif operation.opcode.endswith("-update"):
+            self.ready[operation.name] = self.ready.get(operation.ends, 0.0)
         else:
-            self._work(each)
-            if each.ends:
-                self._wait(self.ready.get(each.ends, 0.0), each.opcode != "copy-done")
-        if each.name in self.awaited and each.collectives:
-            self.ready[each.name] = talked
+            self._work(operation)
+            if operation.ends:
+                self._wait(self.ready.get(operation.ends, 0.0), operation.opcode != "copy-done")
+        if operation.name in self.awaited and operation.collectives:
+            self.ready[operation.name] = talked
         else:
             self._wait(talked, True)
 
-    def _talk(self, each: Operation) -> float:
+    def _talk(self, operation: Operation) -> float:
         """When the collectives that begin here will be done."""
         return max(
-            (self._occupy(c.axes, self.clock.talk_s(c) or 0.0) for c in each.collectives),
+            (self._occupy(c.axes, self.clock.talk_s(c) or 0.0) for c in operation.collectives),
             default=0.0,
         )
 
@@ -133,8 +135,11 @@ class _Timeline:
         self.free[what] = max(self.spent.length, self.free.get(what, 0.0)) + time_s
         return self.free[what]
 
-    def _work(self, each: Operation) -> None:
-        compute, memory = self.clock.compute_s(each) or 0.0, self.clock.memory_s(each) or 0.0
+    def _work(self, operation: Operation) -> None:
+        compute, memory = (
+            self.clock.compute_s(operation) or 0.0,
+            self.clock.memory_s(operation) or 0.0,
+        )
         self.spent.length += max(compute, memory)
         self.spent.compute += compute if compute >= memory else 0.0
         self.spent.memory += memory if memory > compute else 0.0

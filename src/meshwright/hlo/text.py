@@ -79,8 +79,8 @@ class Computation:
     def _users(self) -> Mapping[str, list[int]]:
         """Name -> places of the instructions that take it."""
         users: dict[str, list[int]] = {instruction.name: [] for instruction in self.instructions}
-        for place, each in enumerate(self.instructions):
-            for operand in each.operands:
+        for place, listed in enumerate(self.instructions):
+            for operand in listed.operands:
                 if operand in users:
                     users[operand].append(place)
         return users
@@ -123,10 +123,10 @@ class Module:
     def _loops(self) -> Mapping[str, tuple[Instruction, Computation]]:
         """Name of a loop's body -> the loop, and the computation that it is in."""
         return {
-            each.attribute(r"body=%([\w.\-]+)") or "": (each, inside)
+            instruction.attribute(r"body=%([\w.\-]+)") or "": (instruction, inside)
             for inside in self.computations.values()
-            for each in inside.instructions
-            if each.opcode == "while"
+            for instruction in inside.instructions
+            if instruction.opcode == "while"
         }
 
     def loop_around(self, body: str) -> tuple[Instruction, Computation] | None:
@@ -138,9 +138,9 @@ class Module:
         return trip_count(self, loop, inside)
 
 
-def _passes_on(each: Instruction) -> bool:
+def _passes_on(instruction: Instruction) -> bool:
     views = ("bitcast", "copy", "copy-start", "get-tuple-element", "tuple")
-    return each.opcode in views or each.opcode.endswith(("-done", "-update"))
+    return instruction.opcode in views or instruction.opcode.endswith(("-done", "-update"))
 
 
 def parse(text: str) -> Module:
@@ -154,8 +154,8 @@ def parse(text: str) -> Module:
                 name, lines = result[2], []
                 entry = name if result[1] else entry
         elif line.startswith("}"):
-            parsed = (_instruction(each) for each in lines)
-            computations[name] = Computation(name, tuple(each for each in parsed if each))
+            parsed = map(_instruction, lines)
+            computations[name] = Computation(name, tuple(filter(None, parsed)))
             name = None
         else:
             lines.append(line)
@@ -180,7 +180,7 @@ def _instruction(line: str) -> Instruction | None:
     opcode, _, rest = rest.partition("(")
     inner, attributes = _until_closed(rest)
     named = re.findall(r"%([\w.\-]+)", inner)
-    operands = named or [each.strip() for each in inner.split(",") if each.strip()]
+    operands = named or [operand.strip() for operand in inner.split(",") if operand.strip()]
     return Instruction(
         result[2], opcode.strip(), arrays(shape), tuple(operands), attributes, bool(result[1])
     )

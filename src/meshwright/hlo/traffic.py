@@ -63,15 +63,15 @@ class Rows:
     ``each`` has a tuple for each place or layer.
     """
 
-    each: tuple[tuple[Transfer, ...], ...]
+    alike: tuple[tuple[Transfer, ...], ...]
 
     @property
     def all(self) -> tuple[Transfer, ...]:
-        return tuple(transfer for some in self.each for transfer in some)
+        return tuple(transfer for some in self.alike for transfer in some)
 
     @property
     def first(self) -> Transfer:
-        return self.each[0][0]
+        return self.alike[0][0]
 
     @property
     def count(self) -> int | None:
@@ -87,15 +87,15 @@ class Rows:
     @property
     def places(self) -> tuple[str, ...]:
         """What they are for, with stars for the numbers in which equal layers differ."""
-        return tuple(map(pattern, zip(*(some[0].places for some in self.each), strict=True)))
+        return tuple(map(pattern, zip(*(some[0].places for some in self.alike), strict=True)))
 
 
 def alike(every: Iterable[Transfer]) -> list[Rows]:
     """Collectives in rows, those with most bytes first: of each place together, and then of places
     that differ in their numbers alone and move as much."""
 
-    def what(each: Transfer) -> tuple[object, ...]:
-        return each.is_unexpected, each.kind, each.axes, each.phases, each.lines
+    def what(transfer: Transfer) -> tuple[object, ...]:
+        return transfer.is_unexpected, transfer.kind, transfer.axes, transfer.phases, transfer.lines
 
     def layer(row: Rows) -> tuple[object, ...]:
         places = tuple(map(without_numbers, row.first.places))
@@ -103,15 +103,17 @@ def alike(every: Iterable[Transfer]) -> list[Rows]:
 
     rows = [Rows((tuple(some),)) for some in grouped(every, lambda e: (what(e), e.places))]
     layers = grouped(rows, layer)
-    joined = [Rows(tuple(some for row in rows for some in row.each)) for rows in layers]
+    joined = [Rows(tuple(some for row in rows for some in row.alike)) for rows in layers]
     return sorted(joined, key=lambda row: -row.nbytes)
 
 
 def moved_bytes(every: Iterable[Transfer]) -> int:
     """Bytes of one device in one step; those of a loop of unknown length count once."""
     return sum(
-        each.bytes_per_device if each.bytes_per_step is None else each.bytes_per_step
-        for each in every
+        collective.bytes_per_device
+        if collective.bytes_per_step is None
+        else collective.bytes_per_step
+        for collective in every
     )
 
 
@@ -127,43 +129,47 @@ def transfers(
 
 
 def _transfer(
-    each: Collective,
+    collective: Collective,
     variables: Sequence[Placed | None],
     placement: Placement,
     lines: Sequence[SourceLine],
 ) -> Transfer:
-    origins = [origins_of(name)[0] for name in each.op_names]
-    moved = [_variable(variables, number) for number in each.arguments]
-    made = _variable(variables, each.result)
+    origins = [origins_of(name)[0] for name in collective.op_names]
+    moved = [_variable(variables, number) for number in collective.arguments]
+    result = _variable(variables, collective.result)
     # What copies a variable is named after it, whatever scope it was traced under.
-    parts = zip(each.arrays, origins, moved, strict=True)
-    found = [(array.nbytes, o.path) for array, o, variable in parts if variable is None and o.path]
-    places = [path for _, path in sorted(found, key=lambda part: -part[0])]
-    known = [variable.info.path for variable in (*moved, made) if variable is not None]
-    if not places and not known:
-        nearest = _variable(variables, each.near[0])
-        known = [] if nearest is None else [nearest.info.path]
-        places = [path for path in [origins_of(each.near[1])[0].path] if path]
+    parts = zip(collective.arrays, origins, moved, strict=True)
+    unplaced = [
+        (array.nbytes, o.path) for array, o, variable in parts if variable is None and o.path
+    ]
+    places = [path for _, path in sorted(unplaced, key=lambda part: -part[0])]
+    paths = [variable.info.path for variable in (*moved, result) if variable is not None]
+    if not places and not paths:
+        nearest = _variable(variables, collective.near[0])
+        paths = [] if nearest is None else [nearest.info.path]
+        places = [path for path in [origins_of(collective.near[1])[0].path] if path]
     return Transfer(
-        kind=each.kind,
-        axes=each.axes,
-        bytes_per_device=each.bytes_per_device,
-        count=each.count,
+        kind=collective.kind,
+        axes=collective.axes,
+        bytes_per_device=collective.bytes_per_device,
+        count=collective.count,
         paths=tuple(dict.fromkeys(places)),
         phases=tuple(dict.fromkeys(origin.phase for origin in origins)),
-        dtypes=each.dtypes,
-        variables=tuple(dict.fromkeys(known)),
-        remedy=remedy(each, origins[0], moved[0], made, variables, placement),
-        lines=_lines(each, lines),
+        dtypes=collective.dtypes,
+        variables=tuple(dict.fromkeys(paths)),
+        remedy=remedy(collective, origins[0], moved[0], result, variables, placement),
+        lines=_lines(collective, lines),
     )
 
 
-def _lines(each: Collective, lines: Sequence[SourceLine]) -> tuple[str, ...]:
+def _lines(collective: Collective, lines: Sequence[SourceLine]) -> tuple[str, ...]:
     """The lines that its arrays come from, those of the most bytes first."""
-    parts = sorted(zip(each.arrays, each.op_names, strict=True), key=lambda p: -p[0].nbytes)
+    parts = sorted(
+        zip(collective.arrays, collective.op_names, strict=True), key=lambda p: -p[0].nbytes
+    )
     numbers = [number_in(name) for _, name in parts]
-    known = [each for each in numbers if each is not None and each < len(lines)]
-    return tuple(dict.fromkeys(str(lines[number]) for number in known))
+    numbers_there = [line for line in numbers if line is not None and line < len(lines)]
+    return tuple(dict.fromkeys(str(lines[number]) for number in numbers_there))
 
 
 def _variable(variables: Sequence[Placed | None], number: int | None) -> Placed | None:

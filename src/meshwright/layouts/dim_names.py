@@ -75,9 +75,9 @@ class DimNames:
         [unsharded, cols]
         """
         axes = [() if name == ANY else rules.axes(name) for name in self.names]
-        for axis, count in Counter(axis for each in axes for axis in each).items():
+        for axis, count in Counter(axis for entry in axes for axis in entry).items():
             if count > 1:
-                taking = [n for n, each in zip(self.names, axes, strict=True) if axis in each]
+                taking = [n for n, entry in zip(self.names, axes, strict=True) if axis in entry]
                 raise LayoutError(
                     f"dims {' and '.join(map(repr, taking))} of [{self}] would both lie along axis "
                     f"{axis!r}, which can split one of them. Leave one out of the rules ({rules}), "

@@ -71,24 +71,24 @@ def as_dims(dims: DimsLike) -> Dims:
     ['batch:64', 'io:16']
     """
     if isinstance(dims, str):
-        found = tuple(Dim(name, _size(size, dims)) for name, size in pairs_of(dims, "batch:64"))
+        result = tuple(Dim(name, _size(size, dims)) for name, size in pairs_of(dims, "batch:64"))
     elif isinstance(dims, Dim):
-        found = (dims,)
+        result = (dims,)
     else:
         try:
-            found = tuple(each if isinstance(each, Dim) else Dim(*each) for each in dims)
+            result = tuple(item if isinstance(item, Dim) else Dim(*item) for item in dims)
         except TypeError:
             raise DimError(
                 f"{dims!r} does not say names and sizes of dims: give 'batch:64 io:16', a Dim, or "
                 "pairs of a name and a size."
             ) from None
-    twice = [name for name, count in Counter(dim.name for dim in found).items() if count > 1]
+    twice = [name for name, count in Counter(dim.name for dim in result).items() if count > 1]
     if twice:
         raise DimError(
-            f"dim {twice[0]!r} comes twice in [{text_of(found)}]: dims of one array have different "
-            "names. Rename one of them."
+            f"dim {twice[0]!r} comes twice in [{text_of(result)}]: dims of one array have "
+            "different names. Rename one of them."
         )
-    return found
+    return result
 
 
 def text_of(dims: Iterable[Dim]) -> str:
@@ -145,8 +145,8 @@ class DimRules:
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that dims of this name lie along, the slowest first; none for most."""
-        found = next((axes for name, axes in self.pairs if name == dim), None)
-        return () if found is None else tuple(found.split(_PLUS))
+        taken = next((axes for name, axes in self.pairs if name == dim), None)
+        return () if taken is None else tuple(taken.split(_PLUS))
 
     def axis(self, dim: str) -> str | None:
         """The axis that dims of this name lie along, or ``None``.
@@ -176,7 +176,7 @@ class DimRules:
         DimRules('hidden:cols')
         """
         kept = {dim: [a for a in self.axes(dim) if a in axes] for dim, _ in self.pairs}
-        return DimRules({dim: tuple(each) for dim, each in kept.items() if each})
+        return DimRules({dim: tuple(own) for dim, own in kept.items() if own})
 
     def check(self, mesh: Mesh) -> None:
         """Raise :class:`LayoutError` if a rule names an axis that the mesh does not have."""
@@ -252,14 +252,14 @@ def _pairs_given(rules: object) -> tuple[tuple[str, str], ...]:
     """The pairs of a mapping or of pairs, whose axes are a text or several."""
     items: Any = rules.items() if isinstance(rules, Mapping) else rules
     try:
-        found = [(dim, axes) for dim, axes in items]
+        listed = [(dim, axes) for dim, axes in items]
     except (TypeError, ValueError):
         raise LayoutError(
             f"{rules!r} does not say which dims lie along which axes: give "
             "'batch:rows;hidden:cols', a mapping, or pairs of names."
         ) from None
     pairs, faults = [], []
-    for dim, axes in found:
+    for dim, axes in listed:
         several = tuple(axes) if isinstance(axes, list | tuple) else (axes,)
         if not isinstance(dim, str) or not all(isinstance(axis, str) for axis in several):
             faults.append(

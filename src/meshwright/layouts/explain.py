@@ -19,7 +19,7 @@ class Explanation(Viewable):
     @property
     def bytes_per_device(self) -> int:
         """Bytes of all variables on one device."""
-        return sum(each.bytes_per_device for each in self.placed)
+        return sum(entry.bytes_per_device for entry in self.placed)
 
     @property
     def parameter_bytes_per_device(self) -> int:
@@ -28,7 +28,7 @@ class Explanation(Viewable):
 
     def __getitem__(self, path: str) -> Placed:
         """The variable with this path, in any of its spellings."""
-        for each in self.placed:
-            if path == each.info.path or path in each.info.spellings:
-                return each
+        for entry in self.placed:
+            if path == entry.info.path or path in entry.info.spellings:
+                return entry
         raise KeyError(path)

@@ -331,12 +331,12 @@ class Layout(Viewable):
         >>> Layout.from_string("[batch+model, unsharded] on batch=4, model=2").num_shards(0)
         8
         """
-        found = re.fullmatch(r"\s*\[([^\]]*)\](\s+padded)?(?:\s+on\s+(.*))?", text, re.DOTALL)
-        if found is None:
+        match = re.fullmatch(r"\s*\[([^\]]*)\](\s+padded)?(?:\s+on\s+(.*))?", text, re.DOTALL)
+        if match is None:
             raise LayoutError(
                 f"expected a layout such as '[unsharded, model] on model=2'; received {text!r}."
             )
-        entries, padded, mesh = found.groups()
+        entries, padded, mesh = match.groups()
         specs = [e.strip().split("+") for e in entries.split(",")] if entries.strip() else []
         return cls(specs, None if mesh is None else Mesh.from_string(mesh), pad=bool(padded))
 

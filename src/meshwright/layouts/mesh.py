@@ -109,8 +109,8 @@ class Mesh(Viewable):
 
     def axis_size(self, axis: str) -> int:
         """Size of one axis. Raises :class:`MeshError` if there is no such axis."""
-        for known, size in self.axes:
-            if known == axis:
+        for name, size in self.axes:
+            if name == axis:
                 return size
         raise MeshError(
             f"axis {axis!r} is not an axis of the mesh ({self.axes_text}). "
@@ -249,12 +249,12 @@ class Mesh(Viewable):
         >>> Mesh.from_string("batch=4, model=2")
         Mesh({'batch': 4, 'model': 2})
         """
-        found = re.fullmatch(r"\s*(?:(\w+):)?([^@]*)(?:@\s*(\w+):([\d,\- ]+))?", text)
-        if found is None:
+        match = re.fullmatch(r"\s*(?:(\w+):)?([^@]*)(?:@\s*(\w+):([\d,\- ]+))?", text)
+        if match is None:
             raise MeshError(
                 f"expected a mesh such as 'batch=4, model=2 @ cpu:0-7'; received {text!r}."
             )
-        name, axes, platform, ids = found.groups()
+        name, axes, platform, ids = match.groups()
         mesh = cls(_parse_axes(axes, text), name=name or "")
         if ids is None:
             return mesh
@@ -393,13 +393,13 @@ def _wrong_count(
 
 
 def _fill_in(pairs: tuple[tuple[str, int], ...], count: int) -> tuple[tuple[str, int], ...]:
-    known = math.prod(size for _, size in pairs if size != -1)
+    product = math.prod(size for _, size in pairs if size != -1)
     if all(size != -1 for _, size in pairs):
         return pairs
-    if count % known:
+    if count % product:
         sizes = ", ".join(f"{axis}={size}" for axis, size in pairs)
-        raise MeshError(f"{sizes} cannot be filled in: {count} devices do not divide by {known}.")
-    return tuple((axis, count // known if size == -1 else size) for axis, size in pairs)
+        raise MeshError(f"{sizes} cannot be filled in: {count} devices do not divide by {product}.")
+    return tuple((axis, count // product if size == -1 else size) for axis, size in pairs)
 
 
 def _jax_mesh(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...] | None) -> Any:
@@ -434,17 +434,17 @@ def _ranges(ids: list[int]) -> str:
 
 
 def _parse_axes(axes: str, text: str) -> list[tuple[str, int]]:
-    found = re.findall(r"(\w+)\s*=\s*(\d+)", axes)
-    if re.sub(r"\w+\s*=\s*\d+", "", axes).strip(" ,") or not found:
+    pairs = re.findall(r"(\w+)\s*=\s*(\d+)", axes)
+    if re.sub(r"\w+\s*=\s*\d+", "", axes).strip(" ,") or not pairs:
         raise MeshError(f"expected a mesh such as 'batch=4, model=2 @ cpu:0-7'; received {text!r}.")
-    return [(axis, int(size)) for axis, size in found]
+    return [(axis, int(size)) for axis, size in pairs]
 
 
 def _parse_ids(ids: str, wanted: int, text: str) -> list[int]:
     runs = []
     for run in ids.split(","):
-        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", run)
-        first, last = map(int, (found[1], found[2] or found[1])) if found else (1, 0)
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", run)
+        first, last = map(int, (match[1], match[2] or match[1])) if match else (1, 0)
         if last < first:
             raise MeshError(f"{text!r} names no devices after '@'; write 'cpu:0-7' or 'cpu:0,2'.")
         runs.append((first, last))
@@ -478,16 +478,16 @@ def _named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
     chosen, faults = [], []
     for device in devices:
         is_name = isinstance(device, str)
-        found: Any = _device_called(device, platform) if is_name else device
-        if is_name and found is None:
+        resolved: Any = _device_called(device, platform) if is_name else device
+        if is_name and resolved is None:
             faults.append(f"there is no device {device!r}. {_devices_there(device, platform)}")
-        elif not hasattr(found, "platform"):
+        elif not hasattr(resolved, "platform"):
             faults.append(
                 f"expected a JAX device or its name, such as 'cpu:3'; received {device!r}."
             )
-        elif platform not in (None, found.platform, "cuda", "rocm"):  # both are JAX's "gpu"
+        elif platform not in (None, resolved.platform, "cuda", "rocm"):  # both are JAX's "gpu"
             faults.append(f"device {device!r} is not of the platform asked for, {platform!r}.")
-        chosen.append(found)
+        chosen.append(resolved)
     if not chosen:
         faults.append("devices=[] leaves nothing to make a mesh of; without it all are taken.")
     if faults:
@@ -497,8 +497,8 @@ def _named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
 
 def _device_called(name: str, platform: str | None) -> Any | None:
     kind, _, number = name.lower().rpartition(":")
-    known = {str(device.id): device for device in topology.devices(kind or platform)}
-    return known.get(number)
+    by_id = {str(device.id): device for device in topology.devices(kind or platform)}
+    return by_id.get(number)
 
 
 def _devices_there(name: str, platform: str | None) -> str:

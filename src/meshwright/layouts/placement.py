@@ -158,12 +158,12 @@ class Placement:
         outputs = [(f"activation {entry.pattern!r}", entry.layout) for entry in self.activations]
         faults = [f"{what}: {_MATCHES_NOTHING}" for what, x in weights + arrays if _holds_match(x)]
         faults += _rules_faults(self.rules, self.mesh)
-        for what, given in weights:  # rules are checked later, with the variables' sizes
-            if isinstance(given, Layout) or self.rules is None:
-                faults += self._binding_faults(what, given)
-        for what, given in arrays + outputs:
-            faults += self._binding_faults(what, given)
-        faults += [f"{what}: {_PADS_WEIGHTS}" for what, given in arrays + outputs if given.pad]
+        for what, asked in weights:  # rules are checked later, with the variables' sizes
+            if isinstance(asked, Layout) or self.rules is None:
+                faults += self._binding_faults(what, asked)
+        for what, asked in arrays + outputs:
+            faults += self._binding_faults(what, asked)
+        faults += [f"{what}: {_PADS_WEIGHTS}" for what, asked in arrays + outputs if asked.pad]
         if self.zero and self.batch is None:
             faults.append(
                 f"zero={self.zero} shares state out over the axes of the batch, and batch=None "
@@ -234,16 +234,16 @@ class Placement:
             return self
         return replace(self, inputs=(*inputs, *self.inputs))
 
-    def layout(self, given: Given) -> Layout:
-        """An unbound layout as given, or that of named dims by the rules."""
-        if isinstance(given, Layout):
-            return given
+    def layout(self, asked: Given) -> Layout:
+        """An unbound layout as it is, or that of named dims by the rules."""
+        if isinstance(asked, Layout):
+            return asked
         if self.rules is None:
             raise LayoutError(
-                f"its dims are named [{given}], and nothing says along which axes they lie: give "
+                f"its dims are named [{asked}], and nothing says along which axes they lie: give "
                 "the rules as well, rules='batch:rows;d_ff:cols', or axes in place of the names."
             )
-        return given.layout(self.rules)
+        return asked.layout(self.rules)
 
     def with_zero(self, zero: int) -> Placement:
         """The same rules at another level of ZeRO."""
@@ -263,23 +263,23 @@ class Placement:
         for info in dict.fromkeys(i for i in infos if i.role != "slot"):
             try:
                 ruled[info] = self._place_one(info)
-                found = _faults_of(ruled[info])
-                could_be_padded |= ruled[info].layout.rank == len(info.dims) and bool(found)
+                faults_here = _faults_of(ruled[info])
+                could_be_padded |= ruled[info].layout.rank == len(info.dims) and bool(faults_here)
             except _NamedDimsError as error:
-                found = [str(error)]
+                faults_here = [str(error)]
             except LayoutError as error:
-                found = [f"{_opening(info, info.asked, _BY_LAYER)}: {error}"]
-            if found:
-                faults.append("\n".join(found))
+                faults_here = [f"{_opening(info, info.asked, _BY_LAYER)}: {error}"]
+            if faults_here:
+                faults.append("\n".join(faults_here))
         if faults:
             raise PlacementError(
                 f"{len(faults)} variable(s) cannot be laid out on the mesh "
                 f"({self.mesh.axes_text}); nothing was allocated.\n"
                 + "\n".join(merged(faults) + [_PADDING] * could_be_padded)
             )
-        owners = {info.path: each for info, each in ruled.items()}
+        owners = {info.path: placed for info, placed in ruled.items()}
         if self.zero == 3:
-            ruled = {info: self._shared_out(each) for info, each in ruled.items()}
+            ruled = {info: self._shared_out(placed) for info, placed in ruled.items()}
         return [ruled.get(info) or self._slot(info, owners) for info in infos]
 
     def _place_one(self, info: ParamInfo) -> Placed:
@@ -344,23 +344,23 @@ class Placement:
             return Placed(info, Layout.replicated(self.mesh, len(info.dims)), "slot: replicated")
         return self._shared_out(slot) if self.zero else slot
 
-    def _shared_out(self, each: Placed) -> Placed:
+    def _shared_out(self, placed: Placed) -> Placed:
         """What ZeRO makes of a parameter or a slot; the reason says so either way."""
-        if each.info.role not in ("parameter", "slot"):
-            return each
-        layout = share_out(each.layout, each.stored_dims, self.batch_axes)
+        if placed.info.role not in ("parameter", "slot"):
+            return placed
+        layout = share_out(placed.layout, placed.stored_dims, self.batch_axes)
         says = f"zero={self.zero}" + ("" if layout else ": small, or no dim divides")
-        return each._replace(layout=layout or each.layout, reason=f"{each.reason}, {says}")
+        return placed._replace(layout=layout or placed.layout, reason=f"{placed.reason}, {says}")
 
     def _asked(self, info: ParamInfo, entry: PathLayout | None) -> Layout:
         """The layer's own layout. It beats a pattern; one that is this very path contradicts it."""
         assert info.asked is not None
         if entry is not None and names_exactly(entry.pattern, info.spellings):
-            given = self.layout(entry.layout).unbound()
-            if given != info.asked.unbound():
+            asked = self.layout(entry.layout).unbound()
+            if asked != info.asked.unbound():
                 raise LayoutError(
                     f"the variable is laid out twice: layout {entry.pattern!r} names this very "
-                    f"path and gives {given}. Keep one of the two."
+                    f"path and gives {asked}. Keep one of the two."
                 )
         if MATCH in info.asked.specs:
             raise LayoutError(_MATCHES_NOTHING)
@@ -427,9 +427,9 @@ class Placement:
         dims: Sequence[int],
     ) -> Layout:
         layouts = dict(named)
-        given = layouts.get(name) if name is not None else None
-        given = given or layouts.get(position) or self._by_batch(len(dims))
-        layout = self.layout(given).on(self.mesh)
+        asked = layouts.get(name) if name is not None else None
+        asked = asked or layouts.get(position) or self._by_batch(len(dims))
+        layout = self.layout(asked).on(self.mesh)
         # A target of lower rank than its layout keeps the dims that it has (labels beside images,
         # sample weights); an input of lower rank is not the one that the layout was written for.
         if layout.rank < len(dims) or (kind == "input" and layout.rank > len(dims)):
@@ -449,9 +449,9 @@ class Placement:
         first: list[Spec] = [_as_axes(self.batch) or UNSHARDED] if rank else []
         return Layout([*first, *[UNSHARDED] * (rank - 1)])
 
-    def _binding_faults(self, what: str, given: Given) -> list[str]:
+    def _binding_faults(self, what: str, layout: Given) -> list[str]:
         try:
-            self.layout(given).on(self.mesh)
+            self.layout(layout).on(self.mesh)
         except LayoutError as error:
             return [f"{what}: {error}"]
         return []
@@ -505,8 +505,8 @@ def _rules_faults(rules: DimRules | None, mesh: Mesh) -> list[str]:
     return faults
 
 
-def _holds_match(given: Given) -> bool:
-    return isinstance(given, Layout) and MATCH in given.specs
+def _holds_match(asked: Given) -> bool:
+    return isinstance(asked, Layout) and MATCH in asked.specs
 
 
 def _padded(info: ParamInfo, layout: Layout, reason: str) -> Placed:
@@ -543,7 +543,7 @@ def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Given], ...]:
     """``inputs=`` as pairs: a mapping by name or position, or one layout for the only input."""
     if layouts is None:
         return ()
-    if isinstance(layouts, list | tuple) and any(isinstance(each, list) for each in layouts):
+    if isinstance(layouts, list | tuple) and any(isinstance(item, list) for item in layouts):
         raise LayoutError(
             f"{what}={layouts!r}: one layout is a list of axes. Where there are several {what}, "
             f"name each or give its position: {what}={{0: {layouts[0]!r}, ...}}."
@@ -553,11 +553,11 @@ def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Given], ...]:
     for key in layouts:
         if not isinstance(key, str | int):
             raise LayoutError(f"{what} are named by name or position; received {key!r}.")
-    return tuple((key, _layout_of(f"{what}[{key!r}]", given)) for key, given in layouts.items())
+    return tuple((key, _layout_of(f"{what}[{key!r}]", layout)) for key, layout in layouts.items())
 
 
-def _layout_of(what: str, given: Any) -> Given:
+def _layout_of(what: str, layout: Any) -> Given:
     try:
-        return as_given(given)
+        return as_given(layout)
     except LayoutError as error:
         raise LayoutError(f"{what}: {error}") from None

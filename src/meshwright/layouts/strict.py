@@ -113,14 +113,14 @@ def refuse_idle_rules(placement: Placement) -> None:
     idle = [f"'{d}:{axis}'" for d, axis in placement.rules.pairs if d not in {*named, "batch"}]
     if not idle:
         return
-    known = (
+    matched = (
         f"Named dims: {', '.join(map(repr, named))}."
         if named
         else "Nothing has named dims: name those of weights, layouts['ffn.*kernel'] = "
         "dims('d_model d_ff')."
     )
     text = (
-        f"no dim is named as in the rule(s) {', '.join(idle)}, so they split nothing. {known} "
+        f"no dim is named as in the rule(s) {', '.join(idle)}, so they split nothing. {matched} "
         "Correct the rules or take them out"
     )
     if placement.strict:
@@ -130,9 +130,9 @@ def refuse_idle_rules(placement: Placement) -> None:
 
 def _named_dims(placement: Placement) -> list[str]:
     layouts = [entry.layout for entry in (*placement.layouts, *placement.activations)]
-    layouts += [given for _, given in (*placement.inputs, *placement.targets)]
-    names = (given.names for given in layouts if isinstance(given, DimNames))
-    return sorted({name for each in names for name in each} - {ANY})
+    layouts += [asked for _, asked in (*placement.inputs, *placement.targets)]
+    names = (asked.names for asked in layouts if isinstance(asked, DimNames))
+    return sorted({name for row in names for name in row} - {ANY})
 
 
 def idle_layouts(placement: Placement, infos: Sequence[ParamInfo]) -> list[str]:
@@ -153,20 +153,20 @@ def unnamed(placement: Placement, infos: Sequence[ParamInfo]) -> list[Placed]:
     if not placement.layouts or placement.mesh.size == 1:
         return []
     return [
-        each
-        for each in placement.place(infos)
-        if each.info.role == "parameter"
-        and each.info.nbytes >= LARGE_BYTES
-        and each.layout.is_fully_replicated
-        and each.info.asked is None
-        and find_layout(placement.layouts, each.info.spellings) is None
+        entry
+        for entry in placement.place(infos)
+        if entry.info.role == "parameter"
+        and entry.info.nbytes >= LARGE_BYTES
+        and entry.layout.is_fully_replicated
+        and entry.info.asked is None
+        and find_layout(placement.layouts, entry.info.spellings) is None
     ]
 
 
 def idle_axes(placement: Placement, placed: Iterable[Placed]) -> list[str]:
     """Axes of the mesh along which nothing is split."""
-    layouts = [each.layout for each in placed]
-    layouts += [placement.layout(given) for _, given in (*placement.inputs, *placement.targets)]
+    layouts = [variable.layout for variable in placed]
+    layouts += [placement.layout(asked) for _, asked in (*placement.inputs, *placement.targets)]
     layouts += [placement.layout(entry.layout) for entry in placement.activations]
     used = {axis for layout in layouts for axis in layout.axes} | set(placement.batch_axes)
     return [axis for axis, size in placement.mesh.axes if size > 1 and axis not in used]
@@ -197,10 +197,10 @@ def _nearest(pattern: str, infos: Sequence[ParamInfo]) -> list[str]:
 
 def _unnamed_text(large: list[Placed], name: str) -> str:
     lines = merged(
-        f"  {each.info.path} {each.info.dims}: {each.info.nbytes:,} bytes"
-        for each in sorted(large, key=lambda each: -each.info.nbytes)
+        f"  {entry.info.path} {entry.info.dims}: {entry.info.nbytes:,} bytes"
+        for entry in sorted(large, key=lambda entry: -entry.info.nbytes)
     )
-    total = sum(each.info.nbytes for each in large)
+    total = sum(entry.info.nbytes for entry in large)
     return (
         f"no pattern matches {len(large)} large parameter(s) of {name}, so every device holds them "
         f"whole, {total:,} bytes in all:\n" + "\n".join(lines) + "\n"

@@ -199,10 +199,10 @@ def _export(jitted: Any, abstract: Any, target: Target) -> Any:
         try:
             return exporting(*abstract)
         except ValueError as error:
-            found = set(re.findall(r"custom_call @([\w.$]+)", str(error)))
-            if not found - allowed:
+            kernels = set(re.findall(r"custom_call @([\w.$]+)", str(error)))
+            if not kernels - allowed:
                 raise
-            allowed |= found
+            allowed |= kernels
         except NotImplementedError as error:
             advice = ""
             if "callback" in str(error):
@@ -255,8 +255,8 @@ def _memory_in(words: str) -> tuple[int | None, int | None]:
         r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
     )
     for pattern in patterns:
-        if found := re.search(pattern, words):
-            used, unit, there, its_unit = found.groups()
+        if match := re.search(pattern, words):
+            used, unit, there, its_unit = match.groups()
             return _bytes(used, unit), _bytes(there, its_unit)
     return None, None
 

@@ -112,30 +112,33 @@ def _collectives(run: DryRun, measured: Measured) -> list[CollectiveRow]:
     predicted: dict[_Kind, list[Transfer]] = defaultdict(list)
     for collective in run.collectives:
         predicted[collective.kind, collective.axes].append(collective)
-    seen = {(each.kind, each.axes): each for each in measured.collectives or ()}
+    seen = {(measure.kind, measure.axes): measure for measure in measured.collectives or ()}
     times = _times(run)
     rows = [
         CollectiveRow(
             kind,
             axes,
-            (_sum([each.count for each in predicted[kind, axes]]), _seen(measured, found, "count")),
             (
-                _sum([each.bytes_per_step for each in predicted[kind, axes]]),
-                _seen(measured, found, "bytes_per_step"),
+                _sum([prediction.count for prediction in predicted[kind, axes]]),
+                _seen(measured, match, "count"),
             ),
-            (times.get((kind, axes)), _seen(measured, found, "time_s")),
+            (
+                _sum([prediction.bytes_per_step for prediction in predicted[kind, axes]]),
+                _seen(measured, match, "bytes_per_step"),
+            ),
+            (times.get((kind, axes)), _seen(measured, match, "time_s")),
         )
         for kind, axes in dict.fromkeys([*predicted, *seen])
-        for found in [seen.get((kind, axes))]
+        for match in [seen.get((kind, axes))]
     ]
     return sorted(rows, key=lambda row: -(row.nbytes[0] or row.nbytes[1] or 0))
 
 
-def _seen(measured: Measured, found: SeenCollective | None, figure: str) -> Any:
+def _seen(measured: Measured, seen: SeenCollective | None, figure: str) -> Any:
     """A figure of what ran; nothing is zero where the profiler would have recorded it."""
     if measured.collectives is None:
         return None
-    return 0 if found is None else getattr(found, figure)
+    return 0 if seen is None else getattr(seen, figure)
 
 
 def _times(run: DryRun) -> dict[_Kind, float | None]:
@@ -146,12 +149,12 @@ def _times(run: DryRun) -> dict[_Kind, float | None]:
     if run.compiled is None or run.hardware is None or run.blocks is not None:
         return {}
     links = links_of(run.compiled.target, run.hardware, run.compiled.axes)
-    found: dict[_Kind, list[float | None]] = defaultdict(list)
+    figures: dict[_Kind, list[float | None]] = defaultdict(list)
     for collective in run.compiled.collectives:
         once, count = collective_s(collective, links), collective.count
-        times = found[collective.kind, collective.axes]
+        times = figures[collective.kind, collective.axes]
         times.append(None if once is None or count is None else count * once)
-    return {kind: _sum(times) for kind, times in found.items()}
+    return {kind: _sum(times) for kind, times in figures.items()}
 
 
 def _notes(run: DryRun, measured: Measured) -> list[str]:
@@ -196,7 +199,9 @@ class Pair(Viewable):
     @property
     def rows(self) -> tuple[Row, ...]:
         """Every figure that one of them has."""
-        axes = [each.axes for run in (self.first, self.second) for each in run.collectives]
+        axes = [
+            collective.axes for run in (self.first, self.second) for collective in run.collectives
+        ]
         one, two = (_figures(run, axes) for run in (self.first, self.second))
         units: dict[str, Unit] = {
             name: unit for run in (one, two) for name, (_, unit) in run.items()
@@ -227,7 +232,7 @@ class Pair(Viewable):
 
 
 def _figures(run: DryRun, axes: Iterable[tuple[str, ...]]) -> dict[str, tuple[float | None, Unit]]:
-    found = run.estimate
+    estimate = run.estimate
     figures: dict[str, tuple[float | None, Unit]] = {
         "step time": (run.step_time_s, "seconds"),
         "MFU": (run.mfu, "share"),
@@ -236,10 +241,10 @@ def _figures(run: DryRun, axes: Iterable[tuple[str, ...]]) -> dict[str, tuple[fl
         "tokens per second": (run.tokens_per_s, "count"),
         "FLOPs of a device": (run.flops, "FLOP"),
     }
-    if found is not None:
-        figures["compute"] = found.compute_s, "seconds"
-        figures["memory traffic"] = found.memory_s, "seconds"
-        figures["waiting for collectives"] = found.waiting_s, "seconds"
+    if estimate is not None:
+        figures["compute"] = estimate.compute_s, "seconds"
+        figures["memory traffic"] = estimate.memory_s, "seconds"
+        figures["waiting for collectives"] = estimate.waiting_s, "seconds"
     figures |= {name: (nbytes, "bytes") for name, nbytes in run.memory.figures}
     for along in dict.fromkeys(axes):
         moved = moved_bytes(

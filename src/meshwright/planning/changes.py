@@ -55,7 +55,7 @@ def worse(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Find
     >>> print(*worse(before, now))
     worse   memory      slots: 100 B -> 150 B (+50.0%)
     """
-    return tuple(each for each in compare(before, now, tolerance) if each.verdict == "worse")
+    return tuple(change for change in compare(before, now, tolerance) if change.verdict == "worse")
 
 
 def compare(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Finding, ...]:
@@ -76,7 +76,7 @@ def compare(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Fi
     exact = tolerance or 0.0
     compiled = _TOLERANCE if tolerance is None else tolerance
     alike = before.analytic == now.analytic
-    found = [
+    changes = [
         *(_fit(before, now) if alike else ()),
         *(_step(before, now, compiled) if alike else ()),
         *_memory(before, now, exact, compiled if alike else math.inf),
@@ -84,7 +84,7 @@ def compare(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Fi
         *_layouts(before, now, exact),
     ]
     order = ("worse", "better", "changed")
-    return tuple(sorted(found, key=lambda each: order.index(each.verdict)))
+    return tuple(sorted(changes, key=lambda change: order.index(change.verdict)))
 
 
 def notes(before: Lock, now: Lock) -> tuple[str, ...]:
@@ -97,13 +97,13 @@ def notes(before: Lock, now: Lock) -> tuple[str, ...]:
         if old.get(package) != new.get(package)
     ]
     if before.analytic != now.analytic:
-        was, is_now = (_source(each) for each in (before, now))
+        was, is_now = (_source(value) for value in (before, now))
         said.append(
             f"the file was written {was}, this is {is_now}: whether it fits, its peak, its time "
             "and its collectives are not compared; write another file with --save"
         )
     elif before.blocks != now.blocks:
-        was, is_now = (_compiled(each.blocks) for each in (before, now))
+        was, is_now = (_compiled(run.blocks) for run in (before, now))
         said.append(f"the file was written of a step with {was}, this is of one with {is_now}")
     if now.step and not before.step:
         said.append("the file holds no step time, FLOPs and MFU: write it again with --save")
@@ -138,11 +138,11 @@ def _step(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
     if before.collectives is None or now.collectives is None:
         return  # of a step that the compiler refused, which is said by itself
     old, new = dict(before.step), dict(now.step)
-    for line in (each for each in old if each in new):
+    for line in (line_of_old for line_of_old in old if line_of_old in new):
         if line != "flops" and before.hardware != now.hardware:
             continue
         was, takes = old[line], new[line]
-        costs = [_inverse(each) if line == "mfu" else each for each in (was, takes)]
+        costs = [_inverse(value) if line == "mfu" else value for value in (was, takes)]
         if verdict := _verdict(costs[0], costs[1], share):
             name, unit = _STEP.get(line, (line, "seconds"))
             yield Finding(verdict, "step", name, was, takes, unit)
@@ -201,7 +201,7 @@ def _layouts(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
 
 def _verdict(before: float | None, now: float | None, share: float) -> str:
     """What is not known counts as more than anything that is."""
-    old, new = (math.inf if each is None else each for each in (before, now))
+    old, new = (math.inf if value is None else value for value in (before, now))
     if old == new:
         return ""
     if math.isinf(new) or new - old > share * old:

@@ -53,8 +53,10 @@ def dry_run(
         strategy = strategy.on(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
     _check_devices(strategy, target)
     described = abstract_step(model, batch, strategy)
-    found = _report(model, batch, strategy, described, target, hardware, blocks, compile, timeout_s)
-    return replace(found, fed=fed(batch, described.how.accumulate))
+    report = _report(
+        model, batch, strategy, described, target, hardware, blocks, compile, timeout_s
+    )
+    return replace(report, fed=fed(batch, described.how.accumulate))
 
 
 def _report(
@@ -77,15 +79,15 @@ def _report(
     if blocks == "whole":
         return _whole(described, target, hardware, timeout_s)
     with tracing(described.program.name):
-        found, reason = reduced(described)
+        repeats, reason = reduced(described)
     enough = _WORTH_IT_ON_GPUS if target.platform == "cuda" else _WORTH_IT
-    if found is not None and blocks == "auto" and found.count < enough:
+    if repeats is not None and blocks == "auto" and repeats.count < enough:
         return _whole(described, target, hardware, timeout_s)
-    if found is None:
+    if repeats is None:
         whole = _whole(described, target, hardware, timeout_s)
         said = (f"all blocks were compiled: {reason}",) if reason else ()
         return replace(whole, notes=(*whole.notes, *said))
-    return _of_blocks(described, found, target, hardware, timeout_s)
+    return _of_blocks(described, repeats, target, hardware, timeout_s)
 
 
 def not_compiled(target: Target, is_asked: bool = True) -> str:
@@ -122,17 +124,17 @@ def _whole(described: AbstractStep, target: Target, hardware: Hardware, timeout_
 
 
 def _of_blocks(
-    described: AbstractStep, found: Reduced, target: Target, hardware: Hardware, timeout_s: float
+    described: AbstractStep, repeats: Reduced, target: Target, hardware: Hardware, timeout_s: float
 ) -> DryRun:
     """The report on a step of which one and two equal blocks are compiled."""
-    fewer = [found.with_blocks(count) for count in (1, 2)]
+    fewer = [repeats.with_blocks(count) for count in (1, 2)]
     try:
-        both = [compile_abstract(each, target, timeout_s=timeout_s) for each in fewer]
+        both = [compile_abstract(step, target, timeout_s=timeout_s) for step in fewer]
     except DoesNotFitError as error:
         report = refused(described, target, hardware, error)
-        said = f"this is of one or two of {found.count} equal blocks, and all of them need more"
+        said = f"this is of one or two of {repeats.count} equal blocks, and all of them need more"
         return replace(report, notes=(*report.notes, said))
-    report = extended(described, found, fewer, both, hardware)
+    report = extended(described, repeats, fewer, both, hardware)
     if report is not None:
         return report
     whole = _whole(described, target, hardware, timeout_s)

@@ -172,7 +172,7 @@ def estimate(
     own = (costs.flops if split is None else split) * (1.0 - again)
     talk = _communication(costs, clock)
     spoken = sum(spent for _, spent in talk if spent is not None)
-    found = Estimate(
+    summed = Estimate(
         target=compiled.target,
         hardware=hardware.name,
         flops=costs.flops,
@@ -207,21 +207,21 @@ def estimate(
         uncounted=_of_users(costs.uncounted),
         peak_flops_per_s=clock.peak("bfloat16", "") or clock.peak("float32", ""),
     )
-    return with_shares(found)
+    return with_shares(summed)
 
 
-def with_shares(found: Estimate) -> Estimate:
+def with_shares(estimate: Estimate) -> Estimate:
     """The estimate with what follows from its sums; without times where a number is missing, or
     where work is."""
-    sums = found.sums
+    sums = estimate.sums
     if sums is None:
-        return found
-    if found.missing or sums.is_short:
-        found = replace(found, waiting_s=None, overlap_s=None, step_time_s=None)
-        return replace(found, replicated_share=sums.replicated_share)
+        return estimate
+    if estimate.missing or sums.is_short:
+        estimate = replace(estimate, waiting_s=None, overlap_s=None, step_time_s=None)
+        return replace(estimate, replicated_share=sums.replicated_share)
     return replace(
-        found,
-        mfu=sums.mfu(found.peak_flops_per_s),
+        estimate,
+        mfu=sums.mfu(estimate.peak_flops_per_s),
         bound_by=sums.times.bound_by,
         replicated_share=sums.replicated_share,
     )
@@ -238,22 +238,22 @@ def _total(parts: Iterable[tuple[float | None, int]]) -> float | None:
 
 def _communication(costs: Costs, clock: Clock) -> tuple[tuple[tuple[str, ...], float | None], ...]:
     """Seconds of all collectives over each set of axes, the longest first."""
-    found: dict[tuple[str, ...], list[tuple[float | None, int]]] = {}
+    groups: dict[tuple[str, ...], list[tuple[float | None, int]]] = {}
     for operation in costs.operations:
         for one in operation.collectives:
             if one.axes:
-                found.setdefault(one.axes, []).append((clock.talk_s(one), operation.times))
-    sums = [(axes, _total(parts)) for axes, parts in found.items()]
+                groups.setdefault(one.axes, []).append((clock.talk_s(one), operation.times))
+    sums = [(axes, _total(parts)) for axes, parts in groups.items()]
     return tuple(sorted(sums, key=lambda pair: -(pair[1] or 0.0)))
 
 
 def _heaviest(costs: Costs, clock: Clock) -> tuple[Heavy, ...]:
-    found = []
+    layers = []
     for operation in costs.operations:
         talk_s = sum(clock.talk_s(one) or 0.0 for one in operation.collectives)
         time_s = max(clock.compute_s(operation) or 0.0, clock.memory_s(operation) or 0.0, talk_s)
         n = operation.times
-        found.append(
+        layers.append(
             Heavy(
                 name=operation.name,
                 opcode=operation.opcode,
@@ -265,8 +265,8 @@ def _heaviest(costs: Costs, clock: Clock) -> tuple[Heavy, ...]:
                 time_s=n * time_s,
             )
         )
-    found.sort(key=lambda heavy: (-heavy.time_s, -heavy.flops, -heavy.bytes))
-    return tuple(found[:_HEAVIEST])
+    layers.sort(key=lambda heavy: (-heavy.time_s, -heavy.flops, -heavy.bytes))
+    return tuple(layers[:_HEAVIEST])
 
 
 # What is not known, and what is assumed
@@ -317,17 +317,17 @@ def _of_users(kernels: Iterable[str]) -> tuple[str, ...]:
 # In words
 
 
-def _short_in_words(found: Estimate) -> str:
-    assert found.sums is not None
-    devices = found.target.num_devices
+def _short_in_words(estimate: Estimate) -> str:
+    sums, devices = estimate.sums, estimate.target.num_devices
+    assert sums is not None
     fact = (
-        f"the compiled step has {flops_text(found.sums.done_flops)} in each of {devices} devices, "
-        f"and the model needs {flops_text(found.sums.least_flops or 0.0)}: work is missing from "
-        f"FLOPs and bytes, the step takes longer than {seconds_text(found.sums.times.length)}, and "
+        f"the compiled step has {flops_text(sums.done_flops)} in each of {devices} devices, "
+        f"and the model needs {flops_text(sums.least_flops or 0.0)}: work is missing from "
+        f"FLOPs and bytes, the step takes longer than {seconds_text(sums.times.length)}, and "
         "step time and MFU are not given"
     )
-    if found.uncertain:
-        return f"{fact}. {'; '.join(found.uncertain)}."
+    if estimate.uncertain:
+        return f"{fact}. {'; '.join(estimate.uncertain)}."
     return (
         f"{fact}. The compiler left products out, or they are written in a way that is not read. "
         "Compare the program in report.compiled.text, and report it as a bug if the products are "

@@ -108,7 +108,7 @@ class Lock:
             lines.append(_pair("hardware", self.hardware))
             lines.append(_block("step", "{}", [_pair(*line) for line in self.step]))
         lines.append(_block("memory", "{}", [_pair(*line) for line in self.memory]))
-        rows = [json.dumps(vars(each)) for each in self.collectives or ()]
+        rows = [json.dumps(vars(collective)) for collective in self.collectives or ()]
         has_collectives = self.collectives is not None
         lines.append(
             _block("collectives", "[]", rows) if has_collectives else _pair("collectives", None)
@@ -150,12 +150,12 @@ def lock_of(run: DryRun) -> Lock:
     memory = tuple((line, getattr(run.memory, line)) for line in (*EXACT, *COMPILED))
     layouts = sorted(
         LockedLayout(
-            each.info.path,
-            str(each.layout.unbound()),
-            each.bytes_per_device,
+            entry.info.path,
+            str(entry.layout.unbound()),
+            entry.bytes_per_device,
         )
-        for each in run.placed
-        if each.info.role == "parameter"
+        for entry in run.placed
+        if entry.info.role == "parameter"
     )
     return Lock(
         name=run.name,
@@ -191,26 +191,26 @@ def _grouped(run: DryRun) -> tuple[LockedCollective, ...]:
     return tuple(
         LockedCollective(
             *key,
-            count=_sum(each.count for each in alike[key]),
-            bytes_per_step=_sum(each.bytes_per_step for each in alike[key]),
+            count=_sum(same.count for same in alike[key]),
+            bytes_per_step=_sum(same.bytes_per_step for same in alike[key]),
         )
         for key in sorted(alike)
     )
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
-    known = list(numbers)
-    return None if None in known else sum(each or 0 for each in known)
+    counts = list(numbers)
+    return None if None in counts else sum(number or 0 for number in counts)
 
 
 def _versions(platform: str) -> tuple[tuple[str, str], ...]:
-    found = {}
+    fields_read = {}
     for package in ("jax", "jaxlib", *_COMPILERS.get(platform, ())):
         try:
-            found[package] = importlib.metadata.version(package)
+            fields_read[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return tuple(found.items())
+    return tuple(fields_read.items())
 
 
 # The file
@@ -220,8 +220,10 @@ def _pair(key: str, value: Any) -> str:
     return f"{json.dumps(key)}: {json.dumps(value)}"
 
 
-def _locked_layout(each: LockedLayout) -> str:
-    return _pair(each.path, {"layout": each.layout, "bytes_per_device": each.bytes_per_device})
+def _locked_layout(locked: LockedLayout) -> str:
+    return _pair(
+        locked.path, {"layout": locked.layout, "bytes_per_device": locked.bytes_per_device}
+    )
 
 
 def _block(name: str, brackets: str, rows: Sequence[str]) -> str:
@@ -241,15 +243,17 @@ def _lock(read: Any) -> Lock:
         name=_as(str, read["name"]),
         target=_as(str, read["target"]),
         mesh=tuple((axis, _as(int, size)) for axis, size in read["mesh"].items()),
-        versions=tuple((each, _as(str, version)) for each, version in read["versions"].items()),
+        versions=tuple(
+            (package, _as(str, version)) for package, version in read["versions"].items()
+        ),
         fits=None if read["fits"] is None else _as(bool, read["fits"]),
         memory=tuple((line, _number(read["memory"][line])) for line in read["memory"]),
         collectives=None
         if read["collectives"] is None
-        else tuple(_read_collective(each) for each in read["collectives"]),
+        else tuple(_read_collective(saved) for saved in read["collectives"]),
         layouts=tuple(
-            LockedLayout(path, _as(str, each["layout"]), _as(int, each["bytes_per_device"]))
-            for path, each in read["layouts"].items()
+            LockedLayout(path, _as(str, saved["layout"]), _as(int, saved["bytes_per_device"]))
+            for path, saved in read["layouts"].items()
         ),
         blocks=_number(read.get("blocks")),
         analytic=_as(bool, read.get("analytic", False)),
@@ -258,14 +262,14 @@ def _lock(read: Any) -> Lock:
     )
 
 
-def _read_collective(each: Mapping[str, Any]) -> LockedCollective:
+def _read_collective(saved: Mapping[str, Any]) -> LockedCollective:
     return LockedCollective(
-        kind=_as(str, each["kind"]),
-        axes=tuple(_as(str, axis) for axis in each["axes"]),
-        path=_as(str, each["path"]),
-        unexpected=_as(bool, each["unexpected"]),
-        count=_number(each["count"]),
-        bytes_per_step=_number(each["bytes_per_step"]),
+        kind=_as(str, saved["kind"]),
+        axes=tuple(_as(str, axis) for axis in saved["axes"]),
+        path=_as(str, saved["path"]),
+        unexpected=_as(bool, saved["unexpected"]),
+        count=_number(saved["count"]),
+        bytes_per_step=_number(saved["bytes_per_step"]),
     )
 
 

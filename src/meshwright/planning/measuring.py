@@ -112,8 +112,8 @@ def _devices(tree: Any) -> list[Any]:
     import jax
 
     arrays = jax.tree.leaves(tree)
-    found = {s.device for array in arrays for s in array.addressable_shards}
-    return sorted(found, key=lambda device: device.id)
+    devices = {s.device for array in arrays for s in array.addressable_shards}
+    return sorted(devices, key=lambda device: device.id)
 
 
 def _sizes(state: TrainState, batch: Any) -> dict[str, int]:
@@ -141,9 +141,9 @@ def _most_bytes(tree: Any) -> int:
 def _peak(state: TrainState, compiled: Any) -> tuple[int | None, str]:
     """What a device held at most: by its own count, else as the executable has reserved it."""
     counted = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in _devices(state)]
-    known = [each for each in counted if each is not None]
-    if known:
-        return max(known), "what the device counted, from the start of this process on"
+    numbers = [number for number in counted if number is not None]
+    if numbers:
+        return max(numbers), "what the device counted, from the start of this process on"
     memory = compiled.memory_analysis()
     if memory is None:
         return None, ""

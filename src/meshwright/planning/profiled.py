@@ -74,12 +74,12 @@ def collectives_seen(
     times: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
     devices: set[str] = set()
     for event in events:
-        found = wanted.get(event.instruction)
-        if found is None or program is None or event.program != program[1]:
+        collective = wanted.get(event.instruction)
+        if collective is None or program is None or event.program != program[1]:
             continue
         devices.add(event.device)
-        counts[event.instruction] += len(found.collectives)
-        first = found.collectives[0]
+        counts[event.instruction] += len(collective.collectives)
+        first = collective.collectives[0]
         spent = times.setdefault((first.kind, first.axes), defaultdict(float))
         spent[event.device] += event.duration_s
     if not devices:
@@ -88,9 +88,11 @@ def collectives_seen(
         SeenCollective(
             kind,
             over,
-            count=sum(counts[each.name] for each in alike) / len(devices) / num_steps,
+            count=sum(counts[instruction.name] for instruction in alike) / len(devices) / num_steps,
             bytes_per_step=_sum(
-                c.count and c.count * c.bytes_per_device for each in alike for c in each.collectives
+                c.count and c.count * c.bytes_per_device
+                for instruction in alike
+                for c in instruction.collectives
             ),
             time_s=statistics.median(spent.values()) / num_steps,
         )
@@ -99,10 +101,10 @@ def collectives_seen(
     )
 
 
-def _is(each: object, kind: str, axes: tuple[str, ...]) -> bool:
-    return (getattr(each, "kind", None), getattr(each, "axes", None)) == (kind, axes)
+def _is(event: object, kind: str, axes: tuple[str, ...]) -> bool:
+    return (getattr(event, "kind", None), getattr(event, "axes", None)) == (kind, axes)
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
-    known = list(numbers)
-    return None if None in known else sum(each or 0 for each in known)
+    counts = list(numbers)
+    return None if None in counts else sum(number or 0 for number in counts)

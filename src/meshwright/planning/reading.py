@@ -31,7 +31,7 @@ _NEAR = 0.8  # of a device's memory, from where compilers give up time for room
 
 def extended(
     described: AbstractStep,
-    found: Reduced,
+    repeats: Reduced,
     fewer: Sequence[AbstractStep],
     compiled: Sequence[Compiled],
     hardware: Hardware,
@@ -40,22 +40,22 @@ def extended(
 
     ``None`` where the compiler's figure for two of them is more than what we see.
     """
-    bare = [replace(each, text=unmarked(each.text)) for each in compiled]
+    bare = [replace(program, text=unmarked(program.text)) for program in compiled]
     one, two = (read(d, c, hardware, None) for d, c in zip(fewer, bare, strict=True))
     if not extending.is_understood(two):
         return None
-    held = [heights_of(each.text) for each in compiled]
-    memory, most, tensors = extending.memory((one, two), held, found)
+    held = [heights_of(program.text) for program in compiled]
+    memory, most, tensors = extending.memory((one, two), held, repeats)
     assert one.estimate is not None
     assert two.estimate is not None
-    blocks = Blocks(found.count, found.names, (compiled[0].compile_s, compiled[1].compile_s))
+    blocks = Blocks(repeats.count, repeats.names, (compiled[0].compile_s, compiled[1].compile_s))
     return replace(
         two,
         memory=replace(memory, **sizes(described)),
-        collectives=extending.transfers(one.collectives, two.collectives, found),
+        collectives=extending.transfers(one.collectives, two.collectives, repeats),
         tensors=tensors[:_TENSORS],
         alive_bytes=most,
-        estimate=extending.estimate(one.estimate, two.estimate, found),
+        estimate=extending.estimate(one.estimate, two.estimate, repeats),
         notes=(*two.notes, str(blocks), *_doubts(memory, two.target)),
         placed=described.placed,
         blocks=blocks,
@@ -82,7 +82,7 @@ def read(
 ) -> DryRun:
     """The report on a step that was compiled, with the largest of the tensors at the peak."""
     alive = alive_at_peak(parse(compiled.text))
-    known = sizes(described)
+    nbytes = sizes(described)
     peak, peak_is = _peak(compiled)
     whole, least = _model_flops(described, compiled.target)
     estimated = estimate(compiled, hardware, model_flops=whole, least_flops=least)
@@ -91,8 +91,8 @@ def read(
         target=compiled.target,
         axes=compiled.axes,
         memory=Memory(
-            **known,
-            padding_bytes=compiled.argument_bytes - sum(known.values()) + known["gradient_bytes"],
+            **nbytes,
+            padding_bytes=compiled.argument_bytes - sum(nbytes.values()) + nbytes["gradient_bytes"],
             temporary_bytes=compiled.temporary_bytes,
             peak_bytes=peak,
             peak_is=peak_is,
@@ -102,7 +102,7 @@ def read(
             compiled.collectives, arguments(described), described.placement, compiled.lines
         ),
         tensors=_named(alive[:most], arguments(described)),
-        alive_bytes=sum(each.nbytes for each in alive),
+        alive_bytes=sum(tensor.nbytes for tensor in alive),
         estimate=estimated,
         notes=(*_notes(compiled.target), *_besides(compiled), *estimated.uncertain),
         compiled=compiled,
@@ -118,9 +118,9 @@ def _named(
     named = []
     for tensor in tensors:
         number = tensor.argument
-        known = None if number is None or number >= len(variables) else variables[number]
-        if known is not None and not tensor.origin.path:
-            tensor = replace(tensor, origin=replace(tensor.origin, path=known.info.path))
+        variable = None if number is None or number >= len(variables) else variables[number]
+        if variable is not None and not tensor.origin.path:
+            tensor = replace(tensor, origin=replace(tensor.origin, path=variable.info.path))
         named.append(tensor)
     return tuple(named)
 
@@ -149,11 +149,11 @@ def refused(
 def sizes(described: AbstractStep) -> dict[str, int]:
     """The exact bytes of what a step takes, in one device, and of one gradient per parameter."""
     by_role = {"parameter": 0, "slot": 0}
-    for each in described.placed:
-        role = each.info.role if each.info.role in by_role else "state"
-        by_role[role] = by_role.get(role, 0) + each.bytes_per_device
+    for entry in described.placed:
+        role = entry.info.role if entry.info.role in by_role else "state"
+        by_role[role] = by_role.get(role, 0) + entry.bytes_per_device
     updated = described.placement.with_zero(3 if described.placement.zero else 0)
-    gradients = updated.place(each.info for each in described.placed)
+    gradients = updated.place(entry.info for entry in described.placed)
     return {
         "parameter_bytes": by_role["parameter"],
         "slot_bytes": by_role["slot"],
@@ -183,14 +183,14 @@ def arguments(described: AbstractStep) -> Sequence[Placed | None]:
     """Which variable each argument of the compiled step is; ``None`` for those of the batch."""
     import jax
 
-    by_path = [{each.info.path: each for each in described.placed}] * len(described.state)
+    by_path = [{entry.info.path: entry for entry in described.placed}] * len(described.state)
     named = TrainState(
         *(
-            {path: known[path] for path in part}
-            for part, known in zip(described.state, by_path, strict=True)
+            {path: variable[path] for path in part}
+            for part, variable in zip(described.state, by_path, strict=True)
         )
     )
-    flat = jax.tree.leaves(named, is_leaf=lambda each: isinstance(each, Placed))
+    flat = jax.tree.leaves(named, is_leaf=lambda entry: isinstance(entry, Placed))
     return [*flat, *[None] * len(jax.tree.leaves(described.batch))]
 
 

@@ -39,13 +39,13 @@ def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
             f"laid out over {mesh.size} ({mesh.axes_text}). Use a mesh whose axes all have size 1."
         )
     traced = trace(described.train, (described.state, described.batch), Target.of("cpu:1"))
-    known = {}
+    by_path = {}
     for order, placed in enumerate(described.placed):
         info, names = placed.info, placed.names or placed.info.names
-        known[info.path] = Argument(
+        by_path[info.path] = Argument(
             info.path, info.role, names.names if names else None, info.owner, order
         )
-    state = [known[path[-1].key] for path, _ in jax.tree.leaves_with_path(described.state)]
+    state = [by_path[path[-1].key] for path, _ in jax.tree.leaves_with_path(described.state)]
     leaves = jax.tree.leaves_with_path(described.batch)
     inputs = [Argument(input_path(path), "input") for path, _ in leaves]
     return traced.jaxpr, [*state, *inputs], len(state)
@@ -101,8 +101,8 @@ def unknown_kinds(graph: Graph) -> tuple[str, ...]:
 
 def _begin(record: Record, variables: Sequence[Any], arguments: Sequence[Argument]) -> list[Value]:
     """The arguments, joined already where a slot has an owner, or an author said so."""
-    dims = [_dims(record, v, each) for v, each in zip(variables, arguments, strict=True)]
-    owners = {each.path: place for place, each in enumerate(arguments)}
+    dims = [_dims(record, v, value) for v, value in zip(variables, arguments, strict=True)]
+    owners = {argument.path: place for place, argument in enumerate(arguments)}
     named: dict[str, Dim] = {}
     values = []
     for place, argument in enumerate(arguments):
@@ -145,12 +145,12 @@ class _Assembled:
         }
 
     def graph(self) -> Graph:
-        made = [
+        outputs = [
             Made(done.path, done.kind, self._labels[place])
             for done in self._record.done
             for place in (*done.operands, *done.results)
         ]
-        names = names_of([(a, self._labels[place]) for a, place in self._arguments], made)
+        names = names_of([(a, self._labels[place]) for a, place in self._arguments], outputs)
         self._dims = {factor: number for number, factor in enumerate(names)}
         sizes = {name: factor.size for factor, name in names.items()}
         together = {
@@ -165,17 +165,17 @@ class _Assembled:
         )
 
     def _tensor(self, place: int) -> GraphTensor:
-        each: Tensor = self._record.tensors[place]
+        tensor: Tensor = self._record.tensors[place]
         dims = tuple(None if one is None else self._dims[one] for one in self._labels[place])
-        twin = None if each.twin is None else self._tensors.get(each.twin)
-        return GraphTensor(each.path, dims, each.shape, each.itemsize, each.role, twin)
+        twin = None if tensor.twin is None else self._tensors.get(tensor.twin)
+        return GraphTensor(tensor.path, dims, tensor.shape, tensor.itemsize, tensor.role, twin)
 
     def _operation(self, done: Done) -> Operation:
         joints = [
-            Joint(self._tensors[each.tensor], given, wanted)
-            for each in done.moved
-            if (given := self._dim(each.given)) != (wanted := self._dim(each.wanted))
-            and given is not None
+            Joint(self._tensors[move.tensor], before, wanted)
+            for move in done.moved
+            if (before := self._dim(move.given)) != (wanted := self._dim(move.wanted))
+            and before is not None
             and wanted is not None
         ]
         return Operation(
@@ -191,8 +191,8 @@ class _Assembled:
         )
 
     def _several(self, dims: Iterable[Dim]) -> tuple[int, ...]:
-        found = [self._dim(dim) for dim in dims]
-        return tuple(sorted({number for number in found if number is not None}))
+        dims_there = [self._dim(dim) for dim in dims]
+        return tuple(sorted({number for number in dims_there if number is not None}))
 
     def _dim(self, dim: Dim) -> int | None:
         one: Factor | None = label(dim)

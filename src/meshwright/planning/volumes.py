@@ -91,13 +91,13 @@ def _moves(
     axes: Mapping[str, int],
     split: Mapping[int, str],
 ) -> Iterator[Volume]:
-    given, wanted = split.get(joint.given), split.get(joint.wanted)
-    if given is None or given == wanted:
+    before, wanted = split.get(joint.given), split.get(joint.wanted)
+    if before is None or before == wanted:
         return  # each device has all of it, or what it is asked for
     if wanted is None:
-        yield volume("gather", given, joint.tensor, axes[given])
+        yield volume("gather", before, joint.tensor, axes[before])
     else:
-        yield volume("move", given, joint.tensor, 1)
+        yield volume("move", before, joint.tensor, 1)
 
 
 def _piece(tensor: GraphTensor, axes: Mapping[str, int], split: Mapping[int, str]) -> int:

@@ -180,9 +180,9 @@ class ParameterServer:
         options = gradient_options(self.consistency)
         config, listed = config_of(optimizer), list(pairs)
         with self._lock:
-            known: dict[Any, Any] = {}
+            sent: dict[Any, Any] = {}
             servers = self._servers
-            servers.push(gradient_updates(servers, known, config, listed, options))
+            servers.push(gradient_updates(servers, sent, config, listed, options))
 
     def with_servers(self, do: Callable[[Servers], T]) -> T:
         """Do something with this process' own channels to the servers."""
@@ -486,8 +486,8 @@ class ParameterServer:
             tell_optimizer(servers, {}, config, specs, options, only=server)
 
     def _noted(self, optimizer: Sequence[Any]) -> None:
-        known = all(name in self._made for name in optimizer[1])
-        if known and optimizer not in self._noted_optimizers:
+        are_made = all(name in self._made for name in optimizer[1])
+        if are_made and optimizer not in self._noted_optimizers:
             self._noted_optimizers.append(optimizer)
 
     def _placed(

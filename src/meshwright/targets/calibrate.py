@@ -137,7 +137,7 @@ def _measure(num_devices: int) -> dict[str, float]:
     calls = {name: _on_all(work, dims, num_devices) for name, (work, dims, _) in works.items()}
     calls["nothing"] = _on_all(lambda x: x + 1.0, (4, 4), num_devices)
     rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(_ROUNDS)]
-    least = {name: min(each[name] for each in rounds) for name in calls}  # least disturbed
+    least = {name: min(times[name] for times in rounds) for name in calls}  # least disturbed
     return {
         name: max(1e-9, (least[name] - least["nothing"]) / runs)
         for name, (_, _, runs) in works.items()

@@ -114,13 +114,13 @@ def hardware_of(target: Target | str) -> Hardware:
     True
     """
     name = target.kind if isinstance(target, Target) else target.partition(":")[0].strip().lower()
-    known = _known()
-    if name in known:
-        return known[name]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    published = _known()
+    if name in published:
+        return published[name]
+    near = difflib.get_close_matches(name, published, n=3, cutoff=0.5)
     meant = f" The nearest are {', '.join(near)}." if near else ""
     raise TargetError(
-        f"unknown chip {name!r}.{meant} Known are {', '.join(known)}; others come "
+        f"unknown chip {name!r}.{meant} Known are {', '.join(published)}; others come "
         "from a file of yours with load_hardware(path)."
     )
 

@@ -55,19 +55,19 @@ class Target:
     topology: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        known = _KINDS.get(self.kind)
-        if known is None:
+        kind = _KINDS.get(self.kind)
+        if kind is None:
             near = difflib.get_close_matches(self.kind, _KINDS, n=2, cutoff=0.6)
             meant = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
             raise TargetError(
                 f"unknown kind of target {self.kind!r}. {meant}Known are {', '.join(_KINDS)}."
             )
-        ranks = (known.rank, known.rank + known.comes_in_nodes)
+        ranks = (kind.rank, kind.rank + kind.comes_in_nodes)
         if len(self.topology) not in ranks or min(self.topology) < 1:
-            wanted = "x".join("248"[: known.rank])
-            nodes = f" or, for two nodes, '{self.kind}:2x8'" if known.comes_in_nodes else ""
+            wanted = "x".join("248"[: kind.rank])
+            nodes = f" or, for two nodes, '{self.kind}:2x8'" if kind.comes_in_nodes else ""
             raise TargetError(
-                f"a target of kind {self.kind!r} has {known.rank} number(s) from 1 up, such as "
+                f"a target of kind {self.kind!r} has {kind.rank} number(s) from 1 up, such as "
                 f"'{self.kind}:{wanted}'{nodes}; received {'x'.join(map(str, self.topology))!r}."
             )
 

@@ -47,7 +47,7 @@ def wrap_path(path: str, width: float, size: float, bold: bool = False) -> list[
     if text_width(path, size, bold) <= width or len(parts) < 2:
         return [clip_text(path, width, size, bold)]
     lasts = ["".join(parts[cut:]) for cut in range(1, len(parts))]
-    last = next((each for each in lasts if text_width(each, size, bold) <= width), lasts[-1])
+    last = next((text for text in lasts if text_width(text, size, bold) <= width), lasts[-1])
     first = path[: len(path) - len(last) - 1]
     room = width - text_width("/", size, bold)
     return [clip_text(first, room, size, bold) + "/", clip_text(last, width, size, bold)]

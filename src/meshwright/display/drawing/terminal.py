@@ -167,9 +167,11 @@ class _Page:
         pieces = self.grids(tiling.grid, self._piece_cell(tiling))
         devices = self.grids(mesh_grid(tiling.mesh), self._device_cell(tiling))
         yield self.beside(pieces, devices)
-        each = f"each {dims_text(tiling.local_dims)}" if self.sized and tiling.pieces > 1 else ""
+        size_text = (
+            f"each {dims_text(tiling.local_dims)}" if self.sized and tiling.pieces > 1 else ""
+        )
         held = f"{bytes_text(drawn.bytes_per_device)} per device" if drawn.itemsize else ""
-        facts = [fact for fact in (copies_text(tiling), each, held) if fact]
+        facts = [fact for fact in (copies_text(tiling), size_text, held) if fact]
         yield self.indented(self.text(f" {DOT} ".join(facts)))
 
     def beside(self, *groups: list[RenderableType]) -> RenderableType:
@@ -208,9 +210,9 @@ class _Page:
         rows: list[list[Text]] = []
         for most in range(_most(grid, "columns"), 3, -1):
             columns = _shown(grid.columns, most)
-            each = max(room // len(columns) - 1, 5)
+            width = max(room // len(columns) - 1, 5)
             rows = [
-                [self._cell(grid, (plane, row, column), cell, each) for column in columns]
+                [self._cell(grid, (plane, row, column), cell, width) for column in columns]
                 for row in _shown(grid.rows, _most(grid, "rows"))
             ]
             widths = [max(text.cell_len for text in column) for column in zip(*rows, strict=True)]

@@ -90,10 +90,10 @@ class Tiling:
 
     @functools.cached_property
     def _holders(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(self.pieces)]
+        devices: list[list[int]] = [[] for _ in range(self.pieces)]
         for position, piece in enumerate(self.piece_of):
-            found[piece].append(position)
-        return tuple(tuple(positions) for positions in found)
+            devices[piece].append(position)
+        return tuple(tuple(positions) for positions in devices)
 
     def holders(self, piece: int) -> tuple[int, ...]:
         """Positions in the mesh that hold a piece, the first copy first."""

@@ -27,7 +27,10 @@ def collectives_section(run: DryRun) -> dict[str, object] | None:
     """The section on collectives; none where nothing was compiled."""
     if not run.collectives and run.compiled is None and not run.is_analytic:
         return None
-    remedies = [(remedy, moved_bytes(each)) for remedy, each in remedies_of(run.unexpected).items()]
+    remedies = [
+        (remedy, moved_bytes(collectives))
+        for remedy, collectives in remedies_of(run.unexpected).items()
+    ]
     remedies.sort(key=lambda pair: -pair[1])
     return {
         "chart": _chart(run) if run.collectives else None,
@@ -89,27 +92,27 @@ def _table(transfers: Sequence[Transfer]) -> Markup:
 
 
 def _row(group: Rows) -> list[Cell | str]:
-    first, known = group.first, group.count is not None
-    dtypes = dict.fromkeys(dtype for each in group.all for dtype in each.dtypes)
+    first, is_known = group.first, group.count is not None
+    dtypes = dict.fromkeys(dtype for collective in group.all for dtype in collective.dtypes)
     return [
         first.kind,
         axes_list(first.axes),
         _places(group),
         ", ".join(first.phases) or "-",
         ", ".join(dtypes),
-        Cell(f"{group.count:,}" if known else "?", group.count or 0),
-        Cell(bytes_text(group.nbytes) + ("" if known else " each time"), group.nbytes),
+        Cell(f"{group.count:,}" if is_known else "?", group.count or 0),
+        Cell(bytes_text(group.nbytes) + ("" if is_known else " each time"), group.nbytes),
         "! unexpected" if first.is_unexpected else "yes",
     ]
 
 
 def _places(group: Rows) -> str:
     """What they are for; of equal layers their common name, and theirs folded away."""
-    if len(group.each) == 1:
+    if len(group.alike) == 1:
         return _folded(group.places)
-    names = dict.fromkeys(name for some in group.each for name in some[0].places)
+    names = dict.fromkeys(name for some in group.alike for name in some[0].places)
     common = ", ".join(group.places[:_NAMED])
-    return element("folded", common, f" ({len(group.each)} alike)", ", ".join(names))
+    return element("folded", common, f" ({len(group.alike)} alike)", ", ".join(names))
 
 
 def _folded(names: Sequence[str]) -> str:

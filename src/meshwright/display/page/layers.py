@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 PAINTS = (("forward", "blue"), ("backward", "orange"), ("recompute", "pink"), ("other", "grey"))
 
 
-def layers_section(found: Estimate | None) -> dict[str, object] | None:
+def layers_section(estimate: Estimate | None) -> dict[str, object] | None:
     """The section on the work of the layers."""
-    if found is None or not found.layers:
+    if estimate is None or not estimate.layers:
         return None
-    text = f"{flops_text(found.flops)}s of products and convolutions in one device and one step"
-    if found.recompute_flops:
-        text += f", {flops_text(found.recompute_flops)}s of them computed again"
-    if found.replicated_share is not None:
-        text += f"; {share_text(found.replicated_share)} of all devices' FLOPs are replicated: "
+    text = f"{flops_text(estimate.flops)}s of products and convolutions in one device and one step"
+    if estimate.recompute_flops:
+        text += f", {flops_text(estimate.recompute_flops)}s of them computed again"
+    if estimate.replicated_share is not None:
+        text += f"; {share_text(estimate.replicated_share)} of all devices' FLOPs are replicated: "
         text += "others compute them as well"
-    layers = _grouped(found.layers)
+    layers = _grouped(estimate.layers)
     whole = max(1.0, *(len(row) * row[0].flops for row in layers))
     columns = (
         Column("layer", "path"),
@@ -39,14 +39,14 @@ def layers_section(found: Estimate | None) -> dict[str, object] | None:
         Column("by pass"),
         Column("bytes", "num"),
     )
-    rows = [_row(layer, whole, found.flops) for layer in layers]
+    rows = [_row(layer, whole, estimate.flops) for layer in layers]
     caption = "FLOPs and bytes read and written, of one device"
     return {
         "text": f"{text}.",
         "paints": PAINTS,
         "table": element("table", "layers-table", caption, columns, rows),
-        "heaviest": _heaviest(found.heaviest),
-        "heaviest_count": len(found.heaviest),
+        "heaviest": _heaviest(estimate.heaviest),
+        "heaviest_count": len(estimate.heaviest),
     }
 
 
@@ -57,7 +57,7 @@ def _passes(layer: LayerCost) -> tuple[float, float, float, float]:
 
 def _grouped(layers: Sequence[LayerCost]) -> list[list[LayerCost]]:
     """Layers of equal blocks, which compute the same, together; the heaviest row first."""
-    rows = grouped(layers, lambda each: (without_numbers(each.layer), _passes(each)))
+    rows = grouped(layers, lambda layer: (without_numbers(layer.layer), _passes(layer)))
     return sorted(rows, key=lambda row: (-sum(e.flops for e in row), -sum(e.bytes for e in row)))
 
 
@@ -91,15 +91,15 @@ def _heaviest(heaviest: Sequence[Heavy]) -> Markup:
     )
     rows = [
         (
-            each.opcode,
-            element("path", each.layer or "-"),
-            each.phase,
-            Cell("?" if each.count is None else f"{each.count:,}", each.count or 0),
-            Cell(seconds_text(each.time_s) if each.time_s else "-", each.time_s),
-            Cell(flops_text(each.flops) if each.flops else "-", each.flops),
-            Cell(bytes_text(each.bytes), each.bytes),
+            layer.opcode,
+            element("path", layer.layer or "-"),
+            layer.phase,
+            Cell("?" if layer.count is None else f"{layer.count:,}", layer.count or 0),
+            Cell(seconds_text(layer.time_s) if layer.time_s else "-", layer.time_s),
+            Cell(flops_text(layer.flops) if layer.flops else "-", layer.flops),
+            Cell(bytes_text(layer.bytes), layer.bytes),
         )
-        for each in heaviest
+        for layer in heaviest
     ]
     return element(
         "table", "heaviest-table", "Heaviest instructions, all their runs together", columns, rows

@@ -62,9 +62,16 @@ def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
     [('block_*/bias', 2), ('bias', 1)]
     """
 
-    def kind(each: Placed) -> tuple[object, ...]:
-        path, reason = without_numbers(each.info.path), without_numbers(each.reason)
-        return path, each.info.role, each.info.dims, each.info.dtype, each.layout, reason
+    def kind(variable: Placed) -> tuple[object, ...]:
+        path, reason = without_numbers(variable.info.path), without_numbers(variable.reason)
+        return (
+            path,
+            variable.info.role,
+            variable.info.dims,
+            variable.info.dtype,
+            variable.layout,
+            reason,
+        )
 
     groups = [
         Alike(pattern([member.info.path for member in members]), tuple(members))
@@ -73,9 +80,9 @@ def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
     return tuple(sorted(groups, key=_rank))
 
 
-def _rank(each: Alike) -> tuple[int, bool, str]:
+def _rank(alike: Alike) -> tuple[int, bool, str]:
     """The largest first; slots after the parameter that is as large."""
-    return -each.bytes_per_device, each.members[0].info.role != "parameter", each.pattern
+    return -alike.bytes_per_device, alike.members[0].info.role != "parameter", alike.pattern
 
 
 def layouts_section(run: DryRun) -> dict[str, object] | None:
@@ -132,16 +139,16 @@ def _table(groups: Sequence[Alike]) -> Markup:
     return element("table", "layouts-table", "Variables and their layouts", columns, rows)
 
 
-def _row(each: Alike) -> tuple[Cell, ...]:
-    info = each.members[0].info
+def _row(alike: Alike) -> tuple[Cell, ...]:
+    info = alike.members[0].info
     return (
-        Cell(element("several", [member.info.path for member in each.members], each.pattern)),
-        Cell(f"{len(each.members)} ×", len(each.members)),
+        Cell(element("several", [member.info.path for member in alike.members], alike.pattern)),
+        Cell(f"{len(alike.members)} ×", len(alike.members)),
         Cell(info.role),
         Cell(dims_text(info.dims), info.nbytes),
         Cell(info.dtype),
-        Cell(element("code", specs_text(each.layout))),
-        Cell(dims_text(each.layout.local_dims(each.dims))),
-        Cell(bytes_text(each.bytes_per_device), each.bytes_per_device),
-        Cell(pattern([member.reason for member in each.members])),
+        Cell(element("code", specs_text(alike.layout))),
+        Cell(dims_text(alike.layout.local_dims(alike.dims))),
+        Cell(bytes_text(alike.bytes_per_device), alike.bytes_per_device),
+        Cell(pattern([member.reason for member in alike.members])),
     )

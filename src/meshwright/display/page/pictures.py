@@ -74,11 +74,11 @@ def _ranges(canvas: Canvas, mesh: Mesh, fitted: Arrangement, left: float) -> Non
     count = planes if planes > 1 else rows
     step = fitted.floor_height + fitted.gap if planes > 1 else fitted.cell_height
     high = fitted.floor_height if planes > 1 else fitted.cell_height
-    each = math.prod(fitted.grid[:3]) // (fitted.grid.planes if planes > 1 else fitted.grid.rows)
-    each *= fitted.steps[0] if planes > 1 else fitted.steps[1]
+    area = math.prod(fitted.grid[:3]) // (fitted.grid.planes if planes > 1 else fitted.grid.rows)
+    area *= fitted.steps[0] if planes > 1 else fitted.steps[1]
     every = max(1, math.ceil(15 / step))  # so that no two texts touch
     for number in range(0, count, every):
-        last = min(mesh.size, (number + 1) * each) - 1
-        text = numbers_text(range(number * each, last + 1))
+        last = min(mesh.size, (number + 1) * area) - 1
+        text = numbers_text(range(number * area, last + 1))
         y = _TOP + number * step + high / 2 + 4
         canvas.text(left - 8, y, text, 11, text_anchor="end", fill=SOFT)

@@ -102,8 +102,8 @@ def _every(plan: Plan) -> list[_Named]:
         _Named(f"runner-up {number}" if several else "runner-up", option)
         for number, option in enumerate(plan.runners_up, start=1)
     ]
-    known = [_Named(name, option) for name, option in plan.named.items()]
-    return [_Named("chosen", plan.chosen), *others, *known]
+    named = [_Named(name, option) for name, option in plan.named.items()]
+    return [_Named("chosen", plan.chosen), *others, *named]
 
 
 def _how(is_dry_run: bool) -> str:
@@ -123,7 +123,7 @@ def _range(time_s: float, is_dry_run: bool) -> str:
 
 def _times(options: Sequence[_Named]) -> Markup | None:
     """How long a step takes, all on one scale; none where no times are known."""
-    whole = max((each.option.time_s or 0.0 for each in options), default=0.0) or 1.0
+    whole = max((alternative.option.time_s or 0.0 for alternative in options), default=0.0) or 1.0
     rows = []
     for name, option in options:
         if option.time_s is not None:
@@ -141,7 +141,7 @@ def _times(options: Sequence[_Named]) -> Markup | None:
 
 def _peaks(options: Sequence[_Named], limit: int | None) -> Markup:
     """What a device holds at most, by its dry run where there is one, beside what it has."""
-    whole = max(1, limit or 0, *(each.option.held_bytes for each in options))
+    whole = max(1, limit or 0, *(alternative.option.held_bytes for alternative in options))
     rows = []
     for name, option in options:
         peak = bytes_text(option.held_bytes)
@@ -166,7 +166,7 @@ def _table(options: Sequence[_Named], limit: int | None) -> Markup:
         Column("fits", "word"),
         Column("beside the chosen", "words"),
     ]
-    rows = [_row(each, options[0].option, families, limit) for each in options]
+    rows = [_row(alternative, options[0].option, families, limit) for alternative in options]
     return element("table", "plan-table", "The options side by side", columns, rows)
 
 

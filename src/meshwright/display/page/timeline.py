@@ -50,15 +50,15 @@ def time_section(run: DryRun) -> dict[str, object] | None:
     }
 
 
-def _missing(found: Estimate, is_analytic: bool) -> str:
+def _missing(estimate: Estimate, is_analytic: bool) -> str:
     """Why there is no time line."""
-    if found.missing:
-        missing = ", ".join(found.missing)
-        where = f"no {missing} in the hardware table of {found.hardware}"
-        return f"No time line: {where}{how_to_know(found.target)}"
+    if estimate.missing:
+        missing = ", ".join(estimate.missing)
+        where = f"no {missing} in the hardware table of {estimate.hardware}"
+        return f"No time line: {where}{how_to_know(estimate.target)}"
     if is_analytic:
         return "No time line: nothing was compiled."
-    if found.errors:
+    if estimate.errors:
         return "No time line: work is missing from the compiled program."
     return "The step does nothing that takes time."
 
@@ -75,7 +75,7 @@ class Slot(NamedTuple):
     @property
     def busiest(self) -> tuple[str, str] | None:
         """The layer and phase that take most of it; none if it is idle."""
-        return max(self.layers, key=lambda each: self.layers[each], default=None)
+        return max(self.layers, key=lambda layer: self.layers[layer], default=None)
 
 
 def slots_of(spans: Iterable[Span], length_s: float) -> list[Slot]:

@@ -72,8 +72,8 @@ def measured_text(seen: Measured) -> Paragraphs:
     ]
     if seen.peak_bytes is not None:
         rows.append(("peak", bytes_text(seen.peak_bytes), f"{seen.peak_bytes:,}: {seen.peak_is}"))
-    for each in seen.collectives or ():
-        over = f"{each.count:g} in a step, over {axes_list(each.axes)}"
-        rows.append((each.kind, seconds_text(each.time_s), over))
+    for collective in seen.collectives or ():
+        over = f"{collective.count:g} in a step, over {axes_list(collective.axes)}"
+        rows.append((collective.kind, seconds_text(collective.time_s), over))
     title = f"{seen.name} on {seen.device} ({axes_text(seen.axes)}), {len(times)} steps"
     return paragraphs(Line(title, "bold"), Columns(rows, right=(1,)))

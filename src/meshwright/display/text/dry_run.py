@@ -65,15 +65,15 @@ def _title(text: str) -> Line:
 
 
 def _time(run: DryRun) -> Columns:
-    found = run.estimate
-    assert found is not None
-    rows = [(name, text, meaning) for name, _, text, meaning in time_figures(found)]
+    estimate = run.estimate
+    assert estimate is not None
+    rows = [(name, text, meaning) for name, _, text, meaning in time_figures(estimate)]
     if run.fed is not None and run.samples_per_s:
         rows.append(("samples", f"{run.samples_per_s:,.0f} /s", f"{run.fed.rows:,} in a step"))
     if run.fed is not None and run.tokens_per_s:
         rows.append(("tokens", f"{run.tokens_per_s:,.0f} /s", f"{run.fed.tokens:,} in a step"))
-    if found.missing:
-        rows.append(("unknown", "", ", ".join(found.missing) + how_to_know(found.target)))
+    if estimate.missing:
+        rows.append(("unknown", "", ", ".join(estimate.missing) + how_to_know(estimate.target)))
     return Columns(rows, right=(1,))
 
 
@@ -90,7 +90,7 @@ def _transfers(transfers: Sequence[Transfer]) -> Columns:
         return Columns([("none",)])
     rows, marked = [], set()
     for number, row in enumerate(alike(transfers), start=1):
-        first, known = row.first, row.count is not None
+        first, is_known = row.first, row.count is not None
         if first.is_unexpected:
             marked.add(number)
         rows.append(
@@ -98,8 +98,8 @@ def _transfers(transfers: Sequence[Transfer]) -> Columns:
                 "!" if first.is_unexpected else "",
                 first.kind,
                 axes_list(first.axes),
-                f"{row.count}" if known else "?",
-                bytes_text(row.nbytes) + ("" if known else " each time"),
+                f"{row.count}" if is_known else "?",
+                bytes_text(row.nbytes) + ("" if is_known else " each time"),
                 ", ".join(first.phases),
                 short_list(row.places),
                 short_list(first.lines),

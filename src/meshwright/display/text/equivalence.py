@@ -14,52 +14,57 @@ HEADINGS = ("variable", "gradient", "relative", "value", "relative", "of toleran
 _ROWS = 12  # of a mesh that is equal; what went beyond is always shown in full
 
 
-def equivalence_text(found: Equivalence, rows: int | None = _ROWS) -> Paragraphs:
+def equivalence_text(result: Equivalence, rows: int | None = _ROWS) -> Paragraphs:
     """The whole verdict; ``rows`` is how many variables of a mesh are shown, ``None`` for all."""
-    meshes = [["", *_mesh(mesh, rows)] for mesh in found.meshes]
-    return paragraphs(opening(found), meshes, "", Line(closing(found), _style(found.equal)))
+    meshes = [["", *_mesh(mesh, rows)] for mesh in result.meshes]
+    return paragraphs(opening(result), meshes, "", Line(closing(result), _style(result.equal)))
 
 
-def opening(found: Equivalence) -> str:
+def opening(result: Equivalence) -> str:
     """What was run."""
-    t = found.tolerance
+    t = result.tolerance
     return (
-        f"{found.model}: {found.steps} steps in {t.dtype} on one device, loss "
-        f"{found.losses[0]:.6g} → {found.losses[-1]:.6g}. Tolerance: {t.rtol:.0e} of a "
+        f"{result.model}: {result.steps} steps in {t.dtype} on one device, loss "
+        f"{result.losses[0]:.6g} → {result.losses[-1]:.6g}. Tolerance: {t.rtol:.0e} of a "
         "variable's largest gradient or change, plus the effect of rounding on one device."
     )
 
 
-def verdict(each: UnderMesh) -> str:
+def verdict(under_mesh: UnderMesh) -> str:
     """One line for one mesh."""
-    if each.first is None:
-        return f"{each.mesh.axes_text}: equal to one device"
-    where = f" of {each.first.path}" if each.first.path else ""
-    what = f"{each.first.quantity}{where}"
-    when = "" if each.first.quantity == "initial value" else f" in step {each.first.step}"
-    return f"{each.mesh.axes_text}: NOT equal to one device; first difference: {what}{when}"
+    if under_mesh.first is None:
+        return f"{under_mesh.mesh.axes_text}: equal to one device"
+    where = f" of {under_mesh.first.path}" if under_mesh.first.path else ""
+    what = f"{under_mesh.first.quantity}{where}"
+    when = (
+        "" if under_mesh.first.quantity == "initial value" else f" in step {under_mesh.first.step}"
+    )
+    return f"{under_mesh.mesh.axes_text}: NOT equal to one device; first difference: {what}{when}"
 
 
-def rows_of(each: UnderMesh, rows: int | None = _ROWS) -> list[tuple[str, ...]]:
+def rows_of(under_mesh: UnderMesh, rows: int | None = _ROWS) -> list[tuple[str, ...]]:
     """A row of texts for each variable that is shown, the worst first."""
-    worst = sorted(each.variables, key=lambda v: (v.first is None, -v.excess))
-    return [_row(v) for v in (worst if rows is None else worst[: max(rows, len(each.beyond))])]
+    worst = sorted(under_mesh.variables, key=lambda v: (v.first is None, -v.excess))
+    return [
+        _row(v) for v in (worst if rows is None else worst[: max(rows, len(under_mesh.beyond))])
+    ]
 
 
-def _mesh(each: UnderMesh, rows: int | None) -> list[str | Line | Columns]:
+def _mesh(under_mesh: UnderMesh, rows: int | None) -> list[str | Line | Columns]:
     """The verdict of one mesh with its table."""
-    shown = rows_of(each, rows)
-    wrong = {variable.path for variable in each.beyond}
+    shown = rows_of(under_mesh, rows)
+    wrong = {variable.path for variable in under_mesh.beyond}
     marked = [place for place, row in enumerate(shown, start=1) if row[0] in wrong]
-    parts: list[str | Line | Columns] = [Line(verdict(each), _style(each.equal))]
-    parts += [f"  note: {note}" for note in each.notes]
+    parts: list[str | Line | Columns] = [Line(verdict(under_mesh), _style(under_mesh.equal))]
+    parts += [f"  note: {note}" for note in under_mesh.notes]
     parts.append(Columns([HEADINGS, *shown], right=range(1, len(HEADINGS) - 1), marked=marked))
-    if more := len(each.variables) - len(shown):
+    if more := len(under_mesh.variables) - len(shown):
         parts.append(f"  and {more} more variables that differ less (--all shows them)")
-    loss = f"largest difference {each.loss.absolute:.2g} (relative {each.loss.relative:.2g})"
+    off = under_mesh.loss
+    loss = f"largest difference {off.absolute:.2g} (relative {off.relative:.2g})"
     alone = "not compared: the step reports its last micro-batch only"
-    parts.append(f"  loss: {loss if each.losses else alone}")
-    if noise := [v.path for v in each.variables if v.is_noise]:
+    parts.append(f"  loss: {loss if under_mesh.losses else alone}")
+    if noise := [v.path for v in under_mesh.variables if v.is_noise]:
         parts.append(
             f"  values of {len(noise)} variable(s) are no evidence, as they move by rounding "
             f"alone, on one device too: {short_list(noise, 5)}"
@@ -71,12 +76,12 @@ def _style(is_equal: bool) -> str:
     return "bold green" if is_equal else "bold red"
 
 
-def closing(found: Equivalence) -> str:
+def closing(result: Equivalence) -> str:
     """The last line."""
-    wrong = [mesh.mesh.axes_text for mesh in found.meshes if not mesh.equal]
+    wrong = [mesh.mesh.axes_text for mesh in result.meshes if not mesh.equal]
     if not wrong:
         return "Every mesh trains as one device does."
-    return f"{len(wrong)} of {len(found.meshes)} meshes do not train as one device does: " + (
+    return f"{len(wrong)} of {len(result.meshes)} meshes do not train as one device does: " + (
         "; ".join(wrong) + "."
     )
 

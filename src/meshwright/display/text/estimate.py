@@ -15,37 +15,37 @@ if TYPE_CHECKING:
 _LAYERS = 10
 
 
-def estimate_text(found: Estimate) -> Paragraphs:
+def estimate_text(estimate: Estimate) -> Paragraphs:
     """The estimate with its heaviest instructions and layers."""
-    figures = [(name, text, meaning) for name, _, text, meaning in time_figures(found)]
-    if found.missing:
-        figures.append(("unknown", "", ", ".join(found.missing) + how_to_know(found.target)))
+    figures = [(name, text, meaning) for name, _, text, meaning in time_figures(estimate)]
+    if estimate.missing:
+        figures.append(("unknown", "", ", ".join(estimate.missing) + how_to_know(estimate.target)))
     instructions = [
         (
-            "unknown" if found.missing else seconds_text(each.time_s),
-            f"{'?' if each.count is None else each.count} x",
-            each.opcode,
-            f"{each.layer or '-'} ({each.phase})",
+            "unknown" if estimate.missing else seconds_text(row.time_s),
+            f"{'?' if row.count is None else row.count} x",
+            row.opcode,
+            f"{row.layer or '-'} ({row.phase})",
         )
-        for each in found.heaviest
+        for row in estimate.heaviest
     ]
     layers = [
         (
-            share_text(layer.flops / found.flops if found.flops else 0.0),
+            share_text(layer.flops / estimate.flops if estimate.flops else 0.0),
             bytes_text(layer.bytes),
             layer.layer or "-",
         )
-        for layer in found.layers[:_LAYERS]
+        for layer in estimate.layers[:_LAYERS]
     ]
-    by = f"by the numbers of {found.hardware}, one step of one device"
+    by = f"by the numbers of {estimate.hardware}, one step of one device"
     return paragraphs(
-        Line(f"estimate for {found.target} {by}", "bold"),
+        Line(f"estimate for {estimate.target} {by}", "bold"),
         Columns(figures, right=(1,)),
         "  heaviest instructions",
         Columns(instructions, right=(0, 1), indent=4) if instructions else [],
         "  heaviest layers",
         Columns(layers, right=(0, 1), indent=4) if layers else [],
-        [f"  assumed: {assumption}" for assumption in found.assumptions],
+        [f"  assumed: {assumption}" for assumption in estimate.assumptions],
     )
 
 

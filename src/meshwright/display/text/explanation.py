@@ -13,10 +13,16 @@ if TYPE_CHECKING:
 _HEADINGS = ("variable", "dims", "layout", "bytes per device", "why")
 
 
-def explanation_text(found: Explanation) -> Paragraphs:
+def explanation_text(explanation: Explanation) -> Paragraphs:
     """Every variable, and the bytes of all on a device."""
-    total = ("total", "", f"on {found.mesh.axes_text}", f"{found.bytes_per_device:,}", "")
-    rows = [_HEADINGS, *map(explanation_row, found.placed), total]
+    total = (
+        "total",
+        "",
+        f"on {explanation.mesh.axes_text}",
+        f"{explanation.bytes_per_device:,}",
+        "",
+    )
+    rows = [_HEADINGS, *map(explanation_row, explanation.placed), total]
     table = Columns(rows, right=(3,), indent=0)
     head, *body, foot = str(table).splitlines()
     rule = "-" * max(len(line) for line in (head, *body, foot))

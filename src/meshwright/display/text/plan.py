@@ -34,8 +34,8 @@ def _columns(plan: Plan) -> dict[str, Option]:
         f"{column}: {names[option.layouts]}" if option.layouts in names else column: option
         for column, option in shown.items()
     }
-    known = {option.layouts for option in shown.values()}
-    return columns | {name: o for name, o in plan.named.items() if o.layouts not in known}
+    shown_layouts = {option.layouts for option in shown.values()}
+    return columns | {name: o for name, o in plan.named.items() if o.layouts not in shown_layouts}
 
 
 def _table(columns: dict[str, Option], limit_bytes: int | None) -> Columns:

@@ -129,7 +129,7 @@ def assignment_of(
 def _without_rows(lies: Mapping[str, Along], described: AbstractStep) -> dict[str, Along]:
     """The same, but for the axes of the batch's rows that variables lie along."""
     rows = set(described.placement.batch_axes)
-    variables = {each.info.path for each in described.placed}
+    variables = {entry.info.path for entry in described.placed}
     return {
         path: tuple(tuple(axis for axis in dim if axis not in rows) for dim in dims)
         if path in variables
@@ -171,7 +171,7 @@ def _assigned(
         )
     if faults:
         raise LayoutError("\n".join(merged(faults)))
-    placed = {each.info.path: each for each in described.placed}
+    placed = {entry.info.path: entry for entry in described.placed}
     kept = tuple(_kept(graph, along, lies, placed))
     setting = setting_of(axes, target, hardware)
     return Assignment(problem, setting, choices, masks, kept, shared)
@@ -185,17 +185,17 @@ def _lies(described: AbstractStep, axes: Axes) -> dict[str, Along]:
     """The axes of each variable, as it is laid out without ZeRO, and of each input."""
     import jax
 
-    plain = described.placement.with_zero(0).place(each.info for each in described.placed)
+    plain = described.placement.with_zero(0).place(entry.info for entry in described.placed)
     result: dict[str, Along] = {
-        each.info.path: tuple(each.layout.dim_axes(dim) for dim in range(each.layout.rank))
-        for each in plain
+        entry.info.path: tuple(entry.layout.dim_axes(dim) for dim in range(entry.layout.rank))
+        for entry in plain
     }
     batch = described.batch[0] if described.how.accumulate > 1 else described.batch
     for path, array in jax.tree.leaves_with_path(batch):
         result[input_path(path)] = tuple(map(_of_spec, array.sharding.spec))
-    known = {name for name, _ in axes}
+    present = {name for name, _ in axes}
     return {
-        path: tuple(tuple(axis for axis in each if axis in known) for each in dims)
+        path: tuple(tuple(axis for axis in taken if axis in present) for taken in dims)
         for path, dims in result.items()
     }
 
@@ -228,11 +228,11 @@ def _along(graph: Graph, lies: Mapping[str, Along]) -> tuple[dict[int, tuple[str
 
 def _of_activations(placement: Placement, axes: Axes) -> list[str]:
     """Layouts of activations that say more than the batch's rows do."""
-    known, rows = {name for name, _ in axes}, set(placement.batch_axes)
+    present, rows = {name for name, _ in axes}, set(placement.batch_axes)
     faults = []
     for rule in placement.activations:
         layout = placement.layout(rule.layout)
-        split = [set(layout.dim_axes(dim)) & known for dim in range(layout.rank)]
+        split = [set(layout.dim_axes(dim)) & present for dim in range(layout.rank)]
         if any(split[1:]) or not set().union(*split[:1]) <= rows:
             faults.append(f"activation {rule.pattern!r} has a layout of its own.")
     return faults
@@ -242,14 +242,14 @@ def _by_names(
     graph: Graph, along: Mapping[int, tuple[str, ...]], placement: Placement, axes: Axes
 ) -> dict[int, tuple[str, ...]]:
     """The axes of dims that only activations have, by the rules for their names."""
-    rules, known = placement.rules, {name for name, _ in axes}
+    rules, present = placement.rules, {name for name, _ in axes}
     if rules is None:
         return {}
     return {
         place: over
         for place, dim in enumerate(graph.dims)
         if place not in along
-        if (over := tuple(a for a in rules.axes(dim.name.partition("#")[0]) if a in known))
+        if (over := tuple(a for a in rules.axes(dim.name.partition("#")[0]) if a in present))
     }
 
 

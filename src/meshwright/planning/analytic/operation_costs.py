@@ -70,7 +70,7 @@ def operation_costs(assignment: Assignment, placement: Placement) -> tuple[Opera
     gathers = tuple(_shared(assignment))
     first = assignment.choices.zero == 3
     begin, end = (gathers, ()) if first else ((), gathers)
-    kept = [_gathered(assignment, each, placement) for each in assignment.kept]
+    kept = [_gathered(assignment, tensor, placement) for tensor in assignment.kept]
     return (*begin, *_operations(assignment), *end, *kept)
 
 
@@ -95,10 +95,12 @@ def _operations(assignment: Assignment) -> Iterator[OperationCost]:
 def _phase(graph: Graph, operation: Operation, kinds: tuple[str, ...], is_forward: bool) -> str:
     if is_forward:
         return "forward"
-    made = operation.results
-    if made and all(graph.tensors[each].twin is not None for each in made):
+    results = operation.results
+    if results and all(graph.tensors[place].twin is not None for place in results):
         return "recompute"
-    return "other" if made and all(kinds[each] in _OF_UPDATE for each in made) else "backward"
+    return (
+        "other" if results and all(kinds[place] in _OF_UPDATE for place in results) else "backward"
+    )
 
 
 def _device_work(assignment: Assignment, place: int) -> DeviceWork:
@@ -106,7 +108,7 @@ def _device_work(assignment: Assignment, place: int) -> DeviceWork:
     if work.is_free:
         return DeviceWork(runs_of(lay, work), 0.0, 0.0, 0.0, 0.0, ())
     runs = runs_of(lay, work)
-    flops, moved = (runs * float(each[0]) for each in work_done(lay, work))
+    flops, moved = (runs * float(figure[0]) for figure in work_done(lay, work))
     return DeviceWork(
         count=runs,
         flops=flops,

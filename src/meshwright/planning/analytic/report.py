@@ -47,14 +47,14 @@ def report_of(
             f"{described.program.name!r}:\n{error}"
         ) from error
     costs = operation_costs(assignment, described.placement)
-    known = sizes(described)
+    nbytes = sizes(described)
     return DryRun(
         name=described.program.name,
         target=target,
         axes=described.placement.mesh.axes,
         memory=Memory(
-            **known,
-            peak_bytes=_peak(assignment, known),
+            **nbytes,
+            peak_bytes=_peak(assignment, nbytes),
             peak_is=_PEAK_IS,
             available_bytes=hardware.memory_bytes,
         ),
@@ -84,7 +84,7 @@ def _notes(assignment: Assignment, described: AbstractStep) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _peak(assignment: Assignment, known: dict[str, int]) -> int:
+def _peak(assignment: Assignment, nbytes: dict[str, int]) -> int:
     """That of the model, in which state and inputs lie as their dims do, with how they lie."""
     problem = assignment.problem
     modelled = sum(
@@ -92,7 +92,7 @@ def _peak(assignment: Assignment, known: dict[str, int]) -> int:
         for place, tensor in enumerate(problem.graph.tensors)
         if tensor.role in _RESTING
     )
-    exact = sum(known.values()) - known["gradient_bytes"]
+    exact = sum(nbytes.values()) - nbytes["gradient_bytes"]
     peak = cost_of(problem, assignment.setting, assignment.masks, assignment.choices).peak_bytes
     return max(peak - modelled, _at_end(assignment)) + exact
 
@@ -102,15 +102,17 @@ def _at_end(assignment: Assignment) -> int:
     if not assignment.kept:
         return 0
     problem = assignment.problem
-    new = [problem.pieces[problem.piece_of[each.tensor]] for each in assignment.kept]
+    new = [problem.pieces[problem.piece_of[kept.tensor]] for kept in assignment.kept]
     gradients = [
         problem.pieces[problem.piece_of[place]]
         for place, tensor in enumerate(problem.graph.tensors)
         if tensor.role == "parameter"
     ]
-    return sum(int(resting_bytes(assignment.lay, each)[0]) for each in (*new, *gradients))
+    return sum(int(resting_bytes(assignment.lay, piece)[0]) for piece in (*new, *gradients))
 
 
 def _dtypes(placed: Sequence[Placed]) -> dict[int, str]:
     """The type of an element by its bytes, as the parameters have it."""
-    return {each.info.itemsize: each.info.dtype for each in placed if each.info.role == "parameter"}
+    return {
+        entry.info.itemsize: entry.info.dtype for entry in placed if entry.info.role == "parameter"
+    }

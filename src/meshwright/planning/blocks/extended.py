@@ -81,17 +81,17 @@ def figure(one: float, two: float, count: int) -> int:
 
 
 def memory(
-    runs: tuple[DryRun, DryRun], held: Sequence[Heights | None], found: Reduced
+    runs: tuple[DryRun, DryRun], held: Sequence[Heights | None], repeats: Reduced
 ) -> tuple[Memory, int, tuple[LiveTensor, ...]]:
     """The memory of a device with all blocks, how much of it is temporary at the peak, and what."""
-    count = found.count
+    count = repeats.count
     rest = [_always_there(run) for run in runs]
-    temporary = [(each.peak_bytes or 0) - some for each, some in zip(runs, rest, strict=True)]
+    temporary = [(report.peak_bytes or 0) - some for report, some in zip(runs, rest, strict=True)]
     alive = [run.alive_bytes for run in runs]
     seen, arrays = figure(alive[0], alive[1], count), runs[1].tensors
     if held[0] is not None and held[1] is not None:
         peak = peak_with(held[0], held[1], count)
-        seen, arrays = peak.nbytes, _tensors(peak, found)
+        seen, arrays = peak.nbytes, _tensors(peak, repeats)
     shared = [a - b for a, b in zip(temporary, alive, strict=True)]  # below zero, for the most part
     each_alike = runs[1].target.platform == "cpu"
     most = seen + (round(Line(shared[0], shared[1], count).of) if each_alike else shared[1])
@@ -125,49 +125,49 @@ def _always_there(run: DryRun) -> int:
     return memory.argument_bytes + (memory.padding_bytes or 0)
 
 
-def _tensors(peak: Peak, found: Reduced) -> tuple[LiveTensor, ...]:
+def _tensors(peak: Peak, repeats: Reduced) -> tuple[LiveTensor, ...]:
     """The arrays at the peak, each under the name of its block; the last one is the second here."""
     arrays: list[LiveTensor] = []
-    for each, block in peak.held:
+    for tensor, block in peak.held:
         blocks = [block]
         if block == peak.many:
-            blocks = [*range(found.count - 1)] if block == 0 else [*range(1, found.count)]
+            blocks = [*range(repeats.count - 1)] if block == 0 else [*range(1, repeats.count)]
         elif block == 1:
-            blocks = [found.count - 1]
+            blocks = [repeats.count - 1]
         for other in blocks:
-            path = each.origin.path
+            path = tensor.origin.path
             if block is not None and other is not None:
-                path = found.renaming(block, other)(path)
-            arrays.append(replace(each, origin=replace(each.origin, path=path)))
-    return tuple(sorted(arrays, key=lambda each: -each.nbytes))
+                path = repeats.renaming(block, other)(path)
+            arrays.append(replace(tensor, origin=replace(tensor.origin, path=path)))
+    return tuple(sorted(arrays, key=lambda tensor: -tensor.nbytes))
 
 
 # Collectives
 
 
 def transfers(
-    one: Sequence[Transfer], two: Sequence[Transfer], found: Reduced
+    one: Sequence[Transfer], two: Sequence[Transfer], repeats: Reduced
 ) -> tuple[Transfer, ...]:
     """Those of two blocks, and for each more what the second one added, under its own names."""
     before, added = Counter(one) - Counter(two), Counter(two) - Counter(one)
     was = _pairs(before.elements(), added)
     kept: list[Transfer] = []
     second: list[Transfer] = []
-    for each in two:
-        if was.get(each):
-            kept.append(_merged(was[each].pop(), each, found))
+    for transfer in two:
+        if was.get(transfer):
+            kept.append(_merged(was[transfer].pop(), transfer, repeats))
             continue
-        kept.append(each)
-        if added[each]:
-            added[each] -= 1
-            second.append(each)
-    return (*kept, *_repeated(second, found, _named_transfer))
+        kept.append(transfer)
+        if added[transfer]:
+            added[transfer] -= 1
+            second.append(transfer)
+    return (*kept, *_repeated(second, repeats, _named_transfer))
 
 
 def _pairs(before: Iterable[Transfer], added: Counter[Transfer]) -> dict[Transfer, list[Transfer]]:
     """Of those that two blocks have and one has not: what they were there, with fewer bytes."""
     pairs: dict[Transfer, list[Transfer]] = {}
-    for old in sorted(before, key=lambda each: -each.bytes_per_device):
+    for old in sorted(before, key=lambda transfer: -transfer.bytes_per_device):
         grown = [
             new
             for new, times in added.items()
@@ -176,50 +176,53 @@ def _pairs(before: Iterable[Transfer], added: Counter[Transfer]) -> dict[Transfe
             and new.bytes_per_device >= old.bytes_per_device
         ]
         if grown:
-            new = min(grown, key=lambda each: (each.bytes_per_device, each.phases != old.phases))
+            new = min(
+                grown,
+                key=lambda transfer: (transfer.bytes_per_device, transfer.phases != old.phases),
+            )
             added[new] -= 1
             pairs.setdefault(new, []).append(old)
     return pairs
 
 
-def _merged(one: Transfer, two: Transfer, found: Reduced) -> Transfer:
+def _merged(one: Transfer, two: Transfer, repeats: Reduced) -> Transfer:
     """What XLA merges of all blocks grows with each of them."""
     more = [
-        (found.renaming(1, block), each)
-        for block in range(2, found.count)
-        for each in (set(two.variables) - set(one.variables))
+        (repeats.renaming(1, block), variable)
+        for block in range(2, repeats.count)
+        for variable in (set(two.variables) - set(one.variables))
     ]
-    variables = dict.fromkeys([*two.variables, *sorted(name(each) for name, each in more)])
+    variables = dict.fromkeys([*two.variables, *sorted(name(variable) for name, variable in more)])
     counts = (one.count, two.count)
-    count = None if None in counts else figure(one.count or 0, two.count or 0, found.count)
-    nbytes = figure(one.bytes_per_device, two.bytes_per_device, found.count)
+    count = None if None in counts else figure(one.count or 0, two.count or 0, repeats.count)
+    nbytes = figure(one.bytes_per_device, two.bytes_per_device, repeats.count)
     return replace(two, bytes_per_device=nbytes, count=count, variables=tuple(variables))
 
 
-def _named_transfer(each: Transfer, name: Callable[[str], str]) -> Transfer:
-    variables, paths = (tuple(map(name, some)) for some in (each.variables, each.paths))
-    return replace(each, variables=variables, paths=paths)
+def _named_transfer(transfer: Transfer, name: Callable[[str], str]) -> Transfer:
+    variables, paths = (tuple(map(name, some)) for some in (transfer.variables, transfer.paths))
+    return replace(transfer, variables=variables, paths=paths)
 
 
 def _repeated(
-    rows: Sequence[Row], found: Reduced, named: Callable[[Row, Callable[[str], str]], Row]
+    rows: Sequence[Row], repeats: Reduced, named: Callable[[Row, Callable[[str], str]], Row]
 ) -> list[Row]:
     """The rows again for the third block, and for each one after it."""
-    names = [found.renaming(1, block) for block in range(2, found.count)]
+    names = [repeats.renaming(1, block) for block in range(2, repeats.count)]
     return [named(row, name) for name in names for row in rows]
 
 
 # Layers and time
 
 
-def _is_of_second(path: str, found: Reduced) -> bool:
+def _is_of_second(path: str, repeats: Reduced) -> bool:
     """Whether a path is of the second block alone: the first one's has another name."""
-    return found.renaming(1, 0)(path) != path
+    return repeats.renaming(1, 0)(path) != path
 
 
-def estimate(one: Estimate, two: Estimate, found: Reduced) -> Estimate:
+def estimate(one: Estimate, two: Estimate, repeats: Reduced) -> Estimate:
     """Every sum extended, and the shares that follow from them."""
-    count = found.count
+    count = repeats.count
 
     def line(name: str) -> Any:
         pair = getattr(one, name), getattr(two, name)
@@ -234,19 +237,19 @@ def estimate(one: Estimate, two: Estimate, found: Reduced) -> Estimate:
         for axes, s in two.communication_s
     ]
 
-    def named(each: Any, name: Callable[[str], str]) -> Any:
-        return replace(each, layer=name(each.layer))
+    def named(entry: Any, name: Callable[[str], str]) -> Any:
+        return replace(entry, layer=name(entry.layer))
 
-    layers = [layer for layer in two.layers if _is_of_second(layer.layer, found)]
-    heavy: list[Heavy] = [each for each in two.heaviest if _is_of_second(each.layer, found)]
-    rows = [*two.layers, *_repeated(layers, found, named)]
-    heaviest = [*two.heaviest, *_repeated(heavy, found, named)]
+    layers = [layer for layer in two.layers if _is_of_second(layer.layer, repeats)]
+    heavy: list[Heavy] = [row for row in two.heaviest if _is_of_second(row.layer, repeats)]
+    rows = [*two.layers, *_repeated(layers, repeats, named)]
+    heaviest = [*two.heaviest, *_repeated(heavy, repeats, named)]
     whole = replace(
         whole,
         bytes=round(whole.bytes),
         communication_s=tuple(sorted(talk, key=lambda pair: -(pair[1] or 0.0))),
         layers=tuple(sorted(rows, key=lambda row: (-row.flops, -row.bytes, row.layer))),
-        heaviest=tuple(sorted(heaviest, key=lambda each: -each.time_s)[: len(two.heaviest)]),
+        heaviest=tuple(sorted(heaviest, key=lambda entry: -entry.time_s)[: len(two.heaviest)]),
         sums=_sums(one.sums, two.sums, count),
     )
     return with_shares(whole)

@@ -8,6 +8,7 @@ then made of what is left, as of any Program.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,14 +47,14 @@ class Reduced:
     def renaming(self, block: int, other: int) -> Callable[[str], str]:
         """Turns paths of variables and layers of one block into those of another."""
         both = zip(self.layers[block], self.layers[other], strict=True)
-        known = dict([*both, *zip(self.blocks[block], self.blocks[other], strict=True)])
-        known.pop("", None)
+        renames = dict([*both, *zip(self.blocks[block], self.blocks[other], strict=True)])
+        renames.pop("", None)
 
         def renamed(path: str) -> str:
             begin = path
-            while begin and begin not in known:
+            while begin and begin not in renames:
                 begin = begin.rpartition("/")[0]
-            return known[begin] + path[len(begin) :] if begin else path
+            return renames[begin] + path[len(begin) :] if begin else path
 
         return renamed
 
@@ -69,18 +70,18 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
     batch = described.batch[0] if described.how.accumulate > 1 else described.batch
     trace = program.under(described.placement, functools.partial(TracedLoss.of, program))
     loss: TracedLoss = trace(_shapes_of(program), _shapes(batch))
-    found, reason = repeated(loss.jaxpr, loss.params, loss.changed)
-    if found is None or found.run.count < least:
+    repeats, reason = repeated(loss.jaxpr, loss.params, loss.changed)
+    if repeats is None or repeats.run.count < least:
         return None, reason
-    rows = [[loss.paths.get(var) for var in row] for row in found.own]
+    rows = [[loss.paths.get(var) for var in row] for row in repeats.own]
     named = [tuple(path for path in row if path is not None) for row in rows]
-    rows = [row for row in named if len(row) == found.run.count]  # the others are constants
+    rows = [row for row in named if len(row) == repeats.run.count]  # the others are constants
     if not rows:
         return None, "equal blocks have no variables of their own"
     twins = _Twins.of(program, rows)
     if not twins.lie_alike(described.placed):
         return None, "equal blocks are laid out differently"
-    run = found.run
+    run = repeats.run
 
     def with_blocks(count: int) -> AbstractStep:
         return replace(described, program=_shorter(program, twins, run, count))
@@ -101,7 +102,7 @@ def _shapes_of(program: Program) -> TrainState:
 def _shapes(tree: Any) -> Any:
     import jax
 
-    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), tree)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,15 @@ class _Twins:
             if info.owner is not None:
                 slots.setdefault(info.owner, []).append(info.path)
         of_slots = [zip(*(slots.get(path, ()) for path in row), strict=True) for row in rows]
-        return cls((*rows, *(each for some in of_slots for each in some)))
+        return cls((*rows, *itertools.chain.from_iterable(of_slots)))
 
     def lie_alike(self, placed: Sequence[Placed]) -> bool:
         """Whether the variables at one place in each block are laid out alike."""
-        by_path = {each.info.path: each for each in placed}
+        by_path = {entry.info.path: entry for entry in placed}
 
         def seen(path: str) -> Any:
-            each = by_path[path]
-            return each.layout.unbound(), each.info.dims, each.info.dtype
+            entry = by_path[path]
+            return entry.layout.unbound(), entry.info.dims, entry.info.dtype
 
         return all(len({seen(path) for path in row}) == 1 for row in self.rows)
 
@@ -193,13 +194,13 @@ def _shorter(program: Program, twins: _Twins, run: Run, count: int) -> Program:
 
 def _layers(jaxpr: Any, run: Run) -> tuple[Paths, ...]:
     """The name scopes of the equations of each copy, inner ones included, in one order."""
-    found = []
+    matches = []
     for copy in range(run.count):
         start = run.start + copy * run.period
         eqns = jaxpr.eqns[start : start + run.period]
         scopes = [layer_of(f"{eqn.source_info.name_stack}/") for eqn in eqns]
-        found.append(tuple(scopes))
-    return tuple(found)
+        matches.append(tuple(scopes))
+    return tuple(matches)
 
 
 def _shared_path(paths: Paths) -> str:

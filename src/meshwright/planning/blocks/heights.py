@@ -56,7 +56,7 @@ class Heights:
 
     @property
     def most(self) -> int:
-        return max(each.nbytes for each in (self.before, self.turning, self.after) if each)
+        return max(height.nbytes for height in (self.before, self.turning, self.after) if height)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def peak_with(one: Heights, two: Heights, count: int) -> Peak:
         Peak(turning.nbytes + kept, turning.held, 0),
         Peak(two.after.nbytes + left, two.after.held, 1),
     )
-    return max(most, key=lambda each: each.nbytes)
+    return max(most, key=lambda height: height.nbytes)
 
 
 def _kept(one: Heights, two: Heights) -> int:
@@ -98,7 +98,7 @@ def _kept(one: Heights, two: Heights) -> int:
     the compiler orders either a little otherwise than one between: of three views the middle one.
     """
     (_, alone), (first, last) = (
-        each.again_bytes if two.soon else each.kept_bytes for each in (one, two)
+        height.again_bytes if two.soon else height.kept_bytes for height in (one, two)
     )
     views = (last - alone, last - first, two.before.nbytes - one.before.nbytes)
     return max(0, sorted(views)[1])
@@ -135,7 +135,7 @@ class _Walk:
 
         def behind(*passes: str) -> tuple[int, int]:
             own = ([p for p in products if p[1] == some and p[2] in passes] for some in (0, latest))
-            first, later = (min(held[_behind(each, products, last)]) for each in own)
+            first, later = (min(held[_behind(moment, products, last)]) for moment in own)
             return first, later
 
         return Heights(
@@ -149,14 +149,14 @@ class _Walk:
         )
 
     def _products(self, moments: list[tuple[_Place, int]]) -> list[_Product]:
-        found = [(at, self._product(*place[-1])) for at, (place, _) in enumerate(moments)]
-        return [(at, *product) for at, product in found if product is not None]
+        products_at = [(at, self._product(*place[-1])) for at, (place, _) in enumerate(moments)]
+        return [(at, *product) for at, product in products_at if product is not None]
 
     def _most(self, moments: list[tuple[_Place, int]]) -> Height:
         if not moments:
             return Height(0)
         place, nbytes = max(moments, key=lambda moment: moment[1])
-        held = [self.alive.at(*each, within=each is place[-1]) for each in place]
+        held = [self.alive.at(*point, within=point is place[-1]) for point in place]
         tensors = in_words([one for some in held for one in some], self.sources)
         return Height(
             nbytes, tuple((_unmarked(tensor), marked(tensor.origin.path)) for tensor in tensors)
@@ -165,29 +165,33 @@ class _Walk:
     def _moments(
         self, inside: Computation, around: _Place, held: int
     ) -> Iterator[tuple[_Place, int]]:
-        for at, (each, nbytes, within) in enumerate(self.alive.at_each(inside)):
-            body = self._body_with_blocks(each)
+        for at, (instruction, nbytes, within) in enumerate(self.alive.at_each(inside)):
+            body = self._body_with_blocks(instruction)
             place = (*around, (inside, at))
             if body is None:
                 yield place, held + nbytes + within
             else:
                 yield from self._moments(body, place, held + nbytes)
 
-    def _body_with_blocks(self, each: Instruction) -> Computation | None:
-        if each.opcode not in ("while", "call", "conditional"):
+    def _body_with_blocks(self, instruction: Instruction) -> Computation | None:
+        if instruction.opcode not in ("while", "call", "conditional"):
             return None
-        for body in (self.module.computations[name] for name in each.called):
+        for body in (self.module.computations[name] for name in instruction.called):
             if any(marked(op_name_of(one)) is not None for one in body.instructions):
                 return body
         return None
 
     def _product(self, inside: Computation, at: int) -> tuple[int | None, str] | None:
         """The block and the pass that an instruction is of, if there is a product in it."""
-        each = inside.instructions[at]
-        product = work_of(each, inside, self.module).heaviest
+        instruction = inside.instructions[at]
+        product = work_of(instruction, inside, self.module).heaviest
         if product is None:
             return None
-        path = op_name_of(product) or op_name_of(each) or self.sources.of(inside, each.name)[1]
+        path = (
+            op_name_of(product)
+            or op_name_of(instruction)
+            or self.sources.of(inside, instruction.name)[1]
+        )
         return marked(path), phase_of(path)
 
 
@@ -198,5 +202,5 @@ def _behind(own: list[_Product], products: list[_Product], end: int) -> slice:
     return slice(last, min((at for at, _, _ in products if last < at < end), default=end))
 
 
-def _unmarked(each: LiveTensor) -> LiveTensor:
-    return replace(each, origin=replace(each.origin, path=without(each.origin.path)))
+def _unmarked(tensor: LiveTensor) -> LiveTensor:
+    return replace(tensor, origin=replace(tensor.origin, path=without(tensor.origin.path)))

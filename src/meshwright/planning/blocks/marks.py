@@ -18,8 +18,8 @@ def mark_of(block: int) -> str:
 
 def marked(path: str) -> int | None:
     """Which block a path of name scopes is of; ``None`` outside of them."""
-    found = _MARK.search(path)
-    return int(found[1]) if found else None
+    match = _MARK.search(path)
+    return int(match[1]) if match else None
 
 
 def unmarked(text: str) -> str:

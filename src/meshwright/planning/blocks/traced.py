@@ -51,12 +51,12 @@ def _run(closed: Any, eqns: list[Any], values: dict[Var, Any], later: Counter[Va
     """Evaluate some equations; of what they make, what is read later is kept."""
     from jax.extend.core import jaxpr_as_fun
 
-    made = [var for eqn in eqns for var in eqn.outvars]
-    given = dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
-    given = [var for var in given if var not in set(made)]
-    kept = [var for var in made if later[var] > 0]
-    part = closed.jaxpr.replace(constvars=[], invars=given, outvars=kept, eqns=eqns)
-    results = jaxpr_as_fun(closed.replace(jaxpr=part, consts=[]))(*(values[v] for v in given))
+    outputs = [var for eqn in eqns for var in eqn.outvars]
+    inputs = dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
+    inputs = [var for var in inputs if var not in set(outputs)]
+    kept = [var for var in outputs if later[var] > 0]
+    part = closed.jaxpr.replace(constvars=[], invars=inputs, outvars=kept, eqns=eqns)
+    results = jaxpr_as_fun(closed.replace(jaxpr=part, consts=[]))(*(values[v] for v in inputs))
     values.update(zip(kept, results, strict=True))
 
 
@@ -112,10 +112,10 @@ class TracedLoss:
         jaxpr = closed.jaxpr
         params, whole, _ = jax.tree.unflatten(jax.tree.structure(args), jaxpr.invars)
         _, aux = jax.tree.unflatten(results, jaxpr.outvars)
-        given = {**params, **whole.state}
+        values = {**params, **whole.state}
         return cls(
             jaxpr=jaxpr,
-            paths={var: path for path, var in given.items()},
+            paths={var: path for path, var in values.items()},
             params=frozenset(params.values()),
             changed={whole.state[path]: var for path, var in aux.state.items()},
         )

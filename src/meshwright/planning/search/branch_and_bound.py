@@ -54,7 +54,7 @@ def search(
     space: Space = EVERYTHING,
     keep: int = 2,
     limit_s: float = 10.0,
-    known: Iterable[Candidate] = (),
+    candidates: Iterable[Candidate] = (),
 ) -> SearchResult:
     """The best layouts of a step on a target, at most one per mesh and set of choices.
 
@@ -64,14 +64,14 @@ def search(
     :class:`~meshwright.TargetError` where the hardware's constants do not tell times.
     """
     request = Request(graph, target, hardware, objective, limit_bytes, space)
-    return search_for(request, keep, limit_s, known)
+    return search_for(request, keep, limit_s, candidates)
 
 
 def search_for(
-    request: Request, keep: int, limit_s: float, known: Iterable[Candidate] = ()
+    request: Request, keep: int, limit_s: float, candidates: Iterable[Candidate] = ()
 ) -> SearchResult:
     """The same of a request."""
-    return _Search(request, keep)(limit_s, known)
+    return _Search(request, keep)(limit_s, candidates)
 
 
 class _Node(NamedTuple):
@@ -96,11 +96,11 @@ class _Search:
     solved: int = 0
     is_proven: bool = True
 
-    def __call__(self, limit_s: float, known: Iterable[Candidate]) -> SearchResult:
+    def __call__(self, limit_s: float, candidates: Iterable[Candidate]) -> SearchResult:
         begun = time.monotonic()
         deadline_s = begun + limit_s
-        for each in known:
-            self._add(each)
+        for candidate in candidates:
+            self._add(candidate)
         for axes in self._meshes():
             self._push_mesh(axes)
         while self.heap and self._can_help(self.heap[0].bound):
@@ -149,7 +149,9 @@ class _Search:
         every = itertools.product(
             self._levels(axes), self.request.space.accumulate, self.request.space.remat
         )
-        return (choices for each in every if self._is_possible(choices := Choices(*each)))
+        return (
+            choices for combination in every if self._is_possible(choices := Choices(*combination))
+        )
 
     def _is_possible(self, choices: Choices) -> bool:
         return choices.accumulate == 1 or self.request.divides((), 0, choices.accumulate)
@@ -210,12 +212,12 @@ class _Search:
             bound = max(node.bound, limited.bound_s)
             self._push(bound, node.axes, node.choices, tables, limited)
 
-    def _solve_limited(self, tables: Tables, known: Relaxed, deadline_s: float) -> None:
+    def _solve_limited(self, tables: Tables, relaxed: Relaxed, deadline_s: float) -> None:
         """The fastest of what fits, unless it is known already."""
-        if known.time_s <= known.bound_s * (1 + GAP):
+        if relaxed.time_s <= relaxed.bound_s * (1 + GAP):
             return
         self.solved += 1
-        fits = solve_time(tables, self.request.limit_bytes, deadline_s, self._worst(), known)
+        fits = solve_time(tables, self.request.limit_bytes, deadline_s, self._worst(), relaxed)
         self.is_proven &= fits.is_proven
         if fits.masks is not None:
             self._keep(tables, fits.masks)
@@ -267,10 +269,13 @@ class _Search:
     def _ranked(self) -> list[Candidate]:
         """The answers, the best first; of those that cost the same, and differ in names, one."""
         result: dict[object, Candidate] = {}
-        for each in self.best.values():
-            known = self.request.rank(each.cost) if each.cost.time_s is not None else each.layouts
-            result.setdefault(known, each)
-        return _worth_it(sorted(result.values(), key=lambda each: self.request.rank(each.cost)))
+        for candidate in self.best.values():
+            cost = candidate.cost
+            key = candidate.layouts if cost.time_s is None else self.request.rank(cost)
+            result.setdefault(key, candidate)
+        return _worth_it(
+            sorted(result.values(), key=lambda candidate: self.request.rank(candidate.cost))
+        )
 
     def _worst(self) -> float | None:
         """The last of the answers that are kept; ``None`` while there is room for more."""
@@ -285,12 +290,14 @@ class _Search:
 def _worth_it(ranked: Iterable[Candidate]) -> list[Candidate]:
     """Without those that compute as much again as a better one, or more, and hold no less."""
     kept: list[Candidate] = []
-    known: dict[object, list[tuple[int, int]]] = {}
-    for each in ranked:
-        choices, held = each.layouts.choices, each.cost.peak_bytes
+    seen: dict[object, list[tuple[int, int]]] = {}
+    for option in ranked:
+        choices, held = option.layouts.choices, option.cost.peak_bytes
         again = EVERY_REMAT.index(choices.remat)
-        better = known.setdefault(replace(each.layouts, choices=replace(choices, remat="none")), [])
+        better = seen.setdefault(
+            replace(option.layouts, choices=replace(choices, remat="none")), []
+        )
         if not any(less <= again and bytes_ <= held for less, bytes_ in better):
             better.append((again, held))
-            kept.append(each)
+            kept.append(option)
     return kept

@@ -190,8 +190,8 @@ class _Fusion:
 
     def _leaves(self, t: int) -> frozenset[int]:
         """The large arrays in memory that an array can be made of again."""
-        made = self._made.get(t)
-        if made is None or not self._is_loop(made) or self.is_written(t):
+        maker = self._made.get(t)
+        if maker is None or not self._is_loop(maker) or self.is_written(t):
             return frozenset((t,))
         return frozenset().union(*map(self.leaves, self._large_operands(t)))
 
@@ -212,11 +212,11 @@ class _OnCpu(_Fusion):
     def _take_in(self, place: int) -> None:
         self._in_sums.add(place)
         for t in self._operands(place):
-            made = self._made.get(t)
-            if made is None or made in self._in_sums or len(self._readers[t]) > 1:
+            maker = self._made.get(t)
+            if maker is None or maker in self._in_sums or len(self._readers[t]) > 1:
                 continue
-            if self._is_loop(made):
-                self._take_in(made)
+            if self._is_loop(maker):
+                self._take_in(maker)
 
     def _is_written(self, t: int) -> bool:
         place, readers = self._made[t], self._readers.get(t, ())
@@ -252,7 +252,7 @@ class _OnCpu(_Fusion):
                     if self._size(o) < self._size(t) and o in self._made:
                         wide.setdefault((o, self._graph.tensors[t].shape), []).append(place)
         for (o, _), places in wide.items():
-            sums = [each for each in places if each in self._in_sums]
+            sums = [operand for operand in places if operand in self._in_sums]
             if sums and len(places) > 1:
                 yield Buffer(self._ops[sums[-1]].results[0], self._made[o], sums)
 
@@ -261,13 +261,17 @@ class _OnCpu(_Fusion):
         depths: dict[int, int] = {}
         for place in self.places:
             before = [self._made[t] for t in self._operands(place) if t in self._made]
-            depths[place] = max((depths[each] + 1 for each in before), default=0)
+            depths[place] = max((depths[earlier] + 1 for earlier in before), default=0)
         return depths
 
     def _unspread(self, t: int) -> int:
-        made = self._made.get(t)
-        if made is not None and self._ops[made].kind == "broadcast_in_dim" and self._operands(made):
-            return self._unspread(self._operands(made)[0])
+        maker = self._made.get(t)
+        if (
+            maker is not None
+            and self._ops[maker].kind == "broadcast_in_dim"
+            and self._operands(maker)
+        ):
+            return self._unspread(self._operands(maker)[0])
         return t
 
     def _finish(self, buffer: Buffer) -> None:
@@ -316,10 +320,12 @@ class _OnTpu(_Fusion):
 
     def _is_ready(self, t: int, product: int) -> bool:
         """Whether an array is there when a product runs, or can be made then."""
-        made = self._made.get(t)
-        if made is None or made < product:
+        maker = self._made.get(t)
+        if maker is None or maker < product:
             return True
-        return self._is_loop(made) and all(self._is_ready(o, product) for o in self._operands(made))
+        return self._is_loop(maker) and all(
+            self._is_ready(o, product) for o in self._operands(maker)
+        )
 
     def _widens(self, place: int) -> bool:
         op, tensors = self._ops[place], self._graph.tensors
@@ -359,10 +365,10 @@ class _OnTpu(_Fusion):
 
     def _is_kept(self, t: int) -> bool:
         """Whether the backward pass reads what a product with weights does, or one of bfloat16."""
-        facts, made, readers = self._facts, self._made.get(t), self._readers.get(t, ())
-        if made is None or not facts.is_forward[made] or facts.kinds[t] != "activation":
+        facts, maker, readers = self._facts, self._made.get(t), self._readers.get(t, ())
+        if maker is None or not facts.is_forward[maker] or facts.kinds[t] != "activation":
             return False
-        is_cast = self._ops[made].kind == "convert_element_type"  # such as attention's weights
+        is_cast = self._ops[maker].kind == "convert_element_type"  # such as attention's weights
         products = [
             reader
             for reader in readers

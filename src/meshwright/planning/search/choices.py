@@ -39,7 +39,7 @@ PLAIN = Choices()
 def remat_of(remat: str) -> Remat:
     """The choice that a strategy's ``remat=`` is. What a policy of JAX recomputes is in the step's
     graph already, and no choice."""
-    result: dict[str, Remat] = {each: each for each in EVERY_REMAT}
+    result: dict[str, Remat] = {name: name for name in EVERY_REMAT}
     return result.get(remat, "none")
 
 

@@ -66,8 +66,8 @@ class _Classics:
         best: Candidate | None = None
         for accumulate in self._accumulate():
             for way in self._ways(name):
-                for each in self._of_way(way, zero, accumulate, best):
-                    best = each if best is None else min(best, each, key=self._rank)
+                for candidate in self._of_way(way, zero, accumulate, best):
+                    best = candidate if best is None else min(best, candidate, key=self._rank)
             if best is not None and self._fits(best):
                 break  # more micro-batches only help what does not fit
         return best
@@ -139,7 +139,9 @@ class _Classics:
             every += [{**options, unit: (way.weights,)} for unit in units]
         for one in every:
             result = list(self._of_options(way, one, Choices(zero, accumulate), best))
-            good = [each for each in result if len(each.layouts.rules) > bool(way.rows)]
+            good = [
+                candidate for candidate in result if len(candidate.layouts.rules) > bool(way.rows)
+            ]
             yield from good if way.weights else result
             if one is options and (good or not result or not way.weights):
                 return
@@ -190,7 +192,7 @@ class _Classics:
         if self.request.objective == "memory":
             most = tables.alive.max(axis=0)
             held = [most[list(clique.columns)] @ clique.bytes_of for clique in tables.cliques]
-            return elimination.least([np.asarray(each, float) for each in held])[1]
+            return elimination.least([np.asarray(table, float) for table in held])[1]
         masks = tables.free[1]
         if (
             self.request.limit_bytes is None

@@ -133,10 +133,10 @@ def compact(graph: Graph, platform: str = "") -> Compact:
     sent = _sent(graph, facts, converts=platform != "cpu")
     pieces, piece_of = _pieces(graph, facts, unit_of, sent)
     reader = _Reader(graph, facts, unit_of, pieces, piece_of)
-    each = [reader.work(place, op) for place, op in enumerate(graph.operations)]
-    works = tuple(dict.fromkeys(each))
+    all_work = [reader.work(place, op) for place, op in enumerate(graph.operations)]
+    works = tuple(dict.fromkeys(all_work))
     place_of = {work: place for place, work in enumerate(works)}
-    work_of = [place_of[work] for work in each]
+    work_of = [place_of[work] for work in all_work]
     counted = Counter(work_of)
     first = {work: place for place, work in reversed(list(enumerate(work_of)))}
     parameters = Counter(piece_of[t] for t, kind in enumerate(facts.kinds) if kind == "parameter")
@@ -195,7 +195,7 @@ def _units(graph: Graph) -> tuple[tuple[Unit, ...], tuple[int, ...]]:
 def _pieces(
     graph: Graph, facts: Facts, unit_of: tuple[int, ...], sent: Mapping[int, int]
 ) -> tuple[tuple[Piece, ...], list[int]]:
-    each = [
+    all_pieces = [
         Piece(
             tuple(None if dim is None else unit_of[dim] for dim in tensor.dims),
             tensor.shape,
@@ -205,9 +205,9 @@ def _pieces(
         )
         for place, tensor in enumerate(graph.tensors)
     ]
-    pieces = tuple(dict.fromkeys(each))
+    pieces = tuple(dict.fromkeys(all_pieces))
     places = {piece: place for place, piece in enumerate(pieces)}
-    return pieces, [places[piece] for piece in each]
+    return pieces, [places[piece] for piece in all_pieces]
 
 
 def _sent(graph: Graph, facts: Facts, converts: bool) -> dict[int, int]:

@@ -60,11 +60,11 @@ def cost_of(problem: Compact, setting: Setting, masks: Mapping[int, int], choice
     terms = tuple(_terms(lay))
     compute_s = sum(term.compute_s for term in terms)
     communication_s = sum(term.communication_s for term in terms)
-    known = not setting.missing
+    is_known = not setting.missing
     return Cost(
-        time_s=compute_s + communication_s if known else None,
-        compute_s=compute_s if known else None,
-        communication_s=communication_s if known else None,
+        time_s=compute_s + communication_s if is_known else None,
+        compute_s=compute_s if is_known else None,
+        communication_s=communication_s if is_known else None,
         peak_bytes=int(np.max(alive(problem, choices) @ weights(lay))) if problem.works else 0,
         terms=terms,
     )
@@ -117,8 +117,8 @@ def faults_of(
 def divides(problem: Compact, axes: Axes, unit: int, mask: int, accumulate: int) -> bool:
     """Whether a unit can be split over a set of axes, with its micro-batches if it is the batch."""
     size = accumulate if unit == problem.batch else 1
-    for bit, (_, each) in enumerate(axes):
-        size *= each if mask >> bit & 1 else 1
+    for bit, (_, axis_size) in enumerate(axes):
+        size *= axis_size if mask >> bit & 1 else 1
     return problem.units[unit].size % size == 0
 
 
@@ -132,8 +132,8 @@ def columns(problem: Compact, choices: Choices) -> list[Piece | Work]:
     """What each column of :func:`alive` counts; of works, the copies that they hold."""
     result: list[Piece | Work] = [*problem.pieces, *problem.works]
     if choices.accumulate > 1:
-        each = [problem.pieces[place] for place, _ in problem.parameters]
-        result += [replace(piece, kind="accumulator") for piece in each]
+        pieces = [problem.pieces[place] for place, _ in problem.parameters]
+        result += [replace(piece, kind="accumulator") for piece in pieces]
     return result
 
 
@@ -162,7 +162,7 @@ def _collective(lay: Lay, work: Work) -> str:
 
 
 def _term(kind: str, path: str, count: int, spent: Spent, collective: str) -> Term:
-    compute_s, communication_s, nbytes = (count * float(each[0]) for each in spent)
+    compute_s, communication_s, nbytes = (count * float(figure[0]) for figure in spent)
     said = collective if nbytes else ""
     return Term(kind, path, compute_s, communication_s, nbytes, said)
 

@@ -74,7 +74,7 @@ class Elimination:
         >>> least, sorted(sets.items())
         (2.0, [(0, 0), (1, 1), (2, 0)])
         """
-        left = {place: _Table(*each, ()) for place, each in enumerate(tables)}
+        left = {place: _Table(*entry, ()) for place, entry in enumerate(tables)}
         steps: list[_Step] = []
         while todo := {unit for table in left.values() for unit in table.units}:
             # The unit that meets fewest others first: the usual order ("min-width"), near enough
@@ -95,13 +95,13 @@ class Elimination:
 
     def least(self, values: Sequence[np.ndarray]) -> tuple[float, dict[int, int]]:
         """The least sum of one value of each table, and the axes of all units there."""
-        known, sums = list(values), []
+        chosen, sums = list(values), []
         for step in self.steps:
             total = np.zeros(len(step.sets))
             for place, rows in step.taken:
-                total += known[place][rows]
+                total += chosen[place][rows]
             sums.append(total)
-            known.append(np.minimum.reduceat(total, step.starts))
+            chosen.append(np.minimum.reduceat(total, step.starts))
         # Backwards: the units that a step depends on were eliminated after it and are known by now.
         result: dict[int, int] = {}
         for step, total in zip(reversed(self.steps), reversed(sums), strict=True):
@@ -112,7 +112,7 @@ class Elimination:
             begin = int(step.starts[group])
             end = step.starts[group + 1] if group + 1 < len(step.starts) else len(total)
             result[step.unit] = int(step.sets[begin + int(np.argmin(total[begin:end]))])
-        return float(sum(known[place][0] for place in self.ends)), result
+        return float(sum(chosen[place][0] for place in self.ends)), result
 
 
 def _beside(tables: dict[int, _Table], unit: int) -> set[int]:
@@ -123,11 +123,11 @@ def _beside(tables: dict[int, _Table], unit: int) -> set[int]:
 def _joined(tables: dict[int, _Table], unit: int, bits: int, clashes: Clashes) -> _Table | None:
     """All tables that have a unit as one, the small ones first."""
     having = [
-        _Table(each.units, each.rows, ((place, np.arange(len(each.rows))),))
-        for place, each in tables.items()
-        if unit in each.units
+        _Table(table.units, table.rows, ((place, np.arange(len(table.rows))),))
+        for place, table in tables.items()
+        if unit in table.units
     ]
-    first, *rest = sorted(having, key=lambda each: len(each.rows))
+    first, *rest = sorted(having, key=lambda table: len(table.rows))
     for other in rest:
         result = _join(first, other, bits, clashes)
         if result is None:
@@ -163,7 +163,7 @@ def _join(one: _Table, other: _Table, bits: int, clashes: Clashes) -> _Table | N
 
 def _without(table: _Table, unit: int, bits: int) -> tuple[_Step, _Table]:
     """The step that eliminates a unit, and the table that it leaves."""
-    others = tuple(sorted(each for each in table.units if each != unit))
+    others = tuple(sorted(neighbour for neighbour in table.units if neighbour != unit))
     keys = table.keys(others, bits)
     order = np.argsort(keys, kind="stable")
     keys = keys[order]

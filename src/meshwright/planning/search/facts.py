@@ -109,19 +109,19 @@ def _is_of_weights(graph: Graph, operation: Operation) -> bool:
 
 def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:
     leads = _leads_to_batch(graph, batch)
-    shapes = {_shape_key(each) for each in graph.tensors if each.role == "parameter"}
-    kinds = [each.role for each in graph.tensors]
+    shapes = {_shape_key(parameter) for parameter in graph.tensors if parameter.role == "parameter"}
+    kinds = [parameter.role for parameter in graph.tensors]
     for operation in graph.operations:
         if _is_cast(operation, kinds) and leads[operation.results[0]]:
             kinds[operation.results[0]] = "cast"
             continue
         updates = any(kinds[t] in ("slot", "parameter", "update") for t in operation.operands)
-        for made in operation.results:
-            tensor = graph.tensors[made]
-            if kinds[made] != "activation" or leads[made] or _shape_key(tensor) not in shapes:
+        for place in operation.results:
+            tensor = graph.tensors[place]
+            if kinds[place] != "activation" or leads[place] or _shape_key(tensor) not in shapes:
                 continue
             if batch not in tensor.dims and math.prod(tensor.shape) > 1:
-                kinds[made] = "update" if updates and not operation.summed else "gradient"
+                kinds[place] = "update" if updates and not operation.summed else "gradient"
     return tuple(kinds)
 
 
@@ -137,8 +137,8 @@ def _leads_to_batch(graph: Graph, batch: int | None) -> list[bool]:
     """Of each tensor, whether something that is made of it has a dim of the batch."""
     leads = [False] * len(graph.tensors)
     for operation in reversed(graph.operations):
-        made = any(leads[t] or batch in graph.tensors[t].dims for t in operation.results)
-        if made and batch is not None:
+        is_made = any(leads[t] or batch in graph.tensors[t].dims for t in operation.results)
+        if is_made and batch is not None:
             for taken in operation.operands:
                 leads[taken] = True
     return leads
@@ -163,9 +163,9 @@ def _fused(graph: Graph) -> tuple[bool, ...]:
     fused = [False] * len(graph.tensors)
     for operation in graph.operations:
         if _is_elementwise(operation):
-            for made in operation.results:
-                copied = operation.kind in _COPIED and readers[made] > 0
-                fused[made] = copied or readers[made] == 1
+            for place in operation.results:
+                copied = operation.kind in _COPIED and readers[place] > 0
+                fused[place] = copied or readers[place] == 1
     return tuple(fused)
 
 

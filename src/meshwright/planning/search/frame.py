@@ -84,8 +84,8 @@ class Corner:
 
     def bytes_of(self, places: tuple[int, ...], zero: int) -> np.ndarray:
         """Bytes of each row, for some of the columns."""
-        each = [self._held(place, zero) for place in places]
-        return np.stack(each) if each else np.zeros((0, self.lay.rows), np.int64)
+        held = [self._held(place, zero) for place in places]
+        return np.stack(held) if held else np.zeros((0, self.lay.rows), np.int64)
 
     def _held(self, place: int, zero: int) -> np.ndarray:
         column = self.every[place]
@@ -134,7 +134,7 @@ def frame_of(
     free = frozenset(options)
     works = [(_scope_of_work(problem, work) & free) for work in problem.works]
     every = columns(problem, Choices(accumulate=accumulate))
-    scopes = [(_scope_of_column(problem, each) & free) for each in every]
+    scopes = [(_scope_of_column(problem, column) & free) for column in every]
     cliques = _maximal([*works, *scopes, *(frozenset((unit,)) for unit in free), frozenset()])
     # The smallest clique that has all units of a term, so that small tables hold most of the work.
     home = {
@@ -225,9 +225,9 @@ def _lay(
     order = sorted(units)
     rows = np.zeros((1, 0), np.int64)
     for place, unit in enumerate(order):
-        each = np.array(options[unit], np.int64)
+        numbers = np.array(options[unit], np.int64)
         grown = np.concatenate(
-            [np.repeat(rows, len(each), axis=0), np.tile(each, len(rows))[:, None]], axis=1
+            [np.repeat(rows, len(numbers), axis=0), np.tile(numbers, len(rows))[:, None]], axis=1
         )
         fine = np.ones(len(grown), bool)
         for before, other in enumerate(order[:place]):

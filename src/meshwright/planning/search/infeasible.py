@@ -54,10 +54,12 @@ def no_plan(request: Request, limit_bytes: int) -> PlanError:
     )
 
 
-def none_in_time(known: Iterable[Candidate], limit_bytes: int | None, limit_s: float) -> PlanError:
+def none_in_time(
+    candidates: Iterable[Candidate], limit_bytes: int | None, limit_s: float
+) -> PlanError:
     """The error for a search that ends at its time limit with nothing that fits."""
     way_out = "Give the search more time with limit_s=, or name a mesh with axes=."
-    nearest = min(known, key=lambda each: each.cost.peak_bytes, default=None)
+    nearest = min(candidates, key=lambda candidate: candidate.cost.peak_bytes, default=None)
     if nearest is None or limit_bytes is None:
         return PlanError(f"no layout was found within {limit_s:g} s. {way_out}")
     peak = nearest.cost.peak_bytes
@@ -140,11 +142,12 @@ def with_rows(graph: Graph, rows: int) -> Graph:
         replace(dim, size=rows) if place == batch else dim for place, dim in enumerate(graph.dims)
     )
 
-    def tensor(each: GraphTensor) -> GraphTensor:
+    def tensor(declared: GraphTensor) -> GraphTensor:
         shape = tuple(
-            rows if dim == batch else size for dim, size in zip(each.dims, each.shape, strict=True)
+            rows if dim == batch else size
+            for dim, size in zip(declared.dims, declared.shape, strict=True)
         )
-        return replace(each, shape=shape)
+        return replace(declared, shape=shape)
 
     operations = tuple(
         replace(operation, flops=operation.flops * share)

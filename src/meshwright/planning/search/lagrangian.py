@@ -60,9 +60,9 @@ def relaxed(tables: Tables, limit_bytes: int) -> Relaxed:
         bound = max(bound, least)
         if fits is None:
             return Relaxed(math.inf, None, math.inf, tuple(moments))
-        for each in walk.fitting:
-            if each.time_s < best[0] and tables.peaks(each.masks).max() <= limit_bytes:
-                best = each.time_s, each.masks
+        for row in walk.fitting:
+            if row.time_s < best[0] and tables.peaks(row.masks).max() <= limit_bytes:
+                best = row.time_s, row.masks
         masks = fits.masks
         if tables.peaks(masks).max() <= limit_bytes:
             break
@@ -79,7 +79,7 @@ class _Walk:
         self._elimination = elimination
         self._limit = limit_bytes
         self._times = [clique.time_s for clique in tables.cliques]
-        self._held = [each.astype(float) for each in tables.held(moment)]
+        self._held = [table.astype(float) for table in tables.held(moment)]
         self.fitting: list[_Point] = []
 
     def __call__(self) -> tuple[float, _Point | None]:
@@ -114,4 +114,4 @@ class _Walk:
 
 
 def _at(values: Sequence[np.ndarray], rows: Sequence[int]) -> float:
-    return float(sum(each[row] for each, row in zip(values, rows, strict=True)))
+    return float(sum(table[row] for table, row in zip(values, rows, strict=True)))

@@ -91,13 +91,13 @@ def _traced(
             continue
         piece = problem.piece_of[buffer.tensor]
         piece = problem.halves.get(piece, piece) if buffer.is_half else piece
-        made, last = at[buffer.made], max((at[read] for read in buffer.reads), default=0)
+        begin, last = at[buffer.made], max((at[read] for read in buffer.reads), default=0)
         again = begins.get(buffer.tensor)
         if again is not None:
             forward = [at[read] for read in buffer.reads if facts.is_forward[read]]
-            lifetimes.append(Lifetime(piece, made, max(forward, default=made)))
-            made = at[again]
-        lifetimes.append(Lifetime(piece, made, max(made, last)))
+            lifetimes.append(Lifetime(piece, begin, max(forward, default=begin)))
+            begin = at[again]
+        lifetimes.append(Lifetime(piece, begin, max(begin, last)))
     return Timeline(len(at), tuple(lifetimes), tuple(enumerate(at)))
 
 
@@ -175,7 +175,10 @@ def _on_cpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
     if zero == 3:
         lifetimes += _gathered(problem, facts, at)
     return Timeline(
-        len(order), tuple(lifetimes), tuple(at.items()), _ahead([depths[each] for each in order])
+        len(order),
+        tuple(lifetimes),
+        tuple(at.items()),
+        _ahead([depths[operation] for operation in order]),
     )
 
 

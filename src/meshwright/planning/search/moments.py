@@ -84,8 +84,8 @@ def _undominated(rows: np.ndarray) -> np.ndarray:
         if not below.any():
             break
         kept = kept[~below]
-    known = {differing[place].tobytes(): place for place in kept}
-    kept = np.array(list(known.values()), np.int64)
+    kept_at = {differing[place].tobytes(): place for place in kept}
+    kept = np.array(list(kept_at.values()), np.int64)
     if len(kept) > _COMPARED:
         return rows[kept]
     return rows[_unbeaten(differing, kept)]

@@ -240,13 +240,13 @@ def _pattern(path: str) -> str:
 
 
 def _values(read: Mapping[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(Plan)}
-    if unknown := set(read) - known:
+    names = {field.name for field in fields(Plan)}
+    if unknown := set(read) - names:
         raise PlanError(f"unknown keys in the plan file: {', '.join(sorted(unknown))}.")
     values = {name: _tuples(value) for name, value in read.items()}
     values["chosen"] = _option(read["chosen"])
-    values["runners_up"] = tuple(_option(each) for each in read["runners_up"])
-    values["classics"] = tuple((name, _option(each)) for name, each in read.get("classics", []))
+    values["runners_up"] = tuple(_option(saved) for saved in read["runners_up"])
+    values["classics"] = tuple((name, _option(saved)) for name, saved in read.get("classics", []))
     values["data_parallel"] = None
     if read["data_parallel"] is not None:
         values["data_parallel"] = _option(read["data_parallel"])
@@ -255,14 +255,14 @@ def _values(read: Mapping[str, Any]) -> dict[str, Any]:
 
 def _option(read: Mapping[str, Any]) -> Option:
     if read["remat"] not in EVERY_REMAT:
-        known = ", ".join(map(repr, EVERY_REMAT))
-        raise PlanError(f"remat must be one of {known}; received {read['remat']!r}.")
+        options = ", ".join(map(repr, EVERY_REMAT))
+        raise PlanError(f"remat must be one of {options}; received {read['remat']!r}.")
     return Option(**{name: _tuples(value) for name, value in read.items()})
 
 
 def _tuples(value: Any) -> Any:
     """Lists, which JSON makes of tuples, as tuples again."""
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 _EXAMPLE = """{"kind": "plan", "version": 2, "target": "h100:8", "hardware": "h100",

@@ -79,7 +79,7 @@ def plan_step(
     if dry_run_of is not None and verify:
         plans = verified(plans, dry_run_of, limit_bytes, question.plans_within)
     chosen = plans[0]
-    return replace(chosen, runners_up=tuple(each.chosen for each in plans[1:]))
+    return replace(chosen, runners_up=tuple(plan.chosen for plan in plans[1:]))
 
 
 def _check(objective: str, memory_limit: int | None, verify: int, remat: Sequence[str]) -> None:
@@ -114,15 +114,15 @@ def _axes(axes: Mesh | Mapping[str, int] | str | None, target: Target) -> Axes |
         return None
     if isinstance(axes, str):
         axes = Mesh.from_string(axes)
-    found: Axes = tuple(axes.items()) if isinstance(axes, Mapping) else axes.axes
+    pairs: Axes = tuple(axes.items()) if isinstance(axes, Mapping) else axes.axes
     size = 1
-    for _, each in found:
-        size *= each
+    for _, axis_size in pairs:
+        size *= axis_size
     if size > target.num_devices or size < 1:
         raise PlanError(
-            f"the mesh {dict(found)} takes {size} devices, and {target} has {target.num_devices}."
+            f"the mesh {dict(pairs)} takes {size} devices, and {target} has {target.num_devices}."
         )
-    return found
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,12 @@ class _Question:
 
     def _plainer(self, best: Sequence[Candidate], request: Request) -> list[Candidate]:
         """What is verified beside the best, as far as the space has it."""
-        known = {each.layouts for each in best}
+        layouts_of_best = {candidate.layouts for candidate in best}
         return [
-            each
-            for each in plainer(request, best[0], self._parallel)
-            if each.layouts not in known and self._may_choose(each.layouts.choices)
+            candidate
+            for candidate in plainer(request, best[0], self._parallel)
+            if candidate.layouts not in layouts_of_best
+            and self._may_choose(candidate.layouts.choices)
         ]
 
     def _may_choose(self, choices: Choices) -> bool:

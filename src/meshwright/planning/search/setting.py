@@ -51,7 +51,7 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
     sets = range(2 ** len(axes))
     size_of = np.array([_size(axes, mask) for mask in sets], np.int64)
     probes = {kind: [_probe(kind, axes, mask, links) for mask in sets] for kind in _KINDS}
-    speeds = {each: clock.peak(each, "") for each in ("int8", "bfloat16", "float32", "float64")}
+    speeds = {name: clock.peak(name, "") for name in ("int8", "bfloat16", "float32", "float64")}
     fallback = speeds["float32"] or speeds["bfloat16"]
     missing = [] if fallback else ["peak_flops_per_s.float32"]
     if hardware.memory_bandwidth_bytes_per_s is None:
@@ -62,8 +62,8 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
     return Setting(
         axes=axes,
         size_of=size_of,
-        rate_s_per_byte={kind: np.array([p[0] for p in each]) for kind, each in probes.items()},
-        delay_s={kind: np.array([p[1] for p in each]) for kind, each in probes.items()},
+        rate_s_per_byte={kind: np.array([p[0] for p in points]) for kind, points in probes.items()},
+        delay_s={kind: np.array([p[1] for p in points]) for kind, points in probes.items()},
         seconds_per_flop={
             dtype: 1.0 / (speed or fallback or float("inf")) for dtype, speed in speeds.items()
         },
@@ -88,8 +88,8 @@ def require_times(setting: Setting, target: Target, hardware: Hardware) -> None:
 
 def _size(axes: Axes, mask: int) -> int:
     size = 1
-    for bit, (_, each) in enumerate(axes):
-        size *= each if mask >> bit & 1 else 1
+    for bit, (_, axis_size) in enumerate(axes):
+        size *= axis_size if mask >> bit & 1 else 1
     return size
 
 

@@ -35,7 +35,7 @@ def solve_time(
     limit_bytes: int | None,
     deadline_s: float,
     below_s: float | None = None,
-    known: Relaxed | None = None,
+    relaxed: Relaxed | None = None,
 ) -> Solved:
     """The fastest assignment whose peak is within a limit, and that takes less than ``below_s``.
 
@@ -43,11 +43,11 @@ def solve_time(
     """
     task = _Task(tables)
     times = task.whole_times()
-    if known is not None:
-        for moment in known.moments:
+    if relaxed is not None:
+        for moment in relaxed.moments:
             task.limit(moment, limit_bytes)
-        task.add(times >= int(known.bound_s / task.unit_s) - len(tables.cliques) - 1)
-        below_s = min(known.time_s, math.inf if below_s is None else below_s)
+        task.add(times >= int(relaxed.bound_s / task.unit_s) - len(tables.cliques) - 1)
+        below_s = min(relaxed.time_s, math.inf if below_s is None else below_s)
     if below_s is not None and below_s < math.inf:
         task.add(times <= int(below_s / task.unit_s) + 1)
     task.minimize(times)
@@ -160,7 +160,7 @@ class _Task:
         held: list[tuple[Any, int]] = []
         for clique, rows in zip(self.tables.cliques, self.rows, strict=True):
             nbytes = counts[list(clique.columns)] @ clique.bytes_of if clique.columns else []
-            held += [(row, int(each)) for each, row in zip(nbytes, rows, strict=False) if each]
+            held += [(row, int(count)) for count, row in zip(nbytes, rows, strict=False) if count]
         most = self.top if limit_bytes is None or self.top is not None else limit_bytes
         self.model.add(_sum(held) <= most)
         return True
@@ -186,7 +186,7 @@ class _Task:
 def _sum(pairs: list[tuple[Any, int]]) -> Any:
     """A linear expression of ``(boolean, weight)``."""
     expression = solver_module().LinearExpr
-    return expression.weighted_sum([each for each, _ in pairs], [by for _, by in pairs])
+    return expression.weighted_sum([variable for variable, _ in pairs], [by for _, by in pairs])
 
 
 def solver_module() -> Any:

@@ -178,8 +178,8 @@ def _gathers(lay: Lay, work: Work) -> bool:
 
     On CPU all are there at once. A cast is made of the part that a device keeps.
     """
-    made = {lay.problem.pieces[place].kind for place in work.results}
-    apart = lay.problem.platform == "cpu" or made == {"cast"} or _updates(lay, work)
+    kinds = {lay.problem.pieces[place].kind for place in work.results}
+    apart = lay.problem.platform == "cpu" or kinds == {"cast"} or _updates(lay, work)
     return lay.choices.zero == 3 and not apart
 
 
@@ -287,8 +287,8 @@ def _moved(lay: Lay, move: Move, loops: int) -> Talk:
     lost = lay.mask(move.given) & ~lay.mask(move.wanted)
     kept = lay.size(lay.mask(move.given) & lay.mask(move.wanted))
     others = shards(lay, piece) // lay.size(lay.mask(move.given))
-    each = piece.nbytes / (others * kept * lay.loops(piece))
-    return Talk("all-gather", lost, each, loops, piece)
+    nbytes = piece.nbytes / (others * kept * lay.loops(piece))
+    return Talk("all-gather", lost, nbytes, loops, piece)
 
 
 def _gathered(lay: Lay, work: Work, place: int, loops: int) -> Talk:

@@ -82,7 +82,7 @@ def verified(
     ranked = _ranked([*runs.seen.values()])
     if not ranked[0].fits:
         raise PlanError(f"{_no_fit(runs)} {_way_out(bool(less))}")
-    best, *others = (each.plan for each in ranked)
+    best, *others = (run.plan for run in ranked)
     notes = [*_preferred(best.chosen, first), *runs.left_out()]
     return [replace(best, notes=(*best.notes, *notes)), *others]
 
@@ -99,26 +99,26 @@ class _DryRuns:
     def of(self, plans: Iterable[Plan], *notes: str) -> list[_Seen]:
         """What those say that compile."""
         result = []
-        for each in plans:
+        for candidate in plans:
             try:
-                report = self.dry_run_of(each)
+                report = self.dry_run_of(candidate)
             except CompileError as error:
-                self.failed[each.chosen.layouts] = error
+                self.failed[candidate.chosen.layouts] = error
                 continue
             option = replace(
-                each.chosen,
+                candidate.chosen,
                 dry_run_time_s=report.step_time_s,
                 dry_run_peak_bytes=report.peak_bytes,
             )
             said = [_NOT_DRY_RUN] if isinstance(report, NoReport) else []
-            plan = replace(each, chosen=option, notes=(*each.notes, *notes, *said))
+            plan = replace(candidate, chosen=option, notes=(*candidate.notes, *notes, *said))
             result.append(_Seen(plan, self._fits(report)))
             self.seen[option.layouts] = result[-1]
         return result
 
     def not_asked(self, plans: Iterable[Plan]) -> list[Plan]:
-        known = self.seen.keys() | self.failed.keys()
-        return [each for each in plans if each.chosen.layouts not in known]
+        seen = self.seen.keys() | self.failed.keys()
+        return [plan for plan in plans if plan.chosen.layouts not in seen]
 
     def left_out(self) -> list[str]:
         return [f"left out: {layouts}: {error}" for layouts, error in self.failed.items()]
@@ -132,7 +132,7 @@ class _DryRuns:
 
 def _best_fits(seen: Sequence[_Seen]) -> bool:
     """Whether the fastest fits, or the smallest: then none that holds less is wanted."""
-    return bool(seen) and min(seen, key=lambda each: _rank(each.plan)).fits
+    return bool(seen) and min(seen, key=lambda run: _rank(run.plan)).fits
 
 
 def _off(seen: Iterable[_Seen], first: Plan) -> float:
@@ -153,7 +153,7 @@ def _held_to(limit: int) -> str:
 
 def _ranked(seen: Iterable[_Seen]) -> list[_Seen]:
     """Those that fit first, then the objective. A figure that no dry run has is the model's."""
-    return sorted(seen, key=lambda each: (not each.fits, _rank(each.plan)))
+    return sorted(seen, key=lambda run: (not run.fits, _rank(run.plan)))
 
 
 def _preferred(best: Option, first: Option) -> Iterator[str]:
@@ -165,12 +165,12 @@ def _preferred(best: Option, first: Option) -> Iterator[str]:
 
 
 def _no_fit(runs: _DryRuns) -> str:
-    options = [each.plan.chosen for each in runs.seen.values()]
+    options = [run.plan.chosen for run in runs.seen.values()]
     fact = f"none of {len(options)} dry-run plans fits"
     if len(options) == 1:
         fact = "the dry-run plan does not fit"
-    known = [one for one in options if one.dry_run_peak_bytes is not None]
-    nearest = min(known, key=lambda one: one.dry_run_peak_bytes or 0, default=None)
+    measured = [one for one in options if one.dry_run_peak_bytes is not None]
+    nearest = min(measured, key=lambda one: one.dry_run_peak_bytes or 0, default=None)
     if nearest is not None:
         fact += (
             f". The nearest takes {bytes_text(nearest.dry_run_peak_bytes)}, where the estimate was "

@@ -60,9 +60,9 @@ class Packer:
     def function(self, function: Callable[..., Any]) -> Function:
         """The function, packed; raises :class:`~meshwright.errors.ShippingError` if it cannot."""
         identity = _identity(function)
-        known = self._functions.get(identity)
-        if known is not None:
-            return known
+        packed_before = self._functions.get(identity)
+        if packed_before is not None:
+            return packed_before
         if not callable(function):
             raise ShippingError(f"{function!r} cannot be scheduled: it is not callable.")
         name = name_of(function)

@@ -52,8 +52,8 @@ class ClusterCoordinator:
 
         if not isinstance(strategy, ParameterServer):
             raise ClusterError(f"a coordinator takes a ParameterServer; received {strategy!r}.")
-        known = strategy.coordinator_made
-        return super().__new__(cls) if known is None else known
+        existing = strategy.coordinator_made
+        return super().__new__(cls) if existing is None else existing
 
     def __init__(self, strategy: ParameterServer) -> None:
         if strategy.coordinator_made is self:

@@ -103,8 +103,8 @@ class Guardian:
     def _look_at(self, server: int, servers: Servers) -> None:
         stats: Any = servers.ask(server, Message("stats")).head
         generation = stats["generation"]
-        known = self._generations.setdefault(server, 0)
-        if generation > known:
+        seen = self._generations.setdefault(server, 0)
+        if generation > seen:
             for fence in self._fences:
                 servers.ask(server, Message("fence", {"incarnation": fence.incarnation}))
             self._dispatcher.refill(server, servers)

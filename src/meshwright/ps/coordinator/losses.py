@@ -22,7 +22,7 @@ class Loss:
     def __str__(self) -> str:
         return (
             f"{self.server} died and was restored from its last snapshot: the updates of "
-            f"{len(self.steps)} steps to it are lost{_told(self.steps)}"
+            f"{len(self.steps)} steps to it are lost{_ids_text(self.steps)}"
         )
 
 
@@ -59,8 +59,8 @@ class Ledger:
     def began(self, generation: int, version: int) -> None:
         """The server was seen to begin a generation at this version, or a little above."""
         if generation > self.generation:
-            known = self._restored_at.get(generation, version)
-            self._restored_at[generation] = min(known, version)
+            version_before = self._restored_at.get(generation, version)
+            self._restored_at[generation] = min(version_before, version)
 
     def restored(self, generation: int, version: int) -> Loss:
         """The server is back, with what it had at this version, or at a lower one seen before."""
@@ -81,7 +81,7 @@ class Ledger:
         return None
 
 
-def _told(steps: tuple[int, ...]) -> str:
+def _ids_text(steps: tuple[int, ...]) -> str:
     if not steps:
         return "."
     shown = ", ".join(map(str, steps[:10]))

@@ -71,10 +71,10 @@ class Worker:
 
     def forget(self, functions: Collection[str]) -> list[str]:
         """Functions that will not be called any more; those that it has."""
-        known = [key for key in functions if key in self.functions]
-        for key in known:
+        taught = [key for key in functions if key in self.functions]
+        for key in taught:
             del self.functions[key]
-        return known
+        return taught
 
     def told(self, now_s: float) -> str:
         """One line for a report."""

@@ -112,5 +112,5 @@ def _functions(packer: Packer, queue: StepQueue, workers: Collection[Worker]) ->
     needed |= {function.key for function, _ in packer.datasets.values()}
     gone = {key for key in packer.forgotten if key not in needed}
     packer.forgotten = [key for key in packer.forgotten if key in needed]
-    known = [(worker.name, worker.forget(gone)) for worker in workers]
-    return [(name, Message("forget", {"functions": keys})) for name, keys in known if keys]
+    dropped = [(worker.name, worker.forget(gone)) for worker in workers]
+    return [(name, Message("forget", {"functions": keys})) for name, keys in dropped if keys]

@@ -24,8 +24,8 @@ def decode_gradient(
     Raises :class:`~meshwright.errors.ArrayError` where they do not fit.
     """
     if codec not in CODECS:
-        known = ", ".join(repr(name) for name in CODECS)
-        raise ArrayError(f"a gradient came in codec {codec!r}. Codecs are {known}.")
+        names = ", ".join(repr(name) for name in CODECS)
+        raise ArrayError(f"a gradient came in codec {codec!r}. Codecs are {names}.")
     count, decode = CODECS[codec]
     if len(arrays) != count:
         raise ArrayError(f"codec {codec!r} takes {count} arrays, and {len(arrays)} came.")

@@ -106,8 +106,8 @@ class Backups:
         adaptive: bool,
     ) -> np.ndarray:
         """The gradient of rows, corrected where it is of the peer's last lookup, each row once."""
-        known, before = self._rows.get(peer, {}).get(shard.name, (None, None))
-        if known is None or before is None or not np.array_equal(known, rows):
+        looked_up, before = self._rows.get(peer, {}).get(shard.name, (None, None))
+        if looked_up is None or before is None or not np.array_equal(looked_up, rows):
             return values
         if len(np.unique(rows)) < len(rows):
             return values
@@ -119,13 +119,13 @@ class Backups:
         return values
 
     def _mean(self, shard: Shard) -> np.ndarray:
-        full, known = shard.full(), self._squares.get(shard.name)
-        if known is None or known.shape != full.shape:
+        full, mean = shard.full(), self._squares.get(shard.name)
+        if mean is None or mean.shape != full.shape:
             fresh = np.zeros_like(full)
-            if known is not None and known.ndim:
-                fresh[: len(known)] = known  # a hash table has grown
-            self._squares[shard.name] = known = fresh
-        return known
+            if mean is not None and mean.ndim:
+                fresh[: len(mean)] = mean  # a hash table has grown
+            self._squares[shard.name] = mean = fresh
+        return mean
 
 
 def _own(kept: dict[str, Any], peer: str) -> dict[str, Any]:

@@ -103,8 +103,8 @@ class Groups:
     def get(self, name: str) -> Group:
         """The group of this name; raises :class:`~meshwright.errors.TaskError` for another."""
         if name not in self._groups:
-            known = ", ".join(map(repr, self._groups)) or "none"
-            raise TaskError(f"there is no group {name!r} of variables here. Groups: {known}.")
+            names = ", ".join(map(repr, self._groups)) or "none"
+            raise TaskError(f"there is no group {name!r} of variables here. Groups: {names}.")
         return self._groups[name]
 
     def of(self, name: str) -> Group | None:

@@ -29,7 +29,7 @@ def push(state: State, peer: str, message: Message) -> dict[str, Any]:
         state.counts.duplicates += 1
         version = state.applied.version_of(step)
         answer = {"applied": False, "duplicate": True, "staleness": 0, **_rounds(state, head)}
-        return _told(state, answer, state.version if version is None else version)
+        return _answer(state, answer, state.version if version is None else version)
     seen = head.get("seen")
     staleness = max(0, state.version - seen) if seen is not None else 0
     checked = check_updates(state.store, state.groups, head["updates"], message.arrays, staleness)
@@ -41,7 +41,7 @@ def push(state: State, peer: str, message: Message) -> dict[str, Any]:
     for gradient in checked.gradients:
         state.apply_gradient(gradient, peer)
     _count(state, step, staleness, bool(checked.changes or checked.gradients))
-    return _told(state, {"applied": True, "staleness": staleness}, state.version)
+    return _answer(state, {"applied": True, "staleness": staleness}, state.version)
 
 
 def _push_round(
@@ -64,7 +64,7 @@ def _push_round(
     version = state.version
     state.apply_rounds()
     answer = {"applied": applied, "staleness": 0, "dropped": not taken, **_rounds(state, head)}
-    return _told(state, answer, version)
+    return _answer(state, answer, version)
 
 
 def _count(state: State, step: int | None, staleness: int, applied: bool) -> None:
@@ -80,7 +80,7 @@ def _rounds(state: State, head: Mapping[str, Any]) -> dict[str, Any]:
     return {} if head.get("round") is None else {"clipping": state.clipping_head()}
 
 
-def _told(state: State, answer: dict[str, Any], version: int) -> dict[str, Any]:
+def _answer(state: State, answer: dict[str, Any], version: int) -> dict[str, Any]:
     return {**answer, "applied_at": version, "snapshot": state.snapshot_head()}
 
 

@@ -53,8 +53,10 @@ class Variable:
         context = self._context()
         if context is None:
             return self._outside(lambda servers: servers.read([self.spec])[0])[()]
-        known = context.updates.sets(self.name)
-        value = np.empty(self.shape, self.dtype) if known else context.servers.read([self.spec])[0]
+        is_local = context.updates.sets(self.name)
+        value = (
+            np.empty(self.shape, self.dtype) if is_local else context.servers.read([self.spec])[0]
+        )
         return context.updates.seen(self.spec, value)[()]
 
     def lookup(self, rows: Any) -> np.ndarray:

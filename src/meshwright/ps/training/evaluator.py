@@ -245,9 +245,9 @@ class _Saved:
 
     def lookup(self, spec: VariableSpec, ids: np.ndarray, *, make: bool) -> np.ndarray:
         del make  # nothing is
-        rows, known = self._tables.lookup(spec.name, ids)
-        if not known.all():
-            rows[~known] = _first_rows(self._layers[spec.name], ids[~known])
+        rows, present = self._tables.lookup(spec.name, ids)
+        if not present.all():
+            rows[~present] = _first_rows(self._layers[spec.name], ids[~present])
         return rows
 
 

@@ -92,8 +92,8 @@ class Exported:
 
     def code_for(self, signature: Signature) -> Code:
         """The code for batches like this. Raises :class:`~meshwright.BatchError` if none fits."""
-        for known, code in self.codes:
-            if known == signature:
+        for exported_for, code in self.codes:
+            if exported_for == signature:
                 return code
         first, rows = self.codes[0][0], signature.rows
         free = self.uneven if rows is not None and rows % self.row_shards else self.any_rows

@@ -129,5 +129,5 @@ def _of_other_shapes(held_out: Feed | None, feed: Feed) -> list[Any]:
     """One batch to validate on of each shape that the training data does not have."""
     if held_out is None:
         return []
-    known = {Signature.of(batch) for batch in feed.examples}
-    return [batch for batch in held_out.examples if Signature.of(batch) not in known]
+    trained = {Signature.of(batch) for batch in feed.examples}
+    return [batch for batch in held_out.examples if Signature.of(batch) not in trained]

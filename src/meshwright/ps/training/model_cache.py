@@ -37,19 +37,19 @@ def served(
 
 def kept(strategy: Any, model: keras.Model, asked: Any, make: Callable[[], Any]) -> Any:
     """What was made of a model for this strategy, unless it was compiled again since."""
-    known: dict[Any, tuple[tuple[Any, ...], Any]] = model.__dict__.setdefault(_KEPT, {})
+    cached: dict[Any, tuple[tuple[Any, ...], Any]] = model.__dict__.setdefault(_KEPT, {})
     key = (id(strategy), asked)
     token = _compat.compile_token(model)
-    if key in known:
-        before, present = known.pop(key)
+    if key in cached:
+        before, present = cached.pop(key)
         same = all(a is b for a, b in zip(token, before, strict=True))
         if same and present.belongs_to(strategy):
-            known[key] = before, present
+            cached[key] = before, present
             return present
     result = make()
-    while len(known) >= _MOST_KEPT:
-        del known[next(iter(known))]
-    known[key] = _compat.compile_token(model), result
+    while len(cached) >= _MOST_KEPT:
+        del cached[next(iter(cached))]
+    cached[key] = _compat.compile_token(model), result
     return result
 
 

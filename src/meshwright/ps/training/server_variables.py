@@ -70,9 +70,9 @@ class ServerVariables:
         weights = [v.infos[id(variable)] for variable in (*v.params.values(), *v.state.values())]
         shapes = frozenset((info.path, tuple(info.dims)) for info in weights)
         tables = frozenset((layer.name, layer.size, layer.dim) for layer in self._layers.values())
-        known: dict[str, Any] = vars(self._strategy).setdefault("models_served", {})
+        served: dict[str, Any] = vars(self._strategy).setdefault("models_served", {})
         for number in itertools.count(1):
             prefix = self._model if number == 1 else f"{self._model}~{number}"
-            if known.setdefault(prefix, (shapes, tables)) == (shapes, tables):
+            if served.setdefault(prefix, (shapes, tables)) == (shapes, tables):
                 return prefix
         raise AssertionError

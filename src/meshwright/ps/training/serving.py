@@ -157,7 +157,7 @@ class Served:
 
     def _check_groups(self) -> None:
         """Raise :class:`~meshwright.ModelError` for tables that another optimizer trains so far."""
-        known: dict[str, str] = vars(self._strategy).setdefault("groups_of_tables", {})
+        groups_before: dict[str, str] = vars(self._strategy).setdefault("groups_of_tables", {})
         groups = {
             name: self._group_of(name) if name in self._own_optimizers else self._prefix
             for name in self.specs.tables
@@ -165,14 +165,16 @@ class Served:
         if changed := [
             name
             for name, group in groups.items()
-            if known.get(self.specs.tables[name].name, group) != group
+            if groups_before.get(self.specs.tables[name].name, group) != group
         ]:
             raise ModelError(
                 f"the optimizer of these tables cannot change from the model's to one of their own "
                 f"or back: {', '.join(changed)}. The servers hold its slots. Train on with the "
                 "same optimizer, or use a new strategy."
             )
-        known.update({self.specs.tables[name].name: group for name, group in groups.items()})
+        groups_before.update(
+            {self.specs.tables[name].name: group for name, group in groups.items()}
+        )
 
     def put_changed(self) -> bool:
         """Give the servers what a callback has changed in the model since; tells whether it has."""
@@ -353,8 +355,8 @@ class Served:
             return {}
         v = self.variables
         lone = [path for path, slot in v.slots.items() if v.infos[id(slot)].owner is None]
-        known = ("/iteration", "/learning_rate")
-        return {path: "u_product" for path in lone if not path.endswith(known)}
+        model_own = ("/iteration", "/learning_rate")
+        return {path: "u_product" for path in lone if not path.endswith(model_own)}
 
     def _iterations(self) -> int:
         return int(np.asarray(self._iteration.value))

@@ -145,13 +145,13 @@ class _Places:
     def fill(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Put the rows of these ids into ``rows``; tells which of them there are."""
         near = np.searchsorted(self.ids, ids)
-        known = near < len(self.ids)
-        known[known] = self.ids[near[known]] == ids[known]
-        near = np.where(known, near, 0)
-        for file in np.unique(self.of_file[near[known]]):
-            here = known & (self.of_file[near] == file)
+        present = near < len(self.ids)
+        present[present] = self.ids[near[present]] == ids[present]
+        near = np.where(present, near, 0)
+        for file in np.unique(self.of_file[near[present]]):
+            here = present & (self.of_file[near] == file)
             rows[here] = _loaded(self.files[file], mmap_mode="r")[self.at[near[here]]]
-        return known
+        return present
 
 
 def _loaded(file: Path, **options: Any) -> np.ndarray:

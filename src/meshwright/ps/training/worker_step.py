@@ -116,12 +116,12 @@ def engine(step: TrainStep, role: str = "training") -> Engine:
 
 def compiled_of(exported: Exported, cache: dict[Any, Any]) -> Compiled:
     """What is compiled of a model; the next run of the same model finds it there."""
-    known: dict[str, Compiled] = cache.setdefault("training code", {})
-    if exported.digest not in known:
-        while len(known) >= _MOST_MODELS:
-            del known[next(iter(known))]
-        known[exported.digest] = Compiled(exported)
-    return known[exported.digest]
+    by_digest: dict[str, Compiled] = cache.setdefault("training code", {})
+    if exported.digest not in by_digest:
+        while len(by_digest) >= _MOST_MODELS:
+            del by_digest[next(iter(by_digest))]
+        by_digest[exported.digest] = Compiled(exported)
+    return by_digest[exported.digest]
 
 
 class Engine:

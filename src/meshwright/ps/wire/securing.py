@@ -54,11 +54,13 @@ class Doorkeeper:
         with self._socket, contextlib.suppress(zmq.ContextTerminated):
             while True:
                 version, request, _, _, _, mechanism, *credentials = self._socket.recv_multipart()
-                known = (
+                is_allowed = (
                     mechanism == b"CURVE"
                     and credentials[:1] != []
                     and credentials[0] in self._allowed
                 )
-                status = (b"200", b"OK") if known else (b"400", b"unknown key")
-                user = LISTENER if known and credentials[0] == self._of_listeners else b"client"
+                status = (b"200", b"OK") if is_allowed else (b"400", b"unknown key")
+                user = (
+                    LISTENER if is_allowed and credentials[0] == self._of_listeners else b"client"
+                )
                 self._socket.send_multipart([version, request, *status, user, b""])

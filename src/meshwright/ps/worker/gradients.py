@@ -61,7 +61,7 @@ def config_of(optimizer: Any) -> dict[str, Any]:
 
 def gradient_updates(
     servers: Servers,
-    known: dict[Any, Any],
+    sent: dict[Any, Any],
     config: Mapping[str, Any],
     pairs: Sequence[tuple[Any, Any]],
     options: Mapping[str, Any],
@@ -75,7 +75,7 @@ def gradient_updates(
     """
     specs = [variable.spec for _, variable in pairs]
     norms = [config["config"].get(name) for name in NORMS]
-    together = tell_optimizer(servers, known, config, specs, options)
+    together = tell_optimizer(servers, sent, config, specs, options)
     gradients = [_arrays(gradient, spec) for (gradient, _), spec in zip(pairs, specs, strict=True)]
     if in_round and norms != [None, None]:
         options = {**options, "together": together}
@@ -89,7 +89,7 @@ def gradient_updates(
 
 def tell_optimizer(
     servers: Servers,
-    known: dict[Any, Any],
+    sent: dict[Any, Any],
     config: Mapping[str, Any],
     specs: Sequence[VariableSpec],
     options: Mapping[str, Any],
@@ -103,13 +103,13 @@ def tell_optimizer(
     identity = json.dumps([config, names], sort_keys=True, default=str)
     group = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     generations = tuple(map(servers.generation, range(len(servers))))
-    if known.get(("optimizer", group)) == generations:
+    if sent.get(("optimizer", group)) == generations:
         return group
     heads = optimizer_heads(config, specs, group, compensation="compensation" in options)
     for server, head in heads.items():
         if only in (None, server):
             servers.ask(server, Message("optimizer", head))
-    known["optimizer", group] = generations
+    sent["optimizer", group] = generations
     return group
 
 

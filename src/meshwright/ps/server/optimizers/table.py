@@ -82,8 +82,8 @@ def twin_of(serialized: Mapping[str, Any]) -> Twin:
 
 def _settings(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     settings = {key: value for key, value in config.items() if key not in _IGNORED}
-    known = {field.name for field in dataclasses.fields(TWINS[name])}
-    unknown = [f"{key}={settings[key]!r}" for key in settings if key not in known]
+    names = {field.name for field in dataclasses.fields(TWINS[name])}
+    unknown = [f"{key}={settings[key]!r}" for key in settings if key not in names]
     if unknown:
         raise ModelError(f"the twin of {name} does not know {', '.join(unknown)}.")
     rate = settings.get("learning_rate")
