@@ -8,6 +8,7 @@ Whatever a step changes therefore travels in one push, which is applied once or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -71,6 +72,11 @@ class Parts:
     tables: tuple[Table, ...]
     metrics: tuple[tuple[str, tuple[int, ...]], ...]  # (path, dims), in the order of the counts
     ids: tuple[IdsOf, ...] = ()  # of tables that travel whole
+
+    @property
+    def num_counts(self) -> int:
+        """The length of the vector that metrics are counted in."""
+        return sum(math.prod(dims) for _, dims in self.metrics)
 
     @classmethod
     def of(cls, program: Program, batch: Any, lookups: Lookups | None = None) -> Parts:

@@ -23,16 +23,14 @@ from ...run.options import Data
 from ...step.padding import Padded
 from ..coordinator.coordinator import ClusterCoordinator
 from ..options import Tables
-from ..worker.updates import Update
 from .embeddings import KerasLookups, building
 from .export import export_step
 from .feed import feed_of
 from .model_cache import kept
-from .server_variables import ServerVariables
+from .server_variables import OnServers, layout_on_workers
 from .shards import PredictShard, inputs_of, num_shards
 from .signature import Signature
-from .worker_layout import worker_layout
-from .worker_step import Specs, TrainStep
+from .worker_step import TrainStep
 
 
 def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> Any:
@@ -45,7 +43,7 @@ def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> An
     of_model = kept(
         strategy, model, asked, lambda: Predicted(strategy, model, batches, tables, feed.alike)
     )
-    of_model.put()
+    of_model.put_values()
     count = num_shards(workers, data.steps)
     shards = PredictShard(of_model.step(), feed.made, count, data.steps)
     coordinator = ClusterCoordinator(strategy)
@@ -58,7 +56,7 @@ def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> An
     return of_model.nested([np.concatenate(parts) for parts in outputs])
 
 
-class Predicted:
+class Predicted(OnServers):
     """A model's forward pass, exported for the workers of a strategy, and its variables there.
 
     They are those that :class:`~.serving.Served` trains. ``batches`` hold the inputs alone.
@@ -72,61 +70,34 @@ class Predicted:
         tables: Tables,
         alike: bool,
     ) -> None:
-        self._strategy = strategy
         self._tree: Any = None  # how outputs are nested, known once the model is traced
         with building():
             if not _compat.is_built(model):
                 _compat.build_forward(model, batches[0][0])
-        self._variables = KerasVariables.of(model)
-        lookups = KerasLookups(model, self._variables, tables.embeddings)
-        names = [table.name for table in lookups.tables]
-        worker = strategy.worker
-        self._exported = export_step(
-            self._program(model),
+        variables = KerasVariables.of(model)
+        lookups = KerasLookups(model, variables, tables.embeddings)
+        exported = export_step(
+            self._program(model, variables),
             batches,
             lookups=lookups,
             any_rows=not alike,
             predicts=True,
             platforms=strategy.worker_platforms,
-            layout=worker and worker_layout(worker, model, self._variables, names),
+            layout=layout_on_workers(strategy, model, variables, lookups),
         )
-        parts, v = self._exported.parts, self._variables
-        on_servers = ServerVariables(strategy, model.name, v, lookups)
-        self.specs = Specs(
-            on_servers.of(parts.params, v.params),
-            on_servers.of(parts.moving, v.state),
-            on_servers.of(parts.frozen, v.state),
-            on_servers.of_tables(names),
-        )
-
-    def belongs_to(self, strategy: Any) -> bool:
-        """Whether its variables are this strategy's."""
-        return self._strategy is strategy
-
-    def put(self) -> None:
-        """Give the servers the model's values."""
-        specs, v = self.specs, {**self._variables.params, **self._variables.state}
-        own = {**specs.params, **specs.moving, **specs.frozen, **specs.tables}
-        values = [
-            Update(spec, "assign", (np.asarray(v[path].value),))
-            for path, spec in own.items()
-            if path in v
-        ]
-        self._strategy.with_servers(lambda servers: servers.push(values))
+        super().__init__(strategy, model, variables, lookups, exported, counts=False)
 
     def step(self) -> TrainStep:
         """What workers compute with; a new one each time, for the values may be others."""
-        state = self._variables.state
-        seeds = {path: np.asarray(state[path].value) for path in self._exported.parts.seeds}
-        return TrainStep(uuid.uuid4().hex, self._exported, self.specs, seeds)
+        return TrainStep(uuid.uuid4().hex, self.exported, self.specs, self._seeds())
 
     def nested(self, leaves: list[np.ndarray]) -> Any:
         """The outputs, nested as the model returns them."""
         return jax.tree.unflatten(self._tree, leaves)
 
-    def _program(self, model: keras.Model) -> Program:
+    def _program(self, model: keras.Model, v: KerasVariables) -> Program:
         """The model as a program without a loss, which returns its outputs beside 0."""
-        v, compute = self._variables, keras_program(model, self._variables).predict
+        compute = keras_program(model, v).predict
         assert compute is not None
 
         def forward(params: Any, state: Any, inputs: Any, training: bool) -> tuple[Any, Any]:

@@ -10,7 +10,11 @@ import numpy as np
 
 from ...frontends.keras.program import KerasVariables
 from ..shared.placing import VariableSpec, placed
+from ..worker.updates import Update
 from .embeddings import KerasLookups
+from .exported import Exported
+from .worker_layout import WorkerLayout, worker_layout
+from .worker_step import Specs
 
 
 class ServerVariables:
@@ -76,3 +80,70 @@ class ServerVariables:
             if served.setdefault(prefix, (shapes, tables)) == (shapes, tables):
                 return prefix
         raise AssertionError
+
+
+class OnServers:
+    """A model's exported step, and its variables on the servers of a strategy.
+
+    ``counts`` says whether there is also a vector that metrics are summed in.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        model: Any,
+        variables: KerasVariables,
+        lookups: KerasLookups,
+        exported: Exported,
+        *,
+        counts: bool,
+    ) -> None:
+        self._strategy, self.model = strategy, model
+        self.variables, self.exported = variables, exported
+        places = ServerVariables(strategy, model.name, variables, lookups)
+        parts, count = exported.parts, exported.parts.num_counts
+        self._prefix = places.prefix
+        self.specs = Specs(
+            places.of(parts.params, variables.params),
+            places.of(parts.moving, variables.state),
+            places.of(parts.frozen, variables.state),
+            places.of_tables([table.name for table in parts.tables]),
+            places.make(f"metrics/{count}", np.zeros([count])) if counts else None,
+        )
+
+    def belongs_to(self, strategy: Any) -> bool:
+        """Whether its variables are this strategy's."""
+        return self._strategy is strategy
+
+    def put_values(self) -> None:
+        """Give the servers the model's values alone."""
+        values = [self._assign(path, spec) for path, spec in self._own().items()]
+        self._strategy.with_servers(lambda servers: servers.push(values))
+
+    def _seeds(self) -> dict[str, np.ndarray]:
+        state = self.variables.state
+        return {path: np.asarray(state[path].value) for path in self.exported.parts.seeds}
+
+    def _own(self) -> dict[str, VariableSpec]:
+        """The variables that the model has too, by path."""
+        specs = self.specs
+        return {**specs.params, **specs.moving, **specs.frozen, **self._in_model(specs.tables)}
+
+    def _in_model(self, specs: Mapping[str, VariableSpec]) -> dict[str, VariableSpec]:
+        return {path: spec for path, spec in specs.items() if path in self.variables.params}
+
+    def _variable(self, path: str) -> Any:
+        v = self.variables
+        return v.params[path] if path in v.params else v.state[path]
+
+    def _assign(self, path: str, spec: VariableSpec) -> Update:
+        return Update(spec, "assign", (np.asarray(self._variable(path).value),))
+
+
+def layout_on_workers(
+    strategy: Any, model: Any, variables: KerasVariables, lookups: KerasLookups
+) -> WorkerLayout | None:
+    """How a model's step lies on the devices of each worker; ``None`` where that is one."""
+    tables = [table.name for table in lookups.tables]
+    worker = strategy.worker
+    return None if worker is None else worker_layout(worker, model, variables, tables)

@@ -6,7 +6,7 @@ Between fits the model is an ordinary Keras model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,19 +25,17 @@ from ..worker.updates import Update
 from .compression import Compression
 from .embeddings import KerasLookups, building
 from .export import export_step, shapes
-from .exported import Exported
 from .local import Local
 from .metrics import base_of, check_metrics, logs_of
 from .optimizers import TakenApart, clip_of, rate_of, table_optimizers, take_apart
-from .server_variables import ServerVariables
-from .worker_layout import WorkerLayout, worker_layout
-from .worker_step import Specs, TrainStep
+from .server_variables import OnServers, layout_on_workers
+from .worker_step import TrainStep
 
 # The optimizer of state that moves: a step's move is a gradient, and is gone as it is.
 _AS_IT_IS = {"class_name": "SGD", "config": {"learning_rate": 1.0}}
 
 
-class Served:
+class Served(OnServers):
     """One model and its variables on the servers of one strategy.
 
     ``strategy`` makes variables and lends its servers. ``batches`` are one of each shape that is
@@ -53,18 +51,18 @@ class Served:
         local: Local | None = None,
         any_rows: bool = True,
     ) -> None:
-        self._strategy, self.model, self._local = strategy, model, local
+        self._local = local
         with building():
             _compat.build_for(model, batches[0])
-        self.variables = KerasVariables.of(model)
+        variables = KerasVariables.of(model)
         check_metrics(model.metrics)
         in_rounds = isinstance(strategy.consistency, Sync | Backup)
         self._apart = (  # what the servers do of the model's optimizer, or the outer one
             TakenApart(local.outer, None)
             if local is not None
-            else take_apart(model.optimizer, self.variables.params, in_rounds=in_rounds)
+            else take_apart(model.optimizer, variables.params, in_rounds=in_rounds)
         )
-        self.lookups = KerasLookups(model, self.variables, tables.embeddings)
+        self.lookups = KerasLookups(model, variables, tables.embeddings)
         self._own_optimizers = table_optimizers(
             self.lookups,
             tables.optimizer,
@@ -72,12 +70,12 @@ class Served:
             loss_scale=getattr(model.optimizer, "loss_scale_factor", None),
             in_rounds=in_rounds,
         )
-        base = base_of(model, self.variables)
-        layout = self._layout()
+        base = base_of(model, variables)
+        layout = layout_on_workers(strategy, model, variables, self.lookups)
         if layout is not None:
             layout.warn_of_rows(shapes(batches[0]))
-        self.exported: Exported = export_step(
-            keras_program(model, self.variables),
+        exported = export_step(
+            keras_program(model, variables),
             batches,
             lookups=self.lookups,
             clip=None if local else clip_of(self._apart, self._own_optimizers),
@@ -87,9 +85,7 @@ class Served:
             platforms=strategy.worker_platforms,
             layout=layout,
         )
-        self._placed_variables = ServerVariables(strategy, model.name, self.variables, self.lookups)
-        self._prefix = self._placed_variables.prefix
-        self.specs = self._placed()
+        super().__init__(strategy, model, variables, self.lookups, exported, counts=True)
         self._written: dict[int, Any] = {}  # id of a variable -> the value that `take` gave it
         self._rates = self._rates_now()
 
@@ -99,21 +95,23 @@ class Served:
         inside = self._in_model(self._trained)
         return {name: spec for name, spec in self.specs.tables.items() if name not in inside}
 
-    def belongs_to(self, strategy: Any) -> bool:
-        """Whether its variables are this strategy's."""
-        return self._strategy is strategy
-
     # What a step needs
 
     def step(self, key: str, compression: Compression | None, fresh: bool) -> TrainStep:
         """The step that workers run."""
-        v = self.variables
-        seeds = {path: np.asarray(v.state[path].value) for path in self.exported.parts.seeds}
         slots: dict[str, np.ndarray] = {}
         if self._local:
-            slots = {path: np.asarray(slot.value) for path, slot in v.slots.items()}
-        local = self._local is not None
-        return TrainStep(key, self.exported, self.specs, seeds, compression, fresh, local, slots)
+            slots = {path: np.asarray(slot.value) for path, slot in self.variables.slots.items()}
+        return TrainStep(
+            key,
+            self.exported,
+            self.specs,
+            self._seeds(),
+            compression,
+            fresh,
+            self._local is not None,
+            slots,
+        )
 
     # To the servers
 
@@ -150,11 +148,6 @@ class Served:
             self._on_servers(lambda servers: load_slots(servers, own, slots, steps))
         self._note()
 
-    def put_values(self) -> None:
-        """Give the servers the model's values alone, to evaluate it."""
-        values = [self._assign(path, spec) for path, spec in self._own().items()]
-        self._on_servers(lambda servers: servers.push(values))
-
     def _check_groups(self) -> None:
         """Raise :class:`~meshwright.ModelError` for tables that another optimizer trains so far."""
         groups_before: dict[str, str] = vars(self._strategy).setdefault("groups_of_tables", {})
@@ -182,8 +175,7 @@ class Served:
         changed = [
             self._assign(path, spec)
             for path, spec in self._own().items()
-            if self._written.get(id(self._variable(path)))
-            is not _compat.raw_value(self._variable(path))
+            if self._has_changed(self._variable(path))
         ]
         if changed:
             self._on_servers(lambda servers: servers.push(changed))
@@ -237,7 +229,7 @@ class Served:
                 self.variables.slots[path].assign(value)
         for path, kind in self._shared_scalars().items():
             self.variables.slots[path].assign(next(iter(slots.values()))[kind])
-        self.set_iterations(steps)
+        self._iteration.assign(steps)  # how many steps it has made
 
     def logs(self) -> Logs:
         """The metrics of all batches since :meth:`forget_counts`."""
@@ -270,29 +262,7 @@ class Served:
             seed.reshape(-1)[-1] += np.asarray(steps).astype(seed.dtype)
             variable.assign(seed)
 
-    def set_iterations(self, steps: int) -> None:
-        """Tell the optimizer how many steps it has made."""
-        self._iteration.assign(steps)
-
     # How it is done
-
-    def _layout(self) -> WorkerLayout | None:
-        worker = self._strategy.worker
-        if worker is None:
-            return None
-        tables = [table.name for table in self.lookups.tables]
-        return worker_layout(worker, self.model, self.variables, tables)
-
-    def _placed(self) -> Specs:
-        parts, v, on_servers = self.exported.parts, self.variables, self._placed_variables
-        count = sum(int(np.prod(dims, dtype=int)) for _, dims in parts.metrics)
-        return Specs(
-            on_servers.of(parts.params, v.params),
-            on_servers.of(parts.moving, v.state),
-            on_servers.of(parts.frozen, v.state),
-            on_servers.of_tables([table.name for table in parts.tables]),
-            on_servers.make(f"metrics/{count}", np.zeros([count])),
-        )
 
     @property
     def _trained(self) -> dict[str, VariableSpec]:
@@ -304,21 +274,6 @@ class Served:
     def _group_of(self, table: str) -> str:
         """What the servers call a table that has an optimizer of its own, as a group."""
         return f"{self._prefix}/{table}/optimizer"
-
-    def _own(self) -> dict[str, VariableSpec]:
-        """The variables that the model has too, by path."""
-        specs = self.specs
-        return {**specs.params, **specs.moving, **specs.frozen, **self._in_model(specs.tables)}
-
-    def _in_model(self, specs: Mapping[str, VariableSpec]) -> dict[str, VariableSpec]:
-        return {path: spec for path, spec in specs.items() if path in self.variables.params}
-
-    def _variable(self, path: str) -> Any:
-        v = self.variables
-        return v.params[path] if path in v.params else v.state[path]
-
-    def _assign(self, path: str, spec: VariableSpec) -> Update:
-        return Update(spec, "assign", (np.asarray(self._variable(path).value),))
 
     def _note(self) -> None:
         variables = [self._variable(path) for path in self._own()]
