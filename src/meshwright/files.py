@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from .errors import DataError
 
@@ -50,6 +51,26 @@ def write(path: str | Path, text: str, what: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise DataError(f"cannot write {what} to {str(path)!r}: {reason}.") from error
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[BinaryIO]:
+    """Write a file aside; it takes its name, and the place of a former one, when it is complete.
+
+    What is written survives a crash of the machine. After an error the former file is as it was.
+    """
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def wrong_kind(read: Mapping[str, Any], expected: Kind) -> str:

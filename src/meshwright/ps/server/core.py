@@ -101,24 +101,24 @@ class ServerCore:
     def ready(self) -> list[tuple[str, int, Message]]:
         """Answers that have become due: peer, the request's number, and the answer."""
         for peer, message in self._waiting.due(self.state):
-            answer = self._read(peer, message)
+            answer = self._read_now(peer, message)
             self.state.counts.bytes_out += answer.num_bytes
             self._later.append((peer, int(message.head.get("id") or 0), answer))
         later, self._later = self._later, []
         return later
 
     def _answer(self, peer: str, message: Message) -> Message | None:
-        kind = _KINDS.get(message.kind)
-        if kind is None:
+        answer = _ANSWERS.get(message.kind)
+        if answer is None:
             raise ProtocolError(
                 f"{self.task} does not know what {message.kind!r} asks for. It answers "
-                f"{', '.join(sorted(_KINDS))}.",
+                f"{', '.join(sorted(_ANSWERS))}.",
                 self.task,
             )
         check(message, TO_SERVER[message.kind], self.task)
         if message.kind != "fence":
             self.state.fences.check(message.head.get("incarnation"), self.task)
-        return kind(self, peer, message)
+        return answer(self, peer, message)
 
     def _ok(self, head: Mapping[str, Any], *arrays: np.ndarray) -> Message:
         state = self.state
@@ -150,14 +150,14 @@ class ServerCore:
         self.state.reshaped = self.state.reshaped or is_new
         return self._ok({"made": is_new})
 
-    def _read_or_wait(self, peer: str, message: Message) -> Message | None:
+    def _read(self, peer: str, message: Message) -> Message | None:
         self.state.store.get(message.head["names"])
         if self._waiting.must_wait(self.state, message):
             self._waiting.add(peer, message)
             return None
-        return self._read(peer, message)
+        return self._read_now(peer, message)
 
-    def _read(self, peer: str, message: Message) -> Message:
+    def _read_now(self, peer: str, message: Message) -> Message:
         names = message.head["names"]
         arrays = self._values(peer, names)
         self.state.counts.reads += 1
@@ -300,27 +300,9 @@ class ServerCore:
         return self._ok({})
 
 
-_KINDS: dict[str, Callable[[ServerCore, str, Message], Message | None]] = {
-    "hello": ServerCore._hello,
-    "create": ServerCore._create,
-    "read": ServerCore._read_or_wait,
-    "lookup": ServerCore._lookup,
-    "push": ServerCore._push,
-    "optimizer": ServerCore._optimizer,
-    "rate": ServerCore._rate,
-    "slots": ServerCore._slots,
-    "load": ServerCore._load,
-    "keys": ServerCore._keys,
-    "piece": ServerCore._piece,
-    "put": ServerCore._put,
-    "fence": ServerCore._fence,
-    "round": ServerCore._round,
-    "norms": ServerCore._norms,
-    "clip": ServerCore._clip,
-    "stats": ServerCore._stats,
-    "snapshot": ServerCore._snapshot,
-    "restore": ServerCore._restore,
-    "stop": ServerCore._stop,
+# A kind of message is declared in the schema, and answered by the method of its name.
+_ANSWERS: dict[str, Callable[[ServerCore, str, Message], Message | None]] = {
+    kind: getattr(ServerCore, f"_{kind}") for kind in TO_SERVER
 }
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...files import replacing
 from ...warn import warn
 from .core import ServerCore
 from .snapshot import Snapshot, read, restore, snapshot_of, write
@@ -127,18 +127,10 @@ class Saver:
             return
         self._fences_tried_s = time.monotonic()
         try:
-            self._write_fences(self._fences)
+            with replacing(self._fences) as file:
+                file.write(json.dumps(sorted(self._core.state.fences.fenced)).encode())
         except OSError as error:
             fault = f"{self._fences} cannot be written: {error.strerror or error}."
             self._fences_fault = fault
         else:
             self._fences_fault, self._core.state.fenced = "", False
-
-    def _write_fences(self, target: Path) -> None:
-        aside = target.with_name(f".{target.name}.{os.getpid()}")
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump(sorted(self._core.state.fences.fenced), file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(target)

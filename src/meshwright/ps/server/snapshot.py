@@ -6,7 +6,6 @@ pickled.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import zlib
@@ -19,6 +18,7 @@ import msgpack
 import numpy as np
 
 from ...errors import CheckpointError
+from ...files import replacing
 from ...units import bytes_text
 from .applied import AppliedSteps, Fences
 from .groups import Group
@@ -88,10 +88,8 @@ def write(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
     is then as it was.
     """
     target = Path(path)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
+        with replacing(target) as file:
             packed = bytes(msgpack.packb(snapshot.head) or b"")
             file.write(_MARK + _LENGTHS.pack(len(packed), zlib.crc32(packed)) + packed)
             for array in snapshot.arrays:
@@ -100,12 +98,7 @@ def write(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
                     check = zlib.crc32(piece, check)
                     file.write(piece)
                 file.write(struct.pack("<I", check))
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(target)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
         raise CheckpointError(
             f"the snapshot of {snapshot.head['task']} ({bytes_text(snapshot.num_bytes)}) cannot "
             f"be written to {target}: {error.strerror or error}. The one before is still there."

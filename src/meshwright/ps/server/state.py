@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from .applied import AppliedSteps, Fences
@@ -13,7 +13,6 @@ from .groups import Groups
 from .rounds import Due, Gradient, Rounds, Squares, clipped, due_of
 from .stepping import Stepper
 from .store import Store
-from .updates import apply_gradient
 
 MOST_STALE = 1024  # staleness from here on is counted as this
 
@@ -86,18 +85,18 @@ class State:
         group = self.groups.of(gradient.name)
         assert group is not None  # checked when the push came
         (shard,) = self.store.get([gradient.name])
-        delay = None
-        if gradient.compensation and peer is not None:
+        rows, values, scale = gradient.rows, gradient.values, gradient.scale
+        late_peer = peer if gradient.compensation else None
+        how = gradient.compensation, gradient.adaptive
+        if late_peer is not None:
             self.backups.keep_all([gradient.name])
-            how = gradient.compensation, gradient.adaptive
-            if gradient.rows is None:
-                delay = self.backups.delay(peer, shard, *how)
-            else:
-                values = self.backups.corrected_rows(
-                    peer, shard, gradient.rows, gradient.values, *how
-                )
-                gradient = replace(gradient, values=values)
-        apply_gradient(self._stepper, group, shard, gradient, delay)
+        if rows is None:
+            delay = None if late_peer is None else self.backups.delay(late_peer, shard, *how)
+            self._stepper.dense(group, shard, values, scale, delay)
+            return
+        if late_peer is not None:
+            values = self.backups.corrected_rows(late_peer, shard, rows, values, *how)
+        self._stepper.rows(group, shard, rows, values, scale)
 
     def apply_rounds(self) -> None:
         """Apply every round that is complete, up to one that is to be clipped by norms."""

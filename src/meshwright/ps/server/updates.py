@@ -10,12 +10,10 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError, ProtocolError, TaskError
 from .codecs import decode_gradient
-from .delays import Delay
-from .groups import Group, Groups
+from .groups import Groups
 from .rounds import Gradient
 from .rows import add_rows, subtract_rows
 from .shards import Shard
-from .stepping import Stepper
 from .store import Store
 
 
@@ -95,16 +93,6 @@ def check_updates(
     if faults:
         raise _all_of(faults)
     return Checked(tuple(changes), tuple(gradients))
-
-
-def apply_gradient(
-    stepper: Stepper, group: Group, shard: Shard, gradient: Gradient, delay: Delay | None
-) -> None:
-    """Run the group's optimizer on the shard."""
-    if gradient.rows is None:
-        stepper.dense(group, shard, gradient.values, gradient.scale, delay)
-    else:
-        stepper.rows(group, shard, gradient.rows, gradient.values, gradient.scale)
 
 
 def _change(shard: Shard, op: str, arrays: Sequence[np.ndarray]) -> Change:

@@ -139,10 +139,9 @@ class StepFunctions:
         lookup, in order, where in them it finds what it asks for.
         """
         taken = _with_rows(self._computed, self.parts, self.lookups, positions)
-        whole = TrainState({}, {**moving, **frozen, **seeds}, self._slots(), dict(self.base))
-        aux, grads = gradient(taken, sums=self.sums)(
-            {**params, **{ROWS + t: v for t, v in rows.items()}}, whole, batch
-        )
+        values = {**params, **{ROWS + t: v for t, v in rows.items()}}
+        whole = self._whole({**moving, **frozen, **seeds})
+        aux, grads = gradient(taken, sums=self.sums)(values, whole, batch)
         if self.clip is not None:
             grads = self.clip(grads)
         counts = self._counts(aux, batch)
@@ -169,9 +168,8 @@ class StepFunctions:
         positions: list[Any], batch: Batch,
     ) -> Aux:  # fmt: skip
         taken = _with_rows(self._computed, self.parts, self.lookups, positions)
-        whole = TrainState({}, {**moving, **frozen, **seeds}, self._slots(), dict(self.base))
         values = {**params, **{ROWS + t: v for t, v in rows.items()}}
-        return taken.loss(values, whole, batch, False)[1]
+        return taken.loss(values, self._whole({**moving, **frozen, **seeds}), batch, False)[1]
 
     def local(
         self,
@@ -186,7 +184,7 @@ class StepFunctions:
 
         ``(params, moving, seeds, slots, counts, loss)``, all new.
         """
-        whole = TrainState({}, {**moving, **frozen, **seeds}, slots, dict(self.base))
+        whole = self._whole({**moving, **frozen, **seeds})._replace(slots=slots)
         aux, grads = gradient(self._computed, sums=self.sums)(params, whole, batch)
         new, new_slots = self._computed.update(params, grads, slots)
         return (
@@ -200,47 +198,41 @@ class StepFunctions:
 
     def ids(self, values: Arrays, state: Arrays, batch: Batch) -> list[Any]:
         """The ids of every lookup, in order."""
-        looked_up: list[Any] = []
-
-        def take(name: str, ids: Any) -> Taken:
-            looked_up.append(ids)
-            return _nothing(self._table(name), ids)
-
-        with self.lookups.taking(take):
-            self.program.loss(
-                {**values, **_hollow(self.parts.tables)},
-                TrainState({}, state, self._slots(), dict(self.base)),
-                batch,
-                True,
-            )
-        return looked_up
+        looked_up: list[tuple[str, Any]] = []
+        self.loss_reading(_hollow(self.parts.tables), values, state, batch, looked_up)
+        return [ids for _, ids in looked_up]
 
     def asked(self, values: Arrays, state: Arrays, batch: Batch) -> list[str]:
         """The name of the table of every lookup, in order."""
-        names: list[str] = []
-
-        def take(name: str, ids: Any) -> Taken:
-            names.append(name)
-            return _nothing(self._table(name), ids)
+        looked_up: list[tuple[str, Any]] = []
 
         def run(values: Arrays, state: Arrays, batch: Batch) -> Any:
-            with self.lookups.taking(take):
-                whole = TrainState({}, state, self._slots(), dict(self.base))
-                hollow = _hollow(self.parts.tables)
-                return self.program.loss({**values, **hollow}, whole, batch, True)[0]
+            hollow = _hollow(self.parts.tables)
+            return self.loss_reading(hollow, values, state, batch, looked_up)
 
         jax.eval_shape(run, values, state, batch)
-        return names
+        return [name for name, _ in looked_up]
 
-    def loss_reading(self, tables: Arrays, values: Arrays, state: Arrays, batch: Batch) -> Any:
-        """The loss with tables given whole beside caught lookups: who reads them shows here."""
+    def loss_reading(
+        self,
+        tables: Arrays,
+        values: Arrays,
+        state: Arrays,
+        batch: Batch,
+        looked_up: list[tuple[str, Any]] | None = None,
+    ) -> Any:
+        """The loss with tables given whole beside caught lookups: who reads them shows here.
+
+        Every lookup is noted in ``looked_up``: its table's name, and the ids.
+        """
 
         def take(name: str, ids: Any) -> Taken:
-            return _nothing(self._table(name), ids)
+            if looked_up is not None:
+                looked_up.append((name, ids))
+            return _nothing(self.parts.tables, name, ids)
 
         with self.lookups.taking(take):
-            whole = TrainState({}, state, self._slots(), dict(self.base))
-            return self.program.loss({**values, **tables}, whole, batch, True)[0]
+            return self.program.loss({**values, **tables}, self._whole(state), batch, True)[0]
 
     @property
     def _computed(self) -> Program:
@@ -254,12 +246,9 @@ class StepFunctions:
         ]
         return jnp.concatenate(counted) if counted else jnp.zeros([0], jnp.float32)
 
-    def _slots(self) -> Arrays:
+    def _whole(self, state: Arrays) -> TrainState:
         # A loss reads the optimizer only to scale itself, and such optimizers are refused.
-        return {i.path: jnp.zeros(i.dims, i.dtype) for i in self.program.slots}
-
-    def _table(self, name: str) -> Table:
-        return next(table for table in self.parts.tables if table.name == name)
+        return TrainState({}, state, _zeros(self.program.slots), dict(self.base))
 
 
 ROWS = "rows of "  # before a table's name, among gradients; no path begins so
@@ -288,14 +277,19 @@ def _with_rows(program: Program, parts: Parts, lookups: Lookups, positions: list
     return replace(program, loss=loss)
 
 
-def _nothing(table: Table, ids: Any) -> Taken:
+def _nothing(tables: Sequence[Table], name: str, ids: Any) -> Taken:
     """What stands for a lookup where only shapes or ids matter."""
+    table = next(table for table in tables if table.name == name)
     return Taken(jnp.zeros((*ids.shape, table.dim), table.dtype), jnp.ones(ids.shape, bool))
 
 
 def _hollow(tables: tuple[Table, ...]) -> Arrays:
     """Zeros in place of tables that the model has as parameters; nothing reads them."""
     return {t.name: jnp.zeros((t.rows or 0, t.dim), t.dtype) for t in tables if t.in_model}
+
+
+def _zeros(infos: Any) -> Arrays:
+    return {info.path: jnp.zeros(info.dims, info.dtype) for info in infos}
 
 
 def shapes_of(infos: Any) -> Arrays:
@@ -322,11 +316,9 @@ def _trace(
     tables: list[tuple[str, int]] = []
 
     def take(name: str, ids: Any) -> Taken:
-        return _nothing(next(t for t in lookups.tables if t.name == name), ids)
+        return _nothing(lookups.tables, name, ids)
 
     def run(state: Arrays, params: Arrays, batch: Any) -> tuple[Arrays, list[Any]]:
-        slots = {i.path: jnp.zeros(i.dims, i.dtype) for i in program.slots}
-        metrics = {i.path: jnp.zeros(i.dims, i.dtype) for i in program.metrics}
         looked_up: list[Any] = []
 
         def note(name: str, num_rows: int, ids: Any) -> None:
@@ -334,7 +326,7 @@ def _trace(
             looked_up.append(ids)
 
         with lookups.taking(take), lookups.watching(note) if watch else nullcontext():
-            whole = TrainState({}, state, slots, metrics)
+            whole = TrainState({}, state, _zeros(program.slots), _zeros(program.metrics))
             return program.loss(params, whole, batch, True)[1].state, looked_up
 
     jaxpr = jax.make_jaxpr(run)(state, params, batch).jaxpr
