@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import DataError, DoesNotFitError
@@ -14,7 +14,7 @@ from ..targets import gpu
 from ..targets.hardware import Hardware, hardware_of
 from ..targets.target import Target, check_size
 from .abstract_step import AbstractStep, HasSteps, abstract_step
-from .ahead import compile_abstract
+from .ahead import Compiled, compile_abstract
 from .blocks import Reduced, reduced
 from .faults import tracing
 from .reading import extended, read, refused
@@ -52,42 +52,16 @@ def dry_run(
     if mesh is not None:
         strategy = strategy.on(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
     _check_devices(strategy, target)
-    described = abstract_step(model, batch, strategy)
-    report = _report(
-        model, batch, strategy, described, target, hardware, blocks, compile, timeout_s
-    )
-    return replace(report, fed=fed(batch, described.how.accumulate))
-
-
-def _report(
-    model: Any,
-    batch: Batch,
-    strategy: HasSteps | Placement,
-    described: AbstractStep,
-    target: Target,
-    hardware: Hardware,
-    blocks: str,
-    compile: bool,
-    timeout_s: float,
-) -> DryRun:
+    step = abstract_step(model, batch, strategy)
     if why := not_compiled(target, compile):
         from .analytic import report_of  # the planner's model, which a compiler needs not
 
         if target.platform == "cuda":
             gpu.topology_of(target)  # raises for nodes that are not built
-        return report_of(model, batch, strategy, described, target, hardware, why)
-    if blocks == "whole":
-        return _whole(described, target, hardware, timeout_s)
-    with tracing(described.program.name):
-        repeats, reason = reduced(described)
-    enough = _WORTH_IT_ON_GPUS if target.platform == "cuda" else _WORTH_IT
-    if repeats is not None and blocks == "auto" and repeats.count < enough:
-        return _whole(described, target, hardware, timeout_s)
-    if repeats is None:
-        whole = _whole(described, target, hardware, timeout_s)
-        said = (f"all blocks were compiled: {reason}",) if reason else ()
-        return replace(whole, notes=(*whole.notes, *said))
-    return _of_blocks(described, repeats, target, hardware, timeout_s)
+        report = report_of(model, batch, strategy, step, target, hardware, why)
+    else:
+        report = _Compiler(step, target, hardware, timeout_s).report(blocks)
+    return replace(report, fed=fed(batch, step.how.accumulate))
 
 
 def not_compiled(target: Target, is_asked: bool = True) -> str:
@@ -114,28 +88,46 @@ def _placement_of(strategy: HasSteps) -> Placement:
     return placement
 
 
-def _whole(described: AbstractStep, target: Target, hardware: Hardware, timeout_s: float) -> DryRun:
-    """The report on a step as it is compiled."""
-    try:
-        compiled = compile_abstract(described, target, timeout_s=timeout_s)
-    except DoesNotFitError as error:
-        return refused(described, target, hardware, error)
-    return read(described, compiled, hardware)
+@dataclass(frozen=True, eq=False)
+class _Compiler:
+    """Compiles a step, or one and two of its equal blocks, and reads what came of it."""
 
+    step: AbstractStep
+    target: Target
+    hardware: Hardware
+    timeout_s: float
 
-def _of_blocks(
-    described: AbstractStep, repeats: Reduced, target: Target, hardware: Hardware, timeout_s: float
-) -> DryRun:
-    """The report on a step of which one and two equal blocks are compiled."""
-    fewer = [repeats.with_blocks(count) for count in (1, 2)]
-    try:
-        both = [compile_abstract(step, target, timeout_s=timeout_s) for step in fewer]
-    except DoesNotFitError as error:
-        report = refused(described, target, hardware, error)
-        said = f"this is of one or two of {repeats.count} equal blocks, and all of them need more"
-        return replace(report, notes=(*report.notes, said))
-    report = extended(described, repeats, fewer, both, hardware)
-    if report is not None:
-        return report
-    whole = _whole(described, target, hardware, timeout_s)
-    return replace(whole, notes=(*whole.notes, _ON_THE_CHIP))
+    def report(self, blocks: str) -> DryRun:
+        """The report, by the blocks that are worth compiling."""
+        if blocks == "whole":
+            return self._whole()
+        with tracing(self.step.program.name):
+            repeats, reason = reduced(self.step)
+        if repeats is None:
+            return self._whole(f"all blocks were compiled: {reason}" if reason else "")
+        enough = _WORTH_IT_ON_GPUS if self.target.platform == "cuda" else _WORTH_IT
+        few = blocks == "few" or repeats.count >= enough
+        return self._of_blocks(repeats) if few else self._whole()
+
+    def _whole(self, note: str = "") -> DryRun:
+        """The report on the step as it is compiled."""
+        try:
+            report = read(self.step, self._compiled(self.step), self.hardware)
+        except DoesNotFitError as error:
+            report = refused(self.step, self.target, self.hardware, error)
+        return replace(report, notes=(*report.notes, note)) if note else report
+
+    def _of_blocks(self, repeats: Reduced) -> DryRun:
+        """The report on the step of which one and two equal blocks are compiled."""
+        fewer = [repeats.with_blocks(count) for count in (1, 2)]
+        try:
+            both = [self._compiled(step) for step in fewer]
+        except DoesNotFitError as error:
+            report = refused(self.step, self.target, self.hardware, error)
+            note = f"this is of one or two of {repeats.count} equal blocks, and all need more"
+            return replace(report, notes=(*report.notes, note))
+        report = extended(self.step, repeats, fewer, both, self.hardware)
+        return self._whole(_ON_THE_CHIP) if report is None else report
+
+    def _compiled(self, step: AbstractStep) -> Compiled:
+        return compile_abstract(step, self.target, timeout_s=self.timeout_s)
