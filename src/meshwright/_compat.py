@@ -35,30 +35,39 @@ class KerasHooks(Protocol):
 
     def defer(self, variable: Any, initializer: Any) -> bool:
         """Whether the variable is to be made later, in its layout, and not now."""
+        ...
 
     def new_model(self, model: Any) -> None:
         """A model is being constructed."""
+        ...
 
     def new_slot(self, slot: Any, parameter: Any) -> None:
         """An optimizer has made ``slot`` for ``parameter``."""
+        ...
 
     def put_batches(self, distribution: Any, batches: Iterable[Any]) -> Iterator[Any] | None:
         """The batches laid out, or ``None`` to leave that to Keras."""
+        ...
 
     def put_batch(self, data: Any) -> Any | None:
         """One batch of ``train_on_batch`` or ``test_on_batch`` laid out, or ``None``."""
+        ...
 
     def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
         """The tensor laid out, or ``NotImplemented`` if the layout is not ours."""
+        ...
 
     def stateless_call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """``model.stateless_call``, of which ``original`` is Keras' own."""
+        ...
 
     def on_host(self, variable: Any) -> Any | None:
         """The whole value of a variable, or ``None`` to leave reading it to Keras."""
+        ...
 
     def keep_weights(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Around ``fit``, ``evaluate`` and ``predict``: what fails inside loses no weight."""
+        ...
 
 
 def install_keras_hooks(hooks: KerasHooks) -> None:

@@ -37,12 +37,15 @@ class Rates(Protocol):
 
     def begin(self) -> None:
         """An epoch begins."""
+        ...
 
     def look(self) -> None:
         """Note what is counted now."""
+        ...
 
     def parts(self, steps_per_s: float | None, ended: bool) -> list[Part]:
         """The parts to show, as of the last look; ``steps_per_s`` is that of the last seconds."""
+        ...
 
 
 class Progress:

@@ -29,15 +29,19 @@ class Links(Protocol):
 
     def poll(self, timeout_s: float) -> list[tuple[str, Message]]:
         """The messages received, with the peers' names; waits at most ``timeout_s``."""
+        ...
 
     def send(self, peer: str, message: Message, number: int | None = None) -> bool:
         """Send; with a number, as the answer to that request. ``False``: the peer is gone."""
+        ...
 
     def wake(self) -> None:
         """End a wait in another thread."""
+        ...
 
     def close(self) -> None:
         """Let go of everything."""
+        ...
 
 
 class _Bell:

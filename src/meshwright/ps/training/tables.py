@@ -46,9 +46,11 @@ class Lookups(Protocol):
 
     def watching(self, note: Note) -> AbstractContextManager[Any]:
         """Let every lookup of tables that travel whole tell its ids, while the block runs."""
+        ...
 
     def taking(self, take: Take) -> AbstractContextManager[Any]:
         """Let every lookup of these tables ask ``take`` while the block runs."""
+        ...
 
 
 class NoLookups:

@@ -22,9 +22,11 @@ class Channel(Protocol):
 
     def connect(self, timeout_s: float | None = None) -> Message | None:
         """Wait for the connection, and the answer to its greeting, which it returns."""
+        ...
 
     def send(self, message: Message) -> int:
         """Send a message; the number is what :meth:`wait` takes."""
+        ...
 
     def wait(self, number: int, timeout_s: float | None = None) -> Message:
         """The answer to the message of this number.
@@ -33,15 +35,20 @@ class Channel(Protocol):
         what it asks for must be harmless when done twice (a push carries the id of its step).
         Raises :class:`~meshwright.errors.UnreachableError` after ``timeout_s``.
         """
+        ...
 
     def ask(self, message: Message, timeout_s: float | None = None) -> Message:
         """Send, and wait for the answer."""
+        ...
 
     def tell(self, message: Message) -> None:
         """Send a message that gets no answer, and is not sent again."""
+        ...
 
     def receive_nowait(self) -> Message | None:
         """The next unsolicited message, or ``None``."""
+        ...
 
     def close(self) -> None:
         """Let go of sockets and shared memory; twice does no harm."""
+        ...

@@ -24,9 +24,11 @@ class Core(Protocol):
 
     def handle(self, peer: str, message: Message) -> Message | None:
         """The answer, or ``None`` where it comes later, out of :meth:`ready`."""
+        ...
 
     def ready(self) -> list[tuple[str, int, Message]]:
         """Answers that have become due: the peer, its request's number, the answer."""
+        ...
 
 
 class MemoryChannel:
