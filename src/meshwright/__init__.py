@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from .checkpoint import Position as Position
     from .checkpoint import read_checkpoint as read_checkpoint
     from .data import LocalRows as LocalRows
+    from .data import shard as shard
     from .display.drawing import show as show
     from .frontends import keras as keras
     from .frontends.dry_runs import dry_run as dry_run
@@ -120,6 +121,7 @@ if TYPE_CHECKING:
     from .run import Trainer as Trainer
     from .step.options import StepOptions as StepOptions
     from .step.remat import block_output as block_output
+    from .step.summing import GradientSum as GradientSum
     from .targets.calibrate import calibrate as calibrate
 
 __version__ = "0.1.0"
@@ -153,8 +155,9 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("Program", "TrainState"), "program"),
     "abstract": "frontends.keras.abstract",
     "StepOptions": "step.options",
+    "GradientSum": "step.summing",
     "block_output": "step.remat",
-    "LocalRows": "data",
+    **dict.fromkeys(("LocalRows", "shard"), "data"),
     "Trainer": "run",
     "jax_program": "frontends.jax",
     "named_program": "frontends.named",

@@ -10,6 +10,7 @@ whatever knows the number of devices first settles it here.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -137,16 +138,39 @@ def process_index() -> int:
 def in_mesh_order(shape: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
     """The devices in the order in which a mesh of this shape communicates best.
 
-    An axis takes whole dims of a TPU's torus where sizes allow it, else a part of one.
+    Of several TPU slices, or nodes of GPUs, the first axes span them and the last ones lie within
+    one. An axis takes whole dims of a TPU's torus where sizes allow it, else a part of one.
     """
+    if chosen[0].platform == "gpu":
+        return sorted(chosen, key=_slice_of)
     if chosen[0].platform != "tpu":
         return list(chosen)
     from jax.experimental import mesh_utils
 
-    devices = mesh_utils.create_device_mesh(
-        tuple(shape), devices=list(chosen), allow_split_physical_axes=True
+    spans = across_slices(shape, len(set(map(_slice_of, chosen))))
+    within = [size // span for size, span in zip(shape, spans, strict=True)]
+    devices = mesh_utils.create_hybrid_device_mesh(
+        within, spans, devices=list(chosen), allow_split_physical_axes=True
     )
     return list(devices.flat)
+
+
+def across_slices(shape: Sequence[int], slices: int) -> tuple[int, ...]:
+    """How many slices each axis of a mesh of this shape spans: the first axes take them.
+
+    >>> across_slices((2, 4, 4), 2), across_slices((8, 2), 4), across_slices((3, 4), 2)
+    ((2, 1, 1), (4, 1), (1, 2))
+    """
+    spans = []
+    for size in shape:
+        spans.append(math.gcd(size, slices))
+        slices //= spans[-1]
+    return tuple(spans)
+
+
+def _slice_of(device: Any) -> int:
+    """The TPU slice, or the node of GPUs, that a device is in; the first where JAX says nothing."""
+    return getattr(device, "slice_index", None) or 0
 
 
 def warn_if_cpu_pool_is_small(count: int) -> None:

@@ -48,12 +48,17 @@ def test_collectives_take_their_closed_forms(kind, link, seconds):
     assert collective_s(collective(kind, 800, 8), [AxisLink("data", 8, link)]) == seconds
 
 
-def test_two_dims_of_a_torus_carry_twice_as_much_and_a_slow_link_decides():
+def test_two_dims_of_a_torus_carry_twice_as_much_and_a_slow_link_carries_what_is_left():
     links = [AxisLink("data", 4, RING), AxisLink("model", 2, RING)]
     both = collective("all-reduce", 800, 8, ("data", "model"))
     assert collective_s(both, links) == 2 * 7 / 8 * 800 / 200 + 2 * (3 + 1) * 0.5
     slow = [AxisLink("data", 4, Link("network", "switch", 10.0)), AxisLink("model", 2, SWITCH)]
-    assert collective_s(both, slow) == 2 * 7 / 8 * 800 / 10 + 2 * 7 * 0.5
+    within = 2 * 1 / 2 * 800 / 100 + 2 * 0.5
+    assert collective_s(both, slow) == within + 2 * 3 / 4 * 400 / 10
+    exchange = collective("all-to-all", 800, 8, ("data", "model"))
+    assert collective_s(exchange, slow) == 1 / 2 * 800 / 100 + 0.5 + 3 / 4 * 800 / 10
+    mixed = [AxisLink("data", 8, slow[0].link, inside=AxisLink("data", 2, SWITCH))]
+    assert collective_s(collective("all-reduce", 800, 8), mixed) == collective_s(both, slow)
     assert collective_s(both, [AxisLink("data", 4, Link("network")), slow[1]]) is None
     assert collective_s(collective("all-reduce", 800, 1), links) == 0.0
 
@@ -65,17 +70,24 @@ def test_two_dims_of_a_torus_carry_twice_as_much_and_a_slow_link_decides():
         ("v5p:4x4x4", (("data", 8), ("model", 8)), ["ici", "ici"]),
         ("v4:2x2x1", (("data", 2), ("model", 4)), ["ici", "ici"]),
         ("h100:16", (("data", 2), ("model", 8)), ["network", "nvlink"]),
-        ("h100:16", (("data", 4), ("model", 4)), ["network", "nvlink"]),
+        ("h100:16", (("data", 4), ("model", 4)), ["network + nvlink", "nvlink"]),
         ("h100:8", (("data", 4), ("model", 2)), ["nvlink", "nvlink"]),
         ("h100:2x4", (("data", 2), ("model", 4)), ["network", "nvlink"]),
-        ("h100:2x4", (("model", 8),), ["network"]),
+        ("h100:2x4", (("model", 8),), ["network + nvlink"]),
+        ("h100:4x8", (("dcn", 4), ("batch", 8)), ["network", "nvlink"]),
+        ("v5e:2x(4x4)", (("dcn", 2), ("batch", 4), ("model", 4)), ["network", "ici", "ici"]),
+        ("v5e:2x(4x4)", (("batch", 8), ("model", 4)), ["network + ici", "ici"]),
+        ("v5e:2x(4x4)", (("batch", 4), ("model", 4)), ["ici", "ici"]),  # of one slice
         ("cpu:8", (("data", 4), ("model", 2)), ["shared", "shared"]),
     ],
 )
 def test_which_link_an_axis_is_taken_to_lie_on(target, axes, lies):
     found = links_of(Target.of(target), hardware_of(target), axes)
-    said = [f"{x.link.kind} over {x.lanes}" if x.lanes > 1 else x.link.kind for x in found]
-    assert said == lies
+
+    def said(level):
+        return f"{level.link.kind} over {level.lanes}" if level.lanes > 1 else level.link.kind
+
+    assert [" + ".join(map(said, reversed(each.levels))) for each in found] == lies
 
 
 def test_a_mesh_whose_axes_share_dims_of_the_torus_says_so():

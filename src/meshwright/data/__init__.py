@@ -4,4 +4,7 @@ from .ahead import Ahead as Ahead
 from .putter import Putter as Putter
 from .putter import put as put
 from .rows import HostRows as HostRows
+from .rows import LocalBatch as LocalBatch
 from .rows import LocalRows as LocalRows
+from .shard import ShardedRows as ShardedRows
+from .shard import shard as shard

@@ -16,15 +16,14 @@ from ..program import Batch, Label, label_inputs
 from ..step.batches import BatchLayouts
 from ..step.padding import Padded
 from ..step.several import Together
-from .rows import HostRows
+from .rows import HostRows, LocalBatch
 
 
 class Putter:
     """Lays batches out; remembers the layouts of each shape of batch.
 
     ``label`` says which part of the batch each array is, in the order of its leaves. ``copy=False``
-    may leave the devices looking at the host's memory, which must then not be written to. With
-    ``local`` the arrays hold the rows of this process's devices only.
+    may leave the devices looking at the host's memory, which must then not be written to.
 
     >>> import numpy as np, meshwright as mw
     >>> put = Putter(Placement.of(mw.create_mesh({"batch": 8})))
@@ -37,19 +36,19 @@ class Putter:
         placement: Placement,
         label: Callable[[Batch], list[Label]] = label_inputs,
         copy: bool = True,
-        local: bool = False,
     ) -> None:
         self.layouts = BatchLayouts(placement, label)
         self._copy = copy
-        self._local = local
         self._known: dict[Any, list[Any]] = {}
 
     def __call__(self, batch: Batch, last: bool = False) -> Batch:
         """The batch on the mesh; a ``last`` one that does not divide gives every device all rows.
 
-        Raises :class:`BatchError` for another one that does not divide.
+        A :class:`LocalBatch` is joined with those of the other processes. Raises
+        :class:`BatchError` for another one that does not divide.
         """
-        flat, tree = jax.tree.flatten(batch)
+        is_local = isinstance(batch, LocalBatch)
+        flat, tree = jax.tree.flatten(batch.arrays if is_local else batch)
         flat = [_as_array(value, self._copy) for value in flat]
         for value in flat:
             if np.dtype(value.dtype).kind in "USOMm":
@@ -57,7 +56,7 @@ class Putter:
                     f"an array of the batch has dtype {value.dtype}, which devices cannot hold: "
                     "expected numbers. Turn texts into ids first."
                 )
-        if self._local:
+        if is_local:
             return jax.tree.unflatten(tree, self._put_local(tree, flat))
         key = (tree, tuple(value.shape for value in flat), last)
         shardings = self._known.get(key)
@@ -84,7 +83,7 @@ class Putter:
             for parts in columns
             for value in parts
         )
-        if self._local or jax.process_count() > 1 or not columns or not all(alike):
+        if jax.process_count() > 1 or not columns or not all(alike):
             return None
         key = (trees[0], tuple(parts[0].shape for parts in columns), "together")
         if key not in self._known:
@@ -148,6 +147,8 @@ class Putter:
             try:
                 laid_out = self(batch)
             except BatchError:
+                if isinstance(batch, LocalBatch):
+                    raise
                 odd = batch
             else:
                 yield laid_out
@@ -191,9 +192,10 @@ def _shape_of_all(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     held = len({rows.start or 0 for rows, *_ in pieces.values()})
     if shape[0] % held:
         raise BatchError(
-            f"LocalRows: {shape[0]} rows of this process do not divide over its {held} pieces of "
+            f"{shape[0]} rows of this process do not divide over its {held} pieces of "
             f"the batch. The nearest sizes that do: {shape[0] // held * held} and "
-            f"{-(-shape[0] // held) * held}. Leave out a smaller last batch at the source."
+            f"{-(-shape[0] // held) * held}. With mw.LocalRows leave out a smaller last batch at "
+            "the source."
         )
     return (shape[0] // held * shards, *shape[1:])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,12 @@ class LocalRows:
     """
 
     source: Any
+
+
+class LocalBatch(NamedTuple):
+    """A batch that holds the rows of this process's devices only."""
+
+    arrays: Any
 
 
 class HostRows:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..targets.hardware import Hardware, Link
 from ..targets.target import Target
+from ..topology import across_slices
 from .collectives import Collective
 from .groups import Axes
 
@@ -22,18 +23,34 @@ _RANKS = {"tpu": "ici", "cuda": "nvlink", "cpu": "shared"}  # the link of a plat
 
 @dataclass(frozen=True)
 class AxisLink:
-    """Which link an axis of the mesh is taken to lie on, and over how many dims of a torus."""
+    """Which link an axis of the mesh is taken to lie on, and over how many dims of a torus.
+
+    An axis that spans several TPU slices, or nodes of GPUs, and several devices of each lies on
+    ``link`` between them and ``inside`` each.
+    """
 
     axis: str
     size: int
     link: Link
     lanes: int = 1
     shares_dims: bool = False  # the mesh has more axes than dims of the torus can hold whole
+    inside: AxisLink | None = None
 
     def __str__(self) -> str:
         over = f" over {self.lanes} dims" if self.lanes > 1 else ""
         over = ", where axes share dims of the torus" if self.shares_dims else over
-        return f"axis {self.axis!r} of {self.size} lies on {self.link.kind}{over}"
+        lies = f"axis {self.axis!r} of {self.size} lies on {self.link.kind}{over}"
+        if self.inside is None:
+            return lies
+        within = f"{self.inside.size} of it on {self.inside.link.kind}"
+        return f"{lies} between {self.size // self.inside.size}, with {within} in each"
+
+    @property
+    def levels(self) -> tuple[AxisLink, ...]:
+        """The part of the axis on each kind of link, the fast one first."""
+        if self.inside is None:
+            return (self,)
+        return self.inside, replace(self, size=self.size // self.inside.size, inside=None)
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -44,45 +61,68 @@ def links_of(target: Target, hardware: Hardware, axes: Axes) -> tuple[AxisLink, 
     """Which link each axis of a mesh lies on: an assumption, since the runtime decides.
 
     On a TPU an axis takes whole dims of the torus where sizes allow it, else a part of one, whose
-    links count as if no other axis used them; dims are taken to be closed to rings. GPUs fill node
-    after node, the last axes within a node.
+    links count as if no other axis used them; dims are taken to be closed to rings. Of several
+    slices the first axes span them. GPUs fill node after node, the last axes within a node.
 
     >>> from meshwright.targets.hardware import hardware_of
     >>> v5p, mesh = Target.of("v5p:4x4x8"), (("data", 16), ("model", 8))
     >>> [str(each) for each in links_of(v5p, hardware_of(v5p), mesh)]
     ["axis 'data' of 16 lies on ici over 2 dims", "axis 'model' of 8 lies on ici"]
+    >>> slices = Target.of("v5p:2x(4x4x8)")
+    >>> [str(each) for each in links_of(slices, hardware_of(slices), (("dcn", 2), ("data", 128)))]
+    ["axis 'dcn' of 2 lies on network", "axis 'data' of 128 lies on ici over 3 dims"]
     """
     kind = _RANKS[target.platform]
     link = hardware.link(kind) or Link(kind, "shared" if kind == "shared" else "switch")
-    if target.platform == "tpu":
-        every = _lanes(target, axes)
-        return tuple(
-            AxisLink(axis, size, link, lanes=every[place] if every else 1, shares_dims=not every)
-            for place, (axis, size) in enumerate(axes)
-        )
     network = hardware.link("network") or Link("network")
-    node = target.devices_per_node or hardware.devices_per_node or target.num_devices
-    reach = [math.prod(size for _, size in axes[place:]) for place in range(len(axes))]
+    sizes = [size for _, size in axes]
+    if target.platform == "tpu":
+        slices = -(-math.prod(sizes) // target.devices_per_slice)
+        spans = across_slices(sizes, slices)
+        within = [size // span for size, span in zip(sizes, spans, strict=True)]
+        lanes = _lanes(target, within)
+    else:
+        node = target.devices_per_node or hardware.devices_per_node or target.num_devices
+        within = [_within(node, sizes[place:]) for place in range(len(sizes))]
+        lanes = (1,) * len(sizes)
     return tuple(
-        AxisLink(axis, size, link if size == 1 or spans <= node else network)
-        for (axis, size), spans in zip(axes, reach, strict=True)
+        _lies(axis, size, inside, link, network, lanes[place] if lanes else None)
+        for place, ((axis, size), inside) in enumerate(zip(axes, within, strict=True))
     )
 
 
-def _lanes(target: Target, axes: Axes) -> tuple[int, ...]:
-    """How many dims of the torus each axis takes; cores of a chip count as none. Empty where some
-    would share one."""
-    cores = target.num_devices // math.prod(target.topology)
+def _lies(
+    axis: str, size: int, within: int, link: Link, network: Link, lanes: int | None
+) -> AxisLink:
+    """How an axis lies of which ``within`` devices are in one slice or node."""
+    inside = AxisLink(axis, within, link, lanes=lanes or 1, shares_dims=lanes is None)
+    if within == size:
+        return inside
+    return AxisLink(axis, size, network, inside=inside if within > 1 else None)
+
+
+def _within(node: int, sizes: Sequence[int]) -> int:
+    """How many devices of the first of these axes are in one node, which the last axes fill."""
+    first, step = sizes[0], math.prod(sizes[1:])
+    if first * step <= node:
+        return first
+    inside = node // step
+    return inside if inside and node % step == 0 and first % inside == 0 else 1
+
+
+def _lanes(target: Target, sizes: Sequence[int]) -> tuple[int, ...]:
+    """How many dims of the torus axes of these sizes take; cores of a chip count as none. Empty
+    where some would share one."""
+    cores = target.devices_per_slice // math.prod(target.topology)
     dims = [size for size in target.topology if size > 1]
     every = dims + ([cores] if cores > 1 else [])
-    sizes = [size for _, size in axes]
-    for taken in itertools.product(range(len(axes)), repeat=len(every)):
-        products = [1] * len(axes)
-        lanes = [0] * len(axes)
+    for taken in itertools.product(range(len(sizes)), repeat=len(every)):
+        products = [1] * len(sizes)
+        lanes = [0] * len(sizes)
         for place, (axis, size) in enumerate(zip(taken, every, strict=True)):
             products[axis] *= size
             lanes[axis] += place < len(dims)
-        if products == sizes:
+        if products == list(sizes):
             return tuple(max(1, lane) for lane in lanes)
     return ()
 
@@ -90,7 +130,9 @@ def _lanes(target: Target, axes: Axes) -> tuple[int, ...]:
 def collective_s(collective: Collective, links: Sequence[AxisLink]) -> float | None:
     """Seconds that one collective takes alone; ``None`` where a bandwidth is not known.
 
-    ``links`` are those of the mesh's axes. A latency that is not known counts as zero.
+    ``links`` are those of the mesh's axes. A latency that is not known counts as zero. Where axes
+    lie on several kinds of links, it goes by levels: within each slice or node, and between these
+    with what one device holds then.
 
     >>> from meshwright.hlo.text import Array
     >>> eight = Collective("all-reduce", (Array("float32", (1000,), 32),), (tuple(range(8)),),
@@ -98,9 +140,36 @@ def collective_s(collective: Collective, links: Sequence[AxisLink]) -> float | N
     >>> collective_s(eight, [AxisLink("data", 8, Link("nvlink", "switch", 7000.0))])
     1.0
     """
-    across = [link for link in links if link.axis in collective.axes]
-    members = collective.group_size
+    across = [level for link in links if link.axis in collective.axes for level in link.levels]
+    kinds = list(dict.fromkeys(level.link for level in sorted(across, key=_is_between)))
+    members, moved = collective.group_size, float(collective.bytes_per_device)
     if members < 2 or not across:
+        return 0.0
+    total = 0.0
+    for link in kinds:
+        level = [crossing for crossing in across if crossing.link == link]
+        here = members if link == kinds[-1] else min(members, math.prod(c.size for c in level))
+        took = _level_s(collective.kind, here, moved, level)
+        if took is None:
+            return None
+        total += took
+        members //= here
+        if collective.kind not in _WHOLE:
+            moved /= here
+    return total
+
+
+_WHOLE = ("all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
+
+
+def _is_between(level: AxisLink) -> bool:
+    """Whether a level joins slices or nodes."""
+    return level.link.kind == "network"
+
+
+def _level_s(kind: str, members: int, nbytes: float, across: Sequence[AxisLink]) -> float | None:
+    """Seconds of a collective among devices that links of one kind join."""
+    if members < 2:
         return 0.0
     speeds = [crossing.bytes_per_s for crossing in across]
     if any(speed is None for speed in speeds):
@@ -108,8 +177,7 @@ def collective_s(collective: Collective, links: Sequence[AxisLink]) -> float | N
     speeds_known = [speed for speed in speeds if speed is not None]
     is_ring = all(crossing.link.pattern == "ring" for crossing in across)
     speed = sum(speeds_known) if is_ring else min(speeds_known)
-    moved = _share(collective.kind, members, is_ring) * collective.bytes_per_device
-    return moved / speed + _latency_s(collective.kind, members, across)
+    return _share(kind, members, is_ring) * nbytes / speed + _latency_s(kind, members, across)
 
 
 def _share(kind: str, members: int, is_ring: bool) -> float:

@@ -180,6 +180,8 @@ def _exported(
     kinds = [kind.name for kind in mesh.axis_types]
     axes = [[*pair, kind] for pair, kind in zip(mesh.shape.items(), kinds, strict=True)]
     job = {"kind": target.kind, "topology": target.topology, "axes": axes, "donated": donated}
+    if target.slices > 1:
+        job["slices"] = target.slices
     if gpus is not None:
         job["gpus"] = gpus
     # It may be set in code, and the child sees the environment alone.

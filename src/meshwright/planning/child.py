@@ -72,6 +72,8 @@ def _devices(job: dict[str, Any], shape: tuple[int, ...]) -> list[Any]:
     from jax.experimental import topologies
 
     name, platform, details = f"{job['kind']}:{'x'.join(map(str, job['topology']))}", "tpu", {}
+    if slices := job.get("slices"):
+        details = {"num_slices": slices}
     if gpus := job.get("gpus"):
         platform = "cuda"
         details = {"topology": gpus["topology"], "target_config": gpus["config"]}

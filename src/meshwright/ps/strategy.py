@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import ArrayError, ClusterError, MeshwrightError
 from ..launch.addresses import to_bind
 from ..launch.cluster import Cluster, cluster_of
+from ..step.summing import GradientSum
 from .coordinator.dispatcher import Dispatcher, DispatcherSettings
 from .coordinator.guardian import Guardian
 from .coordinator.links import LocalLinks, SocketLinks
@@ -595,6 +596,11 @@ def checked_worker(worker: Any, cluster: Cluster) -> Any:
             f"worker={worker!r} with accumulate={worker.how.accumulate}: a worker takes one batch "
             "in a step. Leave it out, and give the optimizer gradient_accumulation_steps="
             f"{worker.how.accumulate}: the servers accumulate."
+        )
+    if isinstance(worker.how.sums, GradientSum):
+        faults.append(
+            f"worker={worker!r} with sums={worker.how.sums!r}: the servers sum what workers send. "
+            "Leave it out; compression= makes gradients smaller on their way."
         )
     here = cluster.spec is None
     if here and worker.mesh.is_abstract:

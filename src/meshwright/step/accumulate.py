@@ -69,13 +69,9 @@ class _Micro:
             # In a loop XLA would add up whole gradients and move the reduce-scatter behind it.
             gradient = sharing.in_parts(gradient, batch, narrow=True)
         aux, grads = gradient(state.params, state, batch)
-        return aux, grads if sharing.level < 2 else sharing.accumulate(self.summed(state, grads))
-
-    def summed(self, state: TrainState, grads: Arrays) -> Arrays:
-        """Gradients that may be in parts, summed over the devices."""
-        return {
-            path: self.sharing.sum(path, grad, state.params[path]) for path, grad in grads.items()
-        }
+        if sharing.level < 2:
+            return aux, grads
+        return aux, sharing.accumulate(sharing.summed(grads, state.params))
 
     def measured(
         self, state: TrainState, aux: Aux, batch: Batch, rows: float
@@ -134,7 +130,8 @@ def _way(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> Way:
 
     if len(set(map(_shapes, batches))) > 1:
         return "written out"
-    if saves_nothing_in_turn(micro.program, whole, batches, micro.sharing.pieces):
+    by_xla = micro.sharing.by is None  # side by side, rows are a dim that no sum is found over
+    if by_xla and saves_nothing_in_turn(micro.program, whole, batches, micro.sharing.pieces):
         return "side by side"
     platform = _platform.get() or jax.default_backend()
     return "written out" if platform == "cpu" else "in a loop"
@@ -194,7 +191,7 @@ def _in_a_loop(
     }
     first = whole.state, whole.metrics, sharing.accumulate(zeros)
     (state, metrics, grads), logs = jax.lax.scan(body, first, _stacked(batches))
-    grads = micro.summed(whole, grads)
+    grads = sharing.summed(grads, whole.params)
     every = [
         jax.tree.map(lambda each, number=number: each[number], logs) for number in range(len(rows))
     ]
@@ -212,11 +209,18 @@ def _written_out(
         gathered = {path: gathered.get(path, Gathered()).plus(some[path]) for path in some}
         state, logs = micro.measured(state, aux, batch, part)
         every.append(logs)
-    grads = {
-        path: each.total(functools.partial(micro.sharing.sum, path, param=whole.params[path]))
-        for path, each in gathered.items()
-    }
-    return state, micro.sharing.accumulate(grads), micro.logs(every, rows)
+    sharing, whole_grads = micro.sharing, {}
+    for grads in _by_form(gathered, whole.params):
+        for path, grad in sharing.summed(grads, whole.params).items():
+            whole_grads[path] = whole_grads[path] + grad if path in whole_grads else grad
+    return state, sharing.accumulate(whole_grads), micro.logs(every, rows)
+
+
+def _by_form(gathered: dict[str, Gathered], params: Arrays) -> list[Arrays]:
+    """What was gathered of each gradient: those in parts, and those that are not."""
+    totals = [(path, grad) for path, each in gathered.items() for grad in each.totals()]
+    in_parts = {path: grad for path, grad in totals if grad.ndim > params[path].ndim}
+    return [in_parts, {path: grad for path, grad in totals if grad.ndim == params[path].ndim}]
 
 
 _WAYS: dict[Way, Callable[..., tuple[TrainState, Arrays, Logs]]] = {

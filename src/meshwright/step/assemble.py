@@ -117,7 +117,7 @@ class Assembly:
     @functools.cached_property
     def sharing(self) -> Sharing:
         """What ZeRO shares out."""
-        return Sharing.of(self.placement, self.program.params)
+        return Sharing.of(self.placement, self.program.params, self.how.sums)
 
     @functools.cached_property
     def batch_layouts(self) -> BatchLayouts:
@@ -225,8 +225,10 @@ class Assembly:
             return program.own_step
         program = shared(program, sharing, how.remat)
         if how.accumulate > 1:
-            return accumulating_step(program, functools.partial(gradient, sums=how.sums), sharing)
-        differentiate = gradient(program, sums=how.sums)
+            return accumulating_step(
+                program, functools.partial(gradient, sums=how.computed_sums), sharing
+            )
+        differentiate = gradient(program, sums=how.computed_sums)
 
         def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
             aux, grads = sharing.gradients(differentiate, whole, batch)

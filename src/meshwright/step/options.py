@@ -10,8 +10,9 @@ from typing import Any, Literal
 from ..errors import ModelError
 from ..program import Batch
 from .remat import BY_BLOCK, check_remat
+from .summing import GradientSum
 
-Sums = Literal["float32"] | None
+Sums = Literal["float32"] | GradientSum | None
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class StepOptions:
 
     ``accumulate`` micro-batches make one step of the optimizer. ``remat`` says what is computed
     again in the backward pass instead of being kept, see :mod:`meshwright.step.remat`.
-    ``sums="float32"`` sums gradients over devices in that type, whatever they are computed in.
+    ``sums="float32"`` sums gradients over devices in that type, whatever they are computed in, and
+    a :class:`~meshwright.GradientSum` sums them in another way.
     Raises :class:`~meshwright.ModelError` that lists every invalid choice.
 
     >>> StepOptions(accumulate=4, remat="block")
@@ -38,10 +40,10 @@ class StepOptions:
                 f"accumulate={self.accumulate!r}: say how many micro-batches make one step of the "
                 "optimizer, 1 or more."
             )
-        if self.sums not in (None, "float32"):
+        if self.sums not in (None, "float32") and not isinstance(self.sums, GradientSum):
             faults.append(
-                f"sums={self.sums!r}: gradients are summed in the type they are computed in (None) "
-                "or in 'float32'."
+                f"sums={self.sums!r}: gradients are summed in the type they are computed in "
+                "(None), in 'float32' or as a mw.GradientSum says."
             )
         if faults:
             raise ModelError("\n".join(faults))
@@ -50,6 +52,12 @@ class StepOptions:
     def by_block(self) -> bool:
         """Whether what is computed again is so one block at a time."""
         return self.remat in BY_BLOCK
+
+    @property
+    def computed_sums(self) -> str | None:
+        """The type that gradients are made in before they are summed, where it is another."""
+        sums = self.sums.wire if isinstance(self.sums, GradientSum) else self.sums
+        return "float32" if sums == "float32" else None
 
     def for_steps(self, batches: Iterable[Batch]) -> Iterator[Any]:
         """What each step takes of these batches: one, or a tuple of those it accumulates.

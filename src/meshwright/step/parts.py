@@ -11,9 +11,7 @@ whatever rows do to each other happens before, and what is not such a sum is lef
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,17 +138,20 @@ class Gathered:
         """With one more."""
         if isinstance(gradient, Unsummed):
             return replace(self, unsummed=(*self.unsummed, gradient))
+        return self.plus_summed(gradient)
+
+    def plus_summed(self, gradient: Any) -> Gathered:
+        """With one more whose rows are summed."""
         others = [each for each in self.summed if each.ndim != gradient.ndim]
         same = [each + gradient for each in self.summed if each.ndim == gradient.ndim]
         return replace(self, summed=(*others, *(same or [gradient])))
 
-    def total(self, sum_parts: Callable[[Any], Any]) -> Any:
-        """Their sum, no longer in parts; ``sum_parts`` sums those of one gradient."""
-        found = list(self.summed)
-        if self.unsummed:
-            first, *others = self.unsummed
-            found.append(first.in_parts(others))
-        return functools.reduce(operator.add, [sum_parts(each) for each in found])
+    def totals(self) -> tuple[Any, ...]:
+        """Their sum in parts, and that of those which are not in parts; one may be missing."""
+        if not self.unsummed:
+            return self.summed
+        first, *others = self.unsummed
+        return self.plus_summed(first.in_parts(others)).summed
 
 
 def sum_parts(gradient: Any, ndim: int) -> Any:

@@ -14,6 +14,7 @@ from .gradient import Gradient
 from .parts import Pieces, in_parts, scatter_parts, sum_parts
 from .remat import BY_BLOCK, blocks, policy_of, recomputing
 from .stretches import GATHERED, Cut, Equations, Stretch, but_gathered, in_stretches
+from .summing import GradientSum, sum_flat, way_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +22,8 @@ class Sharing:
     """How parameters lie while they are used (``whole``) and while they are updated (``shared``).
 
     Both map paths to :class:`~meshwright.Layout`; ``level`` is that of ZeRO, ``mesh`` and ``axes``
-    say over what the rows of a batch are split.
+    say over what the rows of a batch are split. Without ZeRO, gradients are summed ``by`` flat
+    vectors, or where it is ``None`` as XLA sums them.
     """
 
     level: int
@@ -29,6 +31,7 @@ class Sharing:
     shared: dict[str, Any]
     mesh: Any = None
     axes: tuple[str, ...] = ()
+    by: GradientSum | None = None
 
     @property
     def pieces(self) -> int:
@@ -41,15 +44,20 @@ class Sharing:
         return cls(0, {}, {})
 
     @classmethod
-    def of(cls, placement: Placement, params: tuple[ParamInfo, ...]) -> Sharing:
-        """What the placement's level of ZeRO means for these parameters."""
+    def of(cls, placement: Placement, params: tuple[ParamInfo, ...], sums: Any = None) -> Sharing:
+        """What the placement's level of ZeRO means for these parameters.
+
+        ``sums`` is the option of a step. Raises :class:`~meshwright.LayoutError` where gradients
+        cannot be summed so.
+        """
 
         def layouts(level: int) -> dict[str, Any]:
             placed = placement.with_zero(level).place(params)
             return {each.info.path: each.layout for each in placed}
 
         mesh, axes = placement.mesh.jax_mesh, placement.batch_axes
-        return cls(placement.zero, layouts(0), layouts(3 if placement.zero else 0), mesh, axes)
+        shared = layouts(3 if placement.zero else 0)
+        return cls(placement.zero, layouts(0), shared, mesh, axes, way_of(sums, placement))
 
     def gather(self, params: Arrays) -> Arrays:
         """The parameters as they are used; at level 3 each is gathered from all replicas."""
@@ -71,10 +79,10 @@ class Sharing:
 
         They travel in the type they are computed in, as without ZeRO.
         """
-        if self.level in (1, 2):
+        if self.level in (1, 2) or self.by is not None:
             gradient = self.in_parts(gradient, batch, narrow=True)
         aux, grads = gradient(whole.params, whole, batch)
-        return aux, {path: self.sum(path, grad, whole.params[path]) for path, grad in grads.items()}
+        return aux, self.summed(grads, whole.params)
 
     def in_parts(
         self, gradient: Gradient, batch: Batch, times: int = 0, narrow: bool = False
@@ -86,7 +94,19 @@ class Sharing:
         """
         return in_parts(gradient, Pieces(self.mesh, self.axes, _rows(batch), times, narrow))
 
-    def sum(self, path: str, gradient: Any, param: Any) -> Any:
+    def summed(self, grads: Arrays, params: Arrays) -> Arrays:
+        """Gradients that may be in parts, summed over devices to what will be updated."""
+        flat: Arrays = {}
+        if self.by is not None:
+            parts = {path: g for path, g in grads.items() if g.ndim > params[path].ndim}
+            sums = sum_flat(parts, self.mesh, self.axes, self.by)
+            flat = {path: total.astype(params[path].dtype) for path, total in sums.items()}
+        return {
+            path: flat[path] if path in flat else self._sum(path, grad, params[path])
+            for path, grad in grads.items()
+        }
+
+    def _sum(self, path: str, gradient: Any, param: Any) -> Any:
         """A gradient of this parameter, maybe in parts: summed to what will be updated."""
         import jax
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import TargetError
@@ -43,16 +43,20 @@ class Target:
     """A kind of device and how many, such as 16 TPU v5e in a grid of 4 x 4.
 
     ``topology`` counts TPU chips along the directions of their network, or is the number of CPU
-    devices or GPUs, or that of nodes and of the GPUs in each. ``str(target)`` reads as
+    devices or GPUs, or that of nodes and of the GPUs in each. ``slices`` TPU slices of that
+    topology are joined by the network of the data centre. ``str(target)`` reads as
     :meth:`from_string` takes it. Raises :class:`~meshwright.errors.TargetError`.
 
     >>> target = Target.from_string("v5e:4x4")
     >>> target.platform, target.kind, target.topology, target.num_devices
     ('tpu', 'v5e', (4, 4), 16)
+    >>> Target.from_string("v5e:2x(4x4)").num_devices
+    32
     """
 
     kind: str
     topology: tuple[int, ...]
+    slices: int = 1
 
     def __post_init__(self) -> None:
         kind = _KINDS.get(self.kind)
@@ -65,26 +69,39 @@ class Target:
         ranks = (kind.rank, kind.rank + kind.comes_in_nodes)
         if len(self.topology) not in ranks or min(self.topology) < 1:
             wanted = "x".join("248"[: kind.rank])
-            nodes = f" or, for two nodes, '{self.kind}:2x8'" if kind.comes_in_nodes else ""
+            more = f" or, for two nodes, '{self.kind}:2x8'" if kind.comes_in_nodes else ""
+            if kind.platform == "tpu":
+                more = f" or, for two slices, '{self.kind}:2x({wanted})'"
             raise TargetError(
                 f"a target of kind {self.kind!r} has {kind.rank} number(s) from 1 up, such as "
-                f"'{self.kind}:{wanted}'{nodes}; received {'x'.join(map(str, self.topology))!r}."
+                f"'{self.kind}:{wanted}'{more}; received {'x'.join(map(str, self.topology))!r}."
             )
+        if self.slices < 1:
+            raise TargetError(f"a target has 1 slice or more; received {self.slices}.")
+        if self.slices > 1 and kind.platform != "tpu":
+            count = f"{self.slices}x{self.topology[-1]}"
+            way_out = f"Write nodes x GPUs of each, such as '{self.kind}:{count}'."
+            if not kind.comes_in_nodes:
+                way_out = f"Write their number, such as '{self.kind}:{self.num_devices}'."
+            raise TargetError(f"only TPUs come in slices; received {str(self)!r}. {way_out}")
 
     @classmethod
     def from_string(cls, text: str) -> Target:
-        """Read ``"v5p:8x8x8"``, ``"h200:8"``, ``"h200:2x8"``, ``"cpu:8"``.
+        """Read ``"v5p:8x8x8"``, ``"v5e:2x(4x4)"``, ``"h200:8"``, ``"h200:2x8"``, ``"cpu:8"``.
 
         >>> str(Target.from_string("V5P:2x2x2"))
         'v5p:2x2x2'
         """
-        result = re.fullmatch(r"\s*(\w+):(\d+(?:x\d+)*)\s*", text)
+        count = r"\d+(?:x\d+)*"
+        result = re.fullmatch(rf"\s*(\w+):(?:({count})|(\d+)x\(({count})\))\s*", text)
         if result is None:
             raise TargetError(
-                f"expected a target such as 'v5e:4x4', 'h200:8' or 'cpu:8'; received {text!r}. "
-                f"Known kinds are {', '.join(_KINDS)}."
+                "expected a target such as 'v5e:4x4', 'v5e:2x(4x4)', 'h200:8' or 'cpu:8'; "
+                f"received {text!r}. Known kinds are {', '.join(_KINDS)}."
             )
-        return cls(result[1].lower(), tuple(map(int, result[2].split("x"))))
+        kind, alone, slices, of_each = result.groups()
+        topology = tuple(map(int, (alone or of_each).split("x")))
+        return cls(kind.lower(), topology, int(slices or 1))
 
     @classmethod
     def of(cls, target: Target | str) -> Target:
@@ -101,6 +118,15 @@ class Target:
         """How many devices JAX sees there; a TPU chip of some kinds is two.
 
         >>> Target("v4", (2, 2, 1)).num_devices
+        8
+        """
+        return self.slices * self.devices_per_slice
+
+    @property
+    def devices_per_slice(self) -> int:
+        """How many devices one TPU slice has; all devices of another target.
+
+        >>> Target.of("v5p:2x(2x2x2)").devices_per_slice
         8
         """
         return math.prod(self.topology) * _KINDS[self.kind].devices_per_chip
@@ -123,9 +149,13 @@ class Target:
 
         >>> str(Target.of("h200:2x8").part(4)), str(Target.of("h200:4x8").part(16))
         ('h200:4', 'h200:2x8')
+        >>> str(Target.of("v5e:4x(4x4)").part(32))
+        'v5e:2x(4x4)'
         """
         if num_devices == self.num_devices:
             return self
+        if self.slices > 1 and num_devices % self.devices_per_slice == 0:
+            return replace(self, slices=num_devices // self.devices_per_slice)
         in_node = self.devices_per_node
         if self.platform != "tpu" and num_devices <= (in_node or self.num_devices):
             return Target(self.kind, (num_devices,))
@@ -134,7 +164,12 @@ class Target:
         raise TargetError(f"{num_devices} devices of {self} cannot be a target of their own.")
 
     def __str__(self) -> str:
-        return f"{self.kind}:{'x'.join(map(str, self.topology))}"
+        of_each = "x".join(map(str, self.topology))
+        return (
+            f"{self.kind}:{self.slices}x({of_each})"
+            if self.slices > 1
+            else f"{self.kind}:{of_each}"
+        )
 
 
 def check_size(mesh: Mesh, target: Target) -> None:

@@ -20,10 +20,9 @@ def putter(
     placement: Placement,
     model: keras.Model | None = None,
     copy: bool = True,
-    local: bool = False,
 ) -> Putter:
     """Lays out batches ``(x, y, sample_weight)`` of a model, whose inputs may have names."""
-    return Putter(placement, labeller_of(model), copy, local)
+    return Putter(placement, labeller_of(model), copy)
 
 
 def labeller_of(model: keras.Model | None) -> Callable[[Batch], list[Label]]:

@@ -12,9 +12,11 @@ import keras
 import numpy as np
 
 from ... import _compat
-from ...data import Ahead, HostRows, LocalRows
+from ...checkpoint import Position
+from ...data import Ahead, HostRows, LocalBatch, LocalRows, ShardedRows
 from ...data.putter import row_count
-from ...errors import BatchError
+from ...data.shard import Group
+from ...errors import BatchError, DataError
 from ...launch.progress import entering
 from ...layouts.placement import Placement
 from ...run.options import Data
@@ -48,23 +50,28 @@ class Epochs:
         data: Data,
         kind: Kind = "train",
     ) -> None:
-        local = isinstance(data.x, LocalRows)
-        self._epochs = _compat.numpy_batches(
-            data.x.source if local else data.x,
-            data.y,
-            data.sample_weight,
-            data.batch_size,
-            data.steps,
-            data.shuffle,
-            data.class_weight,
-        )
-        self._is_array = _compat.reads_arrays(self._epochs)
+        self._local = isinstance(data.x, LocalRows)
+        self._sharded: _ShardedEpochs | None = None
+        if isinstance(data.x, ShardedRows):
+            self._epochs = self._sharded = _ShardedEpochs(data, Group.of(placement))
+        else:
+            self._epochs = _compat.numpy_batches(
+                data.x.source if self._local else data.x,
+                data.y,
+                data.sample_weight,
+                data.batch_size,
+                data.steps,
+                data.shuffle,
+                data.class_weight,
+            )
+        sharded = self._sharded is not None
+        self._is_array = not sharded and _compat.reads_arrays(self._epochs)
+        self._is_one_shot = not sharded and _compat.is_one_shot(self._epochs)
         self._is_capped = data.steps is not None
         # A generator may fill the same buffer again while the devices still read it.
-        self._put = batches.putter(placement, model, copy=not self._is_array, local=local)
-        self._local = local
+        self._put = batches.putter(placement, model, copy=not (self._is_array or sharded))
         self._arrays: Any = None
-        if self._is_array and jax.process_count() > 1 and not local:
+        if self._is_array and jax.process_count() > 1 and not self._local:
             self._read_by_number(data.steps, data.shuffle)
         self._kind: Kind = kind
         self._row_wise: RowWise | None = None
@@ -82,11 +89,11 @@ class Epochs:
         """A batch to build the model for; the first epoch has it all the same."""
         rest = self._epoch()
         for batch in rest:
-            if _compat.is_one_shot(self._epochs):
+            if self._is_one_shot:
                 self._peeked = [batch], rest
             else:
                 self._epochs.reset()
-            return batch
+            return _arrays_of(batch)
         raise BatchError("the data holds no batch.")
 
     def pad_where(self, row_wise: RowWise) -> None:
@@ -96,7 +103,19 @@ class Epochs:
     @property
     def restarts(self) -> bool:
         """Whether every epoch begins at the beginning of the data."""
-        return not (self._is_capped or _compat.is_one_shot(self._epochs))
+        return not (self._is_capped or self._is_one_shot)
+
+    def begin(self, epoch: int, start: Position | None) -> None:
+        """Begin an epoch of data that is read by its own position, or resume the one at ``start``.
+
+        Other data are drawn again, and what was trained on is left out.
+        """
+        if self._sharded is not None:
+            self._sharded.begin(epoch, start)
+
+    def place(self, batches: int) -> Any:
+        """The place in such data after so many batches of the epoch, as a value of JSON."""
+        return None if self._sharded is None else self._sharded.place(batches)
 
     def drop_epochs(self, count: int) -> None:
         """Read and drop ``count`` epochs, on which a resumed run has trained before."""
@@ -126,7 +145,8 @@ class Epochs:
         to take from it on; the last chunk may be smaller. With ``stacked`` a full chunk of alike
         batches comes as :class:`~meshwright.step.several.Together`.
         """
-        host = itertools.islice(self._host(), skip, None)
+        # Data that are read by their own position stand there already.
+        host = itertools.islice(self._host(), 0 if self._sharded else skip, None)
         groups = _groups(host, size_for, copy=not self._is_array)
         number, odd = skip, None
         with contextlib.closing(
@@ -162,6 +182,8 @@ class Epochs:
 
     def _epoch(self) -> Iterator[Any]:
         found = (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())
+        if self._local:
+            return map(LocalBatch, found)
         return found if self._arrays is None else map(self._numbered, found)
 
     # Batches that do not divide
@@ -170,7 +192,7 @@ class Epochs:
         try:
             laid_out = self._put(batch)
         except BatchError as why:
-            if self._local:
+            if isinstance(batch, LocalBatch):
                 raise
             # It is laid out later, when a generator may have filled the buffer again.
             return _Odd(batch if self._is_array else jax.tree.map(np.array, batch), why)
@@ -225,7 +247,7 @@ def _groups(
 ) -> Iterator[tuple[list[Any], bool]]:
     """Batches in groups, and whether a group is full; what was read before a failure comes too."""
     for first in host:
-        size = size_for(first) if size_for else 1
+        size = size_for(_arrays_of(first)) if size_for else 1
         copy_first = copy and size > 1  # a generator may fill the same buffer again
         group, failure = [_copied(first) if copy_first else first], None
         try:
@@ -239,6 +261,59 @@ def _groups(
         yield group, len(group) == size > 1
         if failure is not None:
             raise failure
+
+
+def _arrays_of(batch: Any) -> Any:
+    return batch.arrays if isinstance(batch, LocalBatch) else batch
+
+
+class _ShardedEpochs:
+    """The epochs of :func:`meshwright.shard`, with the methods of Keras' epoch iterator."""
+
+    def __init__(self, data: Data, group: Group) -> None:
+        self._source: ShardedRows = data.x
+        asked = {
+            "y": data.y,
+            "sample_weight": data.sample_weight,
+            "class_weight": data.class_weight,
+        }
+        refused = [f"{name}=" for name, value in asked.items() if value is not None]
+        refused += [f"steps={data.steps}"] if data.steps is not None else []
+        if data.batch_size not in (None, self._source.batch_size):
+            refused.append(f"batch_size={data.batch_size}")
+        if refused:
+            raise DataError(
+                f"{', '.join(refused)} is not supported with {self._source!r}: its batches are "
+                "(x, y) or (x, y, sample_weight) of its own batch_size, and an epoch is all rows."
+            )
+        self._reading = self._source.reading(group)
+        self._before = 0  # batches of the epoch before those that the reading counts
+
+    @property
+    def num_batches(self) -> int:
+        return self._source.num_batches
+
+    def begin(self, epoch: int, start: Position | None) -> None:
+        self._reading.begin(epoch)
+        self._before = 0
+        if start is not None and start.batches:
+            if not isinstance(start.data, dict) or "rest" not in start.data:
+                raise DataError(
+                    "the checkpoint was written in the middle of an epoch of other data than "
+                    f"{self._source!r}, and has no position in its rows. Resume with that data."
+                )
+            self._reading.set_state(start.data)
+            self._before = start.batches - self._reading.taken
+
+    def place(self, batches: int) -> dict[str, Any]:
+        return self._reading.state_after(batches - self._before)
+
+    def enumerate_epoch(self) -> Iterator[tuple[int, int, list[Any]]]:
+        for batch in self._reading:
+            yield 0, 0, [batch]
+
+    def reset(self) -> None:
+        self._reading.begin(0)
 
 
 def _copied(batch: Any) -> Any:

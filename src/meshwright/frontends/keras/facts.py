@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ... import _compat
-from ...data import LocalRows
+from ...data import LocalRows, ShardedRows
 from ...run.facts import arrays_text, fields_text, seed_facts
 from ...run.options import Data, Schedule, Validation
 from ...run.saver import Saver
@@ -43,7 +43,9 @@ def fit_facts(
         **seed_facts({"keras": _compat.global_seed()}),
     }
     parts = {"x": data.x, "y": data.y, "sample_weight": data.sample_weight}
-    if not isinstance(data.x, LocalRows):
+    if isinstance(data.x, ShardedRows):
+        facts["data x"] = repr(data.x)
+    elif not isinstance(data.x, LocalRows):
         texts = {f"data {name}": arrays_text(part) for name, part in parts.items()}
         facts |= {name: text for name, text in texts.items() if text is not None}
         validated = arrays_text(validation.data)

@@ -26,6 +26,7 @@ from ...run.options import Data, Schedule, Validation
 from ...run.saver import Resume, Saver
 from ...step.assemble import Assembly
 from ...step.options import PLAIN, StepOptions, Sums
+from ...step.summing import GradientSum
 from . import batches, fitting, saving
 from .abstract import AbstractRoom, abstract_step, adopt, is_abstract
 from .compiled import functions_of
@@ -62,7 +63,7 @@ class Sharded(_Distribution):
     matches nothing is an error, with ``strict=False`` a warning. ``accumulate`` batches make one
     step of the optimizer; ``remat`` (``"none"``, ``"block"``, ``"selective"`` or the name of a
     policy) says what is computed again rather than kept; ``sums="float32"`` sums gradients over
-    devices in that type. ``rules`` lay out what is given as names of dims
+    devices in that type, a :class:`~meshwright.GradientSum` in another way. ``rules`` lay out what is given as names of dims
     (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by the dim ``batch``. Raises
     :class:`~meshwright.LayoutError` for axes that the mesh does not have.
 
@@ -124,6 +125,8 @@ class Sharded(_Distribution):
         return cls(Mesh(axes), layouts, batch=theirs.batch_dim_name, unmatched="replicate")
 
     def _take(self, placement: Placement, how: StepOptions) -> None:
+        if isinstance(how.sums, GradientSum):
+            how.sums.check(placement)
         self.placement = placement
         self.how = how
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()

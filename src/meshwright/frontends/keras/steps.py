@@ -92,6 +92,7 @@ class KerasSteps(Steps):
                 self.data.drop_epochs(epoch - self.initial_epoch)
             if start.position.batches:
                 _warn_of_other_batches(start, self.num_batches)
+        self.data.begin(epoch, None if start is None else start.position)
         self.guard.begin(epoch)
         _compat.attach_state(self.model, None)
 
@@ -151,7 +152,8 @@ class KerasSteps(Steps):
 
     def position(self, epoch: int, batches: int) -> Position:
         begins = epoch > self._epoch and self.data.restarts
-        return Position(epoch, batches, self._draw() if begins else self._random)
+        data = self.data.place(batches) if batches and epoch == self._epoch else None
+        return Position(epoch, batches, self._draw() if begins else self._random, data)
 
     def _draw(self) -> dict[str, Any] | None:
         return {**read_randomness(), "keras": _compat.global_seed()} if self.is_saved else None

@@ -101,7 +101,10 @@ def _changes(graph: Graph, target: Target, space: Space) -> Iterator[_Tried]:
         yield _Tried(name, graph, target, replace(space, accumulate=more))
     grown = target
     for _ in range(_DOUBLINGS if space.axes is None else 0):
-        grown = Target(grown.kind, (*grown.topology[:-1], 2 * grown.topology[-1]))
+        if grown.slices > 1:
+            grown = replace(grown, slices=2 * grown.slices)
+        else:
+            grown = Target(grown.kind, (*grown.topology[:-1], 2 * grown.topology[-1]))
         yield _Tried(f"more devices, {grown}", graph, grown, space)
     while rows > 1 and rows % 2 == 0:
         rows //= 2

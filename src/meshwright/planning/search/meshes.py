@@ -32,18 +32,21 @@ def meshes(
     for count in _counts(target.num_devices) if fewer else (target.num_devices,):
         for sizes in _products(count, max_axes):
             axes = tuple(zip("abcdefgh", sizes, strict=False))
-            lies = [(e.size, e.link, e.lanes) for e in links_of(target, hardware, axes)]
+            lies = [(e.size, e.link, e.lanes, e.inside) for e in links_of(target, hardware, axes)]
             result.setdefault(tuple(sorted(lies, key=str)), axes)
     return tuple(result.values())
 
 
 def _torus_dims(target: Target) -> int:
-    """How many axes can lie apart from each other; as many as one likes but on a TPU."""
+    """How many axes can lie apart from each other; as many as one likes but on a TPU.
+
+    Cores of a chip count as a dim, and so does the network between slices.
+    """
     if target.platform != "tpu":
         return 8
     dims = sum(size > 1 for size in target.topology)
-    cores = target.num_devices > math.prod(target.topology)
-    return max(1, dims + cores)
+    cores = target.devices_per_slice > math.prod(target.topology)
+    return max(1, dims + cores + (target.slices > 1))
 
 
 def _counts(most: int) -> tuple[int, ...]:

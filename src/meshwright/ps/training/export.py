@@ -61,7 +61,7 @@ def export_step(
     parts = Parts.of(program, first, lookups)
     base = base or {i.path: jnp.zeros(i.dims, i.dtype) for i in program.metrics}
     laid = layout and layout.program(program)
-    sums = layout and layout.strategy.how.sums
+    sums = layout and layout.strategy.how.computed_sums
     functions = StepFunctions(program, parts, base, lookups, clip, laid, sums)
     if local and parts.tables:
         names = ", ".join(table.name for table in parts.tables)

@@ -1,0 +1,179 @@
+"""Rows by number: of arrays, of random-access datasets, of Parquet and ArrayRecord files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import DataError
+from ..extras import require
+
+Parse = Callable[[Any], Any]
+
+
+class RowSource(ABC):
+    """Rows in one or more files, each with its number of rows."""
+
+    sizes: tuple[int, ...]
+    has_files = False
+    any_order = True  # reading rows in any order costs what reading them in order does
+
+    @abstractmethod
+    def read(self, file: int, rows: np.ndarray) -> Any:
+        """These rows of a file, by number, stacked: a tree of arrays."""
+
+    @property
+    def total(self) -> int:
+        """The rows of all files."""
+        return sum(self.sizes)
+
+
+class ArrayRows(RowSource):
+    """The rows of a tree of arrays."""
+
+    def __init__(self, arrays: Any) -> None:
+        self._arrays = arrays
+        counts = {np.shape(leaf)[0] for leaf in jax.tree.leaves(arrays)}
+        if len(counts) != 1:
+            raise DataError(f"the arrays have different numbers of rows: {sorted(counts)}.")
+        self.sizes = (counts.pop(),)
+
+    def read(self, file: int, rows: np.ndarray) -> Any:
+        return jax.tree.map(lambda array: np.asarray(array[rows]), self._arrays)
+
+
+class RecordRows(RowSource):
+    """The records of datasets with ``len`` and an index, one per file."""
+
+    def __init__(self, datasets: Sequence[Any], parse: Parse | None, has_files: bool) -> None:
+        self._datasets, self._parse, self.has_files = datasets, parse, has_files
+        self.sizes = tuple(map(len, datasets))
+
+    def read(self, file: int, rows: np.ndarray) -> Any:
+        dataset, parse = self._datasets[file], self._parse
+        records = [dataset[int(row)] for row in rows]
+        if parse is not None:
+            records = [parse(record) for record in records]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
+
+
+class ParquetRows(RowSource):
+    """The rows of Parquet files: a dict of columns. Row groups are read whole, and one is kept."""
+
+    has_files = True
+    any_order = False
+
+    def __init__(self, paths: Sequence[str], parse: Parse | None) -> None:
+        require("pyarrow", DataError, "Parquet files are read by PyArrow", "parquet")
+        import pyarrow.parquet
+
+        self._parquet = pyarrow.parquet
+        self._paths, self._parse = paths, parse
+        self._ends: dict[int, np.ndarray] = {}  # of each file's row groups
+        self._open: tuple[int, Any] | None = None
+        self._kept: tuple[tuple[int, int], dict[str, np.ndarray]] | None = None
+        for file in range(len(paths)):
+            metadata = self._file(file).metadata
+            groups = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            self._ends[file] = np.cumsum(groups, dtype=np.int64)
+        self.sizes = tuple(int(ends[-1]) if len(ends) else 0 for ends in self._ends.values())
+
+    def read(self, file: int, rows: np.ndarray) -> Any:
+        ends = self._ends[file]
+        parts, start = [], 0
+        while start < len(rows):  # rows come in order
+            group = int(np.searchsorted(ends, rows[start], side="right"))
+            stop = int(np.searchsorted(rows, ends[group]))
+            begin = int(ends[group - 1]) if group else 0
+            columns = self._group(file, group)
+            parts.append({name: c[rows[start:stop] - begin] for name, c in columns.items()})
+            start = stop
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        if self._parse is None:
+            return columns
+        records = [
+            self._parse({name: column[i] for name, column in columns.items()})
+            for i in range(len(rows))
+        ]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
+
+    def _file(self, file: int) -> Any:
+        if self._open is None or self._open[0] != file:
+            if self._open is not None:
+                self._open[1].close()
+            self._open = file, self._parquet.ParquetFile(self._paths[file])
+        return self._open[1]
+
+    def _group(self, file: int, group: int) -> dict[str, np.ndarray]:
+        if self._kept is None or self._kept[0] != (file, group):
+            table = self._file(file).read_row_group(group)
+            columns = {name: _numbers(table.column(name)) for name in table.column_names}
+            self._kept = (file, group), columns
+        return self._kept[1]
+
+
+def _numbers(column: Any) -> np.ndarray:
+    """A column of a Parquet file; lists of one length become rows of a matrix."""
+    values = column.to_numpy()
+    return np.stack(list(values)) if values.dtype == object and len(values) else values
+
+
+def row_source(source: Any, parse: Parse | None) -> RowSource | None:
+    """The rows of a source; ``None`` for one that yields batches in its own order.
+
+    Raises :class:`DataError` for files that are missing or of an unknown kind.
+    """
+    if (paths := _paths_of(source)) is not None:
+        return _files(paths, parse)
+    if _is_random_access(source):
+        return RecordRows([source], parse, has_files=False)
+    if isinstance(source, tuple | Mapping | np.ndarray) or hasattr(source, "__array__"):
+        if parse is not None:
+            raise DataError("parse= takes one record of a dataset or file; arrays have none.")
+        return ArrayRows(source)
+    return None
+
+
+def _is_random_access(source: Any) -> bool:
+    """Whether a source has single records by number, as Grain's MapDataset and lists have."""
+    if isinstance(source, tuple | Mapping | np.ndarray) or hasattr(source, "__array__"):
+        return False
+    is_batched = any(base.__name__ == "PyDataset" for base in type(source).__mro__)
+    return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_batched
+
+
+def _paths_of(source: Any) -> list[str] | None:
+    """The files that a source names: a pattern, a path, or several of them."""
+    several = source if isinstance(source, list | tuple) else [source]
+    if not several or not all(isinstance(path, str | Path) for path in several):
+        return None
+    paths = []
+    for pattern in map(Path, several):
+        folder = Path(pattern.anchor)
+        matches = [pattern] if pattern.exists() else folder.glob(str(pattern.relative_to(folder)))
+        found = sorted(map(str, matches))
+        if not found:
+            raise DataError(f"no file matches '{pattern}'.")
+        paths += found
+    return paths
+
+
+def _files(paths: list[str], parse: Parse | None) -> RowSource:
+    kinds = {Path(path).suffix for path in paths}
+    if kinds == {".parquet"}:
+        return ParquetRows(paths, parse)
+    if kinds <= {".array_record", ".arrayrecord"}:
+        require("grain", DataError, "ArrayRecord files are read by Grain", "grain")
+        import grain
+
+        sources = [grain.sources.ArrayRecordDataSource([path]) for path in paths]
+        return RecordRows(sources, parse, has_files=True)
+    raise DataError(
+        f"files end with {', '.join(sorted(kinds))}; expected .parquet or .array_record (one kind "
+        "at a time). Read others with Grain, and pass its MapDataset."
+    )

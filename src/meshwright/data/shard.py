@@ -1,0 +1,284 @@
+"""Sources of which every process reads its own part, with one position for all of them.
+
+TensorFlow deals out files or elements (``AutoShardPolicy``), and PyTorch's sampler row numbers; in
+both the position is a process's own, and rows are lost or read twice when the number of processes
+changes. Here the position is what is left of the epoch, whoever reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+
+from ..errors import DataError
+from ..layouts.layout import Layout
+from ..layouts.placement import Placement
+from .row_sources import Parse, RowSource, row_source
+from .rows import LocalBatch
+from .spans import Dealing, Span, Spans, Step, after, steps_of
+
+By = Literal["auto", "file", "row", "off"]
+Uneven = Literal["pad", "drop"]
+
+
+class Group(NamedTuple):
+    """Which processes read the same rows as this one: group ``index`` of ``number``."""
+
+    index: int
+    number: int
+
+    @classmethod
+    def of(cls, placement: Placement) -> Group:
+        """That of this process, where batches lie along the placement's axes."""
+        pieces = placement.batch_shards
+        axes = placement.batch_axes or None
+        layout = Layout([axes], placement.mesh)
+        held: dict[int, set[int]] = {}
+        for device, (rows, *_) in layout.sharding.devices_indices_map((pieces,)).items():
+            held.setdefault(device.process_index, set()).add(rows.start or 0)
+        groups = sorted({tuple(sorted(rows)) for rows in held.values()})
+        if sum(map(len, groups)) != pieces:
+            raise DataError(
+                "mw.shard: processes share some rows of a batch and not others on the mesh "
+                f"{placement.mesh.axes_text}. Put the axes of the batch first, or say by='off'."
+            )
+        return cls(groups.index(tuple(sorted(held[jax.process_index()]))), len(groups))
+
+    @classmethod
+    def of_processes(cls) -> Group:
+        """Every process reads rows of its own."""
+        return cls(jax.process_index(), jax.process_count())
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedRows:
+    """Rows of which every process reads its own part; made by :func:`shard`."""
+
+    rows: RowSource
+    by: By
+    batch_size: int
+    seed: int | None
+    uneven: Uneven
+    to_batch: Callable[[Any], Any] | None
+
+    def __repr__(self) -> str:
+        files = f" in {len(self.rows.sizes)} files" if self.rows.has_files else ""
+        return (
+            f"mw.shard({self.rows.total} rows{files}, by={self.by!r}, "
+            f"batch_size={self.batch_size}, seed={self.seed}, uneven={self.uneven!r})"
+        )
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch, for any number of processes."""
+        rest = 0 if self.uneven == "drop" else self.batch_size - 1
+        return (self.rows.total + rest) // self.batch_size
+
+    def reading(self, group: Group) -> Reading:
+        """What a group of processes reads. Raises :class:`DataError` where that cannot be."""
+        return Reading(self, group)
+
+    def __iter__(self) -> Reading:
+        return self.reading(Group.of_processes())
+
+
+class Reading:
+    """The batches of one epoch that a group of processes reads, from where it stands.
+
+    A batch of this group's rows alone comes as a :class:`LocalBatch`. ``get_state`` and
+    ``set_state`` are those of Grain's iterators: a value of JSON that any number of processes goes
+    on from. As many processes as before read on exactly as they would have done.
+    """
+
+    def __init__(self, source: ShardedRows, group: Group) -> None:
+        self._source = source
+        self.group = Group(0, 1) if source.by == "off" else group
+        self._rows_here = _rows_here(source, self.group)
+        self._dealing = _dealing(source, self.group)
+        self._shuffled: tuple[Any, Any] = None, None
+        self.begin(0)
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch."""
+        self._start(epoch, _whole(self._source, epoch), 0)
+
+    def _start(self, epoch: int, rest: Spans, taken: int) -> None:
+        self._epoch, self._from, self._taken = epoch, rest, taken
+        index, number = self.group
+        steps = steps_of(rest, index, number, self._rows_here, self._dealing)
+        self._steps: Iterator[Step] = itertools.islice(steps, taken, None)
+
+    def __iter__(self) -> Reading:
+        return self
+
+    def __next__(self) -> Any:
+        step = next(self._steps)
+        if step.is_rest and self._source.uneven == "drop":
+            raise StopIteration
+        batch = self._read(step.spans)
+        self._taken += 1
+        return batch if step.is_rest or self.group.number == 1 else LocalBatch(batch)
+
+    @property
+    def taken(self) -> int:
+        """Batches since the rows that its state names first."""
+        return self._taken
+
+    def state_after(self, taken: int) -> dict[str, Any]:
+        """The state after so many batches, see :attr:`taken`."""
+        return {
+            "epoch": self._epoch,
+            "rest": [list(span) for span in self._from],
+            "taken": taken,
+            "processes": self.group.number,
+            "rows": self._rows_here,
+            "dealing": self._dealing,
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """Where all processes stand after the batches that were yielded."""
+        return self.state_after(self._taken)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        rest = tuple(Span(*span) for span in state["rest"])
+        before = state["processes"], state["rows"], state["dealing"]
+        if before == (self.group.number, self._rows_here, self._dealing):
+            self._start(state["epoch"], rest, state["taken"])
+        else:
+            self._start(state["epoch"], after(rest, state["taken"], *before), 0)
+
+    def _read(self, spans: Spans) -> Any:
+        source, parts = self._source, []
+        for span in spans:
+            rows = np.arange(span.start, span.stop)
+            if source.rows.any_order and source.seed is not None:
+                rows = self._order(span.file)[rows]
+            parts.append(source.rows.read(span.file, rows))
+        batch = parts[0]
+        if len(parts) > 1:
+            batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        return batch if source.to_batch is None else source.to_batch(batch)
+
+    def _order(self, file: int) -> np.ndarray:
+        """The shuffled rows of a file in this epoch."""
+        source, key = self._source, (self._epoch, file)
+        if self._shuffled[0] != key:
+            draw = np.random.default_rng([source.seed or 0, *key])
+            self._shuffled = key, draw.permutation(source.rows.sizes[file])
+        return self._shuffled[1]
+
+
+def shard(
+    source: Any,
+    by: By = "auto",
+    *,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    uneven: Uneven = "pad",
+    parse: Parse | None = None,
+    to_batch: Callable[[Any], Any] | None = None,
+) -> Any:
+    """A source of which every process reads its own part, for ``fit`` and ``Trainer``.
+
+    ``source`` is a tuple or dict of arrays, a dataset with ``len`` and an index that yields single
+    rows (Grain's ``MapDataset``), or files: paths or patterns of ``.parquet`` (a dict of columns)
+    or ``.array_record`` (through Grain; ``parse`` makes arrays of a record). ``batch_size`` is
+    that of all processes together, and ``to_batch`` makes of a stacked batch what ``fit`` takes,
+    ``(x, y)``.
+
+    ``by="file"`` deals whole files out, ``"row"`` rows; ``"auto"`` takes files where each process
+    gets one, and ``"off"`` lets every process read all rows. ``seed`` shuffles every epoch anew:
+    rows, or of Parquet files their order. The rows left at the end, fewer than a batch, are read by
+    every process and trained on with the numbers of one device (``uneven="pad"``), or dropped. The
+    position in a checkpoint is what is left of the epoch, and any number of processes goes on from
+    it; each row is read once.
+
+    Sources that yield batches in an order of their own (``tf.data``, ``PyDataset``, generators,
+    Grain's ``IterDataset``) are read whole by every process, which keeps its rows of each batch.
+    Raises :class:`~meshwright.DataError`.
+
+    >>> import numpy as np, meshwright as mw
+    >>> x = np.arange(12.0)
+    >>> rows = mw.shard((x, 2 * x), batch_size=4)
+    >>> rows
+    mw.shard(12 rows, by='auto', batch_size=4, seed=None, uneven='pad')
+    >>> [batch.arrays[0].tolist() for batch in rows.reading(Group(1, 2))]
+    [[2.0, 3.0], [6.0, 7.0], [10.0, 11.0]]
+    """
+    faults = []
+    if by not in get_args(By):
+        faults.append(f"by must be one of {get_args(By)}; received {by!r}.")
+    if uneven not in get_args(Uneven):
+        faults.append(f"uneven must be 'pad' or 'drop'; received {uneven!r}.")
+    rows = row_source(source, parse)
+    if rows is None:
+        refused = [
+            f"{name}={value!r}"
+            for name, value in {
+                "batch_size": batch_size,
+                "seed": seed,
+                "to_batch": to_batch,
+            }.items()
+            if value is not None
+        ] + (["by='file'"] if by == "file" else [])
+        if refused:
+            faults.append(
+                f"{', '.join(refused)} needs rows by number or files, and {type(source).__name__} "
+                "yields batches in an order of its own. Leave it out (every process keeps its rows "
+                "of each batch), or pass the paths of the files."
+            )
+    else:
+        if by == "file" and not rows.has_files:
+            faults.append(f"by='file' needs files; {type(source).__name__} has none. Say by='row'.")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            faults.append(
+                "batch_size must be the rows of a batch of all processes, 1 or more; received "
+                f"{batch_size!r}."
+            )
+    if faults:
+        raise DataError("\n".join(f"mw.shard: {fault}" for fault in faults))
+    if rows is None:
+        return source
+    assert batch_size is not None
+    return ShardedRows(rows, by, batch_size, seed, uneven, to_batch)
+
+
+def _rows_here(source: ShardedRows, group: Group) -> int:
+    """The rows of a batch that each group reads."""
+    number = group.number
+    if source.batch_size % number:
+        size = source.batch_size // number * number
+        raise DataError(
+            f"mw.shard: batch_size={source.batch_size} does not divide over {number} processes. "
+            f"The nearest sizes that do: {size or number} and {size + number}."
+        )
+    return source.batch_size // number
+
+
+def _dealing(source: ShardedRows, group: Group) -> Dealing:
+    files = len(source.rows.sizes)
+    if source.by == "file" and files < group.number:
+        raise DataError(
+            f"mw.shard: by='file' gives each process whole files, and there are {files} for "
+            f"{group.number} processes. Write at least {group.number} files, or say by='row'."
+        )
+    if source.by == "file" or (
+        source.by == "auto" and source.rows.has_files and files >= group.number
+    ):
+        return "file"
+    return "batch" if source.rows.any_order else "block"
+
+
+def _whole(source: ShardedRows, epoch: int) -> Spans:
+    """All rows of an epoch, in its order of files."""
+    sizes = source.rows.sizes
+    files = np.arange(len(sizes))
+    if source.seed is not None:
+        files = np.random.default_rng([source.seed, epoch]).permutation(files)
+    return tuple(Span(int(file), 0, sizes[file]) for file in files if sizes[file])
