@@ -15,7 +15,7 @@ import pytest
 from keras import layers
 
 import meshwright as mw
-from meshwright.data import Ahead, HostRows, Putter
+from meshwright.data import Ahead, HostRows, LocalBatch, Putter
 from meshwright.data.ahead import AHEAD
 
 ROWS = 40
@@ -111,9 +111,9 @@ def test_rows_are_read_only_where_a_process_needs_them() -> None:
 
 def test_local_rows_that_do_not_divide_name_the_nearest_sizes() -> None:
     put = Putter(mw.Placement.of(mw.create_mesh({"batch": 8})))
-    assert put(np.zeros([16, 3])).sharding.shard_shape((16, 3)) == (2, 3)
+    assert put(LocalBatch(np.zeros([16, 3]))).sharding.shard_shape((16, 3)) == (2, 3)
     with pytest.raises(mw.BatchError, match=r"12 rows of this process .*8 pieces.*8 and 16"):
-        put(np.zeros([12, 3]))
+        put(LocalBatch(np.zeros([12, 3])))
 
 
 # Whole epochs

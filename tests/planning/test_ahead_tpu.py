@@ -51,6 +51,19 @@ def test_topologies_have_as_many_devices_as_targets_say():
     assert out.split() == [str(Target.from_string(name).num_devices) for name in names.split()]
 
 
+def test_several_slices_compile_with_the_first_axis_between_them():
+    mesh = mw.Mesh({"dcn": 2, "batch": 4, "model": 2})
+    rows = mw.Layout([("dcn", "batch"), None], mesh).sharding
+    kernel = mw.Layout([None, "model"], mesh).sharding
+    args = [
+        jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=rows),
+        jax.ShapeDtypeStruct((128, 256), jnp.float32, sharding=kernel),
+    ]
+    step = jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2)), out_shardings=kernel)
+    compiled = compile_ahead(step, args[::-1], "v5e:2x(2x4)")
+    assert {axis for c in compiled.collectives for axis in c.axes} >= {"dcn", "batch"}
+
+
 # Data parallel: one dense layer, every parameter in every device
 
 

@@ -23,6 +23,8 @@ DEVICES = {
     "v6e:2x4": 8,
     "tpu7x:2x2x1": 8,
     "h200:8": 8,
+    "v5e:2x(2x4)": 16,
+    "v4:3x(2x2x1)": 24,
 }
 
 
@@ -41,6 +43,10 @@ def test_text_and_target_are_the_same(kind, grid):
     assert hash(Target.of(str(target))) == hash(target)
 
 
+def test_one_slice_is_a_target_without_slices():
+    assert Target.of("v5e:1x(4x4)") == Target.of("v5e:4x4")
+
+
 def test_platforms():
     platforms = [Target.from_string(text).platform for text in ("cpu:8", "v5e:4x4", "h100:8")]
     assert platforms == ["cpu", "tpu", "cuda"]
@@ -56,6 +62,11 @@ def test_platforms():
         ("v5e:2x2x2", "'v5e' has 2 number.s. from 1 up, such as 'v5e:2x4'; received '2x2x2'"),
         ("v5p:8", "has 3 number.s. from 1 up, such as 'v5p:2x4x8'"),
         ("cpu:0", "received '0'"),
+        ("v5e:2x4x4", "or, for two slices, 'v5e:2x.2x4.'; received '2x4x4'"),
+        ("v5e:0x(4x4)", "1 slice or more; received 0"),
+        ("v5e:2x(4x4", "expected a target such as 'v5e:4x4', 'v5e:2x.4x4.'"),
+        ("h100:2x(8)", "only TPUs come in slices; .* nodes x GPUs of each, such as 'h100:2x8'"),
+        ("cpu:2x(4)", "only TPUs come in slices; .* such as 'cpu:8'"),
     ],
 )
 def test_a_text_that_names_no_target_is_an_error_with_the_way_out(text, message):

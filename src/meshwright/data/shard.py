@@ -218,15 +218,9 @@ def shard(
         faults.append(f"uneven must be 'pad' or 'drop'; received {uneven!r}.")
     rows = row_source(source, parse)
     if rows is None:
-        refused = [
-            f"{name}={value!r}"
-            for name, value in {
-                "batch_size": batch_size,
-                "seed": seed,
-                "to_batch": to_batch,
-            }.items()
-            if value is not None
-        ] + (["by='file'"] if by == "file" else [])
+        options = {"batch_size": batch_size, "seed": seed, "parse": parse, "to_batch": to_batch}
+        refused = [f"{name}=" for name, value in options.items() if value is not None]
+        refused += ["by='file'"] if by == "file" else []
         if refused:
             faults.append(
                 f"{', '.join(refused)} needs rows by number or files, and {type(source).__name__} "

@@ -48,8 +48,9 @@ def row_count(spans: Sequence[Span]) -> int:
 def cut(spans: Sequence[Span], rows: int) -> tuple[Spans, Spans]:
     """The first so many rows, and those behind.
 
-    >>> cut((Span(0, 0, 3), Span(1, 0, 3)), 4)
-    ((Span(file=0, start=0, stop=3), Span(file=1, start=0, stop=1)), (Span(file=1, start=1, stop=3),))
+    >>> first, rest = cut((Span(0, 0, 3), Span(1, 0, 3)), 4)
+    >>> first[1], rest
+    (Span(file=1, start=0, stop=1), (Span(file=1, start=1, stop=3),))
     """
     first: list[Span] = []
     for place, span in enumerate(spans):

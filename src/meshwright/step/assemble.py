@@ -224,11 +224,10 @@ class Assembly:
             how.refuse_own_step(program.name)
             return program.own_step
         program = shared(program, sharing, how.remat)
+        of = functools.partial(gradient, sums=how.computed_sums)
         if how.accumulate > 1:
-            return accumulating_step(
-                program, functools.partial(gradient, sums=how.computed_sums), sharing
-            )
-        differentiate = gradient(program, sums=how.computed_sums)
+            return accumulating_step(program, of, sharing)
+        differentiate = of(program)
 
         def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
             aux, grads = sharing.gradients(differentiate, whole, batch)

@@ -165,11 +165,8 @@ class Target:
 
     def __str__(self) -> str:
         of_each = "x".join(map(str, self.topology))
-        return (
-            f"{self.kind}:{self.slices}x({of_each})"
-            if self.slices > 1
-            else f"{self.kind}:{of_each}"
-        )
+        of_all = f"{self.slices}x({of_each})" if self.slices > 1 else of_each
+        return f"{self.kind}:{of_all}"
 
 
 def check_size(mesh: Mesh, target: Target) -> None:

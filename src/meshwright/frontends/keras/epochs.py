@@ -272,13 +272,8 @@ class _ShardedEpochs:
 
     def __init__(self, data: Data, group: Group) -> None:
         self._source: ShardedRows = data.x
-        asked = {
-            "y": data.y,
-            "sample_weight": data.sample_weight,
-            "class_weight": data.class_weight,
-        }
-        refused = [f"{name}=" for name, value in asked.items() if value is not None]
-        refused += [f"steps={data.steps}"] if data.steps is not None else []
+        names = ("y", "sample_weight", "class_weight", "steps")
+        refused = [f"{name}=" for name in names if getattr(data, name) is not None]
         if data.batch_size not in (None, self._source.batch_size):
             refused.append(f"batch_size={data.batch_size}")
         if refused:

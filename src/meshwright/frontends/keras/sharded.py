@@ -63,9 +63,9 @@ class Sharded(_Distribution):
     matches nothing is an error, with ``strict=False`` a warning. ``accumulate`` batches make one
     step of the optimizer; ``remat`` (``"none"``, ``"block"``, ``"selective"`` or the name of a
     policy) says what is computed again rather than kept; ``sums="float32"`` sums gradients over
-    devices in that type, a :class:`~meshwright.GradientSum` in another way. ``rules`` lay out what is given as names of dims
-    (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by the dim ``batch``. Raises
-    :class:`~meshwright.LayoutError` for axes that the mesh does not have.
+    devices in that type, a :class:`~meshwright.GradientSum` in another way. ``rules`` lay out what
+    is given as names of dims (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by
+    the dim ``batch``. Raises :class:`~meshwright.LayoutError` for axes that the mesh does not have.
 
     >>> import keras, meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
