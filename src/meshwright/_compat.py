@@ -209,6 +209,15 @@ def optimizer_of(model: Any) -> Any:
     return getattr(model, "optimizer", None)
 
 
+def add_slots(model: Any, name: str) -> None:
+    """Give a model's optimizer one more slot of this name for each parameter, unless it has it."""
+    optimizer = optimizer_of(model)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of one that scales losses
+    if not any(slot.path.endswith(name) for slot in inner.variables):
+        for parameter in model.trainable_variables:
+            inner.add_variable_from_reference(reference_variable=parameter, name=name)
+
+
 def build_for(model: Any, batch: Any) -> None:
     """Build a compiled model, its metrics and its optimizer for batches like this one.
 

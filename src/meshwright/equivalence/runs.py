@@ -161,7 +161,7 @@ def _run_pure(case: Case, setup: Setup, steps: int) -> Run:
         state, logs = true.step(state, _in_parts(batch, setup, true.put))
         values.append(_values(program.infos, true.unpadded(state)))
         # With accumulation, a program's logs are those of its last micro-batch.
-        losses += [_loss(logs)] if how.accumulate == 1 else []
+        losses += [_loss(logs)] if how.batches == 1 else []
     return _as_run(program.infos, gradients, values, losses)
 
 

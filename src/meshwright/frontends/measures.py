@@ -73,7 +73,7 @@ def _trainer(program: Program, strategy: Sharded | Placement) -> Trainer:
 
 
 def _of_program(trainer: Trainer, batch: Batch, steps: int) -> Measured:
-    (taken,) = trainer.how.for_steps([trainer.put(batch)] * trainer.how.accumulate)
+    (taken,) = trainer.how.for_steps([trainer.put(batch)] * trainer.how.batches)
     return measure_step(
         trainer.step,
         trainer.init(),
@@ -98,7 +98,7 @@ def _of_keras(model: keras.Model, batch: Batch, strategy: Sharded, steps: int) -
             f"model {model.name!r} is compiled with run_eagerly=True, and a step that runs piece "
             "by piece has no program to measure: compile it without."
         )
-    (taken,) = strategy.how.for_steps([strategy.put(batch, model)] * strategy.how.accumulate)
+    (taken,) = strategy.how.for_steps([strategy.put(batch, model)] * strategy.how.batches)
     state = take_state(variables)
     again = kept(state)
     try:

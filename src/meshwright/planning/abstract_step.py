@@ -75,7 +75,7 @@ def on_batch(steps: Assembly, batch: Batch) -> AbstractStep:
         return jax.ShapeDtypeStruct(value.shape, dtype, sharding=layout.sharding)
 
     laid = jax.tree.map(array, batch, steps.batch_layouts(batch, last=False))
-    (taken,) = steps.how.for_steps([laid] * steps.how.accumulate)
+    (taken,) = steps.how.for_steps([laid] * steps.how.batches)
     return AbstractStep(steps.program, steps.placement, steps.how, steps.losses, batch=taken)
 
 

@@ -61,7 +61,7 @@ def dry_run(
         report = report_of(model, batch, strategy, step, target, hardware, why)
     else:
         report = _Compiler(step, target, hardware, timeout_s).report(blocks)
-    return replace(report, fed=fed(batch, step.how.accumulate))
+    return replace(report, fed=fed(batch, step.how.batches))
 
 
 def not_compiled(target: Target, is_asked: bool = True) -> str:

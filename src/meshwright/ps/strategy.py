@@ -42,9 +42,9 @@ from .worker.gradients import (
 
 if TYPE_CHECKING:
     from ..run.saver import Resume
+    from ..step.local import Local
     from .coordinator.coordinator import ClusterCoordinator
     from .training.compression import Compression
-    from .training.local import Local
 
 T = TypeVar("T")
 _INPUT_OPTIONS, _TABLES = InputOptions(), Tables()
@@ -596,6 +596,11 @@ def checked_worker(worker: Any, cluster: Cluster) -> Any:
             f"worker={worker!r} with accumulate={worker.how.accumulate}: a worker takes one batch "
             "in a step. Leave it out, and give the optimizer gradient_accumulation_steps="
             f"{worker.how.accumulate}: the servers accumulate."
+        )
+    if worker.how.local is not None:
+        faults.append(
+            f"worker={worker!r} with local={worker.how.local!r}: say it in fit(local=...), and the "
+            "worker's steps go to the servers so."
         )
     if isinstance(worker.how.sums, GradientSum):
         faults.append(

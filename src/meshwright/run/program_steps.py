@@ -34,7 +34,7 @@ class ProgramSteps(Steps):
         self._done = saver.start.position.batches if saver.start else 0
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
-        per_step = self._trainer.how.accumulate
+        per_step = self._trainer.how.batches
         for info in self._trainer.steps(self.newest, self._source):
             self.newest = info.state
             self._source.took(per_step)

@@ -11,6 +11,7 @@ standing still             nothing changes once something is not finite; ``nan_g
 ZeRO and remat             gathered where read, computed again, updated in pieces; ``sharing.py``
 the gradient               products and sums as a mesh wants them; ``gradient.py``
 accumulation               several micro-batches, one update; ``accumulate.py``
+sums over devices          a few flat vectors, or steps apart; ``summing.py``, ``local.py``
 several steps              in one program, where dispatch counts; ``several.py``
 the program's context      the rules, or the Keras strategy, under which it is traced
 ``jax.jit``                the state is donated, and lies afterwards as before
@@ -36,6 +37,7 @@ from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
 from .accumulate import accumulating_step
 from .batches import BatchLayouts
 from .gradient import gradient
+from .local import DiLoCo, local_step, with_outer
 from .nan_guard import StandStill
 from .options import PLAIN, StepOptions
 from .several import several, together
@@ -64,6 +66,8 @@ def assemble(
     >>> print(steps.layouts.params["w"])
     [unsharded, unsharded] on batch=8
     """
+    if isinstance(how.local, DiLoCo):
+        program = with_outer(program)
     return Assembly(program, placement, how, losses)
 
 
@@ -225,6 +229,8 @@ class Assembly:
             return program.own_step
         program = shared(program, sharing, how.remat)
         of = functools.partial(gradient, sums=how.computed_sums)
+        if how.local is not None:
+            return local_step(program, how.local, of, self.placement)
         if how.accumulate > 1:
             return accumulating_step(program, of, sharing)
         differentiate = of(program)

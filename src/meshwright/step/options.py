@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..errors import ModelError
 from ..program import Batch
+from .local import Local
 from .remat import BY_BLOCK, check_remat
 from .summing import GradientSum
 
@@ -22,16 +23,20 @@ class StepOptions:
     ``accumulate`` micro-batches make one step of the optimizer. ``remat`` says what is computed
     again in the backward pass instead of being kept, see :mod:`meshwright.step.remat`.
     ``sums="float32"`` sums gradients over devices in that type, whatever they are computed in, and
-    a :class:`~meshwright.GradientSum` sums them in another way.
+    a :class:`~meshwright.GradientSum` sums them in another way. ``local`` is a
+    :class:`~meshwright.LocalSGD` or :class:`~meshwright.DiLoCo`: each piece of the batch takes
+    several steps of its own, and then they exchange what they arrived at. This one changes the
+    numbers.
     Raises :class:`~meshwright.ModelError` that lists every invalid choice.
 
     >>> StepOptions(accumulate=4, remat="block")
-    StepOptions(accumulate=4, remat='block', sums=None)
+    StepOptions(accumulate=4, remat='block', sums=None, local=None)
     """
 
     accumulate: int = 1
     remat: str = "none"
     sums: Sums = None
+    local: Local | None = None
 
     def __post_init__(self) -> None:
         faults = check_remat(self.remat)
@@ -44,6 +49,14 @@ class StepOptions:
             faults.append(
                 f"sums={self.sums!r}: gradients are summed in the type they are computed in "
                 "(None), in 'float32' or as a mw.GradientSum says."
+            )
+        if self.local is not None and not isinstance(self.local, Local):
+            faults.append(
+                f"local={self.local!r}: expected mw.LocalSGD(every) or mw.DiLoCo(every), or None."
+            )
+        elif self.local is not None and (self.accumulate != 1 or self.sums is not None):
+            faults.append(
+                f"local={self.local!r} is not supported together with accumulate= or sums=."
             )
         if faults:
             raise ModelError("\n".join(faults))
@@ -59,24 +72,29 @@ class StepOptions:
         sums = self.sums.wire if isinstance(self.sums, GradientSum) else self.sums
         return "float32" if sums == "float32" else None
 
+    @property
+    def batches(self) -> int:
+        """How many batches one call of the step takes."""
+        return self.accumulate if self.local is None else self.local.every
+
     def for_steps(self, batches: Iterable[Batch]) -> Iterator[Any]:
-        """What each step takes of these batches: one, or a tuple of those it accumulates.
+        """What each step takes of these batches: one, or a tuple of several.
 
         >>> list(StepOptions(accumulate=2).for_steps("abc"))
         [('a', 'b'), ('c',)]
         """
-        if self.accumulate == 1:
+        if self.batches == 1:
             yield from batches
             return
         batches = iter(batches)
-        while group := tuple(itertools.islice(batches, self.accumulate)):
+        while group := tuple(itertools.islice(batches, self.batches)):
             yield group
 
     def refuse_own_step(self, name: str) -> None:
         """Raise :class:`~meshwright.ModelError` if a model's own step would have to do more."""
         asked = [
             f"{option}={getattr(self, option)!r}"
-            for option, default in (("accumulate", 1), ("remat", "none"), ("sums", None))
+            for option, default in _DEFAULTS.items()
             if getattr(self, option) != default
         ]
         if asked:
@@ -86,4 +104,5 @@ class StepOptions:
             )
 
 
+_DEFAULTS = {"accumulate": 1, "remat": "none", "sums": None, "local": None}
 PLAIN = StepOptions()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ..errors import LayoutError, ModelError
@@ -25,7 +25,8 @@ Op = Literal["sum", "adasum"]
 class GradientSum:
     """How gradients of replicated parameters are summed over the devices of the batch axes.
 
-    They are joined to flat vectors of at most ``fusion_bytes`` each, one or more per dtype.
+    They are joined to flat vectors of at most ``fusion_bytes`` each, one or more per dtype; with 0
+    each goes alone. CPUs of several processes do so by themselves wherever they can.
     ``wire`` is the type that they travel in; ``"bfloat16"`` and ``"float16"`` halve the bytes, and
     sums are still made in float32. ``inner`` names the axes of the batch that lie within one host:
     sums are made there first, and what is left travels between hosts. ``op="adasum"`` combines
@@ -49,35 +50,29 @@ class GradientSum:
         if isinstance(self.inner, str):
             object.__setattr__(self, "inner", (self.inner,))
         faults = []
-        if not isinstance(self.fusion_bytes, int) or self.fusion_bytes < 1:
+        if not isinstance(self.fusion_bytes, int) or self.fusion_bytes < 0:
             faults.append(
-                "fusion_bytes must be the bytes of a flat vector, 1 or more; received "
-                f"{self.fusion_bytes!r}."
+                "fusion_bytes must be the bytes of a flat vector, or 0 for each gradient alone; "
+                f"received {self.fusion_bytes!r}."
             )
         if self.wire is not None and self.wire not in get_args(Wire):
             faults.append(f"wire must be None or one of {get_args(Wire)}; received {self.wire!r}.")
         if self.op not in get_args(Op):
             faults.append(f"op must be one of {get_args(Op)}; received {self.op!r}.")
-        if self.op == "adasum" and (self.inner or self.wire in ("bfloat16", "float16")):
+        if self.op == "adasum" and (self.inner or self.is_narrow):
             faults.append("op='adasum' is not supported together with inner= or a narrow wire=.")
         if faults:
             raise ModelError("\n".join(f"GradientSum: {fault}" for fault in faults))
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether numbers travel in 16 bits."""
+        return self.wire in ("bfloat16", "float16")
+
     def check(self, placement: Placement) -> None:
         """Raise :class:`~meshwright.LayoutError` where gradients cannot be summed so."""
-        mesh, axes = placement.mesh, placement.batch_axes
-        faults = []
-        if placement.zero:
-            faults.append(
-                f"zero={placement.zero} sums each gradient into the pieces that are updated. Say "
-                "zero=0, or leave GradientSum out."
-            )
-        others = [axis for axis, size in mesh.axes if size > 1 and axis not in axes]
-        if others:
-            faults.append(
-                f"the mesh ({mesh.axes_text}) splits more than the batch: {', '.join(others)}. "
-                "Only gradients of parameters that every device holds whole go as flat vectors."
-            )
+        axes = placement.batch_axes
+        faults = _split(placement)
         inner = [axis for axis in self.inner if axis not in axes]
         if inner:
             faults.append(
@@ -94,7 +89,30 @@ class GradientSum:
             raise LayoutError("\n".join(f"sums=GradientSum: {fault}" for fault in faults))
 
 
-PLAIN_SUM = GradientSum()
+PLAIN_SUM, APART = GradientSum(), GradientSum(fusion_bytes=0)  # XLA sums them apart by itself
+
+
+def refuse_split(placement: Placement, what: str) -> None:
+    """Raise :class:`~meshwright.LayoutError` unless every device holds all parameters whole."""
+    if faults := _split(placement):
+        raise LayoutError("\n".join(f"{what}: {fault}" for fault in faults))
+
+
+def _split(placement: Placement) -> list[str]:
+    mesh, faults = placement.mesh, []
+    if placement.zero:
+        faults.append(
+            f"zero={placement.zero} keeps and updates state in pieces, and every device must hold "
+            "it whole. Say zero=0, or leave this option out."
+        )
+    others = [axis for axis, size in mesh.axes if size > 1 and axis not in placement.batch_axes]
+    if others:
+        faults.append(
+            f"every device must hold the parameters whole, and the mesh ({mesh.axes_text}) splits "
+            f"more than the batch: {', '.join(others)}. Leave this option out, or make the batch "
+            "lie along all axes."
+        )
+    return faults
 
 
 def way_of(sums: Any, placement: Placement) -> GradientSum | None:
@@ -104,7 +122,7 @@ def way_of(sums: Any, placement: Placement) -> GradientSum | None:
     """
     if isinstance(sums, GradientSum):
         sums.check(placement)
-        return sums
+        return None if replace(sums, wire=None) == APART and not sums.is_narrow else sums
     devices = placement.mesh.devices
     if devices is None or devices[0].platform != "cpu":
         return None
@@ -136,12 +154,7 @@ def sum_flat(parts: Arrays, mesh: Any, axes: tuple[str, ...], how: GradientSum) 
     paths = list(parts)
 
     def summed(*pieces: Any) -> list[Any]:
-        results: list[Any] = [None] * len(pieces)
-        for bucket in _buckets(pieces, how.fusion_bytes):
-            sums = _sum_of([pieces[i][0] for i in bucket], mesh, axes, how)
-            for i, value in zip(bucket, sums, strict=True):
-                results[i] = value
-        return results
+        return sum_within([piece[0] for piece in pieces], mesh, axes, how)
 
     with jax.named_scope("gradients"):  # what a dry run calls the collective
         sums = jax.shard_map(
@@ -153,6 +166,18 @@ def sum_flat(parts: Arrays, mesh: Any, axes: tuple[str, ...], how: GradientSum) 
             check_vma=False,
         )(*parts.values())
     return dict(zip(paths, sums, strict=True))
+
+
+def sum_within(
+    pieces: Sequence[Any], mesh: Any, axes: tuple[str, ...], how: GradientSum
+) -> list[Any]:
+    """The sums of arrays of which each device along ``axes`` has one, for use in ``shard_map``."""
+    results: list[Any] = [None] * len(pieces)
+    for bucket in _buckets(pieces, how.fusion_bytes):
+        sums = _sum_of([pieces[i] for i in bucket], mesh, axes, how)
+        for i, value in zip(bucket, sums, strict=True):
+            results[i] = value
+    return results
 
 
 def _buckets(pieces: Sequence[Any], fusion_bytes: int) -> Iterator[list[int]]:
@@ -181,12 +206,12 @@ def _sum_of(pieces: Sequence[Any], mesh: Any, axes: tuple[str, ...], how: Gradie
     flat = jnp.concatenate([piece.ravel() for piece in pieces])
     outer = tuple(axis for axis in axes if axis not in how.inner)
     if not how.inner or not outer:
-        return _split(_across(flat, mesh, axes, how.wire), pieces)
+        return _cut(_across(flat, mesh, axes, how.wire), pieces)
     within = tuple(axis for axis in axes if axis in how.inner)
     padded = _padded(flat, _size(mesh, within))
     share = jax.lax.psum_scatter(padded, within, tiled=True)
     share = _across(share, mesh, outer, how.wire)
-    return _split(jax.lax.all_gather(share, within, tiled=True)[: flat.size], pieces)
+    return _cut(jax.lax.all_gather(share, within, tiled=True)[: flat.size], pieces)
 
 
 def _across(flat: Any, mesh: Any, axes: tuple[str, ...], wire: str | None) -> Any:
@@ -230,7 +255,7 @@ def _adasum(pieces: Sequence[Any], mesh: Any, axes: tuple[str, ...]) -> list[Any
     while distance < count:
         pairs = [(i, i ^ distance) for i in range(count)]
         flat = jnp.concatenate([each.ravel() for each in mine])
-        theirs = _split(jax.lax.ppermute(flat, axes, pairs), mine)
+        theirs = _cut(jax.lax.ppermute(flat, axes, pairs), mine)
         mine = [_combined(a, b) for a, b in zip(mine, theirs, strict=True)]
         distance *= 2
     return [a.astype(piece.dtype) for a, piece in zip(mine, pieces, strict=True)]
@@ -245,7 +270,7 @@ def _combined(a: Any, b: Any) -> Any:
     return (1 - dot / (2 * aa + tiny)) * a + (1 - dot / (2 * bb + tiny)) * b
 
 
-def _split(flat: Any, like: Sequence[Any]) -> list[Any]:
+def _cut(flat: Any, like: Sequence[Any]) -> list[Any]:
     """A flat vector as arrays of these shapes."""
     results, start = [], 0
     for piece in like:

@@ -131,7 +131,7 @@ class FiniteGuard:
         for step in (taken, taken - 1):
             at = step - self._before
             step_takes = batches[at] if 0 <= at < len(batches) else ()
-            parts = step_takes if self._strategy.how.accumulate > 1 else [step_takes]
+            parts = step_takes if self._strategy.how.batches > 1 else [step_takes]
             for part in parts if step_takes else ():
                 with self._strategy.in_force(self._model):
                     found = look(program, state, part)

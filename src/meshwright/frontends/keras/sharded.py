@@ -25,8 +25,9 @@ from ...program import Batch, Program, Step, TrainState
 from ...run.options import Data, Schedule, Validation
 from ...run.saver import Resume, Saver
 from ...step.assemble import Assembly
+from ...step.local import OUTER, DiLoCo, Local
 from ...step.options import PLAIN, StepOptions, Sums
-from ...step.summing import GradientSum
+from ...step.summing import GradientSum, refuse_split
 from . import batches, fitting, saving
 from .abstract import AbstractRoom, abstract_step, adopt, is_abstract
 from .compiled import functions_of
@@ -63,7 +64,8 @@ class Sharded(_Distribution):
     matches nothing is an error, with ``strict=False`` a warning. ``accumulate`` batches make one
     step of the optimizer; ``remat`` (``"none"``, ``"block"``, ``"selective"`` or the name of a
     policy) says what is computed again rather than kept; ``sums="float32"`` sums gradients over
-    devices in that type, a :class:`~meshwright.GradientSum` in another way. ``rules`` lay out what
+    devices in that type, a :class:`~meshwright.GradientSum` in another way. ``local`` is a
+    :class:`~meshwright.LocalSGD` or :class:`~meshwright.DiLoCo`. ``rules`` lay out what
     is given as names of dims (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by
     the dim ``batch``. Raises :class:`~meshwright.LayoutError` for axes that the mesh does not have.
 
@@ -91,13 +93,14 @@ class Sharded(_Distribution):
         accumulate: int = 1,
         remat: str = "none",
         sums: Sums = None,
+        local: Local | None = None,
         rules: RulesLike | None = None,
     ) -> None:
         placement = Placement.of(
             mesh, layouts, batch, inputs, targets, activations, zero, unmatched, strict, rules
         )
         refuse_idle_rules(placement)
-        self._take(placement, StepOptions(accumulate, remat, sums))
+        self._take(placement, StepOptions(accumulate, remat, sums, local))
 
     @classmethod
     def from_placement(cls, placement: Placement, how: StepOptions | None = None) -> Sharded:
@@ -127,6 +130,8 @@ class Sharded(_Distribution):
     def _take(self, placement: Placement, how: StepOptions) -> None:
         if isinstance(how.sums, GradientSum):
             how.sums.check(placement)
+        if how.local is not None:
+            refuse_split(placement, f"local={how.local!r}")
         self.placement = placement
         self.how = how
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -432,6 +437,9 @@ class Sharded(_Distribution):
                 )
             self._build(model, first_batch() if lacks_batch and first_batch else None, training)
         self._inspect(model)
+        if training and isinstance(self.how.local, DiLoCo):
+            with self.scope():
+                _compat.add_slots(model, OUTER)
         variables = KerasVariables.of(model).under(self.placement)
         placed = functions_of(self, model, variables).steps.placed
         # Another strategy may have laid it out, on this mesh or elsewhere.
@@ -575,8 +583,7 @@ class Sharded(_Distribution):
 class DataParallel(Sharded):
     """Splits every batch over the devices, and with ``zero`` state too; variables are replicated.
 
-    :class:`Sharded` with an empty map: ``mesh``, ``batch``, ``accumulate``, ``remat`` and ``sums``
-    are the same, and so is what is raised.
+    :class:`Sharded` with an empty map: the other arguments are the same, and so is what is raised.
 
     >>> import meshwright as mw
     >>> strategy = DataParallel(mw.create_mesh({"batch": 8}), zero=1)
@@ -593,10 +600,10 @@ class DataParallel(Sharded):
         accumulate: int = 1,
         remat: str = "none",
         sums: Sums = None,
+        local: Local | None = None,
     ) -> None:
-        super().__init__(
-            mesh, batch=batch, zero=zero, accumulate=accumulate, remat=remat, sums=sums
-        )
+        options = {"accumulate": accumulate, "remat": remat, "sums": sums, "local": local}
+        super().__init__(mesh, batch=batch, zero=zero, **options)
 
 
 def layout_map_scope(layout_map: LayoutMap) -> contextlib.AbstractContextManager[Any]:

@@ -168,7 +168,7 @@ class KerasSteps(Steps):
 
     def _size_for(self, batch: Any) -> int:
         """How many batches, from this one on the host on, are trained on in one call."""
-        accumulate, asked = self.functions.how.accumulate, self.model.steps_per_execution
+        accumulate, asked = self.functions.how.batches, self.model.steps_per_execution
         if asked > 1:
             return asked * accumulate
         if self._begins or self._ends:
@@ -185,7 +185,7 @@ class KerasSteps(Steps):
         if isinstance(chunk, Together):
             state, logs = functions.train_together(state, chunk)
             one = abstract(chunk.arrays, without=1)
-            (self._last_step,) = functions.how.for_steps([one] * functions.how.accumulate)
+            (self._last_step,) = functions.how.for_steps([one] * functions.how.batches)
             self._backlog.add(logs)
             return state, logs
         steps = list(functions.how.for_steps(chunk))
@@ -203,7 +203,7 @@ class KerasSteps(Steps):
     def _facts(self, state: TrainState, chunk: list[Any] | Together) -> dict[str, str]:
         how, size = self.functions.how, chunk_size(chunk)
         if isinstance(chunk, Together):
-            chunk = [abstract(chunk.arrays, without=1)] * how.accumulate
+            chunk = [abstract(chunk.arrays, without=1)] * how.batches
         step = next(iter(how.for_steps(chunk)))
         return {
             "batches in one call (callbacks of batches make it fewer)": str(size),
@@ -225,7 +225,7 @@ class KerasSteps(Steps):
     def work(self) -> StepWork:
         """What training on one batch takes, on all devices; FLOPs as the step is traced."""
         train, how = self.functions.train, self.functions.how
-        batch = self._last_step if how.accumulate == 1 else self._last_step[0]
+        batch = self._last_step if how.batches == 1 else self._last_step[0]
         samples, tokens = samples_and_tokens(batch)
         flops = None
         if self._state is not None and hasattr(train, "trace"):
@@ -233,7 +233,7 @@ class KerasSteps(Steps):
         return StepWork(
             samples,
             tokens,
-            flops and flops / how.accumulate,
+            flops and flops / how.batches,
             peak_flops_per_s(self.strategy.mesh.devices or (), self.model.compute_dtype),
             is_recomputed=how.remat != "none",
         )

@@ -190,7 +190,7 @@ def _lies(described: AbstractStep, axes: Axes) -> dict[str, Along]:
         entry.info.path: tuple(entry.layout.dim_axes(dim) for dim in range(entry.layout.rank))
         for entry in plain
     }
-    batch = described.batch[0] if described.how.accumulate > 1 else described.batch
+    batch = described.batch[0] if described.how.batches > 1 else described.batch
     for path, array in jax.tree.leaves_with_path(batch):
         result[input_path(path)] = tuple(map(_of_spec, array.sharding.spec))
     present = {name for name, _ in axes}

@@ -67,7 +67,7 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
     program = described.program
     if program.own_step is not None:
         return None, "the model brings its own training step"
-    batch = described.batch[0] if described.how.accumulate > 1 else described.batch
+    batch = described.batch[0] if described.how.batches > 1 else described.batch
     trace = program.under(described.placement, functools.partial(TracedLoss.of, program))
     loss: TracedLoss = trace(_shapes_of(program), _shapes(batch))
     repeats, reason = repeated(loss.jaxpr, loss.params, loss.changed)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...lazy import lazily
+from ...step.local import DiLoCo as DiLoCo
+from ...step.local import LocalSGD as LocalSGD
 from .compression import Half as Half
 from .compression import TopK as TopK
-from .local import DiLoCo as DiLoCo
-from .local import LocalSGD as LocalSGD
 
 if TYPE_CHECKING:
     from .data import InputContext as InputContext

@@ -20,6 +20,7 @@ from ...run.epochs import Run
 from ...run.options import Data, Schedule, Validation
 from ...run.progress import Progress
 from ...run.saver import Saver
+from ...step.local import Local
 from ..coordinator.coordinator import ClusterCoordinator
 from ..coordinator.data import check_sharding
 from ..options import InputOptions, Tables
@@ -27,7 +28,6 @@ from .callbacks import checked_callbacks
 from .compression import Compression
 from .compression import compression as compression_of
 from .feed import Feed, feed_of
-from .local import Local
 from .model_cache import served
 from .progress import WorkerRates
 from .shards import MeasureShard, num_shards, validate

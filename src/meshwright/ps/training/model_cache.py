@@ -9,9 +9,9 @@ import keras
 
 from ... import _compat
 from ...errors import ModelError
+from ...step.local import Local
 from ..options import Tables
 from ..shared.variables import Variable
-from .local import Local
 from .serving import Served
 from .signature import Signature
 

@@ -19,10 +19,10 @@ from ... import _compat
 from ...errors import ModelError
 from ...merging import merged
 from ...program import Arrays
+from ...step.local import Local
 from ..server.optimizers import twin_of
 from .embeddings import KerasLookups, serialized
 from .gradients import ROWS, Clip
-from .local import Local
 
 _NORMS = ("clipnorm", "global_clipnorm")
 

@@ -16,6 +16,7 @@ from ... import _compat
 from ...errors import ModelError
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Logs
+from ...step.local import Local
 from ..options import Tables
 from ..shared.client import Servers
 from ..shared.consistency import Backup, Sync, gradient_options
@@ -25,7 +26,6 @@ from ..worker.updates import Update
 from .compression import Compression
 from .embeddings import KerasLookups, building
 from .export import export_step, shapes
-from .local import Local
 from .metrics import base_of, check_metrics, logs_of
 from .optimizers import TakenApart, clip_of, rate_of, table_optimizers, take_apart
 from .server_variables import OnServers, layout_on_workers

@@ -24,13 +24,13 @@ from ...run.epochs import Steps, Taken
 from ...run.progress import Progress
 from ...run.saver import Saver
 from ...run.stopping import Stopping
+from ...step.local import Local
 from ..coordinator.coordinator import ClusterCoordinator
 from ..options import Sharding
 from ..shared.consistency import Async
 from .callbacks import feed_batch_end, saves
 from .compression import Compression
 from .feed import Feed
-from .local import Local
 from .saving import TableSaver
 from .serving import Served
 from .shards import MeasureShard, num_shards, validate
