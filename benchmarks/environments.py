@@ -84,3 +84,4 @@ MESH_TENSORFLOW = Environment(
     "MESHWRIGHT_MESH_TENSORFLOW_PYTHON",
     ("mesh-tensorflow==0.1.21", "tensorflow==2.15.*"),
 )
+TORCH = Environment(".venv-torch", "MESHWRIGHT_TORCH_PYTHON", ("torch==2.13.0", "numpy"))

@@ -61,7 +61,13 @@ def test_several_slices_compile_with_the_first_axis_between_them():
     ]
     step = jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2)), out_shardings=kernel)
     compiled = compile_ahead(step, args[::-1], "v5e:2x(2x4)")
-    assert {axis for c in compiled.collectives for axis in c.axes} >= {"dcn", "batch"}
+    moved = [(c.kind, c.axes, c.group_size, c.bytes_per_device) for c in compiled.collectives]
+    whole = 128 * 256 // 2 * 4
+    assert moved == [  # what is summed within a slice is all that its devices send to the other
+        ("reduce-scatter", ("batch",), 4, whole),
+        ("all-reduce", ("dcn",), 2, whole // 4),
+        ("all-gather", ("batch",), 4, whole),
+    ]
 
 
 # Data parallel: one dense layer, every parameter in every device

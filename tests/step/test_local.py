@@ -129,9 +129,9 @@ def test_what_cannot_be_is_refused() -> None:
         mw.DataParallel(mesh, local=mw.LocalSGD(2))
     with pytest.raises(mw.ModelError, match="not supported together with accumulate= or sums="):
         mw.StepOptions(local=mw.LocalSGD(2), accumulate=2)
+    program = mw.jax_program(loss, PARAMS, optax.sgd(0.1))
+    placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
+    trainer = mw.Trainer(program, placement, mw.StepOptions(local=mw.LocalSGD(2)))
+    odd = trainer.put(tuple(array[:12] for array in BATCHES[0]), last=True)
     with pytest.raises(mw.BatchError, match="12 rows do not divide over 8 replicas"):
-        program = mw.jax_program(loss, PARAMS, optax.sgd(0.1))
-        placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
-        trainer = mw.Trainer(program, placement, mw.StepOptions(local=mw.LocalSGD(2)))
-        odd = trainer.put(tuple(array[:12] for array in BATCHES[0]), last=True)
         trainer.step.lower(trainer.init(), (odd, odd))

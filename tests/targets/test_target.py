@@ -59,7 +59,7 @@ def test_platforms():
         ("", "Known kinds are cpu, v2"),
         ("v5e:4x", "expected a target such as"),
         ("v7:4x4", "unknown kind of target 'v7'. Known are cpu, v2, v3, v4, v5e"),
-        ("v5e:2x2x2", "'v5e' has 2 number.s. from 1 up, such as 'v5e:2x4'; received '2x2x2'"),
+        ("v5e:2x2x2", "'v5e' has 2 number.s. from 1 up, such as 'v5e:2x4'.*; received '2x2x2'"),
         ("v5p:8", "has 3 number.s. from 1 up, such as 'v5p:2x4x8'"),
         ("cpu:0", "received '0'"),
         ("v5e:2x4x4", "or, for two slices, 'v5e:2x.2x4.'; received '2x4x4'"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .groups import Axes, Groups, axes_of, parse_groups
+from .groups import Axes, Groups, axes_of, groups_between_slices, parse_groups
 from .origins import Sources, op_name_of, origins_of
 from .text import Array, Computation, Instruction, Module, parse
 
@@ -19,6 +19,15 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+
+# How XLA's runtime calls what TPU slices tell each other through their hosts.
+_BETWEEN_SLICES = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,8 @@ class Seen:
 def read_collectives(text: str, axes: Axes) -> tuple[Collective, ...]:
     """The collectives of optimized HLO for a mesh with these axes, in the order of the schedule.
 
-    A start and its end count once. TPU programs repeat a collective in each fusion that it runs
+    A start and its end count once. Between TPU slices a collective is a transfer to the host, which
+    is sent and received. TPU programs repeat a collective in each fusion that it runs
     beside: those count once too. An all-reduce of which every device keeps a piece (TPU's
     ``all-reduce-scatter``) is a reduce-scatter.
 
@@ -145,7 +155,7 @@ def _walk(
 ) -> Iterator[Seen]:
     for here, instruction in enumerate(inside.instructions):
         at = here if position is None else position
-        if instruction.opcode.removesuffix("-start") in KINDS:
+        if kind_of(instruction) is not None:
             yield Seen(instruction, inside, count, at, fusion, is_outside_loops)
         elif not instruction.opcode.endswith(("-done", "-update")):
             times = count
@@ -157,6 +167,15 @@ def _walk(
             for name in instruction.called:
                 called = module.computations[name]
                 yield from _walk(module, called, times, at, part_of, outside)
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of collective that an instruction is or begins, if it is one."""
+    if instruction.opcode == "send":
+        transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
+        return _BETWEEN_SLICES.get(transfer or "")
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
 
 
 def identity_of(seen: Seen) -> object:
@@ -174,9 +193,11 @@ def collective_of(
 ) -> Collective:
     seen = repeated[0]
     instruction = seen.instruction
-    kind = instruction.opcode.removesuffix("-start")
+    kind = kind_of(instruction) or instruction.opcode
     groups = _groups(instruction, axes)
-    joined = [piece for name in instruction.operands for piece in sources.joined(seen.inside, name)]
+    is_send = instruction.opcode == "send"
+    operands = instruction.operands[:1] if is_send else instruction.operands  # not its token
+    joined = [piece for name in operands for piece in sources.joined(seen.inside, name)]
     results = [(name, array) for name in joined for array in _results(seen.inside, name)]
     arrays = tuple(array for _, array in results)
     origins = [sources.of(seen.inside, name) for name, _ in results]
@@ -221,6 +242,9 @@ def _results(inside: Computation, name: str) -> tuple[Array, ...]:
 
 
 def _groups(instruction: Instruction, axes: Axes) -> Groups:
+    if instruction.opcode == "send":
+        slices = instruction.attribute(r"_xla_megascale_target=(.*)") or ""
+        return groups_between_slices(slices, axes)
     pairs = instruction.attribute(r"source_target_pairs=(\{(?:\{[\d,\s]*\},?\s*)*\})")
     text = pairs or instruction.attribute(r"replica_groups=(.*)") or "{}"
     return parse_groups(text, math.prod(size for _, size in axes))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ..jaxprs.lines import without_number
 from ..jaxprs.scopes import PHASES, layer_of, phase_of
 from .arithmetic import FREE, bytes_moved, work_of
-from .collectives import KINDS, Collective, Seen, collective_of, identity_of
+from .collectives import Collective, Seen, collective_of, identity_of, kind_of
 from .groups import Axes
 from .origins import Sources, op_name_of
 from .text import Computation, Instruction, Module, parse
@@ -237,7 +237,7 @@ class _Walk:
         if instruction.opcode.endswith(("-done", "-update")):
             return replace(bare, ends=instruction.operands[0])
         begins, ends = self._collectives(instruction, inside, count)
-        if instruction.opcode.removesuffix("-start") in KINDS:
+        if kind_of(instruction) is not None:
             return replace(bare, collectives=begins)
         work = work_of(instruction, inside, self.module)
         self.uncounted += work.uncounted
@@ -284,7 +284,7 @@ class _Walk:
         count: int | None,
         fusion: Instruction | None,
     ) -> Iterator[Seen]:
-        if instruction.opcode.removesuffix("-start") in KINDS:
+        if kind_of(instruction) is not None:
             yield Seen(instruction, inside, count, 0, fusion, is_outside_loops=False)
         elif instruction.opcode == "fusion" or instruction.opcode.endswith("-start"):
             for name in instruction.called:

@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Sequence
 
+from ..topology import across_slices
+
 Groups = tuple[tuple[int, ...], ...]  # positions of devices in the mesh, row-major
 Axes = tuple[tuple[str, int], ...]  # (name, size) of the axes of a mesh, slowest first
 
@@ -42,6 +44,37 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     raise ValueError(f"replica groups in an unknown spelling: {text[:80]!r}.")
 
 
+def groups_between_slices(text: str, axes: Axes) -> Groups:
+    """The groups of a transfer between TPU slices, whose first axes span them.
+
+    Slices are counted from 1, and devices of each from 0: ``"{1,2}x{0:7}"``, or device 3 of slice 2
+    as 200003 in ``{{100003,200003}}`` and ``{{100003->200003}}``.
+
+    >>> groups_between_slices('"{1,2}x{0:1}"', (("dcn", 2), ("batch", 2)))
+    ((0, 2), (1, 3))
+    >>> groups_between_slices("{{100000,200000},{100001,200001}}", (("batch", 4),))
+    ((0, 2), (1, 3))
+    """
+    if result := re.match(r'"?\{([\d,]+)\}x\{(\d+):(\d+)\}', text):
+        devices = range(int(result[2]), int(result[3]) + 1)
+        members = [[(i - 1, device) for i in _numbers(result[1])] for device in devices]
+    else:
+        found = re.findall(r"\{(\d+(?:(?:,|->)\d+)+)\}", text)
+        members = [[(i // 100_000 - 1, i % 100_000) for i in _numbers(group)] for group in found]
+    slices = 1 + max((index for group in members for index, _ in group), default=0)
+    sizes = [size for _, size in axes]
+    spans = across_slices(sizes, slices)
+    within = [size // span for size, span in zip(sizes, spans, strict=True)]
+
+    def position(index: int, device: int) -> int:
+        here = _unravel(device, within)
+        outer = _unravel(index, spans)
+        at = [o * size + i for o, size, i in zip(outer, within, here, strict=True)]
+        return functools.reduce(lambda so_far, i: so_far * sizes[i] + at[i], range(len(sizes)), 0)
+
+    return tuple(tuple(position(*member) for member in group) for group in members)
+
+
 def axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:
     """The axes along which the members of a group lie apart.
 
@@ -58,8 +91,12 @@ def axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:
 
 
 def _coords(position: int, axes: Axes) -> tuple[int, ...]:
+    return _unravel(position, [size for _, size in axes])
+
+
+def _unravel(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
     coords = []
-    for _, size in reversed(axes):
+    for size in reversed(sizes):
         position, here = divmod(position, size)
         coords.append(here)
     return tuple(reversed(coords))

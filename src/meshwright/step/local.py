@@ -128,7 +128,7 @@ def local_step(
     seeds = {info.path for info in program.state if info.role == "seed"}
 
     def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
-        batches = tuple(batches) if isinstance(batches, tuple | list) else (batches,)
+        batches = (batches,) if local.every == 1 else tuple(batches)
         seen = _Seen("sum" if program.reduction == "sum" else "mean")
 
         def replica(here: TrainState, batches: Any) -> Any:

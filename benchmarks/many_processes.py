@@ -1,0 +1,131 @@
+"""Synchronous training in two processes of one core each: ours, XLA's own sums, PyTorch's DDP.
+
+    python benchmarks/many_processes.py                      # about 8 minutes
+    python benchmarks/many_processes.py --rounds 1 --dry --jobs mlp
+
+Both sides train the same models on rows of random numbers, 64 rows of each process in a step, with
+SGD and momentum. A round runs every side once, each in fresh processes; ratios are taken within a
+round, of the fastest epochs. Weak scaling is CPU seconds per row in one process over those in two.
+Writes ``benchmarks/results/many_processes.json``, but not with ``--dry``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import report
+from environments import TORCH, clean_environment
+from many_processes_jobs import JOBS
+from processes import PATIENCE_S, Used, load_since
+
+HERE = Path(__file__).parent
+SIDES = {"ours": 2, "apart": 2, "torch": 2, "ours alone": 1, "torch alone": 1}  # -> processes
+WANTED = {"ours ÷ apart": 1.5, "ours ÷ torch": 1.0}
+
+
+def main() -> None:
+    """Run the rounds, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--dry", action="store_true", help="write no results")
+    parser.add_argument(
+        "--torch-python", help=f"an interpreter with PyTorch (or set {TORCH.variable})"
+    )
+    asked = parser.parse_args()
+    pythons: dict[str, Path | str | None] = {"ours": sys.executable}
+    pythons["torch"] = TORCH.python(asked.torch_python)
+    kept = {each["job"]: each for each in report.saved("many_processes")}
+    for name in asked.jobs:
+        rounds = []
+        for number in range(asked.rounds):
+            sides = list(SIDES) if number % 2 == 0 else list(SIDES)[::-1]
+            rounds.append({side: measured(side, name, asked.epochs, pythons) for side in sides})
+        kept[name] = {"job": name, **summary(name, rounds), "machine": report.machine()}
+        print(json.dumps(kept[name]["median"], ensure_ascii=False), flush=True)
+        if not asked.dry:
+            report.save("many_processes", [kept[each] for each in JOBS if each in kept])
+    print(report.processes_table([kept[name] for name in asked.jobs]))
+
+
+def measured(
+    side: str, job: str, epochs: int, pythons: dict[str, Path | str | None]
+) -> dict[str, Any]:
+    """The fastest epoch of rank 0 in steps per second, and its CPU time per step."""
+    processes, whose = SIDES[side], "torch" if side.startswith("torch") else "ours"
+    script, python = HERE / f"many_processes_{whose}.py", pythons[whose]
+    if python is None:
+        return {}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    before, started = Used.now(), []
+    for rank in range(processes):
+        env = clean_environment() | {"RANK": str(rank), "WORLD_SIZE": str(processes)}
+        env |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+        command = [str(python), str(script), job, side, str(epochs)]
+        started.append(
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=PATIENCE_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    if any(process.returncode for process in started):
+        sys.exit(f"{side} of {job} failed:\n" + "\n".join(error[-3000:] for _, error in outputs))
+    found = json.loads([line for line in outputs[0][0].splitlines() if line.startswith("{")][-1])
+    steps = JOBS[job].steps
+    return {
+        "steps_per_s": steps / min(found["wall_s"][1:]),
+        "cpu_s_per_step": min(found["cpu_s"][1:]) / steps,
+        "loss": found["loss"],
+        "load": load_since(before),
+    }
+
+
+def summary(name: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the rounds of speeds and of the ratios within each."""
+    sides = [side for side in SIDES if rounds[0][side]]
+    ratios: dict[str, list[float]] = {}
+    for above, below in (("ours", "apart"), ("ours", "torch"), ("ours alone", "torch alone")):
+        if below in sides:
+            speeds = [(each[above]["steps_per_s"], each[below]["steps_per_s"]) for each in rounds]
+            ratios[f"{above} ÷ {below}"] = [a / b for a, b in speeds]
+    for side in sides:
+        if f"{side} alone" in sides:
+            used = [
+                (each[f"{side} alone"]["cpu_s_per_step"], each[side]["cpu_s_per_step"])
+                for each in rounds
+            ]
+            ratios[f"{side}: CPU per row, alone ÷ in two"] = [one / two for one, two in used]
+    others = [each[side]["load"]["other_busy_cores"] for each in rounds for side in sides]
+    known = [other for other in others if other is not None]
+    return {
+        "what": JOBS[name].what,
+        "rounds": rounds,
+        "steps_per_s": {
+            side: statistics.median(each[side]["steps_per_s"] for each in rounds) for side in sides
+        },
+        "median": {what: statistics.median(values) for what, values in ratios.items()},
+        "ratios": ratios,
+        "wanted": WANTED,
+        "other_busy_cores": statistics.mean(known) if known else None,
+        "cores": os.cpu_count(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""One of several processes that train one model: ``python many_processes_ours.py JOB SIDE EPOCHS``.
+
+Started with torchrun's variables, on one core each. Rank 0 prints the seconds of each epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+if hasattr(os, "sched_setaffinity"):  # before XLA counts its threads
+    os.sched_setaffinity(0, {int(os.environ["RANK"]) % (os.cpu_count() or 1)})
+
+import meshwright as mw
+
+mw.join()
+
+import jax
+import keras
+import numpy as np
+from many_processes_jobs import JOBS, Job
+
+LAYERS = keras.layers
+
+
+def build(job: Job) -> keras.Model:
+    """The job's model, compiled."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input(job.input), *map(layer, job.layers)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+    return model
+
+
+def layer(said: str) -> keras.layers.Layer:
+    """``dense:256:relu``, ``conv:32``, ``pool``, ``flatten``."""
+    kind, *rest = said.split(":")
+    if kind == "dense":
+        return LAYERS.Dense(int(rest[0]), activation=rest[1] if len(rest) > 1 else None)
+    if kind == "conv":
+        return LAYERS.Conv2D(int(rest[0]), 3, padding="same", activation="relu")
+    return LAYERS.MaxPooling2D(2) if kind == "pool" else LAYERS.Flatten()
+
+
+class Clock(keras.callbacks.Callback):
+    """The wall time and CPU time of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wall_s, self.cpu_s = list[float](), list[float]()
+
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+        self.wall_s.append(time.perf_counter() - self._wall)
+        self.cpu_s.append(time.process_time() - self._cpu)
+
+
+def main(name: str, side: str, epochs: int) -> None:
+    """Train, and print what it took."""
+    job = JOBS[name]
+    sums = mw.GradientSum(fusion_bytes=0) if side == "apart" else None
+    mesh = mw.create_mesh({"batch": -1})
+    strategy = mw.DataParallel(mesh, sums=sums)
+    with strategy.scope():
+        model = build(job)
+    rows = job.rows_per_process * jax.process_count()
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(rows * job.steps, *job.input)).astype("float32")
+    y = draw.integers(0, 10, rows * job.steps).astype("int32")
+    clock = Clock()
+    history = strategy.fit(
+        model, x, y, batch_size=rows, epochs=epochs, verbose=0, callbacks=[clock]
+    )
+    if jax.process_index() == 0:
+        found = {"wall_s": clock.wall_s, "cpu_s": clock.cpu_s, "loss": history.history["loss"][-1]}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
