@@ -51,7 +51,7 @@ class Row:
     batch: Any = "batch"
     inputs: Any = None
     zero: int = 0
-    core: bool = False  # asked with every optimizer
+    core: bool = False  # asked with more optimizers
 
     @property
     def is_asked_all(self) -> bool:
@@ -229,6 +229,18 @@ STRATEGIES = [
 
 # What always runs: other rows are marked ``full``.
 QUICK = ("model-dense", "spatial-images", "zero3-model-wide")
+
+# Every way to lay weights and batches out once, every subject at least once: for laws about what
+# is done with weights that lie so, whatever the step that trains them.
+LAYOUTS = (
+    "model-dense",
+    "dp8-tokens",
+    "fsdp-images",
+    "data-fsdp-dense",
+    "vocabulary-tokens",
+    "spatial-images",
+    "padded-dense",
+)
 
 
 def rows(

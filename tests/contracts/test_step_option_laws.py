@@ -28,13 +28,6 @@ STRATEGIES: dict[str, Callable[..., mw.Sharded]] = {
 }
 
 
-def table(*fast: str) -> list[Any]:
-    """The strategies as parameters; those that are not named are ``full``."""
-    return [
-        pytest.param(name, marks=() if name in fast else pytest.mark.full) for name in STRATEGIES
-    ]
-
-
 def net() -> keras.Model:
     return keras.Sequential(
         [
@@ -82,16 +75,12 @@ def one_device(batch_size: int, reduction: str = "sum_over_batch_size") -> Train
 # Accumulation
 
 
-@pytest.mark.full_for(
-    "dp8-sum_over_batch_size-in a loop",
-    "dp8-sum_over_batch_size-side by side",
-    "dp8-sum_over_batch_size-written out",
-)
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["side by side", "written out", "in a loop"])
 @pytest.mark.parametrize(
-    "reduction", ["sum_over_batch_size", pytest.param("sum", marks=pytest.mark.full)]
+    ("name", "reduction"),
+    [*((name, "sum_over_batch_size") for name in STRATEGIES), ("dp8", "sum")],
 )
-@pytest.mark.parametrize("name", table("dp8"))
 def test_four_micro_batches_are_one_batch_of_all_their_rows(
     name: str, reduction: str, way: Way
 ) -> None:
@@ -122,18 +111,27 @@ def image_net() -> keras.Model:
     return model
 
 
+def images_data() -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    return draw.normal(size=[32, 12, 12, 2]).astype("float32"), draw.integers(0, 4, 32)
+
+
+@functools.cache
+def one_device_on_images() -> Trained:
+    return train(OneDevice(), image_net, *images_data(), batch_size=16, shuffle=False)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["side by side", "written out", "in a loop"])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_micro_batches_of_images_that_are_split(zero: int, way: Way) -> None:
-    draw = np.random.default_rng(0)
-    x, y = draw.normal(size=[32, 12, 12, 2]).astype("float32"), draw.integers(0, 4, 32)
+    x, y = images_data()
     images = mw.create_mesh({"batch": 2, "rows": 2, "cols": 2})
     lies = ["batch", "rows", "cols", None]
     strategy = mw.Sharded(images, inputs=lies, zero=zero, accumulate=4)
     with accumulating_in(way):
         sharded = train(strategy, image_net, x, y, batch_size=4, shuffle=False)
-    agree(sharded, train(OneDevice(), image_net, x, y, batch_size=16, shuffle=False), ROUNDING)
+    agree(sharded, one_device_on_images(), ROUNDING)
 
 
 class Looks(keras.callbacks.Callback):
@@ -221,11 +219,21 @@ def test_choices_that_there_are_not_are_refused_together() -> None:
 # Recompute
 
 
+REMATS = ["block", "selective", "nothing_saveable", "dots_saveable"]
+
+
 @pytest.mark.full_for(
-    "zero3-model-block", "zero3-model-dots_saveable", "zero3-model-nothing_saveable"
+    "zero3-model-block", "zero3-model-dots_saveable", "zero3-model-nothing_saveable",
+    "dp8-block", "model-block", "zero2-block",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    # Every way where weights are gathered again as well, and one of them where they are not.
+    [
+        *(("zero3-model", way) for way in REMATS),
+        *((n, "block") for n in STRATEGIES if "3" not in n),
+    ],
 )
-@pytest.mark.parametrize("remat", ["block", "selective", "nothing_saveable", "dots_saveable"])
-@pytest.mark.parametrize("name", table("zero3-model"))
 def test_recompute_leaves_the_values(name: str, remat: str) -> None:
     agree(run(STRATEGIES[name](remat=remat), 16, build()), one_device(16), ROUNDING)
 
@@ -245,15 +253,17 @@ def one_rough_device(policy: str) -> Trained:
     return run(OneDevice(), 16, build(policy=policy))
 
 
-@pytest.mark.full_for(
-    "model-mixed_bfloat16-None",
-    "model-mixed_bfloat16-float32",
-    "model-mixed_float16-None",
-    "model-mixed_float16-float32",
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "policy", "sums"),
+    [
+        (name, policy, sums)
+        for name in STRATEGIES
+        for policy in ROUGH
+        for sums in (None, "float32")
+        if sums is None or name in ("model", "zero2")  # summed whole, and in pieces
+    ],
 )
-@pytest.mark.parametrize("sums", [None, "float32"])
-@pytest.mark.parametrize("policy", ROUGH)
-@pytest.mark.parametrize("name", table("model"))
 def test_mixed_precision_trains_as_on_one_device(name: str, policy: str, sums: Any) -> None:
     """Loss scaling included: under mixed_float16 Keras wraps the optimizer in one that scales."""
     sharded = run(STRATEGIES[name](sums=sums), 16, build(policy=policy))
