@@ -22,7 +22,7 @@ def measure(
 ) -> None:
     """Time ``step``, which gives a loss that ``wait`` turns into a number.
 
-    Nobody waits between the steps of one measurement. The fastest one counts: whoever else is on
+    Nothing waits between the steps of one measurement. The fastest one counts: other processes on
     the machine can only add time.
     """
     losses = [wait(step()) for _ in range(WARM_UP_STEPS)]

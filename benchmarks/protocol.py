@@ -55,7 +55,7 @@ def report(
 ) -> None:
     """Print the result: time of the measured steps, loss and accuracy of the last epoch.
 
-    The fastest epoch is what a side takes when nobody disturbs it: whoever else is on the machine
+    The fastest epoch is what a side takes when nothing disturbs it: other processes on the machine
     can only add time.
     """
     epochs_ms = clock.ms_per_step_by_epoch(job)

@@ -52,7 +52,7 @@ def measure(
 ) -> None:
     """Time ``run(steps)``, which schedules so many steps and waits for them; print the result.
 
-    The fastest measurement counts: whoever else is on the machine can only add time. ``pids`` are
+    The fastest measurement counts: other processes can only add time. ``pids`` are
     the tasks' processes, whose CPU time is taken together with this one's. ``check`` gives a number
     that both sides must agree on.
     """

@@ -46,7 +46,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     asked = parser.parse_args()
 
-    # What nobody is told, and what is shown.
+    # What is hidden, and what is shown.
     rng = np.random.default_rng(0)
     users = rng.normal(size=[asked.users, TASTES])
     items = rng.normal(size=[asked.items, TASTES])

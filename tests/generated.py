@@ -1,4 +1,4 @@
-"""Meshes and layouts for hypothesis to draw, so that laws are tried on shapes nobody thought of."""
+"""Meshes and layouts for hypothesis to draw, so that laws are tried on unforeseen shapes."""
 
 from __future__ import annotations
 

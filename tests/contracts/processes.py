@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def free_address() -> str:
-    """An address on this machine that nobody listens on."""
+    """An address on this machine on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -2,7 +2,7 @@
 
 Kills come at seeded random instants: while it starts and restores, between two steps, and while
 files are being written. Every loss that any of the processes reports is compared, bit for bit,
-with a run that nobody disturbs.
+with a run that is not disturbed.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ EVIL = "<script>alert('1')</script>&amp;"
 
 @functools.cache
 def report() -> DryRun:
-    """Of a model with a gather that nobody asked for and a layer of an evil name."""
+    """Of a model with an unexpected gather and a layer of an evil name."""
     with abstract():
         model = keras.Sequential(
             [

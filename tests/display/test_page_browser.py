@@ -46,7 +46,7 @@ class Doubled(layers.Layer):
 
 @functools.cache
 def report() -> DryRun:
-    """Of a model of many layers, with a gather that nobody asked for."""
+    """Of a model of many layers, with an unexpected gather."""
     with abstract():
         model = keras.Sequential([keras.Input([64])])
         for name in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "last"):

@@ -503,7 +503,7 @@ def test_show_prints_a_layout_with_dims(capsys):
     assert "kernel  784 × 128 · [unsharded, model]" in out
     assert "each 784 × 64" in out
     assert "B" in out
-    assert "per device" not in out  # without a dtype nobody knows how many bytes it takes
+    assert "per device" not in out  # without a dtype the number of bytes is unknown
 
 
 def test_show_prints_the_pieces_of_a_layout_without_dims(capsys):

@@ -51,7 +51,7 @@ def step(weights, ids, remat, scanned):
 
 def formula(remat):
     """6·N·tokens and the attention's products, three times two for each of its two; computed
-    again is all of a block but its last product, whose result nobody needs again."""
+    again is all of a block but its last product, whose result is not needed again."""
     tokens = ROWS * LENGTH
     in_block = 4 * WIDTH**2 + 2 * WIDTH * HIDDEN
     attention = 2 * 2 * LENGTH * WIDTH  # per token, forward

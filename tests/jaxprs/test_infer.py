@@ -441,7 +441,7 @@ def test_a_keras_model_moves_what_the_paper_says_and_its_names_are_its_layers():
     assert names == {"batch": ROWS, "w.in": IO, "w.out": HIDDEN, "v.out": IO}
     for axes, lies, wanted in (
         ({"all": 8}, {"batch": "all"}, {"all": 2 * IO * HIDDEN + HIDDEN}),
-        ({"all": 8}, {"w.out": "all"}, {"all": ROWS * IO}),  # nobody asks for dL/dx
+        ({"all": 8}, {"w.out": "all"}, {"all": ROWS * IO}),  # dL/dx is not needed
     ):
         counted = Counter({("all-reduce", axis): number for axis, number in wanted.items()})
         assert sums(case, axes, lies) == counted
@@ -553,7 +553,7 @@ def test_rows_that_need_no_others_are_split_for_nothing(number):
     assert not found_by_xla(case, axes, lies)
 
 
-# Programs that nobody thought of
+# Unforeseen programs
 
 
 def matched(a: Any, b: Any) -> Any:

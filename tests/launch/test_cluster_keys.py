@@ -1,4 +1,4 @@
-"""Keys of a cluster: who holds what, and files that nobody else may read."""
+"""Keys of a cluster: who holds what, and files that no other user may read."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_workers_come_and_go(make, tmp_path):
     assert what(cluster, "worker:1") == ["started", "stopped"]
     with pytest.raises(ClusterError, match="no worker:1 is kept running here"):
         cluster.pid("worker:1")
-    assert str(cluster.add_worker()) == "worker:2"  # a new one is nobody's return
+    assert str(cluster.add_worker()) == "worker:2"  # a new worker, not one that returns
     wait_for(tmp_path, "worker.2.0")
     cluster.remove_worker("worker:0")
     assert cluster.spec.task_indices("worker") == [2]

@@ -166,7 +166,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads processes from /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left_when_the_one_that_asks_is_stopped(tmp_path, how):
-    # A compilation that never ends: the child waits for a job that nobody writes.
+    # A compilation that never ends: the child waits for a job that is never written.
     os.mkfifo(tmp_path / "job.json")
     asks = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(WAITS), str(tmp_path)], stderr=subprocess.PIPE

@@ -303,7 +303,7 @@ def test_micro_batches_are_those_of_one_step():
     assert twice.flops == pytest.approx(2 * once.flops)
 
 
-# What nobody asked for
+# Collectives that no layout asked for
 
 
 def remedy_in(report: DryRun) -> dict[str, list]:
@@ -430,7 +430,7 @@ def test_a_refusal_of_the_compiler_is_shown():
     refused = replace(report_of(), refusal="RESOURCE_EXHAUSTED: 40G of 16G")
     assert refused.fits is False
     assert "RESOURCE_EXHAUSTED: 40G of 16G" in str(refused)
-    assert "padding" not in str(refused)  # of which nobody knows
+    assert "padding" not in str(refused)  # which is unknown
 
 
 def test_the_report_prints_every_figure_and_says_whose_it_is():
@@ -449,7 +449,7 @@ def test_the_report_prints_every_figure_and_says_whose_it_is():
 
 
 def test_reports_are_values():
-    again = replace(split(), compiled=None)  # which is kept beside, for whoever looks deeper
+    again = replace(split(), compiled=None)  # which is kept beside, for a deeper look
     assert again == split()
     assert hash(again) == hash(split())
     assert report_of(peak_bytes=1) != report_of(peak_bytes=2)

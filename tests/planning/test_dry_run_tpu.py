@@ -98,7 +98,7 @@ def test_products_that_go_around_a_ring_count_in_full():
     taken = (shapes(rows, width),) * 2
     found = dry_run(model, taken, strategy=strategy, target="v5e:2x4", blocks="whole")
     assert "windowed_dot_general" in found.compiled.text
-    products = 2 + 3  # nobody asks for the gradient of the data
+    products = 2 + 3  # the gradient of the data is not needed
     assert 8 * found.flops == products * 2 * rows * width**2
     assert found.replicated_share == 0.0
     assert all(each.count is not None for each in found.collectives)

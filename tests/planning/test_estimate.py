@@ -352,7 +352,7 @@ ENTRY %main (p: f32[8,8]) -> f32[8,8] {
 
 
 def test_fewer_flops_than_the_models_own_are_an_error_and_give_no_time():
-    step = replace(kernels(), text=LOOP.replace("CHANGE", "add"))  # 1, 2, 4: nobody counts so
+    step = replace(kernels(), text=LOOP.replace("CHANGE", "add"))  # 1, 2, 4: not a count of trips
     product = 2.0 * 8**3
     enough = estimate(step, hardware_of("v5e"), model_flops=8 * product, least_flops=8 * product)
     assert enough.errors == ()

@@ -1,4 +1,4 @@
-"""The line that ``fit`` draws: what it says, and that nobody waits for it."""
+"""The line that ``fit`` draws: what it says, and that training does not wait for it."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ class LocalCluster:
     # Parts
 
     def _close_at_exit(self) -> None:
-        # After Ctrl-C or another error (Python has noted it) nobody wants to wait.
+        # After Ctrl-C or another error (Python has noted it) there is no point in waiting.
         self.close(0.0 if getattr(sys, "last_value", None) else _GRACE_S)
 
     @property

@@ -135,7 +135,7 @@ class ParameterServer:
         is_new = self.create(spec, init, array)
         variable = Variable(spec, self)
         if not is_new and is_unnamed and array is not None:
-            variable.assign(array)  # one of an earlier coordinator's, of which nobody thinks here
+            variable.assign(array)  # the one there is left from an earlier coordinator
         self._restore_awaited()
         return variable
 

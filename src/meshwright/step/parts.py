@@ -207,7 +207,7 @@ class _Plan:
         self._makes = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._sums: dict[int, dict[int, int]] = {}  # of such an equation: operand -> dim of rows
         self._moves: set[int] = set()
-        self._left_off: set[int] = set()  # widenings that whoever sums the parts makes up for
+        self._left_off: set[int] = set()  # widenings that the sum over the parts makes up for
         self._inner: dict[int, set[int]] = {}  # of a call: which results of it are wanted
         for number in wanted:
             self._follow(jaxpr.outvars[number])
@@ -223,7 +223,7 @@ class _Plan:
                 self._moves.update(moves)
                 self._left_off |= left_off
             elif name in _CALLS:
-                if not moves:  # within the call it may be left as it is, and nobody knows yet
+                if not moves:  # within the call it may be left as it is: not known yet
                     self._inner.setdefault(id(eqn), set()).add(eqn.outvars.index(var))
             elif name in _MOVES:
                 moves.append(id(eqn))

@@ -1,4 +1,4 @@
-"""Functions and datasets that the program is done with are kept by nobody."""
+"""Functions and datasets that the program is done with are not kept."""
 
 from __future__ import annotations
 

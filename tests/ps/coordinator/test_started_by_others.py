@@ -27,7 +27,7 @@ def spec_of(chief: int, servers: list[int], workers: int) -> ClusterSpec:
     jobs = {
         "chief": [f"127.0.0.1:{chief}"],
         "ps": [f"127.0.0.1:{port}" for port in servers],
-        # Nobody connects to a worker: its address says only that it is there.
+        # No task connects to a worker: its address says only that it is there.
         "worker": [f"127.0.0.1:{20_000 + index}" for index in range(workers)],
     }
     return ClusterSpec(jobs)
@@ -72,7 +72,7 @@ def test_a_worker_whose_connections_are_cut_loses_nothing_and_comes_back():
         wait_for_workers(coordinator, 2)
         for _ in range(400):
             coordinator.schedule(step, args=(numbers,))
-        for relay in relays:  # for so short a time that nobody is declared dead for it
+        for relay in relays:  # for so short a time that no worker is declared dead for it
             time.sleep(0.1)
             relay.cut()
             relay.mend()
@@ -89,7 +89,7 @@ def next_joining(listener: Listener) -> tuple[bytes, Message]:
         for peer, message in listener.poll(0.1):
             if message.kind == "join":
                 return peer, message
-    raise AssertionError("nobody has joined")
+    raise AssertionError("no worker has joined")
 
 
 def test_a_worker_that_hears_of_its_fence_from_a_server_first_joins_again():

@@ -76,7 +76,7 @@ def test_training_on_servers_is_training_on_one_device(name):
     ids=str,
 )
 def test_for_one_worker_every_consistency_is_the_same(consistency, optimizer):
-    """Nothing is stale, nobody is waited for, and no gradient comes late."""
+    """Nothing is stale, no worker is waited for, and no gradient comes late."""
     x, y = data()
     model, expected = (dense(OPTIMIZERS[optimizer]()) for _ in range(2))
     history = expected.fit(x, y, **HOW).history

@@ -25,7 +25,7 @@ from .quantized import companions
 
 Named = Callable[[Any], Iterator[tuple[str, Any]]]  # the layers that a model knows by name
 
-# What Keras keeps on layers for itself: the same variables again, under names that nobody wrote.
+# What Keras keeps on layers for itself: the same variables again, under generated names.
 _KERAS_OWN = {
     "_layers",
     "_metrics",

@@ -50,7 +50,7 @@ class Packer:
     def __init__(self) -> None:
         self.sources: dict[str, ElementSource] = {}
         self.datasets: dict[str, tuple[Function, str]] = {}  # iterator -> what makes it, sharding
-        self.dropped: list[str] = []  # iterators of workers that nobody can use any more
+        self.dropped: list[str] = []  # iterators of workers that are out of use
         self.forgotten: list[str] = []  # functions that workers need keep no longer
         self._functions: dict[Any, Function] = {}
         self._num_alive: Counter[str] = Counter()  # functions of one key: equal bytes

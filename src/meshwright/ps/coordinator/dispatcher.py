@@ -176,7 +176,7 @@ class Dispatcher:
         self._ticked_s = now_s
         with self.changed:
             workers = list(self.workers.values())
-            if pause_s > _PAUSE_S:  # this process was held up: it could hear nobody
+            if pause_s > _PAUSE_S:  # this process was suspended and received nothing
                 for worker in workers:
                     worker.heard_s += pause_s
                 self._beats.paused(pause_s)

@@ -92,7 +92,7 @@ def _heartbeats(core: ServerCore, settings: TaskSettings) -> Heartbeats | None:
     try:
         address = settings.chief_address
     except ClusterError:
-        return None  # a cluster that names no chief: nobody to tell
+        return None  # a cluster without a chief has no one to send beats to
     incarnation = secrets.token_hex(8)
     about = {
         "task": core.task,

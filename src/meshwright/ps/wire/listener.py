@@ -209,7 +209,7 @@ def _bind(router: zmq.Socket[bytes], address: str, task: str) -> None:
 
 
 def _held_by_another(address: str) -> str | None:
-    # ZeroMQ takes an ipc:// address away from whoever listens there, without a word.
+    # ZeroMQ silently takes an ipc:// address away from a process that listens there.
     path = Path(address.removeprefix("ipc://"))
     if not address.startswith("ipc://") or not path.exists():
         return None

@@ -8,9 +8,9 @@ from .message import Frames, Message
 
 WINDOW_MESSAGES = 64  # requests of one channel that wait for their answers: then send waits
 WINDOW_BYTES = 256 << 20
-KEPT_MESSAGES = 1024  # that nobody answers, while there is no connection
+KEPT_MESSAGES = 1024  # without an answer, while there is no connection
 
-# A number (none: nobody answers it), the message, and its frames where they may leave as they are.
+# A number (none: it gets no answer), the message, and its frames where they may leave unchanged.
 Entry = tuple[int | None, Message, Frames | None]
 
 

@@ -32,7 +32,7 @@ def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
     socket.curve_server = True
     socket.curve_secretkey = keys.secret.encode()
     socket.zap_domain = b"meshwright"
-    socket.zap_enforce_domain = True  # with no handler, nobody gets in
+    socket.zap_enforce_domain = True  # without a handler, no peer is admitted
 
 
 class Doorkeeper:

@@ -166,7 +166,7 @@ class _Life:
             self._poller.poll(_LOOK_UP_MS)
             self._take_in()
             if self._stopped or self._pulse.unwelcome or self._ending.asked:
-                raise Fenced  # nobody will ask what became of this step
+                raise Fenced  # the result of this step is not needed any more
             if time.monotonic() > until:
                 raise UnreachableError(
                     f"the chief has sent no element of {key} for {_MORE_TIMEOUT_S:.0f} s.",

@@ -177,7 +177,7 @@ class Runner:
         opened, self._open = self._open, []
         settled = self._each(opened, lambda one: one.acknowledged or self._wait_for(one))
         while changed := self._servers.reconnected():
-            # Of an answer that came about now, nobody knows from which life of the server it is.
+            # An answer that came just now may be from before or after the restart.
             again = self._each(
                 [one for one, _ in settled],
                 lambda one: self._servers.again(one.pending, changed),
