@@ -30,6 +30,12 @@
     ├── ShippingError        TypeError     a function or value that cannot travel between tasks
     ├── ExhaustedError       DataError     a dataset that has no more elements
     ├── NotFiniteError       FloatingPointError  a loss or a gradient that is infinite or NaN
+    ├── RequestError         ValueError    inputs that do not fit a served model, all faults at once
+    ├── UnknownModelError    LookupError   a model or version that a server does not have
+    ├── OverloadedError      RuntimeError  a server's queue is full; try again later
+    ├── DeadlineError        TimeoutError  a request was not answered in its time
+    ├── ModelFailedError     RuntimeError  a served model raised, or its answer is not finite
+    ├── NotReadyError        RuntimeError  a server is loading, draining or incomplete
     ├── TracingError         RuntimeError  a call that is only valid outside jit
     └── BackendError         RuntimeError  Keras is set to another backend than JAX
 
@@ -226,6 +232,34 @@ class ShippingError(MeshwrightError, TypeError):
 
 class ExhaustedError(DataError):
     """A dataset has no more elements."""
+
+
+class RequestError(MeshwrightError, ValueError):
+    """A request does not fit the model: names, shapes, dtypes; the message lists every fault."""
+
+
+class UnknownModelError(MeshwrightError, LookupError):
+    """A server has no model of this name, or no such version of it."""
+
+
+class OverloadedError(MeshwrightError, RuntimeError):
+    """A server's queue is full; ``retry_after_s`` is when it should have room again."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(MeshwrightError, TimeoutError):
+    """A request was not answered within its time; what was not started is not computed."""
+
+
+class ModelFailedError(MeshwrightError, RuntimeError):
+    """A served model raised an exception, or its answer is not finite; its batch has no answer."""
+
+
+class NotReadyError(MeshwrightError, RuntimeError):
+    """A server is still loading, is draining, or one of its processes is missing."""
 
 
 class TracingError(MeshwrightError, RuntimeError):
