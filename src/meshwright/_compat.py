@@ -431,6 +431,19 @@ def functional_of(model: Any) -> Any | None:
     return getattr(model, "_functional", None)
 
 
+def input_tensors(model: Any) -> Any | None:
+    """The symbolic inputs of a Functional or Sequential model, as it takes them; else ``None``.
+
+    Keras 3.15 keeps their structure in ``Functional._inputs_struct``; a list of one is taken as the
+    one, which such a model takes too.
+    """
+    functional = model if hasattr(model, "_inputs_struct") else functional_of(model)
+    if functional is None:
+        return None
+    tensors = functional._inputs_struct
+    return tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
+
+
 def loss_reductions(model: Any) -> list[str]:
     """The reductions of the losses that a model was compiled with."""
     import keras

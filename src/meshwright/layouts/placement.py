@@ -228,6 +228,40 @@ class Placement:
         batch = _batch_by(dims, ... if follows else self.batch)
         return replace(self, mesh=mesh, rules=dims, batch=batch)
 
+    def serving(self, mesh: Mesh) -> Placement:
+        """The same on another mesh, to compute the forward pass alone: without ZeRO.
+
+        An axis that the mesh does not have splits nothing there.
+
+        >>> import meshwright as mw
+        >>> trained = Placement.of(mw.Mesh({"batch": 4, "model": 2}), {"w": ["batch", "model"]})
+        >>> served = trained.serving(mw.Mesh({"model": 8}))
+        >>> served.batch, str(served.layouts[0].layout)
+        (None, '[unsharded, model]')
+        """
+
+        def fitting(given: Given) -> Given:
+            return _on_axes_of(mesh, given) if isinstance(given, Layout) else given
+
+        def by_path(entries: tuple[PathLayout, ...]) -> tuple[PathLayout, ...]:
+            return tuple(entry._replace(layout=fitting(entry.layout)) for entry in entries)
+
+        rules = self.rules
+        if rules is not None:
+            kept = {dim: [a for a in rules.axes(dim) if a in mesh] for dim, _ in rules.pairs}
+            rules = DimRules([(dim, "+".join(axes)) for dim, axes in kept.items() if axes])
+        return replace(
+            self,
+            mesh=mesh,
+            layouts=by_path(self.layouts),
+            batch=tuple(axis for axis in self.batch_axes if axis in mesh) or None,
+            inputs=tuple((key, fitting(given)) for key, given in self.inputs),
+            targets=(),
+            activations=by_path(self.activations),
+            zero=0,
+            rules=rules,
+        )
+
     def naming(self, inputs: Iterable[tuple[int, DimNames]]) -> Placement:
         """The same, with dims named for inputs, by position, that have no layout yet."""
         if self.rules is None:
@@ -459,6 +493,18 @@ class Placement:
 
 class _NamedDimsError(LayoutError):
     """A variable's named dims that the rules cannot lay out, in whole lines."""
+
+
+def _on_axes_of(mesh: Mesh, layout: Layout) -> Layout:
+    """The unbound layout without the axes that a mesh does not have."""
+
+    def fitting(spec: Spec) -> Spec:
+        if isinstance(spec, tuple):
+            kept = tuple(axis for axis in spec if axis in mesh)
+            return kept or UNSHARDED
+        return spec if spec in (UNSHARDED, MATCH) or spec in mesh else UNSHARDED
+
+    return Layout([fitting(spec) for spec in layout.specs], pad=layout.pad)
 
 
 def _as_axes(batch: BatchAxes) -> tuple[str, ...]:

@@ -64,6 +64,11 @@ class WaitingRoom:
         """The value of a variable that can be said before it is made; else ``None``."""
         del variable
 
+    def keeps(self, variable: Any, value: Any) -> bool:
+        """Whether the room keeps what is assigned to a variable, which goes on waiting."""
+        del variable, value
+        return False
+
     def settle(self) -> None:
         """Check all that wait, then make them; if one cannot be laid out, nothing is made."""
         variables = self._variables
@@ -129,6 +134,11 @@ def _pending_class(of: type) -> type:
                 return self.value
             return of.value.fget(self)  # type: ignore[attr-defined]
 
+        def assign(self, value: Any) -> Any:
+            if not _compat.in_stateless_scope() and self._meshwright_waits[0].keeps(self, value):
+                return value
+            return of.assign(self, value)
+
         def _direct_assign(self, value: Any) -> None:
             settle(self)
             self._direct_assign(value)
@@ -174,7 +184,8 @@ def _initializer(variable: Any) -> Any:
     return variable._meshwright_waits[1]
 
 
-def _initial_value(variable: Any) -> Any:
+def initial_value(variable: Any) -> Any:
+    """What a variable that waits begins with."""
     dtype = _compat.stored_dtype(variable)
     return jnp.asarray(_initializer(variable)(variable.shape, dtype=dtype), dtype)
 
@@ -188,7 +199,7 @@ def _made_in_one_program(
 
     def program() -> tuple[list[Any], list[Any]]:
         with keras.StatelessScope() as scope:  # a generator's new state is returned, not assigned
-            values = [_initial_value(variable) for variable in variables]
+            values = [initial_value(variable) for variable in variables]
         return values, [scope.get_current_value(generator.state) for generator in generators]
 
     if not variables:
@@ -198,7 +209,7 @@ def _made_in_one_program(
     except jax.errors.JAXTypeError:
         # Somebody's initializer looks at values while it computes: it cannot be compiled.
         values = [
-            put(np.asarray(_initial_value(variable)), sharding)
+            put(np.asarray(initial_value(variable)), sharding)
             for variable, sharding in zip(variables, shardings, strict=True)
         ]
         return values, []

@@ -157,6 +157,20 @@ class Sharded(_Distribution):
         refuse_idle_rules(placement)
         return Sharded.from_placement(placement, self.how)
 
+    def serving(self, mesh: Mesh) -> Sharded:
+        """The same layouts on another mesh, for :class:`~meshwright.Server`.
+
+        ZeRO and accumulation are of training and left out; an axis that the mesh does not have
+        splits nothing there. ``mw.Server(model, strategy.serving(mesh))`` hands the weights of
+        training over in memory, piece by piece.
+
+        >>> import meshwright as mw
+        >>> strategy = mw.Sharded(mw.create_mesh({"batch": 8}), {"kernel": [None, "batch"]}, zero=2)
+        >>> print(strategy.serving(mw.Mesh({"model": 4})).placement.layouts[0].layout)
+        [unsharded, unsharded]
+        """
+        return Sharded.from_placement(self.placement.serving(mesh))
+
     def __eq__(self, other: object) -> bool:
         mine = self.placement, self.how
         return isinstance(other, Sharded) and mine == (other.placement, other.how)

@@ -1,0 +1,60 @@
+"""The inputs of a forward pass as values: a name, dims without the rows' number, a dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Input:
+    """One array that goes in; ``shape`` opens with ``None`` for the rows, others may be ragged."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+def inputs_like(example: Any) -> Any:
+    """The inputs of a tree of arrays, or of their shapes, in place of these.
+
+    >>> import numpy as np
+    >>> inputs_like({"ids": np.zeros([2, 8], "int32")})
+    {'ids': Input(name='ids', shape=(None, 8), dtype='int32')}
+    >>> inputs_like(np.zeros([2, 8])).name
+    'input'
+    """
+    import jax
+    import numpy as np
+
+    def one(value: Any) -> Input:
+        dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+        shape = (None, *np.shape(value)[1:])
+        return Input("", shape, str(jax.dtypes.canonicalize_dtype(dtype)))
+
+    return named(jax.tree.map(one, example))
+
+
+def named(tree: Any) -> Any:
+    """The tree with a name for each input: its key in a mapping, its own, else its number."""
+    import jax
+
+    with_paths, structure = jax.tree.flatten_with_path(tree)
+    names = leaf_names([(path, each.name) for path, each in with_paths], "input")
+    leaves = [
+        Input(name, each.shape, each.dtype)
+        for name, (_, each) in zip(names, with_paths, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def leaf_names(leaves: list[tuple[Any, str]], kind: str) -> tuple[str, ...]:
+    """A name for each of ``(path, name)``, the outermost key first; ``input_0`` where none is."""
+
+    def one(number: int, path: Any, name: str) -> str:
+        key = getattr(path[0], "key", None) if path else None
+        if isinstance(key, str) and len(path) == 1:
+            return key
+        return name or (kind if len(leaves) == 1 else f"{kind}_{number}")
+
+    return tuple(one(number, *leaf) for number, leaf in enumerate(leaves))

@@ -1,0 +1,222 @@
+"""A Keras model as it is served: its forward pass under a strategy, whether or not it has values.
+
+The model itself is left as it is: where its variables lie, and what they hold, does not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+import numpy as np
+
+from ... import _compat
+from ...errors import CheckpointError, ModelError
+from ...program import Program, TrainState
+from ...step.assemble import Assembly, assemble
+from ..inputs import Input, inputs_like, named
+from .abstract import AbstractRoom, is_abstract
+from .checkpoint_names import LastingNames
+from .hooks import Hooks, lying
+from .pending import initial_value, is_pending, settle
+from .program import KerasVariables, keras_program
+
+if TYPE_CHECKING:
+    from .sharded import Sharded
+
+_NAMED_BY_KERAS = re.compile(r"(keras_tensor|input_layer|input)(_\d+)?")
+
+
+@dataclass(frozen=True, eq=False)
+class KerasForward:
+    """The forward pass of one model under a strategy.
+
+    ``like`` has an :class:`~meshwright.frontends.inputs.Input` for each array that the model takes,
+    and ``outputs`` the names of what comes out, where they are known.
+    """
+
+    steps: Assembly
+    names: LastingNames
+    variables: KerasVariables
+    like: Any
+    outputs: tuple[str, ...]
+
+    def values(self, given: Mapping[int, np.ndarray] | None = None) -> TrainState:
+        """Parameters and state in their own dims: the model's arrays, or host arrays by variable.
+
+        Raises :class:`ModelError` for a model of shapes only.
+        """
+        v = self.variables
+
+        def value(variable: Any) -> Any:
+            if given is not None and id(variable) in given:
+                return given[id(variable)]
+            if given is not None and is_pending(variable):
+                return np.asarray(initial_value(variable))  # of a seed: files keep none
+            settle(variable)
+            return _compat.raw_value(variable)
+
+        parts = ({path: value(x) for path, x in part.items()} for part in (v.params, v.state))
+        return TrainState(*parts, {}, {})
+
+
+def forward_of(
+    strategy: Sharded, model: keras.Model, example: Any = None, dtype: str | None = None
+) -> KerasForward:
+    """The forward pass of a model, which ``example`` inputs build where that is not done yet.
+
+    ``dtype`` is the floating-point type that its layers compute in and parameters are kept in.
+    Raises :class:`ModelError` where it cannot be built, or the shapes of inputs are not known.
+    """
+    _compat.install_keras_hooks(Hooks())
+    if not _compat.is_built(model):
+        if example is None:
+            raise ModelError(
+                f"model {model.name!r} is not built: pass example=, inputs of any number of rows."
+            )
+        with strategy.in_force(model), AbstractRoom().open():
+            _compat.build_forward(model, example)
+    strategy._inspect(model)
+    variables = KerasVariables.of(model).under(strategy.placement)
+
+    @contextlib.contextmanager
+    def in_force() -> Iterator[None]:
+        placed = strategy._placed(model)
+        with strategy.in_force(model), lying(placed), _computing_in(model, dtype):
+            yield
+
+    program = _forward_only(keras_program(model, variables, in_force), dtype)
+    return KerasForward(
+        assemble(program, strategy.placement),
+        LastingNames.of(model, variables),
+        variables,
+        _like(model, example),
+        _output_names(model),
+    )
+
+
+def _forward_only(program: Program, dtype: str | None) -> Program:
+    """The program without optimizer and metrics, and with parameters of another type."""
+    params = program.params
+    if dtype is not None:
+        is_float = [jax.numpy.issubdtype(info.dtype, jax.numpy.floating) for info in params]
+        params = tuple(
+            replace(info, dtype=dtype, itemsize=2) if floats else info
+            for info, floats in zip(params, is_float, strict=True)
+        )
+    return replace(program, params=params, slots=(), metrics=())
+
+
+@contextlib.contextmanager
+def _computing_in(model: keras.Model, dtype: str | None) -> Iterator[None]:
+    """Layers of float32 compute in another floating-point type while they are traced."""
+    if dtype is None:
+        yield
+        return
+    layers = [layer for layer in _compat.layers_inside(model) if layer.compute_dtype == "float32"]
+    before = [(layer, layer.dtype_policy) for layer in (model, *layers)]
+    try:
+        for layer, _ in before:
+            layer.dtype_policy = keras.DTypePolicy(f"mixed_{dtype}")
+        yield
+    finally:
+        for layer, policy in before:
+            layer.dtype_policy = policy
+
+
+def _like(model: keras.Model, example: Any) -> Any:
+    """The inputs in the structure that the model takes; see :class:`Input`."""
+    if example is not None:
+        return inputs_like(example)
+    tensors = _compat.input_tensors(model)
+    if tensors is None:
+        raise ModelError(
+            f"the shapes of the inputs of model {model.name!r} are not known: pass example=, "
+            "inputs of any number of rows."
+        )
+
+    def one(tensor: Any) -> Input:
+        name = "" if _NAMED_BY_KERAS.fullmatch(tensor.name) else tensor.name
+        return Input(name, (None, *tensor.shape[1:]), str(tensor.dtype))
+
+    return named(jax.tree.map(one, tensors))
+
+
+def _output_names(model: keras.Model) -> tuple[str, ...]:
+    """The names of its outputs; ``output`` for what Keras counted; empty where none are known."""
+    names = tuple(getattr(model, "output_names", None) or ())
+    if len(names) == 1:
+        layer = next((x for x in _compat.layers_inside(model) if x.name == names[0]), None)
+        counted = layer is None or names[0] == keras_name_of(layer)
+        return ("output",) if counted else names
+    return names
+
+
+def keras_name_of(layer: Any) -> str:
+    """The name that Keras gives to a layer of this class when it is given none.
+
+    >>> import keras
+    >>> layer = keras.layers.LayerNormalization()
+    >>> keras_name_of(layer) == layer.name
+    True
+    """
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(layer).__name__).lower()
+    numbered = re.fullmatch(re.escape(snake) + r"(_\d+)?", layer.name)
+    return layer.name if numbered else snake
+
+
+# Files of Keras
+
+
+def load_file(path: str | Path) -> tuple[keras.Model, dict[int, np.ndarray]]:
+    """A model of shapes only from a ``.keras`` file, and host arrays by the id of their variable.
+
+    Raises :class:`~meshwright.CheckpointError` for a file that Keras cannot read.
+    """
+    if not Path(path).is_file():
+        raise CheckpointError(f"there is no file {path}.")
+    _compat.install_keras_hooks(Hooks())
+    room = LoadingRoom()
+    try:
+        with room.open():
+            model = keras.saving.load_model(str(path), compile=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read as a Keras model: {error}") from error
+    return model, room.found
+
+
+class LoadingRoom(AbstractRoom):
+    """Keeps what is assigned to variables of shapes only on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, np.ndarray] = {}
+
+    def keeps(self, variable: Any, value: Any) -> bool:
+        value = np.asarray(value, _compat.stored_dtype(variable))
+        if value.shape != tuple(variable.shape):
+            raise ValueError(f"{variable.path} is {tuple(variable.shape)} and not {value.shape}")
+        self.found[id(variable)] = value
+        return True
+
+
+def has_values(model: keras.Model) -> bool:
+    """Whether the model has values, and is not one of shapes only."""
+    return not any(map(is_abstract, model.variables))
+
+
+# Eight bits
+
+
+def quantized(strategy: Sharded, model: keras.Model, mode: str) -> keras.Model:
+    """The model, quantized in place by Keras where it lies, and laid out by the strategy again."""
+    with strategy.in_force(model):
+        model.quantize(mode)
+    strategy.place(model)
+    return model

@@ -1,0 +1,159 @@
+"""The queue before a model: one thread takes what waits, as much as fits a batch, and computes it.
+
+While a batch is computed, requests gather for the next, so batches grow with the load by
+themselves and an idle server answers at once (dynamic batching as in Clipper and Triton).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ..errors import DeadlineError, NotReadyError, OverloadedError
+from .figures import Figures
+from .requests import Request
+
+_LATE = "the request was not started within its time; {waiting} row(s) wait before the model"
+
+
+class Batcher:
+    """Hands batches to ``compute``, in a thread of its own, which answers their requests.
+
+    A batch has requests of one shape, the oldest first, ``max_rows`` rows at most unless one
+    request alone has more.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[list[Request]], None],
+        figures: Figures,
+        *,
+        max_rows: int,
+        queue_rows: int,
+        wait_s: float = 0.0,
+        alone: bool = False,
+        name: str = "model",
+    ) -> None:
+        self._compute = compute
+        self._figures = figures
+        self._max_rows = max_rows
+        self._queue_rows = queue_rows
+        self._wait_s = wait_s
+        self._alone = alone
+        self._queue: deque[Request] = deque()
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._rows_in_flight = 0
+        self._thread = threading.Thread(
+            target=self._run, name=f"meshwright-serve-{name}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Requests and rows that wait."""
+        with self._changed:
+            self._leave_out()
+            return len(self._queue), self._waiting()
+
+    @property
+    def rows_in_flight(self) -> int:
+        return self._rows_in_flight
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises :class:`OverloadedError` where the queue is full, :class:`NotReadyError` where it is
+        closed.
+        """
+        with self._changed:
+            if not self._is_open:
+                raise NotReadyError("the model accepts no more requests: the server is stopping.")
+            waiting = self._waiting()
+            if waiting + request.rows > self._queue_rows:
+                self._leave_out()
+                waiting = self._waiting()
+            if waiting + request.rows > self._queue_rows:
+                raise OverloadedError(*self._overloaded(waiting, request.rows))
+            self._queue.append(request)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Refuse more, answer what waits, and end the thread."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify()
+        self._thread.join()
+
+    # The thread
+
+    def _run(self) -> None:
+        while (batch := self._take()) is not None:
+            if batch:
+                self._compute(batch)
+            self._rows_in_flight = 0
+
+    def _take(self) -> list[Request] | None:
+        """The next batch, once there is one; ``None`` once the queue is closed and empty."""
+        with self._changed:
+            while True:
+                self._leave_out()
+                if not self._queue:
+                    if not self._is_open:
+                        return None
+                    self._changed.wait()
+                    continue
+                batch = self._fitting()
+                age_s = time.monotonic() - batch[0].arrived_s
+                is_full = self._alone or sum(r.rows for r in batch) >= self._max_rows
+                if is_full or age_s >= self._wait_s or not self._is_open:
+                    return self._started(batch)
+                self._changed.wait(self._wait_s - age_s)
+
+    def _fitting(self) -> list[Request]:
+        """The oldest request, and those that can be computed with it."""
+        first = self._queue[0]
+        batch, rows = [first], first.rows
+        if self._alone:
+            return batch
+        for request in list(self._queue)[1:]:
+            if rows >= self._max_rows:
+                break
+            if request.padded == first.padded and rows + request.rows <= self._max_rows:
+                batch.append(request)
+                rows += request.rows
+        return batch
+
+    def _started(self, batch: list[Request]) -> list[Request] | None:
+        taken = set(map(id, batch))
+        self._queue = deque(r for r in self._queue if id(r) not in taken)
+        running = [r for r in batch if r.future.set_running_or_notify_cancel()]
+        self._rows_in_flight = sum(request.rows for request in running)
+        return running
+
+    def _leave_out(self) -> None:
+        """Cancelled requests leave the queue; late ones, too, with their error."""
+        now_s = time.monotonic()
+        if not any(r.future.cancelled() or r.is_late(now_s) for r in self._queue):
+            return
+        late = [r for r in self._queue if r.is_late(now_s)]
+        gone = set(map(id, late)) | {id(r) for r in self._queue if r.future.cancelled()}
+        self._queue = deque(r for r in self._queue if id(r) not in gone)
+        waiting = self._waiting()
+        for request in late:
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_exception(DeadlineError(_LATE.format(waiting=waiting) + "."))
+
+    def _waiting(self) -> int:
+        return sum(request.rows for request in self._queue)
+
+    def _overloaded(self, waiting: int, rows: int) -> tuple[str, float]:
+        speed = self._figures.rows_per_s
+        retry_after_s = max((waiting + rows - self._queue_rows) / speed if speed else 1.0, 0.01)
+        return (
+            f"{waiting} row(s) wait and {rows} more were sent; at most {self._queue_rows} may wait "
+            f"(queue_rows). Try again in {retry_after_s:.2g} s.",
+            retry_after_s,
+        )

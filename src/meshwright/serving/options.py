@@ -1,0 +1,94 @@
+"""How a model is served: batches, waiting, limits. A value, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ..errors import ModelError
+
+Precision = Literal["bfloat16", "float16", "int8"]
+PRECISIONS = ("bfloat16", "float16", "int8")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of :class:`~meshwright.Server` for one model.
+
+    Example:
+        >>> ServeOptions(max_rows=8).sizes(shards=2)
+        (2, 4, 8)
+    """
+
+    max_rows: int = 32
+    buckets: tuple[int, ...] = ()  # rows; empty: powers of two up to max_rows
+    lengths: tuple[int, ...] = ()  # sizes that ragged dims are padded to; empty: as they come
+    pad_value: float = 0  # what ragged dims are padded with
+    wait_s: float = 0.0  # how long the oldest request waits for others while the devices are idle
+    queue_rows: int = 1024  # rows that may wait; more are refused
+    timeout_s: float | None = None  # of requests that say none
+    finite: bool = False
+    precision: Precision | None = None
+    follow_s: float | None = None  # seconds between looks at the run's checkpoints
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}={value!r}: expected whole numbers, each larger than the one before and at "
+            "least 1"
+            for name in ("buckets", "lengths")
+            if not _are_rising(value := getattr(self, name))
+        ]
+        faults += [
+            f"{name}={value!r}: expected a whole number, at least 1"
+            for name in ("max_rows", "queue_rows")
+            if not _is_size(value := getattr(self, name))
+        ]
+        faults += [
+            f"{name}={value!r}: expected seconds, at least 0"
+            for name in ("wait_s", "timeout_s", "follow_s")
+            if (value := getattr(self, name)) is not None and not _is_time(value)
+        ]
+        if self.precision not in (None, *PRECISIONS):
+            wanted = ", ".join(map(repr, PRECISIONS))
+            faults.append(f"precision={self.precision!r}: expected one of {wanted}, or None")
+        if not faults and self.queue_rows < max(self.buckets or (self.max_rows,)):
+            faults.append(f"queue_rows={self.queue_rows} is less than the rows of one batch")
+        if faults:
+            raise ModelError("\n".join(faults) + ".")
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> ServeOptions:
+        """From keyword arguments; raises :class:`ModelError` for unknown ones."""
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            raise ModelError(
+                f"unknown option(s) of a server: {', '.join(unknown)}. Known: {', '.join(known)}."
+            )
+        rising = {name: tuple(given[name]) for name in ("buckets", "lengths") if name in given}
+        return cls(**{**given, **rising})
+
+    def sizes(self, shards: int) -> tuple[int, ...]:
+        """The rows of batches, each of which divides over the pieces of the batch."""
+        sizes = self.buckets or _powers(self.max_rows)
+        return tuple(sorted({-(-size // shards) * shards for size in sizes}))
+
+
+def _powers(largest: int) -> tuple[int, ...]:
+    """
+    >>> _powers(12)
+    (1, 2, 4, 8, 12)
+    """
+    return (*(1 << n for n in range((largest - 1).bit_length())), largest)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _are_rising(sizes: Any) -> bool:
+    is_tuple = isinstance(sizes, tuple) and all(map(_is_size, sizes))
+    return is_tuple and all(a < b for a, b in zip(sizes, sizes[1:], strict=False))

@@ -1,0 +1,172 @@
+"""Requests as arrays: checked against the model's inputs, stacked into batches, cut out again."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 and the float8 types by name from here on
+import numpy as np
+
+from ..errors import RequestError
+from .api import TensorSpec
+
+Lengths = tuple[int, ...]  # of the ragged dims of all inputs, in order
+
+
+@dataclass(eq=False)
+class Request:
+    """Rows that wait for their answer; ``future`` gets the outputs and the version."""
+
+    arrays: list[np.ndarray]
+    rows: int
+    lengths: Lengths  # as it came
+    padded: Lengths  # as it is computed: requests of one batch agree in these
+    deadline_s: float | None = None  # by time.monotonic
+    arrived_s: float = field(default_factory=time.monotonic)
+    future: Future[Any] = field(default_factory=Future)
+
+    def is_late(self, now_s: float) -> bool:
+        return self.deadline_s is not None and now_s >= self.deadline_s
+
+
+def checked(
+    inputs: Mapping[str, Any],
+    specs: Sequence[TensorSpec],
+    lengths: Sequence[int] = (),
+    max_rows: int | None = None,
+) -> Request:
+    """The request of these inputs. Raises :class:`RequestError` that lists every fault.
+
+    Example:
+        >>> spec = TensorSpec("x", "float32", (None, 2))
+        >>> checked({"x": [[1, 2], [3, 4]]}, [spec]).rows
+        2
+        >>> checked({"y": [[1.0, 2.0]]}, [spec])
+        Traceback (most recent call last):
+        ...
+        meshwright.errors.RequestError: 2 fault(s) in the request:
+          input 'x' is missing: expected x float32[rows, 2]
+          input 'y' is unknown (near: x)
+    """
+    faults = list[str]()
+    arrays = list[np.ndarray]()
+    for spec in specs:
+        if spec.name not in inputs:
+            faults.append(f"input {spec.name!r} is missing: expected {spec}")
+            continue
+        array = _array(inputs[spec.name], spec, faults)
+        if array is not None:
+            arrays.append(array)
+    known = [spec.name for spec in specs]
+    for name in inputs:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.0)
+            faults.append(f"input {name!r} is unknown (near: {', '.join(near) or 'none'})")
+    rows = {array.shape[0] for array in arrays}
+    if len(rows) > 1:
+        counts = ", ".join(f"{s.name}: {a.shape[0]}" for s, a in zip(specs, arrays, strict=False))
+        faults.append(f"inputs differ in their rows ({counts})")
+    if 0 in rows:
+        faults.append("the request has no rows")
+    if max_rows is not None and rows and max(rows) > max_rows:
+        faults.append(f"the request has {max(rows)} rows; at most {max_rows} are accepted at once")
+    ragged = () if faults else _ragged(arrays, specs)
+    padded = tuple(_next(size, lengths) for size in ragged)
+    if None in padded:
+        faults.append(f"a ragged dim is {max(ragged)} long; the longest accepted is {lengths[-1]}")
+    if faults:
+        lines = "\n".join(f"  {fault}" for fault in faults)
+        raise RequestError(f"{len(faults)} fault(s) in the request:\n{lines}")
+    return Request(arrays, arrays[0].shape[0], ragged, tuple(n for n in padded if n is not None))
+
+
+def stacked(
+    requests: Sequence[Request], specs: Sequence[TensorSpec], rows: int, pad_value: float
+) -> list[np.ndarray]:
+    """The inputs of a batch of ``rows`` rows; the first row stands in for those that are added."""
+    padded = iter(requests[0].padded)
+    batch = []
+    for number, spec in enumerate(specs):
+        shape = [next(padded) if size is None else size for size in spec.shape[1:]]
+        parts = [request.arrays[number] for request in requests]
+        if len(parts) == 1 and parts[0].shape == (rows, *shape):
+            batch.append(parts[0])
+            continue
+        is_padded = any(part.shape[1:] != tuple(shape) for part in parts)
+        array = np.empty((rows, *shape), spec.dtype)
+        if is_padded:
+            array.fill(pad_value)
+        end = 0
+        for part in parts:
+            begin, end = end, end + part.shape[0]
+            array[(slice(begin, end), *map(slice, part.shape[1:]))] = part
+        array[end:] = array[:1]
+        batch.append(array)
+    return batch
+
+
+def _array(value: Any, spec: TensorSpec, faults: list[str]) -> np.ndarray | None:
+    """The value in the dtype of its input; ``None``, with the fault noted, where it does not fit."""
+    what = f"input {spec.name!r}"
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError) as error:
+        faults.append(f"{what} is not an array of numbers: {error}")
+        return None
+    fits = array.ndim == len(spec.shape) and all(
+        wanted in (None, size) for size, wanted in zip(array.shape, spec.shape, strict=True)
+    )
+    if not fits:
+        faults.append(f"{what} has shape {array.shape}: expected {spec}")
+    wanted = np.dtype(spec.dtype)
+    if not _casts(array, wanted):
+        faults.append(f"{what} has dtype {array.dtype}: expected {spec.dtype}")
+        return None
+    if not fits:
+        return None
+    with np.errstate(over="ignore"):  # float64 beyond float32 is infinite there
+        return np.ascontiguousarray(array, wanted)
+
+
+def _casts(array: np.ndarray, wanted: np.dtype) -> bool:
+    """Whether values keep their meaning: floats stay floats, integers fit."""
+    if array.dtype == wanted:
+        return True
+    have, want = _kind(array.dtype), _kind(wanted)
+    if want == "float":
+        return have in ("float", "integer")
+    if (have, want) != ("integer", "integer"):
+        return False
+    if not array.size:
+        return True
+    limits = np.iinfo(wanted)
+    return bool(limits.min <= array.min() and array.max() <= limits.max)
+
+
+def _kind(dtype: np.dtype) -> str:
+    if dtype.kind in "iu":
+        return "integer"
+    if dtype.kind == "f" or "float" in dtype.name:
+        return "float"
+    return dtype.name
+
+
+def _ragged(arrays: Sequence[np.ndarray], specs: Sequence[TensorSpec]) -> Lengths:
+    return tuple(
+        size
+        for array, spec in zip(arrays, specs, strict=True)
+        for size, wanted in zip(array.shape[1:], spec.shape[1:], strict=True)
+        if wanted is None
+    )
+
+
+def _next(size: int, lengths: Sequence[int]) -> int | None:
+    """The smallest length that holds so many; the size itself where none are named."""
+    if not lengths:
+        return size
+    return next((length for length in lengths if length >= size), None)
