@@ -125,6 +125,7 @@ if TYPE_CHECKING:
     from .ps.training import DiLoCo as DiLoCo
     from .ps.training import LocalSGD as LocalSGD
     from .run import Trainer as Trainer
+    from .serving.server import Server as Server
     from .step.options import StepOptions as StepOptions
     from .step.remat import block_output as block_output
     from .step.summing import GradientSum as GradientSum
@@ -165,6 +166,7 @@ _LAZY = {  # name -> the room that it lives in
     "block_output": "step.remat",
     **dict.fromkeys(("LocalRows", "shard"), "data"),
     "Trainer": "run",
+    "Server": "serving.server",
     "jax_program": "frontends.jax",
     "named_program": "frontends.named",
     "show": "display.drawing",

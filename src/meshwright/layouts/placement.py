@@ -246,6 +246,7 @@ class Placement:
         def by_path(entries: tuple[PathLayout, ...]) -> tuple[PathLayout, ...]:
             return tuple(entry._replace(layout=fitting(entry.layout)) for entry in entries)
 
+        axes = tuple(axis for axis in self.batch_axes if axis in mesh)
         rules = self.rules
         if rules is not None:
             kept = {dim: [a for a in rules.axes(dim) if a in mesh] for dim, _ in rules.pairs}
@@ -254,7 +255,7 @@ class Placement:
             self,
             mesh=mesh,
             layouts=by_path(self.layouts),
-            batch=tuple(axis for axis in self.batch_axes if axis in mesh) or None,
+            batch=axes[0] if len(axes) == 1 else axes or None,
             inputs=tuple((key, fitting(given)) for key, given in self.inputs),
             targets=(),
             activations=by_path(self.activations),

@@ -47,6 +47,12 @@ class KerasForward:
     like: Any
     outputs: tuple[str, ...]
 
+    @property
+    def own_dtypes(self) -> dict[str, str]:
+        """The dtypes of the model's own variables by path, in which training saves them."""
+        v = self.variables
+        return {path: _compat.stored_dtype(x) for p in (v.params, v.state) for path, x in p.items()}
+
     def values(self, given: Mapping[int, np.ndarray] | None = None) -> TrainState:
         """Parameters and state in their own dims: the model's arrays, or host arrays by variable.
 

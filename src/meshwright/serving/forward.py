@@ -1,0 +1,239 @@
+"""The forward pass, compiled ahead for each size of batch; weights are arguments of it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..data import put
+from ..errors import ModelError
+from ..frontends.inputs import leaf_names
+from ..jaxprs.rows import RowsMixError, row_dims
+from ..program import TrainState
+from .api import TensorSpec
+from .requests import Lengths
+from .source import Source
+
+_MOST_SHAPES = 64  # that are compiled when a request first has them; the oldest are forgotten
+_LENGTHS = (4, 6)  # two sizes of a ragged dim, to see which dims of outputs follow it
+
+# Two programs over several devices that are begun by two threads may begin in another order on
+# each device, and wait for each other for ever.
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a batch is compiled for: its rows, and the sizes of its ragged dims."""
+
+    rows: int
+    lengths: Lengths = ()
+
+
+class Forward:
+    """Computes batches of a source; see :meth:`compile` and :meth:`__call__`.
+
+    ``why_alone`` says why rows cannot be computed together, in one batch with those of others;
+    ``None`` where they leave each other alone, which is read from the traced function.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.inputs = source.inputs
+        self._jitted = jax.jit(source.steps.predict_step, out_shardings=self._whole())
+        self._compiled: OrderedDict[Shape, _Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+        state = source.steps.state
+        self._state = TrainState(state.params, state.state, {}, {})
+        self.num_lengths = sum(size is None for spec in self.inputs for size in spec.shape[1:])
+        self._some_lengths = (_LENGTHS[0],) * self.num_lengths
+
+    @property
+    def shards(self) -> int:
+        """Into how many pieces the rows of a batch are cut."""
+        like = self._like(Shape(self.source.mesh.size, self._some_lengths))
+        layouts = self.source.steps.batch_layouts(self.source.batch(like), last=False)
+        return max(layout.num_shards(0) for layout in jax.tree.leaves(layouts))
+
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The arrays that come out, in order; dims that follow a ragged one are ``None``."""
+        shapes = self._shapes_of_outputs(self._some_lengths)
+        others = self._shapes_of_outputs((_LENGTHS[1],) * self.num_lengths)
+        leaves = [(path, "") for path, _ in jax.tree.flatten_with_path(shapes)[0]]
+        names = self.source.outputs
+        if len(names) != len(leaves):
+            names = leaf_names(leaves, "output")
+        return tuple(
+            TensorSpec(
+                name,
+                str(one.dtype),
+                tuple(
+                    None if dim == 0 or a != b else a
+                    for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True))
+                ),
+            )
+            for name, one, two in zip(
+                names, jax.tree.leaves(shapes), jax.tree.leaves(others), strict=True
+            )
+        )
+
+    def why_alone(self, most: int) -> str | None:
+        """Why the rows of a batch are not computed each by itself; ``None`` if they are.
+
+        The function is traced for one row, for two, and for ``most``; see :mod:`..jaxprs.rows`.
+        """
+        program = self.source.steps.program
+
+        def forward(params: Any, state: Any, batch: Any) -> Any:
+            if program.predict is not None:
+                return program.predict(params, state, batch)
+            return program.forward(params, state, batch, False)[0]
+
+        bare = jax.tree.map(_bare, self._own())
+
+        def traced(rows: int) -> Any:
+            batch = self.source.batch(self._like(Shape(rows, self._some_lengths)))
+            return jax.make_jaxpr(forward)(bare.params, bare.state, batch)
+
+        large = traced(most + 1)
+        try:
+            for rows in (1, 2):
+                if any(dim != 0 for dim in row_dims(traced(rows), large)):
+                    return "an output has no dim of the rows"
+        except RowsMixError as mixed:
+            return str(mixed)
+        return None
+
+    def compile(self, shapes: Sequence[Shape]) -> None:
+        """Compile for these shapes, what is not compiled yet; XLA does several at once."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        missing = [shape for shape in shapes if shape not in self._compiled]
+        lowered = [self._lowered(shape) for shape in missing]
+        with ThreadPoolExecutor(4) as pool:
+            compiled = list(pool.map(lambda each: each.compile(), lowered))
+        for shape, each in zip(missing, compiled, strict=True):
+            self._keep(shape, each)
+
+    def __call__(self, weights: TrainState, shape: Shape, arrays: list[np.ndarray]) -> list[Any]:
+        """The outputs of a batch as NumPy arrays, in order; compiles if need be."""
+        if shape not in self._compiled:
+            self.compile([shape])
+        compiled = self._compiled[shape]
+        batch = self.source.batch([compiled.put(n, array) for n, array in enumerate(arrays)])
+        with _one_at_a_time:
+            outputs = compiled.call(weights.params, weights.state, batch)
+            if compiled.is_on_cpu:
+                jax.block_until_ready(outputs)
+        return [np.asarray(output) for output in jax.tree.leaves(outputs)]
+
+    def memory(self, shape: Shape) -> Any:
+        """What the compiler says of the memory that this shape takes."""
+        return self._compiled[shape].call.memory_analysis()
+
+    # How it is done
+
+    def _whole(self) -> Any:
+        if jax.process_count() == 1:
+            return None
+        mesh = self.source.mesh.jax_mesh
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def _like(self, shape: Shape) -> list[Any]:
+        lengths = iter(shape.lengths)
+        return [
+            jax.ShapeDtypeStruct(
+                (shape.rows, *(next(lengths) if n is None else n for n in spec.shape[1:])),
+                np.dtype(spec.dtype),
+            )
+            for spec in self.inputs
+        ]
+
+    def _own(self) -> TrainState:
+        """Shapes of the weights in their own dims."""
+        program = self.source.steps.program
+        parts = (
+            {i.path: jax.ShapeDtypeStruct(i.dims, jax.numpy.dtype(i.dtype)) for i in infos}
+            for infos in (program.params, program.state)
+        )
+        return TrainState(*parts, {}, {})
+
+    def _shapes_of_outputs(self, lengths: Lengths) -> Any:
+        batch = self._laid(Shape(self.source.mesh.size, lengths))
+        return jax.eval_shape(self._jitted, self._state.params, self._state.state, batch)
+
+    def _laid(self, shape: Shape) -> Any:
+        batch = self.source.batch(self._like(shape))
+        layouts = self.source.steps.batch_layouts(batch, last=True)
+        return jax.tree.map(
+            lambda each, layout: jax.ShapeDtypeStruct(
+                each.shape, each.dtype, sharding=layout.sharding
+            ),
+            batch,
+            layouts,
+        )
+
+    def _lowered(self, shape: Shape) -> Any:
+        return self._jitted.lower(self._state.params, self._state.state, self._laid(shape))
+
+    def _keep(self, shape: Shape, call: Any) -> None:
+        shardings = [each.sharding for each in jax.tree.leaves(self._laid(shape))]
+        is_here = all(sharding.is_fully_addressable for sharding in shardings)
+        is_on_cpu = self.source.mesh.platform == "cpu"
+        with self._lock:
+            self._compiled[shape] = _Compiled(call, shardings, is_here, is_on_cpu)
+            while len(self._compiled) > _MOST_SHAPES:
+                self._compiled.popitem(last=False)
+
+
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    call: Any
+    shardings: list[Any]
+    is_here: bool  # every device is one of this process
+    is_on_cpu: bool
+
+    def put(self, number: int, array: np.ndarray) -> Any:
+        """An input on its devices; JAX itself does so on the way, where all are here."""
+        return array if self.is_here else put(array, self.shardings[number])
+
+
+def _bare(shape: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype)
+
+
+def check_padding(
+    forward: Forward, weights: TrainState, lengths: Lengths, pad_value: float
+) -> None:
+    """Raise :class:`ModelError` where padding a ragged dim changes what is computed of the rest."""
+    if not lengths or not forward.num_lengths:
+        return
+    short = max(lengths[0] // 2, 1)
+    arrays, padded = [], []
+    for spec in forward.inputs:
+        dims = [short if size is None else size for size in spec.shape[1:]]
+        longer = [lengths[0] if size is None else size for size in spec.shape[1:]]
+        arrays.append(np.ones((1, *dims), spec.dtype))
+        more = np.full((1, *longer), pad_value, spec.dtype)
+        more[tuple(map(slice, arrays[-1].shape))] = arrays[-1]
+        padded.append(more)
+    count = forward.num_lengths
+    exact = forward(weights, Shape(1, (short,) * count), arrays)
+    longer = forward(weights, Shape(1, (lengths[0],) * count), padded)
+    for name, a, b in zip((o.name for o in forward.outputs()), exact, longer, strict=True):
+        cut = b[tuple(map(slice, a.shape))]
+        scale = max(float(np.max(np.abs(a.astype("float32")), initial=0)), 1e-6)
+        difference = float(np.max(np.abs(a.astype("float32") - cut.astype("float32")), initial=0))
+        if not difference <= 1e-2 * scale:
+            raise ModelError(
+                f"lengths={lengths}: padding a row from {short} to {lengths[0]} with {pad_value} "
+                f"changes output {name!r} by {difference:.3g} (its largest value is {scale:.3g}). "
+                "Mask what is padded in the model, such as Embedding(mask_zero=True), or leave "
+                "lengths out."
+            )

@@ -1,0 +1,217 @@
+"""``mw.Server``: one or several models, their versions, and the traffic between these."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError, UnknownModelError
+from ..planning.cache import folder
+from .api import Answer, ServedModel
+from .model import LoadedModel
+from .options import ServeOptions
+from .source import source_of
+from .versions import Versions
+
+
+class Server:
+    """Serves the forward pass of a model on a mesh; what requests send is put into batches.
+
+    ``model`` is a Keras model, a ``.keras`` file, a :class:`~meshwright.Program`, or a function
+    ``(params, inputs)`` with ``params``. ``build`` is a function that returns a model, as
+    ``meshwright dry-run`` takes it; the model is built as shapes only, and its values come from
+    ``checkpoint``, a run's directory or one checkpoint. ``strategy`` lays it out: a
+    :class:`~meshwright.Sharded`, a :class:`~meshwright.Placement`, a :class:`~meshwright.Plan` or
+    a mesh; without one it lies on the first device. Each device reads its own pieces of the weights
+    and nothing else; slots are left out. ``example`` is a batch of inputs, of which shapes and
+    dtypes are looked at, where the model does not say them. ``options`` are those of
+    :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``, ``lengths``,
+    ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``.
+
+    Rows of several requests are computed together where the traced model leaves them alone.
+    :meth:`load` restores and compiles; ``with`` does so, and drains at the end. Raises
+    :class:`~meshwright.ModelError` for what cannot be served.
+
+    >>> import jax.numpy as jnp, numpy as np, meshwright as mw
+    >>> def double(params, x):
+    ...     return {"twice": x * params["two"]}
+    >>> with mw.Server(double, params={"two": 2.0}, example=np.ones([1, 3], "float32")) as server:
+    ...     server.answer({"input": [[1.0, 2.0, 3.0]]}).outputs["twice"].tolist()
+    [[2.0, 4.0, 6.0]]
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        strategy: Any = None,
+        *,
+        build: Callable[[], Any] | None = None,
+        checkpoint: str | Path | None = None,
+        params: Any = None,
+        example: Any = None,
+        name: str | None = None,
+        version: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._versions: dict[str, Versions] = {}
+        self._lock = threading.Lock()
+        if model is not None or build is not None:
+            self.add(
+                model,
+                strategy,
+                build=build,
+                checkpoint=checkpoint,
+                params=params,
+                example=example,
+                name=name,
+                version=version,
+                **options,
+            )
+
+    def add(
+        self,
+        model: Any = None,
+        strategy: Any = None,
+        *,
+        build: Callable[[], Any] | None = None,
+        checkpoint: str | Path | None = None,
+        params: Any = None,
+        example: Any = None,
+        name: str | None = None,
+        version: str | None = None,
+        share: float | None = None,
+        compare: float = 0.0,
+        **options: Any,
+    ) -> LoadedModel:
+        """Serve one more model, or one more version of a model by the same ``name``.
+
+        ``share`` is the part of the requests that this version answers, from 0 to 1; the first
+        version has the rest. ``compare`` is the part of the other requests that it computes, too,
+        so that the answers can be compared: :meth:`compared`. Loads it if the server has begun.
+        Raises :class:`~meshwright.ModelError`.
+        """
+        given = ServeOptions.of(options)
+        source = source_of(
+            model,
+            strategy,
+            build=build,
+            params=params,
+            example=example,
+            name=name,
+            precision=given.precision,
+        )
+        loaded = LoadedModel(source, given, checkpoint=checkpoint, version=version)
+        with self._lock:
+            versions = self._versions.setdefault(loaded.name, Versions(loaded.name))
+            versions.add(loaded, share, compare)
+        return loaded
+
+    # What a face asks
+
+    @property
+    def ready(self) -> bool:
+        models = [model for versions in self._versions.values() for model in versions.all]
+        return bool(models) and all(model.ready for model in models)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._versions)
+
+    def versions(self, name: str) -> tuple[str, ...]:
+        """The versions of a model, the one with most of the traffic first."""
+        return self._of(name).names()
+
+    def model(self, name: str, version: str | None = None) -> ServedModel:
+        """A version of a model; without ``version``, the one that the next request falls to.
+
+        Raises :class:`~meshwright.UnknownModelError`.
+        """
+        return self._of(name).model(version)
+
+    def compared(self, name: str) -> dict[str, float]:
+        """The largest difference from the first version, by output, of versions with ``compare``.
+
+        Keys are ``version/output``. Raises :class:`~meshwright.UnknownModelError`.
+        """
+        return self._of(name).compared()
+
+    async def start(self) -> None:
+        """:meth:`load` beside an event loop."""
+        await asyncio.to_thread(self.load)
+
+    async def drain(self) -> None:
+        """:meth:`close` beside an event loop."""
+        await asyncio.to_thread(self.close)
+
+    # The same without an event loop
+
+    def load(self) -> None:
+        """Restore and compile every model; returns once all of them are ready.
+
+        Raises :class:`~meshwright.CheckpointError` and :class:`~meshwright.ModelError`.
+        """
+        if not self._versions:
+            raise ModelError("the server has no model: Server(model, ...), or server.add(...).")
+        keep_compiled()
+        for versions in self._versions.values():
+            for model in versions.all:
+                model.load()
+
+    def answer(
+        self, inputs: Any, *, name: str | None = None, timeout_s: float | None = None
+    ) -> Answer:
+        """The answer for some rows, from a thread or a script; ``inputs`` by name.
+
+        Without ``name`` the only model answers. Raises what
+        :meth:`~meshwright.serving.api.ServedModel.predict` does.
+        """
+        if name is None and len(self._versions) != 1:
+            raise UnknownModelError(f"name one of the models: {', '.join(self._versions)}.")
+        model: Any = self._of(name or next(iter(self._versions))).chosen()
+        return model.answer(inputs, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Refuse new requests, answer what was accepted, and stop."""
+        models = [model for versions in self._versions.values() for model in versions.all]
+        with ThreadPoolExecutor(max(len(models), 1)) as pool:
+            list(pool.map(lambda model: model.close(), models))
+
+    def __enter__(self) -> Server:
+        self.load()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _of(self, name: str) -> Versions:
+        found = self._versions.get(name)
+        if found is None:
+            known = ", ".join(self._versions) or "none"
+            raise UnknownModelError(f"unknown model {name!r}; models of this server: {known}.")
+        return found
+
+
+def keep_compiled() -> None:
+    """Let JAX keep what it compiles on disk, unless that is set up already.
+
+    A second start then only traces. ``MESHWRIGHT_CACHE`` names the folder or switches it off.
+    """
+    import jax
+
+    kept = folder()
+    if (
+        kept is None
+        or jax.config.jax_compilation_cache_dir
+        or "JAX_COMPILATION_CACHE_DIR" in os.environ
+    ):
+        return
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.set_cache_dir(str(kept.parent / "xla"))
+    compilation_cache.reset_cache()  # it may have looked before, and found none

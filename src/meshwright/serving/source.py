@@ -1,0 +1,312 @@
+"""What can be served, brought to one form: a Keras model or file, a Program, a plain function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint import CheckpointInfo, restore_state
+from ..errors import ModelError
+from ..frontends.inputs import Input, inputs_like
+from ..layouts.mesh import Mesh
+from ..layouts.placement import Placement
+from ..program import Program, TrainState
+from ..step.assemble import Assembly, assemble
+from .api import TensorSpec
+from .handover import Moved, handed_over
+
+if TYPE_CHECKING:
+    from .options import Precision
+
+Names = tuple[Mapping[str, str], Mapping[str, str]]  # path -> name in checkpoints: params, state
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A forward pass, where its arrays lie, and how to get values for them.
+
+    ``like`` has an :class:`~meshwright.frontends.inputs.Input` per array that goes in. ``names``
+    are those of parameters and state in checkpoints. ``values`` gives arrays in memory, in their
+    own dims, or is ``None`` where there are only checkpoints. ``dtype`` is the type that parameters
+    are kept in, where it is not theirs.
+    """
+
+    name: str
+    steps: Assembly
+    like: Any
+    outputs: tuple[str, ...] = ()
+    names: Names | None = None
+    values: Callable[[], TrainState] | None = None
+    is_keras: bool = False
+    dtype: str | None = None
+    saved_dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The arrays that go in, in order."""
+        import jax
+
+        leaves = jax.tree.leaves(self.like)
+        return tuple(TensorSpec(each.name, each.dtype, each.shape) for each in leaves)
+
+    def batch(self, arrays: list[Any]) -> Any:
+        """The batch that the forward pass takes."""
+        import jax
+
+        tree = jax.tree.unflatten(jax.tree.structure(self.like), arrays)
+        return (tree,) if self.is_keras else tree
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.steps.placement.mesh
+
+    # Weights. Whatever they come from, each device gets its piece and nothing else.
+
+    def in_memory(self) -> tuple[TrainState, Moved]:
+        """The values of the model, where serving wants them, in memory of their own."""
+        if self.values is None:
+            raise ModelError(
+                f"model {self.name!r} was built as shapes only: name the checkpoints that have its "
+                "values, checkpoint='runs/first'."
+            )
+        shapes = self._shapes(lambda info: (info.path, info.dtype))
+        given = self.values()
+        state, moved = handed_over(given, shapes)
+        return self._kept(state), moved
+
+    def restored(self, info: CheckpointInfo) -> TrainState:
+        """The values of a checkpoint. Raises :class:`~meshwright.CheckpointError`."""
+        names = {path: name for part in self.names or () for path, name in part.items()}
+        saved = {array.key: array.dtype for array in info.arrays}
+        part = {i.path: p for p, i in self._infos()}
+
+        def name_and_dtype(each: Any) -> tuple[str, str]:
+            name = names.get(each.path, each.path)
+            dtype = self.saved_dtypes.get(each.path, each.dtype)
+            rounded = saved.get(f"{part[each.path]}/{name}")
+            return name, dtype if rounded is None or rounded != info.dtype else each.dtype
+
+        found = restore_state(info, self._shapes(name_and_dtype))
+        paths = [{names.get(i.path, i.path): i.path for i in infos} for infos in self._parts()]
+        state = TrainState(
+            *({paths[n][name]: v for name, v in found[n].items()} for n in (0, 1)), {}, {}
+        )
+        return self._kept(state)
+
+    def _kept(self, state: TrainState) -> TrainState:
+        """As the forward pass takes it: in the type that is kept, and padded."""
+        import jax
+
+        dtypes = {info.path: info.dtype for _, info in self._infos()}
+        different = [p for p in state.params if str(state.params[p].dtype) != dtypes[p]]
+        if different:
+            cast = jax.jit(
+                lambda values: {p: v.astype(dtypes[p]) for p, v in values.items()},
+                out_shardings={p: state.params[p].sharding for p in different},
+            )
+            changed = cast({p: state.params[p] for p in different})
+            state = state._replace(params={**state.params, **changed})
+        return self.steps.storing.store(state)
+
+    def _parts(self) -> tuple[Any, Any]:
+        return self.steps.program.params, self.steps.program.state
+
+    def _infos(self) -> list[tuple[str, Any]]:
+        names = ("params", "state")
+        return [(n, info) for n, infos in zip(names, self._parts(), strict=True) for info in infos]
+
+    def _shapes(self, name_and_dtype: Callable[[Any], tuple[str, str]]) -> TrainState:
+        """Shapes in their own dims, with the shardings of serving."""
+        import jax
+
+        placed = {each.info.path: each for each in self.steps.placed}
+
+        def shape(info: Any, dtype: str) -> Any:
+            sharding = placed[info.path].unpadded.sharding
+            return jax.ShapeDtypeStruct(info.dims, jax.numpy.dtype(dtype), sharding=sharding)
+
+        parts = []
+        for infos in self._parts():
+            pairs = [(info, *name_and_dtype(info)) for info in infos]
+            parts.append({name: shape(info, dtype) for info, name, dtype in pairs})
+        return TrainState(*parts, {}, {})
+
+
+def source_of(
+    model: Any,
+    strategy: Any = None,
+    *,
+    build: Callable[[], Any] | None = None,
+    params: Any = None,
+    example: Any = None,
+    name: str | None = None,
+    precision: Precision | None = None,
+) -> Source:
+    """The source of whatever a :class:`~meshwright.Server` takes.
+
+    Raises :class:`~meshwright.ModelError` for what cannot be served.
+    """
+    if build is not None:
+        model, example = _built(build, example)
+    if isinstance(model, str | Path):
+        return _of_file(model, strategy, example, name, precision)
+    if isinstance(model, Program):
+        found = _of_program(model, _placement(strategy), example, precision)
+    elif params is not None:
+        program = _forward_program(model, params)
+        found = _of_program(program, _placement(strategy), example, precision)
+    else:
+        found = _of_keras(model, _sharded(strategy), example, precision)
+    return found if name is None else replace(found, name=name)
+
+
+def _built(build: Callable[[], Any], example: Any) -> tuple[Any, Any]:
+    """What a builder returns: a model, ``(model, batch, ...)`` or a case; built as shapes only."""
+    from ..frontends.keras.abstract import abstract
+
+    with abstract():
+        built = build()
+    if not isinstance(built, tuple):
+        built = (built.model, built.batch) if hasattr(built, "batch") else (built, None)
+    model, batch, *_ = built
+    if example is None and batch is not None and not isinstance(model, Program):
+        batch = batch[0] if isinstance(batch, list) else batch
+        example = batch[0] if isinstance(batch, tuple) and not _has_inputs(model) else None
+    return model, example
+
+
+def _has_inputs(model: Any) -> bool:
+    from .. import _compat
+
+    return _compat.input_tensors(model) is not None
+
+
+def _of_keras(model: Any, strategy: Any, example: Any, precision: Precision | None) -> Source:
+    import keras
+
+    from ..frontends.keras.forward import forward_of, has_values
+
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            "expected a Keras model, a .keras file, a Program, or a function with params=...; "
+            f"received {model!r}."
+        )
+    dtype = None if precision in (None, "int8") else precision
+    found = forward_of(strategy, model, example, dtype)
+    return Source(
+        model.name,
+        found.steps,
+        found.like,
+        found.outputs,
+        (found.names.of_parts[0], found.names.of_parts[1]),
+        found.values if has_values(model) else None,
+        is_keras=True,
+        dtype=dtype,
+        saved_dtypes={} if dtype is None else found.own_dtypes,
+    )
+
+
+def _of_file(
+    path: str | Path, strategy: Any, example: Any, name: str | None, precision: Precision | None
+) -> Source:
+    from ..frontends.keras.forward import forward_of, load_file
+
+    model, values = load_file(path)
+    dtype = None if precision in (None, "int8") else precision
+    found = forward_of(_sharded(strategy), model, example, dtype)
+    return Source(
+        name or Path(path).stem,
+        found.steps,
+        found.like,
+        found.outputs,
+        (found.names.of_parts[0], found.names.of_parts[1]),
+        lambda: found.values(values),
+        is_keras=True,
+        dtype=dtype,
+        saved_dtypes={} if dtype is None else found.own_dtypes,
+    )
+
+
+def _of_program(
+    program: Program, placement: Placement, example: Any, precision: Precision | None
+) -> Source:
+    if example is None:
+        raise ModelError(
+            f"program {program.name!r}: pass example=, inputs of any number of rows, whose shapes "
+            "and dtypes are those of requests."
+        )
+    if precision is not None:
+        raise ModelError(
+            f"precision={precision!r} is for Keras models; a function computes in the type of its "
+            "params: cast them."
+        )
+    from ..layouts.strict import inspect
+
+    inspect(placement.naming(program.inputs), program.infos, repr(program.name))
+    forward = replace(program, slots=(), metrics=())
+    initial = program.initial
+    steps = assemble(forward, replace(placement, strict=False))
+
+    def values() -> TrainState:
+        import jax
+
+        def weights() -> TrainState:
+            whole = initial()
+            return TrainState(whole.params, whole.state, {}, {})
+
+        shardings = TrainState(
+            *(
+                {each.path: placed[each.path].unpadded.sharding for each in infos}
+                for infos in (forward.params, forward.state)
+            ),
+            {},
+            {},
+        )
+        return jax.jit(weights, out_shardings=shardings)()
+
+    placed = {each.info.path: each for each in steps.placed}
+    return Source(program.name, steps, inputs_like(example), values=values)
+
+
+def _forward_program(function: Any, params: Any) -> Program:
+    """A Program that can only predict."""
+    from ..frontends.jax import forward_program
+
+    if not callable(function):
+        raise ModelError(f"params= goes with a function (params, inputs); received {function!r}.")
+    return forward_program(function, params)
+
+
+def _placement(strategy: Any) -> Placement:
+    """The placement of a strategy, of a mesh, or of one device."""
+    import jax
+
+    if strategy is None:
+        return Placement.of(Mesh({"batch": 1}, jax.local_devices()[:1]))
+    if isinstance(strategy, Mesh):
+        names = strategy.axis_names
+        return Placement.of(strategy, batch="batch" if "batch" in names else None)
+    if isinstance(strategy, Placement):
+        return strategy
+    if hasattr(strategy, "placement") and not callable(strategy.placement):
+        return strategy.placement
+    if hasattr(strategy, "axes"):  # a plan
+        from ..layouts.mesh import create_mesh
+
+        return strategy.placement(create_mesh(dict(strategy.axes)))
+    raise ModelError(
+        f"expected a mw.Sharded, a mw.Placement, a mw.Plan or a mesh; received {strategy!r}."
+    )
+
+
+def _sharded(strategy: Any) -> Any:
+    from ..frontends.keras.sharded import Sharded
+
+    if isinstance(strategy, Sharded):
+        return strategy
+    return Sharded.from_placement(_placement(strategy))
+
+
+__all__ = ["Input", "Source", "source_of"]
