@@ -1,0 +1,86 @@
+"""Whatever is served answers as on one device, from wherever its weights come."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import meshwright as mw
+
+ROWS = np.random.default_rng(0).normal(size=[6, 8]).astype("float32")
+
+
+def build() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input([8]),
+            keras.layers.Dense(16, "relu", name="hidden"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(4, name="last"),
+        ],
+        name="small",
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+LAYOUTS = {"hidden.*kernel": [None, "model"], "last.*kernel": ["model", None]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[keras.Model, mw.Sharded, str]:
+    """A model that was trained on batch=4, model=2, and the directory of its run."""
+    strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), LAYOUTS, zero=1)
+    run = str(tmp_path_factory.mktemp("run"))
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = build()
+    x = np.tile(ROWS, [4, 1])
+    strategy.fit(model, x, x[:, :4], batch_size=8, epochs=1, verbose=0, checkpoint=run)
+    return model, strategy, run
+
+
+def test_a_training_checkpoint_on_another_mesh(trained: tuple) -> None:
+    model, strategy, run = trained
+    mesh = mw.create_mesh({"model": 4}, devices=mw.create_mesh({"d": 8}).bound_devices()[:4])
+    with mw.Server(strategy=strategy.serving(mesh), build=build, checkpoint=run) as server:
+        answer = server.answer({"input": ROWS})
+        served = server.model("small")
+        status = served.status()
+    np.testing.assert_allclose(answer.outputs["output"], model.predict(ROWS, verbose=0), atol=1e-6)
+    assert answer.version == "3"
+    assert [str(spec) for spec in served.inputs] == ["input float32[rows, 8]"]
+    assert [str(spec) for spec in served.outputs] == ["output float32[rows, 4]"]
+    # Kernels in pieces of a quarter, biases and statistics whole; no slot.
+    per_device = 4 * (8 * 16 // 4 + 16 + 4 * 16 + 16 * 4 // 4 + 4)
+    assert status.bytes_by_device == {f"cpu:{n}": per_device for n in range(4)}
+    assert {w.name: w.bytes_per_device for w in status.weights}["hidden/kernel"] == 128
+
+
+def test_a_keras_file(trained: tuple, tmp_path: pytest.TempPathFactory) -> None:
+    model, strategy, _ = trained
+    path = tmp_path / "small.keras"
+    model.save(path)
+    with mw.Server(path, strategy.serving(mw.create_mesh({"model": 8}))) as server:
+        answer = server.answer({"input": ROWS})
+        held = server.model("small").status().bytes_by_device
+    np.testing.assert_allclose(answer.outputs["output"], model.predict(ROWS, verbose=0), atol=1e-6)
+    assert set(held.values()) == {4 * (8 * 16 // 8 + 16 + 4 * 16 + 16 * 4 // 8 + 4)}
+
+
+def test_weights_of_training_in_memory(trained: tuple) -> None:
+    model, strategy, _ = trained
+    with mw.Server(model, strategy.serving(mw.create_mesh({"model": 8}))) as server:
+        served = server.model("small")
+        assert served.moved.nbytes == sum(served.status().bytes_by_device.values())
+        before = server.answer({"input": ROWS}).outputs["output"]
+        x = np.tile(ROWS, [4, 1])
+        strategy.fit(model, x, x[:, :4], batch_size=8, epochs=1, verbose=0)  # donates its arrays
+        np.testing.assert_array_equal(server.answer({"input": ROWS}).outputs["output"], before)
+        moved = served.update()
+        after = server.answer({"input": ROWS})
+    assert moved.seconds > 0
+    assert after.version == "2"
+    np.testing.assert_allclose(after.outputs["output"], model.predict(ROWS, verbose=0), atol=1e-6)
+    assert model.layers[0].kernel.layout.mesh == strategy.mesh  # the model is where it was
