@@ -55,6 +55,11 @@ class Forward:
         self._some_lengths = (_LENGTHS[0],) * self.num_lengths
 
     @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """What was compiled."""
+        return tuple(self._compiled)
+
+    @property
     def shards(self) -> int:
         """Into how many pieces the rows of a batch are cut."""
         like = self._like(Shape(self.source.mesh.size, self._some_lengths))

@@ -69,6 +69,7 @@ class LoadedModel:
         self.moved: Moved | None = None
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._asked_version = version
+        self.forward: Any = None  # the compiled batches, once loaded
         self._figures = Figures()
         self._weights: Weights | None = None
         self._batcher: Batcher | None = None
@@ -161,20 +162,20 @@ class LoadedModel:
 
         if self._batcher is not None:
             return
-        self._forward = Forward(self.source)
+        self.forward = Forward(self.source)
         self._weights = self._first_weights()
-        most = self.options.sizes(self._forward.shards)[-1]
-        self._why_alone = self._forward.why_alone(most)
+        most = self.options.sizes(self.forward.shards)[-1]
+        self._why_alone = self.forward.why_alone(most)
         alone = self._why_alone is not None
-        self._sizes = (1,) if alone else self.options.sizes(self._forward.shards)
-        self._outputs = self._forward.outputs()
+        self._sizes = (1,) if alone else self.options.sizes(self.forward.shards)
+        self._outputs = self.forward.outputs()
         lengths = self._ahead()
-        self._forward.compile([Shape(rows, each) for rows in self._sizes for each in lengths])
+        self.forward.compile([Shape(rows, each) for rows in self._sizes for each in lengths])
         for rows in self._sizes:
             for each in lengths:
                 self._warm_up(rows, each)
         check_padding(
-            self._forward, self._weights.state, self.options.lengths, self.options.pad_value
+            self.forward, self._weights.state, self.options.lengths, self.options.pad_value
         )
         self._batcher = Batcher(
             self._compute,
@@ -208,7 +209,7 @@ class LoadedModel:
 
     def _ahead(self) -> list[tuple[int, ...]]:
         """The lengths that are compiled ahead: those named, all ragged dims alike."""
-        count = self._forward.num_lengths
+        count = self.forward.num_lengths
         if not count:
             return [()]
         return [(length,) * count for length in self.options.lengths]
@@ -217,16 +218,11 @@ class LoadedModel:
         from .forward import Shape
 
         assert self._weights is not None
-        zeros = [
-            np.zeros((1, *spec.shape[1:]), spec.dtype)
-            if None not in spec.shape[1:]
-            else np.zeros(
-                (1, *(lengths[0] if n is None else n for n in spec.shape[1:])), spec.dtype
-            )
-            for spec in self.inputs
-        ]
+        sizes = iter(lengths)
+        dims = [[next(sizes) if n is None else n for n in spec.shape[1:]] for spec in self.inputs]
+        zeros = [np.zeros((1, *d), spec.dtype) for d, spec in zip(dims, self.inputs, strict=True)]
         arrays = stacked([Request(zeros, 1, lengths, lengths)], self.inputs, rows, 0)
-        self._forward(self._weights.state, Shape(rows, lengths), arrays)
+        self.forward(self._weights.state, Shape(rows, lengths), arrays)
 
     # Other weights
 
@@ -355,7 +351,7 @@ class LoadedModel:
             size = next((s for s in self._sizes if s >= count), count) if self._batched else count
             begin_s = time.perf_counter()
             arrays = stacked(piece, self.inputs, size, self.options.pad_value)
-            outputs = self._forward(state, Shape(size, padded), arrays)
+            outputs = self.forward(state, Shape(size, padded), arrays)
             self._figures.batch(count, size, time.perf_counter() - begin_s)
             parts.append([output[:count] for output in outputs] if self._batched else outputs)
         return parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts)]  # noqa: B905

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -91,4 +92,4 @@ def _is_time(value: Any) -> bool:
 
 def _are_rising(sizes: Any) -> bool:
     is_tuple = isinstance(sizes, tuple) and all(map(_is_size, sizes))
-    return is_tuple and all(a < b for a, b in zip(sizes, sizes[1:], strict=False))
+    return is_tuple and all(a < b for a, b in itertools.pairwise(sizes))

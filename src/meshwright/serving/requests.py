@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -51,7 +50,7 @@ def checked(
         ...
         meshwright.errors.RequestError: 2 fault(s) in the request:
           input 'x' is missing: expected x float32[rows, 2]
-          input 'y' is unknown (near: x)
+          input 'y' is unknown; the inputs are x
     """
     faults = list[str]()
     arrays = list[np.ndarray]()
@@ -63,10 +62,12 @@ def checked(
         if array is not None:
             arrays.append(array)
     known = [spec.name for spec in specs]
-    for name in inputs:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.0)
-            faults.append(f"input {name!r} is unknown (near: {', '.join(near) or 'none'})")
+    known = [spec.name for spec in specs]
+    faults += [
+        f"input {name!r} is unknown; the inputs are {', '.join(known)}"
+        for name in inputs
+        if name not in known
+    ]
     rows = {array.shape[0] for array in arrays}
     if len(rows) > 1:
         counts = ", ".join(f"{s.name}: {a.shape[0]}" for s, a in zip(specs, arrays, strict=False))
@@ -111,7 +112,7 @@ def stacked(
 
 
 def _array(value: Any, spec: TensorSpec, faults: list[str]) -> np.ndarray | None:
-    """The value in the dtype of its input; ``None``, with the fault noted, where it does not fit."""
+    """The value in the dtype of its input; ``None``, and a fault more, where it does not fit."""
     what = f"input {spec.name!r}"
     try:
         array = np.asarray(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -203,11 +202,7 @@ def keep_compiled() -> None:
     import jax
 
     kept = folder()
-    if (
-        kept is None
-        or jax.config.jax_compilation_cache_dir
-        or "JAX_COMPILATION_CACHE_DIR" in os.environ
-    ):
+    if kept is None or jax.config.jax_compilation_cache_dir:  # which reads the environment, too
         return
     from jax.experimental.compilation_cache import compilation_cache
 

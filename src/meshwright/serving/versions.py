@@ -46,9 +46,8 @@ class Versions:
         faults = []
         if not 0 <= compare <= 1:
             faults.append(f"compare={compare!r}: expected a number from 0 to 1")
-        if (not self._versions and share not in (None, 1)) or (
-            share is not None and not 0 <= share <= 1
-        ):
+        is_share = share is None or 0 <= share <= 1
+        if not is_share or (not self._versions and share not in (None, 1)):
             faults.append(f"share={share!r}: expected a number from 0 to 1, and 1 for the first")
         rest = sum(each.share for each in self._versions[1:]) + (share or 0)
         if self._versions and rest > 1:

@@ -1,0 +1,234 @@
+"""Requests share batches where rows leave each other alone; what fails, fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshwright as mw
+
+PARAMS = {"w": np.random.default_rng(0).normal(size=[3, 2]).astype("float32")}
+EXAMPLE = np.zeros([1, 3], "float32")
+
+
+def linear(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["w"])
+
+
+def rows(count: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=[count, 3]).astype("float32")
+
+
+def serve(function: Callable[..., Any], example: Any = EXAMPLE, **options: Any) -> mw.Server:
+    return mw.Server(function, params=PARAMS, example=example, name="f", **options)
+
+
+class Gate:
+    """A function whose batches wait until the gate is opened; it notes the rows of each."""
+
+    def __init__(self) -> None:
+        self.opened, self.entered = threading.Event(), threading.Event()
+        self.is_on = False
+
+    def pass_through(self, x: np.ndarray) -> np.ndarray:
+        if self.is_on:
+            self.entered.set()
+            assert self.opened.wait(20)
+        if np.any(x == 13):
+            raise RuntimeError("thirteen")
+        return x
+
+    def function(self, params: Any, x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return linear(params, jax.pure_callback(self.pass_through, shape, x))
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Rows meet in a callback, as far as JAX knows: here they are said not to."""
+    from meshwright.serving.forward import Forward
+
+    monkeypatch.setattr(Forward, "why_alone", lambda self, most: None)
+    gate = Gate()
+    yield gate
+    gate.opened.set()
+
+
+def gather(*calls: Any) -> list[Any]:
+    async def together() -> list[Any]:
+        return await asyncio.gather(*[call() for call in calls], return_exceptions=True)
+
+    return asyncio.run(together())
+
+
+def test_a_row_is_answered_alike_wherever_it_stands_in_a_bucket() -> None:
+    with serve(linear, buckets=[8]) as server:
+        x = rows(8)
+        together = server.answer({"input": x}).outputs["output"]
+        for n in range(8):
+            alone = server.answer({"input": x[n : n + 1]}).outputs["output"]
+            np.testing.assert_array_equal(alone[0], together[n])
+        turned = server.answer({"input": x[::-1]}).outputs["output"]
+        np.testing.assert_array_equal(turned[::-1], together)
+        status = server.model("f").status()
+    assert status.bucket_batches == {8: 10}
+    np.testing.assert_allclose(together, np.tanh(x @ PARAMS["w"]), rtol=1e-6)
+
+
+def test_what_waits_becomes_one_batch(gate: Gate) -> None:
+    with serve(gate.function, max_rows=4) as server:
+        gate.is_on = True
+        model = server.model("f")
+
+        async def run() -> list[Any]:
+            first = asyncio.ensure_future(model.predict({"input": rows(1)}))
+            await asyncio.to_thread(gate.entered.wait, 20)
+            others = [
+                asyncio.ensure_future(model.predict({"input": rows(n, n)})) for n in (2, 1, 3, 1)
+            ]
+            await asyncio.sleep(0.05)
+            assert (model.status().queued_rows, model.status().rows_in_flight) == (7, 1)
+            gate.opened.set()
+            return await asyncio.gather(first, *others)
+
+        answers = asyncio.run(run())
+        status = model.status()
+    for n, answer in zip((2, 1, 3, 1), answers[1:], strict=True):
+        np.testing.assert_allclose(
+            answer.outputs["output"], np.tanh(rows(n, n) @ PARAMS["w"]), rtol=1e-5
+        )
+    assert status.batch_rows == {1: 1, 3: 1, 4: 1}  # 2 + 1 and the last 1 before the 3 that remain
+    assert status.answers["answered"] == 5
+
+
+def test_more_rows_than_a_batch_has_are_answered_by_one_version() -> None:
+    with serve(linear, max_rows=4) as server:
+        answer = server.answer({"input": rows(11)})
+        status = server.model("f").status()
+    np.testing.assert_allclose(answer.outputs["output"], np.tanh(rows(11) @ PARAMS["w"]), rtol=1e-5)
+    assert status.batch_rows == {3: 1, 4: 2}
+
+
+def test_rows_that_meet_are_computed_alone() -> None:
+    def centred(params: Any, x: Any) -> Any:
+        return linear(params, x - x.mean(0))
+
+    with serve(centred) as server:
+        x = rows(3)
+        answer = server.answer({"input": x}).outputs["output"]
+        model = server.model("f")
+        assert "reduce_sum over dim 0" in model.why_alone
+        assert model.status().bucket_batches == {3: 1}
+    np.testing.assert_allclose(answer, np.tanh((x - x.mean(0)) @ PARAMS["w"]), rtol=1e-5)
+
+
+def test_a_full_queue_late_and_cancelled_requests(gate: Gate) -> None:
+    with serve(gate.function, max_rows=2, queue_rows=3) as server:
+        gate.is_on = True
+        model = server.model("f")
+
+        async def run() -> list[Any]:
+            first = asyncio.ensure_future(model.predict({"input": rows(1)}))
+            await asyncio.to_thread(gate.entered.wait, 20)
+            late = asyncio.ensure_future(model.predict({"input": rows(1)}, timeout_s=0.05))
+            gone = asyncio.ensure_future(model.predict({"input": rows(1)}))
+            kept = asyncio.ensure_future(model.predict({"input": rows(1)}))
+            await asyncio.sleep(0.01)
+            with pytest.raises(mw.OverloadedError, match=r"3 row\(s\) wait and 1 more") as full:
+                await model.predict({"input": rows(1)})
+            assert full.value.retry_after_s > 0
+            gone.cancel()
+            with pytest.raises(mw.DeadlineError, match="no answer after"):
+                await late
+            assert model.status().queued_requests == 1
+            again = asyncio.ensure_future(model.predict({"input": rows(1)}))
+            await asyncio.sleep(0.01)
+            gate.opened.set()
+            return await asyncio.gather(first, kept, again)
+
+        assert len(asyncio.run(run())) == 3
+        status = model.status()
+    assert status.batch_rows == {1: 1, 2: 1}
+    counted = {name: n for name, n in status.answers.items() if n}
+    assert counted == {"answered": 3, "overloaded": 1, "deadline": 1, "cancelled": 1}
+    assert not server.ready
+    with pytest.raises(mw.NotReadyError):
+        server.answer({"input": rows(1)})
+
+
+def test_an_error_inside_the_model_fails_its_batch_alone(gate: Gate) -> None:
+    with serve(gate.function, max_rows=2) as server:
+        with pytest.raises(mw.ModelFailedError, match="model 'f' raised"):
+            server.answer({"input": np.full([1, 3], 13.0)})
+        assert server.answer({"input": rows(1)}).outputs["output"].shape == (1, 2)
+
+
+def test_answers_that_are_not_finite_are_refused_one_by_one() -> None:
+    def root(params: Any, x: Any) -> Any:
+        return jnp.sqrt(x[:, 0])
+
+    with serve(root, finite=True, buckets=[2]) as server:
+        model = server.model("f")
+        good, bad = gather(
+            lambda: model.predict({"input": np.ones([1, 3])}),
+            lambda: model.predict({"input": -np.ones([1, 3])}),
+        )
+    assert good.outputs["output"].tolist() == [1.0]
+    assert isinstance(bad, mw.ModelFailedError)
+
+
+def test_a_wrong_request_lists_every_fault() -> None:
+    def both(params: Any, x: Any) -> Any:
+        return {"out": linear(params, x["a"]) + x["b"][:, None]}
+
+    example = {"a": EXAMPLE, "b": np.zeros([1], "int32")}
+    with serve(both, example) as server:
+        with pytest.raises(mw.RequestError) as wrong:
+            server.answer({"a": np.zeros([2, 4]), "c": [1]})
+        with pytest.raises(mw.RequestError, match="'b' has dtype float64: expected int32"):
+            server.answer({"a": rows(1), "b": [1.5]})
+        with pytest.raises(mw.RequestError, match="differ in their rows"):
+            server.answer({"a": rows(1), "b": [1, 2]})
+        answer = server.answer({"a": rows(2), "b": [1, 2]})
+    assert str(wrong.value).splitlines()[1:] == [
+        "  input 'a' has shape (2, 4): expected a float32[rows, 3]",
+        "  input 'b' is missing: expected b int32[rows]",
+        "  input 'c' is unknown; the inputs are a, b",
+    ]
+    assert answer.outputs["out"].shape == (2, 2)
+
+
+def test_ragged_lengths_are_padded_where_that_changes_nothing() -> None:
+    import keras
+
+    ids = keras.Input([None], dtype="int32", name="ids")
+    x = keras.layers.Embedding(9, 4, mask_zero=True)(ids)
+    per_token = keras.layers.Dense(2, name="per_token")(x)
+    mean = keras.layers.GlobalAveragePooling1D(name="mean")(x)
+    model = keras.Model(ids, [per_token, mean], name="ragged")
+    with mw.Server(model, lengths=[4, 8], buckets=[2]) as server:
+        served = server.model("ragged")
+        assert [str(spec) for spec in served.outputs] == [
+            "per_token float32[rows, ?, 2]",
+            "mean float32[rows, 4]",
+        ]
+        for length in (2, 4, 7):
+            sent = np.arange(1, length + 1)[None]
+            answer = server.answer({"ids": sent})
+            wanted = model.predict(sent, verbose=0)
+            np.testing.assert_allclose(answer.outputs["per_token"], wanted[0], atol=1e-6)
+            np.testing.assert_allclose(answer.outputs["mean"], wanted[1], atol=1e-6)
+        with pytest.raises(mw.RequestError, match="9 long; the longest accepted is 8"):
+            server.answer({"ids": np.ones([1, 9], "int32")})
+
+    x = keras.layers.Embedding(9, 4)(ids)
+    unmasked = keras.Model(ids, keras.layers.GlobalAveragePooling1D()(x))
+    with pytest.raises(mw.ModelError, match="padding a row from 2 to 4 with 0 changes"):
+        mw.Server(unmasked, lengths=[4], buckets=[2]).load()
