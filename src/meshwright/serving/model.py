@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..errors import (
     RequestError,
 )
 from ..program import TrainState
+from .accuracy import Difference, differences
 from .api import Answer, ModelStatus, TensorSpec, Weight
 from .batcher import Batcher
 from .figures import Figures
@@ -62,8 +63,12 @@ class LoadedModel:
         *,
         checkpoint: str | Path | None = None,
         version: str | None = None,
+        sample: Mapping[str, Any] | None = None,
+        own: Any = None,
     ) -> None:
         self.source = source
+        self.differences: tuple[Difference, ...] = ()  # from the model's own types, on the sample
+        self._sample, self._own = sample, own
         self.options = options
         self.name: str = source.name
         self.moved: Moved | None = None
@@ -174,6 +179,9 @@ class LoadedModel:
         for rows in self._sizes:
             for each in lengths:
                 self._warm_up(rows, each)
+        self.differences = self._compared_with_own()
+        for difference in self.differences:
+            self._figures.event(f"{self.options.precision}: {difference}")
         check_padding(
             self.forward, self._weights.state, self.options.lengths, self.options.pad_value
         )
@@ -206,6 +214,23 @@ class LoadedModel:
             return self._restored(info, self._asked_version)
         state, self.moved = self.source.in_memory()
         return self._checked(Weights(self._asked_version or "1", state))
+
+    def _compared_with_own(self) -> tuple[Difference, ...]:
+        """How far the sample's answers are from those of the source without conversion."""
+        if self._sample is None or self._own is None:
+            return ()
+        own = LoadedModel(self._own, replace(self.options, precision=None, follow_s=None),
+                          checkpoint=self._checkpoint)  # fmt: skip
+        own.load()
+        try:
+            wanted = own.answer(self._sample).outputs
+        finally:
+            own.close()
+        request = checked(self._sample, self.inputs, self.options.lengths)
+        assert self._weights is not None
+        outputs = self._outputs_of([request], self._weights.state)
+        names = [spec.name for spec in self._outputs]
+        return differences(names, wanted, dict(zip(names, outputs, strict=True)))
 
     def _ahead(self) -> list[tuple[int, ...]]:
         """The lengths that are compiled ahead: those named, all ragged dims alike."""

@@ -32,6 +32,10 @@ class Server:
     :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``, ``lengths``,
     ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``.
 
+    With ``precision`` ("bfloat16", "float16", or "int8" by Keras' quantization) parameters take
+    fewer bits; ``sample``, inputs by name, is then answered in both types, and the ``differences``
+    of the loaded model say how far the answers are apart.
+
     Rows of several requests are computed together where the traced model leaves them alone.
     :meth:`load` restores and compiles; ``with`` does so, and drains at the end. Raises
     :class:`~meshwright.ModelError` for what cannot be served.
@@ -55,6 +59,7 @@ class Server:
         example: Any = None,
         name: str | None = None,
         version: str | None = None,
+        sample: Any = None,
         **options: Any,
     ) -> None:
         self._versions: dict[str, Versions] = {}
@@ -69,6 +74,7 @@ class Server:
                 example=example,
                 name=name,
                 version=version,
+                sample=sample,
                 **options,
             )
 
@@ -83,6 +89,7 @@ class Server:
         example: Any = None,
         name: str | None = None,
         version: str | None = None,
+        sample: Any = None,
         share: float | None = None,
         compare: float = 0.0,
         **options: Any,
@@ -95,16 +102,14 @@ class Server:
         Raises :class:`~meshwright.ModelError`.
         """
         given = ServeOptions.of(options)
-        source = source_of(
-            model,
-            strategy,
-            build=build,
-            params=params,
-            example=example,
-            name=name,
-            precision=given.precision,
+        what = {"build": build, "params": params, "example": example, "name": name}
+        source = source_of(model, strategy, **what, precision=given.precision)
+        own = None
+        if given.precision is not None and sample is not None:
+            own = source_of(model, strategy, **what)
+        loaded = LoadedModel(
+            source, given, checkpoint=checkpoint, version=version, sample=sample, own=own
         )
-        loaded = LoadedModel(source, given, checkpoint=checkpoint, version=version)
         with self._lock:
             versions = self._versions.setdefault(loaded.name, Versions(loaded.name))
             versions.add(loaded, share, compare)

@@ -29,8 +29,8 @@ class Source:
 
     ``like`` has an :class:`~meshwright.frontends.inputs.Input` per array that goes in. ``names``
     are those of parameters and state in checkpoints. ``values`` gives arrays in memory, in their
-    own dims, or is ``None`` where there are only checkpoints. ``dtype`` is the type that parameters
-    are kept in, where it is not theirs.
+    own dims, or is ``None`` where there are only checkpoints. ``saved_dtypes`` are the types of the
+    model itself by path, where parameters are served in another one.
     """
 
     name: str
@@ -40,8 +40,11 @@ class Source:
     names: Names | None = None
     values: Callable[[], TrainState] | None = None
     is_keras: bool = False
-    dtype: str | None = None
     saved_dtypes: Mapping[str, str] = field(default_factory=dict)
+    floats: Source | None = None  # what ``convert`` makes the values of, where these are others
+    convert: Callable[[TrainState], TrainState] | None = None
+    make: Callable[[], Any] | None = None  # makes the Keras model once more, as shapes only
+    lasting: Any = None
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -66,18 +69,21 @@ class Source:
 
     def in_memory(self) -> tuple[TrainState, Moved]:
         """The values of the model, where serving wants them, in memory of their own."""
+        if self.floats is not None and self.convert is not None:
+            state, moved = self.floats.in_memory()
+            return self.convert(state), moved
         if self.values is None:
             raise ModelError(
                 f"model {self.name!r} was built as shapes only: name the checkpoints that have its "
                 "values, checkpoint='runs/first'."
             )
-        shapes = self._shapes(lambda info: (info.path, info.dtype))
-        given = self.values()
-        state, moved = handed_over(given, shapes)
+        state, moved = handed_over(self.values(), self.shapes)
         return self._kept(state), moved
 
     def restored(self, info: CheckpointInfo) -> TrainState:
         """The values of a checkpoint. Raises :class:`~meshwright.CheckpointError`."""
+        if self.floats is not None and self.convert is not None:
+            return self.convert(self.floats.restored(info))
         names = {path: name for part in self.names or () for path, name in part.items()}
         saved = {array.key: array.dtype for array in info.arrays}
         part = {i.path: p for p, i in self._infos()}
@@ -94,6 +100,11 @@ class Source:
             *({paths[n][name]: v for name, v in found[n].items()} for n in (0, 1)), {}, {}
         )
         return self._kept(state)
+
+    @property
+    def shapes(self) -> TrainState:
+        """Shapes of the weights in their own dims, with the shardings of serving."""
+        return self._shapes(lambda info: (info.path, info.dtype))
 
     def _kept(self, state: TrainState) -> TrainState:
         """As the forward pass takes it: in the type that is kept, and padded."""
@@ -148,8 +159,10 @@ def source_of(
 
     Raises :class:`~meshwright.ModelError` for what cannot be served.
     """
+    make = None
     if build is not None:
         model, example = _built(build, example)
+        make = lambda: _built(build, example)[0]  # noqa: E731
     if isinstance(model, str | Path):
         return _of_file(model, strategy, example, name, precision)
     if isinstance(model, Program):
@@ -158,7 +171,7 @@ def source_of(
         program = _forward_program(model, params)
         found = _of_program(program, _placement(strategy), example, precision)
     else:
-        found = _of_keras(model, _sharded(strategy), example, precision)
+        found = _of_keras(model, _sharded(strategy), example, precision, make)
     return found if name is None else replace(found, name=name)
 
 
@@ -183,50 +196,95 @@ def _has_inputs(model: Any) -> bool:
     return _compat.input_tensors(model) is not None
 
 
-def _of_keras(model: Any, strategy: Any, example: Any, precision: Precision | None) -> Source:
+def _of_keras(
+    model: Any,
+    strategy: Any,
+    example: Any,
+    precision: Precision | None,
+    make: Callable[[], Any] | None = None,
+    values: Mapping[int, Any] | None = None,
+) -> Source:
+    """``make`` makes the model once more; ``values`` are those of a file, by variable."""
     import keras
 
-    from ..frontends.keras.forward import forward_of, has_values
+    from ..frontends.keras.forward import forward_of, fresh_copy, has_values
 
     if not isinstance(model, keras.Model):
         raise ModelError(
             "expected a Keras model, a .keras file, a Program, or a function with params=...; "
             f"received {model!r}."
         )
-    dtype = None if precision in (None, "int8") else precision
+    dtype = None if precision == "int8" else precision
     found = forward_of(strategy, model, example, dtype)
-    return Source(
+    has_any = values is not None or has_values(model)
+    source = Source(
         model.name,
         found.steps,
         found.like,
         found.outputs,
         (found.names.of_parts[0], found.names.of_parts[1]),
-        found.values if has_values(model) else None,
+        (lambda: found.values(values)) if has_any else None,
         is_keras=True,
-        dtype=dtype,
         saved_dtypes={} if dtype is None else found.own_dtypes,
+        make=make or fresh_copy(model),
+        lasting=found.names,
+    )
+    return _eight_bits(source, strategy, example) if precision == "int8" else source
+
+
+def _eight_bits(floats: Source, strategy: Any, example: Any) -> Source:
+    """The source of the same model, quantized by Keras each time that it gets values.
+
+    Its forward pass is that of the first one, of zeros; the others have the same layers.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from ..frontends.keras.forward import forward_of, quantized
+
+    assert floats.make is not None
+    make = floats.make
+
+    def forward(state: TrainState) -> Any:
+        model = quantized(strategy, make, state, floats.lasting)
+        return forward_of(strategy, model, example)
+
+    def zeros(shape: Any) -> Any:
+        return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+    first = forward(jax.tree.map(zeros, floats.shapes))
+    names = first.names.of_parts
+
+    def convert(state: TrainState) -> TrainState:
+        found = forward(floats.steps.storing.restore(state))
+        parts = []
+        for part, mine, its in zip(found.values(), names, found.names.of_parts, strict=False):
+            paths = {name: path for path, name in mine.items()}
+            parts.append({paths[its[path]]: value for path, value in part.items()})
+        return first.steps.storing.store(TrainState(parts[0], parts[1], {}, {}))
+
+    return Source(
+        floats.name,
+        first.steps,
+        first.like,
+        first.outputs,
+        is_keras=True,
+        values=floats.values,
+        floats=floats,
+        convert=convert,
     )
 
 
 def _of_file(
     path: str | Path, strategy: Any, example: Any, name: str | None, precision: Precision | None
 ) -> Source:
-    from ..frontends.keras.forward import forward_of, load_file
+    from ..frontends.keras.forward import load_file
 
     model, values = load_file(path)
-    dtype = None if precision in (None, "int8") else precision
-    found = forward_of(_sharded(strategy), model, example, dtype)
-    return Source(
-        name or Path(path).stem,
-        found.steps,
-        found.like,
-        found.outputs,
-        (found.names.of_parts[0], found.names.of_parts[1]),
-        lambda: found.values(values),
-        is_keras=True,
-        dtype=dtype,
-        saved_dtypes={} if dtype is None else found.own_dtypes,
+    found = _of_keras(
+        model, _sharded(strategy), example, precision, lambda: load_file(path)[0], values
     )
+    return replace(found, name=name or Path(path).stem)
 
 
 def _of_program(

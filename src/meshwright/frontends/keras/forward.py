@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from ..inputs import Input, inputs_like, named
 from .abstract import AbstractRoom, is_abstract
 from .checkpoint_names import LastingNames
 from .hooks import Hooks, lying
-from .pending import initial_value, is_pending, settle
+from .pending import give, initial_value, is_pending, settle
 from .program import KerasVariables, keras_program
 
 if TYPE_CHECKING:
@@ -116,7 +117,15 @@ def _forward_only(program: Program, dtype: str | None) -> Program:
             replace(info, dtype=dtype, itemsize=2) if floats else info
             for info, floats in zip(params, is_float, strict=True)
         )
-    return replace(program, params=params, slots=(), metrics=())
+    predict = program.predict
+    assert predict is not None
+
+    def in_own_types(params: Any, state: Any, batch: Any) -> Any:
+        outputs = predict(params, state, batch)
+        return jax.tree.map(lambda x: x.astype("float32") if x.dtype == dtype else x, outputs)
+
+    served = predict if dtype is None else in_own_types
+    return replace(program, params=params, slots=(), metrics=(), predict=served)
 
 
 @contextlib.contextmanager
@@ -220,9 +229,35 @@ def has_values(model: keras.Model) -> bool:
 # Eight bits
 
 
-def quantized(strategy: Sharded, model: keras.Model, mode: str) -> keras.Model:
-    """The model, quantized in place by Keras where it lies, and laid out by the strategy again."""
-    with strategy.in_force(model):
-        model.quantize(mode)
+def fresh_copy(model: keras.Model) -> Callable[[], keras.Model]:
+    """Makes the model once more, as shapes only, from its configuration."""
+
+    def make() -> keras.Model:
+        with AbstractRoom().open():
+            return type(model).from_config(model.get_config())
+
+    return make
+
+
+def quantized(
+    strategy: Sharded, make: Callable[[], keras.Model], state: TrainState, names: LastingNames
+) -> keras.Model:
+    """A new model with these values, in their own dims, quantized by Keras to eight bits.
+
+    ``names`` are the lasting names of the paths in ``state``. Kernels are quantized where they lie.
+    """
+    model = make()
+    variables = KerasVariables.of(model).under(strategy.placement)
+    theirs = LastingNames.of(model, variables)
+    for part, values, mine, its in zip(
+        (variables.params, variables.state), state, names.of_parts, theirs.of_parts, strict=False
+    ):
+        by_name = {mine[path]: value for path, value in values.items()}
+        for path, variable in part.items():
+            value = by_name[its[path]]
+            give(variable, value, value.sharding)
+    with strategy.in_force(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that other layers stay as they are
+        model.quantize("int8")
     strategy.place(model)
     return model

@@ -162,12 +162,18 @@ def _make(variables: list[Any], placed: list[Placed]) -> None:
     )
     values.update(zip(others, made, strict=True))
     for i, variable in enumerate(variables):
+        give(variable, values[i], shardings[i])
+    for generator, seed in seeds:
+        generator.state.assign(seed)
+
+
+def give(variable: Any, value: Any, sharding: Any) -> None:
+    """Give a variable that waits, or one that was made, its value and its layout."""
+    if is_pending(variable):
         variable.__class__ = type(variable)._meshwright_made
         del variable._meshwright_waits
         variable._initializer = None
-        _compat.set_variable(variable, values[i], shardings[i])
-    for generator, seed in seeds:
-        generator.state.assign(seed)
+    _compat.set_variable(variable, value, sharding)
 
 
 def filled(variable: Any) -> Any:
