@@ -42,6 +42,7 @@ from .errors import ProcessError as ProcessError
 from .errors import ProtocolError as ProtocolError
 from .errors import RequestError as RequestError
 from .errors import ScheduledError as ScheduledError
+from .errors import ServingError as ServingError
 from .errors import ShippingError as ShippingError
 from .errors import TargetError as TargetError
 from .errors import TaskError as TaskError
@@ -126,6 +127,8 @@ if TYPE_CHECKING:
     from .ps.training import LocalSGD as LocalSGD
     from .run import Trainer as Trainer
     from .serving.server import Server as Server
+    from .serving.http.app import serving_app as serving_app
+    from .serving.http.limits import Limits as Limits
     from .step.options import StepOptions as StepOptions
     from .step.remat import block_output as block_output
     from .step.summing import GradientSum as GradientSum
@@ -161,6 +164,8 @@ _LAZY = {  # name -> the room that it lives in
     "measure": "frontends.measures",
     **dict.fromkeys(("Program", "TrainState"), "program"),
     "abstract": "frontends.keras.abstract",
+    "Limits": "serving.http.limits",
+    "serving_app": "serving.http.app",
     "StepOptions": "step.options",
     "GradientSum": "step.summing",
     "block_output": "step.remat",

@@ -36,6 +36,7 @@
     ├── DeadlineError        TimeoutError  a request was not answered in its time
     ├── ModelFailedError     RuntimeError  a served model raised, or its answer is not finite
     ├── NotReadyError        RuntimeError  a server is loading, draining or incomplete
+    ├── ServingError         ValueError    options of a server, or of its files, that do not fit
     ├── TracingError         RuntimeError  a call that is only valid outside jit
     └── BackendError         RuntimeError  Keras is set to another backend than JAX
 
@@ -260,6 +261,10 @@ class ModelFailedError(MeshwrightError, RuntimeError):
 
 class NotReadyError(MeshwrightError, RuntimeError):
     """A server is still loading, is draining, or one of its processes is missing."""
+
+
+class ServingError(MeshwrightError, ValueError):
+    """A server, or what is written for a platform, cannot be made with these options."""
 
 
 class TracingError(MeshwrightError, RuntimeError):

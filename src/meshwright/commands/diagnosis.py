@@ -36,6 +36,8 @@ _PURPOSES = {  # of distributions that are required, and of extras
     "checkpoint": "saving and resuming runs",
     "grain": "Grain datasets as input",
     "plan": "the solver of mw.plan",
+    "serve": "the HTTP server of models",
+    "telemetry": "traces of requests by OpenTelemetry",
     "tpu": "TPUs, and compiling for absent ones",
     "cuda": "NVIDIA GPUs, and compiling for absent ones",
 }

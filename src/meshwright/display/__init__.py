@@ -32,6 +32,7 @@ VIEWS = {  # kind of view -> class -> the function that draws it
         "planning.beside.Pair": "display.page.document:pair_page",
         "planning.report.DryRun": "display.page.document:dry_run_page",
         "planning.search.plan.Plan": "display.page.document:plan_page",
+        "serving.http.overview.Overview": "display.page.server:server_page",
     },
     "trace": {"planning.report.DryRun": "display.trace:trace_of"},
 }

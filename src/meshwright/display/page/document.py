@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from ...planning.search.plan import Plan
 
 _LINKS = {  # the sections of all pages, and their names in the navigation
+    "load": "Load",
+    "batches": "Batches",
+    "latency": "Latency",
+    "calls": "Call it",
     "plan": "Plan",
     "mesh": "Mesh",
     "memory": "Memory",
@@ -56,10 +60,10 @@ def dry_run_page(run: DryRun, plan: Plan | None = None) -> str:
         "time": time_section(run),
         "collectives": collectives_section(run),
         "layers": layers_section(run.estimate),
-        "layouts": layouts_section(run),
+        "layouts": layouts_section(run.placed),
         "notes": _notes(run),
     }
-    return _page(f"{run.name} on {run.target}", _run_head(run), sections)
+    return page_of(f"{run.name} on {run.target}", _run_head(run), sections)
 
 
 def plan_page(plan: Plan) -> str:
@@ -78,7 +82,7 @@ def plan_page(plan: Plan) -> str:
         "mesh": {"picture": mesh_picture(plan.mesh), "table": plan_axes(plan)},
         "layouts": plan_layouts(plan),
     }
-    return _page(f"{plan.name} on {plan.target}" if plan.name else title, head, sections)
+    return page_of(f"{plan.name} on {plan.target}" if plan.name else title, head, sections)
 
 
 def pair_page(pair: Pair) -> str:
@@ -97,14 +101,14 @@ def pair_page(pair: Pair) -> str:
     table = element(
         "table", "pair-table", caption, columns, [_pair_row(row) for row in pair.rows], shown=60
     )
-    return _page(
+    return page_of(
         title,
         element("head", "Meshwright dry runs", title, "", both),
         {"figures": {"table": table}},
     )
 
 
-def _page(title: str, head: Markup, sections: Mapping[str, Mapping[str, object] | None]) -> str:
+def page_of(title: str, head: Markup, sections: Mapping[str, Mapping[str, object] | None]) -> str:
     """A document with those of the sections that are there, and links to them."""
     there = {name: section for name, section in sections.items() if section is not None}
     page = environment().get_template("page.html")

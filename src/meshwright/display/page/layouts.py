@@ -19,8 +19,6 @@ from .pictures import tiling_picture
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from ...planning.report import DryRun
-
 _MOST_PICTURES = 12
 _MOST_PICTURE_CHARACTERS = 400_000
 
@@ -85,13 +83,13 @@ def _rank(alike: Alike) -> tuple[int, bool, str]:
     return -alike.bytes_per_device, alike.members[0].info.role != "parameter", alike.pattern
 
 
-def layouts_section(run: DryRun) -> dict[str, object] | None:
+def layouts_section(placed: Sequence[Placed]) -> dict[str, object] | None:
     """The section on the layouts of variables."""
-    if not run.placed:
+    if not placed:
         return None
-    groups = alike(run.placed)
-    text = f"{len(run.placed):,} variables"
-    if len(groups) < len(run.placed):
+    groups = alike(placed)
+    text = f"{len(placed):,} variables"
+    if len(groups) < len(placed):
         text += f" in {len(groups):,} rows: those that differ in the numbers of their paths alone"
         text += " share one"
     figures, left = _figures(groups)

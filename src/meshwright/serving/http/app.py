@@ -1,0 +1,258 @@
+"""One ASGI app for every contract: routes, and nothing that computes.
+
+It is served by uvicorn (``meshwright serve``), mounted in another app, or hosted by BentoML or Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from ...errors import MeshwrightError, NotReadyError, RequestError
+from ...views import view_of
+from ..api import Answer, Models, ServedModel
+from . import predicting
+from .answers import json_response, problem_response
+from .body import Pending
+from .contracts import invocations, open_inference, tf_serving
+from .contracts.request import Reply
+from .contracts.request import Request as Asked
+from .keys import ApiKeys, check_keys
+from .limits import Limits
+from .log import RequestLog
+from .metrics import MEDIA_TYPE, Metrics
+from .openapi import openapi
+from .overview import overview_of
+
+_GET, _POST = ["GET"], ["POST"]
+
+
+def serving_app(
+    models: Models, *, limits: Limits | None = None, keys: Iterable[str] = ()
+) -> Starlette:
+    """An ASGI app that answers for ``models``, a :class:`mw.Server`, in every contract.
+
+    Open Inference V2, TensorFlow Serving's REST, SageMaker's and MLflow's ``/invocations``, health,
+    ``/metrics``, ``/openapi.json`` and a page at ``/``. ``limits`` bounds what a request may ask
+    for; with ``keys`` each request but a health check must bring one of them.
+
+    Its lifespan starts the models and drains them. In an app that it is mounted in, the first
+    request starts them, unless that app's lifespan runs ``models.start()`` and ``models.drain()``.
+
+    Raises ServingError for keys that are too short.
+
+    >>> import meshwright as mw, uvicorn  # doctest: +SKIP
+    >>> uvicorn.run(mw.serving_app(mw.Server(model)))  # doctest: +SKIP
+    """
+    secrets = tuple(keys)
+    if secrets:
+        check_keys(secrets, "keys")
+    face = _Face(models, limits or Limits())
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        await face.start()
+        try:
+            yield
+        finally:
+            await models.drain()
+
+    return Starlette(
+        routes=face.routes(),
+        lifespan=lifespan,
+        middleware=[
+            Middleware(RequestLog, observe=face.metrics.observe),
+            *([Middleware(ApiKeys, keys=secrets)] if secrets else []),
+        ],
+        exception_handlers={HTTPException: _unrouted, MeshwrightError: _refused},  # pyright: ignore
+    )
+
+
+async def _unrouted(http: Request, error: HTTPException) -> Response:
+    """No such path, or not by this method."""
+    fact = f"{http.method} {http.url.path[:200]}: {error.detail.lower()}. See /openapi.json."
+    kind = (error.status_code, "not_found" if error.status_code == 404 else "method_not_allowed")
+    response = problem_response(RequestError(fact), http.scope, kind)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _refused(http: Request, error: MeshwrightError) -> Response:
+    return problem_response(error, http.scope)
+
+
+class _Face:
+    """The routes over one set of models."""
+
+    def __init__(self, models: Models, limits: Limits) -> None:
+        self._models = models
+        self._limits = limits
+        self._pending = Pending(limits)
+        self._starting: asyncio.Task[None] | None = None
+        self.metrics = Metrics(models, self._pending)
+
+    async def start(self) -> None:
+        """Start the models, once."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._models.start())
+        await asyncio.shield(self._starting)
+
+    def routes(self) -> list[Route]:
+        """Every path."""
+        predict = functools.partial(self._prediction, "tf_serving", self._tf_read, _tf_write)
+        infer = functools.partial(self._prediction, "open_inference", self._v2_read, _v2_write)
+        v1, v2 = "/v1/models/{model}", "/v2/models/{model}"
+        of_version = "/versions/{version}"
+        return [
+            Route("/", self._page, methods=_GET),
+            Route("/openapi.json", self._openapi, methods=_GET),
+            Route("/metrics", self._metrics, methods=_GET),
+            *(Route(path, self._ready, methods=_GET) for path in ("/v2/health/ready", "/health")),
+            Route("/ping", self._ready, methods=_GET),
+            Route("/v2/health/live", _live, methods=_GET),
+            Route("/v2", _server_metadata, methods=_GET),
+            *(Route(f"{v}/infer", infer, methods=_POST) for v in (v2, v2 + of_version)),
+            *(Route(f"{v}/ready", self._model_ready, methods=_GET) for v in (v2, v2 + of_version)),
+            *(Route(v, self._v2_metadata, methods=_GET) for v in (v2, v2 + of_version)),
+            *(Route(f"{v}:predict", predict, methods=_POST) for v in (v1, v1 + of_version)),
+            *(Route(f"{v}/metadata", self._tf_meta, methods=_GET) for v in (v1, v1 + of_version)),
+            *(Route(v, self._tf_status, methods=_GET) for v in (v1, v1 + of_version)),
+            Route("/invocations", self._invocations, methods=_POST),
+        ]
+
+    # Predictions
+
+    async def _prediction(
+        self,
+        contract: str,
+        read: predicting.Read,
+        write: predicting.Write,
+        http: Request,
+        name: str | None = None,
+    ) -> Response:
+        http.scope["state"]["contract"] = contract
+        self._start_if_mounted()
+        version = http.path_params.get("version")
+        return await predicting.answer(
+            http,
+            self._models,
+            name or http.path_params["model"],
+            version,
+            read,
+            write,
+            self._limits,
+            self._pending,
+        )
+
+    def _start_if_mounted(self) -> None:
+        """The lifespan of an app that is mounted never runs."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._models.start())
+
+    def _v2_read(self, http: Request, body: bytes, model: ServedModel) -> Asked:
+        length = http.headers.get(open_inference.HEADER)
+        return open_inference.read(body, length, model.inputs, self._limits)
+
+    def _tf_read(self, _http: Request, body: bytes, model: ServedModel) -> Asked:
+        return tf_serving.read(body, model.inputs, self._limits)
+
+    async def _invocations(self, http: Request) -> Response:
+        return await self._prediction(
+            "invocations", self._invoked, _invoked_write, http, self._model_of(http)
+        )
+
+    def _model_of(self, http: Request) -> str:
+        """``?model=``, or the only one."""
+        names = self._models.names()
+        if name := http.query_params.get("model"):
+            return name
+        if len(names) != 1:
+            listed = ", ".join(map(repr, names))
+            raise RequestError(f"this server has {listed}: say which, /invocations?model=NAME.")
+        return names[0]
+
+    def _invoked(self, http: Request, body: bytes, model: ServedModel) -> Asked:
+        kind, accept = http.headers.get("content-type", ""), http.headers.get("accept", "")
+        return invocations.read(body, kind, accept, model.inputs, self._limits)
+
+    # Health and descriptions
+
+    async def _ready(self, http: Request) -> Response:
+        self._start_if_mounted()
+        if not self._models.ready or getattr(http.app.state, "draining", False):
+            raise NotReadyError("the server is loading or draining. Try again later.")
+        return json_response({"ready": True})
+
+    async def _model_ready(self, http: Request) -> Response:
+        if not self._asked(http).ready:
+            raise NotReadyError("the model is loading or draining. Try again later.")
+        return json_response({"ready": True})
+
+    def _asked(self, http: Request) -> ServedModel:
+        """The model that a path names; without a version the one with most of the traffic."""
+        name, version = http.path_params["model"], http.path_params.get("version")
+        if version is None and name in self._models.names():
+            version = self._models.versions(name)[0]
+        return self._models.model(name, version)
+
+    async def _v2_metadata(self, http: Request) -> Response:
+        model = self._asked(http)
+        versions = self._models.versions(model.name)
+        return json_response(open_inference.model_metadata(model, versions))
+
+    async def _tf_status(self, http: Request) -> Response:
+        found = self._asked(http)
+        versions = self._models.versions(found.name)
+        if "version" in http.path_params:
+            versions = (found.version,)
+        models = [self._models.model(found.name, version) for version in versions]
+        return json_response(tf_serving.status(models))
+
+    async def _tf_meta(self, http: Request) -> Response:
+        return json_response(tf_serving.metadata(self._asked(http)))
+
+    async def _openapi(self, _http: Request) -> Response:
+        return json_response(openapi(self._models, _version()))
+
+    async def _metrics(self, _http: Request) -> Response:
+        return PlainTextResponse(self.metrics.text(), media_type=MEDIA_TYPE)
+
+    async def _page(self, _http: Request) -> Response:
+        overview = overview_of(self._models)
+        page = await asyncio.to_thread(view_of, overview, "page")
+        return HTMLResponse(page)
+
+
+def _v2_write(asked: Asked, answer: Answer, model: ServedModel) -> Reply:
+    return open_inference.write(asked, answer, model.name)
+
+
+def _tf_write(asked: Asked, answer: Answer, _model: ServedModel) -> Reply:
+    return tf_serving.write(asked, answer)
+
+
+def _invoked_write(asked: Asked, answer: Answer, _model: ServedModel) -> Reply:
+    return invocations.write(asked, answer)
+
+
+async def _live(_http: Request) -> Response:
+    return json_response({"live": True})
+
+
+async def _server_metadata(_http: Request) -> Response:
+    return json_response(open_inference.server_metadata(_version()))
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("meshwright")

@@ -1,0 +1,98 @@
+"""The description of the app in OpenAPI 3.1, with the tensors of the models that it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..api import Models, ServedModel, TensorSpec
+from .contracts.open_inference import DATATYPES
+
+_ERRORS = {
+    "400": "The request does not fit the model; the message lists every fault.",
+    "401": "The server asks for an API key.",
+    "404": "Unknown model or version.",
+    "413": "The body is too large.",
+    "429": "The queue is full; see Retry-After.",
+    "500": "The model failed.",
+    "503": "The server is loading or draining.",
+    "504": "The deadline passed.",
+}
+
+
+def openapi(models: Models, version: str) -> dict[str, Any]:
+    """The description as a JSON value."""
+    paths: dict[str, Any] = {}
+    for name in models.names():
+        model = models.model(name, models.versions(name)[0])
+        paths[f"/v2/models/{name}/infer"] = _post("Open Inference protocol V2", _v2(model))
+        paths[f"/v1/models/{name}:predict"] = _post("TensorFlow Serving", _columns(model))
+        paths[f"/v2/models/{name}"] = _get("Inputs and outputs of the model")
+    paths["/invocations"] = _post("SageMaker and MLflow", {"type": "object"})
+    for path, text in _PAGES.items():
+        paths[path] = _get(text)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Meshwright", "version": version},
+        "paths": paths,
+        "components": {"schemas": {"Error": _ERROR}},
+    }
+
+
+_PAGES = {
+    "/v2/health/live": "Whether the process answers",
+    "/v2/health/ready": "Whether all models answer",
+    "/ping": "Whether all models answer, for SageMaker and MLflow",
+    "/metrics": "Figures for Prometheus",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error", "error_code", "request_id"],
+    "properties": {key: {"type": "string"} for key in ("error", "error_code", "request_id")},
+}
+
+
+def _get(summary: str) -> dict[str, Any]:
+    return {"get": {"summary": summary, "responses": {"200": {"description": "OK"}}}}
+
+
+def _post(summary: str, schema: dict[str, Any]) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    responses: dict[str, Any] = {"200": {"description": "The answer"}}
+    responses |= {code: {"description": t, "content": error} for code, t in _ERRORS.items()}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"post": {"summary": summary, "requestBody": body, "responses": responses}}
+
+
+def _nested(spec: TensorSpec) -> dict[str, Any]:
+    """The schema of nested arrays."""
+    whole = "integer" if "int" in spec.dtype else "number"
+    schema: dict[str, Any] = {"type": "boolean" if spec.dtype == "bool" else whole}
+    for size in reversed(spec.shape):
+        schema = {"type": "array", "items": schema}
+        if size is not None:
+            schema |= {"minItems": size, "maxItems": size}
+    return schema
+
+
+def _columns(model: ServedModel) -> dict[str, Any]:
+    tensors = {spec.name: _nested(spec) for spec in model.inputs}
+    inputs = {"type": "object", "required": list(tensors), "properties": tensors}
+    return {"type": "object", "required": ["inputs"], "properties": {"inputs": inputs}}
+
+
+def _v2(model: ServedModel) -> dict[str, Any]:
+    tensors = [
+        {
+            "type": "object",
+            "required": ["name", "datatype", "shape"],
+            "properties": {
+                "name": {"const": spec.name},
+                "datatype": {"const": DATATYPES.get(spec.dtype, spec.dtype)},
+                "shape": {"type": "array", "items": {"type": "integer"}},
+                "data": {"type": "array"},
+            },
+        }
+        for spec in model.inputs
+    ]
+    inputs = {"type": "array", "prefixItems": tensors, "minItems": len(tensors)}
+    return {"type": "object", "required": ["inputs"], "properties": {"inputs": inputs}}

@@ -1,0 +1,35 @@
+"""What a server's page shows: its models with their tensors and figures, at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...views import Viewable
+from ..api import Models, ModelStatus, TensorSpec
+
+
+@dataclass(frozen=True)
+class Served:
+    """One version of one model."""
+
+    status: ModelStatus
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class Overview(Viewable):
+    """All models of a server."""
+
+    ready: bool
+    models: tuple[Served, ...]
+
+
+def overview_of(models: Models) -> Overview:
+    """The figures of this moment."""
+    served = []
+    for name in models.names():
+        for version in models.versions(name):
+            model = models.model(name, version)
+            served.append(Served(model.status(), model.inputs, model.outputs))
+    return Overview(models.ready, tuple(served))

@@ -1,0 +1,99 @@
+"""One request from bytes to bytes: read, predict, write; cancelled where the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from ...errors import MeshwrightError, RequestError
+from ..api import Answer, Models, ServedModel
+from .answers import problem_response, reply_response
+from .body import Held, Pending, read_body
+from .contracts.request import Reply, Request
+from .limits import Limits
+from .problems import ClientGoneError, short
+
+T = TypeVar("T")
+TIMEOUT = "x-request-timeout"  # seconds
+_LARGE = (
+    1 << 17
+)  # bytes; larger bodies are read in another thread, so that small ones need not wait
+
+Read = Callable[[HttpRequest, bytes, ServedModel], Request]
+Write = Callable[[Request, Answer, ServedModel], Reply]
+
+
+async def answer(
+    http: HttpRequest,
+    models: Models,
+    name: str,
+    version: str | None,
+    read: Read,
+    write: Write,
+    limits: Limits,
+    pending: Pending,
+) -> Response:
+    """Answer a request for a prediction, or say why not."""
+    state = http.scope["state"]
+    try:
+        model = models.model(name, version)
+        state["model"], state["version"] = model.name, model.version
+        timeout_s = _header_timeout(http, limits)
+        with Held(pending) as held:
+            body = await read_body(http, limits, held)
+            if len(body) > _LARGE:
+                request = await asyncio.to_thread(read, http, body, model)
+            else:
+                request = read(http, body, model)
+            state["rows"] = len(next(iter(request.inputs.values()), ()))
+            timeout_s = min(timeout_s, request.timeout_s or timeout_s)
+            predicted = await unless_gone(
+                model.predict(request.inputs, timeout_s=timeout_s), http.receive
+            )
+            state["version"] = predicted.version
+            return reply_response(write(request, predicted, model), predicted.version)
+    except MeshwrightError as error:
+        return problem_response(error, http.scope)
+
+
+def _header_timeout(http: HttpRequest, limits: Limits) -> float:
+    text = http.headers.get(TIMEOUT)
+    if text is None:
+        return limits.request_s
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise RequestError(f"{TIMEOUT} must be a number of seconds; received {short(text)}.")
+    return min(seconds, limits.request_s)
+
+
+async def unless_gone(
+    work: Coroutine[Any, Any, T], receive: Callable[[], Coroutine[Any, Any, Any]]
+) -> T:
+    """The result, unless the client closes the connection first: then the work is cancelled.
+
+    Raises ClientGoneError.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError("the client left before its answer was ready.")
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _gone(receive: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

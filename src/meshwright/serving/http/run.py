@@ -1,0 +1,169 @@
+"""Runs the app on uvicorn until a signal, and leaves without losing a request.
+
+On SIGTERM the server first says that it is not ready and closes each connection with its next
+answer, for ``drain_s``, while it still answers; then it stops listening, answers what it has read,
+and ends. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...errors import ServingError
+from .log import LOGGER, JsonLines
+
+LOOPBACK = "127.0.0.1"
+_KEEP_ALIVE_S = 75  # longer than the idle time of common load balancers, so that they close first
+_MOST_HEADER_BYTES = 64 << 10
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a server listens, and how it ends.
+
+    ``fd`` is a listening socket that a parent process holds open, as systemd and supervisors do:
+    what arrives between two servers waits in it. ``certificate`` and ``private_key`` are PEM files.
+    """
+
+    host: str = LOOPBACK
+    port: int = 8000
+    fd: int | None = None
+    certificate: Path | None = None
+    private_key: Path | None = None
+    drain_s: float = 0.0
+    answer_s: float = 60.0  # for requests that were read before the end
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.private_key is None):
+            raise ServingError("TLS needs both a certificate and its private key, as PEM files.")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.fd is None and self.host in (LOOPBACK, "localhost", "::1")
+
+
+def run(app: Starlette, listening: Listening) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ServingError where the address cannot be bound."""
+    _log_as_json()
+    bound = _bound(listening)
+    config = uvicorn.Config(
+        CloseWhileDraining(app),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(listening.answer_s) + 1,
+        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        ssl_certfile=listening.certificate,
+        ssl_keyfile=listening.private_key,
+    )
+    server = _Server(config, app, listening.drain_s)
+    LOGGER.info("listening", extra={"fields": {"address": address(listening, bound)}})
+    with bound:
+        server.run(sockets=[bound])
+    if not server.started:
+        raise ServingError("the server did not start; its log says why.")
+
+
+def address(listening: Listening, bound: socket.socket) -> str:
+    """The URL that clients use on this machine."""
+    scheme = "https" if listening.certificate else "http"
+    host, port = bound.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{host}:{port}"
+
+
+def _bound(listening: Listening) -> socket.socket:
+    """A listening socket, before anything is loaded: a port that is taken is an error at once."""
+    if listening.fd is not None:
+        try:
+            return socket.socket(fileno=listening.fd)
+        except OSError as error:
+            raise ServingError(f"fd {listening.fd} is not a socket: {error.strerror}.") from error
+    family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((listening.host, listening.port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise ServingError(
+            f"cannot listen on {listening.host}:{listening.port}: {error}. "
+            f"Choose another --port, or 0 for any that is free."
+        ) from error
+    bound.listen(_BACKLOG)
+    return bound
+
+
+class CloseWhileDraining:
+    """ASGI middleware: while the app drains, each connection ends with its answer."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app: ASGIApp = app
+        self._state = app.state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and is_draining(self._state):
+                MutableHeaders(scope=message)["Connection"] = "close"
+            await send(message)
+
+        await self._app(scope, receive, closing if scope["type"] == "http" else send)
+
+
+def is_draining(state: Any) -> bool:
+    """Whether the server has been asked to end."""
+    return getattr(state, "draining", False)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which goes on answering for a while after the first SIGTERM."""
+
+    def __init__(self, config: uvicorn.Config, app: Starlette, drain_s: float) -> None:
+        super().__init__(config)
+        self._state = app.state
+        self._drain_s = drain_s
+        self._ends_s: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first SIGTERM drains; whatever comes after it, or another signal, ends."""
+        if sig != signal.SIGTERM or self._ends_s is not None:
+            super().handle_exit(sig, frame)
+            return
+        self._state.draining = True
+        self._ends_s = time.monotonic() + self._drain_s
+        LOGGER.info("draining", extra={"fields": {"drain_s": self._drain_s}})
+
+    async def on_tick(self, counter: int) -> bool:
+        """Asked ten times a second whether to end."""
+        if self._ends_s is not None and time.monotonic() >= self._ends_s:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def _log_as_json() -> None:
+    """The server's lines go to standard error, uvicorn's among them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for name, level in (("meshwright.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level)
+        logger.propagate = False

@@ -1,0 +1,364 @@
+"""The app: every route, every error with its status, limits, keys, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from http_calls import Call, call, running
+from http_models import FAULTS, KERNEL, Linear, Pair, Shelf
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+import meshwright as mw
+from meshwright.errors import ServingError
+from meshwright.serving.http.app import serving_app
+from meshwright.serving.http.keys import read_keys
+from meshwright.serving.http.limits import Limits
+from meshwright.serving.http.log import LOGGER, JsonLines
+
+ROW = {"instances": [[1, 2, 3, 4]]}
+ANSWER = (np.array([[1, 2, 3, 4]], np.float32) @ KERNEL).tolist()
+KEY = "k" * 32
+
+
+def app_of(*models: Linear, **how: Any) -> Starlette:
+    return serving_app(Shelf(*(models or (Linear(),))), **how)
+
+
+# Answers
+
+
+def test_every_contract_gives_the_same_answer():
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
+    split = {"columns": list("abcd"), "data": ROW["instances"]}
+    v2 = ({"inputs": [tensor]}, lambda body: [body["outputs"][0]["data"]])
+    calls = {
+        "/v1/models/linear:predict": (ROW, lambda body: body["predictions"]),
+        "/v1/models/linear/versions/1:predict": (ROW, lambda body: body["predictions"]),
+        "/invocations": ({"dataframe_split": split}, lambda body: body["predictions"]),
+        "/invocations?model=linear": (ROW["instances"], lambda body: body["predictions"]),
+        "/v2/models/linear/infer": v2,
+        "/v2/models/linear/versions/1/infer": v2,
+    }
+    for path, (body, outputs) in calls.items():
+        answered = call(app_of(), "POST", path, body)
+        assert answered.status == 200, answered.body
+        assert np.allclose(outputs(answered.json), ANSWER), path
+        assert answered.headers["x-model-version"] == "1"
+
+
+def test_several_inputs_and_outputs_pass_through_open_inference():
+    inputs = [
+        {"name": "tokens", "datatype": "INT32", "shape": [1, 3], "data": [1, 2, 3]},
+        {"name": "scale", "datatype": "BF16", "shape": [1], "data": [0.5]},
+    ]
+    answered = call(app_of(Pair()), "POST", "/v2/models/pair/infer", {"inputs": inputs})
+    assert [output["data"] for output in answered.json["outputs"]] == [[3.0], [2, 4, 6]]
+
+
+def test_descriptions_and_health():
+    app = app_of(Linear(), Linear(version="2"), Pair())
+    assert call(app, "GET", "/v2/models/linear").json["versions"] == ["1", "2"]
+    assert call(app, "GET", "/v2/models/pair").json["inputs"][0]["shape"] == [-1, -1]
+    states = call(app, "GET", "/v1/models/linear").json["model_version_status"]
+    assert [state["state"] for state in states] == ["AVAILABLE"] * 2
+    meta = call(app, "GET", "/v1/models/pair/metadata").json["metadata"]["signature_def"]
+    assert "serving_default" in meta["signature_def"]
+    for path in (
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/models/pair/ready",
+        "/ping",
+        "/health",
+    ):
+        assert call(app, "GET", path).status == 200, path
+    paths = call(app, "GET", "/openapi.json").json["paths"]
+    assert {"/v2/models/pair/infer", "/v1/models/linear:predict", "/invocations"} <= set(paths)
+
+
+def test_the_page_shows_models_layouts_and_how_to_call_them():
+    page = call(app_of(Linear(), Pair("<evil>")), "GET", "/")
+    assert page.headers["content-type"].startswith("text/html")
+    text = page.body.decode()
+    assert "dense/" in text
+    assert "curl http://localhost:8000/v1/models/linear:predict" in text
+    assert "<evil>" not in text
+    assert "&lt;evil&gt;" in text
+
+
+def test_prometheus_reads_the_figures_of_the_engine_and_of_http():
+    async def scenario() -> bytes:
+        async with running(app_of()) as app:
+            path = "/v1/models/linear:predict"
+            await Call("POST", path, json.dumps(ROW).encode()).to(app)
+            await Call("POST", path, b"{").to(app)
+            return (await Call("GET", "/metrics").to(app)).body
+
+    families = text_string_to_metric_families(asyncio.run(scenario()).decode())
+    samples = {(s.name, *sorted(s.labels.items())): s.value for f in families for s in f.samples}
+    model = (("model", "linear"), ("version", "1"))
+    assert samples["meshwright_latency_seconds_count", *model] == 8
+    assert samples["meshwright_latency_seconds_bucket", ("le", "0.01"), *model] == 7
+    assert samples["meshwright_batches_total", ("bucket_rows", "8"), *model] == 5
+    for status in ("200", "400"):
+        labels = (("contract", "tf_serving"), ("status", status))
+        assert samples["meshwright_http_requests_total", *labels] == 1
+
+
+def test_a_mounted_app_starts_with_its_first_request():
+    inner = app_of()
+    outer = Starlette(routes=[Mount("/models", inner)])
+
+    async def scenario() -> list[int]:
+        found = []
+        for _ in range(3):
+            answered = await Call("GET", "/models/v2/health/ready").to(outer)
+            found.append(answered.status)
+            await asyncio.sleep(0)
+        return found
+
+    assert asyncio.run(scenario())[-1] == 200
+
+
+# Faults
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_each_fault_of_a_model_has_its_status(fault):
+    model = Linear()
+    model.fault = fault
+    answered = call(app_of(model), "POST", "/v1/models/linear:predict", ROW)
+    assert answered.status == FAULTS[fault]
+    assert ("a bug" in answered.json["error"]) is False
+    assert answered.json["request_id"] == answered.headers["x-request-id"]
+    if answered.status == 429:
+        assert answered.headers["retry-after"] == "3"
+
+
+WRONG = {
+    ("POST", "/v1/models/none:predict"): (404, "unknown_model"),
+    ("POST", "/v1/models/linear/versions/9:predict"): (404, "unknown_model"),
+    ("GET", "/v2/models/none"): (404, "unknown_model"),
+    ("GET", "/etc/passwd"): (404, "not_found"),
+    ("GET", "/v1/models/../../etc/passwd:predict"): (404, "not_found"),
+    ("GET", "/v1/models/linear:predict"): (405, "method_not_allowed"),
+    ("DELETE", "/v2/models/linear"): (405, "method_not_allowed"),
+    ("POST", "/invocations?model=none"): (404, "unknown_model"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: " ".join(case))
+def test_unknown_paths_models_and_methods(case):
+    answered = call(app_of(), *case, ROW)
+    assert (answered.status, answered.json["error_code"]) == WRONG[case]
+
+
+def test_invocations_of_several_models_must_say_which():
+    answered = call(app_of(Linear(), Pair()), "POST", "/invocations", ROW)
+    assert answered.status == 400
+    assert "'linear', 'pair'" in answered.json["error"]
+
+
+PATH = "/v1/models/linear:predict"
+BODY = json.dumps(ROW).encode()
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress], ids=["gzip", "deflate"])
+def test_compressed_bodies_are_read(pack):
+    name = "gzip" if pack is gzip.compress else "deflate"
+    twice = pack(BODY[:7]) + pack(BODY[7:])
+    assert call(app_of(), "POST", PATH, twice, content_encoding=name).status == 200
+
+
+def test_a_bomb_stops_at_the_limit():
+    limits = Limits(body_bytes=1 << 20)
+    bomb = gzip.compress(bytes(300 << 20))
+    answered = call(app_of(limits=limits), "POST", PATH, bomb, content_encoding="gzip")
+    assert (answered.status, answered.json["error_code"]) == (413, "body_too_large")
+
+
+BROKEN = {  # body and its encoding -> status
+    (gzip.compress(BODY)[:-9], "gzip"): 400,
+    (b"no gzip", "gzip"): 400,
+    (gzip.compress(b"") * 300, "gzip"): 400,
+    (BODY, "br"): 415,
+}
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=["cut short", "not gzip", "many members", "br"])
+def test_broken_compression_is_refused(case):
+    body, encoding = case
+    answered = call(app_of(), "POST", PATH, body, content_encoding=encoding)
+    assert answered.status == BROKEN[case]
+
+
+def test_a_body_that_is_too_large_is_refused_before_and_while_it_is_read():
+    app = app_of(limits=Limits(body_bytes=100))
+    assert call(app, "POST", PATH, bytes(10), content_length="101").status == 413
+    assert call(app, "POST", PATH, bytes(101)).status == 413
+
+
+def test_a_body_that_stalls_times_out():
+    async def scenario() -> int:
+        async with running(app_of(limits=Limits(read_s=0.01))) as app:
+            return (await Call("POST", PATH, b"{", stalls=True).to(app)).status
+
+    assert asyncio.run(scenario()) == 408
+
+
+def test_all_bodies_together_have_a_limit_and_give_their_share_back():
+    model = Linear()
+
+    async def scenario() -> list[int]:
+        model.gate = asyncio.Event()
+        limits = Limits(body_bytes=len(BODY), pending_bytes=len(BODY) + 5)
+        async with running(app_of(model, limits=limits)) as app:
+            first = asyncio.ensure_future(Call("POST", PATH, BODY).to(app))
+            while not model.timeouts:
+                await asyncio.sleep(0)
+            second = await Call("POST", PATH, BODY).to(app)
+            model.gate.set()
+            third = await first
+            return [second.status, third.status, (await Call("POST", PATH, BODY).to(app)).status]
+
+    assert asyncio.run(scenario()) == [429, 200, 200]
+
+
+def test_a_client_that_leaves_takes_its_request_out_of_the_queue():
+    model = Linear()
+
+    async def scenario() -> int:
+        model.gate = asyncio.Event()
+        async with running(app_of(model)) as app:
+            leaves = asyncio.Event()
+            asked = asyncio.ensure_future(Call("POST", PATH, BODY, leaves=leaves).to(app))
+            while not model.timeouts:
+                await asyncio.sleep(0)
+            leaves.set()
+            return (await asked).status
+
+    assert asyncio.run(scenario()) == 499
+    assert model.outcomes == {"cancelled": 1}
+
+
+def test_a_request_may_shorten_its_time():
+    model = Linear()
+    app = app_of(model, limits=Limits(request_s=9))
+    for seconds in ("2", "100"):
+        assert call(app, "POST", PATH, ROW, x_request_timeout=seconds).status == 200
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
+    body = {"inputs": [tensor], "parameters": {"timeout": 500_000}}
+    assert call(app, "POST", "/v2/models/linear/infer", body).status == 200
+    assert model.timeouts == [2, 9, 0.5]
+    for wrong in ("-1", "nan", "soon"):
+        assert call(app, "POST", PATH, ROW, x_request_timeout=wrong).status == 400
+
+
+def test_a_deadline_that_passes_is_a_504():
+    model = Linear()
+
+    async def scenario() -> int:
+        model.gate = asyncio.Event()
+        async with running(app_of(model, limits=Limits(request_s=0.01))) as app:
+            return (await Call("POST", PATH, BODY).to(app)).status
+
+    assert asyncio.run(scenario()) == 504
+
+
+def test_limits_must_fit_each_other():
+    with pytest.raises(ServingError, match="tensors=0"):
+        Limits(tensors=0)
+    with pytest.raises(ServingError, match="smaller than body_bytes"):
+        Limits(body_bytes=100, pending_bytes=10)
+
+
+# Keys and logs
+
+
+def test_requests_need_a_key_where_there_are_keys_and_health_does_not():
+    app = app_of(keys=["other" * 8, KEY])
+    refused = call(app, "POST", PATH, ROW)
+    assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer")
+    assert call(app, "POST", PATH, ROW, authorization=f"Bearer {KEY}").status == 200
+    assert call(app, "POST", PATH, ROW, x_api_key=KEY).status == 200
+    for wrong in (f"Bearer {KEY}x", f"Basic {KEY}", "Bearer", ""):
+        assert call(app, "POST", PATH, ROW, authorization=wrong).status == 401
+    assert call(app, "GET", "/metrics").status == 401
+    assert call(app, "GET", "/v2/health/ready").status == 200
+
+
+def test_the_body_of_a_request_without_a_key_is_not_read():
+    async def scenario() -> int:
+        async with running(app_of(keys=[KEY])) as app:
+            return (await Call("POST", PATH, [], stalls=True).to(app)).status
+
+    assert asyncio.run(scenario()) == 401
+
+
+def test_files_of_keys_are_checked(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n{KEY}\n")
+    file.chmod(0o600)
+    assert read_keys(file) == (KEY,)
+    file.chmod(0o644)
+    with pytest.raises(ServingError, match="chmod 600"):
+        read_keys(file)
+    for text, message in (("\n", "has no API key"), ("short\n", "at least 16")):
+        file.chmod(0o600)
+        file.write_text(text)
+        with pytest.raises(ServingError, match=message):
+            read_keys(file)
+    with pytest.raises(ServingError, match="cannot read"):
+        read_keys(tmp_path / "missing")
+
+
+def test_each_request_is_a_line_of_json_without_secrets():
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(JsonLines().format(record))
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        app = app_of(keys=[KEY])
+        path = f"{PATH}?token=hidden"
+        answered = call(
+            app, "POST", path, ROW, authorization=f"Bearer {KEY}", x_request_id="mine-1"
+        )
+        call(app, "POST", PATH, b"{", x_api_key=KEY, x_request_id="evil\n{}")
+        call(app, "POST", PATH, ROW, x_api_key=KEY + "wrong")
+    finally:
+        LOGGER.removeHandler(handler)
+    first, second, third = map(json.loads, lines)
+    assert answered.headers["x-request-id"] == first["request_id"] == "mine-1"
+    assert (first["status"], first["rows"], first["model"]) == (200, 1, "linear")
+    assert (second["status"], second["error_code"]) == (400, "bad_request")
+    assert second["request_id"].isalnum()
+    assert third["status"] == 401
+    assert not any(secret in line for line in lines for secret in (KEY, "hidden", "Bearer "))
+
+
+def test_an_error_that_nobody_expected_is_logged_with_its_traceback():
+    model = Linear()
+    model.fault = ZeroDivisionError("inside")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(JsonLines().format(record))
+    LOGGER.addHandler(handler)
+    try:
+        call(app_of(model), "POST", PATH, ROW)
+    finally:
+        LOGGER.removeHandler(handler)
+    assert "ZeroDivisionError: inside" in json.loads(lines[0])["traceback"]
+
+
+def test_the_public_name():
+    assert mw.serving_app is serving_app
+    assert mw.Limits is Limits
