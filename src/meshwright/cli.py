@@ -11,6 +11,7 @@ from .commands.dry_run import dry_run
 from .commands.group import Group, traceback_option
 from .commands.launch import launch
 from .commands.plan import plan
+from .commands.serve import serve
 from .commands.show import show
 
 
@@ -21,7 +22,7 @@ def main() -> None:
     """Meshwright: one model, any mesh."""
 
 
-for _command in (show, check, plan, dry_run, launch, doctor, demo):
+for _command in (show, check, plan, dry_run, launch, serve, doctor, demo):
     main.add_command(_command)
 
 if __name__ == "__main__":

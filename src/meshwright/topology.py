@@ -55,8 +55,17 @@ def virtual_devices(count: int) -> None:
         )
     if not getattr(jax.config, "jax_platforms", None):
         jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(count))
-    _size_pool_for(int(count))
+    make_cpu_devices(int(count))
+
+
+def make_cpu_devices(count: int) -> None:
+    """So many CPU devices, should the CPU be what JAX chooses; without effect once JAX runs."""
+    import jax
+
+    if _compat.jax_is_running():
+        return
+    jax.config.update("jax_num_cpu_devices", count)
+    _size_pool_for(count)
 
 
 def virtual_device_variables(count: int, environment: Mapping[str, str]) -> dict[str, str]:

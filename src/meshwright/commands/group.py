@@ -14,6 +14,7 @@ from ..errors import MeshwrightError
 
 _TRACEBACK_VARIABLE = "MESHWRIGHT_TRACEBACK"
 _FAULTS = "meshwright.faults"
+WORDS = "meshwright.words"  # of a command, as they were typed
 
 
 class Group(click.Group):
@@ -54,6 +55,7 @@ class Command(click.Command):
     """A command that reports all its invalid parameters at once; Click reports the first."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[WORDS] = tuple(args)
         rest = super().parse_args(ctx, args)
         faults: Sequence[click.UsageError] = ctx.meta.pop(_FAULTS, ())
         if len(faults) == 1:

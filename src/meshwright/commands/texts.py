@@ -125,6 +125,18 @@ class BuildText(_Read):
         return text
 
 
+class SizesText(_Read):
+    """``1,8,32``."""
+
+    name = "sizes"
+
+    def read(self, text: str) -> tuple[int, ...]:
+        sizes = tuple(int(part) if part.strip().isdigit() else 0 for part in text.split(","))
+        if not all(sizes):
+            self.fail(f"expected whole numbers, such as 1,8,32; received {text!r}.")
+        return sizes
+
+
 class NewFile(_Read):
     """A file that will be written, checked before anything is computed; folders are made."""
 

@@ -45,8 +45,8 @@ def serving_app(
     ``/metrics``, ``/openapi.json`` and a page at ``/``. ``limits`` bounds what a request may ask
     for; with ``keys`` each request but a health check must bring one of them.
 
-    Its lifespan starts the models and drains them. In an app that it is mounted in, the first
-    request starts them, unless that app's lifespan runs ``models.start()`` and ``models.drain()``.
+    Its lifespan starts the models and drains them. Mounted in another app it has none: the first
+    request starts them then, unless the other lifespan does, and that one must drain them.
 
     Raises ServingError for keys that are too short.
 
@@ -59,14 +59,18 @@ def serving_app(
     face = _Face(models, limits or Limits())
 
     @asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        await face.start()
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            await face.start()
+        except BaseException as error:
+            app.state.failure = error
+            raise
         try:
             yield
         finally:
             await models.drain()
 
-    return Starlette(
+    app = Starlette(
         routes=face.routes(),
         lifespan=lifespan,
         middleware=[
@@ -75,6 +79,8 @@ def serving_app(
         ],
         exception_handlers={HTTPException: _unrouted, MeshwrightError: _refused},  # pyright: ignore
     )
+    app.state.models = models
+    return app
 
 
 async def _unrouted(http: Request, error: HTTPException) -> Response:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,7 @@ LOOPBACK = "127.0.0.1"
 _KEEP_ALIVE_S = 75  # longer than the idle time of common load balancers, so that they close first
 _MOST_HEADER_BYTES = 64 << 10
 _BACKLOG = 2048
+_LEAST_DRAIN_S = 0.2  # for connections that were just accepted and not yet read
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,23 @@ class Listening:
         return self.fd is None and self.host in (LOOPBACK, "localhost", "::1")
 
 
-def run(app: Starlette, listening: Listening) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ServingError where the address cannot be bound."""
+def run(make_app: Callable[[], Starlette], listening: Listening) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    The address is taken before the app is made, and listened on once its models are ready: until
+    then connections are refused, as start-up probes expect. Raises ServingError where the address
+    cannot be taken, and what the start of the models raises.
+    """
     _log_as_json()
     bound = _bound(listening)
+    app = make_app()
     config = uvicorn.Config(
         CloseWhileDraining(app),
         log_config=None,
         access_log=False,
         server_header=False,
         ws="none",
+        backlog=_BACKLOG,
         lifespan="on",
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(listening.answer_s) + 1,
@@ -74,12 +83,12 @@ def run(app: Starlette, listening: Listening) -> None:
         ssl_certfile=listening.certificate,
         ssl_keyfile=listening.private_key,
     )
-    server = _Server(config, app, listening.drain_s)
-    LOGGER.info("listening", extra={"fields": {"address": address(listening, bound)}})
+    server = _Server(config, app, listening)
+    app.state.address = address(listening, bound)
     with bound:
         server.run(sockets=[bound])
-    if not server.started:
-        raise ServingError("the server did not start; its log says why.")
+    if (failure := getattr(app.state, "failure", None)) is not None:
+        raise failure
 
 
 def address(listening: Listening, bound: socket.socket) -> str:
@@ -108,7 +117,6 @@ def _bound(listening: Listening) -> socket.socket:
             f"cannot listen on {listening.host}:{listening.port}: {error}. "
             f"Choose another --port, or 0 for any that is free."
         ) from error
-    bound.listen(_BACKLOG)
     return bound
 
 
@@ -136,10 +144,11 @@ def is_draining(state: Any) -> bool:
 class _Server(uvicorn.Server):
     """uvicorn's server, which goes on answering for a while after the first SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, app: Starlette, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, app: Starlette, listening: Listening) -> None:
         super().__init__(config)
         self._state = app.state
-        self._drain_s = drain_s
+        self._drain_s = max(listening.drain_s, _LEAST_DRAIN_S)
+        self._has_successor = listening.fd is not None
         self._ends_s: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -151,10 +160,19 @@ class _Server(uvicorn.Server):
         self._ends_s = time.monotonic() + self._drain_s
         LOGGER.info("draining", extra={"fields": {"drain_s": self._drain_s}})
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the models, then listen."""
+        await super().startup(sockets)
+        if self.started:
+            LOGGER.info("listening", extra={"fields": {"address": self._state.address}})
+
     async def on_tick(self, counter: int) -> bool:
         """Asked ten times a second whether to end."""
-        if self._ends_s is not None and time.monotonic() >= self._ends_s:
-            self.should_exit = True
+        if self._ends_s is not None:
+            if self._has_successor:  # which accepts what waits in the socket
+                for listener in self.servers:
+                    listener.close()
+            self.should_exit |= time.monotonic() >= self._ends_s
         return await super().on_tick(counter)
 
 

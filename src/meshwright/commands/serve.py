@@ -1,0 +1,168 @@
+"""``meshwright serve``: a model behind HTTP, from its checkpoint, on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .config import config_option
+from .group import WORDS, Command, argument, option, traceback_option
+from .options import layout_option, strategy_option
+from .texts import BuildText, BytesText, MeshText, SizesText
+
+if TYPE_CHECKING:
+    from ..layouts.layout import Layout
+
+_PLATFORMS = ("bentoml", "compose", "knative", "kserve", "kubeflow", "mlflow", "ray", "sagemaker")
+_OF_THE_PLATFORM = ("host", "port", "fd", "platform", "folder", "image", "api_keys")
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_SECONDS = click.FloatRange(0, min_open=True)
+
+
+@click.command(cls=Command, short_help="Serve a model over HTTP.")
+@argument("source", type=click.Path(exists=True, path_type=Path), metavar="RUN")
+@option(
+    "--model",
+    "build",
+    type=BuildText(),
+    metavar="MODULE:BUILD",
+    help="The function that builds the model, as for `meshwright dry-run`; not for .keras files.",
+)
+@option(
+    "--mesh",
+    type=MeshText(),
+    metavar="MESH",
+    help='The mesh to serve on: "model=4".  [default: one device]',
+)
+@layout_option
+@strategy_option(layouts="--layout")
+@option("--name", help="Name of the model in URLs.  [default: that of the folder or file]")
+@option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    envvar="PORT",
+    help="Port to listen on; 0 for any that is free. PORT in the environment sets it, too.",
+)
+@option("--fd", type=click.IntRange(0), help="Listen on this open socket instead.")
+@option("--max-rows", type=click.IntRange(1), help="Rows of the largest batch.  [default: 32]")
+@option(
+    "--buckets",
+    type=SizesText(),
+    metavar="ROWS,...",
+    help="Rows of the batches that are compiled: 1,8,32.  [default: powers of two]",
+)
+@option(
+    "--lengths", type=SizesText(), metavar="SIZES", help="Sizes that ragged dims are padded to."
+)
+@option("--wait", type=click.FloatRange(0), help="Seconds that a batch waits for more rows.")
+@option("--queue-rows", type=click.IntRange(1), help="Rows that may wait; more are refused (429).")
+@option("--timeout", type=_SECONDS, default=60.0, show_default=True, help="Seconds of a request.")
+@option("--finite", is_flag=True, help="Refuse answers with NaN or infinity (500).")
+@option(
+    "--precision",
+    type=click.Choice(["bfloat16", "float16", "int8"]),
+    help="Convert the weights.",
+)
+@option("--reload", type=_SECONDS, metavar="SECONDS", help="Look for newer checkpoints this often.")
+@option(
+    "--max-body",
+    type=BytesText(),
+    default="64MiB",
+    show_default=True,
+    metavar="BYTES",
+    help="Largest body of a request.",
+)
+@option("--api-keys", type=_FILE, metavar="FILE", help="Ask for one of these keys, one a line.")
+@option("--tls-certificate", type=_FILE, metavar="FILE", help="Serve HTTPS with this PEM file.")
+@option("--tls-key", type=_FILE, metavar="FILE", help="The private key of the certificate.")
+@option(
+    "--drain",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Seconds to go on answering after SIGTERM, so that load balancers notice.",
+)
+@option("--telemetry", is_flag=True, help="Send traces by OpenTelemetry, as OTEL_* variables say.")
+@option(
+    "--write",
+    "platform",
+    type=click.Choice(_PLATFORMS),
+    help="Write the files for a platform and end.",
+)
+@option(
+    "--to",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=".",
+    show_default=True,
+    help="The folder for --write.",
+)
+@option("--image", default="", help="The container image for --write.  [default: NAME:latest]")
+@config_option
+@traceback_option
+@click.pass_context
+def serve(
+    ctx: click.Context,
+    layouts: tuple[tuple[tuple[str, Layout], ...], ...],
+    options: tuple[tuple[str, Any], ...],
+    platform: str | None,
+    folder: Path,
+    image: str,
+    **how: Any,
+) -> None:
+    """Serve a trained model over HTTP until SIGTERM, which drains it.
+
+    RUN is the folder of a run (the newest checkpoint is taken), one checkpoint, or a .keras file.
+    Clients may speak the Open Inference protocol V2, TensorFlow Serving's REST, or SageMaker's and
+    MLflow's /invocations. The page at / shows load, latency, layouts and how to call the model.
+
+    \b
+    meshwright serve runs/mnist --model train:build --mesh model=4
+    meshwright serve model.keras --port 9000 --buckets 1,8,32
+    meshwright serve runs/mnist --model train:build --host 0.0.0.0 --api-keys keys.txt
+    meshwright serve runs/mnist --model train:build --write kserve
+
+    Only this machine can reach the server unless --host says otherwise.
+    """
+    from ..serve_command import Asked, run, write
+
+    asked = Asked(layouts=dict(chain(*layouts)), options=dict(options), **how)
+    if platform is None:
+        run(asked)
+        return
+    for path in write(asked, platform, folder, image, _passed_on(ctx)):
+        click.echo(path)
+
+
+def asked_of(words: Sequence[str]) -> Mapping[str, Any]:
+    """The parameters of the command for these words, as a program of a platform needs them."""
+    with serve.make_context("serve", list(words)) as ctx:
+        left_out = ("platform", "folder", "image")
+        params = {key: value for key, value in ctx.params.items() if key not in left_out}
+    layouts, options = params.pop("layouts"), params.pop("options")
+    return {**params, "layouts": dict(chain(*layouts)), "options": dict(options)}
+
+
+def _passed_on(ctx: click.Context) -> tuple[str, ...]:
+    """The words of the command line, but for those that the platform itself says."""
+    said = {
+        word: param.is_flag if isinstance(param, click.Option) else False
+        for param in ctx.command.params
+        if param.name in _OF_THE_PLATFORM
+        for word in param.opts
+    }
+    words, kept = iter(ctx.meta[WORDS]), []
+    for word in words:
+        name, joined, _ = word.partition("=")
+        if name not in said:
+            kept.append(word)
+        elif not joined and not said[name]:
+            next(words)
+    return tuple(kept)

@@ -1,0 +1,85 @@
+"""Files for platforms: complete, parsed by their own formats, quoted, and never replaced."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from meshwright.cli import main
+from meshwright.commands.serve import asked_of
+from meshwright.errors import ServingError
+from meshwright.serving.platforms import PLATFORMS, Deployment, files_for
+
+ARGUMENTS = ("runs/it's $HOME", "--model", "train:build", "--mesh", "model=4")
+DEPLOYMENT = Deployment("mnist", ARGUMENTS, "0.1.0", devices=4)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_file_parses_as_what_it_is(platform):
+    for name, text in files_for(platform, DEPLOYMENT).items():
+        assert text.endswith("\n"), name
+        if name.endswith((".yaml", "MLmodel")):
+            assert isinstance(yaml.safe_load(text), dict)
+        elif name.endswith(".py"):
+            ast.parse(text)
+        elif name == "Containerfile" and "ENTRYPOINT" in text:
+            words = json.loads(text.partition("ENTRYPOINT ")[2])
+            assert words[: len(ARGUMENTS) + 2] == ["meshwright", "serve", *ARGUMENTS]
+            assert "0.0.0.0" in words
+
+
+def test_a_shell_reads_the_words_as_they_were():
+    import shlex
+
+    line = files_for("sagemaker", DEPLOYMENT)["serve"].splitlines()[-1]
+    assert tuple(shlex.split(line)[3:8]) == ARGUMENTS
+
+
+def test_probes_ask_for_readiness_on_the_port_that_is_served():
+    spec = yaml.safe_load(files_for("kserve", DEPLOYMENT)["inference_service.yaml"])
+    (container,) = spec["spec"]["predictor"]["containers"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/v2/health/ready", "port": 8080}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mnist").mkdir(parents=True)
+    (tmp_path / "train.py").write_text("def build(): ...\n")
+    return tmp_path
+
+
+def test_the_command_writes_the_words_that_it_was_called_with(project):
+    words = ["runs/mnist", "--model", "train:build", "--mesh=model=2", "--port", "9"]
+    done = CliRunner().invoke(main, ["serve", *words, "--write", "ray", "--to", "out"])
+    assert done.exit_code == 0, done.output
+    assert done.output.split() == [f"out/{name}" for name in PLATFORMS["ray"]]
+    text = (project / "out" / "app.py").read_text()
+    assert '["runs/mnist", "--model", "train:build", "--mesh=model=2"]' in text
+    again = CliRunner().invoke(main, ["serve", *words, "--write", "ray", "--to", "out"])
+    assert again.exit_code == 2
+    assert "exists already and is not replaced" in again.output
+
+
+def test_words_become_options(project):
+    words = ["runs/mnist", "--model", "train:build", "--mesh", "model=2", "--buckets", "1,8"]
+    asked = asked_of([*words, "--max-body", "1MiB", "--precision", "int8", "--finite"])
+    assert (asked["buckets"], asked["max_body"], asked["finite"]) == ((1, 8), 1 << 20, True)
+
+
+def test_a_config_file_gives_options(project):
+    (project / "serve.toml").write_text('mesh = "model=2"\n[serve]\nport = 9000\nmax-rows = 8\n')
+    asked = asked_of(["runs/mnist", "--model", "train:build", "--config", "serve.toml"])
+    assert (asked["port"], asked["max_rows"], asked["mesh"].size) == (9000, 8, 2)
+
+
+def test_names_that_platforms_refuse_are_refused():
+    with pytest.raises(ServingError, match="lowercase"):
+        Deployment("My_Model", (), "0.1.0")
+    with pytest.raises(ServingError, match="unknown platform 'heroku'"):
+        files_for("heroku", DEPLOYMENT)
