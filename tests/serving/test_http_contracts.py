@@ -175,7 +175,7 @@ WRONG = {  # body -> what the message says
     '{"instances": [[1, 2, 3]]}': r"expected shape \[rows, 2\]; received \[1, 3\]",
     '{"instances": []}': "must be an array of rows",
     '{"instances": [[1, 1e300]]}': "outside the range of float32",
-    '{"instances": [[1, 2]], "inputs": [[1, 2]]}': "expected 'instances'",
+    '{"instances": [[1, 2]], "inputs": [[1, 2]]}': "expected either 'instances'",
     '{"instances": [[1, 2]], "signature_name": "other"}': "unknown signature 'other'",
     '{"inputs": {"x": [[1, 2]], "z": [1]}}': r"unknown input 'z'\. The model takes 'x'",
     '{"inputs": {}}': "missing input 'x'",

@@ -68,7 +68,7 @@ def serving_app(
         try:
             yield
         finally:
-            await models.drain()
+            await face.drain()
 
     app = Starlette(
         routes=face.routes(),
@@ -112,6 +112,11 @@ class _Face:
             self._starting = asyncio.ensure_future(self._models.start())
         await asyncio.shield(self._starting)
 
+    async def drain(self) -> None:
+        """Answer what was accepted, and stop; the models can be started again."""
+        self._starting = None
+        await self._models.drain()
+
     def routes(self) -> list[Route]:
         """Every path."""
         predict = functools.partial(self._prediction, "tf_serving", self._tf_read, _tf_write)
@@ -130,6 +135,7 @@ class _Face:
             *(Route(f"{v}/ready", self._model_ready, methods=_GET) for v in (v2, v2 + of_version)),
             *(Route(v, self._v2_metadata, methods=_GET) for v in (v2, v2 + of_version)),
             *(Route(f"{v}:predict", predict, methods=_POST) for v in (v1, v1 + of_version)),
+            *(Route(f"{v}:predict", _only_post, methods=_GET) for v in (v1, v1 + of_version)),
             *(Route(f"{v}/metadata", self._tf_meta, methods=_GET) for v in (v1, v1 + of_version)),
             *(Route(v, self._tf_status, methods=_GET) for v in (v1, v1 + of_version)),
             Route("/invocations", self._invocations, methods=_POST),
@@ -248,6 +254,10 @@ def _tf_write(asked: Asked, answer: Answer, _model: ServedModel) -> Reply:
 
 def _invoked_write(asked: Asked, answer: Answer, _model: ServedModel) -> Reply:
     return invocations.write(asked, answer)
+
+
+async def _only_post(_http: Request) -> Response:
+    raise HTTPException(405, headers={"Allow": "POST"})
 
 
 async def _live(_http: Request) -> Response:

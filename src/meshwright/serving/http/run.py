@@ -25,10 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import ServingError
 from .log import LOGGER, JsonLines
+from .protocol import BoundedProtocol
 
 LOOPBACK = "127.0.0.1"
 _KEEP_ALIVE_S = 75  # longer than the idle time of common load balancers, so that they close first
-_MOST_HEADER_BYTES = 64 << 10
 _BACKLOG = 2048
 _LEAST_DRAIN_S = 0.2  # for connections that were just accepted and not yet read
 
@@ -79,7 +79,7 @@ def run(make_app: Callable[[], Starlette], listening: Listening) -> None:
         lifespan="on",
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(listening.answer_s) + 1,
-        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        http=BoundedProtocol,
         ssl_certfile=listening.certificate,
         ssl_keyfile=listening.private_key,
     )
