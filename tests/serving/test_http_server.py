@@ -29,7 +29,7 @@ pytestmark = pytest.mark.alone
 PROGRAM = Path(__file__).with_name("http_serving.py")
 PATH = "/v1/models/linear:predict"
 BODY = json.dumps({"instances": [[1, 2, 3, 4]]}).encode()
-RESTARTS = int(os.environ.get("MESHWRIGHT_TEST_RESTARTS", "3"))
+RESTARTS = int(os.environ.get("MESHWRIGHT_TEST_RESTARTS", "2"))
 
 
 @contextlib.contextmanager
@@ -41,35 +41,49 @@ def listening_socket() -> Iterator[socket.socket]:
         yield bound
 
 
-def started(bound: socket.socket | None = None, **how: Any) -> subprocess.Popen[str]:
-    if bound is not None:
-        how["fd"] = bound.fileno()
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), json.dumps(how)],
-        stderr=subprocess.PIPE,
-        text=True,
-        pass_fds=[bound.fileno()] if bound is not None else [],
-    )
-    assert process.stderr is not None
-    for text in process.stderr:
-        line = json.loads(text)
-        if line["message"] == "listening":
-            process.address = line["address"]  # type: ignore[attr-defined]
-            break
-    else:
-        pytest.fail(f"it ended with {process.wait()}")
-    threading.Thread(target=process.stderr.read, daemon=True).start()
-    return process
+class Started:
+    """A server in a process of its own, which listens when this is made."""
+
+    def __init__(self, log: Path, bound: socket.socket | None = None, **how: Any) -> None:
+        if bound is not None:
+            how["fd"] = bound.fileno()
+        with log.open("w") as lines:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), json.dumps(how)],
+                stderr=lines,
+                pass_fds=[bound.fileno()] if bound is not None else [],
+            )
+        for _ in range(1200):
+            found = [line for line in log.read_text().splitlines() if "listening" in line]
+            if found:
+                break
+            assert self.process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        self.port = int(json.loads(found[0])["address"].rpartition(":")[2])
+
+    def end(self, sig: int = signal.SIGTERM) -> int:
+        self.process.send_signal(sig)
+        return self.process.wait(30)
 
 
-@contextlib.contextmanager
-def server(**how: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    process = started(port=0, **how)
-    try:
-        yield process, int(process.address.rpartition(":")[2])  # type: ignore[attr-defined]
-    finally:
-        process.kill()
-        process.wait()
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Any]:
+    """Starts servers, and ends them with the test."""
+    servers: list[Started] = []
+
+    def start(bound: socket.socket | None = None, **how: Any) -> Started:
+        how |= {} if bound else {"port": 0}
+        servers.append(Started(tmp_path / f"{len(servers)}.log", bound, **how))
+        return servers[-1]
+
+    yield start
+    for each in servers:
+        if each.process.poll() is None:
+            each.end(signal.SIGKILL)
+
+
+def connected(port: int) -> Any:
+    return contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30))
 
 
 class Load:
@@ -94,48 +108,42 @@ class Load:
             thread.join()
 
     def _ask(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
-        while not self._ends.is_set():
-            start = time.perf_counter()
-            try:
-                connection.request("POST", PATH, BODY, {"Content-Type": "application/json"})
-                answered = connection.getresponse()
-                answered.read()
-            except OSError as error:
-                self.outcomes[type(error).__name__] += 1
-                connection.close()
-                continue
-            except http.client.HTTPException as error:
-                self.outcomes[type(error).__name__] += 1
-                connection.close()
-                continue
-            self.outcomes[str(answered.status)] += 1
-            self.versions[answered.headers.get("X-Model-Version", "")] += 1
-            self.seconds.append(time.perf_counter() - start)
-        connection.close()
+        with connected(self._port) as connection:
+            while not self._ends.is_set():
+                start = time.perf_counter()
+                try:
+                    connection.request("POST", PATH, BODY)
+                    answered = connection.getresponse()
+                    answered.read()
+                except (OSError, http.client.HTTPException) as error:
+                    self.outcomes[type(error).__name__] += 1
+                    connection.close()
+                    continue
+                self.outcomes[str(answered.status)] += 1
+                self.versions[answered.headers.get("X-Model-Version", "")] += 1
+                self.seconds.append(time.perf_counter() - start)
 
 
-def test_restarts_under_load_lose_no_request():
+@pytest.mark.full
+def test_restarts_under_load_lose_no_request(server):
     with listening_socket() as bound:
-        process = started(bound, drain_s=0.3)
+        started = server(bound, drain_s=0.3)
         with Load(bound.getsockname()[1], clients=4) as load:
             for _ in range(RESTARTS):
                 time.sleep(0.3)
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(30) == 0
-                process = started(bound, drain_s=0.3)
+                assert started.end() == 0
+                started = server(bound, drain_s=0.3)
             time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert started.end() == 0
     assert set(load.outcomes) == {"200"}, load.outcomes
     assert len(load.versions) == RESTARTS + 1
     print(f"{RESTARTS} restarts, {load.outcomes['200']} requests, none lost")
 
 
-def test_while_it_drains_it_is_not_ready_and_answers():
-    with server(drain_s=5.0) as (process, port):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        process.send_signal(signal.SIGTERM)
+def test_while_it_drains_it_is_not_ready_and_answers(server):
+    started = server(drain_s=5.0)
+    with connected(started.port) as connection:
+        started.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         connection.request("GET", "/v2/health/ready")
         answered = connection.getresponse()
@@ -143,9 +151,7 @@ def test_while_it_drains_it_is_not_ready_and_answers():
         assert (answered.status, answered.headers["Connection"]) == (503, "close")
         connection.request("POST", PATH, BODY)
         assert connection.getresponse().status == 200
-        connection.close()
-        process.send_signal(signal.SIGTERM)  # the second ends it at once
-        assert process.wait(10) is not None
+    started.end()  # the second signal ends it at once
 
 
 def malformed(seed: int) -> bytes:
@@ -180,31 +186,32 @@ def throw(port: int, seed: int) -> str:
     return ""
 
 
-def test_malformed_requests_under_load_hurt_nobody():
+@pytest.mark.full
+def test_malformed_requests_under_load_hurt_nobody(server):
     count = int(os.environ.get("MESHWRIGHT_TEST_MALFORMED", "300"))
-    with server() as (process, port):
-        with Load(port, clients=1) as load:
-            statuses = Counter(throw(port, seed) for seed in range(count))
-        assert process.poll() is None
-        assert set(load.outcomes) == {"200"}, load.outcomes
+    started = server()
+    with Load(started.port, clients=1) as load:
+        statuses = Counter(throw(started.port, seed) for seed in range(count))
+    assert started.process.poll() is None
+    assert set(load.outcomes) == {"200"}, load.outcomes
     wrong = {status for status in statuses if not status.startswith("4")} - {"", "200", "100"}
     assert not wrong, statuses
     assert sum(n for status, n in statuses.items() if status.startswith("4")) > count / 2
 
 
-def test_an_endless_head_is_cut_off():
-    with server() as (process, port):
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as there:
-            with contextlib.suppress(ConnectionError):
-                there.sendall(b"POST / HTTP/1.1\r\n")
-                for _ in range(200):
-                    there.sendall(b"X-A: " + b"a" * 1000 + b"\r\n")
-            with contextlib.suppress(ConnectionError):
-                assert there.recv(100)[9:12] in (b"", b"400", b"431")
-        assert process.poll() is None
+def test_an_endless_head_is_cut_off(server):
+    started = server()
+    with socket.create_connection(("127.0.0.1", started.port), timeout=10) as there:
+        with contextlib.suppress(ConnectionError):  # else the answer comes at once
+            there.sendall(b"POST / HTTP/1.1\r\n")
+            for _ in range(200):
+                there.sendall(b"X-A: " + b"a" * 1000 + b"\r\n")
+            assert there.recv(100)[9:12] in (b"400", b"")
+    assert started.process.poll() is None
 
 
-def test_tls_and_keys(tmp_path):
+@pytest.mark.full
+def test_tls_and_keys(server, tmp_path):
     certificate, private_key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
@@ -215,13 +222,13 @@ def test_tls_and_keys(tmp_path):
     )
     key = "k" * 32
     files = {"certificate": str(certificate), "private_key": str(private_key)}
-    with server(keys=[key], **files) as (_, port):
-        context = ssl.create_default_context(cafile=str(certificate))
-        for headers, status in (({}, 401), ({"Authorization": f"Bearer {key}"}, 200)):
-            connection = http.client.HTTPSConnection("localhost", port, context=context)
+    started = server(keys=[key], **files)
+    context = ssl.create_default_context(cafile=str(certificate))
+    for headers, status in (({}, 401), ({"Authorization": f"Bearer {key}"}, 200)):
+        connection = http.client.HTTPSConnection("localhost", started.port, context=context)
+        with contextlib.closing(connection):
             connection.request("POST", PATH, BODY, headers)
             assert connection.getresponse().status == status
-            connection.close()
 
 
 def test_it_listens_on_loopback_unless_it_is_asked_otherwise():
