@@ -1,15 +1,10 @@
-"""What ``meshwright serve`` does: a server from the words of the command line, run or written out.
-
-Programs of platforms start here, too: :func:`app_of` for an ASGI host, ``_load_pyfunc`` for MLflow.
-"""
+"""What ``meshwright serve`` does: a server from the options of the command line."""
 
 from __future__ import annotations
 
-import asyncio
 import re
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,19 +86,12 @@ def app_for(asked: Asked) -> Starlette:
         pending_bytes=max(Limits.pending_bytes, 2 * asked.max_body),
         request_s=asked.timeout,
     )
-    app = serving_app(_server(asked), limits=limits, keys=keys)
+    app = serving_app(server_for(asked), limits=limits, keys=keys)
     if asked.telemetry:
         from .serving.http.telemetry import traced
 
         traced(app)
     return app
-
-
-def app_of(words: Sequence[str]) -> Starlette:
-    """The app for the words of ``meshwright serve``, for a host of ASGI apps."""
-    from .commands.serve import asked_of
-
-    return app_for(Asked(**asked_of(words)))
 
 
 def write(
@@ -129,61 +117,55 @@ def _require() -> None:
     require("uvicorn", ServingError, "serving takes Starlette and uvicorn", "serve")
 
 
-def _server(asked: Asked) -> Any:
-    raise NotImplementedError
+def server_for(asked: Asked) -> Any:
+    """The server of the model, on a mesh that need not be that of its training."""
+    from .layouts.mesh import create_mesh
+    from .serving.server import Server
+
+    mesh = asked.mesh or Mesh({"batch": 1})
+    make_cpu_devices(mesh.size)
+    if asked.source.suffix == ".keras":
+        if asked.build is not None:
+            raise ServingError(f"{asked.source} holds its model: leave --model out.")
+        case = Case(None, None, asked.layouts, asked.options)
+        strategy = strategy_of(case, create_mesh(dict(mesh.axes)))
+        return Server(asked.source, strategy, name=asked.model_name, **_engine_options(asked))
+    if asked.build is None:
+        raise ServingError(
+            f"{asked.source} holds weights, not the model: name the function that builds it, "
+            "--model train:build."
+        )
+    from .commands.planning import built_case
+
+    case = built_case(asked.build, asked.layouts, asked.options)
+    return Server(
+        build=lambda: (case.model, case.batch),
+        checkpoint=asked.source,
+        strategy=strategy_of(case, create_mesh(dict(mesh.axes))),
+        name=asked.model_name,
+        **_engine_options(asked),
+    )
 
 
-# MLflow
+def strategy_of(case: Case, mesh: Mesh) -> Any:
+    """The layouts of the model on this mesh; rows are whole where it has no axis ``batch``."""
+    from .commands.planning import strategy_on
+
+    if "batch" not in case.options and "batch" not in mesh:
+        case = replace(case, options={**case.options, "batch": None})
+    return strategy_on(case, mesh)
 
 
-def _load_pyfunc(path: str) -> _Pyfunc:
-    """What MLflow calls for an MLmodel whose ``loader_module`` is this file."""
-    import yaml
-
-    record = yaml.safe_load((Path(path) / "MLmodel").read_text(encoding="utf-8"))
-    from .commands.serve import asked_of
-
-    return _Pyfunc(Asked(**asked_of(record["metadata"]["arguments"])))
-
-
-class _Pyfunc:
-    """A model as MLflow calls it; requests of several threads share batches."""
-
-    def __init__(self, asked: Asked) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._name = asked.model_name
-        self._server = _server(asked)
-        self._wait(self._server.start())
-
-    def predict(self, model_input: Any, params: Any = None) -> Any:
-        """Answers for a data frame, an array or arrays by name."""
-        import numpy as np
-
-        model = self._server.model(self._name)
-        inputs = _arrays(model_input, model.inputs)
-        answer = self._wait(model.predict(inputs))
-        outputs = {name: np.asarray(value) for name, value in answer.outputs.items()}
-        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
-
-    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-def _arrays(given: Any, specs: Sequence[Any]) -> dict[str, Any]:
-    """Arrays by name: columns of a data frame are inputs, or the elements of the only one."""
-    import numpy as np
-
-    names = [spec.name for spec in specs]
-    if hasattr(given, "columns") and not set(names) & set(given.columns):
-        given = given.to_numpy()
-    if hasattr(given, "columns"):
-        given = {name: np.array(given[name].tolist()) for name in given.columns}
-    if not isinstance(given, Mapping):
-        given = {names[0]: np.asarray(given)}
-    arrays = {}
-    for spec in specs:
-        if spec.name in given:
-            array = np.asarray(given[spec.name])
-            arrays[spec.name] = array.astype(spec.dtype, casting="same_kind")
-    return {**given, **arrays}
+def _engine_options(asked: Asked) -> dict[str, Any]:
+    """The options of the engine, without those that were not given."""
+    given = {
+        "max_rows": asked.max_rows or (asked.buckets[-1] if asked.buckets else None),
+        "buckets": asked.buckets,
+        "lengths": asked.lengths,
+        "wait_s": asked.wait,
+        "queue_rows": asked.queue_rows,
+        "finite": asked.finite or None,
+        "precision": asked.precision,
+        "follow_s": asked.reload,
+    }
+    return {name: value for name, value in given.items() if value is not None}

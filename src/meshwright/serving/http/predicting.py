@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -73,9 +73,7 @@ def _header_timeout(http: HttpRequest, limits: Limits) -> float:
     return min(seconds, limits.request_s)
 
 
-async def unless_gone(
-    work: Coroutine[Any, Any, T], receive: Callable[[], Coroutine[Any, Any, Any]]
-) -> T:
+async def unless_gone(work: Coroutine[Any, Any, T], receive: Callable[[], Awaitable[Any]]) -> T:
     """The result, unless the client closes the connection first: then the work is cancelled.
 
     Raises ClientGoneError.
@@ -94,6 +92,6 @@ async def unless_gone(
             await asyncio.wait((task,))
 
 
-async def _gone(receive: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -7,7 +7,7 @@ Binary tensors follow the JSON in the body, little-endian; a header says how lon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -155,7 +155,7 @@ def _array(
     return _from_data(data, shape, spec, faults)
 
 
-def _is_shape(shape: Any) -> bool:
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
     return isinstance(shape, list) and all(
         type(size) is int and 0 <= size < 1 << 48 for size in shape
     )
