@@ -144,6 +144,13 @@ def process_index() -> int:
     return jax.process_index()
 
 
+def process_count() -> int:
+    """How many processes take part."""
+    import jax
+
+    return jax.process_count()
+
+
 def in_mesh_order(shape: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
     """The devices in the order in which a mesh of this shape communicates best.
 

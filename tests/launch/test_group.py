@@ -18,7 +18,7 @@ from watching import all_gone, within
 
 import meshwright as mw
 from meshwright import ClusterError
-from meshwright.launch.group import Group, GroupOptions, run_group
+from meshwright.launch.group import GroupOptions, run_group
 from meshwright.launch.hosts import run_on_hosts
 from meshwright.launch.progress import Board, Progress, new_board, read_board
 from meshwright.launch.stalls import Limits, Seen, stalls
@@ -107,7 +107,7 @@ def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     with pytest.raises(ClusterError, match=r"3 GPUs \(0, 1, 2\) cannot be shared out evenly among"):
-        Group([str(tmp_path)], GroupOptions(2))
+        run_group([PROGRAM], GroupOptions(2))
 
 
 # The rule, without processes
@@ -260,9 +260,9 @@ def test_launchers_that_meet_run_one_group_and_name_a_rank_of_another_host(
 
 def test_hosts_that_do_not_come_and_addresses_that_are_wrong_are_refused():
     with pytest.raises(ClusterError, match=r"1 of 2 hosts have not come within 0\.2 s; present"):
-        Group([PROGRAM], GroupOptions(1, nodes=2, rendezvous="127.0.0.1:0", join_s=0.2))
+        run_group([PROGRAM], GroupOptions(1, nodes=2, rendezvous="127.0.0.1:0", join_s=0.2))
     with pytest.raises(ClusterError, match=r"--rendezvous must be host:port; received 'n01'"):
-        Group([PROGRAM], GroupOptions(1, nodes=2, rendezvous="n01"))
+        run_group([PROGRAM], GroupOptions(1, nodes=2, rendezvous="n01"))
     with pytest.raises(ClusterError, match="several nodes need --rendezvous"):
         GroupOptions(1, nodes=2)
 

@@ -90,11 +90,13 @@ class Checkpoints:
         notes: Mapping[str, Any] | None = None,
         late_notes: Callable[[], Mapping[str, Any]] | None = None,
         dtype: str | None = None,
+        then: Callable[[], None] | None = None,
     ) -> None:
         """Write a state in the background; it may be donated as soon as this returns.
 
         Waits for the save before, if that is still being written. ``notes`` are JSON values;
-        ``late_notes`` is called by the thread that writes, for what would wait for the devices.
+        ``late_notes`` is called by the thread that writes, for what would wait for the devices,
+        and ``then`` once the checkpoint is complete.
         ``dtype="bfloat16"`` rounds floating-point weights (the first two parts of the state).
         Raises :class:`~meshwright.CheckpointError` if the save before failed.
         """
@@ -104,7 +106,7 @@ class Checkpoints:
         info = CheckpointInfo(path, step, arrays, layout, position, dict(notes or {}), dtype=dtype)
         copies = snapshot(state)
         self._thread = self._thread or ThreadPoolExecutor(1, "meshwright-checkpoint")
-        self._under_way = self._thread.submit(self._write, info, copies, late_notes)
+        self._under_way = self._thread.submit(self._write, info, copies, late_notes, then)
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
@@ -174,10 +176,13 @@ class Checkpoints:
         info: CheckpointInfo,
         copies: dict[str, Any],
         late_notes: Callable[[], Mapping[str, Any]] | None,
+        then: Callable[[], None] | None,
     ) -> None:
         if late_notes is not None:
             info = dataclasses.replace(info, notes={**info.notes, **late_notes()})
         files.write(self._files, to_host(copies), info)
+        if then is not None:
+            then()
         if self.keep is not None and _is_first_process():
             for old in list_checkpoints(self.directory)[: -self.keep]:
                 files.remove(old.directory)

@@ -11,17 +11,27 @@ from click.core import ParameterSource
 from .config import config_option
 from .group import Command, argument, option, traceback_option
 
-_OF_GROUPS = (
-    "devices",
-    "log_dir",
-    "stall_timeout",
-    "join_timeout",
-    "agree",
-    "nodes",
-    "rendezvous",
-    "hosts",
-)
-_OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "max_restarts", "worker_devices")
+_PASSED_ON = ("devices", "log_dir", "stall_timeout", "join_timeout", "agree", "max_restarts")
+_OF_GROUPS = (*_PASSED_ON[:-1], "nodes", "rendezvous", "hosts", "host_discovery_script")
+_OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "worker_devices")
+_RESTARTS_OF_TASKS = 10
+
+
+class _Range(click.ParamType):
+    """A number, or a least and a most one: ``4`` or ``2:8``."""
+
+    name = "number"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        least, _, most = str(value).partition(":")
+        numbers = [least, most or least]
+        if not all(n.isdecimal() for n in numbers) or not 1 <= int(least) <= int(numbers[1]):
+            self.fail(f"expected a number from 1 up, or two such as 2:8; received {value!r}.")
+        return int(least), int(numbers[1])
 
 
 @click.command(
@@ -31,7 +41,8 @@ _OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "max_restarts", "worker_d
 )
 @option(
     "--processes",
-    type=click.IntRange(min=1),
+    type=_Range(),
+    metavar="N|MIN:MAX",
     help="Number of processes that run the program and train one model together.",
 )
 @option(
@@ -41,13 +52,19 @@ _OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "max_restarts", "worker_d
 )
 @option(
     "--nodes",
-    type=click.IntRange(min=1),
-    default=1,
+    type=_Range(),
+    metavar="N|MIN:MAX",
+    default="1",
     show_default=True,
     help="Number of hosts; run the same command on each of them.",
 )
 @option("--rendezvous", default="", metavar="HOST:PORT", help="Where the hosts meet: one of them.")
 @option("--hosts", default="", metavar="A,B,...", help="Hosts to run on, reached by ssh.")
+@option(
+    "--host-discovery-script",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Program that prints localhost:N, N processes having room; asked every second.",
+)
 @option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -91,10 +108,9 @@ _OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "max_restarts", "worker_d
 @option("--quiet", is_flag=True, help="Hide the output of workers and servers.")
 @option(
     "--max-restarts",
-    type=int,
-    default=10,
-    show_default=True,
-    help="Consecutive restarts allowed per task.",
+    type=click.IntRange(min=0),
+    help="Consecutive restarts allowed: of each task of a cluster (10), or of a group without a "
+    "newer checkpoint (10 with MIN:MAX, else 0).",
 )
 @option("--worker-devices", type=int, help="CPU devices to make in each worker.")
 @argument("program", nargs=-1, required=True, metavar="PROGRAM [ARGUMENTS]...")
@@ -102,13 +118,17 @@ _OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "max_restarts", "worker_d
 @traceback_option
 @click.pass_context
 def launch(
-    ctx: click.Context, program: tuple[str, ...], processes: int | None, **options: Any
+    ctx: click.Context,
+    program: tuple[str, ...],
+    processes: tuple[int, int] | None,
+    **options: Any,
 ) -> None:
     """Run a Python program on several processes of this machine.
 
     With --processes they train one model together (data, model or any other parallelism by
     `mw.Sharded`); `import meshwright` joins them. When one fails, the others raise
-    mw.ProcessError, which says which one and where, and all end.
+    mw.ProcessError, which says which one and where, and all end. With --processes MIN:MAX or
+    --max-restarts they are then started again, and go on from the newest checkpoint.
 
     Without it the program is the chief of a cluster of workers and parameter servers, which it
     joins by `mw.ParameterServer(mw.run_task())`.
@@ -117,6 +137,7 @@ def launch(
 
     \b
     meshwright launch --processes 4 --devices 2 train.py --epochs 3
+    meshwright launch --processes 2:8 train.py
     meshwright launch --processes 8 --hosts n01,n02,n03 train.py
     meshwright launch --processes 8 --nodes 3 --rendezvous n01:7777 train.py
     meshwright launch --workers 2 --ps 2 train.py --epochs 3
@@ -127,25 +148,32 @@ def launch(
         from ..launch.script import run_launched
 
         cluster = {name: options[name] for name in _OF_CLUSTERS if name != "quiet"}
+        restarts = options["max_restarts"]
+        cluster["max_restarts"] = _RESTARTS_OF_TASKS if restarts is None else restarts
         raise SystemExit(run_launched(program, logs=not options["quiet"], **cluster))
 
+    (least, most), (least_nodes, nodes) = processes, options["nodes"]
     if options["hosts"]:
         from ..launch.hosts import run_on_hosts
 
-        passed_on = ["--processes", str(processes), *_as_typed(ctx, (*_OF_GROUPS[:5],))]
+        passed_on = ["--processes", str(most), *_as_typed(ctx, _PASSED_ON)]
         raise SystemExit(run_on_hosts(options["hosts"].split(","), passed_on, program))
 
     from ..launch.group import GroupOptions, run_group
 
     group = GroupOptions(
-        processes,
-        options["devices"],
-        options["log_dir"],
-        options["stall_timeout"],
-        options["join_timeout"],
-        options["agree"],
-        options["nodes"],
-        options["rendezvous"],
+        processes=most,
+        devices=options["devices"],
+        log_dir=options["log_dir"],
+        stall_s=options["stall_timeout"],
+        join_s=options["join_timeout"],
+        agree=options["agree"],
+        nodes=nodes,
+        rendezvous=options["rendezvous"],
+        least_processes=least if least < most else None,
+        least_nodes=least_nodes if least_nodes < nodes else None,
+        max_restarts=options["max_restarts"],
+        discovery=options["host_discovery_script"],
     )
     raise SystemExit(run_group(program, group))
 

@@ -7,6 +7,7 @@ and all get the same answer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import zmq
 
 from ..errors import AgreementError, MeshwrightError, ProcessError
+from .doors import Entrance, Visit
+from .keys import Keys
 
 Facts = Mapping[str, str]
 _SHOWN = 12
@@ -105,14 +107,17 @@ def disagreement(lines: Sequence[str], processes: int) -> str:
 class Meeting:
     """Where the processes of a group meet: a thread that collects facts, round by round.
 
-    ``wait_s`` is how long the first round waits for the last process after the first has come.
+    ``wait_s`` is how long the first round waits for the last process after the first has come;
+    with ``keys`` only processes that have them may come.
     Raises :class:`zmq.ZMQError` where it cannot listen at the address.
     """
 
-    def __init__(self, address: str, processes: int, wait_s: float = 60.0) -> None:
+    def __init__(
+        self, address: str, processes: int, wait_s: float = 60.0, keys: Keys | None = None
+    ) -> None:
         self._processes, self._wait_s = processes, wait_s
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.linger = 1000
+        self._entrance = Entrance(keys)
+        self._socket = self._entrance.socket
         self._rounds: dict[int, dict[int, tuple[bytes, Party]]] = {}
         self._began_s: dict[int, float] = {}
         self._error: dict[str, Any] | None = None
@@ -120,7 +125,7 @@ class Meeting:
         try:
             self._socket.bind(address)
         except BaseException:
-            self._socket.close()
+            self._entrance.close()
             raise
         self._thread = threading.Thread(target=self._run, name="meeting", daemon=True)
         self._thread.start()
@@ -131,7 +136,7 @@ class Meeting:
         self._thread.join()
 
     def _run(self) -> None:
-        with self._socket:
+        with contextlib.closing(self._entrance):
             while not self._closed:
                 if self._socket.poll(_POLL_MS):
                     sender, message = self._socket.recv_multipart()
@@ -207,12 +212,18 @@ class Meeting:
 class Attendance:
     """One process's side of a :class:`Meeting`: :meth:`agree` waits for all others."""
 
-    def __init__(self, address: str, party: Party, processes: int, wait_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        party: Party,
+        processes: int,
+        wait_s: float = 60.0,
+        keys: Keys | None = None,
+    ) -> None:
         self._address, self._party, self._processes = address, party, processes
         self._wait_s, self._round = wait_s, 0
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.connect(address)
+        self._visit = Visit(address, keys, f"rank 0 at {address}", linger_ms=0)
+        self._socket = self._visit.socket
 
     def agree(self, facts: Facts) -> dict[str, Any]:
         """Say these facts and wait for the answer; every process gets the same one.
@@ -225,7 +236,7 @@ class Attendance:
 
     def close(self) -> None:
         """Leave the meeting."""
-        self._socket.close()
+        self._visit.close()
 
     def say(self, facts: Facts) -> None:
         """The first half of :meth:`agree`: it does not wait."""
@@ -245,6 +256,7 @@ class Attendance:
         wait_s = self._wait_s if self._round == 1 else _LATER_ROUND_S
         until_s = time.monotonic() + wait_s + 2.0  # the ranks that wait there give up earlier
         while not self._socket.poll(_POLL_MS):
+            self._visit.check()
             if time.monotonic() > until_s:
                 raise ProcessError(
                     f"rank 0 does not answer at {self._address} within {wait_s:.0f} s: see whether "

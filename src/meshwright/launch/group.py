@@ -1,28 +1,30 @@
 """``meshwright launch --processes``: a synchronous group on this machine, and its agent.
 
 The agent is the launcher itself: outside the ranks, so it outlives them and can end one that is
-frozen. It reads what they write (:mod:`.progress`), judges it (:mod:`.stalls`), and says what has
-happened to the others (:mod:`.join`).
+frozen. It reads what they write (:mod:`.progress`), judges it (:mod:`.stalls`), says what has
+happened to the others (:mod:`.join`), and makes the group anew where it may (:mod:`.elastic`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from ..errors import ClusterError
-from ..topology import virtual_device_variables
 from .agreement import Meeting
+from .devices import device_variables
+from .discovery import Discovery
+from .doors import group_keys
+from .elastic import FAILURES, MOST, Elastic, failures_text
 from .failure import Failure, main_stack
 from .join import (
     AGENT,
@@ -36,14 +38,17 @@ from .join import (
     failure_path,
     stack_path,
 )
+from .joining import GENERATION
 from .logs import LogPump
 from .membership import Membership
 from .nodes import Hub, Share, Spoke, rendezvous
 from .private_folder import PrivateFolder
 from .processes import free_port, program
 from .progress import Progress, new_board, read_board
+from .signals import PATIENCE_S, PREEMPTED, Stopping, passing_on
 from .spec import RANK, Task
 from .stalls import Limits, Seen, Stall, stalls
+from .stragglers import Stragglers
 from .supervision import exit_text
 from .supervisor import Supervisor
 
@@ -52,15 +57,19 @@ _SETTLE_S = 0.3  # for a death by signal to be seen beside the errors that it ca
 _GRACE_S = 5.0  # for the others to run their ``finally`` blocks
 _AFTER_EXIT_S = 0.5  # a program that is over, and whose process only waits for others
 _STACK_S = 1.0
-_PREEMPTED = 75
+_STRAGGLER_S = 30.0  # over which a slow rank is told from the others
+_RESTARTS = 10  # without a newer checkpoint, where the number of processes may change
 _NOISE = ("[Gloo] Rank ",)
+_CHANGED = "The number of processes changes: the group"
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How a group is started and watched.
+    """How a group is started, watched and made anew.
 
-    Raises :class:`~meshwright.errors.ClusterError`, naming every invalid number.
+    ``processes`` is how many run on each host, or the most of them where ``least_processes`` is
+    given; ``nodes`` and ``least_nodes`` say the same of hosts. Raises
+    :class:`~meshwright.errors.ClusterError`, naming every invalid number.
     """
 
     processes: int = 1
@@ -71,6 +80,10 @@ class GroupOptions:
     agree: bool = True
     nodes: int = 1  # hosts, on each of which so many processes are started
     rendezvous: str = ""  # host:port, where there are several
+    least_processes: int | None = None
+    least_nodes: int | None = None
+    max_restarts: int | None = None  # 10 where the number of processes or hosts may change, else 0
+    discovery: Path | None = None  # a script that lists hosts
 
     def __post_init__(self) -> None:
         faults = [
@@ -79,8 +92,17 @@ class GroupOptions:
                 ("processes", self.processes, 1),
                 ("nodes", self.nodes, 1),
                 ("devices", 1 if self.devices is None else self.devices, 1),
+                ("max_restarts", self.max_restarts or 0, 0),
             )
             if value < least
+        ]
+        faults += [
+            f"{name} must be from 1 to {most}; received {least}."
+            for name, least, most in (
+                ("the least number of processes", self.least_processes, self.processes),
+                ("the least number of nodes", self.least_nodes, self.nodes),
+            )
+            if least is not None and not 1 <= least <= most
         ]
         faults += [
             f"{name} must be above 0 seconds; received {value}."
@@ -89,74 +111,274 @@ class GroupOptions:
         ]
         if self.nodes > 1 and not self.rendezvous:
             faults.append("several nodes need --rendezvous host:port, the same on each of them.")
+        if self.nodes > 1 and (self.least_processes is not None or self.discovery):
+            faults.append(
+                "with several nodes the number of nodes may change (--nodes MIN:MAX), and not that "
+                "of the processes on each."
+            )
+        if self.discovery is not None and self.least_processes is None:
+            faults.append("--host-discovery-script needs --processes MIN:MAX.")
         if faults:
             raise ClusterError("\n".join(faults))
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of processes may change."""
+        return self.least_processes is not None or self.least_nodes is not None
+
+    @property
+    def restarts(self) -> int:
+        """How often the group may be made anew without a newer checkpoint."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return _RESTARTS if self.is_elastic else 0
+
+    def rule(self) -> Elastic:
+        """The rule by which the group is made anew."""
+        least = self.processes if self.least_processes is None else self.least_processes
+        return Elastic(least, self.processes, self.restarts)
 
 
 def run_group(arguments: Sequence[str], options: GroupOptions) -> int:
     """Run a Python program as every process of a group; the exit code of its first failure.
 
-    Raises :class:`~meshwright.errors.ClusterError` where there is no such program, and where
+    Where the options allow it, a group that failed, or for which there are more or fewer places
+    now, is made anew: the program runs again, and goes on from its newest checkpoint. Raises
+    :class:`~meshwright.errors.ClusterError` where there is no such program, and where
     accelerators cannot be shared out evenly.
     """
     if not Path(arguments[0]).is_file():
         raise ClusterError(f"there is no program {arguments[0]!r} to launch.")
-    with Group(arguments, options) as group:
-        return group.wait()
+    return run_here(arguments, options).code
+
+
+def run_here(arguments: Sequence[str], options: GroupOptions) -> End:
+    """Run this host's part of a group, made anew as often as it may be; how the last one ended."""
+    rule, began_s, failed_s = options.rule(), time.monotonic(), list[float]()
+    with passing_on() as stopping, _Ground(options, rule) as ground:
+        generation = 0
+        while True:
+            start = ground.start(generation, failures_text(failed_s, time.monotonic() - began_s))
+            if start is None or stopping.number:
+                return End(PREEMPTED if generation else stopping.exit_code([]))
+            with Group(arguments, options, start) as group:
+                end = group.wait(stopping, ground)
+            if end.failure is not None:
+                failed_s.append(time.monotonic() - began_s)
+                _say(end.failure.text())
+            if not end.again:
+                if end.why:
+                    _say(end.why)
+                return end
+            generation += 1
+            _say(f"{end.why or 'The group'} is started again {_from(end.saved)}.")
+
+
+def _say(text: str) -> None:
+    print(f"meshwright launch: {text}", file=sys.stderr, flush=True)
+
+
+def _from(saved: int) -> str:
+    return "from the beginning" if saved < 0 else f"from the checkpoint of step {saved}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a group is started with: its share of the ranks, their places, and what they read."""
+
+    share: Share
+    places: tuple[int, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """How a group has ended; ``again``: it is to be made anew, and else ``why`` not."""
+
+    code: int  # the exit code
+    failure: Failure | None = None
+    again: bool = False
+    why: str = ""
+    saved: int = -1  # the step of the newest checkpoint; -1: there is none
+    first_rank: int = 0  # of this host
+
+
+class _Ground:
+    """What lasts while groups are made anew: link to other hosts, places, compiled programs."""
+
+    def __init__(self, options: GroupOptions, rule: Elastic) -> None:
+        self._options, self.rule = options, rule
+        if options.log_dir is not None:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        device_variables(options.processes, options.devices, os.environ)  # raises
+        self.folder = PrivateFolder()
+        self._discovery: Discovery | None = None
+        self.link: Hub | Spoke | None = None
+        try:
+            if options.discovery is not None:
+                self._discovery = Discovery(options.discovery)
+            if options.nodes > 1:
+                least = options.least_nodes or options.nodes
+                self.link = rendezvous(options.rendezvous, least, options.nodes, rule.max_restarts > 0)
+        except BaseException:
+            self.close()
+            raise
+        self._places: list[int] = []
+
+    def start(self, generation: int, failures: str) -> Start | None:
+        """The next start; ``None`` where the other hosts have come to their end."""
+        self._places = self._wait_for_places()
+        count, wait_s = len(self._places), self._options.join_s
+        if self.link is None:
+            share = Share(0, count, count, f"127.0.0.1:{free_port()}", "")
+        else:
+            met = self.link.meet(count, wait_s)
+            if met is None:
+                return None
+            share = met
+        variables = {GENERATION: str(generation), FAILURES: failures}
+        if self._options.is_elastic:
+            variables[MOST] = str(self._options.nodes * self._options.processes)
+        if self.rule.max_restarts > 0:
+            variables |= _compiled_in(self.folder.path)
+        return Start(share, tuple(self._places), tuple(variables.items()))
+
+    def has_changed(self) -> bool:
+        """Whether a group on other places, or other hosts, is to take the place of this one."""
+        if self.link is not None:
+            return isinstance(self.link, Hub) and self.link.has_changed()
+        return self._present() != self._places
+
+    @property
+    def outlives_hosts(self) -> bool:
+        """Whether the group goes on where another host leaves."""
+        return self._options.least_nodes is not None
+
+    def close(self) -> None:
+        """Leave the other hosts, and what was compiled."""
+        if self._discovery is not None:
+            self._discovery.close()
+        if self.link is not None:
+            self.link.close()
+        self.folder.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _present(self) -> list[int]:
+        return self.rule.places(None if self._discovery is None else self._discovery.places)
+
+    def _wait_for_places(self) -> list[int]:
+        until_s = time.monotonic() + self._options.join_s
+        while len(found := self._present()) < self.rule.least:
+            if time.monotonic() > until_s:
+                raise ClusterError(
+                    f"there are {len(found)} places for processes after "
+                    f"{self._options.join_s:g} s, and {self.rule.least} are needed."
+                )
+            time.sleep(_LOOK_EVERY_S)
+        return found
+
+
+def _compiled_in(folder: Path) -> dict[str, str]:
+    """Variables by which a process finds what those of former starts have compiled."""
+    wanted = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return {} if "JAX_COMPILATION_CACHE_DIR" in os.environ else wanted
 
 
 class Group:
     """The processes of a group on this machine, for as long as it is open."""
 
-    def __init__(self, arguments: Sequence[str], options: GroupOptions) -> None:
-        self._options = options
-        devices = _devices_of(options, os.environ)
-        if options.log_dir is not None:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
+    def __init__(self, arguments: Sequence[str], options: GroupOptions, start: Start) -> None:
+        self._options, self._share = options, start.share
         self._link: Hub | Spoke | None = None
-        if options.nodes > 1:
-            self._link = rendezvous(options.rendezvous, (free_port(), free_port()))
+        self._changing_until_s: float | None = None
         self._folder = PrivateFolder()
         self._logs = LogPump(
             show=True, remembered=60, folder=options.log_dir, to_stdout=True, hidden=_NOISE
         )
         self._supervisor = Supervisor(self._logs, announces=False)
         self._limits = Limits(options.stall_s, options.join_s)
+        self._stragglers = Stragglers(_STRAGGLER_S)
         self._meeting: Meeting | None = None
         try:
-            self._share = self._meet()
-            if self._share.first == 0:
-                self._meeting = Meeting(self._share.meeting, self._share.total, options.join_s)
+            total, first = self._share.total, self._share.first
+            self._meets_at = self._share.meeting or f"ipc://{self._folder.path / 'meeting'}"
+            if first == 0:
+                keys = group_keys(self._meets_at)
+                self._meeting = Meeting(self._meets_at, total, options.join_s, keys)
             self._looked_s = time.monotonic()
-            first, total = self._share.first, self._share.total
-            ranks = range(first, first + options.processes)
-            self._seen = {rank: Seen(rank, Progress()) for rank in ranks}
-            for rank, env in zip(ranks, devices, strict=True):
-                address = self._share.coordinator
-                self._start(
-                    Membership(rank, total, address, "launch", rank - first), arguments, env
-                )
+            self._places = {first + i: place for i, place in enumerate(start.places)}
+            self._seen = {rank: Seen(rank, Progress()) for rank in self._places}
+            devices = device_variables(options.processes, options.devices, os.environ)
+            for rank, place in self._places.items():
+                member = Membership(rank, total, self._share.coordinator, "launch", rank - first)
+                self._start(member, arguments, {**devices[place], **dict(start.variables)})
         except BaseException:
             self.close(0.0)
             raise
 
-    def wait(self) -> int:
-        """Wait until all have ended; after a failure, end them. The exit code of the first."""
-        with _passing_on((signal.SIGTERM, signal.SIGINT), self._signal_all) as stopping:
-            while True:
-                failure = None if stopping.number else self._look()
-                codes = self._exit_codes()
-                done = len(codes) == len(self._seen)
-                if self._link is not None:
-                    failure = self._link.exchange(self._seen.values(), done, failure)
-                    done = done and self._link.all_done()
-                if failure is not None:
-                    self._end(failure)
-                    print(f"meshwright launch: {failure.text()}", file=sys.stderr, flush=True)
-                    return failure.exit_code
-                if done or stopping.is_over():
-                    return stopping.exit_code(codes.values())
+    def wait(self, stopping: Stopping, ground: _Ground) -> End:
+        """Wait until all have ended; after a failure, or for another number, end them."""
+        self._link, stopping.send = ground.link, self._signal_all
+        try:
+            while (end := self._ended(stopping, ground)) is None:
                 time.sleep(_LOOK_EVERY_S)
+            return dataclasses.replace(end, saved=self._saved(), first_rank=self._share.first)
+        finally:
+            stopping.send = None
+
+    def _ended(self, stopping: Stopping, ground: _Ground) -> End | None:
+        failure = None if stopping.number else self._look()
+        codes = self._exit_codes()
+        done = len(codes) == len(self._seen)
+        if self._link is not None:
+            is_leaving = bool(stopping.number)
+            failure = self._link.exchange(self._seen.values(), done, failure, is_leaving)
+            done = done and self._link.all_done()
+            if self._link.is_changing and not is_leaving:
+                self._change()
+        is_changing = self._changing_until_s is not None
+        if is_changing and (done or failure or time.monotonic() > (self._changing_until_s or 0)):
+            return End(PREEMPTED, again=True, why=_CHANGED)
+        if failure is not None:
+            place = self._places.get(failure.rank)
+            why = ground.rule.why_not_again(failure, self._saved(), place)
+            if self._link is not None:
+                why = self._link.end(failure, why)
+            self._end(failure)
+            return End(failure.exit_code, failure, again=why is None, why=why or "")
+        if done or stopping.is_over():
+            code = stopping.exit_code(codes.values())
+            was_left = code == PREEMPTED and not stopping.number and ground.outlives_hosts
+            return End(code, again=was_left, why=_CHANGED * was_left)
+        if not (is_changing or stopping.number) and ground.has_changed():
+            if isinstance(self._link, Hub):
+                self._link.change()
+            self._change()
+        return None
+
+    def _change(self) -> None:
+        """Have all processes save and end; those of which none would save are ended at once."""
+        if self._changing_until_s is not None:
+            return
+        saves = any(seen.progress.saves and seen.progress.step for seen in self._seen.values())
+        patience_s = PATIENCE_S[signal.SIGTERM] if saves else 0.0
+        self._changing_until_s = time.monotonic() + patience_s
+        if patience_s:
+            self._signal_all(signal.SIGTERM)
+
+    def _saved(self) -> int:
+        """The step of the newest checkpoint that one of them has written or begun with."""
+        boards = [read_board(board_path(self._folder.path, rank)) for rank in self._seen]
+        return max(-1, *(board.saved for board in boards))
 
     def close(self, grace_s: float = 0.0) -> None:
         """End every process that is still there."""
@@ -165,8 +387,6 @@ class Group:
         finally:
             if self._meeting is not None:
                 self._meeting.close()
-            if self._link is not None:
-                self._link.close()
             self._logs.close(timeout_s=2.0)
             self._folder.remove()
 
@@ -183,19 +403,11 @@ class Group:
 
     # Starting
 
-    def _meet(self) -> Share:
-        """The ranks of this host, and where all of them meet."""
-        count = self._options.processes
-        if self._link is not None:
-            return self._link.meet(self._options.nodes, count, self._options.join_s)
-        meeting = f"ipc://{self._folder.path / 'meeting'}"
-        return Share(0, count, count, f"127.0.0.1:{free_port()}", meeting)
-
     def _start(self, member: Membership, arguments: Sequence[str], env: dict[str, str]) -> None:
         folder = self._folder.path
         new_board(board_path(folder, member.rank))
         env = {**env, **member.variables(), JOIN: "1", AGENT: str(folder)}
-        env |= {MEETING: self._share.meeting, AGREE: str(int(self._options.agree))}
+        env |= {MEETING: self._meets_at, AGREE: str(int(self._options.agree))}
         command = program(arguments, env)
         self._supervisor.start(_task(member.rank), lambda _: command, None)
 
@@ -216,8 +428,10 @@ class Group:
             blamed, self._link.blamed = self._link.blamed, None
             return None if blamed is None else self._stalled(blamed)
         others = [] if self._link is None else self._link.others()
-        found = stalls([*self._seen.values(), *others], self._limits, now_s)
+        ranks = [*self._seen.values(), *others]
+        found = stalls(ranks, self._limits, now_s)
         if not found:
+            self._name_straggler(ranks, now_s)
             return None
         if found[0].rank in self._seen or self._link is None:
             return self._stalled(found[0])
@@ -246,7 +460,7 @@ class Group:
         return found
 
     def _failing(self, codes: dict[int, int]) -> list[int]:
-        died = [rank for rank, code in codes.items() if code not in (0, _PREEMPTED)]
+        died = [rank for rank, code in codes.items() if code not in (0, PREEMPTED)]
         alone = [r for r in codes if not self._pid(r)] if any(map(self._pid, self._seen)) else []
         raised = [
             rank
@@ -297,6 +511,18 @@ class Group:
         if progress.is_over:
             code = self._exit_codes().get(stall.rank) or 1
         return self._failure(stall.rank, what, code, stack)
+
+    def _name_straggler(self, ranks: Sequence[Seen], now_s: float) -> None:
+        """Say which rank is slow but alive; it goes on."""
+        found = self._stragglers.look(ranks, now_s)
+        if found is None:
+            return
+        rank, total = found.rank, self._share.total
+        if rank not in self._seen:
+            _say(f"rank {rank} of {total} (on another host) {found}.")
+            return
+        stack = "" if self._seen[rank].stopped_s else self._stack_of(rank)
+        _say(dataclasses.replace(self._failure(rank, str(found), 0, stack), lines=()).text())
 
     def _stack_of(self, rank: int) -> str:
         """Where the Python of a rank is; empty if it does not say so soon."""
@@ -361,47 +587,6 @@ class Group:
                 self._signal(rank, number)
 
 
-class _Stopping:
-    """The launcher was asked to stop: how long its processes may still take."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.until_s = float("inf")
-
-    def exit_code(self, codes: Collection[int]) -> int:
-        """That of a group whose processes ended with these: 75 if they saved what they had."""
-        if _PREEMPTED in codes:
-            return _PREEMPTED
-        return 128 + self.number if self.number else 0
-
-    def is_over(self) -> bool:
-        return time.monotonic() > self.until_s
-
-
-_PATIENCE_S = {signal.SIGTERM: 60.0, signal.SIGINT: 10.0}  # after Ctrl-C ranks may differ by a step
-
-
-@contextlib.contextmanager
-def _passing_on(
-    numbers: Sequence[signal.Signals], send: Callable[[int], None]
-) -> Iterator[_Stopping]:
-    """Signals go to the processes; a second one ends them at once."""
-    stopping = _Stopping()
-
-    def hear(number: int, _frame: object) -> None:
-        again = stopping.number
-        stopping.number = number
-        stopping.until_s = time.monotonic() + (0 if again else _PATIENCE_S[signal.Signals(number)])
-        send(number)
-
-    before = {number: signal.signal(number, hear) for number in numbers}
-    try:
-        yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _task(rank: int) -> Task:
     return Task(RANK, rank)
 
@@ -412,34 +597,3 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
         return False
-
-
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def _devices_of(options: GroupOptions, environment: os._Environ[str]) -> list[dict[str, str]]:
-    """For each rank the variables that give it its devices: virtual CPU devices, or its GPUs."""
-    ranks = range(options.processes)
-    if options.devices is not None:
-        made = virtual_device_variables(options.devices, environment)
-        return [made for _ in ranks]
-    gpus = _gpus(environment)
-    if not gpus or environment.get("JAX_PLATFORMS", "").startswith("cpu"):
-        return [{} for _ in ranks]
-    share, rest = divmod(len(gpus), options.processes)
-    if rest:
-        raise ClusterError(
-            f"{len(gpus)} GPUs ({', '.join(gpus)}) cannot be shared out evenly among "
-            f"{options.processes} processes. Set {_VISIBLE}, or choose another --processes "
-            "(--devices N makes CPU devices instead)."
-        )
-    return [{_VISIBLE: ",".join(gpus[r * share : (r + 1) * share])} for r in ranks]
-
-
-def _gpus(environment: os._Environ[str]) -> list[str]:
-    """The names of the GPUs that this process may use."""
-    visible = environment.get(_VISIBLE)
-    if visible is not None:
-        return [name for name in visible.split(",") if name]
-    found = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return sorted(found, key=int)

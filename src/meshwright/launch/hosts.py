@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ClusterError
+from .joining import KEYS
 from .logs import LogPump
 from .processes import Child, Command, end_all, free_port
 
@@ -35,7 +37,9 @@ def run_on_hosts(hosts: Sequence[str], options: Sequence[str], arguments: Sequen
     at = names[0].rpartition("@")[2]
     meeting = ["--nodes", str(len(names)), "--rendezvous", f"{at}:{free_port()}"]
     launch = [sys.executable, "-m", "meshwright.cli", "launch", *options, *meeting, *arguments]
-    remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(launch)}"
+    keys = {KEYS: os.environ[KEYS]} if os.environ.get(KEYS) else {}  # the same path everywhere
+    settings = shlex.join(["env", *(f"{name}={path}" for name, path in keys.items())])
+    remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {settings} {shlex.join(launch)}"
     logs, children = LogPump(show=True, to_stdout=True), {}
     try:
         for name in names:

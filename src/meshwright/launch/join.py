@@ -124,16 +124,17 @@ def _meet(member: Membership, wait_s: float) -> None:
     import zmq
 
     from .agreement import Attendance, Meeting, Party
+    from .doors import group_keys
 
     address = os.environ.pop(MEETING, "")
-    if not address:
-        host, _, port = member.coordinator.rpartition(":")
-        address = f"tcp://{host}:{int(port) + 1}"
-        if member.rank == 0:
-            with contextlib.suppress(zmq.ZMQError):  # a second rank 0 meets the first one there
-                _meeting = Meeting(f"tcp://*:{int(port) + 1}", member.processes, wait_s)
+    host, _, port = member.coordinator.rpartition(":")
+    address, by_rank_0 = address or f"tcp://{host}:{int(port) + 1}", not address
+    keys = group_keys(address)
+    if by_rank_0 and member.rank == 0:
+        with contextlib.suppress(zmq.ZMQError):  # a second rank 0 meets the first one there
+            _meeting = Meeting(f"tcp://*:{int(port) + 1}", member.processes, wait_s, keys)
     party = Party(member.rank, socket.gethostname(), os.getpid(), {})
-    attendance = Attendance(address, party, member.processes, wait_s)
+    attendance = Attendance(address, party, member.processes, wait_s, keys)
     seed = attendance.agree(_versions())["seed"]
     random.seed(seed)
     np.random.seed(seed)

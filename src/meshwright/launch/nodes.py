@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,13 +20,19 @@ import msgpack
 import zmq
 
 from ..errors import ClusterError
+from .doors import NO_KEYS, Entrance, Visit, group_keys
 from .failure import Failure
+from .processes import free_port
 from .progress import Progress
 from .stalls import Seen, Stall
 
 _EVERY_S = 0.25
 _SILENT_S = 10.0
 _POLL_MS = 100
+_LINGER_MS = 1000
+_LAST_CALL_S = 5.0  # for more hosts, once the least number has come
+_JOIN_EVERY_S = 2.0
+_DECISION_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,60 +47,131 @@ class Share:
 
 
 class Hub:
-    """The launcher at the rendezvous; rank 0 runs on its host."""
+    """The launcher at the rendezvous; rank 0 runs on its host.
 
-    def __init__(self, bound: zmq.Socket[bytes], host: str, ports: tuple[int, int]) -> None:
-        self._socket, self._host, self._ports = bound, host, ports
+    It waits for ``least`` to ``most`` hosts; those that are too many are spare.
+    """
+
+    def __init__(
+        self,
+        entrance: Entrance,
+        host: str,
+        least: int = 1,
+        most: int = 1,
+    ) -> None:
+        self._entrance, self._socket, self._host = entrance, entrance.socket, host
+        self._least, self._most, self._round = least, most, 0
+        self._ports = free_port(), free_port()
         self._nodes: dict[bytes, dict[str, Any]] = {}
+        self._waiting: dict[bytes, dict[str, Any]] = {}  # for the next start
         self._heard_s: dict[bytes, float] = {}
         self._seen: dict[int, Seen] = {}
         self._gone: set[bytes] = set()  # their ranks have all ended
+        self._left: set[bytes] = set()  # they end for good, or are out of reach
         self.blamed: Stall | None = None
+        self.is_changing = False
         self._total = 0
 
-    def meet(self, nodes: int, processes: int, wait_s: float) -> Share:
-        """Wait for all other hosts; the share of this one."""
-        until_s = time.monotonic() + wait_s
-        while len(self._nodes) < nodes - 1:
+    def meet(self, processes: int, wait_s: float) -> Share | None:
+        """Wait for the other hosts; the share of this one.
+
+        All that took part before are waited for, and new ones only at the first time. Raises
+        :class:`~meshwright.errors.ClusterError` where too few come.
+        """
+        known, first = set(self._nodes), self._round == 0
+        until_s, newest_s = time.monotonic() + wait_s, time.monotonic()
+        while not self._are_here(first, newest_s):
+            before = len(self._waiting)
             if self._socket.poll(_POLL_MS):
-                sender, said = self._receive()
-                if said["kind"] == "join":
-                    self._nodes[sender] = said
-            elif time.monotonic() > until_s:
-                here = ", ".join([self._host, *(n["host"] for n in self._nodes.values())])
-                raise ClusterError(
-                    f"{nodes - 1 - len(self._nodes)} of {nodes} hosts have not come within "
-                    f"{wait_s:g} s; present: {here}. Run the same command on each host."
-                )
+                self._hear()
+            newest_s = time.monotonic() if len(self._waiting) > before else newest_s
+            if time.monotonic() > until_s:
+                if self._may_start() and not first:
+                    break
+                self._refuse(wait_s)
+        self._gone, self._left, self._seen = set(), set(), {}
+        self._round += 1
+        self.is_changing = False
+        chosen = sorted(self._waiting, key=lambda sender: sender not in known)[: self._most - 1]
+        self._nodes = {sender: self._waiting.pop(sender) for sender in chosen}
+        self._ports = free_port(), free_port()
         self._total = processes + sum(node["processes"] for node in self._nodes.values())
-        first = processes
+        begin = processes
         for sender, node in self._nodes.items():
-            share = self._share(first, node["processes"])
-            node["first"] = first
+            share = self._share(begin, node["processes"])
+            node["first"] = begin
             self._heard_s[sender] = time.monotonic()
-            self._send(sender, {"kind": "start", "share": asdict(share)})
-            first += node["processes"]
+            self._send(sender, {"kind": "start", "share": asdict(share), "round": self._round})
+            begin += node["processes"]
         return self._share(0, processes)
 
+    def _are_here(self, first: bool, newest_s: float) -> bool:
+        if len(self._waiting) >= self._most - 1:
+            return True
+        now_s = time.monotonic()
+        if first:
+            return self._may_start() and now_s - newest_s > _LAST_CALL_S
+        silent = {s for s, heard_s in self._heard_s.items() if now_s - heard_s > _SILENT_S}
+        known = set(self._nodes) - self._left - silent
+        return known <= set(self._waiting) and self._may_start()
+
+    def _may_start(self) -> bool:
+        return len(self._waiting) + 1 >= self._least
+
+    def _refuse(self, wait_s: float) -> None:
+        here = ", ".join([self._host, *(n["host"] for n in self._waiting.values())])
+        missing = self._least - 1 - len(self._waiting)
+        raise ClusterError(
+            f"{missing} of {self._least} hosts have not come within {wait_s:g} s; present: {here}. "
+            "Run the same command on each host."
+        )
+
     def exchange(
-        self, _seen: Iterable[Seen], done: bool, failure: Failure | None
+        self, _seen: Iterable[Seen], done: bool, failure: Failure | None, _leaves: bool
     ) -> Failure | None:
-        """Hear the others, and pass a failure on to all; the first one."""
+        """Hear the others; the first failure."""
         while self._socket.poll(0):
-            sender, said = self._receive()
-            if sender not in self._nodes:
-                continue
-            self._heard_s[sender] = time.monotonic()
-            if said["kind"] == "status":
-                self._seen |= {r: _seen_from(r, at) for r, at in said["ranks"]}
-                if said["done"]:
-                    self._gone.add(sender)
-                failure = failure or _failure_from(said["failure"])
+            failure = self._hear() or failure
+        return failure or self._silent()
+
+    def end(self, failure: Failure, why_not_again: str | None) -> str | None:
+        """Pass a failure on to all, and whether the group is made anew."""
+        said = {"kind": "end", "failure": asdict(failure), "why": why_not_again}
+        for sender in self._nodes:
+            self._send(sender, said)
+        return why_not_again
+
+    def has_changed(self) -> bool:
+        """Whether there is room for a host that has come."""
+        return bool(self._waiting) and len(self._nodes) + 1 < self._most
+
+    def change(self) -> None:
+        """Have all hosts save and meet again."""
+        for sender in self._nodes:
+            self._send(sender, {"kind": "change"})
+
+    def _hear(self) -> Failure | None:
+        sender, said = self._receive()
+        self._heard_s[sender] = time.monotonic()
+        if said["kind"] == "join":
+            if sender not in self._nodes or said["round"] == self._round:  # else it comes late
+                self._waiting[sender] = said
             self._send(sender, {"kind": "heard"})
-        failure = failure or self._silent()
-        if failure is not None:
-            for sender in self._nodes:
-                self._send(sender, {"kind": "end", "failure": asdict(failure)})
+            return None
+        if said["kind"] == "leave":
+            self._waiting.pop(sender, None)
+            self._left.add(sender)
+        if sender not in self._nodes:
+            return None
+        failure = None
+        if said["kind"] == "status":
+            self._seen |= {r: _seen_from(r, at) for r, at in said["ranks"]}
+            if said["done"]:
+                self._gone.add(sender)
+            if said["leaves"]:
+                self._left.add(sender)
+            failure = _failure_from(said["failure"])
+        self._send(sender, {"kind": "heard"})
         return failure
 
     def others(self) -> list[Seen]:
@@ -111,16 +189,19 @@ class Hub:
         return len(self._gone) == len(self._nodes)
 
     def close(self) -> None:
-        """Stop listening."""
-        self._socket.close()
+        """Stop listening; hosts that wait for another start have come to their end."""
+        for sender in {**self._nodes, **self._waiting}:
+            self._send(sender, {"kind": "over"})
+        self._entrance.close()
 
     def _silent(self) -> Failure | None:
         now_s = time.monotonic()
-        for sender, heard_s in self._heard_s.items():
-            if sender not in self._gone and now_s - heard_s > _SILENT_S:
-                node = self._nodes[sender]
+        for sender, node in self._nodes.items():
+            is_expected = sender not in self._gone | self._left
+            if is_expected and now_s - self._heard_s[sender] > _SILENT_S:
                 what = f"is out of reach: the launcher of its host is silent for {_SILENT_S:.0f} s"
                 first = node["first"]
+                self._left.add(sender)
                 return Failure(first, self._total, node["host"], 0, "", 0, what)
         return None
 
@@ -146,29 +227,54 @@ class Hub:
 class Spoke:
     """A launcher on another host than the rendezvous."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 1000
-        self._socket.connect(f"tcp://{address}")
+    def __init__(self, address: str, goes_on: bool = False) -> None:
+        self._address, self._goes_on = address, goes_on
+        keys = group_keys(address)
+        self._visit = Visit(f"tcp://{address}", keys, f"the rendezvous {address}", _LINGER_MS)
+        self._socket = self._visit.socket
         self._said_s = 0.0
         self._heard_s = time.monotonic()
         self.blamed: Stall | None = None
+        self.is_changing = False
+        self._round = 0
+        self._why: str | None = ""
+        self._failure: Failure | None = None
         self._share: Share | None = None
 
-    def meet(self, _nodes: int, processes: int, wait_s: float) -> Share:
-        """Wait for the hub to say which ranks this host runs."""
-        self._send({"kind": "join", "processes": processes, "host": socket.gethostname()})
-        if not self._socket.poll(round((wait_s + 5) * 1000)):
-            raise ClusterError(
-                f"the rendezvous {self._address} does not answer within {wait_s:g} s. Start the "
-                "same command on that host, and see whether a firewall closes the port."
-            )
-        self._share = Share(**msgpack.unpackb(self._socket.recv())["share"])
-        self._heard_s = time.monotonic()
-        return self._share
+    def meet(self, processes: int, wait_s: float) -> Share | None:
+        """Wait for the hub to say which ranks this host runs; ``None``: its group has ended."""
+        self.blamed, self.is_changing, self._failure, self._why = None, False, None, ""
+        join: dict[str, Any] = {
+            "kind": "join",
+            "processes": processes,
+            "host": socket.gethostname(),
+        }
+        join["round"] = self._round
+        said_s, heard_s = 0.0, time.monotonic()
+        while time.monotonic() - heard_s < wait_s + 5:
+            if time.monotonic() - said_s > _JOIN_EVERY_S:
+                said_s = time.monotonic()
+                self._send(join)
+            self._visit.check()
+            if not self._socket.poll(_POLL_MS):
+                continue
+            said = msgpack.unpackb(self._socket.recv())
+            if self._goes_on:
+                heard_s = time.monotonic()  # it may be spare for a long time
+            if said["kind"] == "over":
+                return None
+            if said["kind"] == "start":
+                self._share, self._round = Share(**said["share"]), said["round"]
+                self._heard_s = time.monotonic()
+                return self._share
+        raise ClusterError(
+            f"the rendezvous {self._address} does not answer within {wait_s:g} s. Start the "
+            "same command on that host, and see whether a firewall closes the port."
+        )
 
-    def exchange(self, seen: Iterable[Seen], done: bool, failure: Failure | None) -> Failure | None:
+    def exchange(
+        self, seen: Iterable[Seen], done: bool, failure: Failure | None, leaves: bool
+    ) -> Failure | None:
         """Report to the hub; the failure that ends the group, if there is one."""
         now_s = time.monotonic()
         if failure is not None or done or now_s - self._said_s > _EVERY_S:
@@ -178,21 +284,36 @@ class Spoke:
                     "kind": "status",
                     "ranks": [(s.rank, _seen_as_list(s, now_s)) for s in seen],
                     "done": done,
+                    "leaves": leaves,
                     "failure": None if failure is None else asdict(failure),
                 }
             )
         while self._socket.poll(0):
-            said = msgpack.unpackb(self._socket.recv())
-            self._heard_s = now_s
-            if said["kind"] == "end":
-                failure = _failure_from(said["failure"])
-            if said["kind"] == "blame":
-                self.blamed = Stall(**said["stall"])
-        if failure is None and not done and now_s - self._heard_s > _SILENT_S:
+            self._hear()
+        if self._failure is None and not done and now_s - self._heard_s > _SILENT_S:
             what = f"is out of reach: the launcher at {self._address} is silent"
             total = 0 if self._share is None else self._share.total
-            failure = Failure(0, total, self._address.rpartition(":")[0], 0, "", 0, what)
-        return failure
+            host = self._address.rpartition(":")[0]
+            self._failure = Failure(0, total, host, 0, "", 0, what)
+        return self._failure or failure
+
+    def end(self, failure: Failure, _why_not_again: str | None) -> str | None:
+        """Wait for the hub to say whether the group is made anew."""
+        until_s = time.monotonic() + _DECISION_S
+        while self._failure is None and time.monotonic() < until_s:
+            if self._socket.poll(_POLL_MS):
+                self._hear()
+        return self._why
+
+    def _hear(self) -> None:
+        said = msgpack.unpackb(self._socket.recv())
+        self._heard_s = time.monotonic()
+        if said["kind"] == "end":
+            self._failure, self._why = _failure_from(said["failure"]), said["why"]
+        if said["kind"] == "blame":
+            self.blamed = Stall(**said["stall"])
+        if said["kind"] == "change":
+            self.is_changing = True
 
     def others(self) -> list[Seen]:
         """Nothing: the hub judges."""
@@ -207,15 +328,17 @@ class Spoke:
 
     def close(self) -> None:
         """Leave, once the last message is sent."""
-        self._socket.close()
+        self._send({"kind": "leave"})
+        self._visit.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self._socket.send(msgpack.packb(message))
 
 
-def rendezvous(address: str, free_port: tuple[int, int]) -> Hub | Spoke:
+def rendezvous(address: str, least: int = 1, most: int = 1, goes_on: bool = False) -> Hub | Spoke:
     """A hub where this host can listen at ``host:port``, and else a spoke of the hub there.
 
+    ``least`` to ``most`` hosts take part; with ``goes_on`` they may meet again.
     Raises :class:`~meshwright.errors.ClusterError` for an address that is invalid or unknown.
     """
     host, _, port = address.rpartition(":")
@@ -225,18 +348,20 @@ def rendezvous(address: str, free_port: tuple[int, int]) -> Hub | Spoke:
         ip = socket.gethostbyname(host)
     except OSError as error:
         raise ClusterError(f"--rendezvous: unknown host {host!r} ({error}).") from error
-    bound = zmq.Context.instance().socket(zmq.ROUTER)
-    bound.linger = 1000
+    keys = group_keys(f"{ip}:{port}")
+    entrance = Entrance(keys)
     try:
-        bound.bind(f"tcp://{ip}:{port}")
+        entrance.socket.bind(f"tcp://{ip}:{port}")
     except zmq.ZMQError as error:
-        bound.close()
+        entrance.close()
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             raise ClusterError(
                 f"--rendezvous {address}: {os.strerror(error.errno or 0)}."
             ) from error
-        return Spoke(f"{ip}:{port}")
-    return Hub(bound, ip, free_port)
+        return Spoke(f"{ip}:{port}", goes_on)
+    if keys is None:
+        print(f"meshwright launch: --rendezvous {address}: {NO_KEYS}", file=sys.stderr, flush=True)
+    return Hub(entrance, ip, least, most)
 
 
 def _seen_as_list(seen: Seen, now_s: float) -> list[Any]:

@@ -32,6 +32,9 @@ SECTIONS = (
 )
 _CODES = {section: code for code, section in enumerate(SECTIONS)}
 _FORM = struct.Struct("=qqqq")  # code, step, since, pid
+_SAVED = struct.Struct("=q")  # behind it: the step of the newest checkpoint, and _OFFSET
+_OFFSET = 2
+_BYTES = _FORM.size + _SAVED.size
 _END = ("failed", "exit")
 
 
@@ -40,12 +43,19 @@ class Progress:
     """What a rank was doing at last; ``since_s`` is a time of ``time.monotonic``.
 
     ``step`` counts the steps of training, evaluation and prediction that the process has begun.
+    ``saved`` is the step of the newest checkpoint: -1 if there is none yet, -2 where none is saved.
     """
 
     section: str = "launch"
     step: int = 0
     since_s: float = 0.0
     pid: int = 0  # 0: it has not joined
+    saved: int = -_OFFSET
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run is saved."""
+        return self.saved > -_OFFSET
 
     @property
     def is_over(self) -> bool:
@@ -58,7 +68,7 @@ class Board:
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _FORM.size)
+            self._memory = mmap.mmap(file.fileno(), _BYTES)
         self._step, self._code, self._pid = 0, 0, os.getpid()
 
     @property
@@ -76,10 +86,14 @@ class Board:
         entry = (self._code, self._step, time.monotonic_ns(), self._pid)
         _FORM.pack_into(self._memory, 0, *entry)
 
+    def write_saved(self, step: int) -> None:
+        """Note the newest checkpoint; any thread may do so."""
+        _SAVED.pack_into(self._memory, _FORM.size, step + _OFFSET)
+
 
 def new_board(path: Path) -> None:
     """Make the file of a board that nothing has been written to."""
-    path.write_bytes(_FORM.pack(0, 0, time.monotonic_ns(), 0))
+    path.write_bytes(_FORM.pack(0, 0, time.monotonic_ns(), 0) + _SAVED.pack(0))
 
 
 def read_board(path: Path) -> Progress:
@@ -87,8 +101,9 @@ def read_board(path: Path) -> Progress:
     piece = path.read_bytes()
     while (again := path.read_bytes()) != piece:
         piece = again
-    code, step, since_ns, pid = _FORM.unpack(piece[: _FORM.size])
-    return Progress(SECTIONS[code], step, since_ns / 1e9, pid)
+    code, step, since_ns, pid = _FORM.unpack_from(piece)
+    (saved,) = _SAVED.unpack_from(piece, _FORM.size)
+    return Progress(SECTIONS[code], step, since_ns / 1e9, pid, saved - _OFFSET)
 
 
 _board: Board | None = None  # of this process, where an agent watches it
@@ -112,6 +127,12 @@ def entering(section: str) -> None:
     """
     if _board is not None:
         _board.write(section)
+
+
+def saved(step: int) -> None:
+    """The newest checkpoint is that of this step; -1: the run is saved, and has none yet."""
+    if _board is not None:
+        _board.write_saved(step)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from .progress import Progress
 
-_WAITING = ("step", "barrier", "save")  # sections in which a rank may wait for another
+WAITING = ("step", "barrier", "save")  # sections in which a rank may wait for another
 _FIRST_S = {"join": 600.0, "script": 600.0, "compile": 1800.0, "save": 600.0, "callbacks": 600.0}
 _FIRST_OTHER_S = 300.0
 _LEARNT = ("input", "step", "batch callbacks")
@@ -100,7 +100,7 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
         return []  # which may take any time while no rank waits for it
     behind = _furthest_behind(present)
     gone = [s for s in behind if s.progress.is_over]
-    waiting = [s for s in late if s.progress.section in _WAITING]
+    waiting = [s for s in late if s.progress.section in WAITING]
     if len(waiting) == len(behind) == len(present):  # a long step of all of them, perhaps
         late = [s for s in late if s.age_s(now_s) > max(_FIRST_OTHER_S, _limit(s, limits))]
     if gone and waiting:
@@ -121,7 +121,7 @@ def _limit(seen: Seen, limits: Limits) -> float:
 def _furthest_behind(ranks: list[Seen]) -> list[Seen]:
     step = min(s.progress.step for s in ranks)
     last = [s for s in ranks if s.progress.step == step]
-    return [s for s in last if s.progress.section not in _WAITING] or last
+    return [s for s in last if s.progress.section not in WAITING] or last
 
 
 def _what(seen: Seen, behind: list[Seen]) -> str:
@@ -131,6 +131,6 @@ def _what(seen: Seen, behind: list[Seen]) -> str:
     where = f"is stuck in {section!r}" + (f" after step {step}" if step else "")
     if section == "step":
         where = f"is stuck in step {step}"
-    if len(behind) > 1 and section in _WAITING:
+    if len(behind) > 1 and section in WAITING:
         where += ", as are all that are furthest behind"
     return where

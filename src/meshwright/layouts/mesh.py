@@ -18,7 +18,9 @@ from typing import Any
 
 from .. import topology
 from ..errors import MeshError, TopologyError
+from ..launch.elastic import most_processes
 from ..views import Viewable
+from ..warn import warn
 
 RESERVED = ("unsharded", "match")
 
@@ -197,6 +199,26 @@ class Mesh(Viewable):
         """The same axes without devices."""
         return self.update(devices=None)
 
+    def resized(self, devices: int, axis: str | None = None) -> Mesh:
+        """The axes for another number of devices: one of them grows or shrinks, the others stay.
+
+        ``axis`` is that one; without it ``batch``, or else the first axis. The result is abstract.
+        Raises :class:`MeshError` where the other axes do not divide the devices.
+
+        >>> Mesh({"batch": 4, "model": 2}).resized(6)
+        Mesh({'batch': 3, 'model': 2})
+        """
+        changes = axis or ("batch" if "batch" in self else self.axis_names[0])
+        others = self.size // self.axis_size(changes)
+        if not _is_whole(devices) or devices < 1 or devices % others:
+            rest = axes_text((name, size) for name, size in self.axes if name != changes)
+            raise MeshError(
+                f"the mesh ({self.axes_text}) cannot be made for {devices} devices by changing "
+                f"{changes!r}: {rest} needs a multiple of {others}."
+            )
+        sizes = {name: devices // others if name == changes else n for name, n in self.axes}
+        return Mesh(sizes, name=self.name)
+
     def host_mesh(self) -> Mesh:
         """The same grid on the CPU devices of this machine; starts JAX's CPU client."""
         return create_mesh(self.axes, devices=topology.devices("cpu")[: self.size])
@@ -279,9 +301,10 @@ def create_mesh(
     ``axes``: pairs or a mapping; one size may be ``-1``, meaning "the rest"; without axes, one axis
     ``"x"`` over all devices. ``devices``: JAX devices or names such as ``"cpu:3"``, in row-major
     order; by default all of ``platform``, or of JAX's default platform. On TPUs the order follows
-    the interconnect. ``name`` tells apart meshes of the same axes. Raises :class:`MeshError` if the
-    sizes do not multiply to the number of devices, and :class:`TopologyError` if there are no
-    devices of that platform here.
+    the interconnect. ``name`` tells apart meshes of the same axes. In an elastic group, sizes for
+    all of its processes are changed as by :meth:`Mesh.resized` while there are fewer. Raises
+    :class:`MeshError` if the sizes do not multiply to the number of devices, and
+    :class:`TopologyError` if there are no devices of that platform here.
 
     >>> print(create_mesh({"batch": -1, "model": 2}))
     batch=4, model=2 @ cpu:0-7
@@ -292,6 +315,8 @@ def create_mesh(
     if faults:
         raise MeshError("\n".join(faults))
     pairs = _fill_in(pairs, len(chosen))
+    if devices is None:
+        pairs = _for_those_here(pairs, len(chosen))
     if math.prod(size for _, size in pairs) != len(chosen):
         raise MeshError(_wrong_count(pairs, chosen, devices is None))
     if devices is None:
@@ -400,6 +425,18 @@ def _fill_in(pairs: tuple[tuple[str, int], ...], count: int) -> tuple[tuple[str,
         sizes = ", ".join(f"{axis}={size}" for axis, size in pairs)
         raise MeshError(f"{sizes} cannot be filled in: {count} devices do not divide by {product}.")
     return tuple((axis, count // product if size == -1 else size) for axis, size in pairs)
+
+
+def _for_those_here(pairs: tuple[tuple[str, int], ...], count: int) -> tuple[tuple[str, int], ...]:
+    """Axes that are made for all processes of an elastic group, for those that there are now."""
+    most, wanted = most_processes(), math.prod(size for _, size in pairs)
+    if not most or wanted == count or wanted * topology.process_count() != count * most:
+        return pairs
+    changed = Mesh(pairs).resized(count)
+    if topology.process_index() == 0:
+        before = axes_text(pairs)
+        warn(f"the mesh ({before}) becomes ({changed.axes_text}): {count} devices are here.")
+    return changed.axes
 
 
 def _jax_mesh(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...] | None) -> Any:

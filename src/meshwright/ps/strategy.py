@@ -41,7 +41,7 @@ from .worker.gradients import (
 )
 
 if TYPE_CHECKING:
-    from ..run.saver import Resume
+    from ..run.saver import Resume, SaveEvery
     from ..step.local import Local
     from .coordinator.coordinator import ClusterCoordinator
     from .training.compression import Compression
@@ -217,7 +217,7 @@ class ParameterServer:
         validation_freq: int | Sequence[int] = 1,
         *,
         checkpoint: str | Path | None = None,
-        save_every: int | None = None,
+        save_every: SaveEvery = None,
         keep: int | None = 3,
         resume: Resume = "auto",
         input_options: InputOptions = _INPUT_OPTIONS,

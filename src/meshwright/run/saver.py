@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..checkpoint import CheckpointInfo, Checkpoints, Position
 from ..errors import CheckpointError
+from ..launch import progress
 from ..program import Logs
 from .logs import as_json
+from .pace import Pace
 from .stopping import Stopping
 
 if TYPE_CHECKING:
     from .epochs import Callbacks, Steps
 
 Resume = Literal["auto"] | bool
+SaveEvery = int | Literal["auto"] | None
 
 
 class Saver:
     """Saves a run every ``every`` steps, or after each epoch; without checkpoints it saves nothing.
 
-    ``start`` is the checkpoint to resume, and ``layout`` describes the layouts in words.
-    Raises :class:`CheckpointError` for an ``every`` that is not a number of steps, or without
+    ``every="auto"`` measures how often is best (see :class:`~meshwright.run.pace.Pace`).
+    ``start`` is the checkpoint to resume, and ``layout`` describes the layouts in words. Raises
+    :class:`CheckpointError` for an ``every`` that is not a number of steps, or without
     checkpoints.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints | None = None,
-        every: int | None = None,
+        every: SaveEvery = None,
         start: CheckpointInfo | None = None,
         layout: str = "",
     ) -> None:
-        if every is not None and not (isinstance(every, int) and every >= 1):
+        if every not in (None, "auto") and not (isinstance(every, int) and every >= 1):
             raise CheckpointError(
-                f"save_every must be a whole number of steps, at least 1; received {every!r}."
+                "save_every must be a whole number of steps, at least 1, or 'auto'; received "
+                f"{every!r}."
             )
         if every is not None and checkpoints is None:
             raise CheckpointError(
@@ -45,15 +51,18 @@ class Saver:
         self.checkpoints, self.start = checkpoints, start
         self.stopping = Stopping(saves=checkpoints is not None)
         self.step = start.step if start else 0
-        self._every, self._layout = every, layout
+        self._pace = Pace(self.step, _of_first_process) if every == "auto" else None
+        self._every, self._layout = every if isinstance(every, int) else None, layout
         position = start.position if start else Position()
         self._saved = self.step, position.epoch, position.batches
+        if self.is_on:
+            progress.saved(self.step if start else -1)
 
     @classmethod
     def of(
         cls,
         directory: str | Path | None,
-        every: int | None,
+        every: SaveEvery,
         keep: int | None,
         resume: Resume,
         layout: str = "",
@@ -75,15 +84,19 @@ class Saver:
     @property
     def by_epoch(self) -> bool:
         """Whether every epoch is saved."""
-        return self.is_on and not self._every
+        return self.is_on and not self._every and self._pace is None
 
     @property
     def is_due(self) -> bool:
         """Whether ``every`` steps were taken since the last multiple of it that was saved."""
+        if self._pace is not None:
+            return self._pace.is_due(self.step)
         return bool(self._every) and self.step // self._every > self._saved[0] // self._every
 
     def until_due(self, left: int) -> int:
         """How many of the steps that are left may be taken before the next checkpoint."""
+        if self._pace is not None:
+            return min(left, self._pace.until_due(self.step))
         if not (self.is_on and self._every):
             return left
         return min(left, self._every - self.step % self._every)
@@ -118,16 +131,36 @@ class Saver:
         if here == self._saved:
             return
         self._saved = here
+        began_s, step = time.monotonic(), self.step
         state = steps.state()
         notes = {**callbacks.notes(), "num_batches": steps.num_batches, "ended": ended}
         self.checkpoints.save(
-            self.step,
+            step,
             state,
             position,
             layout=self._layout,
             notes=notes | steps.notes(position),
             late_notes=lambda: {"logs": as_json(logs)},
+            then=lambda: self._is_written(step),
         )
+        if self._pace is not None:
+            self._pace.saving(time.monotonic() - began_s)
+
+    def _is_written(self, step: int) -> None:
+        progress.saved(step)
+        if self._pace is not None:
+            self._pace.written()
+
+
+def _of_first_process(number: int) -> int:
+    """The number that the first process has, in all of them; each must ask."""
+    import jax
+
+    if jax.process_count() == 1:
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(jax.numpy.int32(number)))
 
 
 def _start_of(checkpoints: Checkpoints, resume: Resume) -> CheckpointInfo | None:

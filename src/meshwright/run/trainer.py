@@ -24,7 +24,7 @@ from .backlog import Backlog
 from .epochs import Callbacks, Run
 from .facts import fields_text, step_facts, weights_facts
 from .program_steps import ProgramSteps
-from .saver import Saver
+from .saver import SaveEvery, Saver
 
 
 class StepInfo(NamedTuple):
@@ -145,7 +145,7 @@ class Trainer:
         batches: Iterable[Batch],
         *,
         checkpoints: Checkpoints | None = None,
-        save_every: int | None = None,
+        save_every: SaveEvery = None,
     ) -> tuple[TrainState, Logs]:
         """Train on every batch; the last state and the logs of the last step.
 

@@ -23,7 +23,7 @@ from ...layouts.strict import inspect, refuse_idle_layouts, refuse_idle_rules, u
 from ...planning.abstract_step import AbstractStep
 from ...program import Batch, Program, Step, TrainState
 from ...run.options import Data, Schedule, Validation
-from ...run.saver import Resume, Saver
+from ...run.saver import Resume, SaveEvery, Saver
 from ...step.assemble import Assembly
 from ...step.local import OUTER, DiLoCo, Local
 from ...step.options import PLAIN, StepOptions, Sums
@@ -265,7 +265,7 @@ class Sharded(_Distribution):
         validation_freq: int | Sequence[int] = 1,
         *,
         checkpoint: str | Path | None = None,
-        save_every: int | None = None,
+        save_every: SaveEvery = None,
         keep: int | None = 3,
         resume: Resume = "auto",
         nan_guard: NanGuard = "warn",
@@ -277,7 +277,8 @@ class Sharded(_Distribution):
         the numbers are those of the true rows either way. Warns once if it is not the last one.
 
         ``checkpoint`` is a directory that the run is saved to, after each epoch or every
-        ``save_every`` steps; the newest ``keep`` checkpoints are kept (``None``: all). ``resume``
+        ``save_every`` steps (``"auto"``: as often as loses least time, by the measured cost of a
+        save); the newest ``keep`` checkpoints are kept (``None``: all). ``resume``
         is ``"auto"`` (go on from the newest one, if there is one), ``True`` (there must be one) or
         ``False`` (there must be none). ``nan_guard`` is ``"warn"``, ``"raise"`` (stop at the step
         that is not finite, with the values before it) or ``"off"``.

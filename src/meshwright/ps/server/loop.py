@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from ...errors import ClusterError
+from ...launch.securing import secure_client
 from ..wire.message import Message, encode
 from ..wire.schema import RESERVED
-from ..wire.securing import secure_client
 from ..wire.sockets import Listener
 from .core import ServerCore
 from .saving import Saver

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from ...errors import ClusterError, ProtocolError, ShippingError
+from ...launch.securing import LISTENER, Doorkeeper, secure_server
 from .failures import failure
 from .message import Frames, Message, encode, open_first
-from .securing import LISTENER, Doorkeeper, secure_server
 from .shared import Shared
 from .transfer import NOBLOCK, SNDMORE, NotShared, read_arrays, send_frames, skip
 

@@ -13,13 +13,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ...errors import ProtocolError, ShippingError, UnreachableError
+from ...launch.securing import secure_client
 from ...warn import warn
 from .failures import KIND, raise_failure, rebuilt
 from .listener import HEARTBEAT_S, QUEUED_MESSAGES, SILENT_S
 from .listener import Listener as Listener
 from .message import Frames, Message, encode, open_first
 from .outbox import Outbox
-from .securing import secure_client
 from .shared import Shared
 from .transfer import NOBLOCK, has_message, read_arrays, send_frames, skip
 

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils import z85
 
 if TYPE_CHECKING:
-    from ...launch.keys import Keys
+    from .keys import Keys
 
 LISTENER = b"listener"  # who holds the key of servers and chief, as messages are marked
 _ZAP = "inproc://zeromq.zap.01"

@@ -1,0 +1,121 @@
+"""A program for ``test_elastic.py``: its own parameters count how often each row was trained on.
+
+``python rows_once.py FOLDER``: ``FOLDER/plan.json`` maps ``"generation@batch"`` to what rank 1 (or,
+for ``places``, rank 0) does when it reads that batch; rank 0 writes ``result.json`` at the end, and
+the time of every generation's first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import meshwright as mw
+
+ROWS, BATCH, EPOCHS = 96, 24, 60
+STEPS = ROWS // BATCH * EPOCHS
+_GENERATION = os.environ.get("MESHWRIGHT_GENERATION", "0")
+_INPUT_S = float(os.environ.get("INPUT_S", "0.01"))
+
+
+class Batches:
+    """Epochs of rows, each in an order of its own; its place is one number."""
+
+    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+        self._folder, self._plan, self._next = folder, plan, 0
+        draw = np.random.default_rng(5)
+        self._x = draw.normal(size=[ROWS, 4]).astype("f")
+        self._y = draw.normal(size=[ROWS, 2]).astype("f")
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._next == STEPS:
+            raise StopIteration
+        act(self._folder, self._plan.get(f"{_GENERATION}@{self._next}"))
+        time.sleep(_INPUT_S)
+        epoch, at = divmod(self._next, ROWS // BATCH)
+        ids = np.random.default_rng(epoch).permutation(ROWS)[at * BATCH : (at + 1) * BATCH]
+        self._next += 1
+        return {"id": ids.astype("int32"), "x": self._x[ids], "y": self._y[ids]}
+
+    def get_state(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self._next = state["next"]
+
+
+def act(folder: Path, action: dict[str, Any] | None) -> None:
+    if not action:
+        return
+    if jax.process_index() == action.get("rank", 1):
+        (folder / "failed_at").write_text(repr(time.time()))
+        if "signal" in action:
+            os.kill(os.getpid(), action["signal"])
+        if "places" in action:
+            (folder / "places").write_text(str(action["places"]))
+        if "launcher" in action:
+            os.kill(int(os.environ["LAUNCHER"]), action["launcher"])
+        if "error" in action:
+            raise OSError(action["error"])
+
+
+def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+    # By plain SGD of 1/4 each visit adds 1/256, exactly.
+    visits = -jnp.sum(params["visits"][batch["id"]]) / 64
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2) + visits
+
+
+def main(folder: Path) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    program = mw.jax_program(
+        loss, {"w": np.zeros([4, 2], "f"), "visits": np.zeros([ROWS], "f")}, optax.sgd(0.25)
+    )
+    trainer = mw.Trainer(program, mw.Placement.of(mw.create_mesh({"batch": -1}), {}))
+    with mw.Checkpoints(folder / "saved") as checkpoints:
+        started = {"generation": int(_GENERATION), "processes": jax.process_count()}
+        start = checkpoints.latest
+        started["from"] = start.step if start else -1
+        state, _ = trainer.train(
+            trainer.init(), Noted(folder, started, plan), checkpoints=checkpoints, save_every=7
+        )
+    if jax.process_index() == 0:
+        (folder / "result.json").write_text(
+            json.dumps(
+                {
+                    "visits": (np.asarray(state.params["visits"]) * 256).tolist(),
+                    "w": np.asarray(state.params["w"]).ravel().tolist(),
+                }
+            )
+        )
+
+
+class Noted(Batches):
+    """The same, which notes when its second batch is asked for: the first step was begun then."""
+
+    def __init__(self, folder: Path, started: dict[str, int], plan: dict[str, Any]) -> None:
+        super().__init__(folder, plan)
+        self._started, self._read = started, 0
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self._read += 1
+        if self._read == 2 and jax.process_index() == 0:
+            line = json.dumps({**self._started, "at": time.time()})
+            with (self._folder / "starts").open("a") as file:
+                file.write(line + "\n")
+        return super().__next__()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,252 @@
+"""Groups that are made anew: after a death, for other numbers of processes, after SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rows_once import EPOCHS, ROWS
+
+from meshwright import ClusterError, Mesh, MeshError
+from meshwright.launch.discovery import Discovery
+from meshwright.launch.elastic import Elastic
+from meshwright.launch.failure import Failure
+from meshwright.launch.group import GroupOptions, run_group
+from meshwright.launch.progress import Progress
+from meshwright.launch.stalls import Seen
+from meshwright.launch.stragglers import Stragglers
+
+PROGRAM = str(Path(__file__).parent / "rows_once.py")
+STALL_S = 2.0
+
+
+def run(folder: Path, plan: dict[str, Any], processes: int = 2, **options: Any) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return run_group([PROGRAM, str(folder)], GroupOptions(processes, 1, stall_s=STALL_S, **options))
+
+
+def result(folder: Path) -> np.ndarray:
+    """The weights at the end of a run, in which every row was trained on once in every epoch."""
+    found = json.loads((folder / "result.json").read_text())
+    assert found["visits"] == [EPOCHS] * ROWS
+    return np.array(found["w"], "f")
+
+
+def starts(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "starts").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run(folder, {}) == 0
+    return result(folder)
+
+
+@pytest.mark.alone
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
+def test_on_the_same_mesh_a_run_that_failed_ends_as_one_that_did_not(
+    undisturbed, tmp_path, capfd, fault
+):
+    what = {
+        "kill": {"signal": signal.SIGKILL, "rank": 0},
+        "stop": {"signal": signal.SIGSTOP},
+        "raise": {"error": "a file of rows is damaged"},
+    }
+    assert run(tmp_path, {"0@100": what[fault]}, max_restarts=1) == 0
+    np.testing.assert_array_equal(result(tmp_path), undisturbed)
+    err = capfd.readouterr().err
+    assert "The group is started again from the checkpoint of step " in err
+    first, again = starts(tmp_path)
+    assert (first["from"], again["processes"]) == (-1, 2)
+    assert 100 - 7 - 3 <= again["from"] <= 100  # what is being read is ahead of what is saved
+    failed_at = float((tmp_path / "failed_at").read_text())
+    print(f"{fault}: {again['at'] - failed_at:.2f} s from the failure to the next step")
+    assert again["at"] - failed_at < (STALL_S if fault == "stop" else 0) + 15
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    """A host discovery script, and the file with its answer."""
+    script = tmp_path / "hosts.sh"
+    script.write_text(f"#!/bin/sh\necho localhost:$(cat {tmp_path}/places)\n")
+    script.chmod(0o755)
+    (tmp_path / "places").write_text("2")
+    return script
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_rows_are_used_once_while_places_come_and_go(
+    undisturbed, places, tmp_path, capfd, monkeypatch
+):
+    # As in transformers#40245 and horovod#3143, where rows were lost or read twice.
+    monkeypatch.setenv("INPUT_S", "0.02")
+    plan = {
+        "0@30": {"places": 1, "rank": 0},
+        "1@130": {"places": 3, "rank": 0},
+        "2@205": {"signal": signal.SIGKILL},
+    }
+    assert run(tmp_path, plan, 3, least_processes=1, discovery=places) == 0
+    np.testing.assert_allclose(result(tmp_path), undisturbed, atol=2e-6, rtol=0)
+    assert [start["processes"] for start in starts(tmp_path)] == [2, 1, 3, 3]
+    err = capfd.readouterr().err
+    assert err.count("The number of processes changes: the group is started again") == 2
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_sigterm_saves_and_the_same_command_goes_on_with_another_number(
+    undisturbed, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LAUNCHER", str(os.getpid()))
+    plan = {"0@50": {"launcher": signal.SIGTERM}}
+    assert run(tmp_path, plan, max_restarts=3) == 75
+    assert run(tmp_path, {}, 1) == 0
+    np.testing.assert_allclose(result(tmp_path), undisturbed, atol=2e-6, rtol=0)
+    _, again = starts(tmp_path)
+    assert again["from"] >= 50  # nothing was lost
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_a_host_that_comes_is_taken_in_and_one_that_leaves_is_not_missed(
+    undisturbed, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("INPUT_S", "0.05")
+    (tmp_path / "plan.json").write_text("{}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--processes", "1", "--devices", "1", "--nodes", "1:2", "--rendezvous", address]
+    command = [sys.executable, "-m", "meshwright.cli", "launch", *options, PROGRAM, str(tmp_path)]
+    hosts: list[subprocess.Popen[str]] = []
+
+    def host(after_starts: int) -> subprocess.Popen[str]:
+        until_s = time.monotonic() + 60
+        while after_starts and len(_lines(tmp_path / "starts")) < after_starts:
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        hosts.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        return hosts[-1]
+
+    try:
+        first, second = host(0), host(1)
+        third = host(2)  # spare, until the second one leaves
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(60) == 75
+        assert [first.wait(60), third.wait(60)] == [0, 0]
+    finally:
+        for process in hosts:
+            process.kill()
+            process.communicate()
+    np.testing.assert_allclose(result(tmp_path), undisturbed, atol=2e-6, rtol=0)
+    assert [start["processes"] for start in starts(tmp_path)] == [1, 2, 2]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+# The rules, without processes
+
+
+def failure(code: int = 137, step: int = 9) -> Failure:
+    return Failure(1, 3, "n01", 17, "step", step, "was killed by signal 9", exit_code=code)
+
+
+def test_restarts_count_until_a_newer_checkpoint():
+    rule = Elastic(least=2, most=2, max_restarts=2)
+    assert rule.why_not_again(failure(), saved=5) is None
+    assert rule.why_not_again(failure(), saved=5) is None
+    assert rule.why_not_again(failure(), saved=6) is None  # it has got further
+    assert rule.why_not_again(failure(), saved=6) is None
+    assert "after 2 restarts without a newer checkpoint" in (
+        rule.why_not_again(failure(), saved=6) or ""
+    )
+    assert Elastic(1, 2, max_restarts=0).why_not_again(failure(), saved=9) == ""
+
+
+def test_a_program_that_fails_before_its_first_step_is_not_started_again():
+    rule = Elastic(2, 2, max_restarts=5)
+    assert "before its first step" in (rule.why_not_again(failure(1, step=0), saved=-1) or "")
+    assert Elastic(2, 2, max_restarts=5).why_not_again(failure(137, step=0), saved=-1) is None
+
+
+def test_a_place_that_fails_twice_is_set_aside_until_the_run_gets_further():
+    rule = Elastic(least=1, most=3, max_restarts=9)
+    for _ in range(2):
+        rule.why_not_again(failure(), saved=5, place=1)
+    assert rule.places() == [0, 2]
+    for _ in range(2):
+        rule.why_not_again(failure(), saved=5, place=0)
+    assert rule.places() == [2]
+    for _ in range(2):
+        rule.why_not_again(failure(), saved=5, place=2)
+    assert rule.places() == [2]  # the least number is kept
+    rule.why_not_again(failure(), saved=6, place=2)
+    assert rule.places() == [0, 1, 2]
+    assert rule.places(present=2) == [0, 1]
+
+
+def test_numbers_that_contradict_each_other_are_refused(tmp_path):
+    with pytest.raises(ClusterError, match=r"least number of processes must be from 1 to 2.* 3"):
+        GroupOptions(2, least_processes=3)
+    with pytest.raises(ClusterError, match="the number of nodes may change"):
+        GroupOptions(2, nodes=2, rendezvous="a:1", least_processes=1)
+    with pytest.raises(ClusterError, match="needs --processes MIN:MAX"):
+        GroupOptions(2, discovery=tmp_path)
+
+
+def test_a_discovery_script_is_asked_again_and_its_faults_are_named(places, tmp_path):
+    assert Discovery(places).places == 2
+    (tmp_path / "places").write_text("x")
+    with pytest.raises(ClusterError, match=r"hosts\.sh'.*expected lines such as n01:4; .*:x'"):
+        Discovery(places)
+    places.write_text("#!/bin/sh\necho n07:4\n")
+    with pytest.raises(ClusterError, match="n07: a host discovery script may name this host only"):
+        Discovery(places)
+    places.write_text("#!/bin/sh\necho no cluster >&2; exit 3\n")
+    with pytest.raises(ClusterError, match="ended with 3: no cluster"):
+        Discovery(places)
+
+
+@pytest.mark.parametrize(
+    ("devices", "axis", "expected"),
+    [(6, None, {"batch": 3, "model": 2}), (4, "model", {"batch": 4, "model": 1})],
+)
+def test_one_axis_of_a_mesh_takes_another_number_of_devices(devices, axis, expected):
+    mesh = Mesh({"batch": 4, "model": 2}).resized(devices, axis)
+    assert dict(mesh.axes) == expected
+
+
+def test_a_mesh_whose_other_axes_do_not_divide_is_not_resized():
+    with pytest.raises(MeshError, match=r"cannot be made for 5 devices.*model=2 needs a multiple"):
+        Mesh({"batch": 4, "model": 2}).resized(5)
+
+
+def test_only_a_rank_that_the_others_wait_for_is_slow():
+    def named(*sections: tuple[str, str]) -> list[int]:
+        watch, found = Stragglers(window_s=10.0), []
+        for at in range(200):
+            now = sections[at % len(sections)]
+            ranks = [Seen(r, Progress(section, at)) for r, section in enumerate(now)]
+            found.append(watch.look(ranks, at * 0.1))
+        return [straggler.rank for straggler in found if straggler]
+
+    assert named(("step", "input")) == [1]  # once
+    assert named(("step", "input"), ("input", "step")) == []
+    assert named(("input", "input")) == []
+    assert named(("step", "compile")) == []
+    assert named(("step", "step")) == []
