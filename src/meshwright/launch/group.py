@@ -55,6 +55,7 @@ from .supervisor import Supervisor
 _LOOK_EVERY_S = 0.05
 _SETTLE_S = 0.3  # for a death by signal to be seen beside the errors that it causes in others
 _GRACE_S = 5.0  # for the others to run their ``finally`` blocks
+_OF_FAILED_S = 0.5  # for the one that failed
 _AFTER_EXIT_S = 0.5  # a program that is over, and whose process only waits for others
 _STACK_S = 1.0
 _STRAGGLER_S = 30.0  # over which a slow rank is told from the others
@@ -560,14 +561,17 @@ class Group:
         for rank in self._seen:
             if rank in self._exit_codes():
                 continue
-            if not self._pid(rank):
+            if not self._pid(rank) or self._seen[rank].stopped_s:
                 self._signal(rank, signal.SIGKILL)
-            elif not self._seen[rank].stopped_s:
+            else:
                 self._signal(rank, TELL)
-        until_s, over_s = time.monotonic() + _GRACE_S, 0.0
-        while time.monotonic() < until_s and over_s < _AFTER_EXIT_S:
+        told_s, over_s = time.monotonic(), 0.0
+        while time.monotonic() < told_s + _GRACE_S and over_s < _AFTER_EXIT_S:
             time.sleep(_LOOK_EVERY_S)
             codes = self._exit_codes()
+            is_here = failure.rank in self._seen and failure.rank not in codes
+            if is_here and time.monotonic() > told_s + _OF_FAILED_S:
+                self._signal(failure.rank, signal.SIGKILL)  # others may wait for it, in native code
             left = [rank for rank, seen in self._seen.items() if rank not in codes]
             if not left:
                 break

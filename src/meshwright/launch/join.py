@@ -247,7 +247,7 @@ def naming_failures() -> Iterator[None]:
 
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's are of either kind
         failure = _failure_soon()
         if failure is None or _joined is None or failure.rank == _joined.rank:
             raise

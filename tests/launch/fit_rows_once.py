@@ -1,0 +1,82 @@
+"""A program for ``chaos.py``: a Keras model, one of whose tables counts the visits of each row.
+
+``python fit_rows_once.py FOLDER EPOCHS``. Every process writes its pid to ``FOLDER/pids``; rank 0
+writes ``result.json`` at the end, with the losses of all epochs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+import meshwright as mw
+
+ROWS, BATCH = 192, 24  # which divides over 1, 2, 3 and 4 devices
+PER_VISIT = 0.125 / 8  # the learning rate over what the loss is divided by
+
+
+def count(_: Any, visits: Any) -> Any:
+    return -visits * (BATCH / 8)  # its mean over a batch has the gradient 1/8 in each row
+
+
+class Noted(keras.callbacks.Callback):
+    """Notes that the first step of a start was taken, and takes its time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder, self._noted = folder, False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.01)
+        if not self._noted and jax.process_index() == 0:
+            self._noted = True
+            here = {"at": time.time(), "processes": jax.process_count()}
+            with (self._folder / "starts").open("a") as file:
+                file.write(json.dumps(here) + "\n")
+
+
+def main(folder: Path, epochs: int) -> None:
+    pids = folder / "pids"
+    pids.mkdir(exist_ok=True)
+    (pids / str(jax.process_index())).write_text(str(os.getpid()))
+    keras.utils.set_random_seed(7)
+    draw = np.random.default_rng(5)
+    ids, x = np.arange(ROWS, dtype="int32")[:, None], draw.normal(size=[ROWS, 8]).astype("f")
+    y = draw.normal(size=[ROWS, 4]).astype("f")
+    strategy = mw.Sharded(mw.create_mesh({"batch": -1}))
+    with strategy.scope():
+        id_in, x_in = keras.Input([1], dtype="int32", name="id"), keras.Input([8], name="x")
+        table = keras.layers.Embedding(ROWS, 1, embeddings_initializer="zeros", name="visits")
+        hidden = keras.layers.Dense(16, "tanh")(x_in)
+        outputs = [table(id_in), keras.layers.Dense(4)(hidden)]
+        model = keras.Model([id_in, x_in], outputs)
+        model.compile(keras.optimizers.SGD(0.125), loss=[count, "mse"])
+    history = strategy.fit(
+        model,
+        [ids, x],
+        [np.zeros([ROWS, 1, 1], "f"), y],
+        batch_size=BATCH,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[Noted(folder)],
+        checkpoint=folder / "saved",
+        save_every=5,
+    )
+    if jax.process_index() == 0:
+        visits = np.asarray(model.get_layer("visits").embeddings).ravel() / PER_VISIT
+        weights = [np.asarray(w).ravel().tolist() for w in model.get_weights()[1:]]
+        losses = next(v for k, v in history.history.items() if k.startswith("dense"))
+        found = {"visits": visits.tolist(), "weights": weights, "losses": losses}
+        (folder / "result.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
