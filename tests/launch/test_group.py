@@ -164,6 +164,32 @@ def test_a_board_costs_microseconds_and_keeps_its_end(tmp_path):
     assert (progress.section, progress.step) == ("exit", 1000)
 
 
+WRITES = """
+import sys, pathlib
+from meshwright.launch.progress import Board
+board = Board(pathlib.Path(sys.argv[1]))
+print("begun", flush=True)
+while True:
+    board.write("step")
+"""
+
+
+@pytest.mark.alone
+def test_a_board_that_is_being_written_is_never_read_as_empty(tmp_path):
+    # As it once was, on a busy host: a rank that had never joined since the host was booted.
+    path = tmp_path / "board"
+    new_board(path)
+    command = [sys.executable, "-c", WRITES, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        try:
+            seen = {(p.section, p.since_s > 0, p.pid) for p in map(read_board, [path] * 20_000)}
+        finally:
+            writer.kill()
+    assert seen <= {("launch", True, 0), ("step", True, writer.pid)}
+
+
 KERAS = """
 import os, signal, sys
 import meshwright as mw, keras, jax, numpy as np

@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from ..errors import AgreementError, MeshwrightError, ProcessError
-from .doors import Entrance, Visit
+from .doors import Entrance, Visit, packed
 from .keys import Keys
 
 Facts = Mapping[str, str]
@@ -206,7 +206,7 @@ class Meeting:
         self._began_s.clear()
 
     def _answer(self, sender: bytes, answer: dict[str, Any]) -> None:
-        self._socket.send_multipart([sender, msgpack.packb(answer)])
+        self._socket.send_multipart([sender, packed(answer)])
 
 
 class Attendance:
@@ -249,7 +249,7 @@ class Attendance:
             "facts": dict(facts),
         }
         self._round += 1
-        self._socket.send(msgpack.packb(said))
+        self._socket.send(packed(said))
 
     def answer(self) -> dict[str, Any]:
         """The second half of :meth:`agree`."""

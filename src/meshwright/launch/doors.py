@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
+import msgpack
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -38,6 +41,11 @@ def group_keys(address: str) -> Keys | None:
     if path:
         return Keys.load(path)
     return keys_of_this_user() if is_local(address) else None
+
+
+def packed(message: Mapping[str, Any]) -> bytes:
+    """A message as it travels."""
+    return msgpack.packb(message) or b""
 
 
 class Entrance:

@@ -220,7 +220,9 @@ class _Ground:
                 self._discovery = Discovery(options.discovery)
             if options.nodes > 1:
                 least = options.least_nodes or options.nodes
-                self.link = rendezvous(options.rendezvous, least, options.nodes, rule.max_restarts > 0)
+                self.link = rendezvous(
+                    options.rendezvous, least, options.nodes, rule.max_restarts > 0
+                )
         except BaseException:
             self.close()
             raise
@@ -317,7 +319,8 @@ class Group:
                 self._meeting = Meeting(self._meets_at, total, options.join_s, keys)
             self._looked_s = time.monotonic()
             self._places = {first + i: place for i, place in enumerate(start.places)}
-            self._seen = {rank: Seen(rank, Progress()) for rank in self._places}
+            now = Progress(since_s=self._looked_s)
+            self._seen = {rank: Seen(rank, now) for rank in self._places}
             devices = device_variables(options.processes, options.devices, os.environ)
             for rank, place in self._places.items():
                 member = Membership(rank, total, self._share.coordinator, "launch", rank - first)

@@ -20,7 +20,7 @@ import msgpack
 import zmq
 
 from ..errors import ClusterError
-from .doors import NO_KEYS, Entrance, Visit, group_keys
+from .doors import NO_KEYS, Entrance, Visit, group_keys, packed
 from .failure import Failure
 from .processes import free_port
 from .progress import Progress
@@ -220,8 +220,7 @@ class Hub:
         return sender, msgpack.unpackb(message)
 
     def _send(self, sender: bytes, message: Mapping[str, Any]) -> None:
-        packed: bytes = msgpack.packb(message) or b""
-        self._socket.send_multipart([sender, packed])
+        self._socket.send_multipart([sender, packed(message)])
 
 
 class Spoke:
@@ -332,7 +331,7 @@ class Spoke:
         self._visit.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        self._socket.send(msgpack.packb(message))
+        self._socket.send(packed(message))
 
 
 def rendezvous(address: str, least: int = 1, most: int = 1, goes_on: bool = False) -> Hub | Spoke:

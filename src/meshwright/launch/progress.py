@@ -84,11 +84,12 @@ class Board:
         if section == "step" and not goes_on:
             self._step += 1
         entry = (self._code, self._step, time.monotonic_ns(), self._pid)
-        _FORM.pack_into(self._memory, 0, *entry)
+        # In one piece: pack_into() writes zeros first, which the reader of a busy host would see.
+        self._memory[: _FORM.size] = _FORM.pack(*entry)
 
     def write_saved(self, step: int) -> None:
         """Note the newest checkpoint; any thread may do so."""
-        _SAVED.pack_into(self._memory, _FORM.size, step + _OFFSET)
+        self._memory[_FORM.size : _BYTES] = _SAVED.pack(step + _OFFSET)
 
 
 def new_board(path: Path) -> None:
