@@ -130,7 +130,8 @@ def main() -> None:
         finally:
             launcher.kill()
         log = (Path(wild) / "launcher.log").read_text()
-        if code:
+        print(f"done: {' '.join(chaos.done)}")
+        if code or not (Path(wild) / "result.json").exists():
             raise SystemExit(f"exit code {code}\n{log}")
         found = result(Path(wild), options.epochs)
         starts = [json.loads(line)["processes"] for line in lines(Path(wild) / "starts")]

@@ -1,7 +1,9 @@
 """A program for ``test_group.py``: trains by SGD, and one rank fails in the way that it is given.
 
 ``python grouped.py FOLDER HOW``: the failing rank writes ``failed`` there, with the time; the other
-writes ``seen`` with the time, and the error that it has got.
+writes ``seen`` with the time, and the error that it has got. ``goes on``: it does not fail.
+``late``: it is only late, for longer than a step may take, because it compiles, is stopped now and
+then, and reads slowly.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,21 +23,41 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import meshwright as mw
-
 FOLDER, HOW = (Path(sys.argv[1]), sys.argv[2]) if __name__ == "__main__" else (Path(), "")
 FAILS, AT = 1, 60
+COMPILES_S = [0.0]
+
+
+def compile_slowly(event: str, _duration_s: float, **_: object) -> None:
+    """Hold the compiler up at its end, before Meshwright hears of that."""
+    if event.endswith("backend_compile_duration"):
+        time.sleep(COMPILES_S[0])
+
+
+jax.monitoring.register_event_duration_secs_listener(compile_slowly)
+
+import meshwright as mw  # noqa: E402 - the listener must be the first
 
 
 def batches() -> Iterator[dict[str, np.ndarray]]:
-    for number in range(120 if HOW == "nothing" else 10**6):
-        if jax.process_index() == FAILS and number == AT:
-            fail()
+    ends = {"nothing": 120, "late": 130}.get(HOW, 10**6)
+    for number in range(AT if (HOW, jax.process_index()) == ("uneven", FAILS) else ends):
+        if HOW == "late" and jax.process_index() == FAILS and number > AT:
+            time.sleep(0.05)
+        if number == AT:
+            (FOLDER / "training").touch()
+            if jax.process_index() == FAILS and HOW != "goes on":
+                fail()
         yield {"x": np.ones([8, 4], "f"), "y": np.ones([8, 2], "f")}
+    note_failure()
+
+
+def note_failure() -> None:
+    (FOLDER / "failed").write_text(json.dumps(time.time()))
 
 
 def fail() -> None:
-    (FOLDER / "failed").write_text(json.dumps(time.time()))
+    note_failure()
     if HOW == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if HOW == "stop":
@@ -43,6 +66,12 @@ def fail() -> None:
         raise OSError("a file of rows is damaged")
     if HOW == "exit":
         sys.exit(0)
+    if HOW == "late":
+        COMPILES_S[0] = 4.0
+        jax.jit(lambda x: x * 3 + 1)(np.ones(7, "f"))
+        COMPILES_S[0] = 0.0
+        pulses = f"for i in 1 2 3; do kill -STOP {os.getpid()}; sleep 1; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", f"{pulses}; sleep 0.3; done"])
     if HOW == "gil":  # nothing else in this process runs any Python
         ctypes.PyDLL(None).sleep(1000)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rows_once import EPOCHS, ROWS
 
+import meshwright as mw
 from meshwright import ClusterError, Mesh, MeshError
 from meshwright.launch.discovery import Discovery
 from meshwright.launch.elastic import Elastic
@@ -55,22 +56,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 
 @pytest.mark.alone
 @pytest.mark.full
-@pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "save"])
 def test_on_the_same_mesh_a_run_that_failed_ends_as_one_that_did_not(
     undisturbed, tmp_path, capfd, fault
 ):
     what = {
         "kill": {"signal": signal.SIGKILL, "rank": 0},
         "stop": {"signal": signal.SIGSTOP},
-        "raise": {"error": "a file of rows is damaged"},
     }
-    assert run(tmp_path, {"0@100": what[fault]}, max_restarts=1) == 0
+    plan = {"dies_saving_in": "0"} if fault == "save" else {"0@100": what[fault]}
+    assert run(tmp_path, plan, max_restarts=1) == 0
     np.testing.assert_array_equal(result(tmp_path), undisturbed)
     err = capfd.readouterr().err
     assert "The group is started again from the checkpoint of step " in err
     first, again = starts(tmp_path)
     assert (first["from"], again["processes"]) == (-1, 2)
-    assert 100 - 7 - 3 <= again["from"] <= 100  # what is being read is ahead of what is saved
+    if fault == "save":
+        assert again["from"] == 14  # the checkpoint of step 21 was never complete
+    else:
+        assert 100 - 7 - 3 <= again["from"] <= 100  # batches are read ahead of the steps
+    assert all(info.step for info in mw.Checkpoints(tmp_path / "saved").all)
     failed_at = float((tmp_path / "failed_at").read_text())
     print(f"{fault}: {again['at'] - failed_at:.2f} s from the failure to the next step")
     assert again["at"] - failed_at < (STALL_S if fault == "stop" else 0) + 15

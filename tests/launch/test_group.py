@@ -51,6 +51,7 @@ def test_a_group_trains_with_prefixed_lines_and_a_file_for_each_rank(tmp_path, c
         pytest.param("raise", 1, 1.0, "raised an exception after step 60", marks=pytest.mark.full),
         pytest.param("stop", 1, STALL_S + 5, "is stopped", marks=pytest.mark.full),
         pytest.param("exit", 1, STALL_S + 5, "has ended, and rank 0 waits", marks=pytest.mark.full),
+        pytest.param("uneven", 1, STALL_S + 5, "has ended, and rank 0", marks=pytest.mark.full),
         pytest.param("gil", 1, STALL_S + 5, "is stuck in 'input'", marks=pytest.mark.full),
     ],
 )
@@ -70,6 +71,20 @@ def test_the_others_learn_which_process_failed_and_where(tmp_path, capfd, how, c
     if how == "raise":
         assert err.rstrip().endswith("OSError: a file of rows is damaged")
     assert all_gone([seen["pid"]])()
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_a_rank_that_is_only_late_is_named_and_goes_on(tmp_path, capfd, monkeypatch):
+    # It compiles for 4 s and is stopped for 1 s three times, while a step may take 2 s.
+    monkeypatch.setattr("meshwright.launch.group._STRAGGLER_S", 2.0)
+    assert grouped(tmp_path, "late") == 0
+    out, err = capfd.readouterr()
+    assert len(re.findall(r"^\[rank:\d\] loss", out, re.MULTILINE)) == 2
+    slow = re.findall(r"rank (\d) of 2 \(.*\) is slow: for \d+% of the last .* in '(.*)'", err)
+    assert ("1", "input") in slow, err
+    assert {rank for rank, _ in slow} == {"1"}
+    assert "grouped.py" in err  # where it is
 
 
 @pytest.mark.alone

@@ -126,6 +126,12 @@ class Checkpoints:
                 "are as they were."
             ) from error
 
+    def abandon(self) -> None:
+        """Leave what is being written unfinished: other processes that take part in it are gone."""
+        thread, self._thread, self._under_way = self._thread, None, None
+        if thread is not None:
+            thread.shutdown(wait=False)
+
     def close(self) -> None:
         """Wait for what is being written, and end the thread."""
         try:

@@ -340,9 +340,9 @@ class Group:
             stopping.send = None
 
     def _ended(self, stopping: Stopping, ground: _Ground) -> End | None:
-        failure = None if stopping.number else self._look()
-        codes = self._exit_codes()
+        codes = self._exit_codes()  # before the look, which would miss what ends after it
         done = len(codes) == len(self._seen)
+        failure = None if stopping.number else self._look()
         if self._link is not None:
             is_leaving = bool(stopping.number)
             failure = self._link.exchange(self._seen.values(), done, failure, is_leaving)
@@ -580,7 +580,7 @@ class Group:
                 break
             boards = [read_board(board_path(self._folder.path, rank)) for rank in left]
             is_over = all(
-                board.section == "exit" or self._seen[rank].stopped_s
+                board.is_over or self._seen[rank].stopped_s
                 for rank, board in zip(left, boards, strict=True)
             )
             over_s = over_s + _LOOK_EVERY_S if is_over else 0.0

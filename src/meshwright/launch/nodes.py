@@ -27,7 +27,6 @@ from .progress import Progress
 from .stalls import Seen, Stall
 
 _EVERY_S = 0.25
-_SILENT_S = 10.0
 _POLL_MS = 100
 _LINGER_MS = 1000
 _LAST_CALL_S = 5.0  # for more hosts, once the least number has come
@@ -56,11 +55,13 @@ class Hub:
         self,
         entrance: Entrance,
         host: str,
-        least: int = 1,
-        most: int = 1,
+        least: int,
+        most: int,
+        silent_s: float,
     ) -> None:
         self._entrance, self._socket, self._host = entrance, entrance.socket, host
         self._least, self._most, self._round = least, most, 0
+        self._silent_s = silent_s
         self._ports = free_port(), free_port()
         self._nodes: dict[bytes, dict[str, Any]] = {}
         self._waiting: dict[bytes, dict[str, Any]] = {}  # for the next start
@@ -111,7 +112,7 @@ class Hub:
         now_s = time.monotonic()
         if first:
             return self._may_start() and now_s - newest_s > _LAST_CALL_S
-        silent = {s for s, heard_s in self._heard_s.items() if now_s - heard_s > _SILENT_S}
+        silent = {s for s, heard_s in self._heard_s.items() if now_s - heard_s > self._silent_s}
         known = set(self._nodes) - self._left - silent
         return known <= set(self._waiting) and self._may_start()
 
@@ -198,8 +199,9 @@ class Hub:
         now_s = time.monotonic()
         for sender, node in self._nodes.items():
             is_expected = sender not in self._gone | self._left
-            if is_expected and now_s - self._heard_s[sender] > _SILENT_S:
-                what = f"is out of reach: the launcher of its host is silent for {_SILENT_S:.0f} s"
+            if is_expected and now_s - self._heard_s[sender] > self._silent_s:
+                what = "is out of reach: the launcher of its host is silent for"
+                what += f" {self._silent_s:.0f} s"
                 first = node["first"]
                 self._left.add(sender)
                 return Failure(first, self._total, node["host"], 0, "", 0, what)
@@ -226,8 +228,8 @@ class Hub:
 class Spoke:
     """A launcher on another host than the rendezvous."""
 
-    def __init__(self, address: str, goes_on: bool = False) -> None:
-        self._address, self._goes_on = address, goes_on
+    def __init__(self, address: str, goes_on: bool, silent_s: float) -> None:
+        self._address, self._goes_on, self._silent_s = address, goes_on, silent_s
         keys = group_keys(address)
         self._visit = Visit(f"tcp://{address}", keys, f"the rendezvous {address}", _LINGER_MS)
         self._socket = self._visit.socket
@@ -289,7 +291,7 @@ class Spoke:
             )
         while self._socket.poll(0):
             self._hear()
-        if self._failure is None and not done and now_s - self._heard_s > _SILENT_S:
+        if self._failure is None and not done and now_s - self._heard_s > self._silent_s:
             what = f"is out of reach: the launcher at {self._address} is silent"
             total = 0 if self._share is None else self._share.total
             host = self._address.rpartition(":")[0]
@@ -334,10 +336,18 @@ class Spoke:
         self._socket.send(packed(message))
 
 
-def rendezvous(address: str, least: int = 1, most: int = 1, goes_on: bool = False) -> Hub | Spoke:
+def rendezvous(
+    address: str,
+    least: int = 1,
+    most: int = 1,
+    goes_on: bool = False,
+    silent_s: float = 10.0,
+) -> Hub | Spoke:
     """A hub where this host can listen at ``host:port``, and else a spoke of the hub there.
 
-    ``least`` to ``most`` hosts take part; with ``goes_on`` they may meet again.
+    ``least`` to ``most`` hosts take part; with ``goes_on`` they may meet again. One that is silent
+    for longer than ``silent_s`` is out of reach.
+
     Raises :class:`~meshwright.errors.ClusterError` for an address that is invalid or unknown.
     """
     host, _, port = address.rpartition(":")
@@ -357,10 +367,10 @@ def rendezvous(address: str, least: int = 1, most: int = 1, goes_on: bool = Fals
             raise ClusterError(
                 f"--rendezvous {address}: {os.strerror(error.errno or 0)}."
             ) from error
-        return Spoke(f"{ip}:{port}", goes_on)
+        return Spoke(f"{ip}:{port}", goes_on, silent_s)
     if keys is None:
         print(f"meshwright launch: --rendezvous {address}: {NO_KEYS}", file=sys.stderr, flush=True)
-    return Hub(entrance, ip, least, most)
+    return Hub(entrance, ip, least, most, silent_s)
 
 
 def _seen_as_list(seen: Seen, now_s: float) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..checkpoint import CheckpointInfo, Checkpoints, Position
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ProcessError
 from ..launch import progress
 from ..program import Logs
 from .logs import as_json
@@ -105,7 +105,12 @@ class Saver:
     def running(self) -> Iterator[None]:
         """Around the whole run: signals are heard, and what is being written is finished."""
         with self.stopping, self.checkpoints or contextlib.nullcontext():
-            yield
+            try:
+                yield
+            except ProcessError:
+                if self.checkpoints is not None:
+                    self.checkpoints.abandon()
+                raise
         if self.stopping.is_asked:
             raise self.stopping.error()
 
