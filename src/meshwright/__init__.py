@@ -126,9 +126,9 @@ if TYPE_CHECKING:
     from .ps.training import DiLoCo as DiLoCo
     from .ps.training import LocalSGD as LocalSGD
     from .run import Trainer as Trainer
-    from .serving.server import Server as Server
     from .serving.http.app import serving_app as serving_app
     from .serving.http.limits import Limits as Limits
+    from .serving.server import Server as Server
     from .step.options import StepOptions as StepOptions
     from .step.remat import block_output as block_output
     from .step.summing import GradientSum as GradientSum

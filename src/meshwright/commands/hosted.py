@@ -11,8 +11,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..serve_command import Asked, app_for, server_for
 from .serve import asked_of
+from .serving import Asked, app_for, server_for
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,7 +119,7 @@ def _case(asked: Asked, here: bool = False) -> _Case:
     if not _compat.jax_is_running():
         # An accelerator that is here, or its driver, is not woken up.
         virtual_devices(target.num_devices if here else 1)
-    case = _built(build, layouts, options)
+    case = built_case(build, layouts, options)
     setup = setups(case, [mesh.abstract()])[0]
     batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
     return _Case(case.model, batch, _strategy(case, setup), mesh, target, compile)
@@ -162,7 +163,7 @@ def choose(
 
     if not _compat.jax_is_running():
         virtual_devices(1)
-    case = _built(build, {}, {})
+    case = built_case(build, {}, {})
     # What a CPU can do is not published, and without that no layout is faster than another.
     measured = calibrate(target) if (target.platform, objective) == ("cpu", "time") else None
     return plan(
@@ -187,7 +188,7 @@ def checked(report: DryRun, before: Lock, tolerance: float | None) -> tuple[Para
     return changes_text(before, changes, notes(before, now)), is_worse
 
 
-def _built(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -> Case:
+def built_case(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -> Case:
     """What ``build`` returns; a Keras model is made of shapes only."""
     from ..frontends.keras.abstract import abstract
 
@@ -201,6 +202,12 @@ def _built(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -
             f"{type(case.model).__name__}."
         )
     return case
+
+
+def strategy_on(case: Case, mesh: Mesh) -> Any:
+    """The rules of a case on a mesh of devices."""
+    setup = setups(case, [mesh.abstract()])[0]
+    return _strategy(case, replace(setup, mesh=mesh))
 
 
 def _strategy(case: Case, setup: Any) -> Any:

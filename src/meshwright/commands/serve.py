@@ -131,7 +131,7 @@ def serve(
 
     Only this machine can reach the server unless --host says otherwise.
     """
-    from ..serve_command import Asked, run, write
+    from .serving import Asked, run, write
 
     asked = Asked(layouts=dict(chain(*layouts)), options=dict(options), **how)
     if platform is None:

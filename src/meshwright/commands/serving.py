@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ServingError
-from .extras import require
-from .layouts.mesh import Mesh
+from ..equivalence.cases import Case
+from ..errors import ServingError
+from ..extras import require
+from ..layouts.mesh import Mesh
+from ..topology import make_cpu_devices
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -57,8 +59,8 @@ class Asked:
 def run(asked: Asked) -> None:
     """Serve until SIGTERM. What can be wrong with the options is found before JAX starts."""
     _require()
-    from .serving.http.run import Listening
-    from .serving.http.run import run as run_app
+    from ..serving.http.run import Listening
+    from ..serving.http.run import run as run_app
 
     listening = Listening(
         asked.host,
@@ -75,9 +77,9 @@ def run(asked: Asked) -> None:
 def app_for(asked: Asked) -> Starlette:
     """The app of these options; it starts the model when its lifespan does."""
     _require()
-    from .serving.http.app import serving_app
-    from .serving.http.keys import read_keys
-    from .serving.http.limits import Limits
+    from ..serving.http.app import serving_app
+    from ..serving.http.keys import read_keys
+    from ..serving.http.limits import Limits
 
     keys = read_keys(asked.api_keys) if asked.api_keys else ()
     limits = Limits(
@@ -88,7 +90,7 @@ def app_for(asked: Asked) -> Starlette:
     )
     app = serving_app(server_for(asked), limits=limits, keys=keys)
     if asked.telemetry:
-        from .serving.http.telemetry import traced
+        from ..serving.http.telemetry import traced
 
         traced(app)
     return app
@@ -100,7 +102,7 @@ def write(
     """Write the files of a platform."""
     from importlib.metadata import version
 
-    from .serving.platforms import Deployment, write_files
+    from ..serving.platforms import Deployment, write_files
 
     name = asked.name or re.sub(r"[^a-z0-9]+", "-", asked.model_name.lower()).strip("-")
     deployment = Deployment(
@@ -119,8 +121,8 @@ def _require() -> None:
 
 def server_for(asked: Asked) -> Any:
     """The server of the model, on a mesh that need not be that of its training."""
-    from .layouts.mesh import create_mesh
-    from .serving.server import Server
+    from ..layouts.mesh import create_mesh
+    from ..serving.server import Server
 
     mesh = asked.mesh or Mesh({"batch": 1})
     make_cpu_devices(mesh.size)
@@ -135,7 +137,7 @@ def server_for(asked: Asked) -> Any:
             f"{asked.source} holds weights, not the model: name the function that builds it, "
             "--model train:build."
         )
-    from .commands.planning import built_case
+    from .planning import built_case
 
     case = built_case(asked.build, asked.layouts, asked.options)
     return Server(
@@ -149,7 +151,7 @@ def server_for(asked: Asked) -> Any:
 
 def strategy_of(case: Case, mesh: Mesh) -> Any:
     """The layouts of the model on this mesh; rows are whole where it has no axis ``batch``."""
-    from .commands.planning import strategy_on
+    from .planning import strategy_on
 
     if "batch" not in case.options and "batch" not in mesh:
         case = replace(case, options={**case.options, "batch": None})
