@@ -1,9 +1,9 @@
 """A program for ``test_group.py``: trains by SGD, and one rank fails in the way that it is given.
 
-``python grouped.py FOLDER HOW``: the failing rank writes ``failed`` there, with the time; the other
-writes ``seen`` with the time, and the error that it has got. ``goes on``: it does not fail.
-``late``: it is only late, for longer than a step may take, because it compiles, is stopped now and
-then, and reads slowly.
+``python grouped.py FOLDER HOW [RANK]``: the failing rank (1) writes ``failed`` there with the time;
+the other writes ``seen`` with the time, and the error that it has got. ``goes on``: it does not
+fail. ``late``: it is only late, for longer than a step may take, because it compiles, is stopped
+now and then, and reads slowly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 FOLDER, HOW = (Path(sys.argv[1]), sys.argv[2]) if __name__ == "__main__" else (Path(), "")
-FAILS, AT = 1, 60
+FAILS, AT = int(sys.argv[3]) if __name__ == "__main__" and sys.argv[3:] else 1, 60
 COMPILES_S = [0.0]
 
 
@@ -81,6 +81,7 @@ def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array
 
 
 def main() -> None:
+    mw.join()  # where something else than the launcher has started this
     program = mw.jax_program(loss, {"w": np.zeros([4, 2], "f")}, optax.sgd(0.1))
     trainer = mw.Trainer(program, mw.Placement.of(mw.create_mesh({"batch": -1}), {}))
     try:

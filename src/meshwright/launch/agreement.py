@@ -108,14 +108,19 @@ class Meeting:
     """Where the processes of a group meet: a thread that collects facts, round by round.
 
     ``wait_s`` is how long the first round waits for the last process after the first has come;
-    with ``keys`` only processes that have them may come.
+    with ``keys`` only processes that have them may come, and ``tells`` is told to all that agree.
     Raises :class:`zmq.ZMQError` where it cannot listen at the address.
     """
 
     def __init__(
-        self, address: str, processes: int, wait_s: float = 60.0, keys: Keys | None = None
+        self,
+        address: str,
+        processes: int,
+        wait_s: float = 60.0,
+        keys: Keys | None = None,
+        tells: Mapping[str, Any] | None = None,
     ) -> None:
-        self._processes, self._wait_s = processes, wait_s
+        self._processes, self._wait_s, self._tells = processes, wait_s, dict(tells or {})
         self._entrance = Entrance(keys)
         self._socket = self._entrance.socket
         self._rounds: dict[int, dict[int, tuple[bytes, Party]]] = {}
@@ -183,8 +188,9 @@ class Meeting:
             text = disagreement(lines, self._processes)
             self._refuse(number, {"text": text, "kind": "agreement"})
             return
+        seed = hash((parties[0].host, parties[0].pid)) % 2**31
         for sender, _ in self._rounds.pop(number).values():
-            self._answer(sender, {"seed": hash((parties[0].host, parties[0].pid)) % 2**31})
+            self._answer(sender, {"seed": seed, **self._tells})
         del self._began_s[number]
 
     def _missing(self, number: int, limit_s: float) -> dict[str, Any]:

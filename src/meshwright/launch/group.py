@@ -20,12 +20,13 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import ClusterError
+from . import outside
 from .agreement import Meeting
 from .devices import device_variables
 from .discovery import Discovery
 from .doors import group_keys
 from .elastic import FAILURES, MOST, Elastic, failures_text
-from .failure import Failure, main_stack
+from .failure import Failure
 from .join import (
     AGENT,
     AGREE,
@@ -57,7 +58,6 @@ _SETTLE_S = 0.3  # for a death by signal to be seen beside the errors that it ca
 _GRACE_S = 5.0  # for the others to run their ``finally`` blocks
 _OF_FAILED_S = 0.5  # for the one that failed
 _AFTER_EXIT_S = 0.5  # a program that is over, and whose process only waits for others
-_STACK_S = 1.0
 _STRAGGLER_S = 30.0  # over which a slow rank is told from the others
 _RESTARTS = 10  # without a newer checkpoint, where the number of processes may change
 _NOISE = ("[Gloo] Rank ",)
@@ -296,6 +296,11 @@ def _compiled_in(folder: Path) -> dict[str, str]:
     return {} if "JAX_COMPILATION_CACHE_DIR" in os.environ else wanted
 
 
+def run_module(name: str, options: GroupOptions) -> int:
+    """The same for a module of this package."""
+    return run_here(["-m", name], options).code
+
+
 class Group:
     """The processes of a group on this machine, for as long as it is open."""
 
@@ -451,7 +456,7 @@ class Group:
             progress = Progress("exit", progress.step, now_s, progress.pid)
         pid = self._supervisor.pid(_task(rank))
         stopped_s = 0.0
-        if not has_ended and _is_stopped(pid):
+        if not has_ended and outside.is_stopped(pid):
             stopped_s = before.stopped_s + now_s - self._looked_s
         return Seen(rank, progress, stopped_s)
 
@@ -533,12 +538,7 @@ class Group:
         if not self._pid(rank):
             return ""
         path = stack_path(self._folder.path, rank)
-        self._supervisor.send_signal(_task(rank), DUMP)
-        until_s, text = time.monotonic() + _STACK_S, ""
-        while not text and time.monotonic() < until_s:
-            time.sleep(_LOOK_EVERY_S)
-            text = path.read_text(errors="replace") if path.exists() else ""
-        return main_stack(text)
+        return outside.stack_from(path, lambda: self._signal(rank, DUMP))
 
     def _failure(self, rank: int, what: str, code: int, stack: str = "") -> Failure:
         progress = self._seen[rank].progress
@@ -598,9 +598,3 @@ def _task(rank: int) -> Task:
     return Task(RANK, rank)
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal; only Linux says so."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False

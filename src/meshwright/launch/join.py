@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import functools
 import importlib.metadata
+import logging
 import os
 import random
 import signal
@@ -21,18 +22,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .. import _compat
-from ..errors import ProcessError, TopologyError
+from ..errors import ClusterError, ProcessError, TopologyError
 from ..topology import settle_cpu_pool
 from . import progress
 from .failure import Failure
 from .membership import Membership, membership
+from .processes import free_port
 
 if TYPE_CHECKING:
     from .agreement import Attendance, Facts, Meeting
+    from .private_folder import PrivateFolder
 
 JOIN = "MESHWRIGHT_JOIN"  # set by the launcher: join when the package is imported
 AGENT = "MESHWRIGHT_AGENT"  # the folder in which an agent and its ranks meet
 AGREE = "MESHWRIGHT_AGREE"  # "0": nothing is compared
+WATCH = "MESHWRIGHT_WATCH"  # "0": no agent is started
+STALL = "MESHWRIGHT_STALL_TIMEOUT"  # seconds that a step or a batch may take
 MEETING = "MESHWRIGHT_MEETING"  # where an agent compares
 _BASE = getattr(signal, "SIGRTMIN", None)
 DUMP = signal.SIGUSR1 if _BASE is None else _BASE + 5  # "write your stack down"
@@ -44,6 +49,7 @@ _WORD_S = 1.0  # for an agent to say why a collective has failed
 _joined: Membership | None = None
 _attendance: Attendance | None = None
 _agent: Path | None = None
+_folder: PrivateFolder | None = None  # that of a companion, held while this process is there
 
 
 def join(
@@ -53,6 +59,7 @@ def join(
     *,
     wait_s: float = 60.0,
     agree: bool = True,
+    watch: bool = True,
 ) -> Membership | None:
     """Take part in a group of processes that train together; the place of this process in it.
 
@@ -67,6 +74,10 @@ def join(
     the coordinator's), and later, before the first step, what they are about to train;
     ``agree=False`` leaves that out. A process that has not come after ``wait_s`` is named.
     Python's and NumPy's random numbers begin alike in all of them.
+
+    Beside each process an agent is started, unless ``watch=False`` in rank 0, or ``meshwright
+    launch`` already is one: when a process dies, stops or holds the others up, they raise a
+    :class:`~meshwright.ProcessError` that names it.
 
     Call it before JAX is first used. Raises :class:`~meshwright.AgreementError` where processes
     differ, :class:`~meshwright.ProcessError` for one that does not come,
@@ -96,11 +107,17 @@ def join(
             "with other processes any more. Put `import meshwright as mw; mw.join()` at the top of "
             "the program."
         )
-    _follow_agent(member)
+    folder = os.environ.pop(AGENT, "")
+    if folder:
+        _follow_agent(member, Path(folder))
     progress.entering("join")
-    if agree and os.environ.get(AGREE) != "0" and member.processes > 1:
-        _meet(member, wait_s)
+    agree = agree and os.environ.get(AGREE) != "0"
+    watch = watch and os.environ.get(WATCH) != "0" and not folder
+    if member.processes > 1 and (agree or watch):
+        _meet(member, wait_s, agree, watch)
     _initialize(member, wait_s)
+    if _folder is not None:
+        atexit.register(_leave_after_failure, member.rank)
     atexit.register(progress.entering, "exit")  # after JAX's own: so before JAX waits for others
     progress.follow_compiler()
     progress.entering("script")
@@ -114,10 +131,11 @@ def join_if_launched() -> None:
         join()
 
 
-_meeting: Meeting | None = None  # of a group that no agent watches, in its rank 0
+_HUB = "hub"  # in what the meeting tells: where the agents of all ranks meet
+_meeting: Meeting | None = None  # of a group that nothing has started together, in its rank 0
 
 
-def _meet(member: Membership, wait_s: float) -> None:
+def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
     """Compare versions, before JAX of one could wait for JAX of another; begin alike."""
     global _attendance, _meeting
     import numpy as np
@@ -131,14 +149,20 @@ def _meet(member: Membership, wait_s: float) -> None:
     address, by_rank_0 = address or f"tcp://{host}:{int(port) + 1}", not address
     keys = group_keys(address)
     if by_rank_0 and member.rank == 0:
+        tells = {_HUB: f"{host}:{free_port()}"} if watch else {}
         with contextlib.suppress(zmq.ZMQError):  # a second rank 0 meets the first one there
-            _meeting = Meeting(f"tcp://*:{int(port) + 1}", member.processes, wait_s, keys)
+            _meeting = Meeting(f"tcp://*:{int(port) + 1}", member.processes, wait_s, keys, tells)
     party = Party(member.rank, socket.gethostname(), os.getpid(), {})
     attendance = Attendance(address, party, member.processes, wait_s, keys)
-    seed = attendance.agree(_versions())["seed"]
-    random.seed(seed)
-    np.random.seed(seed)
-    _attendance = attendance
+    answer = attendance.agree(_versions() if agree else {})
+    if agree:
+        random.seed(answer["seed"])
+        np.random.seed(answer["seed"])
+        _attendance = attendance
+    else:
+        attendance.close()
+    if _HUB in answer:
+        _start_agent(member, answer[_HUB])
 
 
 def _versions() -> Facts:
@@ -178,16 +202,52 @@ def _initialize(member: Membership, wait_s: float) -> None:
     )
 
 
-# The agent of this host, where there is one
+# The agent: the launcher of this host, or a companion of this process
 
 
-def _follow_agent(member: Membership) -> None:
+def _start_agent(member: Membership, hub: str) -> None:
+    """Start a companion, where something else than Meshwright has started this process."""
+    from . import companion
+    from .private_folder import PrivateFolder
+
+    global _folder
+    _folder = PrivateFolder()
+    progress.new_board(board_path(_folder.path, member.rank))
+    _follow_agent(member, _folder.path)
+    stall_s = _seconds(STALL, 10.0)
+    place = (member.rank, member.processes, os.getpid(), str(_folder.path))
+    companion.start(companion.Charge(*place, hub, stall_s))
+
+
+def _seconds(name: str, otherwise: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        seconds = float(text or otherwise)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ClusterError(f"{name} must be a number of seconds above 0; received {text!r}.")
+    return seconds
+
+
+def _leave_after_failure(rank: int) -> None:
+    """After a failure JAX would wait for those that are gone until it is killed: so leave now."""
+    if _agent is None:
+        return
+    failed = error_path(_agent, rank).exists()
+    if failed:
+        _failure_soon()  # the agents of the others hear of it
+    if failed or Failure.read(failure_path(_agent)) is not None:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _follow_agent(member: Membership, folder: Path) -> None:
     """Write progress for the agent, and do as it says."""
     global _agent
-    folder = os.environ.pop(AGENT, "")
-    if not folder:
-        return
-    _agent = Path(folder)
+    _agent = folder
     progress.report_to(progress.Board(board_path(_agent, member.rank)))
     stack = stack_path(_agent, member.rank).open("w")
     faulthandler.register(DUMP, stack, all_threads=True)
@@ -200,7 +260,7 @@ def _follow_agent(member: Membership) -> None:
         before(kind, error, trace)
         sys.stderr.flush()
         text = "".join(traceback.format_exception(kind, error, trace))
-        error_path(Path(folder), member.rank).write_text(text)
+        error_path(folder, member.rank).write_text(text)
         progress.entering("failed")
 
     sys.excepthook = note

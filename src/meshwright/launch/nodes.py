@@ -99,8 +99,9 @@ class Hub:
         self._total = processes + sum(node["processes"] for node in self._nodes.values())
         begin = processes
         for sender, node in self._nodes.items():
-            share = self._share(begin, node["processes"])
-            node["first"] = begin
+            first_rank = begin if node["first"] is None else node["first"]
+            share = self._share(first_rank, node["processes"])
+            node["first"] = first_rank
             self._heard_s[sender] = time.monotonic()
             self._send(sender, {"kind": "start", "share": asdict(share), "round": self._round})
             begin += node["processes"]
@@ -200,7 +201,7 @@ class Hub:
         for sender, node in self._nodes.items():
             is_expected = sender not in self._gone | self._left
             if is_expected and now_s - self._heard_s[sender] > self._silent_s:
-                what = "is out of reach: the launcher of its host is silent for"
+                what = "is out of reach: the agent of its host is silent for"
                 what += f" {self._silent_s:.0f} s"
                 first = node["first"]
                 self._left.add(sender)
@@ -242,15 +243,19 @@ class Spoke:
         self._failure: Failure | None = None
         self._share: Share | None = None
 
-    def meet(self, processes: int, wait_s: float) -> Share | None:
-        """Wait for the hub to say which ranks this host runs; ``None``: its group has ended."""
+    def meet(self, processes: int, wait_s: float, first: int | None = None) -> Share | None:
+        """Wait for the hub to say which ranks this host runs; ``None``: its group has ended.
+
+        They are those from ``first`` on, where something else has given them out.
+        """
         self.blamed, self.is_changing, self._failure, self._why = None, False, None, ""
         join: dict[str, Any] = {
             "kind": "join",
             "processes": processes,
             "host": socket.gethostname(),
+            "first": first,
+            "round": self._round,
         }
-        join["round"] = self._round
         said_s, heard_s = 0.0, time.monotonic()
         while time.monotonic() - heard_s < wait_s + 5:
             if time.monotonic() - said_s > _JOIN_EVERY_S:
@@ -292,7 +297,7 @@ class Spoke:
         while self._socket.poll(0):
             self._hear()
         if self._failure is None and not done and now_s - self._heard_s > self._silent_s:
-            what = f"is out of reach: the launcher at {self._address} is silent"
+            what = f"is out of reach: the agent at {self._address} is silent"
             total = 0 if self._share is None else self._share.total
             host = self._address.rpartition(":")[0]
             self._failure = Failure(0, total, host, 0, "", 0, what)

@@ -1,0 +1,204 @@
+"""An agent beside a rank that something else has started: srun, mpirun, torchrun, Kubernetes.
+
+:func:`~.join.join` starts one for each rank, as a process of its own. It outlives the rank, reads
+what the rank writes (:mod:`.progress`), and can end it. The companion of rank 0 is the hub: it
+judges all ranks, and still does when rank 0 is dead. What to run again is the starter's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import zmq
+
+from ..errors import ClusterError
+from . import join, outside
+from .doors import Entrance, group_keys
+from .failure import Failure
+from .nodes import Hub, Spoke
+from .processes import own_module
+from .progress import Progress, read_board
+from .stalls import Limits, Seen, Stall, stalls
+
+_LOOK_EVERY_S = 0.05
+_GRACE_S = 5.0  # for the rank to run its ``finally`` blocks
+_AFTER_EXIT_S = 0.5  # a program that is over, and whose process only waits for others
+_PAUSE_S = 2.0  # this process itself was stopped: the scheduler has suspended the job, say
+_MEET_S = 60.0
+_NEVER_AGAIN = "what has started the group decides whether it starts again"
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # they are for the rank, which may save
+
+
+@dataclass(frozen=True)
+class Charge:
+    """The rank to watch, the folder in which they meet, and the ``host:port`` of the hub."""
+
+    rank: int
+    processes: int
+    pid: int
+    folder: str
+    hub: str
+    stall_s: float
+
+
+def start(charge: Charge) -> None:
+    """Start the companion of this process."""
+    command = own_module(["-m", __name__, json.dumps(asdict(charge))], {})
+    subprocess.Popen(
+        command.argv,
+        env={**os.environ, **dict(command.env)},
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # its messages come beside the rank's own
+        start_new_session=True,
+    )
+
+
+class Companion:
+    """Watches one rank until it has ended, or until some rank of the group has failed."""
+
+    def __init__(self, charge: Charge, link: Hub | Spoke) -> None:
+        self._charge, self._link = charge, link
+        self._folder = Path(charge.folder)
+        self._board = join.board_path(self._folder, charge.rank)
+        self._limits = Limits(charge.stall_s)
+        self._seen = Seen(charge.rank, Progress(pid=charge.pid))
+        self._looked_s = self._resumed_s = time.monotonic()
+
+    def watch(self) -> Failure | None:
+        """Watch to the end; the failure that ended the group, if there was one."""
+        while True:
+            failure = self._look()
+            done = not self._is_there()
+            failure = self._link.exchange([self._seen], done, failure, False)
+            if failure is not None:
+                if isinstance(self._link, Hub):
+                    self._link.end(failure, _NEVER_AGAIN)
+                self._end(failure)
+                return failure
+            if done and self._link.all_done():
+                return None
+            time.sleep(_LOOK_EVERY_S)
+
+    def _is_there(self) -> bool:
+        return os.getppid() == self._charge.pid
+
+    def _look(self) -> Failure | None:
+        is_there, now_s = self._is_there(), time.monotonic()
+        if now_s - self._looked_s > _PAUSE_S:  # all of the group was: let the others come back
+            time.sleep(_PAUSE_S / 2)
+            self._resumed_s = now_s = time.monotonic()
+        before, progress = self._seen, read_board(self._board)
+        if progress.since_s > before.progress.since_s:
+            took_s = progress.since_s - before.progress.since_s
+            self._limits.learn(before.progress.section, took_s, progress.step)
+        stopped_s = 0.0
+        if is_there and outside.is_stopped(self._charge.pid):
+            stopped_s = before.stopped_s + now_s - self._looked_s
+        progress = replace(progress, since_s=max(progress.since_s, self._resumed_s))
+        self._seen, self._looked_s = Seen(self._charge.rank, progress, stopped_s), now_s
+        return self._own_failure(is_there) or self._stall(now_s)
+
+    def _own_failure(self, is_there: bool) -> Failure | None:
+        path = join.error_path(self._folder, self._charge.rank)
+        if path.exists():
+            return self._failure("raised an exception", path.read_text(), "failed")
+        if not is_there and not self._seen.progress.is_over:
+            return self._failure("was killed, or crashed in native code,")
+        return None
+
+    def _stall(self, now_s: float) -> Failure | None:
+        if isinstance(self._link, Spoke):
+            blamed, self._link.blamed = self._link.blamed, None
+            return None if blamed is None else self._stalled(blamed)
+        found = stalls([self._seen, *self._link.others()], self._limits, now_s)
+        if not found:
+            return None
+        if found[0].rank == self._charge.rank:
+            return self._stalled(found[0])
+        self._link.blame(found[0])
+        return None
+
+    def _stalled(self, stall: Stall) -> Failure:
+        stack = ""
+        if not (self._seen.stopped_s or self._seen.progress.is_over):
+            path = join.stack_path(self._folder, self._charge.rank)
+            stack = outside.stack_from(path, lambda: self._signal(join.DUMP))
+        limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
+        what = f"{stall.what} (for {stall.for_s:.1f} s{limit})"
+        return replace(self._failure("", stack), what=what)
+
+    def _failure(self, what: str, stack: str = "", section: str = "") -> Failure:
+        charge, progress = self._charge, self._seen.progress
+        where = f"after step {progress.step}" if progress.step else "before its first step"
+        return Failure(
+            charge.rank,
+            charge.processes,
+            socket.gethostname(),
+            charge.pid,
+            section or progress.section,
+            progress.step,
+            f"{what} {where}",
+            stack,
+        )
+
+    def _end(self, failure: Failure) -> None:
+        """Tell the rank, wait while it runs its ``finally`` blocks, and kill it if it must be."""
+        if isinstance(self._link, Hub) or failure.rank == self._charge.rank:
+            print(f"meshwright: {failure.text()}", file=sys.stderr, flush=True)
+        failure.write(join.failure_path(self._folder))
+        if not self._seen.stopped_s:
+            self._signal(join.TELL)
+        until_s, over_s = time.monotonic() + _GRACE_S, 0.0
+        while self._is_there() and time.monotonic() < until_s and over_s < _AFTER_EXIT_S:
+            time.sleep(_LOOK_EVERY_S)
+            is_over = read_board(self._board).section == "exit" or self._seen.stopped_s
+            over_s = over_s + _LOOK_EVERY_S if is_over else 0.0
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self._is_there():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._charge.pid, number)
+
+
+def _link(charge: Charge) -> Hub | Spoke:
+    if charge.rank:
+        spoke = Spoke(charge.hub, goes_on=False, silent_s=charge.stall_s)
+        spoke.meet(1, _MEET_S, charge.rank)
+        return spoke
+    host, _, port = charge.hub.rpartition(":")
+    entrance = Entrance(group_keys(charge.hub))
+    entrance.socket.bind(f"tcp://*:{port}")
+    hub = Hub(entrance, host, charge.processes, charge.processes, charge.stall_s)
+    hub.meet(1, _MEET_S)
+    return hub
+
+
+def main(text: str) -> None:
+    """Watch the rank that the text describes."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    charge = Charge(**json.loads(text))
+    try:
+        with contextlib.closing(_link(charge)) as link:
+            Companion(charge, link).watch()
+    except (ClusterError, zmq.ZMQError) as error:
+        if os.getppid() == charge.pid:  # a rank that has ended needs no agent
+            reason = f"rank {charge.rank} trains without an agent: {error}"
+            print(f"meshwright: {reason}", file=sys.stderr, flush=True)
+    finally:
+        shutil.rmtree(charge.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,121 @@
+"""Ranks that something else has started (here with torchrun's variables), and their agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from watching import within
+
+PROGRAM = str(Path(__file__).parent / "grouped.py")
+STALL_S = 2.0
+
+
+def ports() -> int:
+    """Two ports of this host in a row that are free."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def started(arguments: list[str], **more: str) -> list[subprocess.Popen[str]]:
+    """Two ranks with torchrun's variables, as another launcher would start them."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports())}
+    shared |= {"MESHWRIGHT_STALL_TIMEOUT": str(STALL_S), "JAX_NUM_CPU_DEVICES": "2", **more}
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, **shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    try:
+        output = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, text) for p, text in zip(processes, output, strict=True)]
+
+
+def companions_of(pids: list[int]) -> list[str]:
+    """Command lines of the agents of these ranks that are still there."""
+    names = [f'"pid": {pid},' for pid in pids]
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            commands.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return [
+        c for c in commands if "meshwright.launch.companion" in c and any(n in c for n in names)
+    ]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("how", "fails", "limit_s", "says"),
+    [
+        ("kill", 0, 1.0, r"was killed, or crashed in native code, after step 60\b"),
+        pytest.param("kill", 1, 1.0, "was killed, or", marks=pytest.mark.full),
+        pytest.param("stop", 0, STALL_S + 5, "is stopped", marks=pytest.mark.full),
+        pytest.param("raise", 1, 1.0, "raised an exception after step 60", marks=pytest.mark.full),
+        pytest.param("exit", 1, STALL_S + 5, "has ended, and rank 0 waits", marks=pytest.mark.full),
+        pytest.param("gil", 1, STALL_S + 5, "is stuck in 'input'", marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_others_start_learn_which_failed_and_where(tmp_path, how, fails, limit_s, says):
+    processes = started([PROGRAM, str(tmp_path), how, str(fails)])
+    results = ended(processes)
+    seen = json.loads((tmp_path / "seen").read_text())
+    failed_at = json.loads((tmp_path / "failed").read_text())
+    assert seen["at"] - failed_at < limit_s
+    assert seen["rank"] == fails
+    assert seen["pid"] == processes[fails].pid
+    assert re.search(rf"rank {fails} of 2 \(host \S+, pid {seen['pid']}\) {says}", seen["text"])
+    assert results[1 - fails][0] == 1
+    said = [text for _, text in results if f"meshwright: rank {fails} of 2" in text]
+    assert said, results
+    if how in ("raise", "gil"):
+        assert "grouped.py" in seen["stack"]
+    assert within(3.0, lambda: not companions_of([p.pid for p in processes]))
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_a_group_that_others_start_ends_by_itself_and_leaves_no_agent(tmp_path):
+    processes = started([PROGRAM, str(tmp_path), "nothing"])
+    results = ended(processes)
+    assert [code for code, _ in results] == [0, 0], results
+    assert all(re.search(r"^loss \S+ 2 4$", text, re.MULTILINE) for _, text in results)
+    assert within(3.0, lambda: not companions_of([p.pid for p in processes]))
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_one_switch_leaves_the_agents_out(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import meshwright as mw, subprocess, os\nmember = mw.join()\n"
+        "print(subprocess.run(['ps', '--ppid', str(os.getpid())], capture_output=True).stdout)\n"
+    )
+    results = ended(started([str(program)], MESHWRIGHT_WATCH="0"))
+    assert [code for code, _ in results] == [0, 0], results
+    assert not any("companion" in text for _, text in results)
