@@ -31,6 +31,7 @@ from .progress import Progress, read_board
 from .stalls import Limits, Seen, Stall, stalls
 
 _LOOK_EVERY_S = 0.05
+_SETTLE_S = 0.3  # for the death of another rank to be seen before the error that it causes here
 _GRACE_S = 5.0  # for the rank to run its ``finally`` blocks
 _AFTER_EXIT_S = 0.5  # a program that is over, and whose process only waits for others
 _PAUSE_S = 2.0  # this process itself was stopped: the scheduler has suspended the job, say
@@ -110,7 +111,7 @@ class Companion:
 
     def _own_failure(self, is_there: bool) -> Failure | None:
         path = join.error_path(self._folder, self._charge.rank)
-        if path.exists():
+        if path.exists() and time.time() - path.stat().st_mtime > _SETTLE_S:
             return self._failure("raised an exception", path.read_text(), "failed")
         if not is_there and not self._seen.progress.is_over:
             return self._failure("was killed, or crashed in native code,")
