@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoints as Checkpoints
     from .checkpoint import Position as Position
     from .checkpoint import read_checkpoint as read_checkpoint
+    from .data import InputContext as InputContext
     from .data import LocalRows as LocalRows
     from .data import shard as shard
     from .display.drawing import show as show
@@ -105,6 +106,8 @@ if TYPE_CHECKING:
     from .launch.keys import Keys as Keys
     from .launch.local import LocalCluster as LocalCluster
     from .launch.membership import Membership as Membership
+    from .launch.on_ray import RayLauncher as RayLauncher
+    from .launch.on_spark import SparkLauncher as SparkLauncher
     from .launch.resolvers import KubernetesResolver as KubernetesResolver
     from .launch.resolvers import SimpleResolver as SimpleResolver
     from .launch.resolvers import SlurmResolver as SlurmResolver
@@ -115,6 +118,7 @@ if TYPE_CHECKING:
     from .program import Program as Program
     from .program import TrainState as TrainState
     from .ps.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
+    from .ps.current import get_strategy as get_strategy
     from .ps.shared.consistency import Async as Async
     from .ps.shared.consistency import Backup as Backup
     from .ps.shared.consistency import Stale as Stale
@@ -170,6 +174,7 @@ _LAZY = {  # name -> the room that it lives in
     "GradientSum": "step.summing",
     "block_output": "step.remat",
     **dict.fromkeys(("LocalRows", "shard"), "data"),
+    **dict.fromkeys(("InputContext", "LocalRows"), "data"),
     "Trainer": "run",
     "Server": "serving.server",
     "jax_program": "frontends.jax",
@@ -178,6 +183,8 @@ _LAZY = {  # name -> the room that it lives in
     "join": "launch.join",
     "Keys": "launch.keys",
     "Membership": "launch.membership",
+    "RayLauncher": "launch.on_ray",
+    "SparkLauncher": "launch.on_spark",
     "LocalCluster": "launch.local",
     **dict.fromkeys(
         ("KubernetesResolver", "SimpleResolver", "SlurmResolver", "TFConfigResolver"),
@@ -191,6 +198,7 @@ _LAZY = {  # name -> the room that it lives in
         "ps.shared.partitioners",
     ),
     "ParameterServer": "ps.strategy",
+    "get_strategy": "ps.current",
     "run_task": "ps.task",
     **dict.fromkeys(("DiLoCo", "LocalSGD"), "ps.training"),
 }

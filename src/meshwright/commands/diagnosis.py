@@ -40,6 +40,8 @@ _PURPOSES = {  # of distributions that are required, and of extras
     "telemetry": "traces of requests by OpenTelemetry",
     "tpu": "TPUs, and compiling for absent ones",
     "cuda": "NVIDIA GPUs, and compiling for absent ones",
+    "ray": "processes on a Ray cluster (mw.RayLauncher)",
+    "spark": "processes on Spark's executors (mw.SparkLauncher)",
 }
 _FOR_DEVELOPERS = ("dev", "browser", "docs")
 _CUDA = "cuda"  # some gigabytes: advised only where there is a GPU

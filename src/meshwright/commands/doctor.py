@@ -17,19 +17,36 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, short_help="Report packages, devices, and what is missing.")
 @option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@option(
+    "--processes",
+    type=click.IntRange(min=2),
+    help="Also start so many processes, and measure what lies between them.",
+)
 @traceback_option
-def doctor(as_json: bool) -> None:
+def doctor(as_json: bool, processes: int | None) -> None:
     """Report the installed packages, the devices, and what is missing.
+
+    With --processes also versions, devices and clocks of processes of this machine, and latency
+    and bandwidth of each collective between them. `meshwright launch ... doctor` does that on
+    several hosts, and `srun python -m meshwright.fabric` under other starters.
 
     Exits with status 0 if Meshwright can be used here, and with 1 if not.
     """
     from .diagnosis import examine
+
+    if as_json and processes:
+        raise click.UsageError("--json: only valid without --processes.")
 
     diagnosis = examine()
     if as_json:
         click.echo(json.dumps(diagnosis.as_dict(), indent=2))
     else:
         _print_diagnosis(diagnosis)
+    if diagnosis.usable and processes:
+        from ..launch.group import GroupOptions, run_module
+
+        click.echo()
+        raise SystemExit(run_module("meshwright.fabric", GroupOptions(processes)))
     raise SystemExit(0 if diagnosis.usable else 1)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from .config import config_option
 from .group import Command, argument, option, traceback_option
+
+if TYPE_CHECKING:
+    from ..launch.manifests import Job
 
 _PASSED_ON = ("devices", "log_dir", "stall_timeout", "join_timeout", "agree", "max_restarts")
 _OF_GROUPS = (*_PASSED_ON[:-1], "nodes", "rendezvous", "hosts", "host_discovery_script")
@@ -113,6 +116,15 @@ class _Range(click.ParamType):
     "newer checkpoint (10 with MIN:MAX, else 0).",
 )
 @option("--worker-devices", type=int, help="CPU devices to make in each worker.")
+@option(
+    "--write",
+    type=click.Choice(["slurm", "jobset", "trainjob", "ray"]),
+    help="Print a job for this scheduler, which runs the program so, and start nothing.",
+)
+@option("--ray", is_flag=True, help="Run --processes N as actors of the Ray cluster.")
+@option("--gpus", type=click.IntRange(min=0), default=0, help="GPUs of each node of the job.")
+@option("--name", default="train", show_default=True, help="Name of the job.")
+@option("--image", default="", help="Image for the pods of the job.")
 @argument("program", nargs=-1, required=True, metavar="PROGRAM [ARGUMENTS]...")
 @config_option
 @traceback_option
@@ -140,8 +152,25 @@ def launch(
     meshwright launch --processes 2:8 train.py
     meshwright launch --processes 8 --hosts n01,n02,n03 train.py
     meshwright launch --processes 8 --nodes 3 --rendezvous n01:7777 train.py
+    meshwright launch --write slurm --nodes 2 --processes 4 train.py > job.sh
+    meshwright launch --processes 2 doctor
     meshwright launch --workers 2 --ps 2 train.py --epochs 3
+
+    With --write the program becomes a job of Slurm (sbatch), JobSet, Kubeflow Trainer or KubeRay
+    on --nodes hosts with --processes on each: it saves at SIGTERM and is run again. The program
+    `doctor` measures what lies between the processes.
     """
+    fixed = None if processes is None else processes[1]
+    if options["write"]:
+        for name, value in (("--processes", processes), ("--nodes", options["nodes"])):
+            if value is not None and value[0] < value[1]:
+                raise click.UsageError(f"{name} must be one number with --write.", ctx)
+        click.echo(_job(ctx, program, fixed, options).write(options["write"]), nl=False)
+        return
+    if options["ray"]:
+        _run_on_ray(ctx, program, fixed, options)
+        return
+    _refuse_without(ctx, ("gpus", "name", "image"), "--write")
     other = _OF_GROUPS if processes is None else _OF_CLUSTERS
     _refuse(ctx, other, processes is not None)
     if processes is None:
@@ -159,7 +188,7 @@ def launch(
         passed_on = ["--processes", str(most), *_as_typed(ctx, _PASSED_ON)]
         raise SystemExit(run_on_hosts(options["hosts"].split(","), passed_on, program))
 
-    from ..launch.group import GroupOptions, run_group
+    from ..launch.group import GroupOptions, run_group, run_module
 
     group = GroupOptions(
         processes=most,
@@ -175,7 +204,61 @@ def launch(
         max_restarts=options["max_restarts"],
         discovery=options["host_discovery_script"],
     )
+    if program == ("doctor",) and not Path("doctor").exists():
+        raise SystemExit(run_module("meshwright.fabric", group))
     raise SystemExit(run_group(program, group))
+
+
+def _job(
+    ctx: click.Context, program: tuple[str, ...], processes: int | None, options: dict[str, Any]
+) -> Job:
+    """The job that --write prints."""
+    from ..launch.manifests import Job
+
+    restarts = {"max_restarts": options["max_restarts"]} if _is_typed(ctx, "max_restarts") else {}
+    return Job(
+        program,
+        options["nodes"][1],
+        processes or 1,
+        options["devices"],
+        options["gpus"],
+        options["name"],
+        options["image"],
+        **restarts,
+    )
+
+
+def _run_on_ray(
+    ctx: click.Context, program: tuple[str, ...], processes: int | None, options: dict[str, Any]
+) -> None:
+    from ..launch.on_ray import RayLauncher
+
+    _refuse_without(ctx, ("name", "image"), "--write")
+    if processes is None:
+        raise click.UsageError("--ray needs --processes N.", ctx)
+    resources = {"CPU": 1, **({"GPU": options["gpus"]} if options["gpus"] else {})}
+    restarts = options["max_restarts"] if _is_typed(ctx, "max_restarts") else 0
+    launcher = RayLauncher(
+        processes,
+        resources,
+        devices=options["devices"],
+        max_restarts=restarts,
+        stall_s=options["stall_timeout"],
+        join_s=options["join_timeout"],
+    )
+    launcher.run_program(program)
+
+
+def _is_typed(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _refuse_without(ctx: click.Context, names: tuple[str, ...], needed: str) -> None:
+    """Options that mean something beside another one alone."""
+    of = {str(p.name): p.opts[0] for p in ctx.command.params}
+    wrong = [of[name] for name in names if _is_typed(ctx, name)]
+    if wrong:
+        raise click.UsageError(f"{', '.join(wrong)}: only valid with {needed}.", ctx)
 
 
 def _as_typed(ctx: click.Context, names: tuple[str, ...]) -> list[str]:

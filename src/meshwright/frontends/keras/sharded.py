@@ -37,6 +37,7 @@ from .options import check_model
 from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
 from .pending import WaitingRoom, is_pending, settle, waiting_room
 from .program import KerasVariables, check_state, read_state, write_state
+from .replicas import Replicas
 
 
 class _Laid(NamedTuple):
@@ -49,7 +50,7 @@ _compat.add_layout_property(layout_of)
 _Distribution: Any = _compat.keras_distribution_class()
 
 
-class Sharded(_Distribution):
+class Sharded(Replicas, _Distribution):
     """Lays Keras models, their optimizers and their data out on a mesh, and trains them there.
 
     ``mesh`` has the axes. ``layouts`` maps path patterns to layouts (see

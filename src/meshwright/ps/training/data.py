@@ -8,33 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ...data import InputContext
 from ...errors import DataError
-
-
-@dataclass(frozen=True)
-class InputContext:
-    """What ``dataset_fn`` receives: which worker it makes a dataset for, and how many there are.
-
-    Elements are handed out on demand, each to one worker. So a dataset need not be cut by worker;
-    it may well be, with ``InputOptions("copy")``.
-    """
-
-    worker_index: int = 0
-    num_workers: int = 1
-
-    @property
-    def input_pipeline_id(self) -> int:
-        """TensorFlow's name for ``worker_index``."""
-        return self.worker_index
-
-    @property
-    def num_input_pipelines(self) -> int:
-        """TensorFlow's name for ``num_workers``."""
-        return self.num_workers
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The batch size of one worker's step, which is the whole one: steps are not shared."""
-        return global_batch_size
 
 
 class ArrayBatches:

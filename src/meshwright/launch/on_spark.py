@@ -1,0 +1,147 @@
+"""``mw.SparkLauncher``: the processes of a group as the tasks of a barrier stage of Spark.
+
+Each task runs the launcher's own agent with one process below it. RDDs and DataFrames feed the
+processes, as with ``InputMode.SPARK`` of TensorFlowOnSpark.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import ClusterError, DataError, ProcessError
+from ..extras import require
+from .group import GroupOptions
+from .processes import free_port
+from .remote import Work, attempts, run_part, values_of
+from .rows import Uneven, agree_on, note_length, spool
+
+
+class SparkLauncher:
+    """Runs a function as a group of processes on the executors of a ``SparkContext``.
+
+    There are ``num_processes`` tasks (as many as Spark runs at once, unless given). ``devices``
+    makes virtual CPU devices in each process. When a task dies, Spark ends the whole stage, and
+    it is submitted again, ``max_restarts`` times at most: with ``checkpoint=`` training goes on
+    from there. ``stall_s`` and ``join_s`` are those of ``meshwright launch``.
+
+    Raises :class:`~meshwright.ClusterError` for invalid values, and where Spark is not installed.
+    """
+
+    def __init__(
+        self,
+        sc: Any,
+        num_processes: int | None = None,
+        *,
+        devices: int | None = None,
+        max_restarts: int = 0,
+        stall_s: float = 10.0,
+        join_s: float = 60.0,
+    ) -> None:
+        require("pyspark", ClusterError, "SparkLauncher needs PySpark", "spark")
+        slots = sc.defaultParallelism
+        count = slots if num_processes is None else num_processes
+        if count < 1 or max_restarts < 0:
+            raise ClusterError(
+                "SparkLauncher: num_processes must be 1 or more and max_restarts 0 or more; "
+                f"received {count} and {max_restarts}."
+            )
+        if sc.master.startswith("local") and count > slots:
+            raise ClusterError(
+                f"a barrier stage needs {count} tasks at once, and {sc.master} runs {slots}: use "
+                f"local[{count}], or fewer processes."
+            )
+        self._sc, self._count, self._max_restarts = sc, count, max_restarts
+        self._options = GroupOptions(
+            devices=devices, stall_s=stall_s, join_s=join_s, nodes=count, rendezvous="later:0"
+        )
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        data: Any = None,
+        uneven: Uneven = "pad",
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call a function in every process of a group; what it returned in each, by rank.
+
+        ``data`` is an RDD or a DataFrame. Its rows are shared out over the processes, written to
+        the disks of their hosts, and passed as the function's first argument
+        (:class:`~meshwright.launch.rows.Rows`). All have as many: where partitions differ, short
+        ones repeat rows (``uneven="pad"``), or long ones leave some out (``"drop"``); stderr says
+        how many. Raises :class:`~meshwright.ProcessError` for the process that failed first, and
+        :class:`~meshwright.DataError` where a process has no rows.
+        """
+        work = Work.of_call(function, *args, **kwargs)
+        rows = self._partitioned(data)
+        part = _Part(work, self._options, None if data is None else uneven)
+
+        def once() -> list[Any]:
+            from py4j.protocol import Py4JJavaError
+
+            try:
+                parts = rows.barrier().mapPartitions(part).collect()
+            except Py4JJavaError as error:
+                reason = str(error.java_exception).splitlines()[0]
+                raise ProcessError(f"Spark has ended the barrier stage: {reason}") from error
+            replies = [pickle.loads(reply) for reply in parts]
+            errors = [reply for reply in replies if isinstance(reply, Exception)]
+            if errors:
+                raise errors[0]
+            return values_of(replies)
+
+        def note(line: str) -> None:
+            print(f"meshwright: {line}", file=sys.stderr, flush=True)
+
+        return attempts(self._max_restarts, once, note)
+
+    def _partitioned(self, data: Any) -> Any:
+        if data is None:
+            return self._sc.parallelize(range(self._count), self._count)
+        rdd = getattr(data, "rdd", data)
+        if not hasattr(rdd, "barrier"):
+            raise DataError(
+                f"data must be an RDD or a DataFrame of Spark; received {type(data).__name__}."
+            )
+        if rdd.getNumPartitions() == self._count:
+            return rdd
+        return rdd.repartition(self._count)
+
+
+class _Part:
+    """What each task of the barrier stage does."""
+
+    def __init__(self, work: Work, options: GroupOptions, uneven: Uneven | None) -> None:
+        self._work, self._options, self._uneven = work, options, uneven
+
+    def __call__(self, rows: Iterable[Any]) -> Iterator[bytes]:
+        from dataclasses import replace
+
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        index = context.partitionId()
+        host = context.getTaskInfos()[0].address.rpartition(":")[0] or "127.0.0.1"
+        with tempfile.TemporaryDirectory(prefix="meshwright-call-") as name:
+            folder = Path(name)
+            count = 0 if self._uneven is None else spool(rows, folder)
+            said = [json.loads(s) for s in context.allGather(json.dumps([count, free_port()]))]
+            counts, port = [n for n, _ in said], said[0][1]
+            options = replace(self._options, rendezvous=f"{host}:{port}" if len(said) > 1 else "")
+            try:
+                if self._uneven is not None:
+                    length = agree_on(counts, self._uneven)
+                    note_length(folder, length)
+                    if index == 0 and len(set(counts)) > 1:
+                        text = f"partitions have {counts} rows; each process uses {length}"
+                        print(f"meshwright: {text} ({self._uneven})", file=sys.stderr, flush=True)
+                reply: Any = run_part(self._work, options, folder)
+            except (ClusterError, DataError) as error:
+                reply = error
+        yield pickle.dumps(reply)

@@ -1,0 +1,132 @@
+"""``mw.SparkLauncher`` on a real Spark (local mode, Java 17), and the rows that it hands over."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright import ClusterError, DataError
+from meshwright.extras import is_installed
+from meshwright.launch.rows import agree_on, note_length, spool, spooled
+
+_MISSING = [name for name in ("pyspark",) if not is_installed(name)]
+_MISSING += [] if shutil.which("java") else ["java"]
+
+
+def spark_marks(function):
+    marks = (
+        pytest.mark.filterwarnings("ignore::ResourceWarning"),
+        pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
+        pytest.mark.targets,
+        pytest.mark.alone,
+    )
+    for mark in marks:
+        function = mark(function)
+    return function
+
+
+@pytest.fixture(scope="module")
+def sc() -> Iterator[Any]:
+    from pyspark import SparkConf, SparkContext
+
+    conf = SparkConf().setMaster("local[2]").set("spark.ui.enabled", "false")
+    conf.set("spark.driver.bindAddress", "127.0.0.1").set("spark.driver.host", "127.0.0.1")
+    context = SparkContext(conf=conf)
+    context.setLogLevel("ERROR")
+    yield context
+    context.stop()
+
+
+def train(rows: Any, batch_size: int) -> tuple[int, int, float]:
+    import jax
+    import keras
+
+    import meshwright as mw
+
+    strategy = mw.DataParallel(mw.create_mesh({"batch": -1}))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    for _ in range(3):
+        batches = ((x[:, None], y[:, None]) for x, y in rows.batches(batch_size))
+        history = strategy.fit(model, mw.LocalRows(batches), verbose=0, shuffle=False)
+    return jax.process_index(), len(rows), history.history["loss"][-1]
+
+
+def die_once(mark: str) -> str:
+    import jax
+
+    if jax.process_index() == 1 and not Path(mark).exists():
+        Path(mark).write_text("killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return f"rank {jax.process_index()} of {jax.process_count()}"
+
+
+def kill_the_task(mark: str) -> str:
+    """Kill Spark's own Python worker, whose child this process is."""
+    import jax
+
+    if jax.process_index() == 1 and not Path(mark).exists():
+        Path(mark).write_text("killed")
+        os.kill(os.getppid(), signal.SIGKILL)
+    return f"rank {jax.process_index()} of {jax.process_count()}"
+
+
+@spark_marks
+def test_an_rdd_feeds_a_group_in_a_barrier_stage(sc):
+    rows = sc.parallelize([(i / 8, i / 4) for i in range(33)], 2)  # 16 and 17 rows
+    results = mw.SparkLauncher(sc).run(train, 4, data=rows)
+    assert [(rank, count) for rank, count, _ in results] == [(0, 17), (1, 17)]
+    assert results[0][2] == results[1][2]
+
+
+@spark_marks
+@pytest.mark.parametrize("die", [die_once, kill_the_task])
+def test_a_stage_that_fails_is_submitted_again(sc, tmp_path, capfd, die):
+    launcher = mw.SparkLauncher(sc, max_restarts=1)
+    expected = ["rank 0 of 2", "rank 1 of 2"]
+    assert launcher.run(die, str(tmp_path / "mark")) == expected
+    assert "All processes are started again" in capfd.readouterr().err
+    if die is die_once:
+        (tmp_path / "mark").unlink()
+        with pytest.raises(mw.ProcessError, match=r"rank 1 of 2 .* was killed by signal 9"):
+            mw.SparkLauncher(sc).run(die, str(tmp_path / "mark"))
+
+
+@spark_marks
+def test_what_cannot_be_is_refused(sc):
+    with pytest.raises(ClusterError, match=r"needs 3 tasks at once, and local\[2\] runs 2"):
+        mw.SparkLauncher(sc, 3)
+    with pytest.raises(DataError, match=r"process 0 of 2 has received no rows"):
+        mw.SparkLauncher(sc).run(train, 4, data=sc.parallelize([(1.0, 2.0)], 2))
+    with pytest.raises(DataError, match="an RDD or a DataFrame of Spark; received lis"):
+        mw.SparkLauncher(sc).run(train, 4, data=[1, 2])
+
+
+# Rows, without Spark
+
+
+@pytest.mark.parametrize(("length", "numbers"), [(3, [0, 1, 2]), (7, [0, 1, 2, 3, 4, 0, 1])])
+def test_rows_can_be_read_again_and_all_processes_have_as_many(tmp_path, length, numbers):
+    assert spool(((n, n * 2.0) for n in range(5)), tmp_path) == 5
+    note_length(tmp_path, length)
+    rows = spooled(tmp_path)
+    assert rows is not None
+    for _ in range(2):
+        assert [row[0] for row in rows] == numbers
+    sizes = [len(columns[0]) for columns in rows.batches(2)]
+    assert sum(sizes) == len(rows) == length
+    assert set(sizes[:-1]) == {2}
+
+
+def test_a_process_without_rows_is_an_error_that_says_how_many_there_are():
+    with pytest.raises(DataError, match=re.escape("process 1, 3 of 4 has received no rows: the")):
+        agree_on([2, 0, 1, 0], "pad")

@@ -1,0 +1,158 @@
+"""Write the schemas in ``tests/launch/schemas``, by which manifests are checked.
+
+It needs ``pip install kubeflow-trainer-api``, whose models are generated from the OpenAPI documents
+of Kubernetes, JobSet and Kubeflow Trainer; the fields of a RayJob are those of KubeRay's API
+reference (``docs/reference/api.md``), around the same pods. Descriptions are left out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent.parent / "tests" / "launch" / "schemas"
+_TEXT, _NUMBER, _FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+_TEXTS = {"type": "object", "additionalProperties": _TEXT}
+_KEPT = ("type", "properties", "items", "anyOf", "$ref", "enum", "required", "additionalProperties")
+
+
+def strict(schema: Any) -> Any:
+    """Without descriptions and defaults; a field that is unknown is refused, as by the server."""
+    if isinstance(schema, list):
+        return [strict(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {k: strict(v) for k, v in schema.items() if k in _KEPT and k != "properties"}
+    if "properties" in schema:
+        kept["properties"] = {k: strict(v) for k, v in schema["properties"].items()}
+        kept["additionalProperties"] = False
+    return kept
+
+
+def reachable(root: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """The definitions that a schema refers to, directly or not."""
+    found: dict[str, Any] = {}
+
+    def visit(part: Any) -> None:
+        if isinstance(part, list):
+            for entry in part:
+                visit(entry)
+        if isinstance(part, dict):
+            name = str(part.get("$ref", "")).rpartition("/")[2]
+            if name and name not in found:
+                found[name] = definitions[name]
+                visit(definitions[name])
+            for entry in part.values():
+                visit(entry)
+
+    visit(root)
+    return found
+
+
+def of_model(model: Any) -> dict[str, Any]:
+    """The schema of one of the package's models."""
+    whole = model.model_json_schema(by_alias=True)
+    definitions = {name: strict(part) for name, part in whole.pop("$defs").items()}
+    # A quantity is written as a number or a text; the models know it as a wrapper of either.
+    for name in definitions:
+        if "Quantity" in name or "IntOrString" in name:
+            definitions[name] = {"type": ["string", "integer", "number"]}
+    root = strict(whole)
+    return {**root, "$defs": reachable(root, definitions)}
+
+
+def ray_job(pod_template: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a RayJob, from KubeRay's API reference."""
+    pods = {k: v for k, v in pod_template.items() if k != "$defs"}
+
+    def fields(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(required),
+            "additionalProperties": False,
+        }
+
+    head = fields(
+        ("template",),
+        template={"$ref": "#/$defs/Pods"},
+        headService={"type": "object"},
+        enableIngress=_FLAG,
+        rayStartParams=_TEXTS,
+        serviceType=_TEXT,
+    )
+    workers = fields(
+        ("groupName", "template"),
+        suspend=_FLAG,
+        groupName=_TEXT,
+        replicas=_NUMBER,
+        minReplicas=_NUMBER,
+        maxReplicas=_NUMBER,
+        idleTimeoutSeconds=_NUMBER,
+        rayStartParams=_TEXTS,
+        template={"$ref": "#/$defs/Pods"},
+        scaleStrategy={"type": "object"},
+        numOfHosts=_NUMBER,
+    )
+    cluster = fields(
+        ("headGroupSpec",),
+        suspend=_FLAG,
+        managedBy=_TEXT,
+        autoscalerOptions={"type": "object"},
+        headServiceAnnotations=_TEXTS,
+        enableInTreeAutoscaling=_FLAG,
+        gcsFaultToleranceOptions={"type": "object"},
+        headGroupSpec=head,
+        rayVersion=_TEXT,
+        workerGroupSpecs={"type": "array", "items": workers},
+    )
+    spec = fields(
+        activeDeadlineSeconds=_NUMBER,
+        backoffLimit=_NUMBER,
+        rayClusterSpec=cluster,
+        submitterPodTemplate={"$ref": "#/$defs/Pods"},
+        metadata=_TEXTS,
+        clusterSelector=_TEXTS,
+        submitterConfig={"type": "object"},
+        managedBy=_TEXT,
+        deletionStrategy={"type": "object"},
+        entrypoint=_TEXT,
+        runtimeEnvYAML=_TEXT,
+        jobId=_TEXT,
+        submissionMode=_TEXT,
+        entrypointResources=_TEXT,
+        entrypointNumCpus={"type": "number"},
+        entrypointNumGpus={"type": "number"},
+        ttlSecondsAfterFinished=_NUMBER,
+        shutdownAfterJobFinishes=_FLAG,
+        suspend=_FLAG,
+    )
+    root = fields(
+        ("apiVersion", "kind", "spec"),
+        apiVersion={"enum": ["ray.io/v1"]},
+        kind={"enum": ["RayJob"]},
+        metadata={"type": "object"},
+        spec=spec,
+    )
+    return {**root, "$defs": {"Pods": pods, **pod_template["$defs"]}}
+
+
+def main() -> None:
+    """Write all of them."""
+    from kubeflow_trainer_api import models
+
+    schemas = {
+        "JobSet": of_model(models.JobsetV1alpha2JobSet),
+        "TrainingRuntime": of_model(models.TrainerV1alpha1TrainingRuntime),
+        "TrainJob": of_model(models.TrainerV1alpha1TrainJob),
+        "RayJob": ray_job(of_model(models.IoK8sApiCoreV1PodTemplateSpec)),
+    }
+    for kind, schema in schemas.items():
+        text = json.dumps(schema, separators=(",", ":"), sort_keys=True)
+        (FOLDER / f"{kind}.json.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+
+
+if __name__ == "__main__":
+    main()
