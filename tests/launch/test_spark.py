@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def spark_marks(function):
 def sc() -> Iterator[Any]:
     from pyspark import SparkConf, SparkContext
 
+    os.environ["PYSPARK_PYTHON"] = sys.executable
     conf = SparkConf().setMaster("local[2]").set("spark.ui.enabled", "false")
     conf.set("spark.driver.bindAddress", "127.0.0.1").set("spark.driver.host", "127.0.0.1")
     context = SparkContext(conf=conf)
@@ -102,7 +104,11 @@ def test_a_stage_that_fails_is_submitted_again(sc, tmp_path, capfd, die):
 
 
 @spark_marks
-def test_what_cannot_be_is_refused(sc):
+def test_what_cannot_be_is_refused(sc, tmp_path, monkeypatch):
+    monkeypatch.setattr(sc, "pythonExec", shutil.which("python3", path="/usr/bin:/usr/local/bin"))
+    with pytest.raises(ClusterError, match=r"the tasks of Spark run .*python3.* PYSPARK_PYTHON"):
+        mw.SparkLauncher(sc).run(die_once, str(tmp_path / "mark"))
+    monkeypatch.undo()
     with pytest.raises(ClusterError, match=r"needs 3 tasks at once, and local\[2\] runs 2"):
         mw.SparkLauncher(sc, 3)
     with pytest.raises(DataError, match=r"process 0 of 2 has received no rows"):

@@ -6,10 +6,12 @@ processes, as with ``InputMode.SPARK`` of TensorFlowOnSpark.
 
 from __future__ import annotations
 
+import builtins
 import json
 import pickle
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,7 @@ class SparkLauncher:
         :class:`~meshwright.DataError` where a process has no rows.
         """
         work = Work.of_call(function, *args, **kwargs)
+        self._check_python()
         rows = self._partitioned(data)
         part = _Part(work, self._options, None if data is None else uneven)
 
@@ -101,6 +104,18 @@ class SparkLauncher:
 
         return attempts(self._max_restarts, once, note)
 
+    def _check_python(self) -> None:
+        """Look at the Python of one executor, before anything there imports this package."""
+        look = types.FunctionType(_versions.__code__, {"__builtins__": builtins})
+        look.__module__ = "__main__"  # which Spark sends by value
+        (there,) = self._sc.parallelize([0], 1).map(look).collect()
+        if there != (here := look(0)):
+            raise ClusterError(
+                f"the tasks of Spark run {self._sc.pythonExec} with {there}, and this program runs "
+                f"{sys.executable} with {here}. Set PYSPARK_PYTHON to a Python with the same "
+                "packages, before the SparkContext is made."
+            )
+
     def _partitioned(self, data: Any) -> Any:
         if data is None:
             return self._sc.parallelize(range(self._count), self._count)
@@ -112,6 +127,20 @@ class SparkLauncher:
         if rdd.getNumPartitions() == self._count:
             return rdd
         return rdd.repartition(self._count)
+
+
+def _versions(_: int) -> str:
+    """What a Python has; it must not need this module."""
+    import importlib.metadata
+    import sys
+
+    found = [f"Python {sys.version_info.major}.{sys.version_info.minor}"]
+    for name in ("meshwright", "jax"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
 
 
 class _Part:
