@@ -6,8 +6,10 @@ What it computes is the same under any rules.
 
 from __future__ import annotations
 
+from .adaptive import AdaptiveVocabulary as AdaptiveVocabulary
 from .attention import attend as attend
 from .attention import attend_locally as attend_locally
+from .compressed import CompressedAttention as CompressedAttention
 from .dense import Dense as Dense
 from .dense import DenseProduct as DenseProduct
 from .dense import FeedForward as FeedForward

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from ...errors import DimError
-from ...layouts.dim_rules import Dim, text_of
+from ...layouts.dim_rules import Dim, Dims, text_of
 from ..array import NamedArray, find
 from ..contraction import einsum
-from ..elementwise import absolute, add, equal, greater_equal, less, less_equal, logical_and, where
+from ..elementwise import (
+    absolute,
+    add,
+    equal,
+    greater,
+    greater_equal,
+    less_equal,
+    logical_and,
+    logical_or,
+    where,
+)
 from ..indexing import arange
 from ..joining import concat, pad, slice
 from ..operation import operation
 from ..pieces import current_mesh, split_of
 from ..random import dropout
-from ..reductions import softmax
-from ..shapes import merge_dims, split_dim
+from ..reductions import chosen, softmax
+from ..shapes import Names, merge_dims, split_dim
 from ..shifting import shift
+from ..windowed import Numbers, counts
 from .layer import in_dtype, without
 
 _LEAST = -1e30  # a logit that has no weight, and is finite: a row of nothing else has no NaN
@@ -84,14 +97,14 @@ def attend_locally(
     queries: NamedArray,
     keys: NamedArray,
     values: NamedArray,
-    radius: int,
+    radius: Numbers,
     *,
     causal: bool = False,
-    length: str | Dim = "length",
+    length: Names = "length",
     d_kv: str | Dim = "d_kv",
     mask: NamedArray | None = None,
     segments: NamedArray | None = None,
-    bias: Callable[[NamedArray], NamedArray] | None = None,
+    bias: Callable[..., NamedArray] | None = None,
     scale: float | None = None,
     talking: Talking | None = None,
     rate: float = 0.0,
@@ -106,47 +119,99 @@ def attend_locally(
     beside it: memory and time grow with length times radius. Along a split length, devices exchange
     the blocks at their borders; where no such blocks fit into what one device holds, the length is
     gathered.
+
+    Positions of images lie along several dims, ``length="height width"``, of one radius or of one
+    each, ``"height:2 width:3"``: a position sees a rectangle around it, and if ``causal``, what is
+    before it row by row (local 2-D attention, Parmar et al. 2018). ``bias`` is then a function of
+    how far away a key is along each.
     """
-    length = find(queries.dims, length)
-    if radius < 1:
-        raise DimError(f"attention is local within a radius of 1 or more; received {radius}.")
-    if length not in keys.dims or length not in values.dims:
+    lengths = chosen(queries.dims, length)
+    radii = counts(radius, [dim.name for dim in lengths], "local attention: radius")
+    if missing := [dim for dim in lengths if dim not in keys.dims or dim not in values.dims]:
         raise DimError(
             f"local attention is within one length: queries [{text_of(queries.dims)}] have "
-            f"{length}, and so should keys [{text_of(keys.dims)}] and values "
+            f"{text_of(missing)}, and so should keys [{text_of(keys.dims)}] and values "
             f"[{text_of(values.dims)}]."
         )
-    block = Dim("block", _block_size(length, min(radius, length.size)))
-    # Blocks keep the name of the length: they lie along its axis.
-    blocks = length.resized(-(-length.size // block.size))
-    memory = Dim("memory", block.size * (2 if causal else 3))
-    spare = blocks.size * block.size - length.size
+    # Row by row, nothing below is earlier; of the row of a query, either side may be.
+    cuts = [
+        _Cut(dim, radii[dim.name], one_sided=causal and i == 0) for i, dim in enumerate(lengths)
+    ]
 
     def in_blocks(x: NamedArray) -> NamedArray:
-        return split_dim(pad(x, length, after=spare), length.name, (blocks, block))
+        for cut in cuts:
+            x = cut.in_blocks(x)
+        return x
 
     def neighbourhood(x: NamedArray) -> NamedArray:
-        here = in_blocks(x)
-        parts = [shift(here, 1, blocks), here]
-        if not causal:
-            parts.append(shift(here, -1, blocks))
-        return concat(parts, block, name=memory.name)
+        for cut in cuts:
+            x = cut.neighbourhood(x)
+        return together(x)
 
-    if mask is None:
-        mask = less(arange(length), length.size)
+    def together(x: NamedArray) -> NamedArray:
+        return merge_dims(x, [cut.memory for cut in cuts], "memory")
+
+    mask = _everywhere(lengths) if mask is None else logical_and(mask, _everywhere(lengths))
+    away = [arange(cut.block) - (arange(cut.memory) - cut.block.size) for cut in cuts]
     # Nothing lies beyond either end: there the neighbourhood of a mask is false.
-    away = arange(block) - (arange(memory) - block.size)
-    seen = logical_and(neighbourhood(mask), _near(away, radius, causal))
+    seen = logical_and(neighbourhood(mask), together(_near(away, list(radii.values()), causal)))
     if segments is not None:
         seen = logical_and(seen, equal(in_blocks(segments), neighbourhood(segments)))
     found = attend(
         in_blocks(queries),
         neighbourhood(keys),
         neighbourhood(values),
-        memory=memory, d_kv=d_kv, mask=seen, bias=None if bias is None else bias(-away),
+        memory="memory", d_kv=d_kv, mask=seen,
+        bias=None if bias is None else together(bias(*(-one for one in away))),
         scale=scale, talking=talking, rate=rate, key=key,
     )  # fmt: skip
-    return slice(merge_dims(found, (blocks, block), length.name), length.name, 0, length.size)
+    for cut in cuts:
+        found = cut.whole(found)
+    return found
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One dim in blocks, each of which sees itself and those beside it, or just the one before."""
+
+    length: Dim
+    radius: int
+    one_sided: bool
+
+    @functools.cached_property
+    def block(self) -> Dim:
+        size = _block_size(self.length, min(self.radius, self.length.size))
+        return Dim(f"{self.length.name}_block", size)
+
+    @property
+    def blocks(self) -> Dim:
+        """They keep the name of the length, so that they lie along its axis."""
+        return self.length.resized(-(-self.length.size // self.block.size))
+
+    @property
+    def memory(self) -> Dim:
+        return Dim(f"{self.length.name}_memory", self.block.size * (2 if self.one_sided else 3))
+
+    def in_blocks(self, x: NamedArray) -> NamedArray:
+        spare = self.blocks.size * self.block.size - self.length.size
+        return split_dim(
+            pad(x, self.length, after=spare), self.length.name, (self.blocks, self.block)
+        )
+
+    def neighbourhood(self, x: NamedArray) -> NamedArray:
+        here = self.in_blocks(x)
+        parts = [shift(here, 1, self.blocks), here]
+        if not self.one_sided:
+            parts.append(shift(here, -1, self.blocks))
+        return concat(parts, self.block, name=self.memory.name)
+
+    def whole(self, x: NamedArray) -> NamedArray:
+        name = self.length.name
+        return slice(merge_dims(x, (self.blocks, self.block), name), name, 0, self.length.size)
+
+
+def _everywhere(lengths: Dims) -> NamedArray:
+    return NamedArray(jnp.ones([dim.size for dim in lengths], bool), lengths)
 
 
 def _talked(logits: NamedArray, kernel: NamedArray) -> NamedArray:
@@ -155,10 +220,19 @@ def _talked(logits: NamedArray, kernel: NamedArray) -> NamedArray:
     return einsum([logits, kernel], (*first, *without(kernel.dims, logits.dims), memory))
 
 
-def _near(away: NamedArray, radius: int, causal: bool) -> NamedArray:
-    """Which positions of a block and its neighbours each position of the block may see."""
-    near = less_equal(absolute(away), radius)
-    return logical_and(near, greater_equal(away, 0)) if causal else near
+def _near(away: Sequence[NamedArray], radii: Sequence[int], causal: bool) -> NamedArray:
+    """Which positions of the neighbourhood each position of a block may see."""
+    near = functools.reduce(
+        logical_and,
+        (less_equal(absolute(one), radius) for one, radius in zip(away, radii, strict=True)),
+    )
+    if not causal:
+        return near
+    *outer, last = away
+    before = greater_equal(last, 0)
+    for one in reversed(outer):  # row by row
+        before = logical_or(greater(one, 0), logical_and(equal(one, 0), before))
+    return logical_and(near, before)
 
 
 def _block_size(length: Dim, radius: int) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from ...layouts.dim_rules import DimsLike, as_dims
+from ...layouts.dim_rules import Dim, DimsLike, as_dims
 from ..array import NamedArray
 from ..contraction import einsum
 from ..elementwise import gelu, multiply, relu, sigmoid, swish
+from ..joining import stack, unstack
 from ..operation import operation
 from ..random import dropout
 from .initialisers import SCALED, Initialiser
@@ -48,6 +50,22 @@ def dense(
     return y if activation is None else activation(y)
 
 
+@operation
+def dense_together(
+    x: NamedArray, kernels: Sequence[NamedArray], outputs: DimsLike
+) -> list[NamedArray]:
+    """:func:`dense` with each of several kernels of the same dims, as one product.
+
+    The gradient of the input is one sum over all of them. Where ``outputs`` are split, it is
+    exchanged once, on targets whose compiler would exchange that of each kernel, too.
+    """
+    if len(kernels) == 1:
+        return [dense(x, kernels[0], outputs)]
+    which = Dim("kernel", len(kernels))
+    together = stack([in_dtype(kernel, x.dtype) for kernel in kernels], which.name)
+    return unstack(dense(x, together, (which, *as_dims(outputs))), which)
+
+
 @dataclass(frozen=True)
 class Dense:
     """A dense layer: from the dims ``inputs`` to the dims ``outputs``, each any number of them.
@@ -76,7 +94,13 @@ class Dense:
 
     @under_rules
     def __call__(self, params: Params, x: NamedArray, *, key: Any = None) -> NamedArray:
-        return dense(x, params["kernel"], self.outputs, params.get("bias"), self.activation)
+        return self.finished(params, dense(x, params["kernel"], self.outputs))
+
+    def finished(self, params: Params, y: NamedArray) -> NamedArray:
+        """A product with the kernel, plus the bias, through the activation."""
+        if self.bias:
+            y = y + in_dtype(params["bias"], y.dtype)
+        return y if self.activation is None else self.activation(y)
 
 
 @dataclass(frozen=True)
@@ -122,10 +146,12 @@ class DenseProduct:
 
 @operation
 def _product(layer: DenseProduct, params: Params, x: NamedArray) -> NamedArray:
-    first, *others = (factor(params[f"factor_{i}"], x) for i, factor in enumerate(layer.factors))
-    for other in others:
-        first = multiply(first, other)
-    return first
+    own = [params[f"factor_{i}"] for i, _ in enumerate(layer.factors)]
+    made = dense_together(x, [each["kernel"] for each in own], layer.outputs)
+    factors = (
+        factor.finished(each, y) for factor, each, y in zip(layer.factors, own, made, strict=True)
+    )
+    return functools.reduce(multiply, factors)
 
 
 def glu(inputs: DimsLike, outputs: DimsLike) -> DenseProduct:

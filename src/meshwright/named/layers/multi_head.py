@@ -16,8 +16,9 @@ from ..elementwise import equal, greater_equal, less_equal, logical_and, logical
 from ..indexing import arange
 from ..operation import operation
 from ..shapes import rename
+from ..windowed import Numbers, counts
 from .attention import Talking, attend, attend_locally
-from .dense import dense
+from .dense import dense, dense_together
 from .initialisers import SCALED, Initialiser
 from .layer import Params, as_dim, under_rules
 from .positions import rotated
@@ -42,7 +43,9 @@ class Attention:
 
     Positions lie along the dim ``length`` of the input, and along ``memory`` where they are
     attended to, since one array holds both. A rule for ``length`` splits queries; keys and values
-    are then gathered along it, unless there is a rule for ``memory`` or a ``radius``.
+    are then gathered along it, unless there is a rule for ``memory`` or a ``radius``. Positions of
+    images lie along several dims, ``length="height width"`` with a ``radius`` (see
+    :func:`attend_locally`); masks then have these dims.
 
     >>> from meshwright.named import named
     >>> layer = Attention("d_model:8", "heads:2", "d_kv:4", causal=True)
@@ -55,7 +58,7 @@ class Attention:
     heads: str | Dim
     d_kv: str | Dim
     causal: bool = False
-    radius: int | None = None
+    radius: Numbers | None = None
     multi_query: bool = False
     dropout: float = 0.0
     length: str = "length"
@@ -64,6 +67,22 @@ class Attention:
     rotary: float | None = None
     scale: float | None = None
     talking: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self._lengths) > 1 and (self.radius is None or self.rotary is not None):
+            raise DimError(
+                f"attention along several dims, {self.length!r}, is local and takes a radius=; "
+                "rotary= turns by the position along one."
+            )
+
+    @property
+    def whole(self) -> bool:
+        """Whether each position is looked at by itself, however far away it is."""
+        return self.radius is None
+
+    @property
+    def _lengths(self) -> list[str]:
+        return self.length.split()
 
     @property
     def _per_query(self) -> Dims:
@@ -121,7 +140,7 @@ class Attention:
         is ``causal`` (prefix LM, Raffel et al. 2020). Both have the dim ``length``.
         """
         seen = x if memory is None else memory
-        if self.length not in seen.shape and self.memory not in seen.shape:
+        if not {*self._lengths} <= {*seen.shape} and self.memory not in seen.shape:
             raise DimError(
                 f"attention is to positions along {self.length!r} or {self.memory!r}; "
                 f"[{text_of(seen.dims)}] has neither. Rename the dim of its positions."
@@ -136,12 +155,11 @@ class Attention:
         if self.radius is not None:
             return self._locally(params, x, mask, segments, prefix, bias, key)
         length = find(x.dims, self.length)
-        mask = self._seen(length, mask, segments, prefix)
+        mask, at = self._seen(length, mask, segments, prefix), arange(length)
         if callable(bias):
-            bias = bias(_offsets(length, self.memory))
-        at = arange(length)
-        kept = self.keep(params, x, at=at)
-        return self.recall(params, x, kept, mask=mask, bias=bias, key=key, at=at)
+            bias = bias(self._away(length.renamed(self.memory), at))
+        query, *others = self._projected(params, x)
+        return self._found(params, query, self._kept(*others, at), mask, bias, key, at)
 
     def _seen(
         self,
@@ -157,17 +175,39 @@ class Attention:
             mask = _both(mask, equal(segments, rename(segments, length, self.memory)))
         return mask
 
+    def _away(self, memory: Dim, at: NamedArray) -> NamedArray:
+        """How far after the positions ``at`` each one of the memory is."""
+        return arange(memory) - at
+
+    def _seen_by_step(self, memory: Dim, at: Any) -> NamedArray | None:
+        """True for position ``at`` and those before, within the radius if there is one."""
+        if self.radius is None:
+            return less_equal(arange(memory), at)
+        (radius,) = counts(self.radius, [self.length], "radius").values()
+        return _within(memory, at, radius)
+
     @under_rules
     def keep(self, params: Params, memory: NamedArray, *, at: NamedArray | None = None) -> Kept:
         """Keys and values of a memory, to :meth:`recall` from as often as need be.
 
         ``at`` are the positions by which a ``rotary`` layer turns the keys; none leaves them.
         """
-        keys, values = (dense(memory, params[name], self._per_key) for name in ("key", "value"))
+        kernels = [params["key"], params["value"]]
+        return self._kept(*dense_together(memory, kernels, self._per_key), at)
+
+    def _kept(self, keys: NamedArray, values: NamedArray, at: NamedArray | None) -> Kept:
         return {
             "key": _along(self._turned(keys, at), self.length, self.memory),
             "value": _along(values, self.length, self.memory),
         }
+
+    def _projected(self, params: Params, x: NamedArray) -> list[NamedArray]:
+        """Queries, keys and values of an input."""
+        query, *others = (params[name] for name in ("query", "key", "value"))
+        if not self.multi_query:
+            return dense_together(x, [query, *others], self._per_query)
+        queries = dense(x, query, self._per_query)
+        return [queries, *dense_together(x, others, self._per_key)]
 
     @under_rules
     def recall(
@@ -182,8 +222,21 @@ class Attention:
         at: NamedArray | None = None,
     ) -> NamedArray:
         """What the input, at positions ``at``, finds in keys and values that were kept."""
+        query = dense(x, params["query"], self._per_query)
+        return self._found(params, query, kept, mask, bias, key, at)
+
+    def _found(
+        self,
+        params: Params,
+        query: NamedArray,
+        kept: Kept,
+        mask: NamedArray | None,
+        bias: Any,
+        key: Any,
+        at: NamedArray | None,
+    ) -> NamedArray:
         found = attend(
-            self._turned(dense(x, params["query"], self._per_query), at),
+            self._turned(query, at),
             kept["key"],
             kept["value"],
             memory=self.memory, d_kv=self._per_query[1], mask=mask, bias=bias, scale=self.scale,
@@ -212,21 +265,27 @@ class Attention:
         The input is that of one position and has no ``length``. Taken for each position in turn,
         the results are those of the causal layer on all positions at once.
         """
+        self._check_step(x)
+        place = as_named(at)
+        query, *others = self._projected(params, x)
+        kept = {
+            name: _written(kept[name], new, self.memory, at)
+            for name, new in self._kept(*others, place).items()
+        }
+        memory = find(kept["key"].dims, self.memory)
+        if callable(bias):
+            bias = bias(self._away(memory, place))
+        mask = self._seen_by_step(memory, at)
+        return self._found(params, query, kept, mask, bias, None, place), kept
+
+    def _check_step(self, x: NamedArray) -> None:
+        if len(self._lengths) > 1:
+            raise DimError(f"steps go along one length; this layer has {self.length!r}.")
         if self.length in x.shape:
             raise DimError(
                 f"a step is of one position: its input [{text_of(x.dims)}] should have no dim "
                 f"{self.length!r}."
             )
-        place = as_named(at)
-        kept = {
-            name: _written(kept[name], new, self.memory, at)
-            for name, new in self.keep(params, x, at=place).items()
-        }
-        memory = find(kept["key"].dims, self.memory)
-        if callable(bias):
-            bias = bias(arange(memory) - place)
-        mask = _until(memory, at, self.radius)
-        return self.recall(params, x, kept, mask=mask, bias=bias, at=place), kept
 
     def _locally(
         self,
@@ -243,7 +302,7 @@ class Attention:
                 "local attention has no prefix that every position sees: leave out prefix= or "
                 "radius=."
             )
-        if mask is not None:
+        if mask is not None and len(self._lengths) == 1:
             if self.length in mask.shape:
                 raise DimError(
                     "a mask of local attention is of the positions that are looked at: "
@@ -255,23 +314,18 @@ class Attention:
                 "a bias of local attention is a function of how far away a position is, such as a "
                 f"RelativeBias of its parameters; received an array [{text_of(bias.dims)}]."
             )
-        at = arange(find(x.dims, self.length))
+        at = None if self.rotary is None else arange(find(x.dims, self.length))
+        query, keys, values = self._projected(params, x)
         found = attend_locally(
-            self._turned(dense(x, params["query"], self._per_query), at),
-            self._turned(dense(x, params["key"], self._per_key), at),
-            dense(x, params["value"], self._per_key),
-            self.radius or 0,
+            self._turned(query, at),
+            self._turned(keys, at),
+            values,
+            self.radius or 0,  # none is not local, and does not come here
             causal=self.causal, length=self.length, d_kv=self._per_query[1],
             mask=mask, segments=segments, bias=bias, scale=self.scale,
             talking=self._talking(params), rate=self.dropout, key=key,
         )  # fmt: skip
         return dense(found, params["output"], as_dims(self.d_model))
-
-
-@operation
-def _offsets(length: Dim, memory: str) -> NamedArray:
-    """How far after each position of ``length`` each one of the memory is."""
-    return arange(length.renamed(memory)) - arange(length)
 
 
 @operation
@@ -282,12 +336,8 @@ def _causal(length: Dim, memory: str, prefix: NamedArray | None) -> NamedArray:
 
 
 @operation
-def _until(memory: Dim, at: Any, radius: int | None) -> NamedArray:
-    """True for position ``at`` and those before, within the radius if there is one."""
-    seen = less_equal(arange(memory), at)
-    if radius is None:
-        return seen
-    return logical_and(seen, greater_equal(arange(memory), at - radius))
+def _within(memory: Dim, at: Any, radius: int) -> NamedArray:
+    return logical_and(less_equal(arange(memory), at), greater_equal(arange(memory), at - radius))
 
 
 @operation

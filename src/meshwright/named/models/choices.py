@@ -58,15 +58,14 @@ def relative_of(
 def bias_of(
     relative: RelativeBias | None, params: Params | None, stack: Stack, length: Dim | None
 ) -> Bias | None:
-    """The bias of all layers; made once, where none of them is local and ``length`` is known."""
+    """The bias of all layers; made once, where they look at all of a ``length`` that is known."""
     if relative is None or params is None:
         return None
     layers = [block.attention for block in stack.blocks]
-    if length is None or len({(layer.radius, layer.memory) for layer in layers}) > 1:
+    names = {layer.memory for layer in layers}
+    if length is None or len(names) > 1 or not all(layer.whole for layer in layers):
         return functools.partial(relative, params)
-    if layers[0].radius is not None:
-        return functools.partial(relative, params)
-    memory = length.renamed(layers[0].memory)
+    memory = length.renamed(names.pop())
     return relative(params, arange(memory) - arange(length))
 
 

@@ -20,6 +20,7 @@ from ..layers.positions import RelativeBias
 from ..layers.vocabulary import Vocabulary
 from ..random import dropout
 from .choices import Turns, bias_of, in_turn, is_spare, relative_of, with_positions
+from .halting import Halting
 from .stack import Block, Stack
 from .tokens import NAMES, Positions, Tokens
 
@@ -41,6 +42,7 @@ class Model:
     positions: Positions | RelativeBias = "learned"
     vocabulary: Vocabulary | None = None  # in place of one table for tokens
     shared_layers: bool = False  # all layers have the same parameters
+    halting: Halting | None = None  # positions go through shared layers as often as they need
 
     def __post_init__(self) -> None:
         _ = self._dims  # raises for invalid ones
@@ -91,7 +93,7 @@ class Model:
             cross = (crossing[i % len(crossing)] or self._attention()) if crossing else None
             attention = with_positions(attention, self.positions)
             blocks.append(Block(self.last, attention, layer, cross=cross, dropout=rate))
-        return Stack(tuple(blocks), depth, self.remat, self.scan, self.shared_layers)
+        return Stack(tuple(blocks), depth, self.remat, self.scan, self.shared_layers, self.halting)
 
     def _attention(self, causal: bool = False) -> Attention:
         dims = self._dims

@@ -48,7 +48,7 @@ def _filled(examples: Iterable[Example], lengths: Mapping[str, int]) -> Iterator
     """The examples of each row; a row is done when it is full, or waits longest of too many."""
     open_rows: list[tuple[list[Example], dict[str, int]]] = []
     for number, example in enumerate(examples):
-        sizes = _sizes(example, lengths, number)
+        sizes = sizes_of(example, lengths, number)
         fits = (
             each for each in open_rows if all(each[1][name] >= size for name, size in sizes.items())
         )
@@ -67,7 +67,7 @@ def _filled(examples: Iterable[Example], lengths: Mapping[str, int]) -> Iterator
         yield row
 
 
-def _sizes(example: Example, lengths: Mapping[str, int], number: int) -> dict[str, int]:
+def sizes_of(example: Example, lengths: Mapping[str, int], number: int) -> dict[str, int]:
     if missing := [name for name in lengths if name not in example]:
         raise DataError(
             f"example {number} has {sorted(example)} and lacks {', '.join(map(repr, missing))}, "

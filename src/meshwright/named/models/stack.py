@@ -26,6 +26,7 @@ from ..layers.normalisation import LayerNorm, RMSNorm
 from ..loops import scan
 from ..operation import is_named
 from ..random import dropout
+from .halting import Halted, Halting
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ class Stack:
     ``block_0``, ``block_1`` and so on, each with its own part of ``layers``, which has to divide.
 
     With ``shared`` all layers are one block with the same parameters, those of ``layer_0``
-    (Universal Transformer, Dehghani et al. 2019, without its halting; ALBERT, Lan et al. 2020).
+    (ALBERT, Lan et al. 2020). ``halting`` then lets each position stop after fewer turns
+    (Universal Transformer, Dehghani et al. 2019); its parameters are those of ``halting``.
     """
 
     block: Block | Sequence[Block]
@@ -175,9 +177,12 @@ class Stack:
     remat: bool | str = False
     scan: bool = False
     shared: bool = False
+    halting: Halting | None = None
 
     def __post_init__(self) -> None:
         count = len(self.blocks)
+        if self.halting is not None and not self.shared:
+            raise ModelError("halting= counts turns of one block: it takes shared=True.")
         if self.shared and count > 1:
             raise ModelError(
                 f"shared=True makes all layers one block; received {count} that take turns."
@@ -207,9 +212,12 @@ class Stack:
     @under_rules
     def init(self, key: Any) -> Params:
         keys = jax.random.split(key, self._layers.size)
-        if self.shared:
-            return {"layer_0": self.blocks[0].init(keys[0])}
-        return self._together(lambda block, own: block.init(own), keys)
+        if not self.shared:
+            return self._together(lambda block, own: block.init(own), keys)
+        params = {"layer_0": self.blocks[0].init(keys[0])}
+        if self.halting is not None:
+            params["halting"] = self.halting.init(keys[-1])
+        return params
 
     @under_rules
     def __call__(
@@ -222,13 +230,17 @@ class Stack:
         """
 
         def body(block: Block, carry: Any, own: Any) -> tuple[Any, None]:
-            (x, total), (own_params, memory, key) = carry, own
+            (x, total, halted), (own_params, memory, key) = carry, own
             x, loss = block(own_params or params["layer_0"], x, memory=memory, key=key, **how)
-            return (x, total if loss is None else total + loss), None
+            return (x, total if loss is None else total + loss, self._turn(params, x, halted)), None
 
         nothing = NamedArray(jnp.zeros([], jnp.float32), ())
         own = self._own(params), memory, self._keys(key)
-        return self._repeat(body, (x, nothing), own, again=True)[0]
+        carry = x, nothing, self._begun(x)
+        (x, total, halted), _ = self._repeat(body, carry, own, again=True)
+        if self.halting is None:
+            return x, total
+        return self.halting.result(x, halted), total + self.halting.loss(halted, how.get("present"))
 
     @under_rules
     def step(
@@ -243,11 +255,14 @@ class Stack:
     ) -> tuple[NamedArray, Params]:
         """Position number ``at`` alone; ``kept`` are all keys and values of those before."""
 
-        def body(block: Block, x: Any, own: Any) -> tuple[Any, Any]:
-            own_params, kept, memory = own
-            return block.step(own_params or params["layer_0"], x, kept, at, memory=memory, **how)
+        def body(block: Block, carry: Any, own: Any) -> tuple[Any, Any]:
+            (x, halted), (own_params, kept, memory) = carry, own
+            x, kept = block.step(own_params or params["layer_0"], x, kept, at, memory=memory, **how)
+            return (x, self._turn(params, x, halted)), kept
 
-        return self._repeat(body, x, (self._own(params), kept, memory))
+        own = self._own(params), kept, memory
+        (x, halted), kept = self._repeat(body, (x, self._begun(x)), own)
+        return (x if self.halting is None else self.halting.result(x, halted)), kept
 
     @under_rules
     def empty(self, batch: DimsLike, length: int, dtype: Any = jnp.float32) -> Params:
@@ -266,6 +281,14 @@ class Stack:
             return None, block.cross.keep((own[0] or params["layer_0"])["cross"], memory)
 
         return self._repeat(body, None, (self._own(params),))[1]
+
+    def _begun(self, x: NamedArray) -> Halted | None:
+        return None if self.halting is None else self.halting.begun(x)
+
+    def _turn(self, params: Params, x: NamedArray, halted: Halted | None) -> Halted | None:
+        if self.halting is None or halted is None:
+            return None
+        return self.halting.turn(params["halting"], x, halted)
 
     def _own(self, params: Params) -> Params | None:
         """The parameters that each layer has for itself."""
