@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.layout
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -98,6 +99,11 @@ def _elementwise() -> dict[str, Case]:
             lambda x: lax.bitcast_convert_type(x.astype("uint8"), "float32"), (4, 4), dtypes="i"
         ),
         "threefry2x32": one(_threefry, (4,), (4,), dtypes="i"),
+        "mulhi": one(lambda x, y: lax.mulhi(x << 20, y << 20), (4, 6), (4, 6), dtypes="i"),
+        **{
+            name: one(getattr(lax, f"{name}_p").bind, (4, 6), (4, 6))
+            for name in ("eq_to", "le_to", "lt_to")  # by which a sort compares
+        },
     }
 
 
@@ -342,6 +348,12 @@ def _linear_algebra() -> dict[str, Case]:
         return x + 9 * jnp.eye(x.shape[-1])
 
     return {
+        "eig": one(jnp.linalg.eig, (4, 3, 3)),
+        "schur": one(lambda x: lax.linalg.schur(square(x)), (4, 3, 3)),
+        "householder_product": one(lax.linalg.householder_product, (4, 5, 3), (4, 3)),
+        "lu_pivots_to_permutation": one(
+            lambda x: lax.linalg.lu_pivots_to_permutation(x, 5), (4, 3), dtypes="i"
+        ),
         "cholesky": one(lambda x: jnp.linalg.cholesky(square(x)), (4, 3, 3)),
         "triangular_solve": one(
             lambda a, b: lax.linalg.triangular_solve(square(a), b), (4, 3, 3), (4, 2, 3)
@@ -360,6 +372,11 @@ def _random() -> dict[str, Case]:
         return jax.random.split(jax.random.key(0), x.shape[0])
 
     return {
+        "rng_bit_generator": one(
+            lambda key: lax.rng_bit_generator(key.astype("uint32"), (4, 6)), (4,), dtypes="i"
+        ),
+        "rng_uniform": one(lambda low: lax.rng_uniform(low, low + 1, (4, 6)), ()),
+        "empty": one(lambda x: x * 0 + lax.empty(x.shape, x.dtype), (4, 6)),
         "random_bits": one(lambda x: x + jax.random.normal(jax.random.key(0), x.shape), (4, 6)),
         "random_bits of columns": one(
             lambda x: x + jax.random.uniform(jax.random.key(1), x.shape[::-1]).T, (4, 6)
@@ -402,6 +419,39 @@ def _control() -> dict[str, Case]:
     }
 
 
+def one_device(kind: jax.sharding.AxisType = jax.sharding.AxisType.Auto) -> jax.sharding.Mesh:
+    """A mesh of one device, on which shards are whole arrays."""
+    return jax.make_mesh((1,), ("i",), axis_types=(kind,), devices=jax.devices()[:1])
+
+
+def _meshes() -> dict[str, Case]:
+    def mapped(function: Callable[..., Any], *specs: Any, **how: Any) -> Callable[..., Any]:
+        *ins, out = specs
+        return lambda *args: jax.shard_map(
+            function, mesh=one_device(), in_specs=tuple(ins), out_specs=out, **how
+        )(*args)
+
+    split, whole = jax.P("i"), jax.P()
+    layout = jax.experimental.layout
+    explicit = one_device(jax.sharding.AxisType.Explicit)
+    return {
+        "psum": one(mapped(lambda x: lax.psum(x, "i"), split, whole, check_vma=False), (4, 6)),
+        "psum_invariant": one(mapped(lambda x: lax.psum(x, "i"), split, whole), (4, 6)),
+        "pvary": one(mapped(lambda x, y: x * y, split, whole, split), (4, 6), (4, 6)),
+        "shard_map": one(mapped(lambda x: lax.cumsum(x, 1), split, split), (4, 6)),
+        "sharding_constraint": one(
+            lambda x: lax.with_sharding_constraint(x, jax.NamedSharding(one_device(), split)),
+            (4, 6),
+        ),
+        "layout_constraint": one(
+            lambda x: layout.with_layout_constraint(x, layout.Layout((1, 0))), (4, 6)
+        ),
+        "reshard": one(
+            lambda x: jax.sharding.reshard(x, jax.NamedSharding(explicit, split)), (4, 6)
+        ),
+    }
+
+
 CASES: dict[str, Case] = {
     **_elementwise(),
     **_shapes(),
@@ -411,4 +461,5 @@ CASES: dict[str, Case] = {
     **_linear_algebra(),
     **_random(),
     **_control(),
+    **_meshes(),
 }

@@ -335,6 +335,11 @@ def drawn(e: Shapes) -> Links:
         yield Link(How.EACH if kept else How.WHOLE, ((0, dim),), outs)
 
 
+def bits(e: Shapes) -> Links:
+    """Random, from one key whose words are all needed for each element."""
+    yield Link(How.WHOLE, ((0, 0),))
+
+
 def unknown(e: Shapes) -> Links:
     yield Link(How.ANY, _places(e.ins), _places(e.outs))
 
@@ -550,7 +555,7 @@ _ROWS: tuple[tuple[Row, str], ...] = (
         erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
         layout_constraint le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
         nextafter not or pbroadcast polygamma population_count pow psum psum_invariant pvary
-        random_clone random_fold_in random_seed real reciprocal reduce_precision
+        random_clone random_fold_in random_seed real reduce_precision
         regularized_incomplete_beta rem reshard round rsqrt select_n sharding_constraint shift_left
         shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
         tanh threefry2x32 xor zeta
@@ -561,10 +566,10 @@ _ROWS: tuple[tuple[Row, str], ...] = (
     (
         drawn,
         """
-        empty empty2 random_bits random_split random_unwrap random_wrap rng_bit_generator
-        rng_uniform
+        empty empty2 random_bits random_split random_unwrap random_wrap rng_uniform
         """,
     ),
+    (bits, "rng_bit_generator"),
     # along dims
     (along("axis"), "cumsum cumprod cummax cummin cumlogsumexp"),
     (along("dimensions"), "rev"),
@@ -605,15 +610,15 @@ _ROWS: tuple[tuple[Row, str], ...] = (
     # linear algebra
     (
         batches(2),
-        "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve",
+        "cholesky eig eigh householder_product lu qr schur svd triangular_solve",
     ),
     (batches(1), "lu_pivots_to_permutation tridiagonal_solve"),
 )
 TABLE: dict[str, Row] = {name: row for row, names in _ROWS for name in names.split()}
 
-_OUTSIDE = """
-    shard_map pallas_call core_map mpmd_map run_state run_scoped ffi_call pure_callback io_callback
-    debug_callback
-"""
+# These call Python on the host.
+CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 # These act on devices or on the host: they may do another thing each time, or with each piece.
-OUTSIDE = frozenset(_OUTSIDE.split())
+OUTSIDE = CALLBACKS | frozenset(
+    ["shard_map", "pallas_call", "core_map", "mpmd_map", "run_state", "run_scoped", "ffi_call"]
+)

@@ -156,7 +156,8 @@ class _Pair:
             return
         config: Any = jax.config
         key = self.small.invars[0].aval
-        counts = bool(config.jax_threefry_partitionable and "fry" in str(key.dtype))
+        threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
+        counts = bool(config.jax_threefry_partitionable and key.dtype == threefry.dtype)
         self.need(counts, "of a generator that is not Threefry")
         self.need(self.outs == [0] and not key.shape, "with rows that are not the slowest dim")
 
