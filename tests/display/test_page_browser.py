@@ -207,11 +207,11 @@ def test_texts_stand_out_from_their_paper(opened, scheme):
         assert _contrast(opened, selector) >= 4.5, selector
 
 
-PLAN = """{"kind": "plan", "version": 2,
+PLAN = """{"kind": "plan", "version": 3,
 "target": "h100:8", "hardware": "h100", "objective": "time",
 "limit_bytes": 80000000000, "chosen": OPTION, "runners_up": [SECOND, THIRD],
 "data_parallel": SECOND, "layouts": [["x", [["batch"]]], ["block/kernel", [[], ["model"]]]],
-"inputs": ["x"], "batch": ["batch"], "why": ["a reason"]}"""
+"inputs": ["x"], "batch": ["batch"], "why": [["ZeRO 1", ["a reason"]]]}"""
 OPTION = """{"axes": [["batch", 4], ["model", 2]], "rules": [["batch", ["batch"]],
 ["block_0/attention/query.heads", ["model"]]], "zero": 1, "accumulate": 4, "remat": "block",
 "time_s": 0.012345, "compute_s": 0.01, "communication_s": 0.002345, "peak_bytes": 45678901234,

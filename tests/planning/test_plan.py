@@ -22,6 +22,7 @@ from meshwright.planning import compile_ahead
 from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.estimate import estimate
 from meshwright.planning.search import Choices, Option, Plan, cost, plan_step, solve
+from meshwright.planning.search.plan import Reason
 from meshwright.planning.search.verification import verified
 from meshwright.units import bytes_text, seconds_text
 
@@ -43,7 +44,7 @@ def test_a_plan_shows_what_it_decided_against():
         assert word in text
     assert plan.chosen.time_s <= plan.runners_up[0].time_s
     assert plan.chosen.time_s <= plan.data_parallel.time_s
-    assert plan.why[0].startswith("batch over batch: saves ")
+    assert str(plan.why[0]).startswith("batch over batch: saves ")
     assert " of all-reduce" in text
 
 
@@ -53,7 +54,7 @@ def test_reasons_are_differences_of_the_model():
     axes = {"batch": 2, "model": 4}
     plan = plan_step(graph, "cpu:8", hardware=CPU, axes=axes)
     assert plan.rules == {"batch": ("batch",), "hidden": ("model",)}
-    (line,) = [line for line in plan.why if line.startswith("hidden over model")]
+    (line,) = [str(each) for each in plan.why if each.choice == "hidden over model"]
     mesh = tuple(axes.items())
     choices = Choices(plan.zero, plan.accumulate, plan.remat)
     with_it, without = (
@@ -148,7 +149,7 @@ plans = st.builds(
     ),
     inputs=st.lists(names, max_size=2).map(tuple),
     batch=along,
-    why=texts,
+    why=st.lists(st.builds(Reason, st.text(max_size=20), texts), max_size=3).map(tuple),
     notes=texts,
     is_proven=st.booleans(),
 )
@@ -172,7 +173,7 @@ def test_a_file_keeps_a_plan(tmp_path):
     ("change", "said"),
     [
         (lambda read: read | {"kind": "dry-run lock"}, "received a dry-run lock"),
-        (lambda read: read | {"version": 0}, "expected 2. Plan again"),
+        (lambda read: read | {"version": 0}, "expected 3. Plan again"),
         (lambda read: read | {"colour": 1}, "unknown keys in the plan file: colour"),
         (lambda read: {k: v for k, v in read.items() if k != "chosen"}, "KeyError: 'chosen'"),
         (

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .. import _compat
 from ..errors import TopologyError, TracingError
 from ..layouts.layout import MATCH, UNSHARDED, Layout
 from ..layouts.mesh import Mesh
@@ -165,7 +166,7 @@ def _constrain(value: Any, target: Layout) -> jax.Array:
     try:
         return jax.lax.with_sharding_constraint(value, sharding)
     except ValueError as error:
-        if "incompatible devices" not in str(error):
+        if not _compat.lies_on_other_devices(error):
             raise
         raise _other_mesh("devices that the array does not lie on", target) from error
 

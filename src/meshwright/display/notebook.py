@@ -116,7 +116,7 @@ def plan_view(plan: Plan) -> str:
     return _view(
         f"Plan for {plan.target}: {mesh}, ZeRO {plan.zero}, remat {plan.how.remat!r}",
         table=_table(headings, [_option(*pair) for pair in options.items()], (4, 5)),
-        reasons=plan.why,
+        reasons=[str(reason) for reason in plan.why],
         notes=plan.notes,
         text=str(plan),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,9 @@ from typing import Any
 from .. import _compat
 from ..errors import CompileError, DoesNotFitError, TargetError
 from ..hlo.collectives import Collective, read_collectives
+from ..jaxprs.edits import equations
 from ..jaxprs.lines import Lines, SourceLine, noting
+from ..jaxprs.primitives import CALLBACKS
 from ..step.accumulate import accumulating_on
 from ..targets import gpu
 from ..targets.target import Target
@@ -33,7 +34,6 @@ _NO_LIBTPU = (
     "steps for {} are compiled by the TPU's own compiler, libtpu, which is not installed; no TPU "
     "is needed. pip install 'meshwright[tpu]' adds it."
 )
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _exported(
     with _tracing(jitted, target) as lines:
         with tracing(getattr(jitted, "__name__", "step")):
             traced = jitted.trace(*abstract)
-        exported = _export(jitted, abstract, target)
+        exported = _export(jitted, traced, abstract, target)
     donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
     # Only the arrays travel: containers of the caller's own could not be read by the child.
     flat = replace(
@@ -190,28 +190,22 @@ def _exported(
     return bytes(flat.serialize()), job, lines.all()
 
 
-def _export(jitted: Any, abstract: Any, target: Target) -> Any:
+def _export(jitted: Any, traced: Any, abstract: Any, target: Target) -> Any:
     """The lowered step. Any custom call may be in it: the same JAX reads it at once."""
     import jax
 
-    allowed: set[str] = set()
-    while True:
-        checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(allowed)]
-        exporting = jax.export.export(jitted, platforms=[target.platform], disabled_checks=checks)
-        try:
-            return exporting(*abstract)
-        except ValueError as error:
-            kernels = set(re.findall(r"custom_call @([\w.$]+)", str(error)))
-            if not kernels - allowed:
-                raise
-            allowed |= kernels
-        except NotImplementedError as error:
-            advice = ""
-            if "callback" in str(error):
-                advice = " Leave jax.debug.print, jax.pure_callback and similar calls out of it."
-            raise CompileError(
-                f"the step cannot be lowered for {target}: {str(error).rstrip('.')}.{advice}"
-            ) from error
+    exporting = jax.export.export(
+        jitted, platforms=[target.platform], disabled_checks=[_compat.any_custom_call()]
+    )
+    try:
+        return exporting(*abstract)
+    except NotImplementedError as error:
+        advice = ""
+        if any(eqn.primitive.name in CALLBACKS for eqn in equations(traced.jaxpr)):
+            advice = " Leave jax.debug.print, jax.pure_callback and similar calls out of it."
+        raise CompileError(
+            f"the step cannot be lowered for {target}: {str(error).rstrip('.')}.{advice}"
+        ) from error
 
 
 def _abstract(value: Any) -> Any:
@@ -236,11 +230,11 @@ def _mesh_of(abstract: Any) -> Any:
 
 def _failure(target: Target, answer: dict[str, Any]) -> CompileError:
     words = answer["error"].strip()
-    if "TPU support not installed" in words:  # it is there, and JAX does not take it
+    if _compat.refuses_libtpu(words):  # it is there, and JAX does not take it
         return CompileError(f"{_NO_LIBTPU.format(target)} JAX says: {words}")
-    if "RESOURCE_EXHAUSTED" not in words:
+    if not _compat.ran_out_of_memory(words):
         return CompileError(f"the step does not compile for {target}: {words}")
-    needed, available = _memory_in(words)
+    needed, available = _compat.memory_in(words)
     return DoesNotFitError(
         f"the step does not fit into a device of {target}. Shard more of it, or use smaller "
         f"batches, recomputation or a larger target. The compiler says:\n{words}",
@@ -248,20 +242,3 @@ def _failure(target: Target, answer: dict[str, Any]) -> CompileError:
         available,
         words,
     )
-
-
-def _memory_in(words: str) -> tuple[int | None, int | None]:
-    """Bytes needed and available, as XLA words them for TPUs."""
-    patterns = (
-        r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
-        r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
-    )
-    for pattern in patterns:
-        if match := re.search(pattern, words):
-            used, unit, there, its_unit = match.groups()
-            return _bytes(used, unit), _bytes(there, its_unit)
-    return None, None
-
-
-def _bytes(number: str, unit: str) -> int:
-    return round(float(number) * 1024 ** _UNITS[unit])

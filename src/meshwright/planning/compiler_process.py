@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from .. import _compat
 from ..errors import CompileError
 from ..targets.target import Target
 from . import cache
@@ -41,7 +42,7 @@ def ask(step: bytes, job: dict[str, Any], target: Target, timeout_s: float) -> d
     if answer is None:
         answer = _ask(step, said, target, timeout_s)
         # Another failure may be one of this machine, such as too little memory on the host.
-        if "memory" in answer or "RESOURCE_EXHAUSTED" in answer["error"]:
+        if "memory" in answer or _compat.ran_out_of_memory(answer["error"]):
             cache.remember(key, answer)
     return answer
 

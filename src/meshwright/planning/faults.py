@@ -6,11 +6,10 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from .. import _compat
 from ..errors import MeshwrightError, ModelError
 from ..jaxprs.lines import user_lines, where_raised
 
-# Keras tells an error in words of its own, which for some of JAX' classes it cannot.
-_WRAPPED = re.compile("Exception encountered|_error_repr")
 _MOST = 600  # characters of somebody else's message
 
 
@@ -53,8 +52,7 @@ def in_short(error: BaseException) -> str:
     >>> in_short(ValueError("one" + chr(10) + "and another"))
     'ValueError: one and another'
     """
-    while _WRAPPED.search(str(error)) and (cause := error.__cause__ or error.__context__):
-        error = cause
+    error = _compat.own_error(error)
     words = re.sub(r"\x1b\[\d*m", "", str(error))
     words = re.split(r"\n-{5,}|\nSee https?://|\n\nArguments received", words)[0]
     words = re.sub(r"The error occurred while tracing the function .* for jit\. ?", "", words)

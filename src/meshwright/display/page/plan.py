@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...layouts.layout import UNSHARDED
 from ...layouts.mesh import axes_text
 from ...planning.search.choices import remat_text
-from ...planning.search.reasons import NOTHING
 from ...units import bytes_text, seconds_text
 from .elements import Cell, Column, Part, element
 
@@ -40,8 +39,7 @@ def plan_section(plan: Plan) -> dict[str, object]:
         "times": _times(options),
         "peaks": _peaks(options, limit),
         "table": _table(options, limit),
-        # Without the choices that change next to nothing.
-        "reasons": [element("path", reason) for reason in plan.why if not reason.endswith(NOTHING)],
+        "reasons": [element("path", str(reason)) for reason in plan.why if reason.changes],
         "notes": [element("path", note) for note in plan.notes],
     }
 

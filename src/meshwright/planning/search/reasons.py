@@ -9,17 +9,19 @@ from ...units import bytes_text, seconds_text
 from .choices import Choices, Layouts, remat_text
 from .compact import Compact
 from .cost import bytes_by_kind, cost_of, masks_of
+from .plan import Reason
 from .setting import Setting
 
-NOTHING = "changes next to nothing"
 _SMALL_SHARE = 1e-3  # of the step, or of the peak: what is less is not worth a word
 
 
-def reasons(problem: Compact, setting: Setting, layouts: Layouts) -> tuple[str, ...]:
+def reasons(problem: Compact, setting: Setting, layouts: Layouts) -> tuple[Reason, ...]:
     """What each choice of an answer brings and costs: the model with it and without it."""
     said = [
-        f"{family} over {'+'.join(axes)}: "
-        + _difference(problem, setting, _without(layouts, family), layouts)
+        Reason(
+            f"{family} over {'+'.join(axes)}",
+            _difference(problem, setting, _without(layouts, family), layouts),
+        )
         for family, axes in layouts.rules
     ]
     choices = layouts.choices
@@ -31,7 +33,7 @@ def reasons(problem: Compact, setting: Setting, layouts: Layouts) -> tuple[str, 
     for name, other in others.items():
         if other != choices:
             before = Layouts(layouts.axes, layouts.rules, other)
-            said.append(f"{name}: {_difference(problem, setting, before, layouts)}")
+            said.append(Reason(name, _difference(problem, setting, before, layouts)))
     return tuple(said)
 
 
@@ -40,11 +42,12 @@ def _without(layouts: Layouts, family: str) -> Layouts:
     return Layouts(layouts.axes, rules, layouts.choices)
 
 
-def _difference(problem: Compact, setting: Setting, before: Layouts, after: Layouts) -> str:
+def _difference(
+    problem: Compact, setting: Setting, before: Layouts, after: Layouts
+) -> tuple[str, ...]:
     """What changes from one answer to another."""
     old, new = _measured(problem, setting, before), _measured(problem, setting, after)
-    parts = [*_of_bytes(old, new), *_of_time(old, new)]
-    return ", ".join(parts) or NOTHING
+    return (*_of_bytes(old, new), *_of_time(old, new))
 
 
 def _measured(problem: Compact, setting: Setting, layouts: Layouts) -> dict[str, Any]:
