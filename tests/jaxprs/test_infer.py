@@ -121,6 +121,19 @@ def convolutions() -> Case:
     return of_keras(model, shapes(8, 16, 16, 4), shapes(8, 10))
 
 
+def large_window() -> Case:
+    """A window as large as the image, which stands at nine places of it."""
+
+    def loss(params, x):
+        spec = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(
+            x, params["kernel"], (1, 1), ((1, 1), (1, 1)), dimension_numbers=spec
+        )
+        return jnp.mean(y**2)
+
+    return of_jax(loss, {"kernel": shapes(8, 8, 2, 4)}, shapes(8, 8, 8, 2))
+
+
 def transformer_model(
     *, blocks: int, width: int, heads: int, length: int, vocab: int
 ) -> keras.Model:
@@ -492,6 +505,20 @@ def test_xla_sums_exactly_what_the_graph_says(name, dim):
     wanted = sums(ZOO[name](), axes, lies)
     assert wanted
     assert moved_by_xla(ZOO[name](), axes, lies) == wanted
+
+
+def test_a_window_as_large_as_the_image_is_split_with_it():
+    """Each device sums over its piece of both, of the image with margins, and gathers neither."""
+    case, axes = large_window(), {"axis": 2}
+    dims = {each.path: each.dims for each in case.graph.tensors}
+    image, window = dims["input/0"][1], dims["kernel"][0]
+    assert image == window
+    assert image is not None
+    lies = {case.graph.dims[image].name: "axis"}
+    moved = moved_by_xla(case, axes, lies)
+    assert {kind for kind, _ in moved} == {"all-reduce", "collective-permute"}
+    found = [each for each in communication(case.graph, axes, lies) if each.kind == "sum"]
+    assert moved["all-reduce", "axis"] == sum(each.elements for each in found) == 8 * 3 * 3 * 4
 
 
 def splittable(graph: Graph) -> list[str]:

@@ -474,10 +474,10 @@ def convolution(e: Shapes) -> Links:
         plain = set(steps) == {1} and tuple(p["padding"][number]) == (0, 0)
         if plain and size == 1:
             yield _each((0, row), (0, result))
-        elif plain and after == 1:  # as in the gradient of a kernel of one element
-            yield Link(How.SUM, ((0, row), (1, tap)))
-        elif size > after and before != after:  # as in the gradient of any other kernel
-            yield Link(How.WHOLE, ((0, row), (1, tap)))
+        elif size > after and before != after:  # as in the gradient of a kernel
+            # Of equal sizes both may be split: XLA adds up what pieces with margins give.
+            how = How.SUM if size == before else How.WHOLE
+            yield Link(how, ((0, row), (1, tap)))
         else:
             yield Link(How.ALONG, ((0, row),), ((0, result),))
             yield Link(How.WHOLE, ((1, tap),))
