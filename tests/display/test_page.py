@@ -618,3 +618,31 @@ def test_a_report_of_24_blocks_on_512_devices_stays_small_and_is_made_at_once():
     assert time.process_time() - begin < 1.0
     assert len(made.encode()) < 1_000_000
     ElementTree.fromstring(made)
+
+
+# Layers in layers
+
+
+def boxes(tree) -> list[ElementTree.Element]:
+    return [each for each in tree.iter("details") if each.get("class") == "box"]
+
+
+def test_layers_open_to_their_arrays_and_to_what_is_inside_of_them():
+    tree = ElementTree.fromstring(report().to_html())
+    (w,) = [each for each in boxes(tree) if text(next(each.iter("b"))) == "w"]
+    assert "kernel float32 16 × 32 [unsharded, model]" in text(w)
+    assert "3 KiB of state" in summary(w)  # 1 KiB, and as much in each of its slots
+    share = sum(float(s) for s in re.findall(r"([\d.]+)%", " ".join(map(summary, boxes(tree)))))
+    assert share == pytest.approx(100, abs=1)  # of a model without layers in layers
+
+
+def summary(box: ElementTree.Element) -> str:
+    (first, *_) = box.iter("summary")
+    return text(first)
+
+
+def test_equal_layers_are_one_box():
+    tree = ElementTree.fromstring(looped().to_html())
+    names = [summary(box) for box in boxes(tree)]
+    assert len(names) == len(set(names))
+    assert 'id="boxes"' not in bare().to_html()

@@ -13,6 +13,7 @@ from ...layouts.mesh import Mesh, axes_text
 from ...units import UNKNOWN, bytes_text, flops_text, seconds_text, share_text
 from ..figures import analytic_text, fit_text
 from ..text.beside import pair_title, row_cells
+from .boxes import boxes_section
 from .collectives import collectives_section
 from .elements import Cell, Column, Part, element, environment, source
 from .layers import layers_section
@@ -39,6 +40,7 @@ _LINKS = {  # the sections of all pages, and their names in the navigation
     "memory": "Memory",
     "time": "Time",
     "collectives": "Collectives",
+    "boxes": "Layers",
     "layers": "FLOPs",
     "layouts": "Layouts",
     "notes": "Notes",
@@ -59,6 +61,7 @@ def dry_run_page(run: DryRun, plan: Plan | None = None) -> str:
         "memory": {"run": run, **memory_section(run)},
         "time": time_section(run),
         "collectives": collectives_section(run),
+        "boxes": boxes_section(run),
         "layers": layers_section(run.estimate),
         "layouts": layouts_section(run.placed),
         "notes": _notes(run),

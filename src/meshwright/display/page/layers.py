@@ -50,14 +50,14 @@ def layers_section(estimate: Estimate | None) -> dict[str, object] | None:
     }
 
 
-def _passes(layer: LayerCost) -> tuple[float, float, float, float]:
+def passes(layer: LayerCost) -> tuple[float, float, float, float]:
     """FLOPs in the order of the paints."""
     return layer.forward_flops, layer.backward_flops, layer.recompute_flops, layer.other_flops
 
 
 def _grouped(layers: Sequence[LayerCost]) -> list[list[LayerCost]]:
     """Layers of equal blocks, which compute the same, together; the heaviest row first."""
-    rows = grouped(layers, lambda layer: (without_numbers(layer.layer), _passes(layer)))
+    rows = grouped(layers, lambda layer: (without_numbers(layer.layer), passes(layer)))
     return sorted(rows, key=lambda row: (-sum(e.flops for e in row), -sum(e.bytes for e in row)))
 
 
@@ -65,7 +65,7 @@ def _row(layers: Sequence[LayerCost], whole: float, total: float) -> tuple[Cell,
     first, count = layers[0], len(layers)
     parts = [
         Part(name, count * size, flops_text(count * size), paint)
-        for (name, paint), size in zip(PAINTS, _passes(first), strict=True)
+        for (name, paint), size in zip(PAINTS, passes(first), strict=True)
     ]
     flops, nbytes = count * first.flops, sum(layer.bytes for layer in layers)
     paths = [layer.layer or "-" for layer in layers]

@@ -1,0 +1,135 @@
+"""The model as boxes in boxes: each layer opens to its arrays, its collectives and what is in it.
+
+Equal layers are one box. It is made of ``details``, so that it needs no script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...hlo.traffic import moved_bytes
+from ...merging import grouped, pattern, without_numbers
+from ...units import bytes_text, flops_text, share_text
+from ..drawing.words import dims_text, specs_text
+from ..figures import axes_list
+from .elements import Part, element
+from .layers import PAINTS, passes
+
+if TYPE_CHECKING:
+    from ...hlo.costs import LayerCost
+    from ...hlo.traffic import Transfer
+    from ...layouts.placement import Placed
+    from ...planning.report import DryRun
+
+_MOST = 400  # boxes; a model of more is told by its tables
+
+
+@dataclass
+class _Box:
+    """A layer, under the last part of its path; figures are those of all that is inside."""
+
+    name: str
+    inside: dict[str, _Box] = field(default_factory=dict)
+    arrays: list[Placed] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    flops: tuple[float, ...] = (0.0,) * len(PAINTS)
+    bytes_per_device: int = 0
+
+    def at(self, path: Sequence[str]) -> Iterator[_Box]:
+        """The boxes on the way to a path, this one first; they are made where they are missing."""
+        yield self
+        if path:
+            first, *rest = path
+            yield from self.inside.setdefault(first, _Box(first)).at(rest)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal layers: their names differ in numbers alone."""
+        return (
+            without_numbers(self.name),
+            self.flops,
+            self.bytes_per_device,
+            tuple((without_numbers(each.info.path), each.layout) for each in self.arrays),
+            tuple((each.kind, each.axes, each.bytes_per_step) for each in self.transfers),
+            tuple(box.key for box in self.inside.values()),
+        )
+
+
+def boxes_section(run: DryRun) -> dict[str, object] | None:
+    """The section of boxes; none where nothing is known of layers."""
+    layers = run.estimate.layers if run.estimate else ()
+    whole = _boxes(run.placed, layers, run.collectives)
+    if not whole.inside:
+        return None
+    shown = list(_shown(whole, sum(whole.flops) or 1.0))
+    count = sum(map(_count, shown))
+    return {"paints": PAINTS, "boxes": shown} if count <= _MOST else None
+
+
+def _boxes(
+    placed: Iterable[Placed], layers: Iterable[LayerCost], transfers: Iterable[Transfer]
+) -> _Box:
+    whole = _Box("")
+    for each in placed:
+        path = each.info.owner or each.info.path  # slots belong to the layer of their parameter
+        *_, last = boxes = list(whole.at(path.split("/")[:-1]))
+        last.arrays.append(each)
+        for box in boxes:
+            box.bytes_per_device += each.bytes_per_device
+    for layer in layers:
+        for box in whole.at(_parts(layer.layer)):
+            box.flops = tuple(a + b for a, b in zip(box.flops, passes(layer), strict=True))
+    for transfer in transfers:
+        of_variable = bool(transfer.variables)
+        path = _parts(transfer.path)
+        *_, last = whole.at(path[:-1] if of_variable else path)
+        last.transfers.append(transfer)
+    return whole
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part]
+
+
+def _shown(box: _Box, whole: float, times: int = 1) -> Iterator[dict[str, Any]]:
+    """What is in a box, as the template takes it; equal layers are one, with the figures of all."""
+    for alike in grouped(box.inside.values(), lambda each: each.key):
+        first, count = alike[0], times * len(alike)
+        flops, nbytes = count * sum(first.flops), count * first.bytes_per_device
+        parts = [
+            Part(name, count * size, flops_text(count * size), paint)
+            for (name, paint), size in zip(PAINTS, first.flops, strict=True)
+        ]
+        sizes = [f"{flops_text(flops)}, {share_text(flops / whole)}"] if flops else []
+        sizes += [f"{bytes_text(nbytes)} of state"] if nbytes else []
+        yield {
+            "name": pattern([each.name for each in alike]),
+            "count": len(alike),
+            "sizes": sizes,
+            "bar": element("bar", parts, whole, "FLOPs") if flops else None,
+            "arrays": [_array(each) for each in first.arrays if each.info.role != "slot"],
+            "transfers": [_transfer(some, count) for some in _alike(first.transfers)],
+            "inside": list(_shown(first, whole, count)),
+        }
+
+
+def _array(each: Placed) -> tuple[str, str, str]:
+    info = each.info
+    what = f"{info.dtype} {dims_text(info.dims)}"
+    return info.path.rpartition("/")[2], what, specs_text(each.layout)
+
+
+def _alike(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
+    return grouped(transfers, lambda each: (each.kind, each.axes, each.is_unexpected))
+
+
+def _transfer(some: Sequence[Transfer], count: int) -> str:
+    first, nbytes = some[0], count * moved_bytes(some)
+    marked = ", unexpected" if first.is_unexpected else ""
+    return f"{first.kind} over {axes_list(first.axes)}: {bytes_text(nbytes)}{marked}"
+
+
+def _count(shown: dict[str, Any]) -> int:
+    return 1 + sum(map(_count, shown["inside"]))
