@@ -35,6 +35,7 @@ from .errors import ModelFailedError as ModelFailedError
 from .errors import NotFiniteError as NotFiniteError
 from .errors import NotReadyError as NotReadyError
 from .errors import OverloadedError as OverloadedError
+from .errors import PipelineError as PipelineError
 from .errors import PlacementError as PlacementError
 from .errors import PlanError as PlanError
 from .errors import Preempted as Preempted
@@ -133,6 +134,8 @@ if TYPE_CHECKING:
     from .serving.http.app import serving_app as serving_app
     from .serving.http.limits import Limits as Limits
     from .serving.server import Server as Server
+    from .stages.pipeline import Pipeline as Pipeline
+    from .stages.table import TickTable as TickTable
     from .step.options import StepOptions as StepOptions
     from .step.remat import block_output as block_output
     from .step.summing import GradientSum as GradientSum
@@ -170,6 +173,8 @@ _LAZY = {  # name -> the room that it lives in
     "abstract": "frontends.keras.abstract",
     "Limits": "serving.http.limits",
     "serving_app": "serving.http.app",
+    "Pipeline": "stages.pipeline",
+    "TickTable": "stages.table",
     "StepOptions": "step.options",
     "GradientSum": "step.summing",
     "block_output": "step.remat",

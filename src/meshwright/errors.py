@@ -11,6 +11,7 @@
     ├── BatchError           ValueError    a batch that cannot be split over a mesh
     ├── DataError            ValueError    input data that cannot be found or read
     ├── ModelError           ValueError    a model that is not ready for an operation
+    ├── PipelineError        ValueError    a model or a batch that cannot be cut into stages
     ├── CheckpointError      ValueError    a missing checkpoint, or one that does not fit
     ├── TopologyError        RuntimeError  missing devices or processes, or requested too late
     ├── TargetError          ValueError    an unknown target, or one that does not fit
@@ -90,6 +91,10 @@ class DataError(MeshwrightError, ValueError):
 
 class ModelError(MeshwrightError, ValueError):
     """A model is not ready for an operation: not compiled, not built, without values."""
+
+
+class PipelineError(MeshwrightError, ValueError):
+    """A model, a batch or a schedule does not make a pipeline of stages."""
 
 
 class CheckpointError(MeshwrightError, ValueError):

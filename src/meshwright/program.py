@@ -94,7 +94,8 @@ class Program:
     rows, or of all batches that its metrics have counted. ``label`` says which input or target each
     array of a batch is. A program over named dims has the names of its batches' dims in ``inputs``,
     by position, and its ``context(placement, whole)`` lays out by the placement's rules what is
-    traced inside; ``whole`` is true of a step, which meets every dim.
+    traced inside; ``whole`` is true of a step, which meets every dim. ``example`` is a batch, or
+    its shapes, by which a pipeline cuts the model into stages.
 
     >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw
     >>> params = {"w": np.zeros([4, 2], "float32")}
@@ -121,6 +122,7 @@ class Program:
     label: Callable[[Batch], list[Label]] = label_inputs
     inputs: tuple[tuple[int, DimNames], ...] = ()
     context: Callable[[Placement, bool], AbstractContextManager[Any]] | None = None
+    example: Batch | None = None
 
     def under(
         self, placement: Placement, function: Callable[..., Any], *, whole: bool = False

@@ -16,6 +16,7 @@ VIEWS = {  # kind of view -> class -> the function that draws it
         "planning.report.DryRun": "display.text.dry_run:dry_run_text",
         "planning.search.plan.Plan": "display.text.plan:plan_text",
         "planning.throughput.Price": "display.text.estimate:price_text",
+        "stages.table.TickTable": "display.text.ticks:tick_table_text",
     },
     "notebook": {
         "equivalence.judging.Equivalence": "display.notebook:equivalence_view",
@@ -27,6 +28,7 @@ VIEWS = {  # kind of view -> class -> the function that draws it
         "planning.measurement.Measured": "display.notebook:measured_view",
         "planning.report.DryRun": "display.notebook:dry_run_view",
         "planning.search.plan.Plan": "display.notebook:plan_view",
+        "stages.table.TickTable": "display.notebook:tick_table_view",
     },
     "page": {
         "planning.beside.Pair": "display.page.document:pair_page",

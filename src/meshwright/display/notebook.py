@@ -14,12 +14,14 @@ from ..layouts.layout import Layout
 from ..layouts.mesh import axes_text
 from ..units import UNKNOWN, bytes_text, seconds_text, share_text
 from .drawing import Drawn, Section, draw_svg
+from .drawing.ticks import tick_table_svg
 from .drawing.tiling import Tiling
 from .drawing.words import copies_text
 from .figures import memory_figures
 from .page.elements import macro, source
 from .text.equivalence import HEADINGS, closing, opening, rows_of, verdict
 from .text.explanation import explanation_row
+from .text.ticks import tick_table_title
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from ..planning.measurement import Measured
     from ..planning.report import DryRun
     from ..planning.search.plan import Option, Plan
+    from ..stages.table import TickTable
 
 _MOST_ROWS = 200  # of a table; a notebook keeps all that it shows
 _FITS = {
@@ -58,6 +61,11 @@ def mesh_view(mesh: Mesh) -> str:
     # As an image, which notebooks show that are not trusted, too.
     data = base64.b64encode(draw_svg(Section("", mesh)).encode()).decode()
     return _view(f"Mesh {mesh.axes_text}", picture=(data, f"mesh {mesh.axes_text}"))
+
+
+def tick_table_view(table: TickTable) -> str:
+    data = base64.b64encode(tick_table_svg(table).encode()).decode()
+    return _view(tick_table_title(table), picture=(data, str(table)))
 
 
 def layout_view(layout: Layout) -> str:

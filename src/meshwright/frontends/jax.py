@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ def jax_program(
     forward: Callable[[Params, Any], Any] | None = None,
     name: str = "program",
     seed: int = 0,
+    batch: Batch | None = None,
 ) -> Program:
     """A Program from a pure loss function, parameters and an optimizer.
 
@@ -38,7 +40,8 @@ def jax_program(
     layout. Where it is a pytree of ``jax.ShapeDtypeStruct``, the program is one to plan with. A
     pytree that can be called, such as an Equinox module, is parameters: its arrays; what else is in
     it stays. ``optimizer`` is Optax' pair of functions ``init`` and ``update``. ``forward(params,
-    inputs)`` is only needed for prediction. ``name`` is shown in reports. Paths of parameters are
+    inputs)`` is only needed for prediction. ``name`` is shown in reports. ``batch`` is an example,
+    or its shapes, and is only needed for a pipeline, which is cut by it. Paths of parameters are
     their keys joined by ``/``. Raises :class:`~meshwright.ModelError` for a loss with other
     arguments that have no default.
 
@@ -57,7 +60,8 @@ def jax_program(
         params, rest = _parted(params)
         loss = _filled_up(loss, rest)
         forward = None if forward is None else _filled_up(forward, rest)
-    return program_of(loss, params, optimizer, forward, name, Tree, extras)
+    program = program_of(loss, params, optimizer, forward, name, Tree, extras)
+    return program if batch is None else replace(program, example=jax.tree.map(_shape, batch))
 
 
 def forward_program(

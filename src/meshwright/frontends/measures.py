@@ -92,7 +92,8 @@ def _of_keras(model: keras.Model, batch: Batch, strategy: Sharded, steps: int) -
     check_compiled(model)
     strategy._need_devices("measure(...)")
     variables = strategy.prepare(model, lambda: batch)
-    functions = functions_of(strategy, model, variables)
+    functions = functions_of(strategy, model, variables, example=batch)
+    variables = variables.stored_by(functions.steps.outside)
     if functions.is_eager:
         raise ModelError(
             f"model {model.name!r} is compiled with run_eagerly=True, and a step that runs piece "

@@ -52,16 +52,17 @@ class Repeated:
 
 
 def repeated(
-    jaxpr: Any, params: Collection[Var], changed: Mapping[Var, Var]
+    jaxpr: Any, params: Collection[Var], changed: Mapping[Var, Var], least: int = LEAST
 ) -> tuple[Repeated | None, str]:
     """The run of most equations in an open jaxpr, or ``None`` and why the best one is none.
 
     ``params`` are arguments that blocks must not share; ``changed`` says which result an argument
-    becomes: a block may change what is its own. The reason is empty where nothing repeats itself.
+    becomes: a block may change what is its own. Runs have ``least`` copies or more. The reason is
+    empty where nothing repeats itself.
     """
     reason = ""
     uses = _Uses(jaxpr)
-    for run in _runs(jaxpr, uses):
+    for run in _runs(jaxpr, uses, max(2, least)):
         found = _Chain(jaxpr, run, uses, params, changed)
         if not found.fault:
             return Repeated(run, tuple(map(tuple, found.mine.values()))), ""
@@ -72,14 +73,14 @@ def repeated(
 # Candidates, by structure alone
 
 
-def _runs(jaxpr: Any, uses: _Uses) -> Iterator[Run]:
+def _runs(jaxpr: Any, uses: _Uses, least: int) -> Iterator[Run]:
     """Runs of equal signs, those that cover most first, cut where the least bytes cross."""
     signs = signs_of(jaxpr.eqns)
     found: list[tuple[int, int, int, int]] = []
-    for period in range(1, len(signs) // LEAST + 1):
+    for period in range(1, len(signs) // least + 1):
         for start, length in _stretches(signs[:-period] == signs[period:]):
             count = length // period + 1
-            if count >= LEAST:
+            if count >= least:
                 found.append((-count * period, period, start, length % period))
     for covered, period, start, slack in sorted(found)[:_TRIED]:
         count = -covered // period

@@ -596,5 +596,3 @@ class Group:
 
 def _task(rank: int) -> Task:
     return Task(RANK, rank)
-
-

@@ -23,10 +23,16 @@ _NEAREST = 3
 _FEW = 3  # patterns that are listed one by one
 
 
-def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the program") -> None:
+def inspect(
+    placement: Placement,
+    infos: Iterable[ParamInfo],
+    name: str = "the program",
+    stages: tuple[str, ...] = (),
+) -> None:
     """Raise or warn about what is suspicious, each kind at once.
 
-    ``infos`` are all the variables that the layouts are for. Raises
+    ``infos`` are all the variables that the layouts are for, ``stages`` the axis of a pipeline's
+    stages, which no layout takes. Raises
     :class:`~meshwright.PlacementError` for patterns that match no variable (a warning with
     ``strict=False``) and, with ``unmatched="error"``, for large variables that no pattern matches.
 
@@ -50,7 +56,8 @@ def inspect(placement: Placement, infos: Iterable[ParamInfo], name: str = "the p
         if placement.unmatched == "warn":
             text += "Add a layout for them; unmatched='error' refuses them, 'replicate' is silent."
             warn(text)
-    if axes := idle_axes(placement, placement.place(infos)):
+    idle = idle_axes(placement, placement.place(infos))
+    if axes := [axis for axis in idle if axis not in stages]:
         named = " and ".join(f"{axis!r} (size {placement.mesh[axis]})" for axis in axes)
         warn(
             f"no parameter and no input of {name} lies along axis {named}: all devices along it "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..layouts.layout import Layout
@@ -57,8 +57,9 @@ def of_program(
 ) -> AbstractStep:
     """The step that :class:`~meshwright.Trainer` would take."""
     placement = unbound(placement)
-    inspect(placement.naming(program.inputs), program.infos, repr(program.name))
-    return on_batch(assemble(program, placement, how), batch)
+    named, name = placement.naming(program.inputs), repr(program.name)
+    inspect(named, program.infos, name, how.stage_axes)
+    return on_batch(assemble(replace(program, example=batch), placement, how), batch)
 
 
 def unbound(placement: Placement) -> Placement:
@@ -76,7 +77,9 @@ def on_batch(steps: Assembly, batch: Batch) -> AbstractStep:
 
     laid = jax.tree.map(array, batch, steps.batch_layouts(batch, last=False))
     (taken,) = steps.how.for_steps([laid] * steps.how.batches)
-    return AbstractStep(steps.program, steps.placement, steps.how, steps.losses, batch=taken)
+    return AbstractStep(
+        steps.program, steps.placement, steps.how, steps.losses, steps.staged, batch=taken
+    )
 
 
 def _dtype(value: Any) -> Any:

@@ -80,7 +80,8 @@ class Trainer:
     @functools.cached_property
     def _inspected(self) -> Assembly:
         named = self._steps.batch_layouts.placement
-        inspect(named, self.program.infos, repr(self.program.name))
+        name, stages = repr(self.program.name), self.how.stage_axes
+        inspect(named, self.program.infos, name, stages)
         return self._steps
 
     def init(self) -> TrainState:
@@ -88,15 +89,16 @@ class Trainer:
         return self._inspected.initial()
 
     def unpadded(self, state: TrainState) -> TrainState:
-        """The state with every weight in its own dims, where a layout has ``pad=True``.
+        """The state with every weight under its own path, in its own dims.
 
-        Checkpoints hold it so. :meth:`padded` makes a state of it again that :attr:`step` takes.
+        It has others where a layout has ``pad=True``, and in a pipeline. Checkpoints hold it so.
+        :meth:`padded` makes a state of it again that :attr:`step` takes.
         """
-        return self._steps.storing.restore(state)
+        return self._steps.outside.restore(state)
 
     def padded(self, state: TrainState) -> TrainState:
         """A state whose arrays have their own dims, as :attr:`step` takes it."""
-        return self._steps.storing.store(state)
+        return self._steps.outside.store(state)
 
     @functools.cached_property
     def step(self) -> Any:

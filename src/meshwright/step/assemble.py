@@ -5,6 +5,7 @@ parameter servers run, and what a dry run compiles, all comes from :func:`assemb
 through these, each of which leaves its numbers as they are:
 
 =========================  ===================================================================
+stages                     equal blocks stacked, a loop over ticks; ``meshwright.stages``
 the guard                  right numbers however arrays are split; ``spatial.py``
 storing                    arrays that do not divide are stored with zeros behind; ``storing.py``
 standing still             nothing changes once something is not finite; ``nan_guard.py``
@@ -34,12 +35,16 @@ from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placed, Placement
 from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
+from ..stages.running import Taken
+from ..stages.stacking import Stacking
+from ..stages.staged import Staged
 from .accumulate import accumulating_step
 from .batches import BatchLayouts
-from .gradient import gradient
+from .gradient import Gradient, gradient
 from .local import DiLoCo, local_step, with_outer
 from .nan_guard import StandStill
 from .options import PLAIN, StepOptions
+from .padding import Padded
 from .several import several, together
 from .sharing import Sharing, shared
 from .spatial import guarded
@@ -68,7 +73,11 @@ def assemble(
     """
     if isinstance(how.local, DiLoCo):
         program = with_outer(program)
-    return Assembly(program, placement, how, losses)
+    if how.pipeline is None:
+        return Assembly(program, placement, how, losses)
+    plain = Assembly(program, placement, replace(how, pipeline=None))
+    staged = Staged.of(plain.guarded, placement, how.pipeline, how.remat == "block")
+    return Assembly(staged.program, placement, how, losses, staged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +92,15 @@ class Assembly:
     placement: Placement
     how: StepOptions = PLAIN
     losses: tuple[str, ...] | None = None
+    staged: Staged | None = None  # that ``program`` is, where it is a pipeline
 
     # Where arrays lie
 
     @functools.cached_property
     def placed(self) -> tuple[Placed, ...]:
         """Every variable of the program with its layout and the reason for it."""
-        return tuple(self.placement.place(self.program.infos))
+        placed = self.placement.place(self.program.infos)
+        return tuple(placed if self.staged is None else self.staged.stacking.explained(placed))
 
     @functools.cached_property
     def layouts(self) -> TrainState:
@@ -117,6 +128,11 @@ class Assembly:
     def storing(self) -> Storing:
         """Which arrays are stored with padding."""
         return Storing.of(self.placement, *self.program.parts)
+
+    @property
+    def outside(self) -> Storing | Stacking:
+        """How the arrays of a step become those that there are outside of it, and back."""
+        return self.storing if self.staged is None else self.staged.stacking
 
     @functools.cached_property
     def sharing(self) -> Sharing:
@@ -148,6 +164,8 @@ class Assembly:
     @functools.cached_property
     def guarded(self) -> Program:
         """The program with right numbers however its arrays are split."""
+        if self.staged is not None:
+            return self.program
         return guarded(self.program, self.used, self.batch_layouts)
 
     @functools.cached_property
@@ -234,6 +252,8 @@ class Assembly:
         if how.accumulate > 1:
             return accumulating_step(program, of, sharing)
         differentiate = of(program)
+        if self.staged is not None:
+            return _by_stages(self.staged, program, sharing, differentiate)
 
         def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
             aux, grads = sharing.gradients(differentiate, whole, batch)
@@ -311,6 +331,24 @@ class Assembly:
     @functools.cached_property
     def _forwards(self) -> dict[Any, Any]:
         return {}
+
+
+def _by_stages(staged: Staged, program: Program, sharing: Sharing, differentiate: Gradient) -> Step:
+    """The step of a pipeline; a last batch that is padded is taken without its stages."""
+
+    def gradients(whole: TrainState, batch: Batch) -> Taken:
+        if not isinstance(batch, Padded):
+            return staged.gradients(whole, batch)
+        aux, grads = differentiate(whole.params, whole, batch)
+        return grads, aux.state, *program.measure(aux.metrics, aux, batch)
+
+    def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        grads, state, metrics, logs = gradients(whole, batch)
+        grads = {path: sharing.sum(path, grad, whole.params[path]) for path, grad in grads.items()}
+        params, slots = program.update(whole.params, grads, whole.slots)
+        return TrainState(params, state, slots, metrics), logs
+
+    return train_step
 
 
 def _layout_of(value: Any, mesh: Mesh) -> Layout | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..errors import ModelError
 from ..program import Batch
+from ..stages.pipeline import Pipeline
 from .local import Local
 from .remat import BY_BLOCK, check_remat
 from .summing import GradientSum
@@ -26,17 +27,18 @@ class StepOptions:
     a :class:`~meshwright.GradientSum` sums them in another way. ``local`` is a
     :class:`~meshwright.LocalSGD` or :class:`~meshwright.DiLoCo`: each piece of the batch takes
     several steps of its own, and then they exchange what they arrived at. This one changes the
-    numbers.
+    numbers. ``pipeline`` cuts the model into stages, see :class:`~meshwright.Pipeline`.
     Raises :class:`~meshwright.ModelError` that lists every invalid choice.
 
     >>> StepOptions(accumulate=4, remat="block")
-    StepOptions(accumulate=4, remat='block', sums=None, local=None)
+    StepOptions(accumulate=4, remat='block', sums=None, local=None, pipeline=None)
     """
 
     accumulate: int = 1
     remat: str = "none"
     sums: Sums = None
     local: Local | None = None
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         faults = check_remat(self.remat)
@@ -58,8 +60,36 @@ class StepOptions:
             faults.append(
                 f"local={self.local!r} is not supported together with accumulate= or sums=."
             )
+        faults += self._pipeline_faults()
         if faults:
             raise ModelError("\n".join(faults))
+
+    def _pipeline_faults(self) -> list[str]:
+        if self.pipeline is None:
+            return []
+        if not isinstance(self.pipeline, Pipeline):
+            return [f"pipeline must be a mw.Pipeline; received {self.pipeline!r}."]
+        faults = []
+        if self.accumulate != 1:
+            faults.append(
+                f"accumulate={self.accumulate!r} is not supported with a pipeline, which cuts each "
+                "batch into micro-batches itself: raise micro_batches= and the batch size instead."
+            )
+        if self.remat not in ("none", "block"):
+            faults.append(
+                f"remat={self.remat!r} is not supported with a pipeline: every stage is computed "
+                "again from its input. Use 'block' to do so one block at a time, or 'none'."
+            )
+        if self.sums is not None:
+            faults.append(f"sums={self.sums!r} is not supported with a pipeline; leave it out.")
+        if self.local is not None:
+            faults.append(f"local={self.local!r} is not supported with a pipeline; leave it out.")
+        return faults
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axis of a pipeline's stages, if there is one."""
+        return () if self.pipeline is None else (self.pipeline.axis,)
 
     @property
     def by_block(self) -> bool:

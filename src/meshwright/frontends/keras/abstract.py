@@ -106,7 +106,7 @@ def abstract_step(strategy: Sharded, model: keras.Model, batch: Batch) -> Abstra
     check_compiled(model)
     _build(strategy, model, batch)
     strategy._inspect(model)
-    return on_batch(steps_of(strategy, model, KerasVariables.of(model)), batch)
+    return on_batch(steps_of(strategy, model, KerasVariables.of(model), example=batch), batch)
 
 
 def _build(strategy: Sharded, model: keras.Model, batch: Batch) -> None:

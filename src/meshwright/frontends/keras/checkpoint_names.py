@@ -13,6 +13,7 @@ import keras
 
 from ... import _compat
 from ...program import TrainState
+from ...stages.stacking import Stacking
 from ...step.storing import Storing
 from .hooks import parameter_of
 from .paths import lasting_name, lasting_paths, unique
@@ -27,7 +28,7 @@ class LastingNames:
     """
 
     of_parts: tuple[dict[str, str], ...]
-    storing: Storing
+    storing: Storing | Stacking
 
     @classmethod
     def of(cls, model: keras.Model, variables: KerasVariables) -> LastingNames:

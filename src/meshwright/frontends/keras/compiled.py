@@ -64,12 +64,17 @@ class Functions:
 
 
 def functions_of(
-    strategy: Sharded, model: keras.Model, variables: KerasVariables, stands_still: bool = False
+    strategy: Sharded,
+    model: keras.Model,
+    variables: KerasVariables,
+    stands_still: bool = False,
+    example: Any = None,
 ) -> Functions:
     """The steps of this model under this strategy, made when first asked for.
 
     They are kept on the model, because they refer to it; ``model.compile`` invalidates them.
-    ``stands_still`` makes training steps that change nothing once something is not finite.
+    ``stands_still`` makes training steps that change nothing once something is not finite;
+    ``example`` is a batch by which a pipeline is cut.
     """
     # Metrics have no variables before their first batch.
     parts = variables.params, variables.slots, variables.state, variables.metrics
@@ -78,7 +83,7 @@ def functions_of(
     present = kept.get((strategy, stands_still))
     if present is None or not _same(present.token, token):
         losses = loss_metrics(model, variables) if stands_still else None
-        steps = steps_of(strategy, model, variables, losses)
+        steps = steps_of(strategy, model, variables, losses, example)
         is_eager = model.compiled and model.run_eagerly
         present = Functions(token, RowWise(model, variables), steps, is_eager)
         kept[strategy, stands_still] = present

@@ -7,6 +7,7 @@ callbacks and return the same things.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from ...run.options import Data, Schedule, Validation
 from ...run.progress import Progress
 from ...run.saver import Saver
 from ...step.padding import Padded
+from .batches import abstract
 from .callbacks import KerasCallbacks, callback_list, listen, shows_line
 from .compiled import Functions, functions_of
 from .epochs import Epochs
@@ -56,7 +58,8 @@ def fit(
     saves = saver()
     agree("fit", lambda: fit_facts(strategy, model, data, validation, schedule, saves))
     epochs = Epochs(strategy.placement, model, data)
-    variables = strategy.prepare(model, epochs.first_batch)
+    first_batch = functools.cache(epochs.first_batch)
+    variables = strategy.prepare(model, first_batch)
     line = shows_line(schedule.verbose, schedule.callbacks)
     callbacks = callback_list(
         model,
@@ -67,7 +70,10 @@ def fit(
         steps=epochs.num_batches,
     )
     guard = FiniteGuard(nan_guard, strategy, model, variables)
-    functions = functions_of(strategy, model, variables, guard.stands_still)
+    example = None if strategy.how.pipeline is None else abstract(first_batch())
+    functions = functions_of(strategy, model, variables, guard.stands_still, example)
+    variables = variables.stored_by(functions.steps.outside)
+    guard.stored_by(functions.steps.outside)
     epochs.pad_where(functions.row_wise)
 
     def measure() -> Logs:
@@ -181,6 +187,7 @@ def _prepared(
     callbacks: Any,
     kind: Kind,
 ) -> tuple[Epochs, KerasVariables, Functions, keras.callbacks.CallbackList]:
+    strategy = strategy.unstaged
     epochs = Epochs(strategy.placement, model, data, kind)
     variables = strategy.prepare(model, epochs.first_batch, forward_only=kind == "predict")
     functions = functions_of(strategy, model, variables)

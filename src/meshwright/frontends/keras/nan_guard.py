@@ -15,7 +15,9 @@ import numpy as np
 from ... import _compat
 from ...errors import ModelError, NotFiniteError
 from ...program import Logs, TrainState
+from ...stages.stacking import Stacking
 from ...step.nan_guard import NotFinite, look
+from ...step.storing import Storing
 from ...warn import warn
 from .program import KerasVariables, loss_metrics, steps_of
 
@@ -97,6 +99,10 @@ class FiniteGuard:
         ):
             self._look_at_first(newest)
 
+    def stored_by(self, storing: Storing | Stacking) -> None:
+        """The states that are looked at are stored so."""
+        self._variables = self._variables.stored_by(storing)
+
     def wait(self, newest: Callable[[], TrainState]) -> None:
         """Look at every step that is under way. Raises :class:`NotFiniteError`."""
         while self._under_way:
@@ -126,7 +132,9 @@ class FiniteGuard:
         assert counter is not None  # or it would not stand still
         taken = int(np.asarray(state.slots[counter]))
         batches = [batch for steps, _ in self._under_way for batch in steps]
-        program = steps_of(self._strategy, self._model, self._variables).stored
+        program = steps_of(self._strategy.unstaged, self._model, self._variables).stored
+        if self._strategy.how.pipeline is not None:
+            state = self._variables.storing.restore(state)
         # Where the gradients are finite though the loss is not, the step was still taken.
         for step in (taken, taken - 1):
             at = step - self._before

@@ -17,6 +17,7 @@ from ... import _compat
 from ...errors import ModelError
 from ...layouts.placement import ParamInfo, Placement
 from ...program import Arrays, Aux, Batch, Logs, Program, TrainState
+from ...stages.stacking import Stacking
 from ...step.assemble import Assembly, assemble
 from ...step.padding import Padded
 from ...step.storing import Storing
@@ -43,7 +44,7 @@ class KerasVariables:
     slots: dict[str, Any]
     metrics: dict[str, Any]
     infos: dict[int, ParamInfo]
-    storing: Storing = field(default_factory=Storing)
+    storing: Storing | Stacking = field(default_factory=Storing)
 
     @classmethod
     def of(cls, model: keras.Model) -> KerasVariables:
@@ -73,6 +74,10 @@ class KerasVariables:
     def under(self, placement: Placement) -> KerasVariables:
         """The same variables, stored as a placement says."""
         storing = Storing.of(placement, *(_infos(self, part) for part in _parts(self)))
+        return self.stored_by(storing)
+
+    def stored_by(self, storing: Storing | Stacking) -> KerasVariables:
+        """The same variables, stored as some steps take them."""
         return replace(self, storing=storing)
 
     @property
@@ -149,7 +154,10 @@ def check_state(variables: KerasVariables, state: Any) -> None:
 
 
 def keras_program(
-    model: keras.Model, variables: KerasVariables, in_force: Context | None = None
+    model: keras.Model,
+    variables: KerasVariables,
+    in_force: Context | None = None,
+    example: Batch | None = None,
 ) -> Program:
     """The Program of a built model; of one that is not compiled, only to predict with.
 
@@ -233,6 +241,7 @@ def keras_program(
         reduction=_reduction(model) if model.compiled else "mean",
         label=labeller_of(model),
         context=None if in_force is None else lambda placement, whole: in_force(),
+        example=example,
     )
 
 
@@ -241,8 +250,12 @@ def steps_of(
     model: keras.Model,
     variables: KerasVariables,
     losses: tuple[str, ...] | None = None,
+    example: Batch | None = None,
 ) -> Assembly:
-    """How the steps of a model are put together under a strategy; see :func:`assemble`."""
+    """How the steps of a model are put together under a strategy; see :func:`assemble`.
+
+    ``example`` is a batch, or its shapes, by which a pipeline is cut.
+    """
 
     @contextlib.contextmanager
     def in_force() -> Iterator[None]:
@@ -252,7 +265,7 @@ def steps_of(
         with strategy.in_force(model), ahead:
             yield
 
-    program = keras_program(model, variables, in_force)
+    program = keras_program(model, variables, in_force, example)
     return assemble(program, strategy.placement, strategy.how, losses=losses)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ...planning.abstract_step import AbstractStep
 from ...program import Batch, Program, Step, TrainState
 from ...run.options import Data, Schedule, Validation
 from ...run.saver import Resume, SaveEvery, Saver
+from ...stages.pipeline import Pipeline
 from ...step.assemble import Assembly
 from ...step.local import OUTER, DiLoCo, Local
 from ...step.options import PLAIN, StepOptions, Sums
@@ -66,9 +68,10 @@ class Sharded(Replicas, _Distribution):
     step of the optimizer; ``remat`` (``"none"``, ``"block"``, ``"selective"`` or the name of a
     policy) says what is computed again rather than kept; ``sums="float32"`` sums gradients over
     devices in that type, a :class:`~meshwright.GradientSum` in another way. ``local`` is a
-    :class:`~meshwright.LocalSGD` or :class:`~meshwright.DiLoCo`. ``rules`` lay out what
-    is given as names of dims (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by
-    the dim ``batch``. Raises :class:`~meshwright.LayoutError` for axes that the mesh does not have.
+    :class:`~meshwright.LocalSGD` or :class:`~meshwright.DiLoCo`. ``pipeline`` cuts the model into
+    stages (:class:`~meshwright.Pipeline`). ``rules`` lay out what is given as names of dims
+    (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by the dim ``batch``.
+    Raises :class:`~meshwright.LayoutError` for axes that the mesh does not have.
 
     >>> import keras, meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
@@ -96,12 +99,13 @@ class Sharded(Replicas, _Distribution):
         sums: Sums = None,
         local: Local | None = None,
         rules: RulesLike | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         placement = Placement.of(
             mesh, layouts, batch, inputs, targets, activations, zero, unmatched, strict, rules
         )
         refuse_idle_rules(placement)
-        self._take(placement, StepOptions(accumulate, remat, sums, local))
+        self._take(placement, StepOptions(accumulate, remat, sums, local, pipeline))
 
     @classmethod
     def from_placement(cls, placement: Placement, how: StepOptions | None = None) -> Sharded:
@@ -171,6 +175,15 @@ class Sharded(Replicas, _Distribution):
         [unsharded, unsharded]
         """
         return Sharded.from_placement(self.placement.serving(mesh))
+
+    @property
+    def unstaged(self) -> Sharded:
+        """The same without a pipeline; it predicts and evaluates for this one."""
+        if self.how.pipeline is None:
+            return self
+        plain = Sharded.from_placement(self.placement, replace(self.how, pipeline=None))
+        plain._models, plain._inspected = self._models, self._inspected
+        return plain
 
     def __eq__(self, other: object) -> bool:
         mine = self.placement, self.how
@@ -368,7 +381,8 @@ class Sharded(Replicas, _Distribution):
     def _steps(self, model: keras.Model, batch: Batch | None = None) -> Assembly:
         variables = self.prepare(model, _given(batch))
         fitting.check_compiled(model)
-        return functions_of(self, model, variables).steps
+        example = None if batch is None else batches.abstract(batch)
+        return functions_of(self, model, variables, example=example).steps
 
     def state(self, model: keras.Model, batch: Batch | None = None) -> TrainState:
         """The values of a compiled model as a pytree by path.
@@ -376,7 +390,10 @@ class Sharded(Replicas, _Distribution):
         The arrays are the variables' own: after a step that donates them, give the newest state
         back with :meth:`load_state`. Weights whose layouts have ``pad=True`` are padded.
         """
-        return read_state(self.prepare(model, _given(batch)))
+        variables = self.prepare(model, _given(batch))
+        if self.how.pipeline is not None:
+            variables = variables.stored_by(self._steps(model, batch).outside)
+        return read_state(variables)
 
     def load_state(self, model: keras.Model, state: TrainState) -> None:
         """Write a state back into the model, its optimizer and its metrics.
@@ -384,6 +401,8 @@ class Sharded(Replicas, _Distribution):
         Raises :class:`~meshwright.ModelError` if it is not a state of this model.
         """
         variables = self.prepare(model)
+        if self.how.pipeline is not None:
+            state = self._steps(model).outside.restore(state)
         check_state(variables, state)
         write_state(variables, state)
 
@@ -457,7 +476,7 @@ class Sharded(Replicas, _Distribution):
             with self.scope():
                 _compat.add_slots(model, OUTER)
         variables = KerasVariables.of(model).under(self.placement)
-        placed = functions_of(self, model, variables).steps.placed
+        placed = functions_of(self.unstaged, model, variables).steps.placed
         # Another strategy may have laid it out, on this mesh or elsewhere.
         if not all(map(self._lies, variables.all, placed)):
             self.place(model)
@@ -559,7 +578,8 @@ class Sharded(Replicas, _Distribution):
         """Check once that every pattern matches a variable of this model, or another one here."""
         if model in self._inspected:
             return
-        inspect(self.placement, self._all_infos([*self._models, model]), f"model {model.name!r}")
+        infos = self._all_infos([*self._models, model])
+        inspect(self.placement, infos, f"model {model.name!r}", self.how.stage_axes)
         self._inspected.add(model)
 
     def _refuse_mistyped(self, models: list[keras.Model]) -> None:

@@ -1,0 +1,1 @@
+"""Pipelines of an unchanged model: stages, tick tables, and the step that runs them."""

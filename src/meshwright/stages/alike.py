@@ -1,0 +1,200 @@
+"""A function that does the same to the arrays of many blocks, done once to all of them stacked.
+
+An optimizer's step treats every weight by itself, mostly: as many times the same equations as there
+are blocks. Equations that read one block's arrays, and come again for every other block, are taken
+once, mapped over the stack. What reads several blocks' arrays (a global norm) takes them out of the
+stack one by one, which is cheap where it matters: what meets there are scalars.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _compat
+from ..jaxprs.signatures import signs_of
+
+Member = tuple[str, str]  # which argument, and the path in it
+Tag = tuple[int, int]  # a family, and which of its members
+
+
+@dataclass(frozen=True)
+class Families:
+    """Rows of arrays that are stacked: a row has an array per block, in the order of the stack."""
+
+    rows: tuple[tuple[Member, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """How many members each has."""
+        return len(self.rows[0]) if self.rows else 0
+
+
+def alike(
+    function: Callable[..., Any], names: Sequence[str], shapes: Sequence[Any], families: Families
+) -> Callable[..., Any]:
+    """``function`` of dicts of arrays, as one over dicts with stacks in place of members.
+
+    ``names`` are those of its arguments and ``shapes`` their arrays' shapes, by path. The result is
+    called with the arguments by name, and for each argument and each result with the members of its
+    stacks by path.
+    """
+    import jax
+
+    closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    invars = jax.tree.unflatten(jax.tree.structure(tuple(shapes)), closed.jaxpr.invars)
+    member = {
+        each: (row, place)
+        for row, members in enumerate(families.rows)
+        for place, each in enumerate(members)
+    }
+    tags: dict[Any, Tag] = {}
+    for name, part in zip(names, invars, strict=True):
+        tags |= {var: member[name, path] for path, var in part.items() if (name, path) in member}
+    grouped = _Groups.of(closed, tags, families)
+    outvars = jax.tree.unflatten(jax.tree.structure(results), closed.jaxpr.outvars)
+
+    def run(
+        given: Mapping[str, Mapping[str, Any]],
+        stacked: Sequence[Mapping[str, tuple[str, ...]]],
+        wanted: Sequence[Mapping[str, tuple[str, ...]]],
+    ) -> tuple[dict[str, Any], ...]:
+        values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        stacks: dict[int, Any] = {}
+        for name, part, of in zip(names, invars, stacked, strict=True):
+            for path, members in of.items():
+                stacks[member[name, members[0]][0]] = given[name][path]
+            values |= {var: given[name][p] for p, var in part.items() if (name, p) not in member}
+        found = _Values(values, stacks, grouped)
+        for number, eqn in enumerate(closed.jaxpr.eqns):
+            found.take(number, eqn)
+        return tuple(
+            {
+                **{path: found.stack([part[m] for m in members]) for path, members in of.items()},
+                **{
+                    path: found.value(atom)
+                    for path, atom in part.items()
+                    if not any(path in members for members in of.values())
+                },
+            }
+            for part, of in zip(outvars, wanted, strict=True)
+        )
+
+    return run
+
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Which equations are one for all blocks: of each its family of results, and its place."""
+
+    tags: dict[Any, Tag]  # of variables
+    group_of: dict[int, tuple[int, int]]  # equation -> its group and its place there
+
+    @classmethod
+    def of(cls, closed: Any, given: Mapping[Any, Tag], families: Families) -> _Groups:
+        """Those of a jaxpr; what does not come for every block is left alone."""
+        eqns = closed.jaxpr.eqns
+        signs, banned, ids = signs_of(eqns).tolist(), set[int](), dict[Any, int]()
+        while True:
+            tags, groups = _assigned(eqns, signs, given, banned, ids, len(families.rows))
+            partial = {key for key, of in groups.items() if len(of) < families.count}
+            if not partial:
+                return cls(tags, {n: (g, p) for g, of in groups.items() for p, n in of.items()})
+            banned |= partial
+
+
+def _assigned(
+    eqns: Sequence[Any],
+    signs: Sequence[int],
+    given: Mapping[Any, Tag],
+    banned: set[int],
+    ids: dict[Any, int],
+    first: int,
+) -> tuple[dict[Any, Tag], dict[int, dict[int, int]]]:
+    """Tags of all variables, and the equations of each group by place, but for banned groups."""
+    tags = dict(given)
+    groups: dict[int, dict[int, int]] = {}
+    times: Counter[Any] = Counter()
+    same: dict[Any, Any] = {}  # a variable to the first one that is computed alike
+    known: dict[Any, Any] = {}
+    for number, eqn in enumerate(eqns):
+        read = [_tag(atom, tags) for atom in eqn.invars]
+        places = {tag[1] for tag in read if tag is not None}
+        if not places and not eqn.effects:  # Keras takes powers of betas anew for every weight
+            alone = signs[number], tuple(_key(atom, same) for atom in eqn.invars)
+            same |= zip(eqn.outvars, known.setdefault(alone, eqn.outvars), strict=True)
+        if len(places) != 1 or eqn.effects:
+            continue
+        (place,) = places
+        atoms = tuple(
+            ("family", tag[0]) if tag is not None else ("value", _key(atom, same))
+            for tag, atom in zip(read, eqn.invars, strict=True)
+        )
+        again = times[signs[number], atoms, place]
+        times[signs[number], atoms, place] += 1
+        key = ids.setdefault((signs[number], atoms, again), len(ids))
+        if key in banned:
+            continue
+        groups.setdefault(key, {})[place] = number
+        for result, var in enumerate(eqn.outvars):
+            family = ids.setdefault(("result", key, result), len(ids))
+            tags[var] = (first + family, place)
+    return tags, groups
+
+
+def _tag(atom: Any, tags: Mapping[Any, Tag]) -> Tag | None:
+    return None if hasattr(atom, "val") else tags.get(atom)
+
+
+def _key(atom: Any, same: Mapping[Any, Any]) -> Any:
+    return f"={atom.val!r}" if hasattr(atom, "val") else same.get(atom, atom)
+
+
+class _Values:
+    """The values so far: of single variables, and of families as stacks."""
+
+    def __init__(self, values: dict[Any, Any], stacks: dict[int, Any], groups: _Groups) -> None:
+        self._values, self._stacks, self._groups = values, stacks, groups
+        self._taken: set[int] = set()
+
+    def value(self, atom: Any) -> Any:
+        """That of one variable, taken out of its stack if it is in one."""
+        if hasattr(atom, "val"):
+            return atom.val
+        tag = self._groups.tags.get(atom)
+        return self._values[atom] if tag is None else self._stacks[tag[0]][tag[1]]
+
+    def stack(self, atoms: Sequence[Any]) -> Any:
+        """The stack of these variables."""
+        import jax.numpy as jnp
+
+        tags = [_tag(atom, self._groups.tags) for atom in atoms]
+        families = {tag[0] for tag in tags if tag is not None}
+        in_order = [tag is not None and tag[1] == place for place, tag in enumerate(tags)]
+        if len(families) == 1 and all(in_order):
+            return self._stacks[families.pop()]
+        return jnp.stack([self.value(atom) for atom in atoms])
+
+    def take(self, number: int, eqn: Any) -> None:
+        """One equation; of a group all at once, where the first of them stands."""
+        import jax
+
+        group = self._groups.group_of.get(number)
+        if group is None:
+            values = _compat.evaluate(eqn, [self.value(atom) for atom in eqn.invars])
+            self._values.update(zip(eqn.outvars, values, strict=True))
+            return
+        if group[0] in self._taken:
+            return
+        self._taken.add(group[0])
+        tags = [_tag(atom, self._groups.tags) for atom in eqn.invars]
+        values = [
+            self.value(atom) if tag is None else self._stacks[tag[0]]
+            for tag, atom in zip(tags, eqn.invars, strict=True)
+        ]
+        axes = [None if tag is None else 0 for tag in tags]
+        mapped = jax.vmap(lambda *each: _compat.evaluate(eqn, list(each)), in_axes=axes)
+        for var, result in zip(eqn.outvars, mapped(*values), strict=True):
+            self._stacks[self._groups.tags[var][0]] = result

@@ -1,0 +1,384 @@
+"""A traced loss cut into what comes before its equal blocks, the blocks, and what comes after.
+
+Blocks are found by structure (:mod:`meshwright.jaxprs.repeats`); nothing is asked of the model's
+author. What is before and after is found by what it is needed for: the input of the first block,
+what all blocks read alike, the loss and the state after it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import _compat
+from ..errors import PipelineError
+from ..jaxprs.repeats import Repeated, Run, repeated
+from ..jaxprs.signatures import signs_of
+from ..program import Aux, Batch, Program, TrainState
+
+Var = Any
+Values = dict[Var, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """One micro-batch's loss as equations, and what its arguments and results are.
+
+    ``arguments`` maps each argument to ``(part, path)``: a field of the state, or ``"batch"`` and
+    the number of the leaf. ``loss``, ``state``, ``metrics`` and ``logs`` are results.
+    """
+
+    closed: Any
+    arguments: Mapping[Var, tuple[str, Any]]
+    loss: Any
+    state: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    logs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, program: Program, whole: TrainState, batch: Batch, share: float) -> Traced:
+        """That of a program, for arrays or their shapes; ``share`` is the micro-batch's of a step.
+
+        Metrics count each micro-batch by its rows, as they do where gradients are accumulated.
+        """
+        import jax
+
+        def run(whole: TrainState, batch: Batch) -> Any:
+            value, aux = program.loss(whole.params, whole, batch, True)
+            metrics, logs = program.measure(aux.metrics, _shown(program, aux, share), batch)
+            return value, dict(aux.state), dict(metrics), dict(logs)
+
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(whole, batch)
+        invars = iter(closed.jaxpr.invars)
+        tree = jax.tree.structure(whole)
+        count = tree.num_leaves
+        parts = jax.tree.unflatten(tree, [next(invars) for _ in range(count)])
+        arguments = {
+            var: (name, path)
+            for name, part in zip(TrainState._fields, parts, strict=True)
+            for path, var in part.items()
+        }
+        arguments |= {var: ("batch", number) for number, var in enumerate(invars)}
+        results = jax.tree.unflatten(jax.tree.structure(shapes), closed.jaxpr.outvars)
+        return cls(closed, arguments, *results)
+
+
+def _shown(program: Program, aux: Aux, share: float) -> Aux:
+    return aux._replace(loss=aux.loss / share) if program.reduction == "sum" else aux
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The equal blocks of a traced loss.
+
+    ``own`` are the arguments that each block has of its own: a row of ``(part, path)`` by block.
+    """
+
+    traced: Traced = field(repr=False)
+    run: Run
+    own: tuple[tuple[tuple[str, str], ...], ...]
+    _found: Repeated = field(repr=False)
+
+    @classmethod
+    def of(cls, traced: Traced, least: int) -> Blocks:
+        """Those of a loss. Raises :class:`PipelineError` if there are fewer than ``least``."""
+        arguments, jaxpr = traced.arguments, traced.closed.jaxpr
+        params = [var for var, (part, _) in arguments.items() if part == "params"]
+        changed = {
+            var: traced.state[path] for var, (part, path) in arguments.items() if part == "state"
+        }
+        found, reason = repeated(jaxpr, frozenset(params), changed, least=2)
+        if found is None:
+            why = f": {reason}" if reason else ""
+            raise PipelineError(
+                f"the model has no chain of equal blocks to cut into {least} stages{why}. Give the "
+                "devices of the stage axis to the batch instead, or build the model of blocks of "
+                "one kind, one after the other."
+            )
+        if found.run.count < least:
+            raise PipelineError(
+                f"the model has {found.run.count} equal blocks, fewer than the {least} stages that "
+                "they would be cut into. Use a smaller stage axis, or fewer repeats."
+            )
+        strange = [var for row in found.own for var in row if var not in arguments]
+        if strange:
+            raise PipelineError(
+                "the model's blocks differ in constants, which cannot be laid out over stages. "
+                "Make them weights, or give them to the model as an input."
+            )
+        own = tuple(tuple(arguments[var] for var in row) for row in found.own)
+        return cls(traced, found.run, own, found)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.run.count
+
+    @functools.cached_property
+    def params(self) -> tuple[tuple[str, ...], ...]:
+        """Paths of the blocks' parameters: a row of one path per block."""
+        return tuple(tuple(path for _, path in row) for row in self.own if row[0][0] == "params")
+
+    @functools.cached_property
+    def functions(self) -> Functions:
+        """What the loss is made of."""
+        return Functions(self)
+
+
+class Functions:
+    """The parts of a loss as functions of values by variable.
+
+    ``enters`` are the variables that the first block begins with, ``leaves`` those of the last one,
+    place by place; ``shared`` are read by every block alike.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self._jaxpr = blocks.traced.closed.jaxpr
+        self._run = run = blocks.run
+        self._made = {
+            var: (number, place)
+            for number, eqn in enumerate(self._jaxpr.eqns)
+            for place, var in enumerate(eqn.outvars)
+        }
+        self._second = range(run.start + run.period, run.start + 2 * run.period)
+        self._body = [self._jaxpr.eqns[number] for number in self._second]
+        passed: dict[tuple[int, int], tuple[Var, Var]] = {}  # place -> (enters, in second copy)
+        owned: dict[Var, list[Var]] = {}
+        shared: dict[Var, None] = {}
+        for number, eqn in zip(self._second, self._body, strict=True):
+            for position, atom in enumerate(eqn.invars):
+                if hasattr(atom, "val"):
+                    continue
+                copy = self._copy_of(atom)
+                if copy == 1:
+                    continue
+                if copy == 0:
+                    made, result = self._made[atom]
+                    first = self._jaxpr.eqns[number - run.period].invars[position]
+                    place = made - run.start, result
+                    if passed.setdefault(place, (first, atom))[0] is not first:
+                        raise PipelineError(
+                            "the first block reads its input in two ways and the others in one, so "
+                            "they cannot be stages of one pipeline."
+                        )
+                    continue
+                copies = [
+                    self._jaxpr.eqns[run.start + k * run.period + number - self._second[0]].invars[
+                        position
+                    ]
+                    for k in range(run.count)
+                ]
+                if len(set(copies)) == 1:
+                    shared[atom] = None
+                else:
+                    owned[atom] = copies
+        self.enters = tuple(first for first, _ in passed.values())
+        self._inputs = tuple(atom for _, atom in passed.values())
+        self._results = tuple(self._body[made].outvars[result] for made, result in passed)
+        last = run.start + (run.count - 1) * run.period
+        self.leaves = tuple(
+            self._jaxpr.eqns[last + made].outvars[result] for made, result in passed
+        )
+        self.shared = tuple(shared)
+        self._owned = owned
+        self._own_roots = tuple(row[1] for row in blocks._found.own)
+        self._prefix = self._prefixes()
+        self._check()
+
+    def _copy_of(self, var: Var) -> int | None:
+        made = self._made.get(var)
+        return None if made is None else self._run.copy_of(made[0])
+
+    def _prefixes(self) -> list[Any]:
+        """The equations outside of blocks that make something of one block's weights alone."""
+        found: dict[int, list[int]] = {}
+        for copies in self._owned.values():
+            chains = [self._chain(var) for var in copies]
+            signs = signs_of([self._jaxpr.eqns[n] for chain in chains for n in chain])
+            if len(set(map(len, chains))) > 1 or len({*map(tuple, _split(signs, chains))}) > 1:
+                raise PipelineError("the weights of equal blocks are not used alike.")
+            for number in chains[1]:
+                found[number] = []
+        return [self._jaxpr.eqns[number] for number in sorted(found)]
+
+    def _chain(self, var: Var) -> list[int]:
+        chain: list[int] = []
+        while (made := self._made.get(var)) is not None:
+            chain.append(made[0])
+            (var,) = _variables(self._jaxpr.eqns[made[0]].invars)
+        return chain[::-1]
+
+    def _check(self) -> None:
+        """Refuse what cannot be passed on from stage to stage, with the way out."""
+        import jax.numpy as jnp
+
+        run, last = self._run, self._run.start + (self._run.count - 1) * self._run.period
+        inside = {var for e in self._jaxpr.eqns[last : last + run.period] for var in e.outvars}
+        changed = {self.blocks.traced.state[p] for part, p in self._own_paths() if part == "state"}
+        after = [*self._jaxpr.eqns[run.end :]]
+        read = {var for eqn in after for var in _variables(eqn.invars)}
+        read |= set(_variables(self._jaxpr.outvars)) - changed
+        if extra := (read & inside) - set(self.leaves):
+            shapes = ", ".join(str(var.aval.shape) for var in extra)
+            raise PipelineError(
+                f"what comes after the blocks reads more of the last block than a block passes on "
+                f"to the next: {shapes}. Return such values through the blocks' output."
+            )
+        odd = [var for var in self.enters if not jnp.issubdtype(var.aval.dtype, jnp.inexact)]
+        if odd:
+            raise PipelineError(
+                f"blocks pass on {', '.join(str(var.aval) for var in odd)} beside floating-point "
+                "activations, which is not supported in a pipeline. Compute it in each block, or "
+                "before all of them."
+            )
+        if weights := self._reads(self.shared, ("params",)):
+            raise PipelineError(
+                f"all blocks read what is computed from {_listed(weights)}, which is not supported "
+                "in a pipeline: a gradient would have to come back from every stage. Compute it in "
+                "each block from weights of its own."
+            )
+        self._check_state()
+
+    def _own_paths(self) -> list[tuple[str, str]]:
+        return [each for row in self.blocks.own for each in row]
+
+    def _check_state(self) -> None:
+        """State may change from micro-batch to micro-batch by counting, as seeds do."""
+        traced = self.blocks.traced
+        stuck = [
+            path
+            for path, var in traced.state.items()
+            if self._depends(var, ("params",)) or self._in_run_reads_batch(var)
+        ]
+        if stuck:
+            raise PipelineError(
+                f"{_listed(stuck)} would change with what the model computes, as the statistics of "
+                "BatchNormalization do, which is not supported in a pipeline. Use a normalization "
+                "without running statistics (LayerNormalization, GroupNormalization)."
+            )
+
+    def _in_run_reads_batch(self, var: Any) -> bool:
+        """Whether a state depends on the inputs through a block."""
+        if hasattr(var, "val"):
+            return False
+        slice_ = self._slice([var], through_run=True)
+        return any(self._run.copy_of(n) is not None for n in slice_) and self._depends(
+            var, ("batch",)
+        )
+
+    # Slices of the equations
+
+    def _slice(
+        self, wanted: Iterable[Any], given: Iterable[Var] = (), through_run: bool = False
+    ) -> list[int]:
+        """Numbers of the equations that these variables need, up to the given ones."""
+        stop, found = set(given), set[int]()
+        waiting = [v for v in _variables(wanted) if v not in stop]
+        while waiting:
+            made = self._made.get(waiting.pop())
+            if made is None or made[0] in found:
+                continue
+            if self._run.copy_of(made[0]) is not None and not through_run:
+                raise PipelineError(
+                    "what comes before the blocks, or beside them, reads what a block computes."
+                )
+            found.add(made[0])
+            waiting += [v for v in _variables(self._jaxpr.eqns[made[0]].invars) if v not in stop]
+        return sorted(found)
+
+    def _depends(self, var: Any, parts: tuple[str, ...]) -> bool:
+        return bool(not hasattr(var, "val") and self._reads([var], parts))
+
+    def _reads(self, wanted: Iterable[Any], parts: tuple[str, ...]) -> list[str]:
+        """Arguments among these parts that variables are computed from."""
+        wanted = _variables(wanted)
+        numbers = self._slice(wanted, through_run=True)
+        read = {*wanted, *(v for n in numbers for v in _variables(self._jaxpr.eqns[n].invars))}
+        arguments = self.blocks.traced.arguments
+        return [str(arguments[v][1]) for v in arguments if v in read and arguments[v][0] in parts]
+
+    # The functions
+
+    def evaluate(
+        self, wanted: Sequence[Any], known: Mapping[Var, Any], *, counting: bool = False
+    ) -> list[Any]:
+        """The values of variables outside of blocks, from those that are known.
+
+        ``counting`` goes through the blocks too: for state that depends on no activation.
+        """
+        numbers = self._slice(wanted, known, through_run=counting)
+        eqns = [self._jaxpr.eqns[number] for number in numbers]
+        return _evaluated(self.blocks.traced.closed, eqns, wanted, known)
+
+    def block(self, own: Sequence[Any], shared: Mapping[Var, Any], x: Sequence[Any]) -> list[Any]:
+        """The results of one block: ``own`` by row of the blocks' own arguments."""
+        known = {**shared, **dict(zip(self._own_roots, own, strict=True))}
+        known |= zip(self._inputs, x, strict=True)
+        eqns = [*self._prefix, *self._body]
+        return _evaluated(self.blocks.traced.closed, eqns, self._results, known)
+
+    def read(self, part: str) -> list[str]:
+        """Which of a part of the state the loss reads."""
+        return self._reads(self._jaxpr.outvars, (part,))
+
+    @functools.cached_property
+    def of_batch(self) -> tuple[Var, ...]:
+        """What all blocks read alike and which differs from one micro-batch to the next."""
+        return tuple(v for v in self.shared if self._depends(v, ("batch", "state")))
+
+    @functools.cached_property
+    def constant(self) -> tuple[Var, ...]:
+        """What all blocks read alike in every micro-batch."""
+        return tuple(v for v in self.shared if v not in self.of_batch)
+
+    @functools.cached_property
+    def counted(self) -> tuple[str, ...]:
+        """Paths of the state that changes from one micro-batch to the next."""
+        arguments = {path: v for v, (part, path) in self._state_arguments()}
+        return tuple(
+            path for path, var in self.blocks.traced.state.items() if var is not arguments[path]
+        )
+
+    def _state_arguments(self) -> list[tuple[Var, tuple[str, Any]]]:
+        return [item for item in self.blocks.traced.arguments.items() if item[1][0] == "state"]
+
+
+def _evaluated(
+    closed: Any, eqns: Sequence[Any], wanted: Sequence[Any], known: Mapping[Var, Any]
+) -> list[Any]:
+    values: Values = {**dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), **known}
+    for eqn in eqns:
+        if any(var not in values for var in eqn.outvars):
+            read = [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars]
+            values.update(zip(eqn.outvars, _result(eqn, read), strict=True))
+    return [atom.val if hasattr(atom, "val") else values[atom] for atom in wanted]
+
+
+def _result(eqn: Any, read: list[Any]) -> list[Any]:
+    """Of one equation; a layout names the axes that are left to XLA, whatever mesh it came with."""
+    import jax
+
+    if eqn.primitive.name != "sharding_constraint":
+        return _compat.evaluate(eqn, read)
+    spec = jax.sharding.PartitionSpec
+    free = eqn.params["unconstrained_dims"]
+    lies = [*eqn.params["sharding"].spec, *[None] * read[0].ndim][: read[0].ndim]
+    lies = [spec.UNCONSTRAINED if dim in free else axes for dim, axes in enumerate(lies)]
+    return [jax.lax.with_sharding_constraint(read[0], spec(*lies))]
+
+
+def _split(signs: Any, chains: Sequence[Sequence[int]]) -> list[list[int]]:
+    rest = iter(signs.tolist())
+    return [[next(rest) for _ in chain] for chain in chains]
+
+
+def _variables(atoms: Iterable[Any]) -> list[Var]:
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:3])
+    return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

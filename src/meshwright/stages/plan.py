@@ -1,0 +1,121 @@
+"""A tick table as the numbers that a compiled step reads: which micro-batch, which buffer."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .table import Chunk, TickTable, Work
+
+NOTHING = -1
+
+
+class Row(NamedTuple):
+    """What one stage does at one tick, or arrays of it: micro-batch, repeat and buffer numbers.
+
+    ``NOTHING`` where it does nothing; what arrives and is not needed goes into a buffer of its own.
+    """
+
+    forward: Any  # micro-batch
+    forward_repeat: Any
+    forward_slot: Any  # of its input
+    backward: Any
+    backward_repeat: Any
+    backward_slot: Any
+    gradient_slot: Any  # of the gradient of its result
+    stage: Any
+    arriving: Any  # slot that the neighbour's result goes to
+    arriving_gradient: Any
+
+
+class Phase(NamedTuple):
+    """Ticks from ``first`` to before ``end``, and in which directions stages work there."""
+
+    first: int
+    end: int
+    forward: bool
+    backward: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The rows of a table, each array of shape ``(ticks, stages)``, and how many buffers it takes.
+
+    >>> from meshwright.stages.table import table_of
+    >>> plan = Plan.of(table_of("1f1b", stages=2, micro_batches=3))
+    >>> plan.slots, plan.gradient_slots, plan.rows.forward.tolist()
+    (3, 1, [[0, -1], [1, 0], [2, 1], [-1, 2], [-1, -1]])
+    """
+
+    table: TickTable
+    rows: Row
+    slots: int
+    gradient_slots: int
+
+    def phases(self) -> list[Phase]:
+        """Runs of ticks in which any stage works forward, backward, or both.
+
+        >>> from meshwright.stages.table import table_of
+        >>> for phase in Plan.of(table_of("1f1b", stages=3, micro_batches=8)).phases():
+        ...     print(phase)
+        Phase(first=0, end=2, forward=True, backward=False)
+        Phase(first=2, end=10, forward=True, backward=True)
+        Phase(first=10, end=12, forward=False, backward=True)
+        """
+        works = [tuple((of >= 0).any(1)) for of in (self.rows.forward, self.rows.backward)]
+        phases, first = [], 0
+        for (forward, backward), ticks in itertools.groupby(zip(*works, strict=True)):
+            end = first + len(list(ticks))
+            phases.append(Phase(first, end, bool(forward), bool(backward)))
+            first = end
+        return phases
+
+    @classmethod
+    def of(cls, table: TickTable) -> Plan:
+        """The plan of a table whose backward passes include the gradients of weights."""
+        stages = range(table.stages)
+        inputs = [_slots(table.kept(stage)) for stage in stages]
+        gradients = [_slots(table.kept_gradients(stage)) for stage in stages]
+        slots = max(_count(of) for of in inputs)
+        gradient_slots = max(1, *(_count(of) for of in gradients))
+        shape = (len(table.ticks), table.stages)
+        rows = Row(*(np.full(shape, NOTHING, np.int32) for _ in Row._fields))
+        rows.stage[:] = np.arange(table.stages)
+        rows.arriving[:], rows.arriving_gradient[:] = slots, gradient_slots
+        for tick, stage, work in table.works():
+            chunk, at = work.chunk, (tick, stage)
+            slot = inputs[stage][chunk]
+            if work.kind == "forward":
+                rows.forward[at], rows.forward_repeat[at], rows.forward_slot[at] = *chunk, slot
+            else:
+                rows.backward[at], rows.backward_repeat[at], rows.backward_slot[at] = *chunk, slot
+                rows.gradient_slot[at] = gradients[stage].get(chunk, gradient_slots)
+        for stage in stages:
+            for chunk, slot in inputs[stage].items():
+                if (sender := table.before(stage, chunk)) is not None:
+                    at = table.when[sender[0], Work("forward", *sender[1])] + 1
+                    rows.arriving[at, stage] = slot
+            for chunk, slot in gradients[stage].items():
+                sender = table.after(stage, chunk)
+                assert sender is not None  # or no gradient arrives for it
+                at = table.when[sender[0], Work("backward", *sender[1])] + 1
+                rows.arriving_gradient[at, stage] = slot
+        return cls(table, rows, slots, gradient_slots)
+
+
+def _slots(spans: dict[Chunk, tuple[int, int]]) -> dict[Chunk, int]:
+    """A buffer for each span of ticks, used again as soon as it is free."""
+    taken: list[int] = []  # the last tick at which each buffer is used
+    found: dict[Chunk, int] = {}
+    for chunk, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        free = next((slot for slot, until in enumerate(taken) if until < first), len(taken))
+        taken[free : free + 1] = [last]
+        found[chunk] = free
+    return found
+
+
+def _count(slots: dict[Chunk, int]) -> int:
+    return 1 + max(slots.values(), default=NOTHING)

@@ -1,0 +1,266 @@
+"""How the weights of equal blocks are stored: stacked, so that each stage holds those of its own.
+
+A :class:`jax.sharding.NamedSharding` cannot say "this array, on those devices only", but it can
+split a dim. So the same weight of every block is one array with a dim of blocks in front, which is
+split over the stages; slots likewise. Whatever else the model has is shared out over the stages
+where it divides. Outside of a step every variable has its own path and its own dims again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import PipelineError
+from ..layouts.layout import Layout
+from ..layouts.placement import ParamInfo, Placed, Placement
+from ..layouts.zero import share_out
+from ..program import Arrays, Program, TrainState
+from .alike import Families, alike
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One weight, or slot, of all blocks: its ``members`` in the order in which they are stacked.
+
+    ``info`` describes the stacked array.
+    """
+
+    info: ParamInfo
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Stacking:
+    """The stacked parameters and slots of a program, and its other variables.
+
+    ``infos`` describes the variables of a step, stacks among them, by the fields of the state.
+    ``stored`` are their layouts by path, ``rest`` those of variables outside of a step.
+    """
+
+    params: tuple[Stack, ...]
+    slots: tuple[Stack, ...]
+    infos: tuple[tuple[ParamInfo, ...], ...]
+    stored: TrainState
+    rest: TrainState
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        placement: Placement,
+        axis: str,
+        rows: Sequence[tuple[str, ...]],
+        order: Sequence[int],
+    ) -> Stacking:
+        """Of parameters, by block, in the order in which blocks are stacked.
+
+        Raises :class:`PipelineError` where equal weights would lie differently.
+        """
+        rest = _by_part(program.parts, placement)
+        whole = _by_part(program.parts, placement.with_zero(0))
+        infos = TrainState(*({info.path: info for info in part} for part in program.parts))
+
+        def stack(field: str, paths: Sequence[str], owner: str | None) -> Stack:
+            members = tuple(paths[block] for block in order)
+            layouts: dict[str, Layout] = getattr(whole, field)
+            if len({layouts[path] for path in members}) > 1:
+                listed = "\n".join(f"  {path}: {layouts[path].unbound()}" for path in paths)
+                raise PipelineError(
+                    f"equal blocks must lie alike to be stages of one pipeline:\n{listed}"
+                )
+            alone = layouts[members[0]]
+            if axis in alone.axes:
+                raise PipelineError(
+                    f"{members[0]} is laid out over axis {axis!r}, which the stages take. Leave "
+                    "that axis out of the layouts."
+                )
+            first: ParamInfo = getattr(infos, field)[members[0]]
+            info = replace(
+                _asking(first, Layout([axis, *alone.specs], placement.mesh)),
+                path=_joined(paths),
+                dims=(len(members), *first.dims),
+                owner=owner,
+                lasting=None,
+            )
+            return Stack(info, members)
+
+        params = tuple(stack("params", row, None) for row in rows)
+        slots = [
+            stack("slots", paths, of.info.path)
+            for row, of in zip(rows, params, strict=True)
+            for paths in _slots_of(program, row)
+        ]
+
+        def spread(field: str, info: ParamInfo) -> ParamInfo:
+            if field not in ("params", "slots"):
+                return info
+            layout = getattr(whole, field)[info.path]
+            return _asking(info, share_out(layout, info.dims, (axis,)) or layout)
+
+        in_stacks = {("params", m) for each in params for m in each.members}
+        in_stacks |= {("slots", m) for each in slots for m in each.members}
+        parts = [
+            [spread(field, info) for info in part if (field, info.path) not in in_stacks]
+            for field, part in zip(TrainState._fields, program.parts, strict=True)
+        ]
+        parts[0] += [each.info for each in params]
+        parts[2] += [each.info for each in slots]
+        stored = _by_part(parts, placement)
+        return cls(params, tuple(slots), tuple(map(tuple, parts)), stored, rest)
+
+    def explained(self, placed: Sequence[Placed]) -> list[Placed]:
+        """Placed variables of a step with the reasons that a reader knows."""
+        stages = {each.info: len(each.members) for each in (*self.params, *self.slots)}
+        found = []
+        for each in placed:
+            why = each.reason
+            if (count := stages.get(each.info)) is not None:
+                pieces = each.layout.num_shards(0)
+                why = f"{count} blocks, {count // pieces} on each of {pieces} stages"
+            elif each.info.asked is not None:
+                why = "beside the blocks"
+            found.append(each._replace(reason=why))
+        return found
+
+    # The interface of Storing: what a step stores, and what there is outside of it
+
+    @property
+    def parts(self) -> tuple[dict[str, Any], ...]:
+        """What a step stores anew, by path in the fields of :class:`TrainState`: every variable."""
+        return tuple(self.rest)
+
+    def __bool__(self) -> bool:
+        return bool(self.params)
+
+    def store(self, state: TrainState) -> TrainState:
+        """The state as a step takes it; parts may lack some arrays."""
+        return _moved(self.stack, state, self.stored)
+
+    def restore(self, state: TrainState) -> TrainState:
+        """The state with every array under its own path, in its own dims."""
+        return _moved(self.unstack, state, self.rest)
+
+    # Within traced functions
+
+    def stack(self, state: TrainState) -> TrainState:
+        """The state with stacks in place of their members; a stack whose members lack is left."""
+        return state._replace(
+            params=_stacked(state.params, self.params), slots=_stacked(state.slots, self.slots)
+        )
+
+    def unstack(self, state: TrainState) -> TrainState:
+        """The state with members in place of their stacks."""
+        return state._replace(
+            params=_unstacked(state.params, self.params), slots=_unstacked(state.slots, self.slots)
+        )
+
+    def update(self, program: Program) -> Callable[..., tuple[Arrays, Arrays]]:
+        """The optimizer's step over stacked arrays: each equation once for all blocks."""
+        families = Families(
+            tuple(tuple(("params", m) for m in each.members) for each in self.params)
+            + tuple(tuple(("grads", m) for m in each.members) for each in self.params)
+            + tuple(tuple(("slots", m) for m in each.members) for each in self.slots)
+        )
+        of_params = {each.info.path: each.members for each in self.params}
+        of_slots = {each.info.path: each.members for each in self.slots}
+
+        def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
+            given = {"params": params, "grads": grads, "slots": slots}
+            args = _shapes(program.params), _shapes(program.params), _shapes(program.slots)
+            run = alike(program.update, ("params", "grads", "slots"), args, families)
+            new, new_slots = run(given, (of_params, of_params, of_slots), (of_params, of_slots))
+            return new, new_slots
+
+        return update
+
+
+def _asking(info: ParamInfo, layout: Layout) -> ParamInfo:
+    """The variable with a layout of its own, which no pattern changes."""
+    return replace(info, spellings=(), asked=layout, names=None, follows=None)
+
+
+def _by_part(parts: Sequence[Sequence[ParamInfo]], placement: Placement) -> TrainState:
+    """The layouts of variables by path, in the fields of a state."""
+    placed = iter(placement.place([info for part in parts for info in part]))
+    return TrainState(*({info.path: next(placed).layout for info in part} for part in parts))
+
+
+def _slots_of(program: Program, row: Sequence[str]) -> list[tuple[str, ...]]:
+    """Paths of the slots of these parameters: of each kind of slot a row.
+
+    Raises :class:`PipelineError` for slots of other dims, which do not lie as their weights do.
+    """
+    dims = {info.path: info.dims for info in program.params}
+    of: dict[str, list[str]] = {path: [] for path in row}
+    for info in program.slots:
+        if info.owner in of:
+            if info.dims != dims[info.owner]:
+                raise PipelineError(
+                    f"slot {info.path} {info.dims} has other dims than its weight {info.owner} "
+                    f"{dims[info.owner]}, which is not supported in a pipeline. Use an optimizer "
+                    "with slots like its weights, such as Adam."
+                )
+            of[info.owner].append(info.path)
+    return list(zip(*of.values(), strict=True))
+
+
+def _shapes(infos: Sequence[ParamInfo]) -> Arrays:
+    import jax
+    import jax.numpy as jnp
+
+    return {info.path: jax.ShapeDtypeStruct(info.dims, jnp.dtype(info.dtype)) for info in infos}
+
+
+def _moved(function: Any, state: TrainState, layouts: TrainState) -> TrainState:
+    import jax
+
+    shapes = jax.eval_shape(function, state)
+    lies = TrainState(
+        *(
+            {path: of[path].sharding for path in part}
+            for part, of in zip(shapes, layouts, strict=True)
+        )
+    )
+    return jax.jit(function, out_shardings=lies)(state)
+
+
+def _stacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
+    import jax.numpy as jnp
+
+    values = dict(values)
+    for each in stacks:
+        if all(member in values for member in each.members):
+            values[each.info.path] = jnp.stack([values.pop(member) for member in each.members])
+    return values
+
+
+def _unstacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
+    values = dict(values)
+    for each in stacks:
+        if each.info.path in values:
+            stacked = values.pop(each.info.path)
+            values |= {member: stacked[place] for place, member in enumerate(each.members)}
+    return values
+
+
+def _joined(paths: Sequence[str]) -> str:
+    """One name for the same weight of all blocks.
+
+    >>> _joined(["block_0/kernel", "block_1/kernel", "block_2/kernel"])
+    'block_{0..2}/kernel'
+    """
+    first, last = paths[0], paths[-1]
+    start = _alike(first, last)
+    first, last = first[start:], last[start:]
+    end = _alike(first[::-1], last[::-1])
+    middle = f"{{{first[: len(first) - end]}..{last[: len(last) - end]}}}"
+    return paths[0][:start] + middle + first[len(first) - end :]
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return len(list(pairs))

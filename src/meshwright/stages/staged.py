@@ -1,0 +1,266 @@
+"""A program as a pipeline: the same model, with its blocks stacked and its gradients by ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import BatchError, PipelineError
+from ..layouts.placement import Placement
+from ..program import Arrays, Aux, Batch, Program, TrainState
+from .parts import Blocks, Traced
+from .pipeline import Pipeline
+from .plan import Plan
+from .running import Runner, Taken
+from .stacking import Stacking
+
+_RUN = ("gpipe", "1f1b", "circular")  # schedules that a step can be taken by
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """A program cut into the stages of a pipeline under a placement.
+
+    ``whole`` is the program over variables by their own paths, with right numbers however arrays
+    are split; ``program`` is the same over stacks.
+    """
+
+    whole: Program
+    placement: Placement
+    pipeline: Pipeline
+    stacking: Stacking
+    program: Program
+    recompute_blocks: bool
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        placement: Placement,
+        pipeline: Pipeline,
+        recompute_blocks: bool = False,
+    ) -> Staged:
+        """Raises :class:`PipelineError` with the reason where the program cannot be cut."""
+        stages = _check(program, placement, pipeline)
+        assert program.example is not None
+        micro = _micro(program.example, pipeline.micro_batches)
+        blocks = _blocks(program, placement, pipeline, _abstract(program), micro)
+        order = _order(blocks.count, stages, pipeline.repeats)
+        stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, order)
+        staged = _over_stacks(program, stacking)
+        return cls(program, placement, pipeline, stacking, staged, recompute_blocks)
+
+    def gradients(self, whole: TrainState, batch: Batch) -> Taken:
+        """The gradients of a step of a state with stacks; inside a traced function.
+
+        Raises :class:`BatchError` for a batch that does not divide into micro-batches.
+        """
+        micros = self._micros(batch)
+        shapes, tree = _abstract(self.whole), _leaves(batch)[1]
+        micro = tree.unflatten([_shape(leaf.shape[1:], leaf.dtype) for leaf in micros])
+        pipeline, placement = self.pipeline, self.placement
+        blocks = _blocks(self.whole, placement, pipeline, shapes, micro, in_context=True)
+        stacks = {each.members: each.info.path for each in self.stacking.params}
+        stages = placement.mesh[pipeline.axis]
+        order = _order(blocks.count, stages, pipeline.repeats)
+        paths = [stacks.get(tuple(row[block] for block in order)) for row in blocks.params]
+        if None in paths or len(paths) != len(stacks):
+            raise PipelineError(
+                f"program {self.whole.name!r} has other blocks for this batch than for the example "
+                "that it was cut by. Give an example with the shapes that are trained on."
+            )
+        runner = Runner(
+            blocks=blocks,
+            plan=Plan.of(pipeline.table(stages)),
+            stacks=tuple(path for path in paths if path is not None),
+            order=tuple(order),
+            mesh=placement.mesh.jax_mesh,
+            axis=pipeline.axis,
+            rows=placement.batch_axes,
+            recompute_blocks=self.recompute_blocks,
+            takes_mean=self.whole.reduction == "mean",
+            logs_of_one=self.whole.logs == "of one batch",
+        )
+        return runner(whole, micros)
+
+    def _micros(self, batch: Batch) -> list[Any]:
+        """The leaves of a batch with a dim of micro-batches in front.
+
+        Of the rows that a device holds, every micro-batch takes some: none has to travel.
+        """
+        import jax
+
+        count, pieces = self.pipeline.micro_batches, self.placement.batch_shards
+        leaves, _ = _leaves(batch)
+        rows = leaves[0].shape[0]
+        if rows % (count * pieces):
+            below = rows // (count * pieces) * count * pieces
+            nearest = " and ".join(str(n) for n in (below, below + count * pieces) if n)
+            over = f" over {pieces} pieces of the batch" if pieces > 1 else ""
+            raise BatchError(
+                f"a batch of {rows} does not divide into micro_batches={count}{over}. The nearest "
+                f"sizes that do: {nearest}."
+            )
+        spec, axes = jax.sharding.PartitionSpec, self.placement.batch_axes
+        mesh = self.placement.mesh.jax_mesh
+
+        def cut(leaf: Any) -> Any:
+            parts = leaf.reshape(pieces, count, rows // (count * pieces), *leaf.shape[1:])
+            micros = parts.swapaxes(0, 1).reshape(count, rows // count, *leaf.shape[1:])
+            free = [spec.UNCONSTRAINED] * (leaf.ndim - 1)
+            lies = jax.sharding.NamedSharding(mesh, spec(None, axes or None, *free))
+            return jax.lax.with_sharding_constraint(micros, lies)
+
+        return [cut(leaf) for leaf in leaves]
+
+
+def _check(program: Program, placement: Placement, pipeline: Pipeline) -> int:
+    """The number of stages; raises :class:`PipelineError` with all that is in the way."""
+    mesh, faults = placement.mesh, list[str]()
+    if pipeline.axis not in mesh:
+        faults.append(
+            f"the mesh ({mesh.axes_text}) has no axis {pipeline.axis!r} for the stages: add it, "
+            f"mw.create_mesh({{{pipeline.axis!r}: 4, ...}})."
+        )
+    elif pipeline.axis in placement.batch_axes:
+        faults.append(
+            f"axis {pipeline.axis!r} is given to the stages and to the batch. Name another one for "
+            "the batch, batch='data', or batch=None."
+        )
+    if pipeline.schedule not in _RUN:
+        faults.append(
+            f"schedule={pipeline.schedule!r} can be drawn and compared, but not run yet. Use "
+            "schedule='1f1b'."
+        )
+    if program.own_step is not None:
+        faults.append(
+            f"a pipeline is not supported with the train_step of model {program.name!r}: its "
+            "gradients are taken by stages. Use Keras' own train_step."
+        )
+    if placement.zero > 2:
+        faults.append(
+            "zero=3 is not supported with a pipeline, whose stages hold their weights already. Use "
+            "zero=1 or zero=2, or zero=3 without the pipeline."
+        )
+    if any(entry.layout.pad for entry in placement.layouts):
+        faults.append("pad=True is not supported with a pipeline. Use axes that divide.")
+    if program.example is None:
+        faults.append(
+            f"a pipeline needs an example of a batch to cut program {program.name!r}: pass "
+            "batch= where it is made."
+        )
+    if faults:
+        raise PipelineError("\n".join(faults))
+    return mesh[pipeline.axis]
+
+
+def _blocks(
+    program: Program,
+    placement: Placement,
+    pipeline: Pipeline,
+    whole: TrainState,
+    micro: Batch,
+    in_context: bool = False,
+) -> Blocks:
+    stages = placement.mesh[pipeline.axis]
+    least = stages * pipeline.repeats
+
+    def trace() -> Traced:
+        return Traced.of(program, whole, micro, 1 / pipeline.micro_batches)
+
+    traced = trace() if in_context else program.under(placement, trace, whole=True)()
+    blocks = Blocks.of(traced, least)
+    if blocks.count % least:
+        lower, upper = blocks.count // least * least, -(-blocks.count // least) * least
+        runs = f" x {pipeline.repeats} repeats" if pipeline.repeats > 1 else ""
+        raise PipelineError(
+            f"the model's {blocks.count} equal blocks do not divide over {stages} stages{runs}. "
+            f"Use {lower} or {upper} blocks, or a stage axis that divides {blocks.count}."
+        )
+    _ = blocks.functions  # which refuses what cannot be passed on
+    return blocks
+
+
+def _order(count: int, stages: int, repeats: int) -> list[int]:
+    """Which block stands where in a stack: each stage's own, run after run."""
+    size = count // (stages * repeats)
+    return [
+        (repeat * stages + stage) * size + place
+        for stage in range(stages)
+        for repeat in range(repeats)
+        for place in range(size)
+    ]
+
+
+def _over_stacks(program: Program, stacking: Stacking) -> Program:
+    """The program over stacks, for all but training steps: blocks are taken out of their stacks."""
+
+    def unstack(params: Arrays) -> Arrays:
+        return stacking.unstack(TrainState(params, {}, {}, {})).params
+
+    def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
+        return program.forward(unstack(params), state, inputs, training)
+
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        return program.loss(unstack(params), stacking.unstack(whole), batch, training)
+
+    def predict(params: Arrays, state: Arrays, batch: Batch) -> Any:
+        assert program.predict is not None  # or this is not used
+        return program.predict(unstack(params), state, batch)
+
+    def own_test_step(whole: TrainState, batch: Batch) -> Any:
+        assert program.own_test_step is not None
+        new, logs = program.own_test_step(stacking.unstack(whole), batch)
+        return whole._replace(state=new.state, metrics=new.metrics), logs
+
+    params, state, slots, metrics = stacking.infos
+    return replace(
+        program,
+        params=params,
+        state=state,
+        slots=slots,
+        metrics=metrics,
+        initial=lambda: stacking.stack(program.initial()),
+        forward=forward,
+        loss=loss,
+        update=stacking.update(program),
+        predict=program.predict and predict,
+        own_test_step=program.own_test_step and own_test_step,
+    )
+
+
+def _abstract(program: Program) -> TrainState:
+    import jax.numpy as jnp
+
+    return TrainState(
+        *({i.path: _shape(i.dims, jnp.dtype(i.dtype)) for i in part} for part in program.parts)
+    )
+
+
+def _micro(example: Batch, count: int) -> Batch:
+    """The shapes of a micro-batch; of an example that is too small, of one row."""
+    leaves, tree = _leaves(example)
+    rows = max(1, leaves[0].shape[0] // count)
+    return tree.unflatten([_shape((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
+
+
+def _leaves(batch: Batch) -> tuple[Sequence[Any], Any]:
+    """The arrays of a batch; raises :class:`BatchError` for one without rows."""
+    import jax
+
+    leaves, tree = jax.tree.flatten(batch)
+    rows = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
+    if len(rows) != 1 or None in rows:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        raise BatchError(
+            "a pipeline cuts batches along their rows, the first dim of every array; received "
+            f"arrays of {shapes or 'no shape'}."
+        )
+    return leaves, tree
+
+
+def _shape(dims: Sequence[int], dtype: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(tuple(dims), dtype)

@@ -1,0 +1,308 @@
+"""Tick tables: what each stage does at each tick of a step, as values.
+
+A tick is as long as the work of its busiest stage, for all stages pass their results on together
+at its end. What a stage does forward and backward in one tick it does in this order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from ..views import Viewable
+
+Kind = Literal["forward", "backward", "weights"]
+_KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")  # as they follow each other in a tick
+
+
+class Work(NamedTuple):
+    """One pass of a micro-batch through a stage.
+
+    ``repeat`` says which of the stage's runs of blocks, where a schedule goes around several times.
+    ``"weights"`` is the gradient of the weights where ``"backward"`` leaves it for later.
+    """
+
+    kind: Kind
+    micro_batch: int
+    repeat: int = 0
+
+    @property
+    def chunk(self) -> Chunk:
+        """The micro-batch in this run of blocks."""
+        return Chunk(self.micro_batch, self.repeat)
+
+
+class Chunk(NamedTuple):
+    """A micro-batch in one of a stage's runs of blocks."""
+
+    micro_batch: int
+    repeat: int
+
+
+Row = tuple[tuple[Work, ...], ...]  # by stage
+
+
+@dataclass(frozen=True)
+class TickTable(Viewable):
+    """What each stage does at each tick of one step; ``print`` it for a picture of text.
+
+    ``ticks[tick][stage]`` holds what is done then and there, in order.
+
+    >>> table = table_of("1f1b", stages=2, micro_batches=3)
+    >>> table.ticks[1]
+    ((Work(kind='forward', micro_batch=1, repeat=0),), (Work(kind='forward', micro_batch=0, ...
+    >>> table.in_flight
+    (3, 1)
+    """
+
+    schedule: str
+    stages: int
+    micro_batches: int
+    repeats: int
+    ticks: tuple[Row, ...] = field(repr=False)
+
+    @functools.cached_property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are work of their own."""
+        return any(work.kind == "weights" for _, _, work in self.works())
+
+    def works(self) -> Iterator[tuple[int, int, Work]]:
+        """``(tick, stage, work)`` in the order in which they happen."""
+        for tick, row in enumerate(self.ticks):
+            for stage, works in enumerate(row):
+                for work in works:
+                    yield tick, stage, work
+
+    @functools.cached_property
+    def when(self) -> dict[tuple[int, Work], int]:
+        """``(stage, work)`` to the tick of it."""
+        return {(stage, work): tick for tick, stage, work in self.works()}
+
+    # How long it takes
+
+    def time(self, forward: float = 1.0, backward: float = 1.0, weights: float = 1.0) -> float:
+        """How long a step takes, from the times of one micro-batch's passes through one stage.
+
+        ``backward`` is the time of the gradients that are sent on, ``weights`` that of the weights'
+        gradients; the same unit goes in and comes out.
+
+        >>> table_of("gpipe", stages=4, micro_batches=16).time(1, 2, 0)
+        57.0
+        """
+        costs = self._costs(forward, backward, weights)
+        return sum(max(sum(costs[w.kind] for w in works) for works in row) for row in self.ticks)
+
+    def idle_share(
+        self, forward: float = 1.0, backward: float = 1.0, weights: float = 1.0
+    ) -> float:
+        """The share of a step in which a device waits, on the average over all stages.
+
+        >>> round(table_of("zero_bubble", stages=4, micro_batches=16).idle_share(), 3)
+        0.059
+        """
+        busy = self.micro_batches * (forward + backward + weights)
+        return 1 - busy / self.time(forward, backward, weights)
+
+    def _costs(self, forward: float, backward: float, weights: float) -> dict[Kind, float]:
+        whole = backward if self.splits_backward else backward + weights
+        runs = self.repeats
+        return {"forward": forward / runs, "backward": whole / runs, "weights": weights / runs}
+
+    # What is kept
+
+    @functools.cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most inputs that each stage keeps at once, from arrival to the last use."""
+        return tuple(most_at_once(self.kept(stage)) for stage in range(self.stages))
+
+    def kept(self, stage: int) -> dict[Chunk, tuple[int, int]]:
+        """The first and last tick at which a stage keeps the input of each chunk."""
+        last_use = self._last_uses()
+        return {c: (self._arrival(stage, c), last) for c, last in last_use[stage].items()}
+
+    def kept_gradients(self, stage: int) -> dict[Chunk, tuple[int, int]]:
+        """The same of the gradients that arrive; none where a gradient begins."""
+        last_use = self._last_uses()
+        spans = {}
+        for chunk, last in last_use[stage].items():
+            sender = self.after(stage, chunk)
+            if sender is not None:
+                where, at = sender
+                spans[chunk] = self.when[where, Work("backward", *at)] + 1, last
+        return spans
+
+    def _last_uses(self) -> dict[int, dict[Chunk, int]]:
+        uses: dict[int, dict[Chunk, int]] = defaultdict(dict)
+        for tick, stage, work in self.works():
+            uses[stage][work.chunk] = tick
+        return uses
+
+    def _arrival(self, stage: int, chunk: Chunk) -> int:
+        sender = self.before(stage, chunk)
+        if sender is None:
+            return self.when[stage, Work("forward", *chunk)]
+        where, at = sender
+        return self.when[where, Work("forward", *at)] + 1
+
+    # Who sends to whom
+
+    def before(self, stage: int, chunk: Chunk) -> tuple[int, Chunk] | None:
+        """The stage and chunk whose result this one begins with; ``None`` at the model's input."""
+        if stage > 0:
+            return stage - 1, chunk
+        if chunk.repeat > 0:
+            return self.stages - 1, chunk._replace(repeat=chunk.repeat - 1)
+        return None
+
+    def after(self, stage: int, chunk: Chunk) -> tuple[int, Chunk] | None:
+        """The stage and chunk that go on with the result of this one; ``None`` at the loss."""
+        if stage < self.stages - 1:
+            return stage + 1, chunk
+        if chunk.repeat < self.repeats - 1:
+            return 0, chunk._replace(repeat=chunk.repeat + 1)
+        return None
+
+    # Whether it can be run
+
+    def faults(self) -> list[str]:
+        """What is wrong with the table: work that is missing, done twice, or done too early."""
+        return [*self._wrong_counts(), *self._too_early()]
+
+    def _wrong_counts(self) -> Iterator[str]:
+        kinds = _KINDS if self.splits_backward else _KINDS[:2]
+        seen = Counter((stage, work) for _, stage, work in self.works())
+        wanted = {
+            (stage, Work(kind, micro, repeat))
+            for stage in range(self.stages)
+            for micro in range(self.micro_batches)
+            for repeat in range(self.repeats)
+            for kind in kinds
+        }
+        for key in sorted(wanted | set(seen)):
+            if seen[key] != (key in wanted):
+                yield f"stage {key[0]} does {key[1]} {seen[key]} times"
+
+    def _too_early(self) -> Iterator[str]:
+        senders = {"forward": self.before, "backward": self.after}
+        for tick, stage, work in self.works():
+            of = senders.get(work.kind)
+            sender = of(stage, work.chunk) if of else None
+            if sender is not None:
+                sent = self.when.get((sender[0], Work(work.kind, *sender[1])), tick)
+                if sent >= tick:
+                    yield f"stage {stage} does {work} at tick {tick}, before its input is there"
+            for kind in _KINDS[: _order(work)]:
+                if self.when.get((stage, Work(kind, *work.chunk)), tick) > tick:
+                    yield f"stage {stage} does {work} at tick {tick}, before its {kind} pass"
+        for tick, row in enumerate(self.ticks):
+            for stage, works in enumerate(row):
+                if list(works) != sorted(works, key=_order):
+                    yield f"stage {stage} works backward before forward at tick {tick}"
+
+
+def most_at_once(spans: dict[Chunk, tuple[int, int]]) -> int:
+    """How many spans of ticks, ends included, overlap at most."""
+    steps: Counter[int] = Counter()
+    for first, last in spans.values():
+        steps[first] += 1
+        steps[last + 1] -= 1
+    now = most = 0
+    for tick in sorted(steps):
+        now += steps[tick]
+        most = max(most, now)
+    return most
+
+
+@functools.lru_cache(maxsize=64)
+def table_of(schedule: str, stages: int, micro_batches: int, repeats: int = 1) -> TickTable:
+    """The table of a schedule; circular ones need micro-batches that divide over the stages."""
+    ticks = _SCHEDULES[schedule](stages, micro_batches, repeats)
+    return TickTable(schedule, stages, micro_batches, repeats, ticks)
+
+
+# Forward and backward passes at fixed distances. A micro-batch is at stage s at a tick that is s
+# later than at stage 0, and its gradient comes back as many ticks apart.
+
+
+def _gpipe(stages: int, micro_batches: int, _: int) -> tuple[Row, ...]:
+    return _staggered(stages, micro_batches, 1, begin=micro_batches + stages - 1)
+
+
+def _one_forward_one_backward(stages: int, micro_batches: int, _: int) -> tuple[Row, ...]:
+    return _staggered(stages, micro_batches, 1, begin=stages - 1)
+
+
+def _circular(stages: int, micro_batches: int, repeats: int) -> tuple[Row, ...]:
+    return _staggered(stages, micro_batches, repeats, begin=stages * repeats - 1)
+
+
+def _staggered(stages: int, micro_batches: int, repeats: int, begin: int) -> tuple[Row, ...]:
+    """Groups of as many micro-batches as stages, each ``repeats`` times around without a pause.
+
+    ``begin`` is the tick at which the last stage takes its first gradient.
+    """
+    ticks: dict[int, list[list[Work]]] = defaultdict(lambda: [[] for _ in range(stages)])
+    for stage in range(stages):
+        for micro in range(micro_batches):
+            group, place = divmod(micro, stages)
+            for repeat in range(repeats):
+                after = (group * repeats + repeat) * stages + place
+                ticks[stage + after][stage].append(Work("forward", micro, repeat))
+                after = (group * repeats + repeats - 1 - repeat) * stages + place
+                tick = begin + stages - 1 - stage + after
+                ticks[tick][stage].append(Work("backward", micro, repeat))
+    rows = (ticks[tick] for tick in range(max(ticks) + 1))
+    return tuple(tuple(tuple(sorted(works, key=_order)) for works in row) for row in rows)
+
+
+def _order(work: Work) -> int:
+    return _KINDS.index(work.kind)
+
+
+# Zero bubble: one pass per tick, and the gradients of weights wherever nothing else can be done.
+
+
+def _zero_bubble(stages: int, micro_batches: int, _: int) -> tuple[Row, ...]:
+    """No stage keeps more than the first one of 1F1B does: 2 S - 1 inputs."""
+    done: list[Counter[Kind]] = [Counter() for _ in range(stages)]
+    ticks: list[Row] = []
+    while any(each["weights"] < micro_batches for each in done):
+        row = tuple(_next(stage, stages, micro_batches, done) for stage in range(stages))
+        for each, works in zip(done, row, strict=True):
+            each.update(work.kind for work in works)
+        ticks.append(row)
+    return tuple(ticks)
+
+
+def _next(
+    stage: int, stages: int, micro_batches: int, done: list[Counter[Kind]]
+) -> tuple[Work, ...]:
+    """What a stage does next: a gradient that others wait for, a new micro-batch, a gradient of
+    weights; micro-batches are taken in turn."""
+    mine = done[stage]
+    sent = micro_batches if stage == 0 else done[stage - 1]["forward"]
+    is_last = stage == stages - 1
+    returned = mine["forward"] if is_last else done[stage + 1]["backward"]
+    may_begin = (
+        mine["forward"] < sent
+        and mine["forward"] - mine["backward"] < stages - stage
+        and mine["forward"] - mine["weights"] < 2 * stages - 1
+    )
+    can: list[tuple[Kind, bool]] = [
+        ("backward", mine["backward"] < returned),
+        ("forward", may_begin),
+        ("weights", mine["weights"] < mine["backward"]),
+    ]
+    kind = next((kind for kind, is_possible in can if is_possible), None)
+    return () if kind is None else (Work(kind, mine[kind]),)
+
+
+_SCHEDULES: dict[str, Callable[[int, int, int], tuple[Row, ...]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "circular": _circular,
+    "zero_bubble": _zero_bubble,
+}

@@ -1,0 +1,176 @@
+"""Pipelines of unchanged models: one device's numbers, and each stage's weights on its devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from small_transformer import ROWS, batch_of, keras_model, program_of, tied_loss
+
+import meshwright as mw
+
+TOLERANCE = 5e-6  # of the largest gradient
+
+
+def mesh_of(axes):
+    return mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+
+
+def stepped(program, mesh, how=None, layouts=None, **more):
+    """Gradients (which the slots keep), parameters and logs after one step, by their own paths."""
+    batch = "data" if "data" in mesh else None
+    placement = mw.Placement.of(mesh_of(mesh), layouts, batch=batch, **more)
+    trainer = mw.Trainer(program, placement, how or mw.StepOptions())
+    state, logs = trainer.step(trainer.init(), trainer.put(batch_of()))
+    whole = jax.tree.map(np.asarray, trainer.unpadded(state))
+    return whole.slots, whole.params, {name: float(value) for name, value in logs.items()}
+
+
+def piped(schedule="1f1b", micro_batches=4, repeats=1, **more):
+    return mw.StepOptions(pipeline=mw.Pipeline("stage", micro_batches, schedule, repeats), **more)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return stepped(program_of(8), {"data": 1})
+
+
+def assert_same(found, wanted):
+    for part, expected in zip(found[:2], wanted[:2], strict=True):
+        assert part.keys() == expected.keys()
+        largest = max(np.abs(values).max() for values in expected.values())
+        for path, values in expected.items():
+            assert np.abs(part[path] - values).max() <= TOLERANCE * largest, path
+    assert found[2] == pytest.approx(wanted[2], rel=1e-5)
+
+
+SPLIT = {"qkv": [None, "model"], "up": [None, "model"], "down": ["model", None]}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how", "more"),
+    [
+        ({"stage": 4, "data": 2}, piped("1f1b", 8), {}),
+        ({"stage": 2, "data": 2, "model": 2}, piped("gpipe"), {"layouts": SPLIT}),
+        ({"stage": 2, "data": 2}, piped("circular", repeats=2), {"zero": 2}),
+        pytest.param({"stage": 8}, piped("gpipe", 16), {}, marks=pytest.mark.full),
+        pytest.param({"stage": 4, "model": 2}, piped(), {"layouts": SPLIT}, marks=pytest.mark.full),
+        pytest.param(
+            {"stage": 2, "data": 4}, piped(remat="block"), {"zero": 1}, marks=pytest.mark.full
+        ),
+        pytest.param({"stage": 1, "data": 2}, piped(), {}, marks=pytest.mark.full),
+        pytest.param({"stage": 4}, piped("circular", repeats=2), {}, marks=pytest.mark.full),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_step_by_stages_has_the_numbers_of_one_device(one_device, mesh, how, more):
+    assert_same(stepped(program_of(8), mesh, how, **more), one_device)
+
+
+def test_tied_embeddings_get_the_gradients_of_both_ends():
+    def tied(mesh, how=None):
+        program = program_of(4, tied_loss)
+        return stepped(program, mesh, how)
+
+    assert_same(tied({"stage": 2, "data": 2}, piped()), tied({"data": 1}))
+
+
+def test_each_stage_holds_its_own_weights_and_slots_alone():
+    placement = mw.Placement.of(mesh_of({"stage": 4, "data": 2}), batch="data")
+    trainer = mw.Trainer(program_of(8), placement, piped())
+    state, _ = trainer.step(trainer.init(), trainer.put(batch_of()))
+    for part in (state.params, state.slots):
+        stacks = [value for path, value in part.items() if "blocks" in path]
+        assert len(stacks) == 3
+        for stack in stacks:
+            on_device = {s.device.id: s.data.nbytes for s in stack.addressable_shards}
+            assert set(on_device.values()) == {stack.nbytes // 4}
+            blocks = {s.device.id // 2: s.index[0].start or 0 for s in stack.addressable_shards}
+            assert blocks == {0: 0, 1: 2, 2: 4, 3: 6}
+
+
+def test_a_checkpoint_of_four_stages_goes_on_as_two_and_as_none(tmp_path):
+    def trainer(mesh, how=None):
+        placement = mw.Placement.of(mesh_of(mesh), batch="data")
+        return mw.Trainer(program_of(4), placement, how or mw.StepOptions())
+
+    def trained(mesh, how, batches):
+        with mw.Checkpoints(tmp_path) as checkpoints:
+            one = trainer(mesh, how)
+            state, _ = one.train(one.init(), batches, checkpoints=checkpoints)
+        return jax.tree.map(np.asarray, one.unpadded(state)).params
+
+    batches = [batch_of()] * 3
+    trained({"stage": 4, "data": 1}, piped(), batches[:1])
+    trained({"stage": 2, "data": 2}, piped("gpipe"), batches[:2])
+    found = trained({"data": 4}, None, batches)
+    plain = trainer({"data": 1})
+    wanted, _ = plain.train(plain.init(), batches)
+    for path, values in wanted.params.items():
+        np.testing.assert_allclose(found[path], values, atol=1e-5)
+
+
+# Keras
+
+
+def fitted(strategy, **more):
+    with strategy.scope():
+        model = keras_model(**more)
+    batch = batch_of()
+    history = strategy.fit(
+        model, batch["x"], batch["y"], batch_size=ROWS, epochs=2, shuffle=False, verbose=0
+    )
+    return model, history.history
+
+
+@pytest.mark.full
+def test_an_unchanged_keras_transformer_trains_by_stages():
+    plain, wanted = fitted(mw.DataParallel(mesh_of({"data": 1}), batch="data"))
+    mesh = mesh_of({"stage": 4, "data": 2})
+    strategy = mw.Sharded(
+        mesh, batch="data", unmatched="replicate", pipeline=mw.Pipeline("stage", 4)
+    )
+    model, found = fitted(strategy)
+    assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
+    for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    batch = batch_of()
+    measured = strategy.evaluate(model, batch["x"], batch["y"], verbose=0, return_dict=True)
+    assert measured["loss"] < found["loss"][-1]
+
+
+# What cannot be a pipeline
+
+
+@pytest.mark.parametrize(
+    ("program", "mesh", "how", "more", "message"),
+    [
+        (program_of(3), {"stage": 4}, piped(), {}, "3 equal blocks, fewer than the 4 stages"),
+        (program_of(6), {"stage": 4}, piped(), {}, "6 equal blocks do not divide over 4 stages"),
+        (program_of(4), {"data": 4}, piped(), {}, "has no axis 'stage'"),
+        (program_of(4), {"stage": 2, "data": 2}, piped(), {"zero": 3}, "zero=3 is not supported"),
+        (program_of(4), {"stage": 2}, piped("zero_bubble"), {}, "can be drawn and compared"),
+        (replace(program_of(4), example=None), {"stage": 2}, piped(), {}, "needs an example"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_anything_runs(program, mesh, how, more, message):
+    batch = "data" if "data" in mesh else None
+    placement = mw.Placement.of(mesh_of(mesh), batch=batch, **more)
+    with pytest.raises(mw.PipelineError, match=message):
+        mw.Trainer(program, placement, how).init()
+
+
+def test_a_batch_that_does_not_divide_into_micro_batches_names_the_nearest():
+    placement = mw.Placement.of(mesh_of({"stage": 2, "data": 2}), batch="data")
+    trainer = mw.Trainer(program_of(4), placement, piped(micro_batches=4))
+    with pytest.raises(mw.BatchError, match=r"a batch of 20 does not divide .* do: 16 and 24"):
+        trainer.step(trainer.init(), trainer.put(batch_of(20)))
+
+
+def test_options_that_do_not_go_with_a_pipeline_are_listed():
+    with pytest.raises(mw.ModelError) as caught:
+        piped(accumulate=2, remat="selective", sums="float32")
+    assert [name in str(caught.value) for name in ("accumulate=2", "remat=", "sums=")] == [True] * 3

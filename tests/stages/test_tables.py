@@ -1,0 +1,143 @@
+"""Tick tables of every schedule: laws that hold for any number of stages and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshwright as mw
+from meshwright.stages.plan import NOTHING, Plan
+from meshwright.stages.table import Work, table_of
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("circular", 2), ("circular", 3), ("zero_bubble", 1)]
+
+
+@st.composite
+def tables(draw, schedules=SCHEDULES):
+    schedule, repeats = draw(st.sampled_from(schedules))
+    stages = draw(st.integers(1, 6))
+    micros = draw(st.integers(1, 12))
+    if schedule == "circular":
+        micros *= stages
+    return table_of(schedule, stages, micros, repeats)
+
+
+@given(tables())
+def test_every_pass_is_done_once_and_after_what_it_needs(table):
+    assert table.faults() == []
+
+
+@given(tables(), st.data())
+def test_a_table_with_a_pass_moved_or_missing_is_found_out(table, data):
+    tick, stage, work = data.draw(st.sampled_from(list(table.works())))
+    rows = [[list(works) for works in row] for row in table.ticks]
+    rows[tick][stage].remove(work)
+    as_ticks = lambda rows: tuple(tuple(map(tuple, row)) for row in rows)  # noqa: E731
+    if table.micro_batches * table.repeats * table.stages > 1 or work.kind != "weights":
+        assert replace(table, ticks=as_ticks(rows)).faults()
+    rows[tick][stage] += [work, work]
+    assert replace(table, ticks=as_ticks(rows)).faults()
+
+
+@given(tables())
+def test_what_is_idle_is_as_the_formula_says(table):
+    stages, passes = table.stages, table.micro_batches * table.repeats
+    share = (stages - 1) / (passes + stages - 1)
+    if table.schedule == "zero_bubble":
+        assert table.idle_share() <= share + 1e-9
+        return
+    for costs in itertools.product((1.0, 2.0), repeat=3):
+        assert table.idle_share(*costs) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(4, 16), (8, 32), (16, 64)])
+def test_zero_bubble_waits_at_most_six_tenths_of_1f1b(stages, micros):
+    plain, zero = (table_of(name, stages, micros) for name in ("1f1b", "zero_bubble"))
+    assert zero.idle_share() <= 0.6 * plain.idle_share()
+    assert max(zero.in_flight) <= max(plain.in_flight)
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_what_1f1b_keeps_does_not_grow_with_micro_batches(stages, more):
+    few, many = (table_of("1f1b", stages, stages * (1 + n)) for n in (1, 1 + more))
+    assert few.in_flight == many.in_flight
+    assert many.in_flight == tuple(min(2 * (stages - 1 - s) + 1, 2 * stages) for s in range(stages))
+    assert table_of("gpipe", stages, 7).in_flight == (7,) * stages
+
+
+@given(tables([each for each in SCHEDULES if each[0] != "zero_bubble"]))
+def test_a_plan_gives_every_pass_what_was_put_there_for_it(table):
+    """Runs the plan with names in place of arrays, as the compiled step runs it with arrays."""
+    plan = Plan.of(table)
+    inputs = [[None] * (plan.slots + 1) for _ in range(table.stages)]
+    gradients = [[None] * (plan.gradient_slots + 1) for _ in range(table.stages)]
+    sent = [None] * table.stages
+    returned = [None] * table.stages
+    taken = []
+    for tick in range(len(table.ticks)):
+        out, back = [None] * table.stages, [None] * table.stages
+        for stage in range(table.stages):
+            row = plan.rows._make(int(values[tick, stage]) for values in plan.rows)
+            inputs[stage][row.arriving] = sent[stage - 1]
+            gradients[stage][row.arriving_gradient] = returned[(stage + 1) % table.stages]
+            if row.forward != NOTHING:
+                first = stage == 0 and row.forward_repeat == 0
+                x = (row.forward, 0) if first else inputs[stage][row.forward_slot]
+                assert x == (row.forward, row.forward_repeat * table.stages + stage)
+                inputs[stage][row.forward_slot] = x
+                out[stage] = x[0], x[1] + 1
+                taken.append((tick, stage, Work("forward", row.forward, row.forward_repeat)))
+            if row.backward != NOTHING:
+                depth = row.backward_repeat * table.stages + stage
+                assert inputs[stage][row.backward_slot] == (row.backward, depth)
+                if depth < table.stages * table.repeats - 1:
+                    assert gradients[stage][row.gradient_slot] == (row.backward, depth + 1)
+                back[stage] = row.backward, depth
+                taken.append((tick, stage, Work("backward", row.backward, row.backward_repeat)))
+        sent, returned = out, back
+    assert taken == list(table.works())
+
+
+# What a user writes
+
+
+def test_all_invalid_choices_are_listed():
+    with pytest.raises(mw.PipelineError) as caught:
+        mw.Pipeline("", micro_batches=0, schedule="1F1B", repeats=True)
+    text = str(caught.value)
+    assert all(f"{name} must" in text for name in ("axis", "micro_batches", "repeats", "schedule"))
+    assert "did you mean '1f1b'?" in text
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"schedule": "circular"}, "needs repeats"),
+        ({"schedule": "1f1b", "repeats": 2}, "use schedule='circular'"),
+    ],
+)
+def test_repeats_go_with_the_circular_schedule_alone(choice, message):
+    with pytest.raises(mw.PipelineError, match=message):
+        mw.Pipeline("stage", 8, **choice)
+
+
+def test_circular_micro_batches_that_do_not_divide_name_the_nearest():
+    with pytest.raises(mw.PipelineError, match="nearest that do: 8 and 12"):
+        mw.Pipeline("stage", 10, "circular", repeats=2).table(4)
+
+
+def test_few_micro_batches_warn_with_what_is_idle():
+    with pytest.warns(mw.MeshwrightWarning, match="idle for 60% of a step. Use 16"):
+        mw.Pipeline("stage", 2).table(4)
+
+
+def test_a_table_is_a_text_and_a_picture():
+    table = mw.Pipeline("stage", 4, "zero_bubble").table(2)
+    lines = str(table).splitlines()
+    assert lines[0].startswith("zero_bubble: 2 stages, 4 micro-batches, 13 ticks, idle 7.7%")
+    assert lines[2].split()[:6] == ["stage", "0", "F0", "F1", "B0", "F2"]
+    assert "data:image/svg+xml" in table._repr_html_()
