@@ -116,12 +116,12 @@ def test_a_checkpoint_of_four_stages_goes_on_as_two_and_as_none(tmp_path):
 # Keras
 
 
-def fitted(strategy, **more):
+def fitted(strategy, rows=ROWS, **more):
     with strategy.scope():
         model = keras_model(**more)
     batch = batch_of()
     history = strategy.fit(
-        model, batch["x"], batch["y"], batch_size=ROWS, epochs=2, shuffle=False, verbose=0
+        model, batch["x"], batch["y"], batch_size=rows, epochs=2, shuffle=False, verbose=0
     )
     return model, history.history
 
@@ -140,6 +140,23 @@ def test_an_unchanged_keras_transformer_trains_by_stages():
     batch = batch_of()
     measured = strategy.evaluate(model, batch["x"], batch["y"], verbose=0, return_dict=True)
     assert measured["loss"] < found["loss"][-1]
+
+
+@pytest.mark.full
+def test_dropout_draws_what_accumulated_micro_batches_draw():
+    """Seeds count on from micro-batch to micro-batch, on whatever stage a block is."""
+    one = mw.DataParallel(mesh_of({"data": 1}), batch="data", accumulate=4)
+    plain, wanted = fitted(one, rows=ROWS // 4, dropout=0.5)
+    strategy = mw.Sharded(
+        mesh_of({"stage": 2, "data": 2}),
+        batch="data",
+        unmatched="replicate",
+        pipeline=mw.Pipeline("stage", 4),
+    )
+    model, found = fitted(strategy, dropout=0.5)
+    assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
+    for one, other in zip(model.variables, plain.variables, strict=True):  # seeds among them
+        np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-5)
 
 
 # What cannot be a pipeline

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .. import _compat
 from ..errors import PipelineError
 from ..jaxprs.repeats import Repeated, Run, repeated
@@ -19,6 +21,7 @@ from ..jaxprs.signatures import signs_of
 from ..program import Aux, Batch, Program, TrainState
 
 Var = Any
+_SMALL = 64  # elements of a constant that is compared by its values
 Values = dict[Var, Any]
 
 
@@ -51,6 +54,7 @@ class Traced:
             return value, dict(aux.state), dict(metrics), dict(logs)
 
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(whole, batch)
+        closed = _with_equal_constants_once(closed)
         invars = iter(closed.jaxpr.invars)
         tree = jax.tree.structure(whole)
         count = tree.num_leaves
@@ -63,6 +67,28 @@ class Traced:
         arguments |= {var: ("batch", number) for number, var in enumerate(invars)}
         results = jax.tree.unflatten(jax.tree.structure(shapes), closed.jaxpr.outvars)
         return cls(closed, arguments, *results)
+
+
+def _is_traced(value: Any) -> bool:
+    from jax.core import Tracer
+
+    return isinstance(value, Tracer)
+
+
+def _with_equal_constants_once(closed: Any) -> Any:
+    """The same with one variable for small constants of equal values: Keras makes the step of a
+    seed anew in every layer, and blocks that differ in nothing else are equal."""
+    jaxpr, first, instead = closed.jaxpr, dict[Any, Var](), dict[Var, Var]()
+    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
+        if getattr(value, "size", _SMALL + 1) <= _SMALL and not _is_traced(value):
+            array = np.asarray(value)
+            instead[var] = first.setdefault((array.shape, str(array.dtype), array.tobytes()), var)
+
+    def once(atoms: Sequence[Any]) -> list[Any]:
+        return [atom if hasattr(atom, "val") else instead.get(atom, atom) for atom in atoms]
+
+    eqns = [eqn.replace(invars=once(eqn.invars)) for eqn in jaxpr.eqns]
+    return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=once(jaxpr.outvars)))
 
 
 def _shown(program: Program, aux: Aux, share: float) -> Aux:

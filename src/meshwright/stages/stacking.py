@@ -8,7 +8,6 @@ where it divides. Outside of a step every variable has its own path and its own 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,7 +128,7 @@ class Stacking:
 
     @property
     def parts(self) -> tuple[dict[str, Any], ...]:
-        """What a step stores anew, by path in the fields of :class:`TrainState`: every variable."""
+        """Every variable, by path in the fields of a state: a step stores them in its own form."""
         return tuple(self.rest)
 
     def __bool__(self) -> bool:
@@ -247,20 +246,13 @@ def _unstacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
 
 
 def _joined(paths: Sequence[str]) -> str:
-    """One name for the same weight of all blocks.
+    """One name for the same weight of all blocks: where they differ, the first and the last.
 
-    >>> _joined(["block_0/kernel", "block_1/kernel", "block_2/kernel"])
-    'block_{0..2}/kernel'
+    >>> _joined(["net/block_0/kernel", "net/block_1/kernel", "net/block_2/kernel"])
+    'net/{block_0..block_2}/kernel'
     """
-    first, last = paths[0], paths[-1]
-    start = _alike(first, last)
-    first, last = first[start:], last[start:]
-    end = _alike(first[::-1], last[::-1])
-    middle = f"{{{first[: len(first) - end]}..{last[: len(last) - end]}}}"
-    return paths[0][:start] + middle + first[len(first) - end :]
-
-
-def _alike(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return len(list(pairs))
+    first, last = (path.split("/") for path in (paths[0], paths[-1]))
+    if len(first) != len(last):
+        return f"{{{paths[0]}..{paths[-1]}}}"
+    pairs = zip(first, last, strict=True)
+    return "/".join(one if one == other else f"{{{one}..{other}}}" for one, other in pairs)

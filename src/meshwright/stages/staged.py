@@ -85,9 +85,10 @@ class Staged:
         return runner(whole, micros)
 
     def _micros(self, batch: Batch) -> list[Any]:
-        """The leaves of a batch with a dim of micro-batches in front.
+        """The leaves of a batch with a dim of micro-batches in front, in the order of its rows.
 
-        Of the rows that a device holds, every micro-batch takes some: none has to travel.
+        Rows travel to the devices of their micro-batch, so that what is drawn for a row by its
+        place in the batch is the same on every mesh.
         """
         import jax
 
@@ -106,8 +107,7 @@ class Staged:
         mesh = self.placement.mesh.jax_mesh
 
         def cut(leaf: Any) -> Any:
-            parts = leaf.reshape(pieces, count, rows // (count * pieces), *leaf.shape[1:])
-            micros = parts.swapaxes(0, 1).reshape(count, rows // count, *leaf.shape[1:])
+            micros = leaf.reshape(count, rows // count, *leaf.shape[1:])
             free = [spec.UNCONSTRAINED] * (leaf.ndim - 1)
             lies = jax.sharding.NamedSharding(mesh, spec(None, axes or None, *free))
             return jax.lax.with_sharding_constraint(micros, lies)
