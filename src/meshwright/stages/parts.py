@@ -351,6 +351,28 @@ class Functions:
         return self._reads(self._jaxpr.outvars, (part,))
 
     @functools.cached_property
+    def results(self) -> list[Any]:
+        """What comes after the blocks: the loss, metrics and logs."""
+        traced = self.blocks.traced
+        return [traced.loss, *traced.metrics.values(), *traced.logs.values()]
+
+    @functools.cached_property
+    def params_before(self) -> list[str]:
+        """Paths of the parameters that the input of the first block is computed from."""
+        return self._params(self._slice(self.enters), self.enters)
+
+    @functools.cached_property
+    def params_after(self) -> list[str]:
+        """Paths of the parameters that are read after the blocks."""
+        return self._params(self._slice(self.results, self.leaves), self.results)
+
+    def _params(self, numbers: Sequence[int], wanted: Sequence[Any]) -> list[str]:
+        read = {v for n in numbers for v in _variables(self._jaxpr.eqns[n].invars)}
+        read.update(_variables(wanted))
+        arguments = self.blocks.traced.arguments
+        return [arguments[v][1] for v in arguments if v in read and arguments[v][0] == "params"]
+
+    @functools.cached_property
     def of_batch(self) -> tuple[Var, ...]:
         """What all blocks read alike and which differs from one micro-batch to the next."""
         return tuple(v for v in self.shared if self._depends(v, ("batch", "state")))

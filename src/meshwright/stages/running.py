@@ -72,9 +72,11 @@ class Runner:
         )
         fixed = {p: value for p, value in whole.state.items() if p not in states}
         found = run(own, others, (fixed, states), rest, shared, micros, self._rows())
-        own_grads, other_grads, metrics, logs = found
+        own_grads, grads_before, grads_after, metrics, logs = found
         grads = dict(zip(self.stacks, own_grads, strict=True))
-        grads |= {path: grad.sum(0) for path, grad in other_grads.items()}
+        for path, value in others.items():
+            parts = [of[path].sum(0) for of in (grads_before, grads_after) if path in of]
+            grads[path] = sum(parts) if parts else jax.numpy.zeros_like(value)
         metrics, logs = jax.tree.map(lambda value: value[-1], (metrics, logs))
         return grads, state, metrics, logs
 
@@ -200,8 +202,8 @@ class Runner:
             part = Row(*(values[phase.first : phase.end] for values in rows))
             last, _ = jax.lax.scan(functools.partial(ticks.take, phase), last, part)
         own_grads = [grad.reshape(-1, *grad.shape[2:]) for grad in last.own_grads]
-        tops = jax.tree.map(lambda a: a[None], (last.other_grads, last.metrics, last.logs))
-        return own_grads, *tops
+        tops = last.grads_before, last.grads_after, last.metrics, last.logs
+        return own_grads, *jax.tree.map(lambda value: value[None], tops)
 
 
 class _Carry(NamedTuple):
@@ -212,7 +214,8 @@ class _Carry(NamedTuple):
     arriving: Any
     arriving_gradient: Any
     own_grads: Any  # (repeats, blocks of a run, ...)
-    other_grads: Any
+    grads_before: Any  # of parameters that are read before the blocks, and after them
+    grads_after: Any
     metrics: Any
     logs: Any
 
@@ -237,6 +240,8 @@ class _Ticks:
         self._own = Own(self._by_repeat(own.params), self._by_repeat(own.fixed), own.counted)
         self._others, self._state, self._rest = others, state, rest
         self._shared, self._micros = shared, micros
+        self._before = {path: others[path] for path in runner.functions.params_before}
+        self._after = {path: others[path] for path in runner.functions.params_after}
 
     def _by_repeat(self, arrays: list[Any]) -> list[Any]:
         return [a.reshape(self._repeats, -1, *a.shape[1:]) for a in arrays]
@@ -263,7 +268,8 @@ class _Ticks:
             arriving=self._nothing(),
             arriving_gradient=self._nothing(),
             own_grads=jax.tree.map(jnp.zeros_like, self._own.params),
-            other_grads=jax.tree.map(jnp.zeros_like, self._others),
+            grads_before=jax.tree.map(jnp.zeros_like, self._before),
+            grads_after=jax.tree.map(jnp.zeros_like, self._after),
             metrics=self._rest[1],
             logs=logs,
         )
@@ -303,12 +309,21 @@ class _Ticks:
             lambda: (self._nothing(), self._nothing()),
             phase.forward,
         )
+        is_first = self._is_first(row.stage, row.backward_repeat)
         slot = jax.numpy.where(row.forward >= 0, row.forward_slot, self._runner.plan.slots)
         carry = carry._replace(inputs=_put(carry.inputs, slot, x))
         after, gradient = self._if(
             row.backward >= 0,
             lambda: self._backward(carry, row),
             lambda: (_results(carry), self._nothing()),
+            phase.backward,
+        )
+        # What travels through a branch is copied there: of gradients as large as a vocabulary, no
+        # more than this branch adds to.
+        after["grads_before"] = self._if(
+            (row.backward >= 0) & is_first,
+            lambda: self._at_input(gradient, carry.grads_before, row.backward),
+            lambda: carry.grads_before,
             phase.backward,
         )
         # One transfer after the other, and both after all that is computed: stages that wait for
@@ -354,7 +369,7 @@ class _Ticks:
         micro, repeat = row.forward, row.forward_repeat
         x = self._if(
             self._is_first(row.stage, repeat),
-            lambda: self._head(self._others, micro),
+            lambda: self._head(self._before, micro),
             lambda: _taken(carry.inputs, row.forward_slot),
         )
         y = self._if(
@@ -383,45 +398,39 @@ class _Ticks:
             grads.at[repeat].add(more)
             for grads, more in zip(results["own_grads"], own, strict=True)
         ]
-        results["other_grads"] = self._if(
-            self._is_first(row.stage, repeat),
-            lambda: self._at_input(gradient, results["other_grads"], micro),
-            lambda: results["other_grads"],
-        )
         return results, gradient
 
     def _at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
         import jax
 
         traced, functions = self._runner.traced, self._functions
-        wanted = [traced.loss, *traced.metrics.values(), *traced.logs.values()]
         leaves = self._leaves(micro)
 
-        def tail(others: Arrays, y: list[Any]) -> Any:
-            known = self._known(others, micro, leaves, results["metrics"])
+        def tail(params: Arrays, y: list[Any]) -> Any:
+            known = self._known(params, micro, leaves, results["metrics"])
             known |= dict(zip(functions.leaves, y, strict=True))
-            loss, *more = functions.evaluate(wanted, known)
+            loss, *more = functions.evaluate(functions.results, known)
             return loss, more
 
-        loss, pull, more = jax.vjp(tail, self._others, y, has_aux=True)
+        loss, pull, more = jax.vjp(tail, self._after, y, has_aux=True)
         share = self._share if self._runner.takes_mean else 1.0
-        others, gradient = pull(jax.numpy.asarray(share, loss.dtype))
+        params, gradient = pull(jax.numpy.asarray(share, loss.dtype))
         metrics = dict(zip(traced.metrics, more, strict=False))
         logs = dict(zip(traced.logs, more[len(metrics) :], strict=True))
         if self._runner.logs_of_one:
             logs = {p: before + self._share * logs[p] for p, before in results["logs"].items()}
-        grads = _added(results["other_grads"], others)
-        return {**results, "other_grads": grads, "metrics": metrics, "logs": logs}, gradient
+        grads = _added(results["grads_after"], params)
+        return {**results, "grads_after": grads, "metrics": metrics, "logs": logs}, gradient
 
     def _at_input(self, gradient: list[Any], grads: Arrays, micro: Any) -> Arrays:
         import jax
 
-        _, pull = jax.vjp(lambda others: self._head(others, micro), self._others)
+        _, pull = jax.vjp(lambda params: self._head(params, micro), self._before)
         return _added(grads, pull(gradient)[0])
 
-    def _head(self, others: Arrays, micro: Any) -> list[Any]:
+    def _head(self, params: Arrays, micro: Any) -> list[Any]:
         """What comes before the blocks."""
-        known = self._known(others, micro, self._leaves(micro), self._rest[1])
+        known = self._known(params, micro, self._leaves(micro), self._rest[1])
         return self._functions.evaluate(self._functions.enters, known)
 
     def _params(self, repeat: Any) -> list[Any]:
@@ -465,7 +474,7 @@ class _Ticks:
 
 def _results(carry: _Carry) -> dict[str, Any]:
     """What a backward pass changes."""
-    names = ("own_grads", "other_grads", "metrics", "logs")
+    names = ("own_grads", "grads_after", "metrics", "logs")
     return {name: getattr(carry, name) for name in names}
 
 
