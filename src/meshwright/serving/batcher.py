@@ -45,7 +45,7 @@ class Batcher:
         self._queue: deque[Request] = deque()
         self._changed = threading.Condition()
         self._is_open = True
-        self._rows_in_flight = 0
+        self._running: list[Request] = []
         self._thread = threading.Thread(
             target=self._run, name=f"meshwright-serve-{name}", daemon=True
         )
@@ -60,7 +60,7 @@ class Batcher:
 
     @property
     def rows_in_flight(self) -> int:
-        return self._rows_in_flight
+        return sum(request.rows for request in self._running)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -80,6 +80,16 @@ class Batcher:
             self._queue.append(request)
             self._changed.notify()
 
+    def fail(self, error: Exception) -> None:
+        """Fail what waits and what is being computed, which goes on without anybody waiting."""
+        with self._changed:
+            queue, self._queue = self._queue, deque()
+        for request in queue:
+            if request.future.set_running_or_notify_cancel():
+                request.fail(error)
+        for request in self._running:
+            request.fail(error)
+
     def close(self) -> None:
         """Refuse more, answer what waits, and end the thread."""
         with self._changed:
@@ -93,7 +103,7 @@ class Batcher:
         while (batch := self._take()) is not None:
             if batch:
                 self._compute(batch)
-            self._rows_in_flight = 0
+            self._running = []
 
     def _take(self) -> list[Request] | None:
         """The next batch, once there is one; ``None`` once the queue is closed and empty."""
@@ -130,7 +140,7 @@ class Batcher:
         taken = set(map(id, batch))
         self._queue = deque(r for r in self._queue if id(r) not in taken)
         running = [r for r in batch if r.future.set_running_or_notify_cancel()]
-        self._rows_in_flight = sum(request.rows for request in running)
+        self._running = running
         return running
 
     def _leave_out(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ class Forward:
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self.before: Callable[[Shape, list[np.ndarray]], None] | None = None  # each batch
         self.inputs = source.inputs
         self._jitted = jax.jit(source.steps.predict_step, out_shardings=self._whole())
         self._compiled: OrderedDict[Shape, _Compiled] = OrderedDict()
@@ -133,6 +134,8 @@ class Forward:
         compiled = self._compiled[shape]
         batch = self.source.batch([compiled.put(n, array) for n, array in enumerate(arrays)])
         with _one_at_a_time:
+            if self.before is not None:
+                self.before(shape, arrays)
             outputs = compiled.call(weights.params, weights.state, batch)
             if compiled.is_on_cpu:
                 jax.block_until_ready(outputs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from ..errors import (
     ModelFailedError,
     NotReadyError,
     OverloadedError,
+    ProcessError,
     RequestError,
 )
+from ..launch.join import naming_failures
 from ..program import TrainState
 from .accuracy import Difference, differences
 from .api import Answer, ModelStatus, TensorSpec, Weight
@@ -85,6 +88,10 @@ class LoadedModel:
         self._follower: threading.Thread | None = None
         self._refused: str | None = None  # the newest checkpoint, if it could not be served
         self._reloading = threading.Lock()
+        self.missing: Callable[[], str | None] = lambda: None  # which process, of several
+        self._computing: Weights | None = None  # what the present batch is computed with
+        self._tell_restore: Callable[[CheckpointInfo], None] | None = None
+        self._restoring: Any = None  # of a process that follows rank 0
 
     # What a face asks
 
@@ -104,7 +111,8 @@ class LoadedModel:
 
     @property
     def ready(self) -> bool:
-        return self._batcher is not None and not self._stopping.is_set()
+        is_running = self._batcher is not None and not self._stopping.is_set()
+        return is_running and self.missing() is None
 
     @property
     def why_alone(self) -> str | None:
@@ -249,6 +257,40 @@ class LoadedModel:
         arrays = stacked([Request(zeros, 1, lengths, lengths)], self.inputs, rows, 0)
         self.forward(self._weights.state, Shape(rows, lengths), arrays)
 
+    # Over several processes
+
+    def lead(self, tell: Callable[..., None], number: int) -> None:
+        """Say each batch to the others before it is begun; this is their model ``number``."""
+
+        def say(shape: Any, arrays: list[np.ndarray]) -> None:
+            assert self._computing is not None
+            word = {"do": "batch", "model": number, "version": self._computing.version}
+            tell({**word, "rows": shape.rows, "lengths": list(shape.lengths)}, arrays)
+
+        self.forward.before = say
+        self._tell_restore = lambda info: tell(
+            {"do": "restore", "model": number, "directory": str(info.directory)}
+        )
+
+    def follow(self, word: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        """Do what rank 0 says: compute a batch with it, or restore the weights of later ones."""
+        from .forward import Shape
+
+        if word["do"] == "restore":
+            info = read_checkpoint(word["directory"])
+            self._restoring = ThreadPoolExecutor(1).submit(self._restored, info)
+            return
+        assert self._weights is not None
+        if word["version"] != self._weights.version:
+            assert self._restoring is not None
+            self._weights = self._restoring.result()
+        self.forward(self._weights.state, Shape(word["rows"], tuple(word["lengths"])), arrays)
+
+    def lose(self, error: NotReadyError) -> None:
+        """Another process is missing: what waits, and what is being computed, has no answer."""
+        if self._batcher is not None:
+            self._batcher.fail(error)
+
     # Other weights
 
     def update(self) -> Moved:
@@ -276,6 +318,8 @@ class LoadedModel:
                 return False
             begin_s = time.perf_counter()
             try:
+                if self._tell_restore is not None:
+                    self._tell_restore(info)
                 weights = self._restored(info)
             except MeshwrightError as error:
                 self._refused = str(info.directory)
@@ -321,7 +365,8 @@ class LoadedModel:
 
     def _submitted(self, inputs: Mapping[str, Any], timeout_s: float | None) -> Request:
         if not self.ready or self._batcher is None:
-            raise NotReadyError(f"model {self.name!r} is loading or stopping.")
+            why = self.missing() or "it is loading or stopping"
+            raise NotReadyError(f"model {self.name!r} does not answer: {why}.")
         options = self.options
         request = checked(inputs, self.inputs, options.lengths, options.queue_rows)
         timeout_s = options.timeout_s if timeout_s is None else timeout_s
@@ -345,14 +390,17 @@ class LoadedModel:
 
     def _compute(self, requests: list[Request]) -> None:
         """Answer the requests of one batch, all with the same weights."""
-        weights = self._weights
+        weights = self._computing = self._weights
         assert weights is not None
         try:
-            outputs = self._outputs_of(requests, weights.state)
+            with naming_failures():
+                outputs = self._outputs_of(requests, weights.state)
         except Exception as error:
             fault = error if isinstance(error, MeshwrightError) else _failed(self.name, error)
+            if isinstance(error, ProcessError):
+                fault = NotReadyError(f"a process of the model has failed: {error}")
             for request in requests:
-                request.future.set_exception(fault)
+                request.fail(fault)
             return
         begin = 0
         for request in requests:
@@ -387,9 +435,9 @@ class LoadedModel:
             named = self._cut_lengths(named, request)
         if self.options.finite and (faulty := [n for n, v in named.items() if not _is_finite(v)]):
             text = f"the answer of model {self.name!r} is not finite: {', '.join(faulty)}"
-            request.future.set_exception(ModelFailedError(f"{text} (finite=True refuses it)."))
+            request.fail(ModelFailedError(f"{text} (finite=True refuses it)."))
             return
-        request.future.set_result(Answer(named, version))
+        request.give(Answer(named, version))
 
     def _cut_lengths(self, named: dict[str, np.ndarray], request: Request) -> dict[str, np.ndarray]:
         """Outputs without what follows from padding: dims as long as a padded one."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,16 @@ class Request:
 
     def is_late(self, now_s: float) -> bool:
         return self.deadline_s is not None and now_s >= self.deadline_s
+
+    def give(self, answer: Any) -> None:
+        """Answer it, unless it has failed meanwhile."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_result(answer)
+
+    def fail(self, error: Exception) -> None:
+        """Fail it, unless it has ended."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
 
 
 def checked(

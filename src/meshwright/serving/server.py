@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError, UnknownModelError
+from ..errors import ModelError, NotReadyError, UnknownModelError
 from ..planning.cache import folder
 from .api import Answer, ServedModel
 from .model import LoadedModel
 from .options import ServeOptions
+from .processes import Followers, follow
 from .source import source_of
 from .versions import Versions
 
@@ -64,6 +65,7 @@ class Server:
     ) -> None:
         self._versions: dict[str, Versions] = {}
         self._lock = threading.Lock()
+        self._followers: Followers | None = None
         if model is not None or build is not None:
             self.add(
                 model,
@@ -119,7 +121,7 @@ class Server:
 
     @property
     def ready(self) -> bool:
-        models = [model for versions in self._versions.values() for model in versions.all]
+        models = self._models
         return bool(models) and all(model.ready for model in models)
 
     def names(self) -> tuple[str, ...]:
@@ -160,10 +162,36 @@ class Server:
         """
         if not self._versions:
             raise ModelError("the server has no model: Server(model, ...), or server.add(...).")
+        import jax
+
         keep_compiled()
-        for versions in self._versions.values():
-            for model in versions.all:
-                model.load()
+        models = self._models
+        for model in models:
+            model.load()
+        if jax.process_count() > 1 and jax.process_index() == 0 and self._followers is None:
+            self._lead(models)
+
+    def work(self) -> None:
+        """Compute with rank 0 until it stops: what the other processes of a group do.
+
+        The program of a group loads its server in every process; rank 0 then takes requests.
+        """
+        models = self._models
+        follow(lambda word, arrays: models[word["model"]].follow(word, arrays))
+
+    @property
+    def _models(self) -> list[LoadedModel]:
+        return [model for versions in self._versions.values() for model in versions.all]
+
+    def _lead(self, models: list[LoadedModel]) -> None:
+        def lost(error: NotReadyError) -> None:
+            for model in models:
+                model.lose(error)
+
+        self._followers = Followers(lost)
+        for number, model in enumerate(models):
+            model.lead(self._followers.tell, number)
+            model.missing = self._followers.missing
 
     def answer(
         self, inputs: Any, *, name: str | None = None, timeout_s: float | None = None
@@ -180,9 +208,12 @@ class Server:
 
     def close(self) -> None:
         """Refuse new requests, answer what was accepted, and stop."""
-        models = [model for versions in self._versions.values() for model in versions.all]
+        models = self._models
         with ThreadPoolExecutor(max(len(models), 1)) as pool:
             list(pool.map(lambda model: model.close(), models))
+        if self._followers is not None:
+            self._followers.close()
+            self._followers = None
 
     def __enter__(self) -> Server:
         self.load()

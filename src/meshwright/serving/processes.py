@@ -1,0 +1,210 @@
+"""A model over several processes: rank 0 takes requests, and the others compute with it.
+
+What is computed together must be begun together, in the same order everywhere. So rank 0 says each
+batch, with its inputs, to all others before it begins it; they do nothing else. The words are JSON
+and raw arrays over ZeroMQ, encrypted by keys that rank 0 makes and hands out through JAX's group.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name from here on
+import numpy as np
+import zmq
+
+from ..errors import NotReadyError, ProcessError
+
+BEAT_S = 0.5
+MISSING_S = 3.0  # without a sign of life; a batch may take longer, for another thread gives it
+_WELCOME_S = 60.0
+_ADDRESS_BYTES = 512
+
+
+class Followers:
+    """The other processes, as rank 0 sees them; ``lost`` is called once when one is missing."""
+
+    def __init__(self, lost: Callable[[NotReadyError], None]) -> None:
+        import jax
+
+        self._lost = lost
+        self._context = zmq.Context.instance()
+        self._sending = threading.Lock()
+        socket_ = self._context.socket(zmq.ROUTER)
+        public, secret = zmq.curve_keypair()
+        socket_.curve_server, socket_.curve_secretkey = True, secret
+        socket_.router_mandatory = True
+        socket_.linger = 1000
+        port = socket_.bind_to_random_port("tcp://*")
+        _shared_text(f"tcp://{socket.gethostname()}:{port} {public.decode()}")
+        self._socket = socket_
+        self._seen = dict.fromkeys(range(1, jax.process_count()), 0.0)
+        self._names: dict[int, str] = {}
+        self._wait_for_all()
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(
+            target=self._watch, name="meshwright-followers", daemon=True
+        )
+        self._watcher.start()
+
+    def tell(self, word: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Say a word to all of them."""
+        described = [[str(array.dtype), list(array.shape)] for array in arrays]
+        head = json.dumps({**word, "arrays": described}).encode()
+        frames = [head, *(np.ascontiguousarray(array).view(np.uint8).data for array in arrays)]
+        with self._sending:
+            for rank in self._seen:
+                self._socket.send_multipart([str(rank).encode(), *frames])
+
+    def missing(self) -> str | None:
+        """Which process has given no sign of life of late; ``None`` if all have."""
+        now_s = time.monotonic()
+        for rank, seen_s in self._seen.items():
+            if now_s - seen_s > MISSING_S:
+                return (
+                    f"rank {rank} ({self._names[rank]}) has not been heard for "
+                    f"{now_s - seen_s:.1f} s"
+                )
+        return None
+
+    def close(self) -> None:
+        """Let the others end."""
+        self._closing.set()
+        self._watcher.join()
+        self.tell({"do": "end"})
+        self._socket.close()
+
+    def _wait_for_all(self) -> None:
+        until_s = time.monotonic() + _WELCOME_S
+        while len(self._names) < len(self._seen):
+            self._hear()
+            if time.monotonic() > until_s:
+                absent = [str(rank) for rank in self._seen if rank not in self._names]
+                raise ProcessError(
+                    f"rank(s) {', '.join(absent)} did not come to serve within {_WELCOME_S:.0f} s."
+                )
+
+    def _hear(self) -> None:
+        with self._sending:  # a socket belongs to one thread at a time
+            while self._socket.poll(0):
+                rank, name = self._socket.recv_multipart()
+                self._seen[int(rank)] = time.monotonic()
+                self._names[int(rank)] = name.decode()
+        time.sleep(0.02)
+
+    def _watch(self) -> None:
+        is_lost = False
+        while not self._closing.is_set():
+            self._hear()
+            text = self.missing()
+            if text and not is_lost:
+                self._lost(NotReadyError(f"a process of the model is missing: {text}."))
+            is_lost = text is not None
+
+
+def follow(do: Callable[[dict[str, Any], list[np.ndarray]], None]) -> None:
+    """Do what rank 0 says, until it says that this is the end."""
+    import os
+
+    import jax
+
+    address, key = _shared_text("").split()
+    rank = jax.process_index()
+    name = f"host {socket.gethostname()}, pid {os.getpid()}".encode()
+    context = zmq.Context.instance()
+    connected = context.socket(zmq.DEALER)
+    connected.curve_serverkey = key.encode()
+    connected.curve_publickey, connected.curve_secretkey = zmq.curve_keypair()
+    connected.identity = str(rank).encode()
+    connected.linger = 0
+    if address.startswith(f"tcp://{socket.gethostname()}:"):
+        address = f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
+    connected.connect(address)
+    local = f"inproc://meshwright-follower-{rank}"
+    beats = context.socket(zmq.PULL)
+    beats.bind(local)
+    ended = threading.Event()
+    threading.Thread(target=_beat, args=(local, ended), daemon=True).start()
+    words = zmq.Poller()
+    words.register(connected, zmq.POLLIN)
+    batches = _Doing(do)
+    connected.send(name)
+    # This thread talks; another one computes, so that a long batch is no silence.
+    words.register(beats, zmq.POLLIN)
+    try:
+        while not batches.is_over:
+            ready = dict(words.poll(1000))
+            if beats in ready:
+                beats.recv()
+                connected.send(name)
+            if connected in ready:
+                batches.add(connected.recv_multipart())
+    finally:
+        ended.set()
+        beats.close()
+        connected.close()
+    batches.finish()
+
+
+class _Doing:
+    """The thread that does what rank 0 says, one after the other."""
+
+    def __init__(self, do: Callable[[dict[str, Any], list[np.ndarray]], None]) -> None:
+        from queue import SimpleQueue
+
+        self._do = do
+        self._words: Any = SimpleQueue()
+        self._error: BaseException | None = None
+        self.is_over = False
+        self._thread = threading.Thread(target=self._run, name="meshwright-serve", daemon=True)
+        self._thread.start()
+
+    def add(self, frames: list[bytes]) -> None:
+        self._words.put(frames)
+
+    def finish(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while True:
+                head, *data = self._words.get()
+                word = json.loads(head)
+                if word["do"] == "end":
+                    return
+                arrays = [
+                    np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
+                    for raw, (dtype, shape) in zip(data, word["arrays"], strict=True)
+                ]
+                self._do(word, arrays)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.is_over = True
+
+
+def _beat(address: str, ended: threading.Event) -> None:
+    beats = zmq.Context.instance().socket(zmq.PUSH)
+    beats.linger = 0
+    beats.connect(address)
+    while not ended.wait(BEAT_S):
+        beats.send(b"")
+    beats.close()
+
+
+def _shared_text(text: str) -> str:
+    """The text of rank 0, in every process."""
+    from jax.experimental import multihost_utils
+
+    raw = np.zeros(_ADDRESS_BYTES, np.uint8)
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    raw[: len(encoded)] = encoded
+    found = np.asarray(multihost_utils.broadcast_one_to_all(raw))
+    return found.tobytes().rstrip(b"\0").decode()
