@@ -24,13 +24,13 @@ def test_fewer_bits_of_a_run_that_is_followed(precision: str, near: float, tmp_p
     options = {"build": build, "checkpoint": tmp_path, "sample": {"input": ROWS}, "buckets": [8]}
     with mw.Server(None, here, precision=precision, **options) as server:
         served = server.model("small")
-        answer = server.answer({"input": ROWS}).outputs["output"]
+        answer = server.answer({"input": ROWS}).outputs["last"]
         wanted = model.predict(ROWS, verbose=0)
         largest = np.abs(answer - wanted).max()
         assert 0 < largest < near * np.abs(wanted).max()
         assert answer.dtype == "float32"
         (difference,) = served.differences
-        assert difference.output == "output"
+        assert difference.output == "last"
         assert difference.largest == pytest.approx(largest, rel=1e-3)
         kernel = next(w for w in served.status().weights if w.name.endswith("hidden/kernel"))
         assert (kernel.dtype, kernel.shape) == (precision, (8, 16))
@@ -40,7 +40,7 @@ def test_fewer_bits_of_a_run_that_is_followed(precision: str, near: float, tmp_p
         strategy.save(model, tmp_path, 2)
         shapes = served.forward.shapes
         assert served.reload()
-        answer = server.answer({"input": ROWS}).outputs["output"]
+        answer = server.answer({"input": ROWS}).outputs["last"]
         wanted = model.predict(ROWS, verbose=0)
         np.testing.assert_allclose(answer, wanted, atol=near * np.abs(wanted).max())
         assert served.forward.shapes == shapes

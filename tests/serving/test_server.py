@@ -48,10 +48,10 @@ def test_a_training_checkpoint_on_another_mesh(trained: tuple) -> None:
         answer = server.answer({"input": ROWS})
         served = server.model("small")
         status = served.status()
-    np.testing.assert_allclose(answer.outputs["output"], model.predict(ROWS, verbose=0), atol=1e-6)
+    np.testing.assert_allclose(answer.outputs["last"], model.predict(ROWS, verbose=0), atol=1e-6)
     assert answer.version == "3"
     assert [str(spec) for spec in served.inputs] == ["input float32[rows, 8]"]
-    assert [str(spec) for spec in served.outputs] == ["output float32[rows, 4]"]
+    assert [str(spec) for spec in served.outputs] == ["last float32[rows, 4]"]
     # Kernels in pieces of a quarter, biases and statistics whole; no slot.
     per_device = 4 * (8 * 16 // 4 + 16 + 4 * 16 + 16 * 4 // 4 + 4)
     assert status.bytes_by_device == {f"cpu:{n}": per_device for n in range(4)}
@@ -65,7 +65,7 @@ def test_a_keras_file(trained: tuple, tmp_path: pytest.TempPathFactory) -> None:
     with mw.Server(path, strategy.serving(mw.create_mesh({"model": 8}))) as server:
         answer = server.answer({"input": ROWS})
         held = server.model("small").status().bytes_by_device
-    np.testing.assert_allclose(answer.outputs["output"], model.predict(ROWS, verbose=0), atol=1e-6)
+    np.testing.assert_allclose(answer.outputs["last"], model.predict(ROWS, verbose=0), atol=1e-6)
     assert set(held.values()) == {4 * (8 * 16 // 8 + 16 + 4 * 16 + 16 * 4 // 8 + 4)}
 
 
@@ -74,13 +74,13 @@ def test_weights_of_training_in_memory(trained: tuple) -> None:
     with mw.Server(model, strategy.serving(mw.create_mesh({"model": 8}))) as server:
         served = server.model("small")
         assert served.moved.nbytes == sum(served.status().bytes_by_device.values())
-        before = server.answer({"input": ROWS}).outputs["output"]
+        before = server.answer({"input": ROWS}).outputs["last"]
         x = np.tile(ROWS, [4, 1])
         strategy.fit(model, x, x[:, :4], batch_size=8, epochs=1, verbose=0)  # donates its arrays
-        np.testing.assert_array_equal(server.answer({"input": ROWS}).outputs["output"], before)
+        np.testing.assert_array_equal(server.answer({"input": ROWS}).outputs["last"], before)
         moved = served.update()
         after = server.answer({"input": ROWS})
     assert moved.seconds > 0
     assert after.version == "2"
-    np.testing.assert_allclose(after.outputs["output"], model.predict(ROWS, verbose=0), atol=1e-6)
+    np.testing.assert_allclose(after.outputs["last"], model.predict(ROWS, verbose=0), atol=1e-6)
     assert model.layers[0].kernel.layout.mesh == strategy.mesh  # the model is where it was

@@ -62,7 +62,7 @@ class Followers:
                 self._socket.send_multipart([str(rank).encode(), *frames])
 
     def missing(self) -> str | None:
-        """Which process has given no sign of life of late; ``None`` if all have."""
+        """The process that has been silent for too long; ``None`` if there is none."""
         now_s = time.monotonic()
         for rank, seen_s in self._seen.items():
             if now_s - seen_s > MISSING_S:

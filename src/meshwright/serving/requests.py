@@ -178,7 +178,7 @@ def _ragged(arrays: Sequence[np.ndarray], specs: Sequence[TensorSpec]) -> Length
 
 
 def _next(size: int, lengths: Sequence[int]) -> int | None:
-    """The smallest length that holds so many; the size itself where none are named."""
+    """The smallest length that is enough; without lengths, the size itself."""
     if not lengths:
         return size
     return next((length for length in lengths if length >= size), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,7 +163,7 @@ def source_of(
     make = None
     if build is not None:
         model, example = _built(build, example)
-        make = lambda: _built(build, example)[0]  # noqa: E731
+        make = functools.partial(_built_again, build, model)
     if isinstance(model, str | Path):
         return _of_file(model, strategy, example, name, precision)
     if isinstance(model, Program):
@@ -188,6 +189,14 @@ def _built(build: Callable[[], Any], example: Any) -> tuple[Any, Any]:
         batch = batch[0] if isinstance(batch, list) else batch
         example = batch[0] if isinstance(batch, tuple) and not _has_inputs(model) else None
     return model, example
+
+
+def _built_again(build: Callable[[], Any], before: Any) -> Any:
+    """One more model, also of a builder that returns the same one each time."""
+    from ..frontends.keras.forward import fresh_copy
+
+    model, _ = _built(build, None)
+    return fresh_copy(before)() if model is before else model
 
 
 def _has_inputs(model: Any) -> bool:

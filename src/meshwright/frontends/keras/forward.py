@@ -165,7 +165,8 @@ def _like(model: keras.Model, example: Any) -> Any:
 
 def _output_names(model: keras.Model) -> tuple[str, ...]:
     """The names of its outputs; ``output`` for what Keras counted; empty where none are known."""
-    names = tuple(getattr(model, "output_names", None) or ())
+    functional = model if hasattr(model, "output_names") else _compat.functional_of(model)
+    names = tuple(getattr(functional, "output_names", None) or ())
     if len(names) == 1:
         layer = next((x for x in _compat.layers_inside(model) if x.name == names[0]), None)
         counted = layer is None or names[0] == keras_name_of(layer)
