@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..layouts.layout import Layout
 
 _PLATFORMS = ("bentoml", "compose", "knative", "kserve", "kubeflow", "mlflow", "ray", "sagemaker")
+_FORMATS = ("stablehlo", "savedmodel")
 _OF_THE_PLATFORM = ("host", "port", "fd", "platform", "folder", "image", "api_keys")
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SECONDS = click.FloatRange(0, min_open=True)
@@ -93,8 +94,8 @@ _SECONDS = click.FloatRange(0, min_open=True)
 @option(
     "--write",
     "platform",
-    type=click.Choice(_PLATFORMS),
-    help="Write the files for a platform and end.",
+    type=click.Choice([*_PLATFORMS, *_FORMATS]),
+    help="Write the files for a platform, or the model in a format of others, and end.",
 )
 @option(
     "--to",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..equivalence.cases import Case
+from ..equivalence.cases import Case, axes_named
 from ..errors import ServingError
 from ..extras import require
 from ..layouts.mesh import Mesh
@@ -99,7 +99,13 @@ def app_for(asked: Asked) -> Starlette:
 def write(
     asked: Asked, platform: str, folder: Path, image: str, words: Sequence[str]
 ) -> tuple[Path, ...]:
-    """Write the files of a platform."""
+    """Write the files of a platform, or the model in a format that needs no Meshwright."""
+    from ..serving.exporting import FORMATS, export
+
+    if platform in FORMATS:
+        server = server_for(asked)
+        model: Any = server.model(server.names()[0])
+        return export(model, folder, platform)
     from importlib.metadata import version
 
     from ..serving.platforms import Deployment, write_files
@@ -121,16 +127,14 @@ def _require() -> None:
 
 def server_for(asked: Asked) -> Any:
     """The server of the model, on a mesh that need not be that of its training."""
-    from ..layouts.mesh import create_mesh
     from ..serving.server import Server
 
-    mesh = asked.mesh or Mesh({"batch": 1})
-    make_cpu_devices(mesh.size)
+    make_cpu_devices(asked.mesh.size if asked.mesh else 1)
     if asked.source.suffix == ".keras":
         if asked.build is not None:
             raise ServingError(f"{asked.source} holds its model: leave --model out.")
         case = Case(None, None, asked.layouts, asked.options)
-        strategy = strategy_of(case, create_mesh(dict(mesh.axes)))
+        strategy = strategy_of(case, asked.mesh)
         return Server(asked.source, strategy, name=asked.model_name, **_engine_options(asked))
     if asked.build is None:
         raise ServingError(
@@ -143,16 +147,22 @@ def server_for(asked: Asked) -> Any:
     return Server(
         build=lambda: (case.model, case.batch),
         checkpoint=asked.source,
-        strategy=strategy_of(case, create_mesh(dict(mesh.axes))),
+        strategy=strategy_of(case, asked.mesh),
         name=asked.model_name,
         **_engine_options(asked),
     )
 
 
-def strategy_of(case: Case, mesh: Mesh) -> Any:
-    """The layouts of the model on this mesh; rows are whole where it has no axis ``batch``."""
+def strategy_of(case: Case, asked: Mesh | None) -> Any:
+    """The layouts of the model on a mesh; rows are whole where it has no axis ``batch``.
+
+    Without a mesh they are those of one device, whatever axes they name.
+    """
+    from ..layouts.mesh import create_mesh
     from .planning import strategy_on
 
+    axes = dict(asked.axes) if asked else dict.fromkeys(axes_named(case), 1)
+    mesh = create_mesh(axes or {"batch": 1})
     if "batch" not in case.options and "batch" not in mesh:
         case = replace(case, options={**case.options, "batch": None})
     return strategy_on(case, mesh)

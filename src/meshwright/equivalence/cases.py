@@ -82,19 +82,38 @@ def setups(case: Case, meshes: Sequence[Mesh]) -> list[Setup]:
     Raises :class:`LayoutError` for axes that none of the meshes has.
     """
     axis_names = {axis for mesh in meshes for axis in mesh.axis_names}
-    ruled = _dim_rules(case)
-    batch = case.options.get("batch", "batch" if ruled is None else None)
-    layouts = {pattern: as_given(layout) for pattern, layout in (case.layouts or {}).items()}
-    asked = {f"rule {pattern!r}": _axes_of(layout) for pattern, layout in layouts.items()}
-    asked["batch="] = _as_axes(batch)
-    pairs = ruled.pairs if ruled else ()
-    asked |= {f"rule '{dim}:{axes}'": DimRules([(dim, axes)]).axes(dim) for dim, axes in pairs}
-    for name in _MAPPED:
-        asked |= {f"{name} {k!r}": _axes_of(v) for k, v in _mapped(case.options.get(name)).items()}
+    batch = _batch(case)
+    layouts = _layouts(case)
+    asked = _asked(case)
     unknown = {what: [a for a in axes if a not in axis_names] for what, axes in asked.items()}
     if any(unknown.values()):
         raise LayoutError(_unknown_axes(unknown, case, meshes))
     return [_setup(case, layouts, batch, mesh, asked) for mesh in meshes]
+
+
+def axes_named(case: Case) -> tuple[str, ...]:
+    """Every axis that the rules of a case name."""
+    return tuple(dict.fromkeys(axis for axes in _asked(case).values() for axis in axes))
+
+
+def _batch(case: Case) -> Any:
+    return case.options.get("batch", "batch" if _dim_rules(case) is None else None)
+
+
+def _layouts(case: Case) -> dict[str, Given]:
+    return {pattern: as_given(layout) for pattern, layout in (case.layouts or {}).items()}
+
+
+def _asked(case: Case) -> dict[str, Iterable[str]]:
+    """The axes that are named, by who names them."""
+    ruled = _dim_rules(case)
+    asked = {f"rule {pattern!r}": _axes_of(layout) for pattern, layout in _layouts(case).items()}
+    asked["batch="] = _as_axes(_batch(case))
+    pairs = ruled.pairs if ruled else ()
+    asked |= {f"rule '{dim}:{axes}'": DimRules([(dim, axes)]).axes(dim) for dim, axes in pairs}
+    for name in _MAPPED:
+        asked |= {f"{name} {k!r}": _axes_of(v) for k, v in _mapped(case.options.get(name)).items()}
+    return asked
 
 
 def _unknown_axes(unknown: Mapping[str, list[str]], case: Case, meshes: Sequence[Mesh]) -> str:

@@ -176,7 +176,7 @@ class LoadedModel:
         if self._batcher is not None:
             return
         self.forward = Forward(self.source)
-        self._weights = self._first_weights()
+        self._weights = self.first_weights()
         most = self.options.sizes(self.forward.shards)[-1]
         self._why_alone = self.forward.why_alone(most)
         alone = self._why_alone is not None
@@ -216,7 +216,8 @@ class LoadedModel:
         if self._follower is not None:
             self._follower.join()
 
-    def _first_weights(self) -> Weights:
+    def first_weights(self) -> Weights:
+        """The weights to begin with. Raises what :meth:`load` raises."""
         if self._checkpoint is not None:
             info = read_checkpoint(self._checkpoint)
             return self._restored(info, self._asked_version)

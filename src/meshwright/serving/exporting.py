@@ -1,0 +1,186 @@
+"""The forward pass as files that run without Meshwright: StableHLO, SavedModel, ONNX.
+
+StableHLO is what ``jax.export`` writes, for CPUs, GPUs and TPUs alike and for any number of rows;
+beside it lie the weights and a loader of twenty lines. A SavedModel is the same program through
+jax2tf, and ONNX is Keras' own export; both take TensorFlow, which must be installed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelError, ServingError
+from ..extras import is_installed
+
+if TYPE_CHECKING:
+    from .api import TensorSpec
+    from .model import LoadedModel
+
+FORMATS = ("stablehlo", "savedmodel")
+_PLATFORMS = ("cpu", "cuda", "tpu")
+_LOADER = '''\
+"""Runs the model beside this file; needs JAX alone: python load.py inputs.npz outputs.npz"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax.export
+import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
+import numpy as np
+
+HERE = Path(__file__).parent
+MODEL = json.loads((HERE / "model.json").read_text())
+CALL = jax.export.deserialize(bytearray((HERE / "forward.bin").read_bytes())).call
+with np.load(HERE / "weights.npz") as file:
+    WEIGHTS = [file[str(n)].view(w["dtype"]) for n, w in enumerate(MODEL["weights"])]
+
+
+def predict(inputs):
+    arrays = [np.asarray(inputs[i["name"]], i["dtype"]) for i in MODEL["inputs"]]
+    outputs = jax.jit(CALL)(WEIGHTS, arrays)
+    return dict(zip((o["name"] for o in MODEL["outputs"]), map(np.asarray, outputs)))
+
+
+if __name__ == "__main__":
+    np.savez(sys.argv[2], **predict(np.load(sys.argv[1])))
+'''
+
+
+def export(model: LoadedModel, folder: Path, format: str = "stablehlo") -> tuple[Path, ...]:
+    """Write a model on one device in a format; returns the paths of its files.
+
+    Raises ServingError for an unknown format, a missing package, a folder that is not empty, or a
+    mesh of several devices, which other programs know nothing of.
+    """
+    if format not in FORMATS:
+        raise ServingError(f"unknown format {format!r}. Known: {', '.join(FORMATS)}.")
+    if format == "savedmodel" and not is_installed("tensorflow"):
+        raise ServingError("a SavedModel takes TensorFlow, which is not installed.")
+    if model.source.mesh.size != 1:
+        raise ServingError(
+            f"the model lies on {model.source.mesh.size} devices, and other programs know no mesh: "
+            "leave --mesh out."
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise ServingError(f"{folder} is not empty. Name another folder by --to.")
+    folder.mkdir(parents=True, exist_ok=True)
+    return _WRITERS[format](model, folder)
+
+
+def _stablehlo(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
+    import jax
+    import numpy as np
+
+    function, weights, inputs = _bare(model)
+    exported = jax.export.export(jax.jit(function), platforms=_PLATFORMS)(_shapes(weights), inputs)
+    files = [folder / name for name in ("forward.bin", "weights.npz", "model.json", "load.py")]
+    files[0].write_bytes(exported.serialize())
+    host = [np.asarray(weight) for weight in weights]
+    raw = [array.view(_raw(array.dtype)) for array in host]
+    np.savez(files[1], **{str(n): array for n, array in enumerate(raw)})
+    described = {
+        "weights": [{"dtype": array.dtype.name, "shape": array.shape} for array in host],
+        "inputs": [_described(spec) for spec in model.inputs],
+        "outputs": [_described(spec) for spec in _outputs(model)],
+    }
+    files[2].write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    files[3].write_text(_LOADER, encoding="utf-8")
+    return tuple(files)
+
+
+def _raw(dtype: Any) -> Any:
+    """A type that NumPy's own files know, of the same size."""
+    import numpy as np
+
+    return dtype if dtype.kind in "biufc" else np.dtype(f"uint{8 * dtype.itemsize}")
+
+
+def _described(spec: Any) -> dict[str, Any]:
+    return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
+
+
+def _savedmodel(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
+    import importlib
+
+    from jax.experimental import jax2tf
+
+    tf: Any = importlib.import_module("tensorflow")  # not one of our packages
+    function, weights, inputs = _bare(model)
+    shapes = ", ".join(f"({', '.join(map(str, each.shape))})" for each in inputs)
+    converted = jax2tf.convert(function, polymorphic_shapes=[None, f"[{shapes}]"])
+    module = tf.Module()
+    module.weights = [tf.Variable(weight, trainable=False) for weight in weights]
+    names = [spec.name for spec in _outputs(model)]
+
+    def serve(**given: Any) -> dict[str, Any]:
+        arrays = [given[spec.name] for spec in model.inputs]
+        return dict(zip(names, converted(list(module.weights), arrays), strict=True))
+
+    signature = {
+        spec.name: tf.TensorSpec(spec.shape, spec.dtype, name=spec.name) for spec in model.inputs
+    }
+    module.serve = tf.function(serve, autograph=False, jit_compile=True)
+    concrete = module.serve.get_concrete_function(**signature)
+    tf.saved_model.save(module, str(folder), signatures={"serving_default": concrete})
+    return (folder,)
+
+
+_WRITERS: dict[str, Callable[[Any, Path], tuple[Path, ...]]] = {
+    "stablehlo": _stablehlo,
+    "savedmodel": _savedmodel,
+}
+
+
+def _bare(model: LoadedModel) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+    """The forward pass over lists of weights and inputs, the weights, and shapes of the inputs.
+
+    Raises ModelError for dims that the model does not take by any size.
+    """
+    import jax
+
+    from ..program import TrainState
+
+    source = model.source
+    state = model.first_weights().state
+    values = TrainState(state.params, state.state, {}, {})
+    weights, tree = jax.tree.flatten(values)
+
+    def forward(weights: list[Any], arrays: list[Any]) -> list[Any]:
+        whole = jax.tree.unflatten(tree, weights)
+        step = source.steps.predict_step
+        return jax.tree.leaves(step(whole.params, whole.state, source.batch(arrays)))
+
+    scope = jax.export.SymbolicScope()
+    inputs = []
+    for number, spec in enumerate(model.inputs):
+        dims = ["rows", *(_dim(size, f"d{number}_{at}") for at, size in enumerate(spec.shape[1:]))]
+        shape = jax.export.symbolic_shape(", ".join(dims) + ",", scope=scope)
+        inputs.append(jax.ShapeDtypeStruct(shape, spec.dtype))
+    try:
+        jax.eval_shape(forward, _shapes(weights), inputs)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ModelError(
+            f"model {model.name!r} cannot be traced for any number of rows: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return forward, weights, inputs
+
+
+def _outputs(model: LoadedModel) -> Sequence[TensorSpec]:
+    from .forward import Forward
+
+    return Forward(model.source).outputs()
+
+
+def _dim(size: int | None, name: str) -> str:
+    return name if size is None else str(size)
+
+
+def _shapes(weights: list[Any]) -> list[Any]:
+    import jax
+
+    return [jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights]

@@ -1,0 +1,59 @@
+"""A model as files that run without Meshwright."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.errors import ServingError
+from meshwright.serving.exporting import export
+
+
+def doubled(params, inputs):
+    total = jnp.sum(inputs["x"] * params["kernel"].astype("float32"), 1)
+    return {"total": total + params["bias"], "ids": inputs["ids"] * 2}
+
+
+def server(**how):
+    params = {"kernel": np.arange(3, dtype=ml_dtypes.bfloat16), "bias": np.float32(0.5)}
+    example = {"x": np.ones([1, 3], "float32"), "ids": np.ones([1, 2], "int32")}
+    return mw.Server(doubled, params=params, example=example, name="twice", **how)
+
+
+@pytest.mark.full
+@pytest.mark.alone
+def test_stablehlo_runs_without_meshwright_for_any_number_of_rows(tmp_path):
+    export(server().model("twice"), tmp_path / "out")
+    rng = np.random.default_rng(0)
+    inputs = {"x": rng.normal(size=(5, 3)).astype("float32"), "ids": np.arange(10).reshape(5, 2)}
+    inputs["ids"] = inputs["ids"].astype("int32")
+    np.savez(tmp_path / "in.npz", **inputs)
+    code = "import sys; sys.modules['meshwright'] = None; import runpy; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    words = [tmp_path / "out" / "load.py", tmp_path / "in.npz", tmp_path / "out.npz"]
+    subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=tmp_path, timeout=120)
+    with server() as here, np.load(tmp_path / "out.npz") as outputs:
+        answer = here.answer(inputs).outputs
+        assert set(outputs) == set(answer)
+        for name in answer:
+            assert np.allclose(outputs[name], answer[name])
+    assert len((tmp_path / "out" / "load.py").read_text().splitlines()) < 30
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    model = SimpleNamespace(source=SimpleNamespace(mesh=mw.Mesh({"model": 2})))
+    with pytest.raises(ServingError, match="leave --mesh out"):
+        export(model, tmp_path)
+    model.source.mesh = mw.Mesh({"batch": 1})
+    (tmp_path / "file").touch()
+    with pytest.raises(ServingError, match="is not empty"):
+        export(model, tmp_path)
+    with pytest.raises(ServingError, match="unknown format 'caffe'"):
+        export(model, tmp_path, "caffe")
