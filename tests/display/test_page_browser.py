@@ -17,7 +17,10 @@ from keras import layers
 import meshwright as mw
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.planning.dry_run import DryRun, dry_run
+from meshwright.serving.api import Histogram, ModelStatus, TensorSpec, Weight
+from meshwright.serving.http.overview import Overview, Served
 from meshwright.targets.hardware import Hardware, Link
+from meshwright.views import view_of
 
 pytestmark = [pytest.mark.targets, pytest.mark.alone]
 
@@ -290,3 +293,30 @@ def _luminance(channels: list[float]) -> float:
         for c in (channel / 255 for channel in channels)
     ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_the_page_of_a_server_fits_wide_and_narrow_screens(browser, tmp_path):
+    status = ModelStatus(
+        "mnist",
+        "<b>120</b>",
+        True,
+        bucket_batches={1: 3, 32: 12},
+        latency_s=Histogram((0.001, 0.01, 0.1), (2, 40, 3, 0)),
+        bytes_by_device={"cpu:0": 200704},
+        weights=(Weight("hidden/kernel", "float32", (784, 128), (None, "model"), 200704),),
+        mesh={"model": 2},
+        answers={"answered": 45, "overloaded": 2},
+    )
+    spec = TensorSpec("image", "float32", (None, 28, 28))
+    overview = Overview(True, (Served(status, (spec,), (spec,)),))
+    (tmp_path / "server.html").write_text(view_of(overview, "page"))
+    for width in (1280, 390):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        complaints: list[str] = []
+        page.on("console", lambda message, heard=complaints: heard.append(message.text))
+        page.goto((tmp_path / "server.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.locator("section").count() == 6
+        assert "<b>120</b>" in page.inner_text("#load")
+        assert complaints == []
+        page.close()

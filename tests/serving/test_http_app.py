@@ -89,7 +89,7 @@ def test_the_page_shows_models_layouts_and_how_to_call_them():
     assert page.headers["content-type"].startswith("text/html")
     text = page.body.decode()
     assert "dense/" in text
-    assert "curl http://localhost:8000/v1/models/linear:predict" in text
+    assert "curl http://127.0.0.1:8000/v1/models/linear:predict" in text
     assert "<evil>" not in text
     assert "&lt;evil&gt;" in text
 

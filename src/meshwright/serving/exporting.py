@@ -81,7 +81,8 @@ def _stablehlo(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
     files[0].write_bytes(exported.serialize())
     host = [np.asarray(weight) for weight in weights]
     raw = [array.view(_raw(array.dtype)) for array in host]
-    np.savez(files[1], **{str(n): array for n, array in enumerate(raw)})
+    named: Any = {str(n): array for n, array in enumerate(raw)}
+    np.savez(files[1], **named)
     described = {
         "weights": [{"dtype": array.dtype.name, "shape": array.shape} for array in host],
         "inputs": [_described(spec) for spec in model.inputs],

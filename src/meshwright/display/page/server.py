@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...layouts.layout import Layout
 from ...layouts.mesh import Mesh, axes_text
 from ...layouts.placement import ParamInfo, Placed
-from ...units import bytes_text, seconds_text
+from ...units import bytes_text, seconds_text, share_text
 from .document import page_of
 from .elements import Cell, Column, Part, element
 from .layouts import layouts_section
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
     from ...serving.api import Histogram, ModelStatus, TensorSpec, Weight
-    from ...serving.http.overview import Overview, Served
+    from ...serving.http.overview import Overview
 
 _MOST_ELEMENTS = 8  # of a row that is written out in an example
 
@@ -39,7 +39,7 @@ def server_page(overview: Overview) -> str:
         "latency": _charts(all_status, _latency),
         "mesh": _mesh(meshes),
         "layouts": layouts_section(_placed(all_status)),
-        "calls": _calls(overview.models) if overview.models else None,
+        "calls": _calls(overview) if overview.models else None,
     }
     return page_of(title, head, sections)
 
@@ -118,7 +118,8 @@ def _charts(all_status: Iterable[ModelStatus], chart: Any) -> dict[str, object] 
 
 
 def _batches(status: ModelStatus) -> Markup | None:
-    counts = {f"{rows:,} rows": n for rows, n in sorted(status.bucket_batches.items())}
+    sizes = sorted(status.bucket_batches.items())
+    counts = {f"{rows:,} row{'s' * (rows != 1)}": count for rows, count in sizes}
     return _bars(f"Batches of {_label(status)}, by the rows of their bucket", counts, "batches")
 
 
@@ -141,11 +142,12 @@ def _by_bound(latency_s: Histogram) -> dict[str, int]:
 def _bars(caption: str, counts: Mapping[str, int], noun: str) -> Markup | None:
     if not counts:
         return None
-    whole = max(1, *counts.values())
+    whole, total = max(1, *counts.values()), max(1, sum(counts.values()))
     rows = []
     for name, count in counts.items():
         text = f"{count:,} {noun}"
-        rows.append((name, element("bar", [Part(name, count, text, "blue")], whole, name), text))
+        part = Part(share_text(count / total), count, text, "blue")
+        rows.append((name, element("bar", [part], whole, name), text))
     return element("chart", caption, rows)
 
 
@@ -190,8 +192,8 @@ def _place(weight: Weight, status: ModelStatus, prefix: str) -> Placed | None:
 # How to call it
 
 
-def _calls(models: Iterable[Served]) -> dict[str, object]:
-    found = list(models)
+def _calls(overview: Overview) -> dict[str, object]:
+    found = overview.models
     columns = (Column("model", "path"), Column("tensor", "path"), Column("dtype"), Column("dims"))
     rows = [
         (served.status.name, f"{kind} {spec.name}", spec.dtype, _dims(spec))
@@ -201,23 +203,23 @@ def _calls(models: Iterable[Served]) -> dict[str, object]:
     ]
     table = element("table", "tensors-table", "Tensors", columns, rows, shown=40)
     name, inputs = found[0].status.name, found[0].inputs
-    return {"table": table, "calls": list(_examples(name, inputs))}
+    return {"table": table, "calls": list(_examples(overview.address, name, inputs))}
 
 
 def _dims(spec: TensorSpec) -> str:
     return " × ".join(["rows", *("any" if size is None else str(size) for size in spec.shape[1:])])
 
 
-def _examples(name: str, inputs: Iterable[TensorSpec]) -> Iterable[tuple[str, str]]:
+def _examples(address: str, name: str, inputs: Iterable[TensorSpec]) -> Iterable[tuple[str, str]]:
     """Lines for curl, where a row is short enough to be written out."""
     columns = {spec.name: _example(spec) for spec in inputs}
     body = json.dumps({"inputs": columns}).replace('"..."', "...")
-    yield "TensorFlow Serving's REST API", _curl(f"v1/models/{name}:predict", body)
-    yield "MLflow and SageMaker", _curl("invocations", body)
+    yield "TensorFlow Serving's REST API", _curl(f"{address}/v1/models/{name}:predict", body)
+    yield "MLflow and SageMaker", _curl(f"{address}/invocations", body)
 
 
-def _curl(path: str, body: str) -> str:
-    return f"curl http://localhost:8000/{path} -H 'Content-Type: application/json' -d '{body}'"
+def _curl(url: str, body: str) -> str:
+    return f"curl {url} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def _example(spec: TensorSpec) -> Any:

@@ -50,8 +50,12 @@ def serving_app(
 
     Raises ServingError for keys that are too short.
 
-    >>> import meshwright as mw, uvicorn  # doctest: +SKIP
-    >>> uvicorn.run(mw.serving_app(mw.Server(model)))  # doctest: +SKIP
+    >>> import meshwright as mw, numpy as np
+    >>> example = np.ones([1, 3], "float32")
+    >>> server = mw.Server(lambda p, x: x * p["two"], params={"two": 2.0}, example=example)
+    >>> app = mw.serving_app(server)  # for uvicorn, or starlette.routing.Mount("/models", app)
+    >>> "/invocations" in [route.path for route in app.routes]
+    True
     """
     secrets = tuple(keys)
     if secrets:
@@ -238,8 +242,8 @@ class _Face:
     async def _metrics(self, _http: Request) -> Response:
         return PlainTextResponse(self.metrics.text(), media_type=MEDIA_TYPE)
 
-    async def _page(self, _http: Request) -> Response:
-        overview = overview_of(self._models)
+    async def _page(self, http: Request) -> Response:
+        overview = overview_of(self._models, str(http.base_url).rstrip("/"))
         page = await asyncio.to_thread(view_of, overview, "page")
         return HTMLResponse(page)
 

@@ -23,13 +23,14 @@ class Overview(Viewable):
 
     ready: bool
     models: tuple[Served, ...]
+    address: str = "http://localhost:8000"  # as the reader of the page reaches it
 
 
-def overview_of(models: Models) -> Overview:
+def overview_of(models: Models, address: str = Overview.address) -> Overview:
     """The figures of this moment."""
     served = []
     for name in models.names():
         for version in models.versions(name):
             model = models.model(name, version)
             served.append(Served(model.status(), model.inputs, model.outputs))
-    return Overview(models.ready, tuple(served))
+    return Overview(models.ready, tuple(served), address)
