@@ -28,7 +28,8 @@ from processes import PATIENCE_S, Used, load_since
 
 HERE = Path(__file__).parent
 SIDES = {"ours": 2, "apart": 2, "torch": 2, "ours alone": 1, "torch alone": 1}  # -> processes
-WANTED = {"ours ÷ apart": 1.5, "ours ÷ torch": 1.0}
+DENSE = {"ours ÷ apart": 1.5, "ours ÷ torch": 1.0}
+WANTED = {"mlp": DENSE | {"ours: CPU per row, alone ÷ in two": 0.9}, "deep": DENSE, "cnn": {}}
 
 
 def main() -> None:
@@ -112,17 +113,16 @@ def summary(name: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
             ]
             ratios[f"{side}: CPU per row, alone ÷ in two"] = [one / two for one, two in used]
     others = [each[side]["load"]["other_busy_cores"] for each in rounds for side in sides]
-    known = [other for other in others if other is not None]
     return {
-        "what": JOBS[name].what,
+        "says": f"{JOBS[name].what}, SGD, 64 rows per process",
         "rounds": rounds,
         "steps_per_s": {
             side: statistics.median(each[side]["steps_per_s"] for each in rounds) for side in sides
         },
         "median": {what: statistics.median(values) for what, values in ratios.items()},
         "ratios": ratios,
-        "wanted": WANTED,
-        "other_busy_cores": statistics.mean(known) if known else None,
+        "wanted": WANTED[name],
+        "other_busy_cores": None if None in others else max(others),
         "cores": os.cpu_count(),
     }
 

@@ -33,6 +33,7 @@ TRACING_COMMAND = "python benchmarks/named_tracing.py"
 SERVERS_COMMAND = "python benchmarks/parameter_server.py"
 EXCHANGES_COMMAND = "python benchmarks/ps_push_pull.py"
 ACCURACY_COMMAND = "python benchmarks/ps_accuracy.py"
+PROCESSES_COMMAND = "python benchmarks/many_processes.py"
 RANKING_COMMAND = "python benchmarks/ranking.py"
 RANKING_SHARE = 0.9  # of the rank correlation of two measurements, asked of the estimate
 RANKING_WITHIN = 6  # layouts that have to be within twice the fastest
@@ -159,7 +160,7 @@ def write_page() -> Path:
     tracing = found.pop("named_tracing", [])
     servers = found.pop("parameter_server", [])
     exchanges, accuracy = found.pop("ps_push_pull", []), found.pop("ps_accuracy", [])
-    ranking = found.pop("ranking", [])
+    ranking, processes = found.pop("ranking", []), found.pop("many_processes", [])
     jobs = [found[name] for name in JOBS if name in found]
     parts = [
         "# Results",
@@ -186,10 +187,12 @@ def write_page() -> Path:
     if ranking:
         parts += [f"Made by `{RANKING_COMMAND}`, Spearman's rank correlations:"]
         parts += [ranking_table(ranking)]
+    if processes:
+        parts += [f"Made by `{PROCESSES_COMMAND}`:", processes_table(processes)]
     # Other files are of other pages: their programs print them.
     listed = jobs, [start_up] if start_up else [], features, named, tracing
-    listed += servers, exchanges, accuracy, ranking
-    parts.append(_marks([*jobs, *named, *servers]))
+    listed += servers, exchanges, accuracy, ranking, processes
+    parts.append(_marks([*jobs, *named, *servers, *processes]))
     parts.append(_facts([each for rows in listed for each in rows], jobs))
     page = RESULTS / "README.md"
     page.write_text("\n\n".join(part for part in parts if part) + "\n")
@@ -330,6 +333,22 @@ def exchanges_table(exchanges: list[dict[str, Any]]) -> str:
         *("CPU here", "CPU there", "speed ÷ plain TCP", ""),
     )
     return _table(heads, rows)
+
+
+def processes_table(processes: list[dict[str, Any]]) -> str:
+    """Two processes of one core each: speeds of every side, and ratios with what is wanted."""
+    rows = []
+    for each in processes:
+        speeds = ", ".join(f"{side} {speed:.1f}" for side, speed in each["steps_per_s"].items())
+        for number, (what, ratios) in enumerate(each["ratios"].items()):
+            wanted = each["wanted"].get(what)
+            met = (
+                "" if wanted is None else "met" if each["median"][what] >= wanted else "**missed**"
+            )
+            target = "" if wanted is None else f"≥ {wanted}"
+            shown = (_says(each), speeds) if number == 0 else ("", "")
+            rows.append((*shown, what, _spread(ratios), target, met))
+    return _table(("job", "steps/s", "ratio", "median (min–max)", "target", ""), rows)
 
 
 def accuracy_table(accuracy: list[dict[str, Any]]) -> str:

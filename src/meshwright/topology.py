@@ -163,12 +163,13 @@ def in_mesh_order(shape: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
         return list(chosen)
     from jax.experimental import mesh_utils
 
-    spans = across_slices(shape, len(set(map(_slice_of, chosen))))
+    options: Any = {"devices": list(chosen), "allow_split_physical_axes": True}
+    slices = len(set(map(_slice_of, chosen)))
+    if slices == 1:
+        return list(mesh_utils.create_device_mesh(tuple(shape), **options).flat)
+    spans = across_slices(shape, slices)
     within = [size // span for size, span in zip(shape, spans, strict=True)]
-    devices = mesh_utils.create_hybrid_device_mesh(
-        within, spans, devices=list(chosen), allow_split_physical_axes=True
-    )
-    return list(devices.flat)
+    return list(mesh_utils.create_hybrid_device_mesh(within, spans, **options).flat)
 
 
 def across_slices(shape: Sequence[int], slices: int) -> tuple[int, ...]:
