@@ -222,26 +222,21 @@ def measure(feature: Feature, rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=list(FEATURES), choices=list(FEATURES))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--dry", action="store_true", help="write no results")
+    parser = report.parser(__doc__, ROUNDS, only=FEATURES)
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.in_this_process:
-        (name,) = given.only
-        print(json.dumps(measure(FEATURES[name], given.rounds)))
+    asked = parser.parse_args()
+    if asked.in_this_process:
+        (name,) = asked.only
+        print(json.dumps(measure(FEATURES[name], asked.rounds)))
         return 0
     digits.prepare(None)
-    saved = {each["name"]: each for each in report.saved("features")}
-    for name in given.only:
-        saved[name] = in_fresh_process(name, given.rounds)
-        print(report.features_table([saved[name]]).splitlines()[-1], flush=True)
-    if not given.dry:
-        report.save("features", [saved[name] for name in FEATURES if name in saved])
-        report.write_page()
+
+    def run(name: str) -> dict[str, Any]:
+        return in_fresh_process(name, asked.rounds)
+
+    report.measure_each(
+        "features", "name", asked.only, FEATURES, run, report.features_table, dry=asked.dry
+    )
     return 0
 
 

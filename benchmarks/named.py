@@ -9,7 +9,6 @@ Prints ratios and writes ``benchmarks/results/named.json``.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import report
 from environments import MESH_TENSORFLOW
 from named_jobs import JOBS, SAME_LOSS, NamedJob
-from processes import run_process, wait_for_quiet
+from processes import in_turn, wait_for_quiet
 
 HERE = Path(__file__).parent
 ROUNDS = 5
@@ -33,34 +32,28 @@ LIMIT = 1.05  # of ours over the best step by hand; of that over Mesh-TensorFlow
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--dry", action="store_true", help="write no results")
+    parser = report.parser(__doc__, ROUNDS, jobs=JOBS)
     parser.add_argument(
         "--mesh-tensorflow-python",
         help="an interpreter with mesh-tensorflow 0.1.21 and TensorFlow 2.15 (or set "
         f"{MESH_TENSORFLOW.variable}); otherwise one is made beside this file",
     )
-    given = parser.parse_args()
-    peer = MESH_TENSORFLOW.python(given.mesh_tensorflow_python)
+    asked = parser.parse_args()
+    peer = MESH_TENSORFLOW.python(asked.mesh_tensorflow_python)
     wait_for_quiet()
-    saved = {each["job"]: each for each in report.saved("named")}
-    for name in given.jobs:
-        saved[name] = job_result(
-            JOBS[name], [one_round(JOBS[name], peer, n) for n in range(given.rounds)]
-        )
-        print(report.named_table([saved[name]]).splitlines()[-1], flush=True)
-        if not given.dry:  # after each job: the whole takes long, and may be cut short
-            report.save("named", [saved[name] for name in JOBS if name in saved])
-            report.write_page()
+
+    def measure(name: str) -> dict[str, Any]:
+        job = JOBS[name]
+        return job_result(job, [one_round(job, peer, n) for n in range(asked.rounds)])
+
+    report.measure_each(
+        "named", "job", asked.jobs, JOBS, measure, report.named_table, dry=asked.dry
+    )
     return 0 if peer else 1
 
 
 def one_round(job: NamedJob, peer: Path | None, number: int) -> dict[str, dict[str, Any]]:
-    """Every side once; every other round runs backwards."""
+    """Every side once."""
     commands = {
         OURS: [sys.executable, str(HERE / "named_ours.py"), job.name],
         PLAIN: [sys.executable, str(HERE / "named_hand_written.py"), job.name],
@@ -73,8 +66,7 @@ def one_round(job: NamedJob, peer: Path | None, number: int) -> dict[str, dict[s
         commands[IN_ROWS] = [*commands[PLAIN], "--way", "in_rows"]
     if peer is not None:
         commands[PEER] = [str(peer), str(HERE / "mesh_tensorflow_side.py"), job.name]
-    order = list(commands)[:: 1 if number % 2 == 0 else -1]
-    return {side: run_process(commands[side]) for side in order}
+    return in_turn(commands, number)
 
 
 def job_result(job: NamedJob, rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:

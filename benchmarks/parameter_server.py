@@ -10,7 +10,6 @@ Two workers, two servers and a coordinator, five processes on each side. Prints 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import report
 from environments import TENSORFLOW
-from processes import run_process, wait_for_quiet
+from processes import in_turn, wait_for_quiet
 from ps_protocol import JOBS, PsJob
 
 HERE = Path(__file__).parent
@@ -27,42 +26,33 @@ OURS, PEER = "ours", "tensorflow"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--dry", action="store_true", help="write no results")
+    parser = report.parser(__doc__, ROUNDS, jobs=JOBS)
     parser.add_argument(
         "--tensorflow-python",
         help="an interpreter with TensorFlow 2.21 (or set "
         f"{TENSORFLOW.variable}); otherwise one is made beside this file",
     )
-    given = parser.parse_args()
-    peer = TENSORFLOW.python(given.tensorflow_python)
+    asked = parser.parse_args()
+    peer = TENSORFLOW.python(asked.tensorflow_python)
     if peer is None:
         return 1
     wait_for_quiet()
-    saved = {each["job"]: each for each in report.saved("parameter_server")}
-    for name in given.jobs:
-        saved[name] = job_result(
-            JOBS[name], [one_round(name, peer, n) for n in range(given.rounds)]
-        )
-        print(report.servers_table([saved[name]]).splitlines()[-1], flush=True)
-        if not given.dry:  # after each job: the whole takes long, and may be cut short
-            report.save("parameter_server", [saved[job] for job in JOBS if job in saved])
-            report.write_page()
+
+    def measure(name: str) -> dict[str, Any]:
+        return job_result(JOBS[name], [one_round(name, peer, n) for n in range(asked.rounds)])
+
+    table = report.servers_table
+    report.measure_each("parameter_server", "job", asked.jobs, JOBS, measure, table, dry=asked.dry)
     return 0
 
 
 def one_round(job: str, peer: Path, number: int) -> dict[str, dict[str, Any]]:
-    """Both sides once; every other round runs backwards."""
+    """Both sides once."""
     commands = {
         OURS: [sys.executable, str(HERE / "ps_ours.py"), job],
         PEER: [str(peer), str(HERE / "ps_tensorflow_side.py"), job],
     }
-    order = list(commands)[:: 1 if number % 2 == 0 else -1]
-    return {side: run_process(commands[side]) for side in order}
+    return in_turn(commands, number)
 
 
 def job_result(job: PsJob, rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:

@@ -39,6 +39,12 @@ def run_process(command: list[str]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1]) | {"load": load_since(before)}
 
 
+def in_turn(commands: dict[str, list[str]], number: int) -> dict[str, dict[str, Any]]:
+    """What every side printed, run once each; every other round runs backwards."""
+    order = list(commands)[:: 1 if number % 2 == 0 else -1]
+    return {side: run_process(commands[side]) for side in order}
+
+
 class Used(NamedTuple):
     """Wall time, CPU time of ended child processes, and of the whole machine if known."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,41 @@ def saved(name: str) -> list[dict[str, Any]]:
     """What ``features.py`` or ``named.py`` has measured before."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
+
+
+def parser(says: str | None, rounds: int, **several: Iterable[str]) -> argparse.ArgumentParser:
+    """Reads how many rounds are run, what is left out of ``several`` things, and ``--dry``."""
+    result = argparse.ArgumentParser(
+        description=says, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, choices in several.items():
+        result.add_argument(f"--{name}", nargs="+", default=list(choices), choices=list(choices))
+    result.add_argument("--rounds", type=int, default=rounds)
+    result.add_argument("--dry", action="store_true", help="write no results")
+    return result
+
+
+def measure_each(
+    name: str,
+    key: str,
+    measured: Iterable[str],
+    order: Iterable[str],
+    measure: Callable[[str], dict[str, Any]],
+    table: Callable[[list[dict[str, Any]]], str],
+    *,
+    dry: bool,
+) -> None:
+    """Measure one after the other, print its row, and save it beside what was measured before.
+
+    Saved each time, for the whole takes long and may be cut short.
+    """
+    rows = {row[key]: row for row in saved(name)}
+    for job in measured:
+        rows[job] = measure(job)
+        print(table([rows[job]]).splitlines()[-1], flush=True)
+        if not dry:
+            save(name, [rows[job] for job in order if job in rows])
+            write_page()
 
 
 def save(name: str, result: Any) -> None:

@@ -97,7 +97,7 @@ def plan(
         target,
         mesh,
         batch_size,
-        objective=objective,
+        objective,
         memory_limit=memory_limit,
         verify=verify,
         limit_s=seconds,

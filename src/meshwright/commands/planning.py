@@ -150,14 +150,13 @@ def choose(
     target: Target,
     mesh: Mesh | None,
     batch_size: int | None,
-    *,
     objective: Any,
-    memory_limit: int | None,
-    verify: int,
-    limit_s: float,
-    timeout_s: float,
+    **how: Any,
 ) -> Plan:
-    """The planner's layout of the model that ``build`` makes; layouts of its own are ignored."""
+    """The planner's layout of the model that ``build`` makes; layouts of its own are ignored.
+
+    ``how`` is what else :func:`meshwright.plan` takes.
+    """
     from ..frontends.plans import plan
     from ..targets.calibrate import calibrate
 
@@ -172,11 +171,8 @@ def choose(
         target=target,
         hardware=measured,
         objective=objective,
-        memory_limit=memory_limit,
         axes=mesh,
-        verify=verify,
-        limit_s=limit_s,
-        timeout_s=timeout_s,
+        **how,
     )
 
 
