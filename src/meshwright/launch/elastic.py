@@ -1,4 +1,4 @@
-"""When a group is made anew, and on which places: a pure rule over what failed and what was saved.
+"""When a group is started again, and on which places: a pure rule over what failed and what was saved.
 
 The idea of a group between a least and a most number of processes is Horovod's and torchrun's;
 that failures count only until the run has got further is from neither.
@@ -19,9 +19,9 @@ _TWICE = 2  # failures of one place in a row
 
 @dataclass
 class Elastic:
-    """With how many processes a group is made anew, and how often.
+    """With how many processes a group is started again, and how often.
 
-    There are ``most`` places for processes on this host. A group that failed is made anew, at most
+    There are ``most`` places for processes on this host. A group that failed is started again, at most
     ``max_restarts`` times without a newer checkpoint. A place whose process failed twice in a row,
     with no newer checkpoint between, is set aside while ``least`` others are left.
 
@@ -43,7 +43,7 @@ class Elastic:
     _aside: set[int] = field(default_factory=set)
 
     def why_not_again(self, failure: Failure, saved: int, place: int | None = None) -> str | None:
-        """Why the group is given up after this failure, if it is; ``None``: it is made anew.
+        """Why the group is given up after this failure, if it is; ``None``: it is started again.
 
         ``saved`` is the step of the newest checkpoint, -1 if there is none.
         """

@@ -2,7 +2,7 @@
 
 The agent is the launcher itself: outside the ranks, so it outlives them and can end one that is
 frozen. It reads what they write (:mod:`.progress`), judges it (:mod:`.stalls`), says what has
-happened to the others (:mod:`.join`), and makes the group anew where it may (:mod:`.elastic`).
+happened to the others (:mod:`.join`), and starts the group again where it may (:mod:`.elastic`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _CHANGED = "The number of processes changes: the group"
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How a group is started, watched and made anew.
+    """How a group is started, watched and started again.
 
     ``processes`` is how many run on each host, or the most of them where ``least_processes`` is
     given; ``nodes`` and ``least_nodes`` say the same of hosts. Raises
@@ -129,13 +129,13 @@ class GroupOptions:
 
     @property
     def restarts(self) -> int:
-        """How often the group may be made anew without a newer checkpoint."""
+        """How often the group may be started again without a newer checkpoint."""
         if self.max_restarts is not None:
             return self.max_restarts
         return _RESTARTS if self.is_elastic else 0
 
     def rule(self) -> Elastic:
-        """The rule by which the group is made anew."""
+        """The rule by which the group is started again."""
         least = self.processes if self.least_processes is None else self.least_processes
         return Elastic(least, self.processes, self.restarts)
 
@@ -144,7 +144,7 @@ def run_group(arguments: Sequence[str], options: GroupOptions) -> int:
     """Run a Python program as every process of a group; the exit code of its first failure.
 
     Where the options allow it, a group that failed, or for which there are more or fewer places
-    now, is made anew: the program runs again, and goes on from its newest checkpoint. Raises
+    now, is started again: the program runs again, and goes on from its newest checkpoint. Raises
     :class:`~meshwright.errors.ClusterError` where there is no such program, and where
     accelerators cannot be shared out evenly.
     """
@@ -154,7 +154,7 @@ def run_group(arguments: Sequence[str], options: GroupOptions) -> int:
 
 
 def run_here(arguments: Sequence[str], options: GroupOptions) -> End:
-    """Run this host's part of a group, made anew as often as it may be; how the last one ended."""
+    """Run this host's part of a group, started again as often as it may be; how the last one ended."""
     rule, began_s, failed_s = options.rule(), time.monotonic(), list[float]()
     with passing_on() as stopping, _Ground(options, rule) as ground:
         generation = 0
@@ -194,7 +194,7 @@ class Start:
 
 @dataclass(frozen=True)
 class End:
-    """How a group has ended; ``again``: it is to be made anew, and else ``why`` not."""
+    """How a group has ended; ``again``: it is to be started again, and else ``why`` not."""
 
     code: int  # the exit code
     failure: Failure | None = None
@@ -205,7 +205,7 @@ class End:
 
 
 class _Ground:
-    """What lasts while groups are made anew: link to other hosts, places, compiled programs."""
+    """What lasts while groups are started again: link to other hosts, places, compiled programs."""
 
     def __init__(self, options: GroupOptions, rule: Elastic) -> None:
         self._options, self.rule = options, rule
@@ -220,8 +220,9 @@ class _Ground:
                 self._discovery = Discovery(options.discovery)
             if options.nodes > 1:
                 least = options.least_nodes or options.nodes
+                goes_on = rule.max_restarts > 0
                 self.link = rendezvous(
-                    options.rendezvous, least, options.nodes, rule.max_restarts > 0
+                    options.rendezvous, least, options.nodes, goes_on, options.stall_s
                 )
         except BaseException:
             self.close()

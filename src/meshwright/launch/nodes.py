@@ -137,7 +137,7 @@ class Hub:
         return failure or self._silent()
 
     def end(self, failure: Failure, why_not_again: str | None) -> str | None:
-        """Pass a failure on to all, and whether the group is made anew."""
+        """Pass a failure on to all, and whether the group is started again."""
         said = {"kind": "end", "failure": asdict(failure), "why": why_not_again}
         for sender in self._nodes:
             self._send(sender, said)
@@ -304,7 +304,7 @@ class Spoke:
         return self._failure or failure
 
     def end(self, failure: Failure, _why_not_again: str | None) -> str | None:
-        """Wait for the hub to say whether the group is made anew."""
+        """Wait for the hub to say whether the group is started again."""
         until_s = time.monotonic() + _DECISION_S
         while self._failure is None and time.monotonic() < until_s:
             if self._socket.poll(_POLL_MS):
