@@ -65,6 +65,7 @@ class Chaos:
             if not self._do(kind):
                 continue
             self.done.append(kind)
+            print(f"{time.time():.1f} {kind}", file=sys.stderr, flush=True)
             waits = self._draw.random() < 0.85
             until_s = time.time() + 60
             while waits and len(lines(self._folder / "starts")) == known:

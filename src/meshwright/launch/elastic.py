@@ -1,4 +1,4 @@
-"""When a group is started again, and on which places: a pure rule over what failed and what was saved.
+"""When a group is started again, and on which places: a rule over what failed and what was saved.
 
 The idea of a group between a least and a most number of processes is Horovod's and torchrun's;
 that failures count only until the run has got further is from neither.
@@ -21,9 +21,9 @@ _TWICE = 2  # failures of one place in a row
 class Elastic:
     """With how many processes a group is started again, and how often.
 
-    There are ``most`` places for processes on this host. A group that failed is started again, at most
-    ``max_restarts`` times without a newer checkpoint. A place whose process failed twice in a row,
-    with no newer checkpoint between, is set aside while ``least`` others are left.
+    There are ``most`` places for processes on this host. A group that failed is started again, at
+    most ``max_restarts`` times without a newer checkpoint. A place whose process failed twice in a
+    row, with no newer checkpoint between, is set aside while ``least`` others are left.
 
     >>> rule = Elastic(least=2, most=3, max_restarts=3)
     >>> killed = Failure(1, 3, "n01", 17, "step", 9, "was killed by signal 9", exit_code=137)

@@ -154,7 +154,7 @@ def run_group(arguments: Sequence[str], options: GroupOptions) -> int:
 
 
 def run_here(arguments: Sequence[str], options: GroupOptions) -> End:
-    """Run this host's part of a group, started again as often as it may be; how the last one ended."""
+    """Run this host's part of a group, again as often as it may be; how the last one ended."""
     rule, began_s, failed_s = options.rule(), time.monotonic(), list[float]()
     with passing_on() as stopping, _Ground(options, rule) as ground:
         generation = 0
