@@ -23,21 +23,23 @@ from typing import Any
 
 import numpy as np
 
-PROGRAM = str(Path(__file__).parent / "fit_rows_once.py")
+HERE = Path(__file__).parent
 KINDS = ("kill", "stop", "add", "remove")
 MOST = 3
 
 
-def launched(folder: Path, epochs: int, most: int) -> subprocess.Popen[str]:
+def launched(program: str, folder: Path, epochs: int, most: int) -> subprocess.Popen[str]:
     """A launcher of up to so many processes, as many as ``FOLDER/places`` says."""
     script = folder / "hosts.sh"
     script.write_text(f"#!/bin/sh\necho localhost:$(cat {folder}/places)\n")
     script.chmod(0o755)
     (folder / "places").write_text(str(min(2, most)))
+    (folder / "plan.json").write_text("{}")
     options = ["--processes", f"1:{most}", "--devices", "1", "--stall-timeout", "3"]
     options += ["--host-discovery-script", str(script), "--max-restarts", "50"]
     return subprocess.Popen(
-        [sys.executable, "-m", "meshwright.cli", "launch", *options, PROGRAM, folder, str(epochs)],
+        [sys.executable, "-m", "meshwright.cli", "launch", *options, HERE / program, folder],
+        env={**os.environ, "EPOCHS": str(epochs)},
         stdout=subprocess.DEVNULL,
         stderr=(folder / "launcher.log").open("w"),
         text=True,
@@ -67,7 +69,7 @@ class Chaos:
             self.done.append(kind)
             print(f"{time.time():.1f} {kind}", file=sys.stderr, flush=True)
             waits = self._draw.random() < 0.85
-            until_s = time.time() + 60
+            until_s = time.time() + 120
             while waits and len(lines(self._folder / "starts")) == known:
                 if launcher.poll() is not None or time.time() > until_s:
                     break
@@ -110,17 +112,18 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--program", default="rows_once.py", help="or fit_rows_once.py")
     parser.add_argument("--on", default=",".join(KINDS))
     options = parser.parse_args()
     kinds = tuple(options.on.split(","))
     same_mesh = not {"add", "remove"} & set(kinds)
     most = 2 if same_mesh else MOST
     with tempfile.TemporaryDirectory() as calm, tempfile.TemporaryDirectory() as wild:
-        if launched(Path(calm), options.epochs, 2).wait():
+        if launched(options.program, Path(calm), options.epochs, 2).wait():
             raise SystemExit((Path(calm) / "launcher.log").read_text())
         undisturbed = result(Path(calm), options.epochs)
         launcher, chaos = (
-            launched(Path(wild), options.epochs, most),
+            launched(options.program, Path(wild), options.epochs, most),
             Chaos(Path(wild), options.seed, kinds),
         )
         try:

@@ -1,7 +1,7 @@
 """A program for ``chaos.py``: a Keras model, one of whose tables counts the visits of each row.
 
-``python fit_rows_once.py FOLDER EPOCHS``. Every process writes its pid to ``FOLDER/pids``; rank 0
-writes ``result.json`` at the end, with the losses of all epochs.
+``python fit_rows_once.py FOLDER``, with the number of epochs in ``EPOCHS``. Every process writes its
+pid to ``FOLDER/pids``; rank 0 writes ``result.json`` at the end, with the losses of all epochs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from rows_once import note_pid
 
 import meshwright as mw
 
@@ -43,10 +44,9 @@ class Noted(keras.callbacks.Callback):
                 file.write(json.dumps(here) + "\n")
 
 
-def main(folder: Path, epochs: int) -> None:
-    pids = folder / "pids"
-    pids.mkdir(exist_ok=True)
-    (pids / str(jax.process_index())).write_text(str(os.getpid()))
+def main(folder: Path) -> None:
+    note_pid(folder)
+    epochs = int(os.environ["EPOCHS"])
     keras.utils.set_random_seed(7)
     draw = np.random.default_rng(5)
     ids, x = np.arange(ROWS, dtype="int32")[:, None], draw.normal(size=[ROWS, 8]).astype("f")
@@ -79,4 +79,4 @@ def main(folder: Path, epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]))

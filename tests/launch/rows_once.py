@@ -1,4 +1,4 @@
-"""A program for ``test_elastic.py``: its own parameters count how often each row was trained on.
+"""A program for ``test_elastic.py`` and ``chaos.py``: its parameters count the visits of each row.
 
 ``python rows_once.py FOLDER``: ``FOLDER/plan.json`` maps ``"generation@batch"`` to what rank 1 (or,
 for ``places``, rank 0) does when it reads that batch; rank 0 writes ``result.json`` at the end, and
@@ -23,7 +23,8 @@ import optax
 import meshwright as mw
 from meshwright.checkpoint import files
 
-ROWS, BATCH, EPOCHS = 96, 24, 60
+ROWS, BATCH = 96, 24
+EPOCHS = int(os.environ.get("EPOCHS", "60"))
 STEPS = ROWS // BATCH * EPOCHS
 _GENERATION = os.environ.get("MESHWRIGHT_GENERATION", "0")
 _INPUT_S = float(os.environ.get("INPUT_S", "0.01"))
@@ -35,8 +36,8 @@ class Batches:
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
         self._folder, self._plan, self._next = folder, plan, 0
         draw = np.random.default_rng(5)
-        self._x = draw.normal(size=[ROWS, 4]).astype("f")
-        self._y = draw.normal(size=[ROWS, 2]).astype("f")
+        self.x = draw.normal(size=[ROWS, 4]).astype("f")
+        self.y = draw.normal(size=[ROWS, 2]).astype("f")
 
     def __iter__(self) -> Batches:
         return self
@@ -49,7 +50,7 @@ class Batches:
         epoch, at = divmod(self._next, ROWS // BATCH)
         ids = np.random.default_rng(epoch).permutation(ROWS)[at * BATCH : (at + 1) * BATCH]
         self._next += 1
-        return {"id": ids.astype("int32"), "x": self._x[ids], "y": self._y[ids]}
+        return {"id": ids.astype("int32"), "x": self.x[ids], "y": self.y[ids]}
 
     def get_state(self) -> dict[str, int]:
         return {"next": self._next}
@@ -91,7 +92,15 @@ def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array
     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2) + visits
 
 
+def note_pid(folder: Path) -> None:
+    """Write down which process this rank is now."""
+    pids = folder / "pids"
+    pids.mkdir(exist_ok=True)
+    (pids / str(jax.process_index())).write_text(str(os.getpid()))
+
+
 def main(folder: Path) -> None:
+    note_pid(folder)
     plan = json.loads((folder / "plan.json").read_text())
     die_while_saving(folder, plan)
     program = mw.jax_program(
@@ -106,14 +115,12 @@ def main(folder: Path) -> None:
             trainer.init(), Noted(folder, started, plan), checkpoints=checkpoints, save_every=7
         )
     if jax.process_index() == 0:
-        (folder / "result.json").write_text(
-            json.dumps(
-                {
-                    "visits": (np.asarray(state.params["visits"]) * 256).tolist(),
-                    "w": np.asarray(state.params["w"]).ravel().tolist(),
-                }
-            )
-        )
+        visits = (np.asarray(state.params["visits"]) * 256).tolist()
+        weights = np.asarray(state.params["w"])
+        source = Batches(folder, {})
+        losses = [float(np.mean((source.x @ weights - source.y) ** 2))]
+        found = {"visits": visits, "weights": [weights.ravel().tolist()], "losses": losses}
+        (folder / "result.json").write_text(json.dumps(found))
 
 
 class Noted(Batches):

@@ -40,7 +40,7 @@ def result(folder: Path) -> np.ndarray:
     """The weights at the end of a run, in which every row was trained on once in every epoch."""
     found = json.loads((folder / "result.json").read_text())
     assert found["visits"] == [EPOCHS] * ROWS
-    return np.array(found["w"], "f")
+    return np.array(found["weights"], "f")
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:
