@@ -1,7 +1,7 @@
 """A program for ``chaos.py``: a Keras model, one of whose tables counts the visits of each row.
 
-``python fit_rows_once.py FOLDER``, with the number of epochs in ``EPOCHS``. Every process writes its
-pid to ``FOLDER/pids``; rank 0 writes ``result.json`` at the end, with the losses of all epochs.
+``python fit_rows_once.py FOLDER``, with the number of epochs in ``EPOCHS``. Every process writes
+its pid to ``FOLDER/pids``; rank 0 writes ``result.json`` at the end, with the losses of all epochs.
 """
 
 from __future__ import annotations

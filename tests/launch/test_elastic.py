@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from rows_once import EPOCHS, ROWS
 
 import meshwright as mw
 from meshwright import ClusterError, Mesh, MeshError
+from meshwright.commands.launch import launch
 from meshwright.launch.discovery import Discovery
 from meshwright.launch.elastic import Elastic
 from meshwright.launch.failure import Failure
@@ -112,11 +114,11 @@ def test_rows_are_used_once_while_places_come_and_go(
 
 @pytest.mark.alone
 @pytest.mark.full
-def test_sigterm_saves_and_the_same_command_goes_on_with_another_number(
+def test_a_closed_terminal_saves_and_the_same_command_goes_on_with_another_number(
     undisturbed, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))
-    plan = {"0@50": {"launcher": signal.SIGTERM}}
+    plan = {"0@50": {"launcher": signal.SIGHUP}}
     assert run(tmp_path, plan, max_restarts=3) == 75
     assert run(tmp_path, {}, 1) == 0
     np.testing.assert_allclose(result(tmp_path), undisturbed, atol=2e-6, rtol=0)
@@ -212,6 +214,44 @@ def test_numbers_that_contradict_each_other_are_refused(tmp_path):
         GroupOptions(2, nodes=2, rendezvous="a:1", least_processes=1)
     with pytest.raises(ClusterError, match="needs --processes MIN:MAX"):
         GroupOptions(2, discovery=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--processes", "4"], {"processes": 4, "least_processes": None, "restarts": 0}),
+        (["--processes", "2:8"], {"processes": 8, "least_processes": 2, "restarts": 10}),
+        (["--processes", "4", "--max-restarts", "3"], {"processes": 4, "restarts": 3}),
+        (
+            ["--processes", "4", "--nodes", "2:5", "--rendezvous", "n01:7777"],
+            {"nodes": 5, "least_nodes": 2, "restarts": 10},
+        ),
+    ],
+)
+def test_two_numbers_on_the_command_line_make_a_group_elastic(monkeypatch, arguments, expected):
+    seen = list[GroupOptions]()
+
+    def run(_: Any, options: GroupOptions) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr("meshwright.launch.group.run_group", run)
+    assert CliRunner().invoke(launch, [*arguments, "train.py"]).exit_code == 0
+    assert {name: getattr(seen[0], name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--processes", "8:2"], "expected a number from 1 up, or two such as 2:8"),
+        (["--processes", "0"], "expected a number from 1 up"),
+        (["--processes", "2:8", "--hosts", "a,b"], "with --hosts the number of hosts may change"),
+    ],
+)
+def test_numbers_that_make_no_range_are_refused(arguments, says):
+    result = CliRunner().invoke(launch, [*arguments, "train.py"])
+    assert result.exit_code == 2
+    assert says in result.output
 
 
 def test_a_discovery_script_is_asked_again_and_its_faults_are_named(places, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import optax
 import pytest
@@ -70,4 +72,5 @@ def test_a_run_asks_for_it_by_name(tmp_path):
         )
         assert [info.step for info in checkpoints.all] == [32, 40]
         with pytest.raises(CheckpointError, match="at least 1, or 'auto'; received 'often'"):
-            trainer.train(trainer.init(), [], checkpoints=checkpoints, save_every="often")
+            often: Any = "often"
+            trainer.train(trainer.init(), [], checkpoints=checkpoints, save_every=often)

@@ -185,8 +185,16 @@ def launch(
     if options["hosts"]:
         from ..launch.hosts import run_on_hosts
 
+        if least < most or options["host_discovery_script"]:
+            raise click.UsageError(
+                "with --hosts the number of hosts may change (--nodes MIN:MAX), and not that of "
+                "the processes on each.",
+                ctx,
+            )
         passed_on = ["--processes", str(most), *_as_typed(ctx, _PASSED_ON)]
-        raise SystemExit(run_on_hosts(options["hosts"].split(","), passed_on, program))
+        least_hosts = least_nodes if least_nodes < nodes else None
+        hosts = options["hosts"].split(",")
+        raise SystemExit(run_on_hosts(hosts, passed_on, program, least_hosts))
 
     from ..launch.group import GroupOptions, run_group, run_module
 

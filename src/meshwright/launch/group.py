@@ -7,6 +7,7 @@ happened to the others (:mod:`.join`), and starts the group again where it may (
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -176,7 +177,8 @@ def run_here(arguments: Sequence[str], options: GroupOptions) -> End:
 
 
 def _say(text: str) -> None:
-    print(f"meshwright launch: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(f"meshwright launch: {text}", file=sys.stderr, flush=True)
 
 
 def _from(saved: int) -> str:

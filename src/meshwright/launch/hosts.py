@@ -21,11 +21,18 @@ _AFTER_FIRST_S = 20.0  # the launchers of the other hosts end their processes by
 _OF_SSH = 255  # its own exit code, for a host that it does not reach
 
 
-def run_on_hosts(hosts: Sequence[str], options: Sequence[str], arguments: Sequence[str]) -> int:
+def run_on_hosts(
+    hosts: Sequence[str],
+    options: Sequence[str],
+    arguments: Sequence[str],
+    least: int | None = None,
+) -> int:
     """Run ``meshwright launch`` with these options on every host; the first exit code but 0.
 
     Every host needs the same Python, at the same path, and the same working folder. Rank 0 runs on
-    the first host. Raises :class:`~meshwright.errors.ClusterError` for a host that is named twice,
+    the first host. With ``least`` the group goes on while so many hosts are left, that one among
+    them, and the exit code is its. When this launcher ends, those on the hosts have their processes
+    save and end. Raises :class:`~meshwright.errors.ClusterError` for a host that is named twice,
     or that ssh does not reach.
     """
     names = [host.strip() for host in hosts]
@@ -35,7 +42,10 @@ def run_on_hosts(hosts: Sequence[str], options: Sequence[str], arguments: Sequen
     if ssh is None:
         raise ClusterError("--hosts needs the program ssh, which is not installed here.")
     at = names[0].rpartition("@")[2]
-    meeting = ["--nodes", str(len(names)), "--rendezvous", f"{at}:{free_port()}"]
+    if least is not None and not 1 <= least <= len(names):
+        raise ClusterError(f"--nodes asks for {least} hosts, and --hosts names {len(names)}.")
+    number = str(len(names)) if least is None else f"{least}:{len(names)}"
+    meeting = ["--nodes", number, "--rendezvous", f"{at}:{free_port()}"]
     launch = [sys.executable, "-m", "meshwright.cli", "launch", *options, *meeting, *arguments]
     keys = {KEYS: os.environ[KEYS]} if os.environ.get(KEYS) else {}  # the same path everywhere
     settings = shlex.join(["env", *(f"{name}={path}" for name, path in keys.items())])
@@ -47,23 +57,25 @@ def run_on_hosts(hosts: Sequence[str], options: Sequence[str], arguments: Sequen
             children[name] = Child(Command.of([ssh, "-tt", "-o", "BatchMode=yes", name, remote]))
             logs.add(name, children[name].output)
         with contextlib.suppress(KeyboardInterrupt):
-            return _wait(children, logs)
+            return _wait(children, logs, names[0] if least is not None else None)
         return 130
     finally:
         end_all(children.values(), 0.5)
         logs.close(timeout_s=2.0)
 
 
-def _wait(children: dict[str, Child], logs: LogPump) -> int:
+def _wait(children: dict[str, Child], logs: LogPump, counts: str | None) -> int:
+    """The first exit code but 0; or that of the host that ``counts``, when it has ended."""
     first, until_s = 0, float("inf")
     while time.monotonic() < until_s:
         codes = {name: child.poll() for name, child in children.items()}
         for name, code in codes.items():
-            if code == _OF_SSH:
+            if code == _OF_SSH and counts in (None, name):
                 lines = "; ".join(logs.last_lines(name, wait_s=0.5)) or "it says nothing"
                 raise ClusterError(f"ssh does not reach host {name!r}: {lines}.")
-        first = first or next((code for code in codes.values() if code), 0)
-        if first:
+        of_all = codes.values() if counts is None else [codes[counts]]
+        first = first or next((code for code in of_all if code), 0)
+        if first or (counts is not None and codes[counts] is not None):
             until_s = min(until_s, time.monotonic() + _AFTER_FIRST_S)
         if None not in codes.values():
             break

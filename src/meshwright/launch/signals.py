@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 PREEMPTED = 75
 PATIENCE_S = {signal.SIGTERM: 60.0, signal.SIGINT: 10.0}  # after Ctrl-C ranks may differ by a step
-ASKED = (signal.SIGTERM, signal.SIGINT)
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopping:
@@ -34,7 +34,11 @@ class Stopping:
         return time.monotonic() > self.until_s
 
     def hear(self, number: int) -> None:
-        """Pass a signal on; a second one ends the processes at once."""
+        """Pass a signal on; a second one ends the processes at once.
+
+        A terminal or a connection by ssh that is closed (SIGHUP) is a request to end.
+        """
+        number = signal.SIGTERM if number == signal.SIGHUP else number
         again, self.number = self.number, number
         patience_s = 0.0 if again else PATIENCE_S[signal.Signals(number)]
         self.until_s = time.monotonic() + patience_s
@@ -44,9 +48,13 @@ class Stopping:
 
 @contextlib.contextmanager
 def passing_on(numbers: Sequence[signal.Signals] = ASKED) -> Iterator[Stopping]:
-    """Inside, these signals are heard by the result and do nothing else."""
+    """Inside, these signals are heard by the result and do nothing else; those ignored stay so."""
     stopping = Stopping()
-    before = {n: signal.signal(n, lambda number, _: stopping.hear(number)) for n in numbers}
+    before = {
+        n: signal.signal(n, lambda number, _: stopping.hear(number))
+        for n in numbers
+        if signal.getsignal(n) != signal.SIG_IGN
+    }
     try:
         yield stopping
     finally:
