@@ -130,7 +130,7 @@ def examine_group(member: Membership) -> Fabric:
     kind = jax.devices()[0].platform
     backend = _backend_of(kind)
     return Fabric(
-        member.source, backend, peers, error_s, timings, _backends(kind), _notes(peers, error_s)
+        member.source, backend, peers, error_s, timings, _backends(kind), notes_on(peers, error_s)
     )
 
 
@@ -269,7 +269,7 @@ def _backend_of(kind: str) -> str:
     import jax
 
     if kind == "cpu":
-        return str(jax.config.read("jax_cpu_collectives_implementation"))
+        return str(jax.config.jax_cpu_collectives_implementation)
     return {"gpu": "NCCL", "cuda": "NCCL", "tpu": "ICI and DCN"}.get(kind, kind)
 
 
@@ -307,7 +307,8 @@ def _backends(kind: str) -> tuple[Backend, ...]:
     )
 
 
-def _notes(peers: Sequence[Peer], error_s: float) -> tuple[str, ...]:
+def notes_on(peers: Sequence[Peer], error_s: float) -> tuple[str, ...]:
+    """What differs between processes and should not: clocks, versions, devices."""
     notes = []
     far = [p for p in peers if abs(p.clock_s) > max(_APART_S, error_s)]
     if far:

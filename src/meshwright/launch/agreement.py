@@ -265,8 +265,9 @@ class Attendance:
             self._visit.check()
             if time.monotonic() > until_s:
                 raise ProcessError(
-                    f"rank 0 does not answer at {self._address} within {wait_s:.0f} s: see whether "
-                    "it was started, and whether a firewall closes that port.",
+                    f"rank 0 does not answer {self._party} at {self._address} within "
+                    f"{wait_s:.0f} s. See whether it was started, and whether a firewall closes "
+                    "that port.",
                     rank=0,
                 )
         answer = msgpack.unpackb(self._socket.recv())

@@ -19,6 +19,7 @@ from .processes import Child, Command, end_all, free_port
 _LOOK_EVERY_S = 0.1
 _AFTER_FIRST_S = 20.0  # the launchers of the other hosts end their processes by themselves
 _OF_SSH = 255  # its own exit code, for a host that it does not reach
+_OF_SHELL = (126, 127)  # the shell's, for a program that is not there
 
 
 def run_on_hosts(
@@ -73,6 +74,12 @@ def _wait(children: dict[str, Child], logs: LogPump, counts: str | None) -> int:
             if code == _OF_SSH and counts in (None, name):
                 lines = "; ".join(logs.last_lines(name, wait_s=0.5)) or "it says nothing"
                 raise ClusterError(f"ssh does not reach host {name!r}: {lines}.")
+            if code in _OF_SHELL and counts in (None, name):
+                lines = "; ".join(logs.last_lines(name, wait_s=0.5))
+                raise ClusterError(
+                    f"host {name!r} cannot run {sys.executable} in {Path.cwd()}: {lines}. Install "
+                    "the same Python at the same path there, and share the working folder."
+                )
         of_all = codes.values() if counts is None else [codes[counts]]
         first = first or next((code for code in of_all if code), 0)
         if first or (counts is not None and codes[counts] is not None):

@@ -26,7 +26,7 @@ from ..errors import ClusterError, ProcessError, TopologyError
 from ..topology import settle_cpu_pool
 from . import progress
 from .failure import Failure
-from .membership import Membership, membership
+from .membership import COORDINATOR, Membership, membership
 from .processes import free_port
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ DUMP = signal.SIGUSR1 if _BASE is None else _BASE + 5  # "write your stack down"
 TELL = signal.SIGUSR2 if _BASE is None else _BASE + 6  # "another process has failed"
 _SHUTDOWN_S = 24 * 3600  # an agent ends the group long before; JAX's 300 s would end a slow save
 _JAX_SHUTDOWN_S = 300  # JAX's own default
+_ASK_EVERY_S = 0.5
+_TAKEN_S = 5.0  # another rank 0 would answer at once
 _WORD_S = 1.0  # for an agent to say why a collective has failed
 
 _joined: Membership | None = None
@@ -111,6 +113,7 @@ def join(
     if folder:
         _follow_agent(member, Path(folder))
     progress.entering("join")
+    _check_coordinator(member, wait_s)
     agree = agree and os.environ.get(AGREE) != "0"
     watch = watch and os.environ.get(WATCH) != "0" and not folder
     if member.processes > 1 and (agree or watch):
@@ -145,16 +148,24 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
     from .doors import group_keys
 
     address = os.environ.pop(MEETING, "")
-    host, _, port = member.coordinator.rpartition(":")
-    address, by_rank_0 = address or f"tcp://{host}:{int(port) + 1}", not address
-    keys = group_keys(address)
+    host, port = member.address
+    address, by_rank_0 = address or f"tcp://{host}:{port + 1}", not address
+    keys, is_taken = group_keys(address), False
     if by_rank_0 and member.rank == 0:
         tells = {_HUB: f"{host}:{free_port()}"} if watch else {}
-        with contextlib.suppress(zmq.ZMQError):  # a second rank 0 meets the first one there
-            _meeting = Meeting(f"tcp://*:{int(port) + 1}", member.processes, wait_s, keys, tells)
+        try:
+            _meeting = Meeting(f"tcp://*:{port + 1}", member.processes, wait_s, keys, tells)
+        except zmq.ZMQError:  # by another rank 0, which then says so, or by something else
+            is_taken = True
     party = Party(member.rank, socket.gethostname(), os.getpid(), {})
-    attendance = Attendance(address, party, member.processes, wait_s, keys)
-    answer = attendance.agree(_versions() if agree else {})
+    patience_s = min(wait_s, _TAKEN_S) if is_taken else wait_s
+    attendance = Attendance(address, party, member.processes, patience_s, keys)
+    try:
+        answer = attendance.agree(_versions() if agree else {})
+    except ProcessError as error:
+        if is_taken:
+            raise _port_is_taken(member, port + 1) from error
+        raise
     if agree:
         random.seed(answer["seed"])
         np.random.seed(answer["seed"])
@@ -163,6 +174,40 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
         attendance.close()
     if _HUB in answer:
         _start_agent(member, answer[_HUB])
+
+
+def _check_coordinator(member: Membership, wait_s: float) -> None:
+    """Raise :class:`ClusterError` for an unknown host, and in rank 0 for a port that is taken."""
+    host, port = member.address
+    until_s = time.monotonic() + wait_s
+    while True:  # names of pods appear some time after the pods
+        try:
+            socket.getaddrinfo(host.strip("[]"), port)
+            break
+        except OSError as error:
+            if time.monotonic() > until_s:
+                raise ClusterError(
+                    f"rank {member.rank} (host {socket.gethostname()}): unknown host {host!r} in "
+                    f"the coordinator's address {member.coordinator} ({member.source}): {error}. "
+                    f"Set {COORDINATOR}=host:port to an address of rank 0 that all hosts reach."
+                ) from error
+            time.sleep(_ASK_EVERY_S)
+    if member.rank == 0 and member.processes > 1:
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                raise _port_is_taken(member, port) from error
+
+
+def _port_is_taken(member: Membership, port: int) -> ClusterError:
+    return ClusterError(
+        f"rank {member.rank} (host {socket.gethostname()}): port {port} is taken by another "
+        f"program. The group needs {member.coordinator} ({member.source}) and the port after it: "
+        f"end that program, or choose another port ({COORDINATOR}=host:port for all processes)."
+    )
 
 
 def _versions() -> Facts:

@@ -51,6 +51,12 @@ class Membership:
         if faults:
             raise ClusterError(f"{self.source}: " + "\n".join(faults))
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host, int(port)
+
     def variables(self) -> dict[str, str]:
         """The variables from which :func:`membership` makes this value again."""
         local = "" if self.local_rank is None else str(self.local_rank)

@@ -1,0 +1,22 @@
+"""``meshwright launch ... doctor``: what is measured between the processes of a group."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from meshwright.launch.group import GroupOptions, run_module
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_doctor_measures_every_collective_between_processes(capfd):
+    assert run_module("meshwright.fabric", GroupOptions(2, 2)) == 0
+    out = capfd.readouterr().out
+    assert "2 processes, started by Meshwright, over gloo" in out
+    assert len(re.findall(r"rank:0\]\s+[01] .* 2 cpu", out)) == 2
+    for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute"):
+        measured = re.findall(rf"{name} +(float32|bfloat16|int32) +\S+ .s +\S+ .iB/s", out)
+        assert measured == ["float32", "bfloat16", "int32"], out
+    assert 'NCCL: pip install "meshwright[cuda]"' in out
