@@ -204,7 +204,7 @@ def _timing(name: str, dtype: str) -> Timing:
 
 
 def _seconds(name: str, dtype: str, num_bytes: int, rounds: int) -> float:
-    """The median time of a collective on so many bytes on each device."""
+    """The median time of a collective on arrays of this size on each device."""
     import jax
     import jax.numpy as jnp
 
@@ -269,7 +269,7 @@ def _backend_of(kind: str) -> str:
     import jax
 
     if kind == "cpu":
-        return str(jax.config.jax_cpu_collectives_implementation)
+        return str(getattr(jax.config, "jax_cpu_collectives_implementation", "gloo"))
     return {"gpu": "NCCL", "cuda": "NCCL", "tpu": "ICI and DCN"}.get(kind, kind)
 
 

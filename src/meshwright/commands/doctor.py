@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @option(
     "--processes",
     type=click.IntRange(min=2),
-    help="Also start so many processes, and measure what lies between them.",
+    help="Also start this number of processes, and measure what lies between them.",
 )
 @traceback_option
 def doctor(as_json: bool, processes: int | None) -> None:

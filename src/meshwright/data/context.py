@@ -11,6 +11,7 @@ from ..errors import BatchError
 class InputContext:
     """Which process or worker a ``dataset_fn`` makes a dataset for, and how many there are.
 
+    ``worker_index`` counts the inputs, from 0 to ``num_workers`` - 1.
     In synchronous training each process reads rows of its own, and a global batch is shared out
     over ``num_replicas_in_sync`` replicas. Parameter servers hand elements out on demand, each to
     one worker, so a dataset need not be cut by worker there; it may well be, with

@@ -108,7 +108,7 @@ class Meeting:
     """Where the processes of a group meet: a thread that collects facts, round by round.
 
     ``wait_s`` is how long the first round waits for the last process after the first has come;
-    with ``keys`` only processes that have them may come, and ``tells`` is told to all that agree.
+    with ``keys`` only processes that have them may come, and all that agree receive ``tells``.
     Raises :class:`zmq.ZMQError` where it cannot listen at the address.
     """
 

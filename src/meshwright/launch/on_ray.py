@@ -147,9 +147,10 @@ class RayLauncher:
 
     @contextlib.contextmanager
     def _placed(self, count: int, make: Callable[[Any], Any]) -> Iterator[tuple[Any, list[Any]]]:
-        """So many actors, each in a bundle of its own; all are gone afterwards."""
+        """``count`` actors, each in a bundle of its own; all are gone afterwards."""
         require("ray", ClusterError, "RayLauncher needs Ray", "ray")
         import ray
+        import ray.exceptions
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -25,14 +25,21 @@ from .rows import Uneven, agree_on, note_length, spool
 
 
 class SparkLauncher:
-    """Runs a function as a group of processes on the executors of a ``SparkContext``.
+    """Runs a function as a group of processes on the executors of a ``SparkContext``::
 
-    There are ``num_processes`` tasks (as many as Spark runs at once, unless given). ``devices``
+        launcher = SparkLauncher(sc, max_restarts=3)
+        results = launcher.run(train, data=dataframe, epochs=3)  # train(rows, epochs=3)
+
+    ``sc`` is the ``SparkContext``. There are ``num_processes`` tasks (as many as Spark runs at once, unless given). ``devices``
     makes virtual CPU devices in each process. When a task dies, Spark ends the whole stage, and
     it is submitted again, ``max_restarts`` times at most: with ``checkpoint=`` training goes on
     from there. ``stall_s`` and ``join_s`` are those of ``meshwright launch``.
 
     Raises :class:`~meshwright.ClusterError` for invalid values, and where Spark is not installed.
+
+    >>> SparkLauncher(None, num_processes=0)
+    Traceback (most recent call last):
+    meshwright.errors.ClusterError: SparkLauncher: num_processes must be 1 or more and ...
     """
 
     def __init__(
@@ -45,14 +52,14 @@ class SparkLauncher:
         stall_s: float = 10.0,
         join_s: float = 60.0,
     ) -> None:
+        if (num_processes is not None and num_processes < 1) or max_restarts < 0:
+            raise ClusterError(
+                "SparkLauncher: num_processes must be 1 or more and max_restarts 0 or more; "
+                f"received {num_processes} and {max_restarts}."
+            )
         require("pyspark", ClusterError, "SparkLauncher needs PySpark", "spark")
         slots = sc.defaultParallelism
         count = slots if num_processes is None else num_processes
-        if count < 1 or max_restarts < 0:
-            raise ClusterError(
-                "SparkLauncher: num_processes must be 1 or more and max_restarts 0 or more; "
-                f"received {count} and {max_restarts}."
-            )
         if sc.master.startswith("local") and count > slots:
             raise ClusterError(
                 f"a barrier stage needs {count} tasks at once, and {sc.master} runs {slots}: use "
@@ -147,7 +154,8 @@ class _Part:
     """What each task of the barrier stage does."""
 
     def __init__(self, work: Work, options: GroupOptions, uneven: Uneven | None) -> None:
-        self._work, self._options, self._uneven = work, options, uneven
+        self._work, self._options = work, options
+        self._uneven: Uneven | None = uneven
 
     def __call__(self, rows: Iterable[Any]) -> Iterator[bytes]:
         from dataclasses import replace

@@ -78,7 +78,7 @@ class Replicas:
         """The sum or the mean of what the replicas have, the same on all devices.
 
         ``reduce_op`` is ``"sum"`` or ``"mean"``. With ``axis`` each value is reduced over that dim
-        as well. A value that is no :class:`PerReplica` is one that all replicas have. Raises
+        as well. Any other value than a :class:`PerReplica` is one that all replicas have. Raises
         :class:`~meshwright.ArrayError` for another operation.
         """
         name = str(getattr(reduce_op, "name", reduce_op)).lower()
