@@ -23,6 +23,12 @@ JOIN = "import meshwright as mw\nmw.join(wait_s=3)\nprint('joined')\n"
 HOST = socket.gethostname()
 
 
+def needs_namespaces(function):
+    is_there = os.getuid() == 0 and shutil.which("unshare") is not None
+    function = pytest.mark.skipif(not is_there, reason="needs root and unshare")(function)
+    return pytest.mark.alone(pytest.mark.full(function))
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> str:
     (tmp_path / "train.py").write_text(JOIN)
@@ -53,11 +59,7 @@ def test_a_host_that_nothing_knows_is_named_by_every_rank(program):
         assert "(torchrun)" in text
 
 
-@pytest.mark.alone
-@pytest.mark.full
-@pytest.mark.skipif(
-    os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
-)
+@needs_namespaces
 def test_a_coordinator_that_a_firewall_hides_is_named(program):
     """Rank 1 is in a network of its own, from which nothing is reached."""
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.255.255.1"}
@@ -74,6 +76,40 @@ def test_a_coordinator_that_a_firewall_hides_is_named(program):
         r"within 3 s\. .*firewall",
         run.stderr,
     )
+
+
+TRAIN = """
+import meshwright as mw
+mw.join()
+import keras, numpy as np, sys
+strategy = mw.DataParallel(mw.create_mesh({"batch": -1}))
+with strategy.scope():
+    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+x, y = np.ones([64, 8], "float32"), np.ones([64, 4], "float32")
+strategy.fit(model, x, y, batch_size=16, epochs=1, verbose=0, checkpoint=sys.argv[1] + "/saved")
+print("done")
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_checkpoint_folder_that_is_not_shared_is_named_before_the_first_step(tmp_path, is_shared):
+    """Rank 1 has a file system of its own over the folder, as a host without the mount would."""
+    folder, program = tmp_path / "runs", tmp_path / "train.py"
+    folder.mkdir()
+    program.write_text(TRAIN)
+    alone = f'[ $RANK = 1 ] && mount -t tmpfs none {folder}; exec "$@"'
+    before = ["unshare", "--mount", "sh", "-c", 'exec "$@"' if is_shared else alone, "sh"]
+    results = ended(started([str(program), str(folder)], before))
+    if is_shared:
+        assert [(code, "done" in text) for code, text in results] == [(0, True)] * 2, results
+        assert not list((folder / "saved").glob(".shared*"))
+        return
+    for code, text in results:
+        assert code == 1, text
+        assert f"checkpoint folder {folder}/saved, which all must share: shared with rank 0" in text
+        assert re.search(r"another folder than that of rank 0 .* on rank 1 \(host \S+, pid", text)
 
 
 def test_a_rendezvous_that_nothing_knows_is_refused():

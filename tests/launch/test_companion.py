@@ -30,13 +30,15 @@ def ports() -> int:
             return port
 
 
-def started(arguments: list[str], **more: str) -> list[subprocess.Popen[str]]:
+def started(
+    arguments: list[str], before: list[str] | None = None, **more: str
+) -> list[subprocess.Popen[str]]:
     """Two ranks with torchrun's variables, as another launcher would start them."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports())}
     shared |= {"MESHWRIGHT_STALL_TIMEOUT": str(STALL_S), "JAX_NUM_CPU_DEVICES": "2", **more}
     return [
         subprocess.Popen(
-            [sys.executable, *arguments],
+            [*(before or []), sys.executable, *arguments],
             env={**os.environ, **shared, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

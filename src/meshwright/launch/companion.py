@@ -30,7 +30,7 @@ from .processes import own_module
 from .progress import Progress, read_board
 from .stalls import Limits, Seen, Stall, stalls
 
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.1
 _SETTLE_S = 0.3  # for the death of another rank to be seen before the error that it causes here
 _GRACE_S = 5.0  # for the rank to run its ``finally`` blocks
 _AFTER_EXIT_S = 0.5  # a program that is over, and whose process only waits for others

@@ -233,6 +233,11 @@ def agree(call: str, facts: Callable[[], Facts]) -> None:
             _attendance.agree({"call": call, **facts()})
 
 
+def compared_member() -> Membership | None:
+    """The place of this process in its group, if the group compares what it does."""
+    return None if _attendance is None else _joined
+
+
 def _initialize(member: Membership, wait_s: float) -> None:
     import jax
 

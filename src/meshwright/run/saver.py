@@ -14,6 +14,7 @@ from ..launch import progress
 from ..program import Logs
 from .logs import as_json
 from .pace import Pace
+from .shared_folder import check_shared
 from .stopping import Stopping
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class Saver:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around the whole run: signals are heard, and what is being written is finished."""
+        if self.checkpoints is not None:
+            check_shared(self.checkpoints.directory)
         with self.stopping, self.checkpoints or contextlib.nullcontext():
             try:
                 yield
