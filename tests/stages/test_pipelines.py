@@ -11,6 +11,7 @@ import pytest
 from small_transformer import ROWS, batch_of, keras_model, program_of, tied_loss
 
 import meshwright as mw
+from meshwright.equivalence.check import check
 
 TOLERANCE = 5e-6  # of the largest gradient
 
@@ -146,14 +147,14 @@ def test_an_unchanged_keras_transformer_trains_by_stages():
 def test_dropout_draws_what_accumulated_micro_batches_draw():
     """Seeds count on from micro-batch to micro-batch, on whatever stage a block is."""
     one = mw.DataParallel(mesh_of({"data": 1}), batch="data", accumulate=4)
-    plain, wanted = fitted(one, rows=ROWS // 4, dropout=0.5)
+    plain, wanted = fitted(one, rows=ROWS // 4, blocks=2, dropout=0.5)
     strategy = mw.Sharded(
         mesh_of({"stage": 2, "data": 2}),
         batch="data",
         unmatched="replicate",
         pipeline=mw.Pipeline("stage", 4),
     )
-    model, found = fitted(strategy, dropout=0.5)
+    model, found = fitted(strategy, blocks=2, dropout=0.5)
     assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
     for one, other in zip(model.variables, plain.variables, strict=True):  # seeds among them
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-5)
@@ -191,3 +192,31 @@ def test_options_that_do_not_go_with_a_pipeline_are_listed():
     with pytest.raises(mw.ModelError) as caught:
         piped(accumulate=2, remat="selective", sums="float32")
     assert [name in str(caught.value) for name in ("accumulate=2", "remat=", "sums=")] == [True] * 3
+
+
+# What else goes through the same assembly
+
+
+@pytest.mark.full
+def test_a_dry_run_a_measurement_and_the_check_take_the_pipeline():
+    program, batch = program_of(4), batch_of()
+    strategy = mw.Sharded(
+        mesh_of({"stage": 2, "data": 2}),
+        batch="data",
+        unmatched="replicate",
+        pipeline=mw.Pipeline("stage", 4),
+    )
+    report = mw.dry_run(program, batch, strategy=strategy, target="cpu:4")
+    measured = mw.measure(program, batch, strategy=strategy, steps=2)
+    assert report.beside(measured).row("parameters").ratio == 1.0
+    sent = [c for c in report.collectives if c.kind == "collective-permute"]
+    assert {c.axes for c in sent} == {("stage",)}
+    found = check(
+        lambda: (program, batch),
+        {"stage": 2, "data": 2},
+        batch="data",
+        unmatched="replicate",
+        pipeline=mw.Pipeline("stage", 4),
+        steps=2,
+    )
+    assert found.equal, found

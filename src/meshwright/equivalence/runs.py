@@ -108,9 +108,10 @@ def _run_keras(case: Case, setup: Setup, strategy: Any, num_steps: int) -> Run:
     from ..frontends.keras.program import KerasVariables
 
     model = case.model
-    start = strategy.state(model)
-    steps = functions_of(strategy, model, strategy.prepare(model)).steps
-    infos = steps.program.infos
+    start = strategy.state(model, case.batches[0])
+    steps = strategy._steps(model, case.batches[0])
+    program = functions_of(strategy.unstaged, model, strategy.prepare(model)).steps.program
+    infos = program.infos  # under their own paths
 
     def now() -> tuple[np.ndarray, ...]:
         # As the variables show it: a state may be stored in another form.
@@ -126,7 +127,7 @@ def _run_keras(case: Case, setup: Setup, strategy: Any, num_steps: int) -> Run:
     if gradient_step is not None:
         taken = gradient_step(start, first)[0].params
         strategy.load_state(model, start._replace(params=taken))
-        gradients = dict(zip([info.path for info in steps.program.params], now(), strict=False))
+        gradients = dict(zip([info.path for info in program.params], now(), strict=False))
         strategy.load_state(model, start)
     state = start
     for batch in itertools.islice(itertools.cycle(case.batches), num_steps):
