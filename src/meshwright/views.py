@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal
 
-Kind = Literal["text", "notebook", "page", "trace"]
+Kind = Literal["text", "notebook", "page", "trace", "picture"]
 _rooms: list[str] = []
 
 

@@ -141,3 +141,4 @@ def test_a_table_is_a_text_and_a_picture():
     assert lines[0].startswith("zero_bubble: 2 stages, 4 micro-batches, 13 ticks, idle 7.7%")
     assert lines[2].split()[:6] == ["stage", "0", "F0", "F1", "B0", "F2"]
     assert "data:image/svg+xml" in table._repr_html_()
+    assert table.svg().count("<rect") == 1 + 2 * 4 * 3 + 3  # the sheet, the passes, the legend

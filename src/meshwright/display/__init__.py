@@ -36,5 +36,6 @@ VIEWS = {  # kind of view -> class -> the function that draws it
         "planning.search.plan.Plan": "display.page.document:plan_page",
         "serving.http.overview.Overview": "display.page.server:server_page",
     },
+    "picture": {"stages.table.TickTable": "display.drawing.ticks:tick_table_svg"},
     "trace": {"planning.report.DryRun": "display.trace:trace_of"},
 }

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..views import Viewable
 from .mesh import Mesh
 from .placement import Placed
 
+if TYPE_CHECKING:
+    from ..stages.staged import StageShare
+    from ..stages.table import TickTable
+
 
 @dataclass(frozen=True)
 class Explanation(Viewable):
-    """Every variable of a model with its layout, the reason, and its bytes on one device."""
+    """Every variable of a model with its layout, the reason, and its bytes on one device.
+
+    Of a pipeline, ``stages`` is what each stage has and ``ticks`` the tick table.
+    """
 
     mesh: Mesh
     placed: tuple[Placed, ...]
+    stages: tuple[StageShare, ...] = ()
+    ticks: TickTable | None = None
 
     @property
     def bytes_per_device(self) -> int:

@@ -164,5 +164,5 @@ class Trainer:
         return steps.newest, logs
 
     def explain(self) -> Explanation:
-        """Every variable: its layout, where that comes from, bytes per device."""
-        return Explanation(self.placement.mesh, self._steps.placed)
+        """Every variable: its layout, where that comes from, bytes per device; the stages."""
+        return self._steps.explained

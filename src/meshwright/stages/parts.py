@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import _compat
 from ..errors import PipelineError
+from ..jaxprs.flops import equation_flops
 from ..jaxprs.repeats import Repeated, Run, repeated
 from ..jaxprs.signatures import signs_of
 from ..program import Aux, Batch, Program, TrainState
@@ -355,6 +356,15 @@ class Functions:
         """What comes after the blocks: the loss, metrics and logs."""
         traced = self.blocks.traced
         return [traced.loss, *traced.metrics.values(), *traced.logs.values()]
+
+    @functools.cached_property
+    def flops(self) -> tuple[float, float, float]:
+        """Floating-point operations before the blocks, of one block, and after the blocks."""
+        after = self._slice(self.results, self.leaves)
+        return self._flops(self._slice(self.enters)), self._flops(self._second), self._flops(after)
+
+    def _flops(self, numbers: Iterable[int]) -> float:
+        return float(sum(equation_flops(self._jaxpr.eqns[number]) or 0 for number in numbers))
 
     @functools.cached_property
     def params_before(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import BatchError, PipelineError
 from ..layouts.placement import Placement
@@ -14,8 +14,19 @@ from .pipeline import Pipeline
 from .plan import Plan
 from .running import Runner, Taken
 from .stacking import Stacking
+from .table import TickTable
 
 _RUN = ("gpipe", "1f1b", "circular")  # schedules that a step can be taken by
+
+
+class StageShare(NamedTuple):
+    """What one stage has: its blocks, and its share of the FLOPs of the forward pass."""
+
+    stage: int
+    blocks: tuple[int, ...]
+    before: bool  # whether it computes what comes before the blocks
+    after: bool
+    flops_share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +43,7 @@ class Staged:
     stacking: Stacking
     program: Program
     recompute_blocks: bool
+    shares: tuple[StageShare, ...]
 
     @classmethod
     def of(
@@ -49,7 +61,13 @@ class Staged:
         order = _order(blocks.count, stages, pipeline.repeats)
         stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, order)
         staged = _over_stacks(program, stacking)
-        return cls(program, placement, pipeline, stacking, staged, recompute_blocks)
+        shares = _shares(blocks, order, stages)
+        return cls(program, placement, pipeline, stacking, staged, recompute_blocks, shares)
+
+    @property
+    def ticks(self) -> TickTable:
+        """What each stage does at each tick of a step."""
+        return self.pipeline.table(self.placement.mesh[self.pipeline.axis])
 
     def gradients(self, whole: TrainState, batch: Batch) -> Taken:
         """The gradients of a step of a state with stacks; inside a traced function.
@@ -147,8 +165,8 @@ def _check(program: Program, placement: Placement, pipeline: Pipeline) -> int:
         faults.append("pad=True is not supported with a pipeline. Use axes that divide.")
     if program.example is None:
         faults.append(
-            f"a pipeline needs an example of a batch to cut program {program.name!r}: pass "
-            "batch= where it is made."
+            f"a pipeline needs an example of a batch to cut model {program.name!r} by: train it "
+            "first, or pass a batch, for a program as mw.jax_program(..., batch=example)."
         )
     if faults:
         raise PipelineError("\n".join(faults))
@@ -191,6 +209,18 @@ def _order(count: int, stages: int, repeats: int) -> list[int]:
         for repeat in range(repeats)
         for place in range(size)
     ]
+
+
+def _shares(blocks: Blocks, order: Sequence[int], stages: int) -> tuple[StageShare, ...]:
+    before, block, after = blocks.functions.flops
+    total = before + block * blocks.count + after or 1.0
+    size, shares = blocks.count // stages, []
+    for stage in range(stages):
+        is_first, is_last = stage == 0, stage == stages - 1
+        flops = block * size + before * is_first + after * is_last
+        own = tuple(order[stage * size : (stage + 1) * size])
+        shares.append(StageShare(stage, own, is_first, is_last, flops / total))
+    return tuple(shares)
 
 
 def _over_stacks(program: Program, stacking: Stacking) -> Program:

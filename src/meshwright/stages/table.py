@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..views import Viewable
+from ..views import Viewable, view_of
 
 Kind = Literal["forward", "backward", "weights"]
 _KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")  # as they follow each other in a tick
@@ -164,6 +164,10 @@ class TickTable(Viewable):
         if chunk.repeat < self.repeats - 1:
             return 0, chunk._replace(repeat=chunk.repeat + 1)
         return None
+
+    def svg(self) -> str:
+        """The table as the text of an SVG file."""
+        return view_of(self, "picture")
 
     # Whether it can be run
 

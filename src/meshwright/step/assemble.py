@@ -31,6 +31,7 @@ from typing import Any
 
 from ..jaxprs.branches import with_free_results
 from ..jaxprs.edits import edited
+from ..layouts.explain import Explanation
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placed, Placement
@@ -128,6 +129,14 @@ class Assembly:
     def storing(self) -> Storing:
         """Which arrays are stored with padding."""
         return Storing.of(self.placement, *self.program.parts)
+
+    @property
+    def explained(self) -> Explanation:
+        """Where every variable of a step lies and why, and what each stage of a pipeline does."""
+        mesh, staged = self.placement.mesh, self.staged
+        if staged is None:
+            return Explanation(mesh, self.placed)
+        return Explanation(mesh, self.placed, staged.shares, staged.ticks)
 
     @property
     def outside(self) -> Storing | Stacking:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...units import share_text
 from .columns import Columns, Line, Paragraphs, paragraphs
+from .ticks import tick_table_text
 
 if TYPE_CHECKING:
     from ...layouts.explain import Explanation
     from ...layouts.placement import Placed
+    from ...stages.staged import StageShare
 
+_STAGE_HEADINGS = ("stage", "has", "FLOPs")
 _HEADINGS = ("variable", "dims", "layout", "bytes per device", "why")
 
 
@@ -26,7 +30,21 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
     table = Columns(rows, right=(3,), indent=0)
     head, *body, foot = str(table).splitlines()
     rule = "-" * max(len(line) for line in (head, *body, foot))
-    return paragraphs(Line(head, "bold"), rule, body, rule, Line(foot, "bold"))
+    parts = [Line(head, "bold"), rule, body, rule, Line(foot, "bold")]
+    if found.ticks is None:
+        return paragraphs(*parts)
+    stages = Columns([_STAGE_HEADINGS, *map(_stage_row, found.stages)], right=(2,))
+    return paragraphs(*parts, "", stages, "", tick_table_text(found.ticks).parts)
+
+
+def _stage_row(share: StageShare) -> tuple[str, str, str]:
+    blocks = share.blocks
+    in_turn = len(blocks) > 1 and blocks == tuple(range(blocks[0], blocks[-1] + 1))
+    text = f"{blocks[0]} to {blocks[-1]}" if in_turn else ", ".join(map(str, blocks))
+    before = "what comes before, " * share.before
+    after = ", what comes after" * share.after
+    has = f"{before}block{'s' * (len(blocks) > 1)} {text}{after}"
+    return f"stage {share.stage}", has, share_text(share.flops_share)
 
 
 def explanation_row(placed: Placed) -> tuple[str, ...]:

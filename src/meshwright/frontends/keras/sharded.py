@@ -248,12 +248,15 @@ class Sharded(Replicas, _Distribution):
                 value = put(value, sharding)
             _compat.set_variable(variable, value, sharding)
 
-    def explain(self, model: keras.Model) -> Explanation:
+    def explain(self, model: keras.Model, batch: Batch | None = None) -> Explanation:
         """Every variable of a built model: its layout, where that comes from, bytes per device.
 
-        ``print`` it for a table.
+        Of a pipeline, every variable as a step holds it, the stages and the tick table; ``batch``
+        is then needed while nothing was trained. ``print`` it for a table.
         """
         check_model(model)
+        if self.how.pipeline is not None:
+            return self._steps(model, batch).explained
         return Explanation(self.mesh, tuple(placed for _, placed in self._placed(model)))
 
     # Training: our own loop over pure functions
