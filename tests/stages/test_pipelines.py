@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import jax
+import keras
 import numpy as np
 import pytest
 from small_transformer import ROWS, batch_of, keras_model, program_of, tied_loss
@@ -122,7 +123,14 @@ def fitted(strategy, rows=ROWS, **more):
         model = keras_model(**more)
     batch = batch_of()
     history = strategy.fit(
-        model, batch["x"], batch["y"], batch_size=rows, epochs=2, shuffle=False, verbose=0
+        model,
+        batch["x"],
+        batch["y"],
+        batch_size=rows,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        sample_weight=np.linspace(0.5, 1.5, ROWS),
     )
     return model, history.history
 
@@ -141,6 +149,19 @@ def test_an_unchanged_keras_transformer_trains_by_stages():
     batch = batch_of()
     measured = strategy.evaluate(model, batch["x"], batch["y"], verbose=0, return_dict=True)
     assert measured["loss"] < found["loss"][-1]
+
+
+@pytest.mark.full
+def test_a_smaller_last_batch_counts_as_it_does_without_stages():
+    def trained(mesh, how=None):
+        placement = mw.Placement.of(mesh_of(mesh), batch="data")
+        trainer = mw.Trainer(program_of(4), placement, how or mw.StepOptions())
+        state, _ = trainer.train(trainer.init(), [batch_of(), batch_of(6)])
+        return jax.tree.map(np.asarray, trainer.unpadded(state)).params
+
+    found, wanted = trained({"stage": 2, "data": 2}, piped()), trained({"data": 2})
+    for path, values in wanted.items():
+        np.testing.assert_allclose(found[path], values, atol=1e-6)
 
 
 @pytest.mark.full
@@ -179,6 +200,28 @@ def test_what_cannot_be_cut_is_refused_before_anything_runs(program, mesh, how, 
     placement = mw.Placement.of(mesh_of(mesh), batch=batch, **more)
     with pytest.raises(mw.PipelineError, match=message):
         mw.Trainer(program, placement, how).init()
+
+
+@pytest.mark.full
+def test_statistics_of_batches_and_weights_of_all_blocks_are_refused_by_name():
+    def cut(normed, shared):
+        mesh = mesh_of({"stage": 2, "data": 2})
+        pipeline = mw.Pipeline("stage", 4)
+        strategy = mw.Sharded(mesh, batch="data", unmatched="replicate", pipeline=pipeline)
+        with strategy.scope():
+            x = inputs = keras.Input([4])
+            dense = keras.layers.Dense(4, activation="relu")
+            for _ in range(4):
+                x = (dense if shared else keras.layers.Dense(4, activation="relu"))(x)
+                x = keras.layers.BatchNormalization()(x) if normed else x
+            model = keras.Model(inputs, keras.layers.Dense(2)(x))
+            model.compile("sgd", "mse")
+        strategy.explain(model, (np.ones([16, 4], "float32"), np.ones([16, 2], "float32")))
+
+    with pytest.raises(mw.PipelineError, match=r"moving_mean.*BatchNormalization do"):
+        cut(normed=True, shared=False)
+    with pytest.raises(mw.PipelineError, match="share parameters"):
+        cut(normed=False, shared=True)
 
 
 def test_a_batch_that_does_not_divide_into_micro_batches_names_the_nearest():

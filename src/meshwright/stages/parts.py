@@ -78,7 +78,7 @@ def _is_traced(value: Any) -> bool:
 
 def _with_equal_constants_once(closed: Any) -> Any:
     """The same with one variable for small constants of equal values: Keras makes the step of a
-    seed anew in every layer, and blocks that differ in nothing else are equal."""
+    seed once more in every layer, and blocks that differ in nothing else are equal."""
     jaxpr, first, instead = closed.jaxpr, dict[Any, Var](), dict[Var, Var]()
     for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
         if getattr(value, "size", _SMALL + 1) <= _SMALL and not _is_traced(value):

@@ -69,6 +69,15 @@ class Staged:
         """What each stage does at each tick of a step."""
         return self.pipeline.table(self.placement.mesh[self.pipeline.axis])
 
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch is cut into micro-batches: not one that is smaller than the example and
+        does not divide, as the last batch of an epoch may be."""
+        rows = _leaves(batch)[0][0].shape[0]
+        most = _leaves(self.whole.example)[0][0].shape[0]
+        return (
+            rows >= most or rows % (self.pipeline.micro_batches * self.placement.batch_shards) == 0
+        )
+
     def gradients(self, whole: TrainState, batch: Batch) -> Taken:
         """The gradients of a step of a state with stacks; inside a traced function.
 

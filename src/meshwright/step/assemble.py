@@ -343,10 +343,10 @@ class Assembly:
 
 
 def _by_stages(staged: Staged, program: Program, sharing: Sharing, differentiate: Gradient) -> Step:
-    """The step of a pipeline; a last batch that is padded is taken without its stages."""
+    """The step of a pipeline; a last batch that does not divide is taken without its stages."""
 
     def gradients(whole: TrainState, batch: Batch) -> Taken:
-        if not isinstance(batch, Padded):
+        if not isinstance(batch, Padded) and staged.takes(batch):
             return staged.gradients(whole, batch)
         aux, grads = differentiate(whole.params, whole, batch)
         return grads, aux.state, *program.measure(aux.metrics, aux, batch)
