@@ -1,0 +1,61 @@
+"""Pipelines compiled for TPUs that are not there: memory that does not grow, with a model axis."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import optax
+import pytest
+from models import shapes
+
+import meshwright as mw
+
+pytestmark = [pytest.mark.targets, pytest.mark.full]
+
+WIDTH, HIDDEN, TOKENS = 128, 256, 256
+
+
+def loss(params, batch):
+    x = params["first"][batch]
+    for weights in params["blocks"]:
+        x = x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+    return jnp.mean((x @ params["last"]) ** 2)
+
+
+def report(mesh, schedule, micro_batches, target, layouts=None):
+    """A dry run with 8 rows in every micro-batch of a device."""
+    block = {"up": shapes(WIDTH, HIDDEN), "down": shapes(HIDDEN, WIDTH)}
+    params = {
+        "first": shapes(WIDTH, WIDTH),
+        "blocks": [dict(block) for _ in range(8)],
+        "last": shapes(WIDTH, WIDTH),
+    }
+    rows = 8 * mesh["data"] * micro_batches
+    strategy = mw.Sharded(
+        mw.Mesh(mesh),
+        layouts,
+        batch="data",
+        unmatched="replicate",
+        pipeline=mw.Pipeline("stage", micro_batches, schedule),
+    )
+    batch = shapes(rows, TOKENS, dtype="int32")
+    program = mw.jax_program(loss, params, optax.adam(1e-3))
+    return mw.dry_run(program, batch, strategy=strategy, target=target, blocks="whole")
+
+
+def test_what_1f1b_keeps_on_a_tpu_is_flat_in_micro_batches_and_less_than_gpipe_keeps():
+    mesh = {"stage": 4, "data": 2}
+    few, many, gpipe = (
+        report(mesh, *how, "v5p:2x2x2").memory.temporary_bytes
+        for how in (("1f1b", 8), ("1f1b", 64), ("gpipe", 64))
+    )
+    assert abs(many - few) <= 0.02 * few
+    assert 2 * many <= gpipe
+
+
+def test_a_pipeline_compiles_beside_a_model_axis():
+    layouts = {"up": [None, "model"], "down": ["model", None]}
+    mesh = {"stage": 2, "data": 2, "model": 2}
+    found = report(mesh, "1f1b", 4, "v5e:2x4", layouts)
+    sent = {c.axes for c in found.collectives if c.kind == "collective-permute"}
+    assert sent == {("stage",)}
+    assert any(c.axes == ("model",) for c in found.collectives)
