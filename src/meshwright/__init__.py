@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from .display.drawing import show as show
     from .frontends import keras as keras
     from .frontends.dry_runs import dry_run as dry_run
+    from .frontends.dry_runs import dry_serve as dry_serve
     from .frontends.jax import jax_program as jax_program
     from .frontends.keras import DataParallel as DataParallel
     from .frontends.keras import Sharded as Sharded
@@ -116,6 +117,7 @@ if TYPE_CHECKING:
     from .launch.spec import ClusterSpec as ClusterSpec
     from .planning.dry_run import DryRun as DryRun
     from .planning.measurement import Measured as Measured
+    from .planning.serving import ServingReport as ServingReport
     from .program import Program as Program
     from .program import TrainState as TrainState
     from .ps.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
@@ -164,10 +166,11 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("CheckpointInfo", "Checkpoints", "Position", "read_checkpoint"), "checkpoint"),
     **dict.fromkeys(("DataParallel", "Sharded", "layout_map_scope"), "frontends.keras"),
     "DryRun": "planning.dry_run",
-    "dry_run": "frontends.dry_runs",
+    **dict.fromkeys(("dry_run", "dry_serve"), "frontends.dry_runs"),
     **dict.fromkeys(("Plan", "plan"), "frontends.plans"),
     "calibrate": "targets.calibrate",
     "Measured": "planning.measurement",
+    "ServingReport": "planning.serving",
     "measure": "frontends.measures",
     **dict.fromkeys(("Program", "TrainState"), "program"),
     "abstract": "frontends.keras.abstract",

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..planning import dry_run as planned
+from ..planning.abstract_step import on_batch, unbound
 from ..planning.dry_run import DryRun
 from ..program import Batch, Program
-from ..targets.hardware import Hardware
-from ..targets.target import Target
+from ..step.assemble import Assembly, assemble
+from ..targets.hardware import Hardware, hardware_of
+from ..targets.target import Target, check_size
 
 if TYPE_CHECKING:
     import keras
 
+    from ..planning.serving import ServingReport
     from .keras import Sharded
 
 
@@ -73,6 +77,65 @@ def dry_run(
         compile=compile,
         timeout_s=timeout_s,
     )
+
+
+def dry_serve(
+    model: keras.Model | Program,
+    inputs: Any,
+    *,
+    strategy: Sharded | Placement,
+    target: Target | str,
+    rows: Sequence[int] = (1, 8, 32),
+    hardware: Hardware | None = None,
+    compile: bool = True,
+    timeout_s: float = 3600.0,
+) -> ServingReport:
+    """What serving a model takes on a target, which need not be there, for batches of some sizes.
+
+    ``model`` is a Keras model, best built in :func:`~meshwright.abstract`, or a
+    :class:`~meshwright.Program`; ``inputs`` are a batch of what goes in, of which shapes and dtypes
+    matter. ``strategy`` is that of serving, see :meth:`~meshwright.Sharded.serving`; its mesh has
+    as many devices as ``target``. The forward pass is compiled for each of ``rows``; with
+    ``compile=False``, and for GPUs where XLA for them is not installed, times are those of products
+    and of reading the weights, and the peak is that of weights and inputs. ``hardware`` takes the
+    place of what is known of the target's chips, and the compiler has ``timeout_s`` seconds. Raises
+    :class:`~meshwright.TargetError` and :class:`~meshwright.CompileError`.
+
+    >>> import jax, keras, meshwright as mw
+    >>> with mw.abstract():
+    ...     model = keras.Sequential([keras.Input([64]), keras.layers.Dense(32, name="last")])
+    >>> strategy = mw.Sharded(mw.Mesh({"model": 8}), {"last/kernel": [None, "model"]}, batch=None)
+    >>> x = jax.ShapeDtypeStruct((1, 64), "float32")
+    >>> report = dry_serve(model, x, strategy=strategy, target="h100:8", compile=False)
+    >>> report.weight_bytes, report.devices_for(rows_per_s=1000).devices
+    (1152, 8)
+    """
+    from ..planning.serving import ForwardStep, serving_report
+
+    target = Target.of(target)
+    placement = strategy if isinstance(strategy, Placement) else strategy.placement
+    check_size(placement.mesh, target)
+    steps = _forward_steps(model, inputs, strategy)
+
+    def batch(count: int) -> Any:
+        import jax
+
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), inputs)
+        return like if isinstance(model, Program) else (like,)
+
+    sized = [(count, on_batch(steps, batch(count), last=True)) for count in rows]
+    forward = [(count, ForwardStep.of(step)) for count, step in sized]
+    hardware = hardware or hardware_of(target)
+    return serving_report(forward, target, hardware, compile=compile, timeout_s=timeout_s)
+
+
+def _forward_steps(model: Any, inputs: Any, strategy: Any) -> Assembly:
+    if isinstance(model, Program):
+        placement = getattr(strategy, "placement", strategy)
+        return assemble(replace(model, slots=(), metrics=()), unbound(placement))
+    from .keras.forward import forward_of
+
+    return forward_of(strategy.on(strategy.mesh.abstract()), model, inputs).steps
 
 
 def _ours(strategy: Any) -> Any:

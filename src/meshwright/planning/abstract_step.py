@@ -25,6 +25,16 @@ class AbstractStep(Assembly):
 
     batch: Any
 
+    @property
+    def jitted(self) -> Any:
+        """What is compiled ahead: the training step, as training compiles it."""
+        return self.train
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether it computes gradients."""
+        return True
+
 
 class HasSteps(Protocol):
     """What planning asks of a strategy; :class:`~meshwright.Sharded` has it."""
@@ -67,15 +77,18 @@ def unbound(placement: Placement) -> Placement:
     return placement if placement.mesh.is_abstract else placement.on(placement.mesh.abstract())
 
 
-def on_batch(steps: Assembly, batch: Batch) -> AbstractStep:
-    """The step that takes such batches; only shapes and dtypes of their arrays matter."""
+def on_batch(steps: Assembly, batch: Batch, last: bool = False) -> AbstractStep:
+    """The step that takes such batches; only shapes and dtypes of their arrays matter.
+
+    A ``last`` batch that does not divide is computed by every device in full.
+    """
     import jax
 
     def array(value: Any, layout: Layout) -> Any:
         dtype = jax.dtypes.canonicalize_dtype(_dtype(value))
         return jax.ShapeDtypeStruct(value.shape, dtype, sharding=layout.sharding)
 
-    laid = jax.tree.map(array, batch, steps.batch_layouts(batch, last=False))
+    laid = jax.tree.map(array, batch, steps.batch_layouts(batch, last))
     (taken,) = steps.how.for_steps([laid] * steps.how.batches)
     return AbstractStep(
         steps.program, steps.placement, steps.how, steps.losses, steps.staged, batch=taken

@@ -99,7 +99,7 @@ def compile_abstract(
 ) -> Compiled:
     """The step of :func:`describe`, compiled; raises as :func:`compile_ahead`."""
     taken = described.state, described.batch
-    return compile_ahead(described.train, taken, target, timeout_s=timeout_s)
+    return compile_ahead(described.jitted, taken, target, timeout_s=timeout_s)
 
 
 def compile_ahead(

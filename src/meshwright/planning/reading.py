@@ -153,7 +153,8 @@ def sizes(described: AbstractStep) -> dict[str, int]:
         role = entry.info.role if entry.info.role in by_role else "state"
         by_role[role] = by_role.get(role, 0) + entry.bytes_per_device
     updated = described.placement.with_zero(3 if described.placement.zero else 0)
-    gradients = updated.place(entry.info for entry in described.placed)
+    whose = described.placed if described.has_gradients else ()
+    gradients = updated.place(entry.info for entry in whose)
     return {
         "parameter_bytes": by_role["parameter"],
         "slot_bytes": by_role["slot"],
@@ -166,7 +167,7 @@ def sizes(described: AbstractStep) -> dict[str, int]:
 def _model_flops(described: AbstractStep, target: Target) -> tuple[float | None, float | None]:
     """FLOPs of the step as it was written, before it is split over devices, and the fewest of them
     that a compiler can leave."""
-    traced = trace(described.train, (described.state, described.batch), target)
+    traced = trace(described.jitted, (described.state, described.batch), target)
     return model_flops(traced.jaxpr), least_flops(traced.jaxpr)
 
 

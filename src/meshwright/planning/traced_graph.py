@@ -38,7 +38,7 @@ def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
             f"dims are inferred from the step of one device, and {described.program.name!r} is "
             f"laid out over {mesh.size} ({mesh.axes_text}). Use a mesh whose axes all have size 1."
         )
-    traced = trace(described.train, (described.state, described.batch), Target.of("cpu:1"))
+    traced = trace(described.jitted, (described.state, described.batch), Target.of("cpu:1"))
     by_path = {}
     for order, placed in enumerate(described.placed):
         info, names = placed.info, placed.names or placed.info.names

@@ -26,7 +26,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._answers = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._answers: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self._latency = _Counts()
         self._compute = _Counts()
         self._batch_rows: Counter[int] = Counter()

@@ -166,11 +166,11 @@ class Forward:
     def _own(self) -> TrainState:
         """Shapes of the weights in their own dims."""
         program = self.source.steps.program
-        parts = (
+        params, state = (
             {i.path: jax.ShapeDtypeStruct(i.dims, jax.numpy.dtype(i.dtype)) for i in infos}
             for infos in (program.params, program.state)
         )
-        return TrainState(*parts, {}, {})
+        return TrainState(params, state, {}, {})
 
     def _shapes_of_outputs(self, lengths: Lengths) -> Any:
         batch = self._laid(Shape(self.source.mesh.size, lengths))

@@ -38,11 +38,11 @@ def handed_over(state: TrainState, like: TrainState) -> tuple[TrainState, Moved]
     import jax
 
     begin_s = time.perf_counter()
-    parts = [
+    params, others = (
         {path: _laid(state[n][path], shape.sharding) for path, shape in part.items()}
         for n, part in enumerate(like[:2])
-    ]
-    arrived = jax.block_until_ready(TrainState(*parts, {}, {}))
+    )
+    arrived = jax.block_until_ready(TrainState(params, others, {}, {}))
     nbytes = sum(
         shard.data.nbytes
         for array in jax.tree.leaves(arrived)

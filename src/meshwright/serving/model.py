@@ -282,10 +282,10 @@ class LoadedModel:
             self._restoring = ThreadPoolExecutor(1).submit(self._restored, info)
             return
         assert self._weights is not None
-        if word["version"] != self._weights.version:
-            assert self._restoring is not None
-            self._weights = self._restoring.result()
-        self.forward(self._weights.state, Shape(word["rows"], tuple(word["lengths"])), arrays)
+        weights = self._weights
+        if word["version"] != weights.version:
+            weights = self._weights = self._restoring.result()
+        self.forward(weights.state, Shape(word["rows"], tuple(word["lengths"])), arrays)
 
     def lose(self, error: NotReadyError) -> None:
         """Another process is missing: what waits, and what is being computed, has no answer."""

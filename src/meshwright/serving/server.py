@@ -238,7 +238,8 @@ def keep_compiled() -> None:
     import jax
 
     kept = folder()
-    if kept is None or jax.config.jax_compilation_cache_dir:  # which reads the environment, too
+    config: Any = jax.config
+    if kept is None or config.jax_compilation_cache_dir:  # which reads the environment, too
         return
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -89,18 +89,16 @@ class Source:
         saved = {array.key: array.dtype for array in info.arrays}
         part = {i.path: p for p, i in self._infos()}
 
-        def name_and_dtype(each: Any) -> tuple[str, str]:
-            name = names.get(each.path, each.path)
+        def name_and_dtype(each: Any) -> tuple[str, Any]:
+            name: str = names.get(each.path, each.path)
             dtype = self.saved_dtypes.get(each.path, each.dtype)
             rounded = saved.get(f"{part[each.path]}/{name}")
-            return name, dtype if rounded is None or rounded != info.dtype else each.dtype
+            return name, dtype if rounded is None or rounded != info.dtype else rounded
 
         found = restore_state(info, self._shapes(name_and_dtype))
         paths = [{names.get(i.path, i.path): i.path for i in infos} for infos in self._parts()]
-        state = TrainState(
-            *({paths[n][name]: v for name, v in found[n].items()} for n in (0, 1)), {}, {}
-        )
-        return self._kept(state)
+        params, state = ({paths[n][k]: v for k, v in found[n].items()} for n in (0, 1))
+        return self._kept(TrainState(params, state, {}, {}))
 
     @property
     def shapes(self) -> TrainState:
@@ -143,7 +141,7 @@ class Source:
         for infos in self._parts():
             pairs = [(info, *name_and_dtype(info)) for info in infos]
             parts.append({name: shape(info, dtype) for info, name, dtype in pairs})
-        return TrainState(*parts, {}, {})
+        return TrainState(parts[0], parts[1], {}, {})
 
 
 def source_of(
@@ -323,14 +321,11 @@ def _of_program(
             whole = initial()
             return TrainState(whole.params, whole.state, {}, {})
 
-        shardings = TrainState(
-            *(
-                {each.path: placed[each.path].unpadded.sharding for each in infos}
-                for infos in (forward.params, forward.state)
-            ),
-            {},
-            {},
+        params, state = (
+            {each.path: placed[each.path].unpadded.sharding for each in infos}
+            for infos in (forward.params, forward.state)
         )
+        shardings = TrainState(params, state, {}, {})
         return jax.jit(weights, out_shardings=shardings)()
 
     placed = {each.info.path: each for each in steps.placed}
@@ -346,7 +341,7 @@ def _forward_program(function: Any, params: Any) -> Program:
     return forward_program(function, params)
 
 
-def _placement(strategy: Any) -> Placement:
+def _placement(strategy: Any) -> Any:
     """The placement of a strategy, of a mesh, or of one device."""
     import jax
 

@@ -69,8 +69,10 @@ class KerasForward:
             settle(variable)
             return _compat.raw_value(variable)
 
-        parts = ({path: value(x) for path, x in part.items()} for part in (v.params, v.state))
-        return TrainState(*parts, {}, {})
+        params, state = (
+            {path: value(x) for path, x in part.items()} for part in (v.params, v.state)
+        )
+        return TrainState(params, state, {}, {})
 
 
 def forward_of(
@@ -201,7 +203,7 @@ def load_file(path: str | Path) -> tuple[keras.Model, dict[int, np.ndarray]]:
     room = LoadingRoom()
     try:
         with room.open():
-            model = keras.saving.load_model(str(path), compile=False)
+            model: Any = keras.saving.load_model(str(path), compile=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read as a Keras model: {error}") from error
     return model, room.found

@@ -1,0 +1,167 @@
+"""How a server keeps up: batch-1 beside dynamic batching, and latency under open-loop arrivals.
+
+``python benchmarks/serving.py`` writes ``results/serving.json``. Requests of one row arrive by a
+Poisson process, whether or not earlier ones were answered, so that waiting is not left out
+(coordinated omission). The engine is measured by itself, without HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import keras
+import numpy as np
+from keras import layers
+from report import machine, save
+
+import meshwright as mw
+
+SECONDS = 5.0
+CLIENTS = 64
+LOADS = (0.25, 0.5, 0.75)
+
+
+def convolutional() -> keras.Model:
+    """The convolutional net of the MNIST examples."""
+    x = keras.Input([28, 28, 1], name="image")
+    h: Any = x
+    for filters in (32, 64):
+        h = layers.MaxPooling2D()(layers.Conv2D(filters, 3, activation="relu")(h))
+    h = layers.Dense(128, "relu")(layers.Flatten()(h))
+    return keras.Model(x, layers.Dense(10, "softmax", name="digit")(h), name="mnist")
+
+
+def bert() -> keras.Model:
+    """Four blocks of 128 features and 4 heads over 64 tokens, and a class."""
+    ids = keras.Input([64], dtype="int32", name="ids")
+    x: Any = layers.Embedding(8192, 128)(ids)
+    for _ in range(4):
+        y = layers.MultiHeadAttention(4, 32)(x, x)
+        x = layers.LayerNormalization()(x + y)
+        y = layers.Dense(128)(layers.Dense(512, "gelu")(x))
+        x = layers.LayerNormalization()(x + y)
+    return keras.Model(ids, layers.Dense(2, name="class")(x[:, 0]), name="bert")
+
+
+def one_row(model: Any) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    (spec,) = model.inputs
+    dims = (1, *spec.shape[1:])
+    is_whole = "int" in spec.dtype
+    value = rng.integers(0, 8192, dims) if is_whole else rng.random(dims)
+    return {spec.name: value.astype(spec.dtype)}
+
+
+def median_s(function: Callable[[], Any], seconds: float = 2.0) -> float:
+    times, end_s = [], time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        begin_s = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin_s)
+    return float(np.median(times))
+
+
+async def closed_loop(model: Any, row: Any) -> float:
+    """Rows per second with as many clients as wait for each other's batches."""
+    end_s, answered = time.perf_counter() + SECONDS, 0
+
+    async def client() -> None:
+        nonlocal answered
+        while time.perf_counter() < end_s:
+            await model.predict(row)
+            answered += 1
+
+    await asyncio.gather(*[client() for _ in range(CLIENTS)])
+    return answered / SECONDS
+
+
+async def open_loop(model: Any, row: Any, rows_per_s: float) -> dict[str, float]:
+    """Latencies of requests that arrive by themselves."""
+    rng = np.random.default_rng(1)
+    latencies, refused, under_way = list[float](), 0, set[Any]()
+
+    async def one(due_s: float) -> None:
+        nonlocal refused
+        try:
+            await model.predict(row)
+        except mw.OverloadedError:
+            refused += 1
+            return
+        latencies.append(time.perf_counter() - due_s)  # from when it was due, not when it was sent
+
+    due_s, end_s = time.perf_counter(), time.perf_counter() + SECONDS
+    while due_s < end_s:
+        due_s += rng.exponential(1 / rows_per_s)
+        await asyncio.sleep(max(due_s - time.perf_counter(), 0))
+        task = asyncio.ensure_future(one(due_s))
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
+    await asyncio.gather(*under_way)
+    p50, p99 = np.percentile(latencies, [50, 99])
+    return {
+        "offered_rows_per_s": rows_per_s,
+        "answered_rows_per_s": len(latencies) / SECONDS,
+        "refused": refused,
+        "p50_ms": 1e3 * p50,
+        "p99_ms": 1e3 * p99,
+    }
+
+
+def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
+    model = build()
+    begin_s = time.perf_counter()
+    with mw.Server(model, buckets=[1]) as single, mw.Server(model, max_rows=32) as batching:
+        load_s = time.perf_counter() - begin_s
+        one, many = single.model(model.name), batching.model(model.name)
+        row = one_row(one)
+        compiled = next(iter(one.forward._compiled.values())).call
+        weights = one._weights.state
+        batch = one.source.batch(list(row.values()))
+
+        def call() -> Any:
+            return [np.asarray(x) for x in _leaves(compiled(weights.params, weights.state, batch))]
+
+        function_s = median_s(call)
+        answer_s = median_s(lambda: one.answer(row))
+        alone = asyncio.run(closed_loop(one, row))
+        together = asyncio.run(closed_loop(many, row))
+        loads = [asyncio.run(open_loop(many, row, share * together)) for share in LOADS]
+        batches = many.status().bucket_batches
+    return {
+        "model": model.name,
+        "load_s": load_s,
+        "function_p50_ms": 1e3 * function_s,
+        "answer_p50_ms": 1e3 * answer_s,
+        "overhead_p50_ms": 1e3 * (answer_s - function_s),
+        "batch_1_rows_per_s": alone,
+        "batching_rows_per_s": together,
+        "ratio": together / alone,
+        "loads": loads,
+        "batches": {str(size): count for size, count in batches.items()},
+    }
+
+
+def _leaves(tree: Any) -> list[Any]:
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def main() -> None:
+    rows = [measure(build) for build in (convolutional, bert)]
+    record = {"rows": rows, "machine": machine()}
+    if "--dry" not in sys.argv:
+        save("serving", record)
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""A dry run of serving: what the forward pass takes on machines that need not be there."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..errors import DoesNotFitError, PlanError
+from ..targets.hardware import Hardware
+from ..targets.target import Target
+from ..units import bytes_text, seconds_text
+from .abstract_step import AbstractStep
+from .ahead import compile_abstract, trace
+from .dry_run import not_compiled
+from .reading import read, refused, sizes
+from .report import DryRun, Memory
+
+_BUSY = 0.8  # of the time of a device that a load may take, for requests come unevenly
+_WAITS = 2  # batches that a request may wait for: the one before, and its own
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ForwardStep(AbstractStep):
+    """The forward pass alone, with weights and inputs as shapes that lie on a mesh."""
+
+    @classmethod
+    def of(cls, step: AbstractStep) -> ForwardStep:
+        """The forward pass of a training step."""
+        parts = {field.name: getattr(step, field.name) for field in fields(step)}
+        return cls(**parts)
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        import jax
+
+        predict = self.predict_step
+        return jax.jit(lambda whole, batch: predict(whole.params, whole.state, batch))
+
+    @property
+    def has_gradients(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class ServedBatch:
+    """A batch of so many rows: how long it takes, and the dry run that says so."""
+
+    rows: int
+    latency_s: float | None
+    report: DryRun = field(repr=False)
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """Rows per second of one copy of the model, batch after batch."""
+        return self.rows / self.latency_s if self.latency_s else None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a load takes: copies of the model, each on its mesh, and batches of so many rows."""
+
+    rows: int
+    copies: int
+    devices: int
+    latency_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.devices} devices: {self.copies} cop{'y' if self.copies == 1 else 'ies'} of the "
+            f"model, batches of {self.rows} rows in {seconds_text(self.latency_s)}"
+        )
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """What serving a model takes on a target; ``print`` it.
+
+    ``batches`` has one entry per size of batch. Bytes are those of one device and exact; times are
+    those of the roofline, without queue and network.
+    """
+
+    name: str
+    target: Target
+    axes: tuple[tuple[str, int], ...]
+    batches: tuple[ServedBatch, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Parameters and state of one device."""
+        memory = self.batches[0].report.memory
+        return memory.parameter_bytes + memory.state_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every batch fits into a device; ``None`` where that is not known."""
+        each = [batch.report.fits for batch in self.batches]
+        return None if None in each else all(each)
+
+    def devices_for(self, rows_per_s: float, p99_s: float | None = None) -> Load:
+        """The fewest devices for so many rows per second, none of which waits for long.
+
+        Half of ``p99_s`` is for the batch before. Raises :class:`~meshwright.PlanError` where no
+        batch is fast enough, or times are not known.
+        """
+        size = math.prod(count for _, count in self.axes)
+        loads = []
+        for batch in self.batches:
+            if batch.latency_s is None or batch.rows_per_s is None or batch.report.fits is False:
+                continue
+            if p99_s is None or _WAITS * batch.latency_s <= p99_s:
+                copies = max(math.ceil(rows_per_s / (_BUSY * batch.rows_per_s)), 1)
+                loads.append(Load(batch.rows, copies, copies * size, batch.latency_s))
+        if not loads:
+            wanted = "" if p99_s is None else f" within {seconds_text(p99_s)}"
+            raise PlanError(
+                f"no batch of {self.name!r} is answered{wanted} on {self.target}: its times are "
+                f"{', '.join(_time(each.latency_s) for each in self.batches)}. Cut the model into "
+                "more pieces, or allow more time."
+            )
+        return min(loads, key=lambda load: (load.devices, load.latency_s))
+
+    def price_per_million(self, per_device_hour: float) -> float | None:
+        """The price of a million rows, in full batches of the cheapest size."""
+        size = math.prod(count for _, count in self.axes)
+        rates = [each.rows_per_s for each in self.batches if each.rows_per_s]
+        return 1e6 * per_device_hour * size / (3600 * max(rates)) if rates else None
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.axes)
+        lines = [
+            f"{self.name} served on {self.target} ({axes})",
+            f"weights of a device: {bytes_text(self.weight_bytes)}",
+        ]
+        for each in self.batches:
+            peak = each.report.peak_bytes
+            held = "" if peak is None else f", {bytes_text(peak)} at the peak"
+            rate = "" if each.rows_per_s is None else f", {each.rows_per_s:,.0f} rows/s"
+            fits = {True: ", fits", False: ", does not fit", None: ""}[each.report.fits]
+            lines.append(f"batch of {each.rows}: {_time(each.latency_s)}{rate}{held}{fits}")
+        return "\n".join(lines)
+
+
+def serving_report(
+    steps: Sequence[tuple[int, ForwardStep]],
+    target: Target,
+    hardware: Hardware,
+    *,
+    compile: bool,
+    timeout_s: float,
+) -> ServingReport:
+    """The report on the forward pass of batches of several sizes."""
+    why = not_compiled(target, compile)
+    batches = []
+    for rows, step in steps:
+        if why:
+            report, latency_s = _by_roofline(step, target, hardware, why)
+        else:
+            report = _compiled(step, target, hardware, timeout_s)
+            latency_s = report.step_time_s
+        batches.append(ServedBatch(rows, latency_s, report))
+    _, first = steps[0]
+    return ServingReport(first.program.name, target, first.mesh.axes, tuple(batches))
+
+
+def _compiled(step: ForwardStep, target: Target, hardware: Hardware, timeout_s: float) -> DryRun:
+    try:
+        return read(step, compile_abstract(step, target, timeout_s=timeout_s), hardware)
+    except DoesNotFitError as error:
+        return refused(step, target, hardware, error)
+
+
+def _by_roofline(
+    step: ForwardStep, target: Target, hardware: Hardware, why: str
+) -> tuple[DryRun, float | None]:
+    """Without a compiler: products at their peak, or each weight read once; nothing is sent."""
+    from ..jaxprs.flops import model_flops
+
+    known = sizes(step)
+    traced = trace(step.jitted, (step.state, step.batch), target)
+    flops = model_flops(traced.jaxpr)
+    dtypes = [each.info.dtype for each in step.placed if each.info.role == "parameter"]
+    peak = hardware.peak(max(set(dtypes), key=dtypes.count)) if dtypes else None
+    bandwidth = hardware.memory_bandwidth_bytes_per_s
+    latency_s = None
+    if flops is not None and peak and bandwidth:
+        held = known["parameter_bytes"] + known["state_bytes"] + known["input_bytes"]
+        latency_s = max(flops / step.mesh.size / peak, held / bandwidth)
+    memory = Memory(
+        **known,
+        peak_bytes=sum(known.values()),
+        peak_is="weights and inputs; what lies between layers is not counted",
+        available_bytes=hardware.memory_bytes,
+    )
+    note = "times are those of products and of reading each weight once; collectives are left out"
+    report = DryRun(
+        name=step.program.name,
+        target=target,
+        axes=step.mesh.axes,
+        memory=memory,
+        notes=(note,),
+        placed=step.placed,
+        hardware=hardware,
+        not_compiled=why,
+    )
+    return report, latency_s
+
+
+def _time(seconds: float | None) -> str:
+    return "time unknown" if seconds is None else seconds_text(seconds)

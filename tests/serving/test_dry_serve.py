@@ -1,0 +1,66 @@
+"""A dry run of serving says what serving takes: bytes exactly, times by the roofline."""
+
+from __future__ import annotations
+
+import jax
+import keras
+import numpy as np
+import optax
+import pytest
+from test_server import LAYOUTS, build
+
+import meshwright as mw
+
+X = jax.ShapeDtypeStruct((1, 8), "float32")
+
+
+@pytest.mark.full
+def test_weights_of_a_device_are_those_that_the_server_holds() -> None:
+    strategy = mw.Sharded(mw.create_mesh({"batch": 2, "model": 4}), LAYOUTS, zero=1)
+    serving = strategy.serving(strategy.mesh)
+    with mw.abstract():
+        model = build()
+    report = mw.dry_serve(model, X, strategy=serving, target="cpu:8", rows=[1, 8])
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        held = build()
+    with mw.Server(held, serving, buckets=[8]) as server:
+        found = server.model("small").status().bytes_by_device
+    assert set(found.values()) == {report.weight_bytes}
+    memory = report.batches[1].report.memory
+    assert (memory.slot_bytes, memory.gradient_bytes) == (0, 0)
+    assert memory.input_bytes == 4 * 8 * 4  # four of eight rows
+    assert report.fits is None  # nothing is known of this machine
+    assert report.batches[1].report.collectives[0].kind == "all-reduce"
+
+
+def test_the_devices_that_a_load_takes() -> None:
+    def forward(params: dict, x: jax.Array) -> jax.Array:
+        return x @ params["w"]
+
+    shapes = {"w": jax.ShapeDtypeStruct((8192, 8192), "bfloat16")}
+    import optax
+
+    program = mw.jax_program(
+        lambda p, x: forward(p, x).sum(), shapes, optax.sgd(1), forward=forward
+    )
+    placement = mw.Placement.of(mw.Mesh({"model": 4}), {"w": [None, "model"]}, batch=None)
+    x = jax.ShapeDtypeStruct((1, 8192), "bfloat16")
+    options = {"strategy": placement, "target": "h100:4", "compile": False, "rows": [1, 1024]}
+    report = mw.dry_serve(program, x, **options)
+    held = 8192 * 8192 * 2 // 4
+    assert report.weight_bytes == held
+    bandwidth = report.batches[0].report.hardware.memory_bandwidth_bytes_per_s
+    one, many = (batch.latency_s for batch in report.batches)
+    assert one == pytest.approx((held + 2 * 8192) / bandwidth)  # reading the weights
+    peak = report.batches[0].report.hardware.peak("bfloat16")
+    assert many == pytest.approx(max((held + 2 * 8192 * 1024) / bandwidth,
+                                     2 * 1024 * 8192**2 / 4 / peak))  # fmt: skip
+    load = report.devices_for(rows_per_s=2 * 0.8 * 1024 / many)
+    assert (load.rows, load.copies, load.devices) == (1024, 2, 8)
+    assert report.devices_for(rows_per_s=1).rows == 1
+    with pytest.raises(mw.PlanError, match="no batch of 'program' is answered within"):
+        report.devices_for(rows_per_s=1, p99_s=one)
+    assert report.price_per_million(3.6) == pytest.approx(1e6 * 4 * 3.6 / 3600 / (1024 / many))
+    assert "batch of 1024: " in str(report)
+    assert np.isfinite(one)
