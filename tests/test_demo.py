@@ -65,7 +65,12 @@ def test_the_quick_demo_ends_with_a_table_and_a_picture(tmp_path: Path) -> None:
     ]
     assert "\x1b" not in printed
     assert "(c) data, space: loss" in printed
-    picture = Path(printed.rstrip().rsplit("Picture of the layouts: ", 1)[1])
+    *_, drawing, serving = printed.rstrip().splitlines()
+    assert serving == "Serve it: meshwright serve pictures/mlp.keras --mesh batch=8"
+    picture = Path(drawing.removeprefix("Picture of the layouts: "))
+    with mw.Server(tmp_path / "pictures" / "mlp.keras", max_rows=1) as server:
+        answer = server.answer({"input": np.zeros([1, 28, 28])}).outputs["output"]
+    assert answer.sum() == pytest.approx(1, abs=1e-5)
     assert picture == (tmp_path / "pictures" / "layouts.svg").resolve()
     drawn = "".join(ElementTree.parse(picture).getroot().itertext())
     assert all(word in drawn for word in ("(a) data", "(b) data, model", "(c) data, space"))

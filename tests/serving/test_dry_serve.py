@@ -39,11 +39,7 @@ def test_the_devices_that_a_load_takes() -> None:
         return x @ params["w"]
 
     shapes = {"w": jax.ShapeDtypeStruct((8192, 8192), "bfloat16")}
-    import optax
-
-    program = mw.jax_program(
-        lambda p, x: forward(p, x).sum(), shapes, optax.sgd(1), forward=forward
-    )
+    program = mw.jax_program(forward, shapes, optax.sgd(1.0), forward=forward)
     placement = mw.Placement.of(mw.Mesh({"model": 4}), {"w": [None, "model"]}, batch=None)
     x = jax.ShapeDtypeStruct((1, 8192), "bfloat16")
     options = {"strategy": placement, "target": "h100:4", "compile": False, "rows": [1, 1024]}

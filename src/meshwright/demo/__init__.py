@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,10 @@ def main(
     picture = _write_picture(results, folder)
     show_results(console, results, digits)
     console.print(f"Picture of the layouts: {picture}", soft_wrap=True, highlight=False)
+    for model in [result.model for result in results if result.model][:1]:
+        model.save(folder / f"{model.name}.keras")
+        command = f"meshwright serve {shlex.quote(str(folder / model.name))}.keras"
+        console.print(f"Serve it: {command} --mesh batch=8", soft_wrap=True, highlight=False)
 
 
 def _train(console: Console, jobs: list[Job], digits: Digits, epochs: int) -> list[Result]:

@@ -32,6 +32,7 @@ class Result:
     ms_per_step: float
     parameter_bytes_per_device: int
     picture: Section
+    model: keras.Model | None = None  # as it was trained
 
 
 class Stopwatch(keras.callbacks.Callback):
@@ -84,6 +85,7 @@ def run(
         ms_per_step=statistics.median(stopwatch.ms_per_step),
         parameter_bytes_per_device=max(live_bytes(model).values()),
         picture=_picture(job, mesh, model),
+        model=model,
     )
 
 
