@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ class Deployment:
     devices: int = 1
     max_replicas: int = 4
     start_s: int = 600  # until the server must be ready
+    python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
