@@ -1,0 +1,51 @@
+"""The lines for curl of the guide run, against the app as it is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvicorn
+from http_models import Linear, Shelf
+
+from meshwright.serving.http.app import serving_app
+
+pytestmark = pytest.mark.alone
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve_http.md"
+LINES = re.findall(r"^curl .*$", GUIDE.read_text(), re.MULTILINE)
+ANSWER = np.array([[1, 2, 3, 4]]) @ np.linspace(-1, 1, 12).reshape(4, 3)
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    app = serving_app(Shelf(Linear("sums")))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join()
+
+
+def test_there_are_lines():
+    assert len(LINES) >= 8
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:70])
+def test_a_line_of_curl_answers(line, port):
+    words = shlex.split(line.replace("localhost:8000", f"127.0.0.1:{port}"))
+    done = subprocess.run([*words, "--fail"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "-d" in words:
+        numbers = re.findall(r"-?\d+\.\d+", done.stdout)
+        assert np.allclose([float(number) for number in numbers][-3:], ANSWER), done.stdout
