@@ -161,6 +161,8 @@ def test_a_full_queue_late_and_cancelled_requests(gate: Gate) -> None:
     assert not server.ready
     with pytest.raises(mw.NotReadyError):
         server.answer({"input": rows(1)})
+    with server:  # begins again, and compiles nothing
+        assert server.answer({"input": rows(1)}).version == "1"
 
 
 def test_an_error_inside_the_model_fails_its_batch_alone(gate: Gate) -> None:

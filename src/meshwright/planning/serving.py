@@ -162,7 +162,7 @@ def serving_report(
             latency_s = report.step_time_s
         batches.append(ServedBatch(rows, latency_s, report))
     _, first = steps[0]
-    return ServingReport(first.program.name, target, first.mesh.axes, tuple(batches))
+    return ServingReport(first.program.name, target, first.placement.mesh.axes, tuple(batches))
 
 
 def _compiled(step: ForwardStep, target: Target, hardware: Hardware, timeout_s: float) -> DryRun:
@@ -187,7 +187,7 @@ def _by_roofline(
     latency_s = None
     if flops is not None and peak and bandwidth:
         held = known["parameter_bytes"] + known["state_bytes"] + known["input_bytes"]
-        latency_s = max(flops / step.mesh.size / peak, held / bandwidth)
+        latency_s = max(flops / step.placement.mesh.size / peak, held / bandwidth)
     memory = Memory(
         **known,
         peak_bytes=sum(known.values()),
@@ -198,7 +198,7 @@ def _by_roofline(
     report = DryRun(
         name=step.program.name,
         target=target,
-        axes=step.mesh.axes,
+        axes=step.placement.mesh.axes,
         memory=memory,
         notes=(note,),
         placed=step.placed,

@@ -84,6 +84,7 @@ class LoadedModel:
         self._outputs: tuple[TensorSpec, ...] = ()
         self._sizes: tuple[int, ...] = ()
         self._why_alone: str | None = None
+        self._is_loaded = False
         self._stopping = threading.Event()
         self._follower: threading.Thread | None = None
         self._refused: str | None = None  # the newest checkpoint, if it could not be served
@@ -169,37 +170,22 @@ class LoadedModel:
     def load(self) -> None:
         """Restore the weights, compile every size of batch, and begin to answer.
 
-        Raises :class:`~meshwright.CheckpointError` and :class:`~meshwright.ModelError`.
+        After :meth:`close` it begins again, with the weights that there are. Raises
+        :class:`~meshwright.CheckpointError` and :class:`~meshwright.ModelError`.
         """
-        from .forward import Forward, Shape, check_padding
-
         if self._batcher is not None:
             return
-        self.forward = Forward(self.source)
-        self._weights = self.first_weights()
-        most = self.options.sizes(self.forward.shards)[-1]
-        self._why_alone = self.forward.why_alone(most)
-        alone = self._why_alone is not None
-        self._sizes = (1,) if alone else self.options.sizes(self.forward.shards)
-        self._outputs = self.forward.outputs()
-        lengths = self._ahead()
-        self.forward.compile([Shape(rows, each) for rows in self._sizes for each in lengths])
-        for rows in self._sizes:
-            for each in lengths:
-                self._warm_up(rows, each)
-        self.differences = self._compared_with_own()
-        for difference in self.differences:
-            self._figures.event(f"{self.options.precision}: {difference}")
-        check_padding(
-            self.forward, self._weights.state, self.options.lengths, self.options.pad_value
-        )
+        if not self._is_loaded:
+            self._prepare()
+            self._is_loaded = True
+        self._stopping.clear()
         self._batcher = Batcher(
             self._compute,
             self._figures,
             max_rows=self._sizes[-1],
             queue_rows=self.options.queue_rows,
             wait_s=self.options.wait_s,
-            alone=alone,
+            alone=not self._batched,
             name=self.name,
         )
         if self._checkpoint is not None and self.options.follow_s is not None:
@@ -211,10 +197,32 @@ class LoadedModel:
     def close(self) -> None:
         """Refuse new requests, answer those that wait, end the threads."""
         self._stopping.set()
-        if self._batcher is not None:
-            self._batcher.close()
-        if self._follower is not None:
-            self._follower.join()
+        batcher, follower = self._batcher, self._follower
+        if batcher is not None:
+            batcher.close()
+        if follower is not None:
+            follower.join()
+        self._batcher = self._follower = None
+
+    def _prepare(self) -> None:
+        """Everything that is done once: weights, what is computed together, what is compiled."""
+        from .forward import Forward, Shape, check_padding
+
+        options = self.options
+        self.forward = Forward(self.source)
+        self._weights = self.first_weights()
+        sizes = options.sizes(self.forward.shards)
+        self._why_alone = self.forward.why_alone(sizes[-1])
+        self._sizes = sizes if self._batched else (1,)
+        self._outputs = self.forward.outputs()
+        shapes = [Shape(rows, each) for rows in self._sizes for each in self._ahead()]
+        self.forward.compile(shapes)
+        for shape in shapes:
+            self._warm_up(shape.rows, shape.lengths)
+        self.differences = self._compared_with_own()
+        for difference in self.differences:
+            self._figures.event(f"{options.precision}: {difference}")
+        check_padding(self.forward, self._weights.state, options.lengths, options.pad_value)
 
     def first_weights(self) -> Weights:
         """The weights to begin with. Raises what :meth:`load` raises."""

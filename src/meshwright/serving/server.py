@@ -245,5 +245,5 @@ def keep_compiled() -> None:
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.set_cache_dir(str(kept.parent / "xla"))
+    compilation_cache.set_cache_dir(str(kept / "xla"))
     compilation_cache.reset_cache()  # it may have looked before, and found none

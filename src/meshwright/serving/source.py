@@ -90,7 +90,7 @@ class Source:
         part = {i.path: p for p, i in self._infos()}
 
         def name_and_dtype(each: Any) -> tuple[str, Any]:
-            name: str = names.get(each.path, each.path)
+            name = names[each.path] if each.path in names else each.path
             dtype = self.saved_dtypes.get(each.path, each.dtype)
             rounded = saved.get(f"{part[each.path]}/{name}")
             return name, dtype if rounded is None or rounded != info.dtype else rounded

@@ -31,10 +31,10 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
     head, *body, foot = str(table).splitlines()
     rule = "-" * max(len(line) for line in (head, *body, foot))
     parts = [Line(head, "bold"), rule, body, rule, Line(foot, "bold")]
-    if found.ticks is None:
+    if explanation.ticks is None:
         return paragraphs(*parts)
-    stages = Columns([_STAGE_HEADINGS, *map(_stage_row, found.stages)], right=(2,))
-    return paragraphs(*parts, "", stages, "", tick_table_text(found.ticks).parts)
+    stages = Columns([_STAGE_HEADINGS, *map(_stage_row, explanation.stages)], right=(2,))
+    return paragraphs(*parts, "", stages, "", tick_table_text(explanation.ticks).parts)
 
 
 def _stage_row(share: StageShare) -> tuple[str, str, str]:
