@@ -102,7 +102,7 @@ def numbers(page: Any, column: int) -> list[float]:
 
 def test_it_loads_in_silence_and_asks_for_nothing(opened):
     assert report().name in opened.locator("h1").inner_text()
-    assert opened.locator("section").count() == 7
+    assert opened.locator("section").count() == 8
     assert opened.locator("figure svg").count() >= 4
 
 

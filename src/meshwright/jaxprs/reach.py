@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .primitives import How, Place, inner_jaxprs, links_of, opened, shape_of
+from .primitives import TABLE, How, Place, elementwise, inner_jaxprs, links_of, opened, shape_of
 from .united import United
 
 Cut = tuple[tuple[str, int], ...]  # axes that cut a dim together, each into how many pieces
@@ -64,14 +64,14 @@ class Scope:
 
     def of(self, atom: Any) -> Dims:
         """The dims of a variable; a literal's are reached by nothing."""
-        from jax.extend.core import Literal
-
-        return fresh(atom.aval) if isinstance(atom, Literal) else self.dims[atom]
+        return fresh(atom.aval) if hasattr(atom, "val") else self.dims[atom]
 
 
 def fresh(aval: Any, cuts: Sequence[Cut] = ()) -> Dims:
     """New dims for a value that is cut so, one entry per dim."""
     shape = getattr(aval, "shape", ())
+    if not shape:
+        return ()
     sure = [frozenset([cut] if cut else []) for cut in cuts] or [frozenset()] * len(shape)
     return tuple((Factor(size, reach),) for size, reach in zip(shape, sure, strict=True))
 
@@ -124,7 +124,9 @@ class _Tracker:
         """Two dims that are laid out alike."""
         if one is other:
             return
-        if [f.size for f in one] == [f.size for f in other] or len(one) == len(other) == 1:
+        if len(one) == len(other) == 1:
+            self._unite(one[0].root(), other[0].root())
+        elif [f.size for f in one] == [f.size for f in other]:
             for a, b in zip(one, other, strict=True):
                 self._unite(a.root(), b.root())
         else:
@@ -205,6 +207,10 @@ class _Tracker:
     def _through(self, eqn: Any, ins: list[Dims]) -> list[Dims]:
         """The dims of the results, by the links of the equation."""
         shapes = [shape_of(var) for var in eqn.outvars]
+        if TABLE.get(eqn.primitive.name) is elementwise:  # most equations
+            full = [dims for dims, var in zip(ins, eqn.invars, strict=True) if shape_of(var)]
+            if all(shape_of(var) in (shapes[0], ()) for var in (*eqn.invars, *eqn.outvars)):
+                return self._alike(full or [fresh(eqn.outvars[0].aval)]) * len(shapes)
         out: dict[Place, Dim] = {}
         for link in links_of(eqn):
             dims = [ins[operand][dim] for operand, dim in link.ins]
@@ -230,6 +236,15 @@ class _Tracker:
             tuple(out.get((result, dim)) or (Factor(size),) for dim, size in enumerate(shape))
             for result, shape in enumerate(shapes)
         ]
+
+    def _alike(self, every: Sequence[Dims]) -> list[Dims]:
+        """The dims of values that are laid out alike: those of the first one."""
+        first, *others = every
+        for other in others:
+            if other is not first:
+                for one, its in zip(first, other, strict=True):
+                    self.tie(one, its)
+        return [first]
 
     def _together(self, dims: Sequence[Dim], size: int, spreads: bool, known: Sequence[Dim]) -> Dim:
         """The dim of a result, of that size, that all of these lie as; a dim of one element
