@@ -16,6 +16,7 @@ import pytest
 import meshwright as mw
 import meshwright.named as mn
 from meshwright.hlo.collectives import read_collectives
+from meshwright.named import layers
 
 SIZES = {"batch": 64, "io": 16, "hidden": 32}
 # The names of the rules and of the axes, and how often each dim is cut.
@@ -146,3 +147,23 @@ def test_a_renamed_product_scatters_its_sums_and_gathers_what_it_needs():
     exchanged = sorted((each.kind, sum(a.elements for a in each.arrays)) for each in found)
     # x and the gradient of y are gathered, y and the gradient of x are scattered
     assert exchanged == [*[("all-gather", whole)] * 2, *[("reduce-scatter", whole)] * 2]
+
+
+BLOCK_LAYERS = {
+    "attention": layers.Attention("d_model:8", "heads:8", "d_kv:4"),
+    "local attention": layers.Attention("d_model:8", "heads:8", "d_kv:4", radius=2),
+    "gated units": layers.FeedForward("d_model:8", "d_ff:16", (mn.swish, None)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_LAYERS)
+def test_a_layer_sums_once_forwards_and_once_backwards(name):
+    """Of its output, and of the gradient of its input, though several products make that."""
+    layer = BLOCK_LAYERS[name]
+    with mn.rules("heads:all;d_ff:all", mw.create_mesh({"all": 8}), strict=False):
+        params = layer.init(jax.random.key(0))
+        x = mn.named(np.ones([2, 8, 8], "float32"), "batch:2 length:8 d_model:8")
+        call = jax.value_and_grad(lambda p, x: mn.reduce_sum(mn.square(layer(p, x))).array, (0, 1))
+        compiled = jax.jit(call).lower(params, x).compile()
+    arrays, _ = all_reduced(compiled, {"all": 8})
+    assert arrays == {"all": 2 * x.size}
