@@ -43,6 +43,11 @@ def test_each_process_reads_only_what_its_devices_need() -> None:
 
 
 @pytest.mark.full
+def test_each_process_reads_the_rows_that_it_is_dealt() -> None:
+    _check("shard", ["model-dense"], timeout_s=300)
+
+
+@pytest.mark.full
 def test_two_processes_train_every_row_as_one_device_does() -> None:
     _check("train", [row.name for row in STRATEGIES if row.name != "model-dense"], timeout_s=1500)
 

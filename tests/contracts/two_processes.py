@@ -110,6 +110,38 @@ def input_law(row: Any) -> None:
     agree_on(weights(local), weights(one))
 
 
+def shard_law(row: Any) -> None:
+    """Rows that are dealt out train as one device's, the rest that does not divide too; gradients
+    go as one flat vector."""
+    import jax
+    import keras
+    import numpy as np
+    from oracle import OneDevice, made, weights
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input([6]), keras.layers.Dense(5), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        return model
+
+    draw = np.random.default_rng(3)
+    x = draw.normal(size=[45, 6]).astype("float32")
+    y = draw.normal(size=[45, 2]).astype("float32")
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    sharded, one = made(strategy, build), made(OneDevice(), build)
+    rows = mw.shard((x, y), batch_size=16)
+    strategy.fit(sharded, rows, epochs=2, verbose=0)
+    one.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    agree_on(weights(sharded), weights(one))
+
+    program = strategy.program(sharded, (x[:16], y[:16]))
+    trainer = mw.Trainer(program, strategy.placement)
+    state, batch = trainer.init(), trainer.put((x[:16], y[:16]))
+    text = trainer.step.lower(state, batch).compile().as_text()
+    sums = [line for line in text.splitlines() if " all-reduce(" in line]
+    assert sum(f"f32[{6 * 5 + 5 + 5 * 2 + 2}]" in line for line in sums) == 1, sums
+    assert jax.process_count() == 2
+
+
 def agree_on(actual: Any, expected: Any) -> None:
     import numpy as np
 
@@ -117,7 +149,7 @@ def agree_on(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-LAWS = {"input": input_law, "train": train_law, "save": save_law}
+LAWS = {"input": input_law, "shard": shard_law, "train": train_law, "save": save_law}
 
 
 def main(address: str, index: str, law: str, *names: str) -> None:

@@ -21,7 +21,7 @@ from ..hlo.collectives import Collective, read_collectives
 from ..jaxprs.edits import equations
 from ..jaxprs.lines import Lines, SourceLine, noting
 from ..jaxprs.primitives import CALLBACKS
-from ..step.accumulate import accumulating_on
+from ..step.platform import tracing_for
 from ..targets import gpu
 from ..targets.target import Target
 from .abstract_step import AbstractStep, HasSteps, abstract_step
@@ -144,7 +144,7 @@ def _tracing(jitted: Any, target: Target) -> Iterator[Lines]:
     """Trace as for a target; the lines of the source that were met, now or when it was before."""
     lines = _LINES.setdefault(jitted, Lines())
     on = target.platform
-    with _compat.keras_sees(on), accumulating_on(on), noting(lines), _compat.without_lines():
+    with _compat.keras_sees(on), tracing_for(on), noting(lines), _compat.without_lines():
         yield lines
 
 

@@ -21,6 +21,7 @@ from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .counting import counted
 from .gradient import Gradient
 from .parts import Gathered
+from .platform import traced_for
 from .sharing import Sharing
 
 Way = Literal["side by side", "in a loop", "written out"]
@@ -97,27 +98,17 @@ class _Micro:
         }
 
 
-def accumulating_in(way: Way | None) -> contextlib.AbstractContextManager[None]:
-    """Trace accumulation in this way, whatever the devices and the sizes are."""
-    return _set(_asked, way)
-
-
-def accumulating_on(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Trace accumulation as on devices of this kind, whatever the present ones are."""
-    return _set(_platform, platform)
-
-
 _asked: ContextVar[Way | None] = ContextVar("accumulating", default=None)
-_platform: ContextVar[str | None] = ContextVar("accumulating_on", default=None)
 
 
 @contextlib.contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
+def accumulating_in(way: Way | None) -> Iterator[None]:
+    """Trace accumulation in this way, whatever the devices and the sizes are."""
+    token = _asked.set(way)
     try:
         yield
     finally:
-        variable.reset(token)
+        _asked.reset(token)
 
 
 def _way(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> Way:
@@ -126,15 +117,12 @@ def _way(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> Way:
     A loop is right for accelerators: compiled once, with the memory of one micro-batch. On CPU it
     is written out, for XLA's CPU compiler runs convolutions many times slower inside a loop.
     """
-    import jax
-
     if len(set(map(_shapes, batches))) > 1:
         return "written out"
     by_xla = micro.sharing.by is None  # side by side, rows are a dim that no sum is found over
     if by_xla and saves_nothing_in_turn(micro.program, whole, batches, micro.sharing.pieces):
         return "side by side"
-    platform = _platform.get() or jax.default_backend()
-    return "written out" if platform == "cpu" else "in a loop"
+    return "written out" if traced_for() == "cpu" else "in a loop"
 
 
 def _side_by_side(

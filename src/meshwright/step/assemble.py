@@ -255,7 +255,9 @@ class Assembly:
             how.refuse_own_step(program.name)
             return program.own_step
         program = shared(program, sharing, how.remat)
-        of = functools.partial(gradient, sums=how.computed_sums)
+        lies = self.batch_layouts.placement
+        whole_images = not (lies.inputs or lies.targets or lies.activations)
+        of = functools.partial(gradient, sums=how.computed_sums, splits_rows_only=whole_images)
         if how.local is not None:
             return local_step(program, how.local, of, self.placement)
         if how.accumulate > 1:

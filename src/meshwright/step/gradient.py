@@ -18,15 +18,20 @@ from typing import Any
 from ..jaxprs.branches import with_free_results
 from ..jaxprs.edits import count_uses, edited
 from ..program import Arrays, Aux, Batch, Program, TrainState
+from .platform import traced_for
+from .pooling import pooled_by_comparison
 
 Gradient = Callable[[Arrays, TrainState, Batch], tuple[Aux, Arrays]]
 
 
-def gradient(program: Program, share: float = 1.0, *, sums: str | None = None) -> Gradient:
+def gradient(
+    program: Program, share: float = 1.0, *, sums: str | None = None, splits_rows_only: bool = False
+) -> Gradient:
     """The pure function ``(params, state, batch) -> (aux, gradients)`` of the training loss.
 
     ``share`` is how much of the loss counts; ``sums`` is the element type in which gradients are
-    summed, where it is not the one they are computed in.
+    summed, where it is not the one they are computed in. Where ``splits_rows_only``, a mesh splits
+    no dim of images but their rows in the batch, and gradients of pooling are taken as is best.
     """
 
     def loss(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
@@ -39,7 +44,12 @@ def gradient(program: Program, share: float = 1.0, *, sums: str | None = None) -
         (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, whole, batch)
         return aux, grads
 
-    taken = edited(differentiated, lambda jaxpr: with_free_results(_ordered(jaxpr)))
+    def edit(jaxpr: Any) -> Any:
+        if splits_rows_only and traced_for() == "cpu":
+            jaxpr = pooled_by_comparison(jaxpr)
+        return with_free_results(_ordered(jaxpr))
+
+    taken = edited(differentiated, edit)
     return taken if sums is None else summed_in(taken, sums)
 
 

@@ -1,0 +1,31 @@
+"""For which platform a step is traced: it is written otherwise for a CPU than for others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+_platform: ContextVar[str | None] = ContextVar("traced_for", default=None)
+
+
+def traced_for() -> str:
+    """The platform that is traced for: that of JAX's devices, or of a target.
+
+    >>> with tracing_for("tpu"):
+    ...     traced_for()
+    'tpu'
+    """
+    import jax
+
+    return _platform.get() or jax.default_backend()
+
+
+@contextlib.contextmanager
+def tracing_for(platform: str) -> Iterator[None]:
+    """Trace as for devices of this kind, whatever the present ones are."""
+    token = _platform.set(platform)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
