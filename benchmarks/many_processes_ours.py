@@ -17,10 +17,10 @@ import meshwright as mw
 
 mw.join()
 
-import jax
-import keras
-import numpy as np
-from many_processes_jobs import JOBS, Job
+import jax  # noqa: E402
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+from many_processes_jobs import JOBS, Job  # noqa: E402
 
 LAYERS = keras.layers
 

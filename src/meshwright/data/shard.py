@@ -2,7 +2,7 @@
 
 TensorFlow deals out files or elements (``AutoShardPolicy``), and PyTorch's sampler row numbers; in
 both the position is a process's own, and rows are lost or read twice when the number of processes
-changes. Here the position is what is left of the epoch, whoever reads it.
+changes. Here the position is what is left of the epoch for all processes.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Reading:
         return self._taken
 
     def state_after(self, taken: int) -> dict[str, Any]:
-        """The state after so many batches, see :attr:`taken`."""
+        """The state after ``taken`` batches, see :attr:`taken`."""
         return {
             "epoch": self._epoch,
             "rest": [list(span) for span in self._from],
@@ -193,7 +193,7 @@ def shard(
     ``(x, y)``.
 
     ``by="file"`` deals whole files out, ``"row"`` rows; ``"auto"`` takes files where each process
-    gets one, and ``"off"`` lets every process read all rows. ``seed`` shuffles every epoch anew:
+    gets one, and ``"off"`` lets every process read all rows. ``seed`` shuffles every epoch:
     rows, or of Parquet files their order. The rows left at the end, fewer than a batch, are read by
     every process and trained on with the numbers of one device (``uneven="pad"``), or dropped. The
     position in a checkpoint is what is left of the epoch, and any number of processes goes on from

@@ -46,7 +46,7 @@ def row_count(spans: Sequence[Span]) -> int:
 
 
 def cut(spans: Sequence[Span], rows: int) -> tuple[Spans, Spans]:
-    """The first so many rows, and those behind.
+    """The first ``rows`` rows, and those behind.
 
     >>> first, rest = cut((Span(0, 0, 3), Span(1, 0, 3)), 4)
     >>> first[1], rest
@@ -142,7 +142,7 @@ def steps_of(
 
 
 def after(rest: Spans, steps: int, processes: int, rows: int, dealing: Dealing) -> Spans:
-    """What is left of an epoch after so many steps more.
+    """What is left of an epoch after ``steps`` more steps.
 
     >>> after((Span(0, 0, 7),), 1, 2, 2, "block")
     (Span(file=0, start=2, stop=3), Span(file=0, start=5, stop=7))
@@ -165,5 +165,5 @@ def _batches(rest: Spans, processes: int, rows: int) -> Iterator[Round]:
 
 
 def _left(given: tuple[Spans, ...], rows: int) -> Spans:
-    """What is left where each process has read so many rows of its own."""
+    """What is left where each process has read ``rows`` rows of its own."""
     return tuple(span for mine in given for span in cut(mine, rows)[1])

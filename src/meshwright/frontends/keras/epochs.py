@@ -114,7 +114,7 @@ class Epochs:
             self._sharded.begin(epoch, start)
 
     def place(self, batches: int) -> Any:
-        """The place in such data after so many batches of the epoch, as a value of JSON."""
+        """The place in such data after these batches of the epoch, as a value of JSON."""
         return None if self._sharded is None else self._sharded.place(batches)
 
     def drop_epochs(self, count: int) -> None:
