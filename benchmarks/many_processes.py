@@ -5,7 +5,8 @@
 
 Both sides train the same models on rows of random numbers, 64 rows of each process in a step, with
 SGD and momentum. A round runs every side once, each in fresh processes; ratios are taken within a
-round, of the fastest epochs; those by CPU time of rank 0 say more on a busy machine. Weak scaling is CPU seconds per row in one process over those in two.
+round, of the fastest epochs. Ratios of the CPU time of rank 0 say more on a busy machine. Weak
+scaling is CPU seconds per row in one process over those in two.
 Writes ``benchmarks/results/many_processes.json``, but not with ``--dry``.
 """
 

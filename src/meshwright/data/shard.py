@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -26,7 +26,8 @@ By = Literal["auto", "file", "row", "off"]
 Uneven = Literal["pad", "drop"]
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """Which processes read the same rows as this one: group ``index`` of ``number``."""
 
     index: int
@@ -99,7 +100,7 @@ class Reading:
         self._source = source
         self.group = Group(0, 1) if source.by == "off" else group
         self._rows_here = _rows_here(source, self.group)
-        self._dealing = _dealing(source, self.group)
+        self._dealing: Dealing = _dealing(source, self.group)
         self._shuffled: tuple[Any, Any] = None, None
         self.begin(0)
 
@@ -109,8 +110,8 @@ class Reading:
 
     def _start(self, epoch: int, rest: Spans, taken: int) -> None:
         self._epoch, self._from, self._taken = epoch, rest, taken
-        index, number = self.group
-        steps = steps_of(rest, index, number, self._rows_here, self._dealing)
+        group = self.group
+        steps = steps_of(rest, group.index, group.number, self._rows_here, self._dealing)
         self._steps: Iterator[Step] = itertools.islice(steps, taken, None)
 
     def __iter__(self) -> Reading:
@@ -123,6 +124,11 @@ class Reading:
         batch = self._read(step.spans)
         self._taken += 1
         return batch if step.is_rest or self.group.number == 1 else LocalBatch(batch)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the batches of all processes together are the rows in their order."""
+        return self.group.number == 1 or self._dealing == "batch"
 
     @property
     def taken(self) -> int:
@@ -172,6 +178,13 @@ class Reading:
             draw = np.random.default_rng([source.seed or 0, *key])
             self._shuffled = key, draw.permutation(source.rows.sizes[file])
         return self._shuffled[1]
+
+
+def reading_of(batches: Any, placement: Placement) -> Any:
+    """What this process reads of sharded rows under a placement; other batches are as they are."""
+    if isinstance(batches, ShardedRows):
+        return batches.reading(Group.of(placement))
+    return batches
 
 
 def shard(

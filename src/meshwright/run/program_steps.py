@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import CheckpointInfo, Position
 from ..checkpoint.randomness import read_randomness, write_randomness
+from ..data.shard import reading_of
 from ..errors import CheckpointError
 from ..program import Batch, TrainState
 from .epochs import Steps, Taken
@@ -30,7 +31,8 @@ class ProgramSteps(Steps):
         saver: Saver,
     ) -> None:
         self._trainer, self.newest = trainer, state
-        self._source = TrainedBatches(batches, saver.start, saver.is_on)
+        source = reading_of(batches, trainer.placement)
+        self._source = TrainedBatches(source, saver.start, saver.is_on)
         self._done = saver.start.position.batches if saver.start else 0
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:

@@ -11,6 +11,7 @@ import jax
 
 from ..checkpoint import Checkpoints
 from ..data import Putter
+from ..data.shard import reading_of
 from ..errors import TopologyError
 from ..launch.join import agree, naming_failures
 from ..launch.progress import entering
@@ -117,6 +118,7 @@ class Trainer:
 
     def steps(self, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
         """Train on one batch after another, waiting only for steps that were begun long ago."""
+        batches = reading_of(batches, self.placement)
         laid_out, backlog = self.put.each(batches, alone_is_last=False), Backlog()
         entering("input")
         for number, batch in enumerate(self.how.for_steps(laid_out)):

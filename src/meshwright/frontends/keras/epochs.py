@@ -53,7 +53,7 @@ class Epochs:
         self._local = isinstance(data.x, LocalRows)
         self._sharded: _ShardedEpochs | None = None
         if isinstance(data.x, ShardedRows):
-            self._epochs = self._sharded = _ShardedEpochs(data, Group.of(placement))
+            self._epochs = self._sharded = _ShardedEpochs(data, Group.of(placement), kind)
         else:
             self._epochs = _compat.numpy_batches(
                 data.x.source if self._local else data.x,
@@ -270,7 +270,7 @@ def _arrays_of(batch: Any) -> Any:
 class _ShardedEpochs:
     """The epochs of :func:`meshwright.shard`, with the methods of Keras' epoch iterator."""
 
-    def __init__(self, data: Data, group: Group) -> None:
+    def __init__(self, data: Data, group: Group, kind: Kind) -> None:
         self._source: ShardedRows = data.x
         names = ("y", "sample_weight", "class_weight", "steps")
         refused = [f"{name}=" for name in names if getattr(data, name) is not None]
@@ -282,6 +282,11 @@ class _ShardedEpochs:
                 "(x, y) or (x, y, sample_weight) of its own batch_size, and an epoch is all rows."
             )
         self._reading = self._source.reading(group)
+        if kind == "predict" and not self._reading.is_in_order:
+            raise DataError(
+                f"{self._source!r}: outputs come in the order of rows, and files are read side by "
+                "side. Say by='off' for predict."
+            )
         self._before = 0  # batches of the epoch before those that the reading counts
 
     @property
