@@ -85,14 +85,14 @@ class Alive:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._known: dict[str, _Alive] = {}
+        self._seen: dict[str, _Alive] = {}
 
     def of(self, inside: Computation) -> _Alive:
-        if inside.name not in self._known:
-            self._known[inside.name] = self._found(inside)
-        return self._known[inside.name]
+        if inside.name not in self._seen:
+            self._seen[inside.name] = self._alive_in(inside)
+        return self._seen[inside.name]
 
-    def _found(self, inside: Computation) -> _Alive:
+    def _alive_in(self, inside: Computation) -> _Alive:
         whole = [held + within for _, held, within in self.at_each(inside)]
         return self.at(inside, whole.index(max(whole))) if whole else []
 

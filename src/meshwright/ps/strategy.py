@@ -101,7 +101,7 @@ class ParameterServer:
         self._names = itertools.count()
         self._loads_bytes = [0] * self.num_servers
         self._num_placed = 0
-        self._made: dict[str, tuple[VariableSpec, Mapping[str, Any], np.ndarray | None]] = {}
+        self._created: dict[str, tuple[VariableSpec, Mapping[str, Any], np.ndarray | None]] = {}
         self._awaited: tuple[str | Path, frozenset[str]] | None = None  # to be restored when made
         self._optimizers: dict[str, Message] = {}
         self._noted_optimizers: list[Sequence[Any]] = []  # config, names, options
@@ -148,7 +148,7 @@ class ParameterServer:
         """
         with self._lock:
             is_new = self._servers.create(spec, init, value)
-            self._made[spec.name] = (spec, init, value)
+            self._created[spec.name] = (spec, init, value)
         return is_new
 
     def place(
@@ -338,7 +338,7 @@ class ParameterServer:
         """
         coordinator = self._coordinator()
         coordinator.join()
-        specs = [spec for spec, _, _ in self._made.values()]
+        specs = [spec for spec, _, _ in self._created.values()]
         args = (str(directory), step, specs, self._noted_optimizers, repr(self))
         return Path(coordinator.fetch(coordinator.schedule(save_here, args=args)))
 
@@ -356,7 +356,7 @@ class ParameterServer:
 
             return restore_model(self, model, directory)
         self._coordinator().join()
-        return self._restore(directory, {name: entry[0] for name, entry in self._made.items()})
+        return self._restore(directory, {name: entry[0] for name, entry in self._created.items()})
 
     def restore_later(self, directory: str | Path) -> int:
         """Restore the newest checkpoint as soon as all of its variables have been made.
@@ -372,11 +372,11 @@ class ParameterServer:
         return step
 
     def _restore_awaited(self) -> None:
-        if self._awaited is None or not self._awaited[1] <= self._made.keys():
+        if self._awaited is None or not self._awaited[1] <= self._created.keys():
             return
         (directory, names), self._awaited = self._awaited, None
         self._coordinator().join()
-        self._restore(directory, {name: self._made[name][0] for name in names})
+        self._restore(directory, {name: self._created[name][0] for name in names})
 
     def _restore(self, directory: str | Path, specs: Mapping[str, VariableSpec]) -> int:
         for optimizer in check_fits(directory, specs):
@@ -476,18 +476,18 @@ class ParameterServer:
 
     def refill(self, server: int, servers: Servers) -> None:
         """Make again, on a server that came back, what it may have lost."""
-        for spec, init, value in list(self._made.values()):
+        for spec, init, value in list(self._created.values()):
             if any(shard.server == server for shard in spec.shards):
                 servers.create(spec, init, value, only=server)
         for key, message in list(self._optimizers.items()):
             if key.startswith(f"{server}/"):
                 servers.ask(server, message)
         for config, names, options in list(self._noted_optimizers):
-            specs = [self._made[name][0] for name in names]
+            specs = [self._created[name][0] for name in names]
             tell_optimizer(servers, {}, config, specs, options, only=server)
 
     def _noted(self, optimizer: Sequence[Any]) -> None:
-        are_made = all(name in self._made for name in optimizer[1])
+        are_made = all(name in self._created for name in optimizer[1])
         if are_made and optimizer not in self._noted_optimizers:
             self._noted_optimizers.append(optimizer)
 
@@ -495,8 +495,8 @@ class ParameterServer:
         self, name: str, shape: tuple[int, ...], dtype: str, is_hash: bool = False
     ) -> VariableSpec:
         with self._lock:
-            if name in self._made:
-                return _same(self._made[name][0], shape, dtype)
+            if name in self._created:
+                return _same(self._created[name][0], shape, dtype)
             count = num_shards(self.partitioner, shape, np.dtype(dtype))
             spec = placed(
                 name,

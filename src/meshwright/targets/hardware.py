@@ -114,7 +114,7 @@ def hardware_of(target: Target | str) -> Hardware:
     True
     """
     name = target.kind if isinstance(target, Target) else target.partition(":")[0].strip().lower()
-    published = _known()
+    published = _published()
     if name in published:
         return published[name]
     near = difflib.get_close_matches(name, published, n=3, cutoff=0.5)
@@ -175,7 +175,7 @@ def load_hardware(path: str | Path) -> Hardware:
 
 
 @functools.cache
-def _known() -> Mapping[str, Hardware]:
+def _published() -> Mapping[str, Hardware]:
     text = Path(__file__).with_name("chips.toml").read_text()
     return {name: _hardware({"name": name, **read}) for name, read in tomllib.loads(text).items()}
 

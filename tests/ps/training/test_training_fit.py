@@ -11,7 +11,7 @@ import meshwright as mw
 from meshwright.ps.options import InputOptions
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training.callbacks import check_callbacks
-from meshwright.ps.training.data import ArrayBatches, InputContext, Made
+from meshwright.ps.training.data import ArrayBatches, DatasetMaker, InputContext
 from meshwright.ps.training.embeddings import Embedding
 from meshwright.ps.training.evaluator import SidecarEvaluator
 from meshwright.ps.training.feed import feed_of
@@ -43,7 +43,7 @@ def test_arrays_are_cut_into_epochs_of_batches_in_another_order_each():
 
 @pytest.mark.parametrize("make", [lambda c: list("abcd"), lambda c: iter("abcd")])
 def test_elements_are_found_by_number_in_any_order(make):
-    numbered = IndexedElements(Made(make))
+    numbered = IndexedElements(DatasetMaker(make))
     assert [numbered[at] for at in (2, 3, 0, 1, 1)] == list("cdabb")
     with pytest.raises(mw.ExhaustedError, match="has 4 elements; number 4 was requested"):
         numbered[4]
@@ -53,8 +53,8 @@ def test_what_was_trained_on_is_skipped():
     def make(context: InputContext):
         return iter("abcd") if context.worker_index == 0 else []
 
-    assert list(Made(make, skip=2)()) == ["c", "d"]
-    by_number = Made(lambda c: "abcd", skip=1)()
+    assert list(DatasetMaker(make, skip=2)()) == ["c", "d"]
+    by_number = DatasetMaker(lambda c: "abcd", skip=1)()
     assert (len(by_number), by_number[0]) == (3, "b")
 
 

@@ -105,7 +105,7 @@ class _Fusion:
             for place, tensor in enumerate(graph.tensors):
                 if tensor.twin is not None:
                     self._source[place] = self._source[tensor.twin]
-        self._made: dict[int, int] = {}
+        self._maker: dict[int, int] = {}
         self._readers: dict[int, list[int]] = {}
         self.places: list[int] = []  # of operations that are done, without views
         for place, op in enumerate(self._ops):
@@ -116,7 +116,7 @@ class _Fusion:
                 continue
             self.places.append(place)
             for t in op.results:
-                self._made.setdefault(self._source[t], place)
+                self._maker.setdefault(self._source[t], place)
             for t in dict.fromkeys(self._operands(place)):
                 self._readers.setdefault(t, []).append(place)
         self.is_written = functools.cache(self._is_written)
@@ -132,7 +132,7 @@ class _Fusion:
 
     def _large_operands(self, t: int) -> Iterator[int]:
         """What an array is made of that is as large as it is."""
-        yield from (o for o in self._operands(self._made[t]) if self._size(o) >= self._size(t))
+        yield from (o for o in self._operands(self._maker[t]) if self._size(o) >= self._size(t))
 
     def _size(self, t: int) -> int:
         return math.prod(self._graph.tensors[t].shape)
@@ -170,8 +170,8 @@ class _Fusion:
         for t in todo:  # which grows
             if t in written:
                 written[t].reads.append(place)
-            elif t in self._made and self._is_loop(self._made[t]):
-                more = [o for o in self._operands(self._made[t]) if o not in seen]
+            elif t in self._maker and self._is_loop(self._maker[t]):
+                more = [o for o in self._operands(self._maker[t]) if o not in seen]
                 seen.update(more)
                 todo += more
 
@@ -190,7 +190,7 @@ class _Fusion:
 
     def _leaves(self, t: int) -> frozenset[int]:
         """The large arrays in memory that an array can be made of again."""
-        maker = self._made.get(t)
+        maker = self._maker.get(t)
         if maker is None or not self._is_loop(maker) or self.is_written(t):
             return frozenset((t,))
         return frozenset().union(*map(self.leaves, self._large_operands(t)))
@@ -212,14 +212,14 @@ class _OnCpu(_Fusion):
     def _take_in(self, place: int) -> None:
         self._in_sums.add(place)
         for t in self._operands(place):
-            maker = self._made.get(t)
+            maker = self._maker.get(t)
             if maker is None or maker in self._in_sums or len(self._readers[t]) > 1:
                 continue
             if self._is_loop(maker):
                 self._take_in(maker)
 
     def _is_written(self, t: int) -> bool:
-        place, readers = self._made[t], self._readers.get(t, ())
+        place, readers = self._maker[t], self._readers.get(t, ())
         kind = self._ops[place].kind
         if not self._is_loop(place) or not readers:
             return True
@@ -234,7 +234,7 @@ class _OnCpu(_Fusion):
         return sum(not self._is_spread(o) for o in self._large_operands(t)) > 1
 
     def _is_spread(self, t: int) -> bool:
-        return t in self._made and self._ops[self._made[t]].kind in _SPREADS
+        return t in self._maker and self._ops[self._maker[t]].kind in _SPREADS
 
     def buffers(self) -> Iterator[Buffer]:
         yield from super().buffers()
@@ -249,23 +249,23 @@ class _OnCpu(_Fusion):
         for place in self.places:
             for t in self._ops[place].results if self._is_loop(place) else ():
                 for o in map(self._unspread, self._operands(place)):
-                    if self._size(o) < self._size(t) and o in self._made:
+                    if self._size(o) < self._size(t) and o in self._maker:
                         wide.setdefault((o, self._graph.tensors[t].shape), []).append(place)
         for (o, _), places in wide.items():
             sums = [operand for operand in places if operand in self._in_sums]
             if sums and len(places) > 1:
-                yield Buffer(self._ops[sums[-1]].results[0], self._made[o], sums)
+                yield Buffer(self._ops[sums[-1]].results[0], self._maker[o], sums)
 
     def depths(self) -> dict[int, int]:
         """The length of the longest way to each operation."""
         depths: dict[int, int] = {}
         for place in self.places:
-            before = [self._made[t] for t in self._operands(place) if t in self._made]
+            before = [self._maker[t] for t in self._operands(place) if t in self._maker]
             depths[place] = max((depths[earlier] + 1 for earlier in before), default=0)
         return depths
 
     def _unspread(self, t: int) -> int:
-        maker = self._made.get(t)
+        maker = self._maker.get(t)
         if (
             maker is not None
             and self._ops[maker].kind == "broadcast_in_dim"
@@ -320,7 +320,7 @@ class _OnTpu(_Fusion):
 
     def _is_ready(self, t: int, product: int) -> bool:
         """Whether an array is there when a product runs, or can be made then."""
-        maker = self._made.get(t)
+        maker = self._maker.get(t)
         if maker is None or maker < product:
             return True
         return self._is_loop(maker) and all(
@@ -342,7 +342,7 @@ class _OnTpu(_Fusion):
         return super()._is_run(place) or place in self._inside
 
     def _is_written(self, t: int) -> bool:
-        place, readers = self._made[t], self._readers.get(t, ())
+        place, readers = self._maker[t], self._readers.get(t, ())
         if place in self._ends:
             return False
         if place in self._inside:
@@ -365,7 +365,7 @@ class _OnTpu(_Fusion):
 
     def _is_kept(self, t: int) -> bool:
         """Whether the backward pass reads what a product with weights does, or one of bfloat16."""
-        facts, maker, readers = self._facts, self._made.get(t), self._readers.get(t, ())
+        facts, maker, readers = self._facts, self._maker.get(t), self._readers.get(t, ())
         if maker is None or not facts.is_forward[maker] or facts.kinds[t] != "activation":
             return False
         is_cast = self._ops[maker].kind == "convert_element_type"  # such as attention's weights

@@ -491,7 +491,7 @@ def _report(
         steps = list(queue.members[worker.name].steps.values())
         names = dict.fromkeys(step.call.function.name for step in steps)
         having = f"; has {len(steps)} steps ({', '.join(names)})" if steps else ""
-        lines.append(f"{worker.told(now_s)}{having}")
+        lines.append(f"{worker.report(now_s)}{having}")
     for member in queue.members.values():
         if member.lost:
             lines.append(f"{member.name} was declared dead, and is not fenced yet")

@@ -76,7 +76,7 @@ class Worker:
             del self.functions[key]
         return taught
 
-    def told(self, now_s: float) -> str:
+    def report(self, now_s: float) -> str:
         """One line for a report."""
         doing = self.what if self.step is None else f"{self.what}: step {self.step}"
         return (

@@ -82,7 +82,7 @@ class StepQueue:
         self._ready: deque[Step] = deque()  # steps of a round that no worker has
         self._round = -1
         self._missing = 0  # gradients that the open round waits for
-        self._given = 0  # those that it has
+        self._num_given = 0  # those that it has
         self._is_broken = False
         # Rounds that an error broke off, and how many gradients each has: for the servers.
         self.broken_rounds: list[tuple[int, int]] = []
@@ -171,7 +171,7 @@ class StepQueue:
         if step is not None:
             self.members[worker].clock += 1
             self._end(step)
-            self._given += step.round is not None and step.round == self._round
+            self._num_given += step.round is not None and step.round == self._round
             if step.round == self._round and self._missing:
                 self._missing -= 1
                 if not self._missing:
@@ -285,7 +285,7 @@ class StepQueue:
         size = min(size, len(self._queued))
         spare = self.consistency.spare if isinstance(self.consistency, Backup) else 0
         self._round += 1
-        self._missing, self._given = max(1, size - spare), 0
+        self._missing, self._num_given = max(1, size - spare), 0
         for _ in range(size):
             step = self._queued.popleft()
             step.round, step.of = self._round, self._missing
@@ -295,7 +295,7 @@ class StepQueue:
         """A round that an error broke off has all its gradients when none of its steps runs."""
         if self._is_broken and all(step.round != self._round for step in self._held()):
             self._is_broken = False
-            self.broken_rounds.append((self._round, self._given))
+            self.broken_rounds.append((self._round, self._num_given))
 
     def _held(self) -> list[Step]:
         return [step for member in self.members.values() for step in member.steps.values()]

@@ -152,7 +152,7 @@ class Heartbeats:
         self._keys = keys
         self._identity = f"{identity}/alive".encode()
         self._heartbeat_s = heartbeat_s
-        self._told = head
+        self._head = head
         self._numbers = itertools.count(1)
         self._heard_s = time.monotonic()
         self._ended = threading.Event()
@@ -194,7 +194,7 @@ class Heartbeats:
             socket.recv_multipart()
             self._heard_s = time.monotonic()
         try:
-            beat = encode(Message("alive", self._told()), next(self._numbers))
+            beat = encode(Message("alive", self._head()), next(self._numbers))
             socket.send_multipart(beat, zmq.NOBLOCK)
         except zmq.Again:
             return

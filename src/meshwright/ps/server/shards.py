@@ -130,10 +130,10 @@ class HashShard(Shard):
         """The positions of these keys' rows; new rows are made, or given as -1 if not ``make``."""
         check_rows(self.name, rows)
         keys = rows.astype(np.int64, copy=False)
-        places = self._found(keys)
+        places = self._places_of(keys)
         if make and len(places) and int(places.min()) == _UNSEEN:
             self._make(np.unique(keys[places == _UNSEEN]))
-            return self._found(keys)
+            return self._places_of(keys)
         return places
 
     def lookup(self, rows: np.ndarray, *, make: bool = True) -> np.ndarray:
@@ -149,7 +149,7 @@ class HashShard(Shard):
         self._places = dict(zip(keys.tolist(), range(len(keys)), strict=True))
         self._values, self.slots = values, slots
 
-    def _found(self, keys: np.ndarray) -> np.ndarray:
+    def _places_of(self, keys: np.ndarray) -> np.ndarray:
         return np.array([self._places.get(key, _UNSEEN) for key in keys.tolist()], np.int64)
 
     def _make(self, keys: np.ndarray) -> None:

@@ -70,7 +70,7 @@ class Store:
             return False
         self.check_room(name, 0 if init.get("hash") else math.prod(shape) * kind.itemsize)
         try:
-            self.put(_made(name, tuple(shape), kind, dict(init), arrays))
+            self.put(_shard_of(name, tuple(shape), kind, dict(init), arrays))
         except MemoryError as error:
             raise self._too_large(name, math.prod(shape) * kind.itemsize) from error
         return True
@@ -131,7 +131,7 @@ def _dtype(name: str, dtype: str) -> np.dtype:
     return kind
 
 
-def _made(
+def _shard_of(
     name: str, shape: tuple[int, ...], dtype: np.dtype, init: dict, arrays: Sequence[np.ndarray]
 ) -> Shard:
     if init.get("hash"):

@@ -279,11 +279,11 @@ class Servers:
 
     def clip_rounds(self) -> None:
         """Let servers apply the rounds that are complete on all, and wait to be clipped."""
-        self._clip(self._told(self.ask_all(Message("norms"))))
+        self._clip(self._round_states(self.ask_all(Message("norms"))))
 
     def _clip_after(self, answers: Sequence[tuple[int, Message]]) -> None:
         """The second phase of a push in a round, if there is one, and it is this client's turn."""
-        states = self._told([answer for _, answer in answers if "clipping" in answer.head])
+        states = self._round_states([answer for _, answer in answers if "clipping" in answer.head])
         if not any(one.waits for one in states):
             return
         # One whose answer came early may have got another worker's gradient since.
@@ -296,9 +296,9 @@ class Servers:
         while (due := next_to_clip(states)) is not None:
             number, totals = due
             head = {"round": number, "totals": totals}
-            states = self._told(self.ask_all(Message("clip", head)))
+            states = self._round_states(self.ask_all(Message("clip", head)))
 
-    def _told(self, answers: Iterable[Message]) -> list[RoundState]:
+    def _round_states(self, answers: Iterable[Message]) -> list[RoundState]:
         return [RoundState.of(answer.head["clipping"]) for answer in answers]
 
     def fence(self, incarnation: str) -> None:

@@ -73,7 +73,7 @@ class ArrayBatches:
 
 
 @dataclass(frozen=True)
-class Made:
+class DatasetMaker:
     """A dataset as ``dataset_fn`` makes it, without its first ``skip`` elements."""
 
     dataset_fn: Callable[[InputContext], Any]

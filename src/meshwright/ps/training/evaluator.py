@@ -224,7 +224,7 @@ class TableEvaluator:
         context: Any = Context(_Saved(values, TablesOnDisk(directory), self._layers))  # type: ignore[arg-type]
         engine = Engine(step, 0, self._compiled)
         counts: Any = np.zeros([])
-        for batch in elements_of(self._feed.made(), 0, 1, steps):
+        for batch in elements_of(self._feed.maker(), 0, 1, steps):
             counts = counts + engine.measure(context, batch, 0)
         return logs_of(self._model, v, parts, np.atleast_1d(counts))
 

@@ -10,7 +10,7 @@ import keras
 
 from ...errors import BatchError, DataError
 from ...run.options import Data
-from .data import ArrayBatches, InputContext, Made, first_element
+from .data import ArrayBatches, DatasetMaker, InputContext, first_element
 from .signature import Signature
 from .worker_step import as_batch
 
@@ -23,17 +23,17 @@ class Feed:
     batches of an epoch, where that is known. ``whole`` says that one dataset holds all epochs.
     """
 
-    made: Made
+    maker: DatasetMaker
     examples: tuple[Any, ...]
     steps: int | None
     whole: bool = False
     alike: bool = False  # no other shapes than those of the examples
 
-    def made_for(self, epoch: int, skip: int) -> Made:
+    def maker_for(self, epoch: int, skip: int) -> DatasetMaker:
         """What workers make for an epoch, without what was trained on before."""
         assert self.steps is not None  # fit has seen to that
         before = epoch * self.steps if self.whole else 0
-        return replace(self.made, skip=before + skip)
+        return replace(self.maker, skip=before + skip)
 
 
 def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0) -> Feed:
@@ -58,7 +58,7 @@ def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0)
             "a function that makes the dataset on each worker: strategy.fit(model, lambda "
             "context: ...)."
         )
-    return Feed(Made(function, num_workers), (example,), data.steps or _length(dataset))
+    return Feed(DatasetMaker(function, num_workers), (example,), data.steps or _length(dataset))
 
 
 def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
@@ -75,7 +75,7 @@ def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
     )
     first, last = one[0], one[len(one) - 1]
     examples = (first,) if Signature.of(first) == Signature.of(last) else (first, last)
-    return Feed(Made(_Same(batches), num_workers), examples, steps, whole=True, alike=True)
+    return Feed(DatasetMaker(_Same(batches), num_workers), examples, steps, whole=True, alike=True)
 
 
 class _Same:

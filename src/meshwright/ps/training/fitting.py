@@ -112,7 +112,7 @@ def evaluate(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> L
     of_model = served(strategy, model, feed.examples, tables, any_rows=not feed.alike)
     of_model.put_values()
     step = of_model.step(uuid.uuid4().hex, None, fresh=False)
-    measure = MeasureShard(step, feed.made, num_shards(workers, data.steps), data.steps)
+    measure = MeasureShard(step, feed.maker, num_shards(workers, data.steps), data.steps)
     counts = validate(ClusterCoordinator(strategy), measure, 0)
     assert counts is not None  # nothing breaks it off
     return of_model.logs_from(counts)

@@ -45,7 +45,7 @@ def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> An
     )
     of_model.put_values()
     count = num_shards(workers, data.steps)
-    shards = PredictShard(of_model.step(), feed.made, count, data.steps)
+    shards = PredictShard(of_model.step(), feed.maker, count, data.steps)
     coordinator = ClusterCoordinator(strategy)
     values = [coordinator.schedule(shards, args=(shard,)) for shard in range(shards.num_shards)]
     coordinator.join()

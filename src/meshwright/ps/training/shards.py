@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from .data import Made
+from .data import DatasetMaker
 from .worker_step import TrainStep, as_batch, engine, here
 
 _SHARDS_PER_WORKER = 5  # as TensorFlow: so much is done again at most when a worker dies
@@ -29,12 +29,12 @@ class _Shards:
     """
 
     step: TrainStep
-    made: Made
+    maker: DatasetMaker
     num_shards: int
     steps: int | None = None
 
     def elements(self, shard: int) -> Iterator[Any]:
-        return elements_of(self.made(), shard, self.num_shards, self.steps)
+        return elements_of(self.maker(), shard, self.num_shards, self.steps)
 
 
 class MeasureShard(_Shards):

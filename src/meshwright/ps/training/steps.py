@@ -65,11 +65,11 @@ class ServerSteps(Steps):
         # Only then may a worker keep what its last push has brought.
         fresh = not isinstance(strategy.consistency, Async)
         step = of_model.step(uuid.uuid4().hex, compression, fresh)
-        self._step, self._numbered = step, IndexedStep(step, feed.made)
+        self._step, self._numbered = step, IndexedStep(step, feed.maker)
         self._measure: MeasureShard | None = None
         if held_out is not None:
             shards = num_shards(strategy.num_workers, held_out.steps)
-            self._measure = MeasureShard(step, held_out.made, shards, held_out.steps)
+            self._measure = MeasureShard(step, held_out.maker, shards, held_out.steps)
         self._every = local.every if local else 1
         self._edition = 0
         self._epochs_begun = 0
@@ -100,8 +100,8 @@ class ServerSteps(Steps):
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         batches = None
         if self._sharding != "dynamic":  # each worker has an iterator over its share
-            made = self._feed.made_for(epoch, done)
-            batches = iter(self._coordinator.create_per_worker_dataset(made, self._sharding))
+            maker = self._feed.maker_for(epoch, done)
+            batches = iter(self._coordinator.create_per_worker_dataset(maker, self._sharding))
         while done < self.num_batches:
             count = self._saver.until_due(self.num_batches - done)
             self._has_values = self._has_slots = False

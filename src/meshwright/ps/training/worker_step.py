@@ -22,7 +22,7 @@ from ..worker.iterators import IndexedElements
 from ..worker.updates import Update
 from .compiled import Compiled, CompiledStep, Looked, padded_rows
 from .compression import Compression, pack_gradient
-from .data import Made
+from .data import DatasetMaker
 from .exported import Exported
 from .signature import Signature, on_devices
 
@@ -307,7 +307,7 @@ class IndexedStep:
     """A step of training on the elements of these numbers."""
 
     step: TrainStep
-    made: Made
+    maker: DatasetMaker
 
     def __call__(self, dataset: int, number: int, edition: int = 0, count: int = 1) -> float:
         """Train on ``count`` elements from ``number`` on; ``dataset`` changes with the epoch."""
@@ -317,7 +317,7 @@ class IndexedStep:
         if dataset not in kept:
             while len(kept) >= _MOST_KEPT:
                 del kept[next(iter(kept))]
-            kept[dataset] = IndexedElements(self.made)
+            kept[dataset] = IndexedElements(self.maker)
         elements = [kept[dataset][at] for at in range(number, number + count)]
         if self.step.local:
             return engine(self.step).train_locally(here(), elements, edition)

@@ -36,7 +36,7 @@ class Shared:
     def __init__(self, probe: Segment, *, agreed: bool) -> None:
         self._probe = probe
         self._filled = _Filled()
-        self._found: list[Segment] = []
+        self._peers: list[Segment] = []
         self._freed: deque[tuple[int, int]] = deque()  # filled as arrays go, from any thread
         self._agreeing = agreed  # yet to be told
         self.agreed = agreed
@@ -72,9 +72,9 @@ class Shared:
         """The array that the peer has placed: a view that does not change while it is held."""
         try:
             segment, offset = described.content  # type: ignore[misc]
-            if segment < 0 or not 0 <= offset <= self._found[segment].num_bytes:
+            if segment < 0 or not 0 <= offset <= self._peers[segment].num_bytes:
                 raise IndexError(f"there is no place {segment}, {offset}")  # NumPy takes any
-            block = _Block((described.num_bytes,), np.uint8, self._found[segment].memory, offset)
+            block = _Block((described.num_bytes,), np.uint8, self._peers[segment].memory, offset)
             array = np.ndarray(described.shape, described.dtype, block)
         except (TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"an array does not lie where a message says: {error}.") from error
@@ -99,7 +99,7 @@ class Shared:
         self.agreed = self.agreed or notes.get("agreed") is True
         try:
             for name, num_bytes in notes.get("segments", ()):
-                self._found.append(Segment.find(name, num_bytes))
+                self._peers.append(Segment.find(name, num_bytes))
             for segment, offset in notes.get("free", ()):
                 self._filled.free(segment, offset)
         except (OSError, TypeError, ValueError, IndexError) as error:
@@ -111,7 +111,7 @@ class Shared:
 
     def close(self) -> None:
         """Let go of all segments; twice does no harm, and arrays that are held stay."""
-        for segment in (self._probe, *self._found, *self._filled.segments):
+        for segment in (self._probe, *self._peers, *self._filled.segments):
             segment.close()
 
 

@@ -86,7 +86,7 @@ class Runner:
         self._packed: dict[str, tuple[bytes, tuple[Any, ...]]] = {}
         self._datasets: dict[str, tuple[str, str]] = {}
         self._iterators: dict[str, Elements] = {}
-        self._given: dict[str, dict[int, list[Any]]] = {}  # iterator -> step -> bound anew
+        self._rebound: dict[str, dict[int, list[Any]]] = {}  # iterator -> step -> bound anew
         self._own: dict[str, Any] = {}  # values of this worker's own
         self._ran: dict[str, list[list[int]]] = {}  # iterator -> steps not reported, what they took
         self._open: list[_Open] = []
@@ -116,7 +116,7 @@ class Runner:
             iterator = head.get("key", "")
             self._datasets.pop(iterator, None)
             self._iterators.pop(iterator, None)
-            self._given.pop(iterator, None)
+            self._rebound.pop(iterator, None)
             self._own.pop(iterator, None)
         return message.kind in ("function", "iterator", "forget")
 
@@ -133,7 +133,7 @@ class Runner:
         begun_s = time.monotonic()
         self.doing = Doing("runs", call.step, begun_s)
         for key, elements in call.elements:
-            again = self._given.get(key, {}).pop(call.step, elements)
+            again = self._rebound.get(key, {}).pop(call.step, elements)
             self._iterator(key).begin(again if call.stamp.attempt == 1 else elements)
         try:
             with entered(self.context):
@@ -175,10 +175,10 @@ class Runner:
     def _settled(self) -> list[tuple[_Open, Acknowledged]]:
         """The steps that all servers have answered for, and their answers."""
         opened, self._open = self._open, []
-        settled = self._each(opened, lambda one: one.acknowledged or self._wait_for(one))
+        settled = self._answers_to(opened, lambda one: one.acknowledged or self._wait_for(one))
         while changed := self._servers.reconnected():
             # An answer that came just now may be from before or after the restart.
-            again = self._each(
+            again = self._answers_to(
                 [one for one, _ in settled],
                 lambda one: self._servers.again(one.pending, changed),
             )
@@ -189,7 +189,7 @@ class Runner:
     def _wait_for(self, one: _Open) -> Acknowledged:
         return self._servers.settle(one.pending)
 
-    def _each(
+    def _answers_to(
         self, opened: list[_Open], ask: Callable[[_Open], Acknowledged]
     ) -> list[tuple[_Open, Acknowledged]]:
         settled: list[tuple[_Open, Acknowledged]] = []
@@ -269,10 +269,10 @@ class Runner:
 
     def _iterator(self, key: str) -> Elements:
         if key not in self._iterators:
-            self._iterators[key] = self._made(key)
+            self._iterators[key] = self._new_elements(key)
         return self._iterators[key]
 
-    def _made(self, key: str) -> Elements:
+    def _new_elements(self, key: str) -> Elements:
         if key not in self._datasets:
             return Elements(key, self._ask_more)
         function, sharding = self._datasets[key]
@@ -286,7 +286,7 @@ class Runner:
         before = self._ran.pop(key, [])
         used = self._iterators[key].used
         elements, later = self._more(Asked(key, self._call.step, used, missing, before))
-        self._given[key] = dict(later)
+        self._rebound[key] = dict(later)
         return elements
 
     @contextmanager
