@@ -27,6 +27,7 @@ ROWS, BATCH = 96, 24
 EPOCHS = int(os.environ.get("EPOCHS", "60"))
 STEPS = ROWS // BATCH * EPOCHS
 _GENERATION = os.environ.get("MESHWRIGHT_GENERATION", "0")
+COMPILED = [0]  # programs that no other process had compiled before
 _INPUT_S = float(os.environ.get("INPUT_S", "0.01"))
 
 
@@ -92,6 +93,10 @@ def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array
     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2) + visits
 
 
+def count_compiled(event: str, **_: object) -> None:
+    COMPILED[0] += event.endswith("compilation_cache/cache_misses")
+
+
 def note_pid(folder: Path) -> None:
     """Write down which process this rank is now."""
     pids = folder / "pids"
@@ -101,6 +106,7 @@ def note_pid(folder: Path) -> None:
 
 def main(folder: Path) -> None:
     note_pid(folder)
+    jax.monitoring.register_event_listener(count_compiled)
     plan = json.loads((folder / "plan.json").read_text())
     die_while_saving(folder, plan)
     program = mw.jax_program(
@@ -133,7 +139,8 @@ class Noted(Batches):
     def __next__(self) -> dict[str, np.ndarray]:
         self._read += 1
         if self._read == 2 and jax.process_index() == 0:
-            line = json.dumps({**self._started, "at": time.time()})
+            here = {**self._started, "at": time.time(), "compiled": COMPILED[0]}
+            line = json.dumps(here)
             with (self._folder / "starts").open("a") as file:
                 file.write(line + "\n")
         return super().__next__()

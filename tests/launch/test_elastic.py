@@ -60,8 +60,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["kill", "stop", "save"])
 def test_on_the_same_mesh_a_run_that_failed_ends_as_one_that_did_not(
-    undisturbed, tmp_path, capfd, fault
+    undisturbed, tmp_path, capfd, monkeypatch, fault
 ):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # that of all tests
     what = {
         "kill": {"signal": signal.SIGKILL, "rank": 0},
         "stop": {"signal": signal.SIGSTOP},
@@ -78,6 +79,8 @@ def test_on_the_same_mesh_a_run_that_failed_ends_as_one_that_did_not(
     else:
         assert 100 - 7 - 3 <= again["from"] <= 100  # batches are read ahead of the steps
     assert all(info.step for info in mw.Checkpoints(tmp_path / "saved").all)
+    assert first["compiled"] > 0
+    assert again["compiled"] == 0
     failed_at = float((tmp_path / "failed_at").read_text())
     print(f"{fault}: {again['at'] - failed_at:.2f} s from the failure to the next step")
     assert again["at"] - failed_at < (STALL_S if fault == "stop" else 0) + 15

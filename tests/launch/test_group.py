@@ -218,10 +218,9 @@ class Preempt(keras.callbacks.Callback):
         if epoch == 1 and jax.process_index() == 0:
             os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
 
-more = {"checkpoint": sys.argv[1], "callbacks": [Preempt()]} if len(sys.argv) > 1 else {}
 x, y = np.ones([64, 8], "float32"), np.ones([64, 4], "float32")
-epochs = 10**6 if more else 2
-strategy.fit(model, x, y, batch_size=16, epochs=epochs, verbose=2, **more)
+options = {"checkpoint": sys.argv[1], "callbacks": [Preempt()]}
+strategy.fit(model, x, y, batch_size=16, epochs=10**6, verbose=2, **options)
 """
 
 
@@ -234,20 +233,17 @@ def keras_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.alone
 @pytest.mark.full
-def test_fit_needs_no_line_and_no_seed_and_only_rank_0_shows_progress(keras_program, capfd):
+def test_fit_needs_no_line_and_no_seed_and_sigterm_saves_and_ends_with_75(
+    keras_program, tmp_path, capfd
+):
     # Keras' own line (verbose=2) once made rank 0 take single steps where the others took four.
-    assert run_group([keras_program], GroupOptions(2)) == 0
-    lines = [line for line in capfd.readouterr().out.splitlines() if "loss" in line]
-    assert len(lines) == 2
-    assert all(line.startswith("[rank:0]") for line in lines)
-
-
-@pytest.mark.alone
-@pytest.mark.full
-def test_sigterm_saves_and_ends_with_75(keras_program, tmp_path, capfd):
     assert run_group([keras_program, str(tmp_path / "saved")], GroupOptions(2)) == 75
     assert mw.read_checkpoint(tmp_path / "saved").step >= 8
-    assert "Traceback" not in capfd.readouterr().out
+    out = capfd.readouterr().out
+    lines = [line for line in out.splitlines() if "loss" in line]
+    assert len(lines) >= 1
+    assert all(line.startswith("[rank:0]") for line in lines)
+    assert "Traceback" not in out
 
 
 # Several hosts: launchers that meet
@@ -282,7 +278,6 @@ def nodes(folder: Path, how: str) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(
     ("how", "code", "says"),
     [
-        ("nothing", 0, ""),
         ("kill", 137, "rank 1 of 2 .* was killed by signal 9 after step 60"),
         ("gil", 1, r"rank 1 of 2 .* is stuck in 'input'[\s\S]*grouped\.py.* in fail"),
     ],
@@ -293,10 +288,7 @@ def test_launchers_that_meet_run_one_group_and_name_a_rank_of_another_host(
     ended = nodes(tmp_path, how)
     assert [c for c, *_ in ended] == [code] * 2, ended
     assert all(re.search(says, err) for *_, err in ended), ended
-    if how == "nothing":
-        assert sorted(out.split()[0] for _, out, _ in ended) == ["[rank:0]", "[rank:1]"]
-    else:
-        assert json.loads((tmp_path / "seen").read_text())["rank"] == 1
+    assert json.loads((tmp_path / "seen").read_text())["rank"] == 1
 
 
 def test_hosts_that_do_not_come_and_addresses_that_are_wrong_are_refused():

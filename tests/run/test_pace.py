@@ -71,6 +71,6 @@ def test_a_run_asks_for_it_by_name(tmp_path):
             save_every="auto",
         )
         assert [info.step for info in checkpoints.all] == [32, 40]
+        often: Any = "often"
         with pytest.raises(CheckpointError, match="at least 1, or 'auto'; received 'often'"):
-            often: Any = "often"
             trainer.train(trainer.init(), [], checkpoints=checkpoints, save_every=often)

@@ -31,9 +31,9 @@ def run_on_hosts(
     """Run ``meshwright launch`` with these options on every host; the first exit code but 0.
 
     Every host needs the same Python, at the same path, and the same working folder. Rank 0 runs on
-    the first host. With ``least`` the group goes on while so many hosts are left, that one among
-    them, and the exit code is its. When this launcher ends, those on the hosts have their processes
-    save and end. Raises :class:`~meshwright.errors.ClusterError` for a host that is named twice,
+    the first host. With ``least`` the group goes on while so many hosts are left, the first one
+    included, and the exit code is that of the first one. When this launcher ends, those on the
+    hosts have their processes save and end. Raises :class:`~meshwright.errors.ClusterError` for a host that is named twice,
     or that ssh does not reach.
     """
     names = [host.strip() for host in hosts]
