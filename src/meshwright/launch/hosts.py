@@ -31,10 +31,10 @@ def run_on_hosts(
     """Run ``meshwright launch`` with these options on every host; the first exit code but 0.
 
     Every host needs the same Python, at the same path, and the same working folder. Rank 0 runs on
-    the first host. With ``least`` the group goes on while so many hosts are left, the first one
-    included, and the exit code is that of the first one. When this launcher ends, those on the
-    hosts have their processes save and end. Raises :class:`~meshwright.errors.ClusterError` for a host that is named twice,
-    or that ssh does not reach.
+    the first host. With ``least`` the group goes on as long as there are that
+    many hosts. The first one must stay, and its exit code is the result. When this launcher ends, those on the hosts save
+    and end. Raises :class:`~meshwright.errors.ClusterError` for a host that is named twice, or that
+    ssh does not reach.
     """
     names = [host.strip() for host in hosts]
     if not all(names) or len(set(names)) < len(names):
