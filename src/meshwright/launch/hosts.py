@@ -31,8 +31,8 @@ def run_on_hosts(
     """Run ``meshwright launch`` with these options on every host; the first exit code but 0.
 
     Every host needs the same Python, at the same path, and the same working folder. Rank 0 runs on
-    the first host. With ``least`` the group goes on as long as there are that
-    many hosts. The first one must stay, and its exit code is the result. When this launcher ends, those on the hosts save
+    the first host. With ``least`` the group goes on as long as there are that many hosts. The first
+    one must stay, and its exit code is the result. When this launcher ends, those on the hosts save
     and end. Raises :class:`~meshwright.errors.ClusterError` for a host that is named twice, or that
     ssh does not reach.
     """
