@@ -20,7 +20,7 @@ def best_interval_s(cost_s: float, between_failures_s: float) -> float:
     """The time between two saves that loses least, by Daly's estimate.
 
     >>> round(best_interval_s(cost_s=5.0, between_failures_s=24 * 3600))
-    925
+    926
     """
     if cost_s >= 2 * between_failures_s:
         return between_failures_s
