@@ -19,6 +19,7 @@ from meshwright.extras import is_installed
 needs_ray = [
     pytest.mark.alone,
     pytest.mark.targets,
+    pytest.mark.xdist_group("ray"),
     pytest.mark.skipif(not is_installed("ray"), reason='not installed: pip install "ray"'),
     # Ray's own files and sockets are closed by its processes.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
@@ -89,6 +90,17 @@ def train_and_die_once(folder: str) -> int:
     return began[0]
 
 
+def die_with_the_actor(folder: str) -> int:
+    import jax
+
+    mark = Path(folder) / "mark"
+    if jax.process_index() == 1 and not mark.exists():
+        mark.write_text("killed")
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(100)
+    return jax.process_count()
+
+
 def freeze(folder: str) -> None:
     import jax
 
@@ -118,6 +130,12 @@ def test_a_killed_process_is_replaced_and_training_goes_on(raylets, tmp_path, ca
     assert (tmp_path / "mark").exists()
     assert began[0] == began[1] > 0
     assert re.search(r"rank 1 of 2 .* was killed by signal 9", capfd.readouterr().err)
+
+
+@ray_marks
+def test_an_actor_that_dies_takes_its_process_along_and_all_start_again(raylets, tmp_path, capfd):
+    assert mw.RayLauncher(2, max_restarts=1).run(die_with_the_actor, str(tmp_path)) == [2, 2]
+    assert "is gone with its Ray actor" in capfd.readouterr().err
 
 
 @ray_marks

@@ -170,5 +170,5 @@ def test_when_the_cable_is_cut_both_sides_name_the_other_and_end(two_hosts, tmp_
             host.communicate()
     assert [host.returncode for host in hosts] == [1, 1], said
     assert re.search(r"rank 1 of 2 \(host nodeb\) is out of reach: .* silent for 2 s", said[0])
-    assert "is out of reach: the launcher at 10.77.0.1:7777 is silent" in said[1]
+    assert "is out of reach: the agent at 10.77.0.1:7777 is silent" in said[1]
     assert took_s < 2 + 5 + 8  # to be named, for finally blocks in vain, and a busy host

@@ -22,6 +22,7 @@ PROGRAM = str(Path(__file__).parent / "grouped.py")
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.targets,
+    pytest.mark.xdist_group("slurm"),
     pytest.mark.skipif(bool(missing()), reason=missing() or "there"),
 ]
 

@@ -27,6 +27,7 @@ def spark_marks(function):
         pytest.mark.filterwarnings("ignore::ResourceWarning"),
         pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
         pytest.mark.targets,
+        pytest.mark.xdist_group("spark"),
         pytest.mark.alone,
     )
     for mark in marks:

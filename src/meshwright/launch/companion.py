@@ -36,7 +36,7 @@ _GRACE_S = 5.0  # for the rank to run its ``finally`` blocks
 _AFTER_EXIT_S = 0.5  # a program that is over, and whose process only waits for others
 _PAUSE_S = 2.0  # this process itself was stopped: the scheduler has suspended the job, say
 _MEET_S = 60.0
-_NEVER_AGAIN = "what has started the group decides whether it starts again"
+_SILENT_S = 10.0  # of another agent
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # they are for the rank, which may save
 
 
@@ -82,8 +82,7 @@ class Companion:
             done = not self._is_there()
             failure = self._link.exchange([self._seen], done, failure, False)
             if failure is not None:
-                if isinstance(self._link, Hub):
-                    self._link.end(failure, _NEVER_AGAIN)
+                self._link.end(failure, "")
                 self._end(failure)
                 return failure
             if done and self._link.all_done():
@@ -174,15 +173,14 @@ class Companion:
 
 def _link(charge: Charge) -> Hub | Spoke:
     if charge.rank:
-        spoke = Spoke(charge.hub, goes_on=False, silent_s=charge.stall_s)
-        spoke.meet(1, _MEET_S, charge.rank)
-        return spoke
-    host, _, port = charge.hub.rpartition(":")
-    entrance = Entrance(group_keys(charge.hub))
-    entrance.socket.bind(f"tcp://*:{port}")
-    hub = Hub(entrance, host, charge.processes, charge.processes, charge.stall_s)
-    hub.meet(1, _MEET_S)
-    return hub
+        link: Hub | Spoke = Spoke(charge.hub, False, _SILENT_S, charge.rank)
+    else:
+        host, _, port = charge.hub.rpartition(":")
+        entrance = Entrance(group_keys(charge.hub))
+        entrance.socket.bind(f"tcp://*:{port}")
+        link = Hub(entrance, host, charge.processes, charge.processes, _SILENT_S)
+    link.meet(1, _MEET_S)
+    return link
 
 
 def main(text: str) -> None:

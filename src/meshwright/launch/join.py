@@ -150,7 +150,8 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
     address = os.environ.pop(MEETING, "")
     host, port = member.address
     address, by_rank_0 = address or f"tcp://{host}:{port + 1}", not address
-    keys, is_taken = group_keys(address), False
+    keys = group_keys(address)
+    is_taken = False
     if by_rank_0 and member.rank == 0:
         tells = {_HUB: f"{host}:{free_port()}"} if watch else {}
         try:
@@ -162,7 +163,7 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
     attendance = Attendance(address, party, member.processes, patience_s, keys)
     try:
         answer = attendance.agree(_versions() if agree else {})
-    except ProcessError as error:
+    except (ProcessError, ClusterError) as error:
         if is_taken:
             raise _port_is_taken(member, port + 1) from error
         raise

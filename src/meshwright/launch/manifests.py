@@ -18,9 +18,9 @@ from ..errors import ClusterError
 from ..topology import virtual_device_variables
 from .join import JOIN
 from .membership import DEFAULT_PORT
+from .signals import PREEMPTED
 from .yaml import to_yaml
 
-PREEMPTED = 75
 _DNS_LABEL = r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?"  # names of pods add to it, and have 63 at most
 _GPU = "nvidia.com/gpu"
 _PREEMPTION = {"name": "preempted", "action": "RestartJobSetAndIgnoreMaxRestarts"}

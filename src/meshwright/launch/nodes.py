@@ -99,9 +99,8 @@ class Hub:
         self._total = processes + sum(node["processes"] for node in self._nodes.values())
         begin = processes
         for sender, node in self._nodes.items():
-            first_rank = begin if node["first"] is None else node["first"]
-            share = self._share(first_rank, node["processes"])
-            node["first"] = first_rank
+            node["first"] = begin if node["rank"] is None else node["rank"]
+            share = self._share(node["first"], node["processes"])
             self._heard_s[sender] = time.monotonic()
             self._send(sender, {"kind": "start", "share": asdict(share), "round": self._round})
             begin += node["processes"]
@@ -201,8 +200,9 @@ class Hub:
         for sender, node in self._nodes.items():
             is_expected = sender not in self._gone | self._left
             if is_expected and now_s - self._heard_s[sender] > self._silent_s:
-                what = "is out of reach: the agent of its host is silent for"
-                what += f" {self._silent_s:.0f} s"
+                what = (
+                    f"is out of reach: the agent of its host is silent for {self._silent_s:.0f} s"
+                )
                 first = node["first"]
                 self._left.add(sender)
                 return Failure(first, self._total, node["host"], 0, "", 0, what)
@@ -227,10 +227,13 @@ class Hub:
 
 
 class Spoke:
-    """A launcher on another host than the rendezvous."""
+    """A launcher on another host than the rendezvous; ``rank`` is its first one, if it is known."""
 
-    def __init__(self, address: str, goes_on: bool, silent_s: float) -> None:
+    def __init__(
+        self, address: str, goes_on: bool, silent_s: float, rank: int | None = None
+    ) -> None:
         self._address, self._goes_on, self._silent_s = address, goes_on, silent_s
+        self._rank = rank
         keys = group_keys(address)
         self._visit = Visit(f"tcp://{address}", keys, f"the rendezvous {address}", _LINGER_MS)
         self._socket = self._visit.socket
@@ -243,19 +246,16 @@ class Spoke:
         self._failure: Failure | None = None
         self._share: Share | None = None
 
-    def meet(self, processes: int, wait_s: float, first: int | None = None) -> Share | None:
-        """Wait for the hub to say which ranks this host runs; ``None``: its group has ended.
-
-        They are those from ``first`` on, where something else has given them out.
-        """
+    def meet(self, processes: int, wait_s: float) -> Share | None:
+        """Wait for the hub to say which ranks this host runs; ``None``: its group has ended."""
         self.blamed, self.is_changing, self._failure, self._why = None, False, None, ""
         join: dict[str, Any] = {
             "kind": "join",
             "processes": processes,
             "host": socket.gethostname(),
-            "first": first,
-            "round": self._round,
+            "rank": self._rank,
         }
+        join["round"] = self._round
         said_s, heard_s = 0.0, time.monotonic()
         while time.monotonic() - heard_s < wait_s + 5:
             if time.monotonic() - said_s > _JOIN_EVERY_S:

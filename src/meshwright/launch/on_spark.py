@@ -33,7 +33,8 @@ class SparkLauncher:
     ``sc`` is the ``SparkContext``. There are ``num_processes`` tasks, as many as Spark runs at
     once unless given. ``devices`` makes virtual CPU devices in each process. When a task dies,
     Spark ends the whole stage, and it is submitted again, ``max_restarts`` times at most: with
-    ``checkpoint=`` training goes on from there. ``stall_s`` and ``join_s`` are those of ``meshwright launch``.
+    ``checkpoint=`` training goes on from there. ``stall_s`` and ``join_s`` are those of
+    ``meshwright launch``.
 
     Raises :class:`~meshwright.ClusterError` for invalid values, and where Spark is not installed.
 

@@ -1,15 +1,17 @@
 """A process of a group on a host that Ray or Spark has chosen: the same agent as the launcher's.
 
-What runs is a program with its arguments, or a function that travels by value. Each host runs one
-:class:`~.group.Group`; they meet at an address as those of ``meshwright launch --nodes`` do.
+What runs is a program with its arguments, or a function that travels by value. Each host runs its
+part of the group (:func:`~.group.run_here`); they meet as hosts of ``meshwright launch`` do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import cloudpickle
 
 from ..errors import Preempted, ProcessError, ShippingError
 from .failure import Failure
-from .group import Group, GroupOptions
+from .group import GroupOptions, run_here
+from .joining import KEYS
+from .keys import Keys
+from .signals import PREEMPTED
 
-PREEMPTED = 75
 CALL, PATHS, VALUE = "call", "paths.json", "value"  # files of a call, in a folder of its own
 
 
@@ -27,12 +31,14 @@ CALL, PATHS, VALUE = "call", "paths.json", "value"  # files of a call, in a fold
 class Work:
     """What every process runs: a program with its arguments, or else a pickled call.
 
-    ``paths`` is where modules are imported from that the call refers to.
+    ``paths`` is where modules are imported from that the call refers to; ``keys`` are those of the
+    group, which travel as safely as whatever Ray or Spark sends.
     """
 
     program: tuple[str, ...] = ()
     call: bytes = b""
     paths: tuple[str, ...] = ()
+    keys: Keys = field(default_factory=Keys.make)
 
     @classmethod
     def of_call(cls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
@@ -65,12 +71,26 @@ def run_part(work: Work, options: GroupOptions, folder: Path) -> Result:
         (folder / CALL).write_bytes(work.call)
         (folder / PATHS).write_text(json.dumps(work.paths))
         arguments = ["-m", "meshwright.launch.call", str(folder)]
-    with Group(arguments, options) as group:
-        code = group.wait()
-        rank, failure = group.first_rank, group.failure
+    work.keys.save(folder / "keys.json")
+    with _variable(KEYS, str(folder / "keys.json")):
+        end = run_here(arguments, options)
     sys.stdout.flush()
     returned = folder / VALUE
-    return Result(rank, code, failure, returned.read_bytes() if returned.exists() else b"")
+    value = returned.read_bytes() if returned.exists() else b""
+    return Result(end.first_rank, end.code, end.failure, value)
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Inside, this process and what it starts have this variable."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def values_of(results: Sequence[Result]) -> list[Any]:
