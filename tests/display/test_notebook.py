@@ -46,6 +46,7 @@ VALUES = {
     "unbound layout": (lambda: mw.Layout([None, "model"]), "<td>model</td>"),
     "layout map": (lambda: mw.LayoutMap(layouts={f"{SLY}": [None, "model"]}), "[unsharded, model]"),
     "explanation": (explanation, "1 variables on batch=4, model=2, 64 B per device"),
+    "tick table": (lambda: mw.Pipeline("stage", 4).table(2), "1f1b: 2 stages, 4 micro-batches"),
     "dry run": (lambda: RUN, "fit unknown"),
     "plan": (lambda: mw.Plan.from_json(_EXAMPLE), "Plan for h100:8: batch=8, ZeRO 1"),
     "measured": (lambda: SEEN, '<td class="n">1 GiB</td>'),

@@ -49,7 +49,8 @@ Row = tuple[tuple[Work, ...], ...]  # by stage
 class TickTable(Viewable):
     """What each stage does at each tick of one step; ``print`` it for a picture of text.
 
-    ``ticks[tick][stage]`` holds what is done then and there, in order.
+    ``schedule`` names it; ``stages`` each take ``micro_batches`` through ``repeats`` runs of
+    blocks. ``ticks[tick][stage]`` holds what is done then and there, in order.
 
     >>> table = table_of("1f1b", stages=2, micro_batches=3)
     >>> table.ticks[1]
