@@ -254,6 +254,8 @@ def test_a_dry_run_a_measurement_and_the_check_take_the_pipeline():
     assert report.beside(measured).row("parameters").ratio == 1.0
     sent = [c for c in report.collectives if c.kind == "collective-permute"]
     assert {c.axes for c in sent} == {("stage",)}
+    sums = [c for c in report.collectives if c.kind == "all-reduce" and c.axes == ("data",)]
+    assert max(sums, key=lambda c: c.bytes_per_device).count == 1  # blocks' gradients: once a step
     found = check(
         lambda: (program, batch),
         {"stage": 2, "data": 2},

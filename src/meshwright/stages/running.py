@@ -10,6 +10,7 @@ all others are left to XLA. Gradients are taken inside of each branch, never thr
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,10 +37,13 @@ class Runner:
 
     ``stacks`` are the paths of the stacked parameters, in the order of ``blocks.params``; ``order``
     says which block stands where in a stack. ``mesh`` is a :class:`jax.sharding.Mesh`, ``axis`` the
-    stages', and ``rows`` the axes that split the rows of a batch.
+    stages', and ``rows`` the axes that split the rows of a batch. ``by_piece`` are the blocks for
+    the rows of one of those pieces, where rows leave each other alone: their gradients come with a
+    dim of pieces in front, which is still to be summed over.
     """
 
     blocks: Blocks
+    by_piece: Blocks | None
     plan: Plan
     stacks: tuple[str, ...]
     order: tuple[int, ...]
@@ -66,7 +70,7 @@ class Runner:
             self._ticks,
             mesh=self.mesh,
             in_specs=(Own(along, along, by_tick), *[whole_of] * 5, by_tick),
-            out_specs=along,
+            out_specs=(along if self.by_piece is None else by_tick, *[along] * 4),
             axis_names={self.axis},
             check_vma=False,
         )
@@ -201,9 +205,19 @@ class Runner:
         for phase in self.phases:
             part = Row(*(values[phase.first : phase.end] for values in rows))
             last, _ = jax.lax.scan(functools.partial(ticks.take, phase), last, part)
-        own_grads = [grad.reshape(-1, *grad.shape[2:]) for grad in last.own_grads]
+        own_grads = [self._in_a_row(grad) for grad in last.own_grads]
         tops = last.grads_before, last.grads_after, last.metrics, last.logs
         return own_grads, *jax.tree.map(lambda value: value[None], tops)
+
+    def _in_a_row(self, grad: Any) -> Any:
+        """Without the dim of repeats, which stands before that of a run's blocks."""
+        dim = 0 if self.by_piece is None else 1
+        return grad.reshape(*grad.shape[:dim], -1, *grad.shape[dim + 2 :])
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces the rows of a batch are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.rows)
 
 
 class _Carry(NamedTuple):
@@ -267,7 +281,7 @@ class _Ticks:
             gradients=buffers(plan.gradient_slots + 1),
             arriving=self._nothing(),
             arriving_gradient=self._nothing(),
-            own_grads=jax.tree.map(jnp.zeros_like, self._own.params),
+            own_grads=[jnp.zeros_like(each) for each in self._per_piece(self._own.params)],
             grads_before=jax.tree.map(jnp.zeros_like, self._before),
             grads_after=jax.tree.map(jnp.zeros_like, self._after),
             metrics=self._rest[1],
@@ -381,12 +395,10 @@ class _Ticks:
 
     def _backward(self, carry: _Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
         """Gradients, metrics and logs after this pass, and the gradient of what it began with."""
-        import jax
 
         micro, repeat = row.backward, row.backward_repeat
         x = _taken(carry.inputs, row.backward_slot)
-        run = functools.partial(self._run, micro=micro, repeat=repeat)
-        y, pull = jax.vjp(run, self._params(repeat), x)
+        y, pull = self._differentiable(x, micro, repeat)
         results = _results(carry)
         results, gradient = self._if(
             self._is_last(row.stage, repeat),
@@ -394,11 +406,64 @@ class _Ticks:
             lambda: (results, _taken(carry.gradients, row.gradient_slot)),
         )
         own, gradient = pull(gradient)
+        at = repeat if self._runner.by_piece is None else (slice(None), repeat)
         results["own_grads"] = [
-            grads.at[repeat].add(more)
-            for grads, more in zip(results["own_grads"], own, strict=True)
+            grads.at[at].add(more) for grads, more in zip(results["own_grads"], own, strict=True)
         ]
         return results, gradient
+
+    def _differentiable(self, x: list[Any], micro: Any, repeat: Any) -> tuple[list[Any], Any]:
+        """A stage's results, and its gradients by parameters and input; see ``by_piece``."""
+        import jax
+
+        few, pieces = self._runner.by_piece, self._runner.pieces
+        if few is None:
+            run = functools.partial(self._run, micro=micro, repeat=repeat)
+            return jax.vjp(run, self._params(repeat), x)
+
+        functions = few.functions
+        whole = self._shared_by(self._functions, micro)
+        read = dict(zip((*functions.constant, *functions.of_batch), whole.values(), strict=True))
+        split = {var: value.shape != var.aval.shape for var, value in read.items()}
+        axes = {var: 0 if is_split else None for var, is_split in split.items()}
+        read = {v: self._cut(value) if split[v] else value for v, value in read.items()}
+        fixed, _ = self._own_state(micro, repeat)
+
+        def run(params: list[Any], x: list[Any], read: dict[Any, Any]) -> list[Any]:
+            return self._chain(functions, Own(params, fixed, []), read, x)
+
+        along = list(read)
+        mapped = jax.vmap(
+            lambda params, x, values: run(params, x, dict(zip(along, values, strict=True))),
+            in_axes=(0, 0, [axes[var] for var in along]),
+            axis_size=pieces,
+        )
+        values = [read[var] for var in along]
+        params = self._per_piece(self._params(repeat))
+        y, pull = jax.vjp(lambda p, x: mapped(p, x, values), params, list(map(self._cut, x)))
+
+        def whole_rows(gradient: list[Any]) -> tuple[list[Any], list[Any]]:
+            own, back = pull(list(map(self._cut, gradient)))
+            return own, list(map(self._join, back))
+
+        return list(map(self._join, y)), whole_rows
+
+    def _cut(self, value: Any) -> Any:
+        """Rows as pieces of rows."""
+        pieces = self._runner.pieces
+        return self._laid(value.reshape(pieces, -1, *value.shape[1:]), 0)
+
+    def _join(self, value: Any) -> Any:
+        return self._laid(value.reshape(-1, *value.shape[2:]), 0)
+
+    def _per_piece(self, params: list[Any]) -> list[Any]:
+        """Parameters with a dim of pieces in front, one of which a device has as it has them."""
+        import jax.numpy as jnp
+
+        if self._runner.by_piece is None:
+            return params
+        pieces = self._runner.pieces
+        return [self._laid(jnp.broadcast_to(p, (pieces, *p.shape)), 0) for p in params]
 
     def _at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
         import jax
@@ -438,16 +503,28 @@ class _Ticks:
 
     def _run(self, params: list[Any], x: list[Any], micro: Any, repeat: Any) -> list[Any]:
         """A stage's run of blocks, one after the other."""
-        import jax
+        fixed, counted = self._own_state(micro, repeat)
+        shared = self._shared_by(self._functions, micro)
+        return self._chain(self._functions, Own(params, fixed, counted), shared, x)
 
-        functions = self._functions
+    def _own_state(self, micro: Any, repeat: Any) -> tuple[list[Any], list[Any]]:
+        fixed = [values[repeat] for values in self._own.fixed]
+        counted = self._by_repeat([values[micro] for values in self._own.counted])
+        return fixed, [values[repeat] for values in counted]
+
+    def _shared_by(self, functions: Functions, micro: Any) -> dict[Any, Any]:
+        """What all blocks read alike, those of every micro-batch first."""
         shared = dict(zip(functions.constant, self._shared, strict=True))
         if functions.of_batch:
             known = self._known(self._others, micro, self._leaves(micro), self._rest[1])
             values = functions.evaluate(functions.of_batch, known)
             shared |= dict(zip(functions.of_batch, values, strict=True))
-        fixed = [values[repeat] for values in self._own.fixed]
-        counted = [a[repeat] for a in self._by_repeat([b[micro] for b in self._own.counted])]
+        return shared
+
+    def _chain(
+        self, functions: Functions, own: Own, shared: dict[Any, Any], x: list[Any]
+    ) -> list[Any]:
+        import jax
 
         def block(x: list[Any], own: Own) -> tuple[list[Any], None]:
             arrays = {kind: iter(values) for kind, values in own._asdict().items()}
@@ -456,7 +533,6 @@ class _Ticks:
 
         if self._runner.recompute_blocks:
             block = jax.checkpoint(block)
-        own = Own(params, fixed, counted)
         if jax.tree.leaves(own)[0].shape[0] == 1:
             return block(x, jax.tree.map(lambda a: a[0], own))[0]
         return jax.lax.scan(block, x, own)[0]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..errors import BatchError, PipelineError
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
+from .apart import apart
 from .parts import Blocks, Traced
 from .pipeline import Pipeline
 from .plan import Plan
@@ -99,6 +100,7 @@ class Staged:
             )
         runner = Runner(
             blocks=blocks,
+            by_piece=self._by_piece(blocks, micro),
             plan=Plan.of(pipeline.table(stages)),
             stacks=tuple(path for path in paths if path is not None),
             order=tuple(order),
@@ -110,6 +112,21 @@ class Staged:
             logs_of_one=self.whole.logs == "of one batch",
         )
         return runner(whole, micros)
+
+    def _by_piece(self, blocks: Blocks, micro: Batch) -> Blocks | None:
+        """The blocks for the rows of one piece of a micro-batch, if rows leave each other alone."""
+        pieces = self.placement.batch_shards
+        leaves, tree = _leaves(micro)
+        if pieces == 1:
+            return None
+        rows = leaves[0].shape[0] // pieces
+        less = tree.unflatten([_shape((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
+        try:
+            whole = _abstract(self.whole)
+            few = _blocks(self.whole, self.placement, self.pipeline, whole, less, in_context=True)
+        except PipelineError:  # of another form for so few rows
+            return None
+        return few if apart(few, blocks, pieces) else None
 
     def _micros(self, batch: Batch) -> list[Any]:
         """The leaves of a batch with a dim of micro-batches in front, in the order of its rows.
