@@ -19,7 +19,7 @@ from .options import (
     target_option,
     timeout_option,
 )
-from .texts import LockFile, MeshText, NewFile
+from .texts import LockFile, MeshText, NewFile, SizesText
 
 if TYPE_CHECKING:
     from ..layouts.layout import Layout
@@ -62,6 +62,29 @@ if TYPE_CHECKING:
     help="Price of a device-hour: also report the cost of a step, of samples and of tokens.",
 )
 @option(
+    "--serve",
+    is_flag=True,
+    help="Report what serving takes: the forward pass of batches of --rows rows.",
+)
+@option(
+    "--rows",
+    type=SizesText(),
+    metavar="ROWS,...",
+    help="Sizes of the batches for --serve.  [default: 1,8,32]",
+)
+@option(
+    "--qps",
+    type=click.FloatRange(0, min_open=True),
+    metavar="NUMBER",
+    help="With --serve: also report the devices for so many rows per second.",
+)
+@option(
+    "--p99-ms",
+    type=click.FloatRange(0, min_open=True),
+    metavar="NUMBER",
+    help="With --qps: the longest that a request may take, in milliseconds.",
+)
+@option(
     "--measure",
     is_flag=True,
     help="Also run the step on this machine and compare; for targets such as cpu:8.",
@@ -101,6 +124,10 @@ def dry_run(
     html: Path | None,
     trace: Path | None,
     price: float | None,
+    serve: bool,
+    rows: tuple[int, ...] | None,
+    qps: float | None,
+    p99_ms: float | None,
     measure: bool,
     save: Path | None,
     before: Lock | None,
@@ -117,6 +144,7 @@ def dry_run(
     meshwright dry-run train.py:build --target cpu:8 --zero 3 --batch-size 1024 --measure
     meshwright dry-run train:build --target h100:8 --save layouts.lock.json
     meshwright dry-run train:build --target h100:8 --check layouts.lock.json
+    meshwright dry-run train:build --target v5p:2x2x1 --mesh model=4 --serve --qps 500 --p99-ms 50
 
     Without a compiler for GPUs, and with --no-compile, all figures come from the planner's analytic
     model, and the report says so.
@@ -128,7 +156,7 @@ def dry_run(
         os.environ["MESHWRIGHT_CACHE"] = "off"
     from ..display.text.columns import print_text
     from ..planning.lock import lock_of
-    from .planning import Asked, checked, run, run_here
+    from .planning import Asked, checked, run, run_here, run_serving
 
     asked = Asked(
         build,
@@ -140,6 +168,14 @@ def dry_run(
         dict(options),
         compile=not no_compile,
     )
+    if serve:
+        found = run_serving(asked, rows or (1, 8, 32), timeout)
+        print_text(found)
+        if qps is not None:
+            print_text(found.devices_for(qps, None if p99_ms is None else p99_ms / 1e3))
+        if price is not None and (costs := found.price_per_million(price)) is not None:
+            print_text(f"a million rows cost {costs:.4g}")
+        raise SystemExit(1 if found.fits is False else 0)
     here = run_here(asked, timeout, html) if measure else (run(asked, timeout, html), None)
     report, beside = here
     shown: list[object] = [report]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..frontends.plans import Plan
     from ..planning.beside import Comparison
     from ..planning.dry_run import DryRun
+    from ..planning.serving import ServingReport
 
 
 class Asked(NamedTuple):
@@ -74,6 +75,29 @@ def run_here(
     report = _saved(case.dry_run(timeout_s, hardware=calibrate(target)), html_path)
     strategy = case.strategy.on(create_mesh(dict(case.mesh.axes)))
     return report, report.beside(measure(case.model, case.batch, strategy=strategy))
+
+
+def run_serving(asked: Asked, rows: Sequence[int], timeout_s: float) -> ServingReport:
+    """What serving the model takes for batches of these sizes; the layouts are those of training,
+    without what only that needs."""
+    from ..frontends.dry_runs import dry_serve
+
+    case = _case(asked)
+    inputs = case.batch
+    if not isinstance(case.model, Program) and isinstance(inputs, tuple):
+        inputs = inputs[0]
+    strategy = case.strategy
+    if isinstance(strategy, Placement):
+        strategy = strategy.serving(case.mesh)
+    else:
+        strategy = strategy.serving(case.mesh.abstract())
+    how: dict[str, Any] = {"strategy": strategy, "target": asked.target, "rows": rows}
+    progress = _Progress(asked.target)
+    try:
+        with watching(progress.show):
+            return dry_serve(case.model, inputs, **how, compile=asked.compile, timeout_s=timeout_s)
+    finally:
+        progress.end()
 
 
 def _saved(report: DryRun, html_path: Path | None) -> DryRun:

@@ -31,9 +31,10 @@ from .api import Answer, ModelStatus, TensorSpec, Weight
 from .batcher import Batcher
 from .figures import Figures
 from .handover import Moved
-from .options import ServeOptions
+from .options import ServeOptions, worthwhile
 from .requests import Request, checked, stacked
 
+_TIMED = 3  # batches of each size, of which the fastest counts
 _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
     (RequestError, "invalid"),
     (OverloadedError, "overloaded"),
@@ -217,8 +218,11 @@ class LoadedModel:
         self._outputs = self.forward.outputs()
         shapes = [Shape(rows, each) for rows in self._sizes for each in self._ahead()]
         self.forward.compile(shapes)
-        for shape in shapes:
-            self._warm_up(shape.rows, shape.lengths)
+        seconds = {shape: self._warm_up(shape) for shape in shapes}
+        if not options.buckets and self._batched:
+            longest = shapes[-1].lengths if shapes else ()
+            by_rows = {s.rows: took for s, took in seconds.items() if s.lengths == longest}
+            self._sizes = worthwhile(by_rows) or self._sizes
         self.differences = self._compared_with_own()
         for difference in self.differences:
             self._figures.event(f"{options.precision}: {difference}")
@@ -256,15 +260,21 @@ class LoadedModel:
             return [()]
         return [(length,) * count for length in self.options.lengths]
 
-    def _warm_up(self, rows: int, lengths: tuple[int, ...]) -> None:
-        from .forward import Shape
-
+    def _warm_up(self, shape: Any) -> float:
+        """Compute a batch of zeros; the seconds that it takes after the first time."""
         assert self._weights is not None
-        sizes = iter(lengths)
+        sizes = iter(shape.lengths)
         dims = [[next(sizes) if n is None else n for n in spec.shape[1:]] for spec in self.inputs]
-        zeros = [np.zeros((1, *d), spec.dtype) for d, spec in zip(dims, self.inputs, strict=True)]
-        arrays = stacked([Request(zeros, 1, lengths, lengths)], self.inputs, rows, 0)
-        self.forward(self._weights.state, Shape(rows, lengths), arrays)
+        zeros = [
+            np.zeros((shape.rows, *d), spec.dtype)
+            for d, spec in zip(dims, self.inputs, strict=True)
+        ]
+        times = []
+        for _ in range(_TIMED + 1):
+            begin_s = time.perf_counter()
+            self.forward(self._weights.state, shape, zeros)
+            times.append(time.perf_counter() - begin_s)
+        return min(times[1:])
 
     # Over several processes
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ..errors import ModelError
 
 Precision = Literal["bfloat16", "float16", "int8"]
+_SLOWER = 1.1  # of the seconds of a row in a smaller batch, which a larger one may take
 PRECISIONS = ("bfloat16", "float16", "int8")
 
 
@@ -22,7 +24,7 @@ class ServeOptions:
     """
 
     max_rows: int = 32
-    buckets: tuple[int, ...] = ()  # rows; empty: powers of two up to max_rows
+    buckets: tuple[int, ...] = ()  # rows; empty: powers of two up to max_rows, while that is faster
     lengths: tuple[int, ...] = ()  # sizes that ragged dims are padded to; empty: as they come
     pad_value: float = 0  # what ragged dims are padded with
     wait_s: float = 0.0  # how long the oldest request waits for others while the devices are idle
@@ -72,6 +74,24 @@ class ServeOptions:
         """The rows of batches, each of which divides over the pieces of the batch."""
         sizes = self.buckets or _powers(self.max_rows)
         return tuple(sorted({-(-size // shards) * shards for size in sizes}))
+
+
+def worthwhile(seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """The sizes of batches, by the seconds that one takes, without large ones that are slower.
+
+    A size is left out where its rows take longer, each, than in a smaller batch: on CPUs caches
+    overflow, and waiting for more rows is then waiting for less.
+
+    >>> worthwhile({1: 0.17, 8: 0.6, 16: 0.9, 32: 3.3})
+    (1, 8, 16)
+    """
+    sizes = sorted(seconds)
+    while len(sizes) > 1:
+        *smaller, largest = sizes
+        if seconds[largest] / largest <= _SLOWER * min(seconds[n] / n for n in smaller):
+            break
+        sizes = smaller
+    return tuple(sizes)
 
 
 def _powers(largest: int) -> tuple[int, ...]:

@@ -90,7 +90,8 @@ class Source:
         part = {i.path: p for p, i in self._infos()}
 
         def name_and_dtype(each: Any) -> tuple[str, Any]:
-            name = names[each.path] if each.path in names else each.path
+            path: str = each.path
+            name = names.get(path, path)
             dtype = self.saved_dtypes.get(each.path, each.dtype)
             rounded = saved.get(f"{part[each.path]}/{name}")
             return name, dtype if rounded is None or rounded != info.dtype else rounded
