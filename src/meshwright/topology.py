@@ -59,7 +59,7 @@ def virtual_devices(count: int) -> None:
 
 
 def make_cpu_devices(count: int) -> None:
-    """So many CPU devices, should the CPU be what JAX chooses; without effect once JAX runs."""
+    """Make ``count`` CPU devices if JAX chooses the CPU; without effect once JAX runs."""
     import jax
 
     if _compat.jax_is_running():

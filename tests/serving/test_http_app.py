@@ -345,7 +345,7 @@ def test_each_request_is_a_line_of_json_without_secrets():
     assert not any(secret in line for line in lines for secret in (KEY, "hidden"))
 
 
-def test_an_error_that_nobody_expected_is_logged_with_its_traceback():
+def test_an_unexpected_error_is_logged_with_its_traceback():
     model = Linear()
     model.fault = ZeroDivisionError("inside")
     lines: list[str] = []

@@ -36,7 +36,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_keys(keys: Iterable[str], place: str) -> None:
-    """Raise ServingError for keys that are no secret."""
+    """Raise ServingError for missing and for short keys."""
     found = list(keys)
     if not found:
         raise ServingError(f"{place} has no API key. Write one a line: openssl rand -hex 32")

@@ -41,7 +41,7 @@ class JsonLines(logging.Formatter):
 
 
 class RequestLog:
-    """ASGI middleware: gives a request its id, logs it, and answers what nobody else did.
+    """ASGI middleware: gives a request its id, logs it, and answers unexpected errors.
 
     An id that the client sends is kept if it is plain; it comes back as ``X-Request-Id``.
     """
@@ -70,7 +70,7 @@ class RequestLog:
         except Exception as error:
             gone = isinstance(error, ClientGoneError)
             if not gone:
-                LOGGER.exception("an error that nobody expected", extra={"fields": _who(state)})
+                LOGGER.exception("unexpected error", extra={"fields": _who(state)})
             if status == 0:
                 await problem_response(error, scope)(scope, receive, send_with_id)
         finally:

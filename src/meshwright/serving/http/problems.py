@@ -53,7 +53,7 @@ _STATUS = (  # the first class that fits decides
 
 
 def status_of(error: BaseException) -> tuple[int, str]:
-    """The status of an error, and its name in the body; 500 for one that nobody expected.
+    """The status of an error, and its name in the body; 500 for an unexpected one.
 
     >>> status_of(MediaTypeError("text/plain")), status_of(KeyError("x"))
     ((415, 'unsupported_media_type'), (500, 'internal_error'))

@@ -1,6 +1,6 @@
 """Traces of requests by OpenTelemetry: one span each, with the trace that the client began.
 
-Where spans go is said by OpenTelemetry's own variables (``OTEL_EXPORTER_OTLP_ENDPOINT``, ...).
+OpenTelemetry's own variables (``OTEL_EXPORTER_OTLP_ENDPOINT``, ...) say where spans go.
 """
 
 from __future__ import annotations

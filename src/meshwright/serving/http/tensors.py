@@ -1,6 +1,6 @@
 """Arrays from nested lists of JSON or from raw bytes, checked against what a model takes.
 
-A value never changes on the way without a word: 1.5 for an integer, "1" for a number, null, 300 for
+A value never changes silently: 1.5 for an integer, "1" for a number, null, 300 for
 uint8 and 1e300 for float32 are faults.
 """
 
