@@ -158,8 +158,8 @@ class Attention:
         mask, at = self._seen(length, mask, segments, prefix), arange(length)
         if callable(bias):
             bias = bias(self._away(length.renamed(self.memory), at))
-        query, *others = self._projected(params, x)
-        return self._found(params, query, self._kept(*others, at), mask, bias, key, at)
+        query, keys, values = self._projected(params, x)
+        return self._found(params, query, self._kept(keys, values, at), mask, bias, key, at)
 
     def _seen(
         self,
@@ -193,7 +193,8 @@ class Attention:
         ``at`` are the positions by which a ``rotary`` layer turns the keys; none leaves them.
         """
         kernels = [params["key"], params["value"]]
-        return self._kept(*dense_together(memory, kernels, self._per_key), at)
+        keys, values = dense_together(memory, kernels, self._per_key)
+        return self._kept(keys, values, at)
 
     def _kept(self, keys: NamedArray, values: NamedArray, at: NamedArray | None) -> Kept:
         return {
@@ -267,10 +268,10 @@ class Attention:
         """
         self._check_step(x)
         place = as_named(at)
-        query, *others = self._projected(params, x)
+        query, keys, values = self._projected(params, x)
         kept = {
             name: _written(kept[name], new, self.memory, at)
-            for name, new in self._kept(*others, place).items()
+            for name, new in self._kept(keys, values, place).items()
         }
         memory = find(kept["key"].dims, self.memory)
         if callable(bias):
