@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -21,7 +22,7 @@ import meshwright as mw
 from meshwright import ClusterError, Mesh, MeshError
 from meshwright.commands.launch import launch
 from meshwright.launch.discovery import Discovery
-from meshwright.launch.elastic import Elastic
+from meshwright.launch.elastic import MOST, Elastic
 from meshwright.launch.failure import Failure
 from meshwright.launch.group import GroupOptions, run_group
 from meshwright.launch.progress import Progress
@@ -274,6 +275,18 @@ def test_a_discovery_script_is_asked_again_and_its_faults_are_named(places, tmp_
 def test_one_axis_of_a_mesh_takes_another_number_of_devices(devices, axis, expected):
     mesh = Mesh({"batch": 4, "model": 2}).resized(devices, axis)
     assert dict(mesh.axes) == expected
+
+
+def test_a_mesh_for_all_processes_shrinks_while_some_are_missing(monkeypatch):
+    axes = {"batch": 2 * jax.device_count() // 2, "model": 2}
+    with pytest.raises(MeshError, match="makes"):
+        mw.create_mesh(axes)
+    monkeypatch.setenv(MOST, "2")  # and this one is there
+    with pytest.warns(mw.MeshwrightWarning, match=r"the mesh \(batch=.*\) becomes \(batch="):
+        mesh = mw.create_mesh(axes)
+    assert dict(mesh.axes) == {"batch": jax.device_count() // 2, "model": 2}
+    with pytest.raises(MeshError, match="makes"):
+        mw.create_mesh({"batch": 3, "model": 2})  # for neither number
 
 
 def test_a_mesh_whose_other_axes_do_not_divide_is_not_resized():
