@@ -209,6 +209,22 @@ def test_level_3_keeps_what_a_product_reads_in_bfloat16():
     assert kept == plain + 1
 
 
+def test_level_3_writes_logits_in_full_and_on_some_chips_their_gradient():
+    """As libtpu does for a language model of bfloat16: level 0 has neither."""
+
+    def loss(x, w, v):
+        logits = ((x @ w) @ v).astype("float32")
+        return jnp.mean(jax.nn.logsumexp(logits, -1))
+
+    sizes = (8, 4, "bfloat16"), (4, 6, "bfloat16"), (6, 32, "bfloat16")
+    step = traced(jax.grad(loss, argnums=(1, 2)), *sizes)
+    large = {}
+    for kind, keeps in (("", False), ("v5p", True), ("v5e", True)):
+        written = [step.tensors[each.tensor] for each in buffers_on_tpu(step, keeps, kind)]
+        large[kind] = sorted(x.itemsize for x in written if x.shape == (8, 32))
+    assert large == {"": [2], "v5p": [2, 4], "v5e": [4]}
+
+
 def test_what_a_block_computes_again_is_known_for_the_same():
     def loss(x, w):
         return jnp.sum(jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w)(x, w) ** 2)

@@ -152,7 +152,7 @@ def _assigned(
     if faults:
         raise LayoutError("\n".join(merged(faults)))
     along |= _by_names(graph, along, described.placement, axes)
-    problem = compact(_in_families(graph, along), target.platform)
+    problem = compact(_in_families(graph, along), target.platform, target.kind)
     bits = {name: 1 << bit for bit, (name, _) in enumerate(axes)}
     masks = dict.fromkeys(range(len(problem.units)), 0)
     for dim, names in along.items():

@@ -37,6 +37,7 @@ _IN_MEMORY = frozenset(  # they read what lies in memory, and write there
         *("unstack", "ragged_dot_general", "dynamic_update_slice"),
     )
 )
+_SCARCE = ("v5e", "v6e")  # of memory bandwidth
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _SPREADS = ("broadcast_in_dim", "iota")  # as cheap to make as to read
 _ERRORS = ("erf", "erfc", "erf_inv")  # dozens of steps for each element
@@ -81,14 +82,15 @@ def buffers_on_cpu(graph: Graph) -> tuple[tuple[Buffer, ...], dict[int, int]]:
 
 
 @functools.lru_cache(maxsize=8)
-def buffers_on_tpu(graph: Graph, keeps: bool) -> tuple[Buffer, ...]:
+def buffers_on_tpu(graph: Graph, keeps: bool, kind: str = "") -> tuple[Buffer, ...]:
     """What XLA for TPU writes of a step.
 
     ``keeps`` is for level 3 of ZeRO, whose step keeps what a product with weights reads: there a
-    parameter is gathered, and waits for it (``step/gathering.py``). Nor is a softmax done again
-    there, whose weights are bfloat16 for a product.
+    parameter is gathered, and waits for it (``step/sharing.py``). Nor is a softmax done again
+    there, whose weights are bfloat16 for a product, nor the gradient that a parameter waits for;
+    but on chips of ``kind`` v5e and v6e, which have less bandwidth for their FLOPs, both are.
     """
-    return tuple(_OnTpu(graph, facts_of(graph), keeps).buffers())
+    return tuple(_OnTpu(graph, facts_of(graph), keeps, kind not in _SCARCE).buffers())
 
 
 class _Fusion:
@@ -280,9 +282,10 @@ class _OnCpu(_Fusion):
 
 
 class _OnTpu(_Fusion):
-    def __init__(self, graph: Graph, facts: Facts, keeps: bool) -> None:
+    def __init__(self, graph: Graph, facts: Facts, keeps: bool, keeps_more: bool) -> None:
         super().__init__(graph, facts)
         self._keeps = keeps
+        self._keeps_more = keeps and keeps_more
         self._ends: dict[int, int] = {}  # of products: the array that is written in the end
         self._inside: set[int] = set()  # operations done within a product
         for place in self.places:
@@ -292,7 +295,8 @@ class _OnTpu(_Fusion):
     def _end(self, product: int) -> None:
         """Follow the elementwise work that is done before a product is written.
 
-        It ends where devices sum a gradient, and where a wider type is all that is left to do.
+        It ends where devices sum a gradient, and where a wider type is all that is left to do; but
+        not at level 3 of ZeRO, whose gradients are written, and are made of the wider array.
         """
         if self._facts.batch in self._ops[product].summed:
             return
@@ -301,7 +305,7 @@ class _OnTpu(_Fusion):
         while (place := self._next(t, product)) is not None:
             chain.append(place)
             t = self._source[self._ops[place].results[0]]
-        while chain and self._widens(chain[-1]):
+        while chain and self._widens(chain[-1]) and not self._keeps:
             chain.pop()
         if chain:
             self._ends[product] = self._ops[chain[-1]].results[0]
@@ -349,6 +353,8 @@ class _OnTpu(_Fusion):
             return t in self._ends.values()
         if not self._is_loop(place) or (self._keeps and self._is_kept(t)):
             return True
+        if self._keeps_more and self._is_awaited(t):
+            return True
         if self._ops[place].kind in _SPREADS:
             return False
         if not readers or any(self._needs_memory(reader) for reader in readers):
@@ -368,7 +374,8 @@ class _OnTpu(_Fusion):
         facts, maker, readers = self._facts, self._maker.get(t), self._readers.get(t, ())
         if maker is None or not facts.is_forward[maker] or facts.kinds[t] != "activation":
             return False
-        is_cast = self._ops[maker].kind == "convert_element_type"  # such as attention's weights
+        # Such as attention's weights.
+        is_cast = self._keeps_more and self._ops[maker].kind == "convert_element_type"
         products = [
             reader
             for reader in readers
@@ -376,6 +383,14 @@ class _OnTpu(_Fusion):
         ]
         in_forward = any(facts.is_forward[product] for product in products)
         return in_forward and any(not facts.is_forward[reader] for reader in readers)
+
+    def _is_awaited(self, t: int) -> bool:
+        """Whether it is a gradient for which a parameter is gathered again when it is there."""
+        facts, readers = self._facts, self._readers.get(t, ())
+        if t not in self._made or facts.kinds[t] != "activation":
+            return False
+        in_backward = not any(facts.is_forward[reader] for reader in readers)
+        return in_backward and any(facts.is_of_weights[reader] for reader in readers)
 
     def _finish(self, buffer: Buffer) -> None:
         readers = self._readers.get(self._source[buffer.tensor], ())

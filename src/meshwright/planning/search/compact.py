@@ -119,6 +119,7 @@ class Compact:
     parameters: tuple[tuple[int, int], ...]  # (piece, how many)
     clashes: frozenset[tuple[int, int]]
     platform: str
+    kind: str  # of the devices, where that matters
     piece_of: tuple[int, ...]
     work_of: tuple[int, ...]
     gathered: dict[int, int]
@@ -126,8 +127,8 @@ class Compact:
 
 
 @functools.lru_cache(maxsize=8)
-def compact(graph: Graph, platform: str = "") -> Compact:
-    """Make a graph small, once for all meshes of a platform."""
+def compact(graph: Graph, platform: str = "", kind: str = "") -> Compact:
+    """Make a graph small, once for all meshes of a platform and a kind of device."""
     facts = facts_of(graph)
     units, unit_of = _units(graph)
     sent = _sent(graph, facts, converts=platform != "cpu")
@@ -154,6 +155,7 @@ def compact(graph: Graph, platform: str = "") -> Compact:
         parameters=tuple(parameters.items()),
         clashes=_clashes(pieces, works),
         platform=platform,
+        kind=kind,
         piece_of=tuple(piece_of),
         work_of=tuple(work_of),
         gathered={place: where for place, (_, where) in gathered.items()},

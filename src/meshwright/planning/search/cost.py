@@ -45,7 +45,7 @@ def cost(
     576
     """
     target = Target.of(target)
-    problem = compact(graph, target.platform)
+    problem = compact(graph, target.platform, target.kind)
     setting = setting_of(axes, target, hardware or hardware_of(target))
     masks = masks_of(problem, axes, rules)
     if faults := list(faults_of(problem, axes, masks, choices)):

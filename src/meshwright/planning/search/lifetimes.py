@@ -73,7 +73,8 @@ def _on_tpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
     graph = problem.graph
     order = _logs_last(graph, facts_of(graph))
     kinds = facts_of(graph).kinds
-    buffers = [b for b in buffers_on_tpu(graph, zero == 3) if kinds[b.tensor] != "update"]
+    written = buffers_on_tpu(graph, zero == 3, problem.kind)
+    buffers = [b for b in written if kinds[b.tensor] != "update"]
     return _traced(problem, buffers, order, zero, remat)
 
 

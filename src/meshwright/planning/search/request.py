@@ -48,7 +48,7 @@ class Request:
     @functools.cached_property
     def problem(self) -> Compact:
         """The step, made small for the target's platform."""
-        return compact(self.graph, self.target.platform)
+        return compact(self.graph, self.target.platform, self.target.kind)
 
     def setting(self, axes: Axes) -> Setting:
         """A mesh on the target, as numbers."""
