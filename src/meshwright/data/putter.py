@@ -68,7 +68,8 @@ class Putter:
     def together(self, batches: Sequence[Batch]) -> Together | None:
         """Batches of one shape, stacked and laid out at once; ``None`` where that is not possible.
 
-        It is not if shapes differ or do not divide, or if other processes hold devices.
+        It is not if shapes differ or do not divide, if other processes hold devices, or if each
+        process has rows of its own.
 
         >>> import numpy as np, meshwright as mw
         >>> put = Putter(Placement.of(mw.create_mesh({"batch": 8})))
@@ -76,6 +77,8 @@ class Putter:
         >>> stacked.arrays.shape, stacked.arrays.sharding.shard_shape((2, 16, 4))
         ((2, 16, 4), (2, 2, 4))
         """
+        if isinstance(batches[0], LocalBatch):
+            return None
         flats, trees = zip(*map(jax.tree.flatten, batches), strict=True)
         columns = list(zip(*flats, strict=True)) if len(set(trees)) == 1 else []
         alike = (
