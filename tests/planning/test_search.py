@@ -213,6 +213,7 @@ def test_meshes_of_any_number_of_devices():
     assert (8, 2) in sizes("h200:2x8", fewer=False)
     assert (2, 8) in sizes("h200:2x8", fewer=False)
     assert max(map(len, sizes("v5e:4x4"))) == 2  # a torus of two dims
+    assert (2, 4, 4) in sizes("v5e:2x(4x4)", fewer=False)  # between slices, and two dims of each
     for text in ("v5p:8x8x8", "v2:16x16"):
         assert len(sizes(text)) < 200
 
