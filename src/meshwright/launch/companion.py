@@ -134,7 +134,8 @@ class Companion:
             path = join.stack_path(self._folder, self._charge.rank)
             stack = outside.stack_from(path, lambda: self._signal(join.DUMP))
         limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
-        what = f"{stall.what} (for {stall.for_s:.1f} s{limit})"
+        cause = "is stopped" if self._seen.stopped_s else stall.what
+        what = f"{cause} (for {stall.for_s:.1f} s{limit})"
         return replace(self._failure("", stack), what=what)
 
     def _failure(self, what: str, stack: str = "", section: str = "") -> Failure:

@@ -518,7 +518,8 @@ class Group:
         unreachable = self._seen[stall.rank].stopped_s or progress.is_over
         stack = "" if unreachable else self._stack_of(stall.rank)
         limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
-        what = f"{stall.what} (for {stall.for_s:.1f} s{limit})"
+        cause = "is stopped" if self._seen[stall.rank].stopped_s else stall.what
+        what = f"{cause} (for {stall.for_s:.1f} s{limit})"
         code = 1
         if progress.is_over:
             code = self._exit_codes().get(stall.rank) or 1
