@@ -52,7 +52,7 @@ _compat.add_layout_property(layout_of)
 _Distribution: Any = _compat.keras_distribution_class()
 
 
-class Sharded(Replicas, _Distribution):
+class Sharded(_Distribution, Replicas):
     """Lays Keras models, their optimizers and their data out on a mesh, and trains them there.
 
     ``mesh`` has the axes. ``layouts`` maps path patterns to layouts (see
