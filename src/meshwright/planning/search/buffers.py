@@ -387,7 +387,7 @@ class _OnTpu(_Fusion):
     def _is_awaited(self, t: int) -> bool:
         """Whether it is a gradient for which a parameter is gathered again when it is there."""
         facts, readers = self._facts, self._readers.get(t, ())
-        if t not in self._made or facts.kinds[t] != "activation":
+        if t not in self._maker or facts.kinds[t] != "activation":
             return False
         in_backward = not any(facts.is_forward[reader] for reader in readers)
         return in_backward and any(facts.is_of_weights[reader] for reader in readers)
