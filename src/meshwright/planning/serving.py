@@ -78,8 +78,18 @@ class Load:
 class ServingReport:
     """What serving a model takes on a target; ``print`` it.
 
-    ``batches`` has one entry per size of batch. Bytes are those of one device and exact; times are
-    those of the roofline, without queue and network.
+    ``name`` is the model's, ``axes`` has the name and size of each axis of the mesh on the
+    ``target``, and ``batches`` one entry per size of batch. Bytes are those of one device and
+    exact; times are those of the roofline, without queue and network.
+
+    >>> import jax, meshwright as mw
+    >>> with mw.abstract():
+    ...     import keras
+    ...     model = keras.Sequential([keras.Input([64]), keras.layers.Dense(32)])
+    >>> x, strategy = jax.ShapeDtypeStruct((1, 64), "float32"), mw.Sharded(mw.Mesh({"batch": 4}))
+    >>> report = mw.dry_serve(model, x, strategy=strategy, target="h100:4", compile=False)
+    >>> report.weight_bytes, [batch.rows for batch in report.batches], report.fits
+    (8320, [1, 8, 32], True)
     """
 
     name: str

@@ -29,9 +29,10 @@ class Server:
     :class:`~meshwright.Sharded`, a :class:`~meshwright.Placement`, a :class:`~meshwright.Plan` or
     a mesh; without one it lies on the first device. Each device reads its own pieces of the weights
     and nothing else; slots are left out. ``example`` is a batch of inputs, of which shapes and
-    dtypes are looked at, where the model does not say them. ``options`` are those of
-    :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``, ``lengths``,
-    ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``.
+    dtypes are looked at, where the model does not say them. ``name`` is that of the model, and
+    ``version`` stands in each answer; without it, the step of the checkpoint does. ``options`` are
+    those of :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``,
+    ``lengths``, ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``.
 
     With ``precision`` ("bfloat16", "float16", or "int8" by Keras' quantization) parameters take
     fewer bits; ``sample``, inputs by name, is then answered in both types, and the ``differences``
