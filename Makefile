@@ -94,7 +94,7 @@ $(VENV)/.installed-docs: pyproject.toml $(VENV)/.installed-dev
 	@touch $@
 
 $(VENV)/.installed-targets: pyproject.toml $(VENV)/.installed-dev
-	@echo "Installing the TPU compiler and what drives a browser into $(VENV) ..."
-	@$(PIP) install --editable ".[dev,tpu,browser]"
+	@echo "Installing the TPU compiler, what drives a browser, and clients of servers into $(VENV) ..."
+	@$(PIP) install --editable ".[dev,tpu,browser,clients]"
 	@command -v chromium > /dev/null || echo "Tests in a browser are left out: apt-get install chromium"
 	@touch $@

@@ -43,7 +43,7 @@ _PURPOSES = {  # of distributions that are required, and of extras
     "ray": "processes on a Ray cluster (mw.RayLauncher)",
     "spark": "processes on Spark's executors (mw.SparkLauncher)",
 }
-_FOR_DEVELOPERS = ("dev", "browser", "docs")
+_FOR_DEVELOPERS = ("dev", "browser", "clients", "docs")
 _CUDA = "cuda"  # some gigabytes: advised only where there is a GPU
 # What `jax[...]` of an extra installs, any of which will do.
 _INSTALLED_BY = {

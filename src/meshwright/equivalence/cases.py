@@ -104,7 +104,7 @@ def _layouts(case: Case) -> dict[str, Given]:
     return {pattern: as_given(layout) for pattern, layout in (case.layouts or {}).items()}
 
 
-def _asked(case: Case) -> dict[str, Iterable[str]]:
+def _asked(case: Case) -> Mapping[str, Iterable[str]]:
     """The axes that are named, by who names them."""
     ruled = _dim_rules(case)
     asked = {f"rule {pattern!r}": _axes_of(layout) for pattern, layout in _layouts(case).items()}
