@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     "--qps",
     type=click.FloatRange(0, min_open=True),
     metavar="NUMBER",
-    help="With --serve: also report the devices for so many rows per second.",
+    help="With --serve: also report the devices for this many rows per second.",
 )
 @option(
     "--p99-ms",

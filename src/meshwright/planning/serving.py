@@ -46,7 +46,7 @@ class ForwardStep(AbstractStep):
 
 @dataclass(frozen=True)
 class ServedBatch:
-    """A batch of so many rows: how long it takes, and the dry run that says so."""
+    """A size of batch: how long one takes, and the dry run that says so."""
 
     rows: int
     latency_s: float | None
@@ -60,7 +60,7 @@ class ServedBatch:
 
 @dataclass(frozen=True)
 class Load:
-    """What a load takes: copies of the model, each on its mesh, and batches of so many rows."""
+    """What a load takes: copies of the model, each on its mesh, and the rows of a batch."""
 
     rows: int
     copies: int
@@ -110,7 +110,7 @@ class ServingReport:
         return None if None in each else all(each)
 
     def devices_for(self, rows_per_s: float, p99_s: float | None = None) -> Load:
-        """The fewest devices for so many rows per second, none of which waits for long.
+        """The fewest devices for a rate of rows, none of which waits for long.
 
         Half of ``p99_s`` is for the batch before. Raises :class:`~meshwright.PlanError` where no
         batch is fast enough, or times are not known.

@@ -122,10 +122,12 @@ class Server:
 
     @property
     def ready(self) -> bool:
+        """Whether every model answers."""
         models = self._models
         return bool(models) and all(model.ready for model in models)
 
     def names(self) -> tuple[str, ...]:
+        """The models, in the order in which they were added."""
         return tuple(self._versions)
 
     def versions(self, name: str) -> tuple[str, ...]:
