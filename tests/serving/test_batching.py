@@ -207,6 +207,7 @@ def test_a_wrong_request_lists_every_fault() -> None:
     assert answer.outputs["out"].shape == (2, 2)
 
 
+@pytest.mark.full
 def test_ragged_lengths_are_padded_where_that_changes_nothing() -> None:
     import keras
 

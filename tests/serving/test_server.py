@@ -58,6 +58,7 @@ def test_a_training_checkpoint_on_another_mesh(trained: tuple) -> None:
     assert {w.name: w.bytes_per_device for w in status.weights}["hidden/kernel"] == 128
 
 
+@pytest.mark.full
 def test_a_keras_file(trained: tuple, tmp_path: pytest.TempPathFactory) -> None:
     model, strategy, _ = trained
     path = tmp_path / "small.keras"
