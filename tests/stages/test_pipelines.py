@@ -9,7 +9,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from small_transformer import ROWS, batch_of, keras_model, program_of, tied_loss
+from small_transformer import ROWS, TOKENS, batch_of, keras_model, program_of, tied_loss
 
 import meshwright as mw
 from meshwright.equivalence.check import check
@@ -94,6 +94,7 @@ def test_each_stage_holds_its_own_weights_and_slots_alone():
             assert blocks == {0: 0, 1: 2, 2: 4, 3: 6}
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_four_stages_goes_on_as_two_and_as_none(tmp_path):
     def trainer(mesh, how=None):
         placement = mw.Placement.of(mesh_of(mesh), batch="data")
@@ -130,7 +131,7 @@ def fitted(strategy, rows=ROWS, **more):
         epochs=2,
         shuffle=False,
         verbose=0,
-        sample_weight=np.linspace(0.5, 1.5, ROWS),
+        sample_weight=np.linspace(0.5, 1.5, ROWS * TOKENS).reshape(ROWS, TOKENS),
     )
     return model, history.history
 

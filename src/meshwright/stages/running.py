@@ -422,25 +422,22 @@ class _Ticks:
             return jax.vjp(run, self._params(repeat), x)
 
         functions = few.functions
-        whole = self._shared_by(self._functions, micro)
-        read = dict(zip((*functions.constant, *functions.of_batch), whole.values(), strict=True))
-        split = {var: value.shape != var.aval.shape for var, value in read.items()}
-        axes = {var: 0 if is_split else None for var, is_split in split.items()}
-        read = {v: self._cut(value) if split[v] else value for v, value in read.items()}
+        shared = list(self._shared_by(self._functions, micro).values())
+        read = [*functions.constant, *functions.of_batch]  # the same in the same order
+        axes = [
+            None if value.shape == var.aval.shape else 0
+            for value, var in zip(shared, read, strict=True)
+        ]
+        shared = [v if axis is None else self._cut(v) for v, axis in zip(shared, axes, strict=True)]
         fixed, _ = self._own_state(micro, repeat)
 
-        def run(params: list[Any], x: list[Any], read: dict[Any, Any]) -> list[Any]:
-            return self._chain(functions, Own(params, fixed, []), read, x)
+        def one(params: list[Any], x: list[Any], values: list[Any]) -> list[Any]:
+            known = dict(zip(read, values, strict=True))
+            return self._chain(functions, Own(params, fixed, []), known, x)
 
-        along = list(read)
-        mapped = jax.vmap(
-            lambda params, x, values: run(params, x, dict(zip(along, values, strict=True))),
-            in_axes=(0, 0, [axes[var] for var in along]),
-            axis_size=pieces,
-        )
-        values = [read[var] for var in along]
+        each = jax.vmap(one, in_axes=(0, 0, axes), axis_size=pieces)
         params = self._per_piece(self._params(repeat))
-        y, pull = jax.vjp(lambda p, x: mapped(p, x, values), params, list(map(self._cut, x)))
+        y, pull = jax.vjp(lambda p, x: each(p, x, shared), params, list(map(self._cut, x)))
 
         def whole_rows(gradient: list[Any]) -> tuple[list[Any], list[Any]]:
             own, back = pull(list(map(self._cut, gradient)))

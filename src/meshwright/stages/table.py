@@ -301,8 +301,10 @@ def _next(
         ("forward", may_begin),
         ("weights", mine["weights"] < mine["backward"]),
     ]
-    kind = next((kind for kind, is_possible in can if is_possible), None)
-    return () if kind is None else (Work(kind, mine[kind]),)
+    for kind, is_possible in can:
+        if is_possible:
+            return (Work(kind, mine[kind]),)
+    return ()
 
 
 _SCHEDULES: dict[str, Callable[[int, int, int], tuple[Row, ...]]] = {

@@ -39,8 +39,9 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
 
 def _stage_row(share: StageShare) -> tuple[str, str, str]:
     blocks = share.blocks
-    in_turn = len(blocks) > 1 and blocks == tuple(range(blocks[0], blocks[-1] + 1))
-    text = f"{blocks[0]} to {blocks[-1]}" if in_turn else ", ".join(map(str, blocks))
+    first, last = min(blocks), max(blocks)
+    in_turn = len(blocks) > 1 and last - first == len(blocks) - 1
+    text = f"{first} to {last}" if in_turn else ", ".join(map(str, blocks))
     before = "what comes before, " * share.before
     after = ", what comes after" * share.after
     has = f"{before}block{'s' * (len(blocks) > 1)} {text}{after}"
