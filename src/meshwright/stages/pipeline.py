@@ -21,9 +21,9 @@ class Pipeline:
     ``"gpipe"`` runs all forward passes first (Huang et al., 2019). ``"1f1b"`` begins a backward
     pass as soon as it can, so that what is kept does not grow with the number of micro-batches
     (PipeDream-Flush, Narayanan et al., 2021). ``"circular"`` gives each stage ``repeats`` runs of
-    blocks in place of one (Megatron's interleaved schedule), and ``"zero_bubble"`` puts off the
-    gradients of weights to fill idle ticks (ZB-H1, Qi et al., 2023). Raises
-    :class:`~meshwright.PipelineError` that lists every invalid choice.
+    blocks in place of one (Megatron's interleaved schedule). ``"zero_bubble"`` puts off the
+    gradients of weights to fill idle ticks (ZB-H1, Qi et al., 2023); its table can be compared, but
+    it is not run yet. Raises :class:`~meshwright.PipelineError` that lists every invalid choice.
 
     >>> pipeline = Pipeline("stage", micro_batches=16)
     >>> round(pipeline.table(stages=4).idle_share(), 3)
