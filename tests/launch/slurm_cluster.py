@@ -6,6 +6,7 @@ It needs Debian's packages slurmctld, slurmd, slurm-client and munge, and root. 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -109,6 +110,8 @@ class SlurmCluster:
         if len(self._daemons) > 1:
             self.run("scancel", "--full", "--signal=KILL", "--user=root")
             self.run("scancel", "--user=root")
+            with contextlib.suppress(AssertionError):  # else they outlive the daemons
+                _until(lambda: not self.run("squeue", "-h").stdout, "jobs do not end")
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
