@@ -32,8 +32,12 @@ class ForwardStep(AbstractStep):
         parts = {field.name: getattr(step, field.name) for field in fields(step)}
         return cls(**parts)
 
-    @functools.cached_property
+    @property
     def jitted(self) -> Any:
+        return self._forward
+
+    @functools.cached_property
+    def _forward(self) -> Any:
         import jax
 
         predict = self.predict_step

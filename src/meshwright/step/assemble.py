@@ -355,7 +355,7 @@ def _by_stages(staged: Staged, program: Program, sharing: Sharing, differentiate
 
     def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
         grads, state, metrics, logs = gradients(whole, batch)
-        grads = {path: sharing.sum(path, grad, whole.params[path]) for path, grad in grads.items()}
+        grads = sharing.summed(grads, whole.params)
         params, slots = program.update(whole.params, grads, whole.slots)
         return TrainState(params, state, slots, metrics), logs
 

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...data import InputContext, LocalRows
+from ...data import InputContext, LocalBatch, LocalRows
 from ...errors import ArrayError, BatchError
 from ...layouts.mesh import Mesh
 from ...layouts.placement import Placement
@@ -149,8 +149,8 @@ class DistributedRows(LocalRows):
     placement: Placement
 
     def __iter__(self) -> Iterator[Any]:
-        put = batches.putter(self.placement, local=True)
-        return (put(self.source[index]) for index in range(len(self.source)))
+        put = batches.putter(self.placement)
+        return (put(LocalBatch(self.source[index])) for index in range(len(self.source)))
 
 
 class _Joined(keras.utils.PyDataset):

@@ -21,7 +21,6 @@ import numpy as np
 from ...errors import ArrayError, ModelError
 from ...program import Arrays, Aux, Batch, Program, TrainState
 from ...step.gradient import gradient
-from ...step.options import Sums
 from .tables import Lookups, NoLookups, Table, Taken
 
 Clip = Callable[[Arrays], Arrays]
@@ -121,7 +120,7 @@ class StepFunctions:
     lookups: Lookups
     clip: Clip | None = None
     laid: Program | None = None
-    sums: Sums = None
+    sums: str | None = None
 
     def gradients(
         self,
