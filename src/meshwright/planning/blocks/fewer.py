@@ -67,6 +67,8 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
     program = described.program
     if program.own_step is not None:
         return None, "the model brings its own training step"
+    if described.staged is not None:
+        return None, "its blocks are cut into the stages of a pipeline"
     batch = described.batch[0] if described.how.batches > 1 else described.batch
     trace = program.under(described.placement, functools.partial(TracedLoss.of, program))
     loss: TracedLoss = trace(_shapes_of(program), _shapes(batch))
