@@ -251,6 +251,8 @@ def test_a_dry_run_a_measurement_and_the_check_take_the_pipeline():
         pipeline=mw.Pipeline("stage", 4),
     )
     report = mw.dry_run(program, batch, strategy=strategy, target="cpu:4")
+    with pytest.raises(mw.PipelineError, match="must be compiled"):
+        mw.dry_run(program, batch, strategy=strategy, target="cpu:4", compile=False)
     measured = mw.measure(program, batch, strategy=strategy, steps=2)
     assert report.beside(measured).row("parameters").ratio == 1.0
     sent = [c for c in report.collectives if c.kind == "collective-permute"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..errors import DataError, DoesNotFitError
+from ..errors import DataError, DoesNotFitError, PipelineError
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..program import Batch
@@ -54,6 +54,8 @@ def dry_run(
     _check_devices(strategy, target)
     step = abstract_step(model, batch, strategy)
     if why := not_compiled(target, compile):
+        if step.staged is not None:
+            raise PipelineError(f"a dry run of a pipeline must be compiled: {why}.")
         from .analytic import report_of  # the planner's model, which a compiler needs not
 
         if target.platform == "cuda":

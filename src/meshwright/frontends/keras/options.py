@@ -19,7 +19,7 @@ def check_model(model: Any) -> None:
     """Raise :class:`ModelError` for a value that is not a Keras model."""
     if not isinstance(model, keras.Model):
         raise ModelError(
-            f"expected a Keras model, received {model!r}. The model comes first: "
+            f"expected a Keras model, received a {type(model).__name__}. The model comes first: "
             "strategy.fit(model, x, y); a Program is trained by mw.Trainer."
         )
 
