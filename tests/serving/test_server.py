@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.commands.serving import Asked, server_for
 
 ROWS = np.random.default_rng(0).normal(size=[6, 8]).astype("float32")
 
@@ -56,6 +59,20 @@ def test_a_training_checkpoint_on_another_mesh(trained: tuple) -> None:
     per_device = 4 * (8 * 16 // 4 + 16 + 4 * 16 + 16 * 4 // 4 + 4)
     assert status.bytes_by_device == {f"cpu:{n}": per_device for n in range(4)}
     assert {w.name: w.bytes_per_device for w in status.weights}["hidden/kernel"] == 128
+
+
+def test_the_command_takes_a_builder_of_the_model_alone_and_a_mesh_of_some_devices(
+    trained: tuple,
+) -> None:
+    model, _, run = trained
+    layouts = {pattern: mw.Layout(specs) for pattern, specs in LAYOUTS.items()}
+    asked = Asked(Path(run), f"{__name__}:build", mw.Mesh({"model": 2}), layouts, buckets=(8,))
+    with server_for(asked) as server:
+        (name,) = server.names()
+        answer = server.answer({"input": ROWS})
+        held = server.model(name).status().bytes_by_device
+    np.testing.assert_allclose(answer.outputs["last"], model.predict(ROWS, verbose=0), atol=1e-6)
+    assert set(held) == {"cpu:0", "cpu:1"}
 
 
 @pytest.mark.full

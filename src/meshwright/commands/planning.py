@@ -208,14 +208,20 @@ def checked(report: DryRun, before: Lock, tolerance: float | None) -> tuple[Para
     return changes_text(before, changes, notes(before, now)), is_worse
 
 
-def built_case(build: str, layouts: Mapping[str, Any], options: Mapping[str, Any]) -> Case:
+def built_case(
+    build: str,
+    layouts: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    needs_batch: bool = True,
+) -> Case:
     """What ``build`` returns; a Keras model is made of shapes only."""
     from ..frontends.keras.abstract import abstract
 
     function = find_build(build)
     with abstract():
         built = function()
-    case = case_of(built, layouts, options)
+    case = case_of(built, layouts, options, needs_batch=needs_batch)
     if not isinstance(case.model, Program) and not hasattr(case.model, "compiled"):
         raise ModelError(
             f"build() must return a compiled Keras model or a Program; received a "

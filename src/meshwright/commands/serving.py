@@ -143,9 +143,9 @@ def server_for(asked: Asked) -> Any:
         )
     from .planning import built_case
 
-    case = built_case(asked.build, asked.layouts, asked.options)
+    case = built_case(asked.build, asked.layouts, asked.options, needs_batch=False)
     return Server(
-        build=lambda: (case.model, case.batch),
+        build=lambda: case.model if case.batch is None else (case.model, case.batch),
         checkpoint=asked.source,
         strategy=strategy_of(case, asked.mesh),
         name=asked.model_name,
@@ -154,15 +154,19 @@ def server_for(asked: Asked) -> Any:
 
 
 def strategy_of(case: Case, asked: Mesh | None) -> Any:
-    """The layouts of the model on a mesh; rows are whole where it has no axis ``batch``.
+    """The layouts of the model on a mesh of the first devices.
 
-    Without a mesh they are those of one device, whatever axes they name.
+    Rows are whole where it has no axis ``batch``. Without a mesh they are those of one device,
+    whatever axes they name.
     """
+    import jax
+
     from ..layouts.mesh import create_mesh
     from .planning import strategy_on
 
     axes = dict(asked.axes) if asked else dict.fromkeys(axes_named(case), 1)
-    mesh = create_mesh(axes or {"batch": 1})
+    axes = axes or {"batch": 1}
+    mesh = create_mesh(axes, jax.devices()[: Mesh(axes).size])
     if "batch" not in case.options and "batch" not in mesh:
         case = replace(case, options={**case.options, "batch": None})
     return strategy_on(case, mesh)

@@ -44,16 +44,21 @@ class Case:
         return tuple(self.batch) if isinstance(self.batch, list) else (self.batch,)
 
 
-def case_of(built: Any, layouts: Any, options: Mapping[str, Any]) -> Case:
+def case_of(
+    built: Any, layouts: Any, options: Mapping[str, Any], *, needs_batch: bool = True
+) -> Case:
     """The case that ``build()`` has returned; further layouts come first, options win.
 
-    Raises :class:`ModelError` and :class:`BatchError` for what cannot be trained.
+    Without ``needs_batch`` the model alone will do. Raises :class:`ModelError` and
+    :class:`BatchError` for what cannot be trained.
     """
     if isinstance(built, tuple) and len(built) in (2, 3):
         built = Case(*built)
+    if not isinstance(built, Case) and not needs_batch:
+        built = Case(built, None)
     if not isinstance(built, Case):
         raise ModelError(f"build() returned {_in_short(built)}; {_WHAT_BUILD_RETURNS}.")
-    if built.batch is None or not built.batches:
+    if needs_batch and (built.batch is None or not built.batches):
         raise BatchError(f"build() returned no batch; {_WHAT_BUILD_RETURNS}.")
     combined = LayoutMap(layouts=layouts or {})
     for pattern, layout in LayoutMap(layouts=built.layouts or {}).items():

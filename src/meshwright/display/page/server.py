@@ -120,14 +120,16 @@ def _charts(all_status: Iterable[ModelStatus], chart: Any) -> dict[str, object] 
 def _batches(status: ModelStatus) -> Markup | None:
     sizes = sorted(status.bucket_batches.items())
     counts = {f"{rows:,} row{'s' * (rows != 1)}": count for rows, count in sizes}
-    return _bars(f"Batches of {_label(status)}, by the rows of their bucket", counts, "batches")
+    return _bars(
+        f"Batches of {_label(status)}, by the rows of their bucket", counts, ("batch", "batches")
+    )
 
 
 def _latency(status: ModelStatus) -> Markup | None:
     return _bars(
         f"Requests of {_label(status)}, by the time from arrival to answer",
         _by_bound(status.latency_s),
-        "requests",
+        ("request", "requests"),
     )
 
 
@@ -139,13 +141,13 @@ def _by_bound(latency_s: Histogram) -> dict[str, int]:
     return dict(counts[used[0] : used[-1] + 1]) if used else {}
 
 
-def _bars(caption: str, counts: Mapping[str, int], noun: str) -> Markup | None:
+def _bars(caption: str, counts: Mapping[str, int], nouns: tuple[str, str]) -> Markup | None:
     if not counts:
         return None
     whole, total = max(1, *counts.values()), max(1, sum(counts.values()))
     rows = []
     for name, count in counts.items():
-        text = f"{count:,} {noun}"
+        text = f"{count:,} {nouns[count != 1]}"
         part = Part(share_text(count / total), count, text, "blue")
         rows.append((name, element("bar", [part], whole, name), text))
     return element("chart", caption, rows)
