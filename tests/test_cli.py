@@ -291,7 +291,8 @@ def test_doctor_knows_every_requirement_and_extra_of_the_package():
     assert {"jax", "keras", "click", "rich", "pyzmq", "msgpack", "cloudpickle"} <= names
     assert {"ortools", "orbax-checkpoint", "grain", "optax"} <= names
     extras = {package.extra for package in packages if package.extra}
-    assert extras == {"grain", "optax", "tpu", "cuda", "plan", "checkpoint"}
+    training = {"grain", "parquet", "optax", "tpu", "cuda", "plan", "checkpoint"}
+    assert extras == {*training, "serve", "telemetry", "ray", "spark"}
     assert all(package.purpose for package in packages)
 
 

@@ -158,7 +158,10 @@ def test_without_a_mesh_all_devices_share_the_batch(job, asked):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["build", "--target", "cpu"], "such as 'v5e:4x4', 'h200:8' or 'cpu:8'; received 'cpu'"),
+        (
+            ["build", "--target", "cpu"],
+            "such as 'v5e:4x4', 'v5e:2x(4x4)', 'h200:8' or 'cpu:8'; received 'cpu'",
+        ),
         (["build", "--target", "v9:2x2"], "unknown kind of target 'v9'"),
         (
             ["build", "--target", "cpu:4", *MESH],

@@ -185,12 +185,11 @@ def test_rows_may_be_kept_and_summed_together(case: str, mesh: str) -> None:
 
 def test_gradients_of_which_some_are_in_parts_are_added() -> None:
     whole, parts = normal(3), normal(8, 3)
-    for each in ([whole, parts], [parts, whole], [parts, parts, whole, whole]):
-        gathered = functools.reduce(Gathered.plus, each, Gathered())
-        expected = sum(sum_parts(one, 1) for one in each)
-        np.testing.assert_allclose(
-            gathered.total(lambda gradient: sum_parts(gradient, 1)), expected, rtol=1e-5
-        )
+    for gradients in ([whole, parts], [parts, whole], [parts, parts, whole, whole]):
+        gathered = functools.reduce(Gathered.plus, gradients, Gathered())
+        expected = sum(sum_parts(gradient, 1) for gradient in gradients)
+        total = sum(sum_parts(gradient, 1) for gradient in gathered.totals())
+        np.testing.assert_allclose(total, expected, rtol=1e-5)
 
 
 def images() -> tuple[keras.Model, Any]:

@@ -622,7 +622,8 @@ class Sharded(_Distribution, Replicas):
 class DataParallel(Sharded):
     """Splits every batch over the devices, and with ``zero`` state too; variables are replicated.
 
-    :class:`Sharded` with an empty map: the other arguments are the same, and so is what is raised.
+    :class:`Sharded` with an empty map: ``mesh``, ``batch``, ``zero``, ``accumulate``, ``remat``,
+    ``sums`` and ``local`` are the same, and so is what is raised.
 
     >>> import meshwright as mw
     >>> strategy = DataParallel(mw.create_mesh({"batch": 8}), zero=1)
