@@ -1,4 +1,4 @@
-"""A program for ``test_served_by_processes.py``: serves on one mesh, over as many processes as there are.
+"""A program for ``test_served_by_processes.py``: serves on one mesh over all processes there are.
 
 ``serving_group.py FOLDER HOW``: rank 0 writes its answers to ``answers.npz``. With ``stop``, rank 1
 stops after the first answer, and rank 0 writes what clients get then to ``fault``.

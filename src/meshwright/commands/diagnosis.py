@@ -35,6 +35,7 @@ _PURPOSES = {  # of distributions that are required, and of extras
     "optax": "optimizers for plain JAX programs",
     "checkpoint": "saving and resuming runs",
     "grain": "Grain datasets as input",
+    "parquet": "Parquet files of mw.shard",
     "plan": "the solver of mw.plan",
     "serve": "the HTTP server of models",
     "telemetry": "traces of requests by OpenTelemetry",
