@@ -268,3 +268,29 @@ def test_a_dry_run_a_measurement_and_the_check_take_the_pipeline():
         steps=2,
     )
     assert found.equal, found
+
+
+@pytest.mark.full
+def test_a_sequential_model_is_cut_as_it_is() -> None:
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=[32, 8]).astype("float32"), draw.normal(size=[32, 4]).astype("float32")
+    strategy = mw.Sharded(
+        mesh_of({"stage": 2, "data": 2}), batch="data", pipeline=mw.Pipeline("stage", 4)
+    )
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        blocks = [keras.layers.Dense(16, "tanh", name=f"block{i}") for i in range(4)]
+        model = keras.Sequential(
+            [keras.Input([8]), keras.layers.Dense(16), *blocks, keras.layers.Dense(4)]
+        )
+        model.compile("adam", "mse")
+        return model
+
+    with strategy.scope():
+        model = build()
+    alone = build()
+    strategy.fit(model, x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
+    alone.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
+    for weight, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, atol=1e-6)
