@@ -71,6 +71,7 @@ def act(folder: Path, action: dict[str, Any] | None) -> None:
             (folder / "places").write_text(str(action["places"]))
         if "launcher" in action:
             os.kill(int(os.environ["LAUNCHER"]), action["launcher"])
+            time.sleep(2)  # until it passes the signal on
 
 
 def die_while_saving(folder: Path, plan: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -86,15 +87,19 @@ def companions_of(pids: list[int]) -> list[str]:
 def test_ranks_that_others_start_learn_which_failed_and_where(tmp_path, how, fails, limit_s, says):
     processes = started([PROGRAM, str(tmp_path), how, str(fails)])
     results = ended(processes)
+    pid = processes[fails].pid
+    said = [text for _, text in results if f"meshwright: rank {fails} of 2" in text]
+    assert said, results
+    assert re.search(rf"rank {fails} of 2 \(host \S+, pid {pid}\) {says}", said[0])
+    assert not any(f"meshwright: rank {1 - fails} of 2" in text for _, text in results), results
+    # JAX itself ends a rank that loses rank 0, unless its agent was faster.
+    if (how, fails, results[1][0]) == ("kill", 0, -signal.SIGABRT):
+        return
     seen = json.loads((tmp_path / "seen").read_text())
     failed_at = json.loads((tmp_path / "failed").read_text())
     assert seen["at"] - failed_at < limit_s
-    assert seen["rank"] == fails
-    assert seen["pid"] == processes[fails].pid
-    assert re.search(rf"rank {fails} of 2 \(host \S+, pid {seen['pid']}\) {says}", seen["text"])
+    assert (seen["rank"], seen["pid"]) == (fails, pid)
     assert results[1 - fails][0] == 1
-    said = [text for _, text in results if f"meshwright: rank {fails} of 2" in text]
-    assert said, results
     if how in ("raise", "gil"):
         assert "grouped.py" in seen["stack"]
     assert within(3.0, lambda: not companions_of([p.pid for p in processes]))

@@ -74,12 +74,13 @@ class Companion:
         self._limits = Limits(charge.stall_s)
         self._seen = Seen(charge.rank, Progress(pid=charge.pid))
         self._looked_s = self._resumed_s = time.monotonic()
+        self._died_s: float | None = None
 
     def watch(self) -> Failure | None:
         """Watch to the end; the failure that ended the group, if there was one."""
         while True:
             failure = self._look()
-            done = not self._is_there()
+            done = self._seen.progress.is_over and not self._is_there()
             failure = self._link.exchange([self._seen], done, failure, False)
             if failure is not None:
                 self._link.end(failure, "")
@@ -112,9 +113,18 @@ class Companion:
         path = join.error_path(self._folder, self._charge.rank)
         if path.exists() and time.time() - path.stat().st_mtime > _SETTLE_S:
             return self._failure("raised an exception", path.read_text(), "failed")
-        if not is_there and not self._seen.progress.is_over:
+        if not is_there and not self._seen.progress.is_over and self._has_settled():
             return self._failure("was killed, or crashed in native code,")
         return None
+
+    def _has_settled(self) -> bool:
+        """Whether the rank has been dead for long enough: JAX ends a rank that loses rank 0.
+
+        The death of rank 0 itself is reported at once.
+        """
+        now_s = time.monotonic()
+        self._died_s = self._died_s or now_s
+        return isinstance(self._link, Hub) or now_s - self._died_s > _SETTLE_S
 
     def _stall(self, now_s: float) -> Failure | None:
         if isinstance(self._link, Spoke):
