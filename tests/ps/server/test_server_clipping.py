@@ -136,9 +136,9 @@ def test_a_worker_killed_between_the_phases_changes_nothing(killed_after):
     killed._wait_all(pending.sent)
     assert apart(training.values(), before) == 0  # complete on both servers, applied on none
     if killed_after != "push":
-        told = killed._round_states(killed.ask_all(_message("norms")))
+        states = killed._round_states(killed.ask_all(_message("norms")))
         totals: dict[str, float] = {}
-        for each in told:
+        for each in states:
             totals = {key: totals.get(key, 0.0) + one for key, one in (each.due or {}).items()}
         killed.ask(0, _message("clip", round=0, totals=totals))
     said = other.push(training.updates(other, gradients(0, 1)), stamp, everywhere=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...layouts.placement import Placed
     from ...planning.report import DryRun
 
-_MOST = 400  # boxes; a model of more is told by its tables
+_MOST = 400  # boxes; larger models are shown by their tables
 
 
 @dataclass

@@ -67,8 +67,8 @@ class CompressedAttention(Attention):
     ) -> NamedArray:
         if mask is not None and self.length in mask.shape:
             raise DimError(
-                f"a mask of compressed attention is of the positions that are looked at: "
-                f"[{text_of(mask.dims)}] should have {self.memory!r} and not {self.length!r}."
+                f"a mask of compressed attention is over the memory: expected dim {self.memory!r} "
+                f"and not {self.length!r}; received [{text_of(mask.dims)}]."
             )
         kept, seen = _means(kept, mask, self.memory, self.window)
         ends = self._ends(find(kept["key"].dims, self.memory))

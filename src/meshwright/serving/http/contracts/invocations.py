@@ -1,4 +1,4 @@
-"""``/invocations``, which SageMaker and MLflow both call, told apart by media type and keys.
+"""``/invocations``, which SageMaker and MLflow both call; media type and keys say which.
 
 MLflow's keys are ``dataframe_split``, ``dataframe_records``, ``instances`` and ``inputs``;
 SageMaker sends whatever its container reads: JSON, CSV and ``.npy`` most often. Nothing is ever
