@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ def check_model(model: Any) -> None:
     """Raise :class:`ModelError` for a value that is not a Keras model."""
     if not isinstance(model, keras.Model):
         raise ModelError(
-            f"expected a Keras model, received a {type(model).__name__}. The model comes first: "
+            f"expected a Keras model, received {reprlib.repr(model)}. The model comes first: "
             "strategy.fit(model, x, y); a Program is trained by mw.Trainer."
         )
 
