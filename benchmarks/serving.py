@@ -8,6 +8,7 @@ Poisson process, whether or not earlier ones were answered, so that waiting is n
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ import meshwright as mw
 SECONDS = 4.0  # of one load
 ROUNDS, ROUND_S = 6, 1.5  # the two servers in turn, so that what else runs here meets both
 CLIENTS = 64
+MAX_ROWS = 32
 LOADS = (0.25, 0.5, 0.75)
 
 
@@ -65,11 +67,11 @@ def in_turn(*functions: Callable[[], Any], seconds: float = 4.0) -> list[float]:
     """The median seconds of each function, called one after the other."""
     times, end_s = [list[float]() for _ in functions], time.perf_counter() + seconds
     while time.perf_counter() < end_s:
-        for function, found in zip(functions, times, strict=True):
+        for function, taken in zip(functions, times, strict=True):
             begin_s = time.perf_counter()
             function()
-            found.append(time.perf_counter() - begin_s)
-    return [float(np.median(found)) for found in times]
+            taken.append(time.perf_counter() - begin_s)
+    return [float(np.median(taken)) for taken in times]
 
 
 async def closed_loop(model: Any, row: Any) -> tuple[float, float]:
@@ -88,7 +90,7 @@ async def closed_loop(model: Any, row: Any) -> tuple[float, float]:
 
 
 def median(rounds: list[tuple[float, float]], column: int) -> float:
-    return float(np.median([each[column] for each in rounds]))
+    return float(np.median([figures[column] for figures in rounds]))
 
 
 async def open_loop(model: Any, row: Any, rows_per_s: float) -> dict[str, float]:
@@ -126,8 +128,10 @@ async def open_loop(model: Any, row: Any, rows_per_s: float) -> dict[str, float]
 def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
     model = build()
     begin_s = time.perf_counter()
-    with mw.Server(model, buckets=[1]) as single, mw.Server(model, max_rows=32) as batching:
+    with mw.Server(model, buckets=[1]) as single, mw.Server(model, max_rows=MAX_ROWS) as batching:
         load_s = time.perf_counter() - begin_s
+        gc.collect()
+        gc.freeze()  # as `meshwright serve` does once it is ready
         one, many = single.model(model.name), batching.model(model.name)
         row = one_row(one)
         compiled = next(iter(one.forward._compiled.values())).call
@@ -138,6 +142,8 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
             return [np.asarray(x) for x in _leaves(compiled(weights.params, weights.state, batch))]
 
         direct, through = in_turn(call, lambda: one.answer(row))
+        full = {name: np.repeat(values, MAX_ROWS, axis=0) for name, values in row.items()}
+        one_s, full_s = in_turn(lambda: many.answer(row), lambda: many.answer(full))
         alone, many_rounds = list[tuple[float, float]](), list[tuple[float, float]]()
         for _ in range(ROUNDS):
             alone.append(asyncio.run(closed_loop(one, row)))
@@ -151,6 +157,7 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
         "function_p50_ms": 1e3 * direct,
         "answer_p50_ms": 1e3 * through,
         "overhead_p50_ms": 1e3 * (through - direct),
+        "full_batch_ratio": MAX_ROWS * one_s / full_s,  # of the computation alone: the most to have
         "batch_1_rows_per_s": median(alone, 0),
         "batching_rows_per_s": together,
         "ratio": together / median(alone, 0),

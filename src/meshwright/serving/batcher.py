@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from ..errors import DeadlineError, NotReadyError, OverloadedError
 from .figures import Figures
 from .requests import Request
+from .waiting import Waiting
 
-_LATE = "the request was not started within its time; {waiting} row(s) wait before the model"
+_LATE = "the request was not started within its time; {waiting} row(s) wait before the model."
 
 
 class Batcher:
@@ -42,7 +42,7 @@ class Batcher:
         self._queue_rows = queue_rows
         self._wait_s = wait_s
         self._alone = alone
-        self._queue: deque[Request] = deque()
+        self._waiting = Waiting()
         self._changed = threading.Condition()
         self._is_open = True
         self._running: list[Request] = []
@@ -55,8 +55,8 @@ class Batcher:
     def queued(self) -> tuple[int, int]:
         """Requests and rows that wait."""
         with self._changed:
-            self._leave_out()
-            return len(self._queue), self._waiting()
+            self._expire()
+            return len(self._waiting), self._waiting.rows
 
     @property
     def rows_in_flight(self) -> int:
@@ -71,20 +71,19 @@ class Batcher:
         with self._changed:
             if not self._is_open:
                 raise NotReadyError("the model accepts no more requests: the server is stopping.")
-            waiting = self._waiting()
-            if waiting + request.rows > self._queue_rows:
-                self._leave_out()
-                waiting = self._waiting()
-            if waiting + request.rows > self._queue_rows:
-                raise OverloadedError(*self._overloaded(waiting, request.rows))
-            self._queue.append(request)
+            if not self._has_room(request):
+                self._expire()
+            if not self._has_room(request):
+                raise OverloadedError(*self._overloaded(self._waiting.rows, request.rows))
+            self._waiting.add(request)
             self._changed.notify()
+        request.future.add_done_callback(lambda future: self._left(request))
 
     def fail(self, error: Exception) -> None:
         """Fail what waits and what is being computed, which goes on without anybody waiting."""
         with self._changed:
-            queue, self._queue = self._queue, deque()
-        for request in queue:
+            requests = self._waiting.clear()
+        for request in requests:
             if request.future.set_running_or_notify_cancel():
                 request.fail(error)
         for request in self._running:
@@ -109,55 +108,41 @@ class Batcher:
         """The next batch, once there is one; ``None`` once the queue is closed and empty."""
         with self._changed:
             while True:
-                self._leave_out()
-                if not self._queue:
+                self._expire()
+                batch = self._waiting.batch(1 if self._alone else self._max_rows)
+                if not batch:
                     if not self._is_open:
                         return None
                     self._changed.wait()
                     continue
-                batch = self._fitting()
                 age_s = time.monotonic() - batch[0].arrived_s
                 is_full = self._alone or sum(r.rows for r in batch) >= self._max_rows
                 if is_full or age_s >= self._wait_s or not self._is_open:
                     return self._started(batch)
                 self._changed.wait(self._wait_s - age_s)
 
-    def _fitting(self) -> list[Request]:
-        """The oldest request, and those that can be computed with it."""
-        first = self._queue[0]
-        batch, rows = [first], first.rows
-        if self._alone:
-            return batch
-        for request in list(self._queue)[1:]:
-            if rows >= self._max_rows:
-                break
-            if request.padded == first.padded and rows + request.rows <= self._max_rows:
-                batch.append(request)
-                rows += request.rows
-        return batch
+    def _started(self, batch: list[Request]) -> list[Request]:
+        for request in batch:
+            self._waiting.remove(request)
+        self._running = [r for r in batch if r.future.set_running_or_notify_cancel()]
+        return self._running
 
-    def _started(self, batch: list[Request]) -> list[Request] | None:
-        taken = set(map(id, batch))
-        self._queue = deque(r for r in self._queue if id(r) not in taken)
-        running = [r for r in batch if r.future.set_running_or_notify_cancel()]
-        self._running = running
-        return running
+    def _left(self, request: Request) -> None:
+        """A cancelled request leaves the queue."""
+        if request.future.cancelled():
+            with self._changed:
+                self._waiting.remove(request)
 
-    def _leave_out(self) -> None:
-        """Cancelled requests leave the queue; late ones, too, with their error."""
-        now_s = time.monotonic()
-        if not any(r.future.cancelled() or r.is_late(now_s) for r in self._queue):
-            return
-        late = [r for r in self._queue if r.is_late(now_s)]
-        gone = set(map(id, late)) | {id(r) for r in self._queue if r.future.cancelled()}
-        self._queue = deque(r for r in self._queue if id(r) not in gone)
-        waiting = self._waiting()
+    def _expire(self) -> None:
+        """Late requests leave the queue with their error."""
+        late = self._waiting.take_late(time.monotonic())
         for request in late:
             if request.future.set_running_or_notify_cancel():
-                request.future.set_exception(DeadlineError(_LATE.format(waiting=waiting) + "."))
+                message = _LATE.format(waiting=self._waiting.rows)
+                request.future.set_exception(DeadlineError(message))
 
-    def _waiting(self) -> int:
-        return sum(request.rows for request in self._queue)
+    def _has_room(self, request: Request) -> bool:
+        return self._waiting.rows + request.rows <= self._queue_rows
 
     def _overloaded(self, waiting: int, rows: int) -> tuple[str, float]:
         speed = self._figures.rows_per_s

@@ -30,9 +30,6 @@ class Request:
     arrived_s: float = field(default_factory=time.monotonic)
     future: Future[Any] = field(default_factory=Future)
 
-    def is_late(self, now_s: float) -> bool:
-        return self.deadline_s is not None and now_s >= self.deadline_s
-
     def give(self, answer: Any) -> None:
         """Answer it, unless it has failed meanwhile."""
         with contextlib.suppress(InvalidStateError):
