@@ -139,6 +139,9 @@ class Program:
 
         return traced
 
+    def __repr__(self) -> str:
+        return f"Program({self.name!r}, {len(self.params)} parameters)"
+
     @property
     def parts(self) -> tuple[tuple[ParamInfo, ...], ...]:
         """The variables in the fields of :class:`TrainState`."""

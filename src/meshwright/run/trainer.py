@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import jax
 from ..checkpoint import Checkpoints
 from ..data import Putter
 from ..data.shard import reading_of
-from ..errors import TopologyError
+from ..errors import ModelError, TopologyError
 from ..launch.join import agree, naming_failures
 from ..launch.progress import entering
 from ..layouts.explain import Explanation
@@ -63,6 +64,7 @@ class Trainer:
     how: StepOptions = PLAIN
 
     def __post_init__(self) -> None:
+        _check_kinds(self.program, self.placement, self.how)
         if self.placement.mesh.is_abstract:
             raise TopologyError(
                 f"training needs devices, and the mesh ({self.placement.mesh}) is abstract. Use "
@@ -168,3 +170,19 @@ class Trainer:
     def explain(self) -> Explanation:
         """Every variable: its layout, where that comes from, bytes per device; the stages."""
         return self._steps.explained
+
+
+def _check_kinds(*values: object) -> None:
+    """Raise :class:`ModelError` unless these are a Program, a Placement and StepOptions."""
+    kinds = (Program, Placement, StepOptions)
+    wrong = [
+        f"expected a {kind.__name__}, received {reprlib.repr(value)}"
+        for value, kind in zip(values, kinds, strict=True)
+        if not isinstance(value, kind)
+    ]
+    if wrong:
+        raise ModelError(
+            f"{'; '.join(wrong)}. Use mw.Trainer(program, placement, options) with mw.jax_program"
+            "(...), mw.Placement.of(mesh, ...) and mw.StepOptions(...); a Keras model trains by "
+            "mw.Sharded(...).fit(model, ...)."
+        )

@@ -101,7 +101,7 @@ class ModelStatus:
     latency_s: Histogram = Histogram((), (0,))  # from arrival to answer
     compute_s: Histogram = Histogram((), (0,))  # one batch, devices and transfers
     bytes_by_device: Mapping[str, int] = field(default_factory=dict)  # weights
-    weights: tuple[Weight, ...] = ()
+    weights: tuple[Weight, ...] = field(default=(), repr=False)
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> size
     answers: Mapping[str, int] = field(default_factory=dict)  # one of OUTCOMES -> requests
     events: tuple[str, ...] = ()  # the newest swaps and refusals of weights, oldest first

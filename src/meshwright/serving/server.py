@@ -118,6 +118,10 @@ class Server:
             versions.add(loaded, share, compare)
         return loaded
 
+    def __repr__(self) -> str:
+        models = [f"{m.name} {m.version}{'' if m.ready else ' (not ready)'}" for m in self._models]
+        return f"Server({', '.join(models)})"
+
     # What a face asks
 
     @property
