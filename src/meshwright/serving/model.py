@@ -29,6 +29,7 @@ from ..program import TrainState
 from .accuracy import Difference, differences
 from .api import Answer, ModelStatus, TensorSpec, Weight
 from .batcher import Batcher
+from .delivery import answer_of
 from .figures import Figures
 from .handover import Moved
 from .options import ServeOptions, worthwhile
@@ -395,11 +396,9 @@ class LoadedModel:
         return request
 
     async def _awaited(self, request: Request) -> Answer:
-        waiting = asyncio.wrap_future(request.future)
-        if request.deadline_s is None:
-            return await waiting
         try:
-            return await asyncio.wait_for(waiting, self._left_s(request))
+            async with asyncio.timeout(self._left_s(request)):
+                return await answer_of(request.future)
         except TimeoutError as error:
             raise _late(error, request) from None
 
