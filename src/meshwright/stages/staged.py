@@ -14,6 +14,7 @@ from .parts import Blocks, Traced
 from .pipeline import Pipeline
 from .plan import Plan
 from .running import Runner, Taken
+from .setting import Setting
 from .stacking import Stacking
 from .table import TickTable
 
@@ -98,12 +99,10 @@ class Staged:
                 f"program {self.whole.name!r} has other blocks for this batch than for the example "
                 "that it was cut by. Give an example with the shapes that are trained on."
             )
-        runner = Runner(
+        setting = Setting(
             blocks=blocks,
             by_piece=self._by_piece(blocks, micro),
             plan=Plan.of(pipeline.table(stages)),
-            stacks=tuple(path for path in paths if path is not None),
-            order=tuple(order),
             mesh=placement.mesh.jax_mesh,
             axis=pipeline.axis,
             rows=placement.batch_axes,
@@ -111,7 +110,8 @@ class Staged:
             takes_mean=self.whole.reduction == "mean",
             logs_of_one=self.whole.logs == "of one batch",
         )
-        return runner(whole, micros)
+        own = tuple(path for path in paths if path is not None)
+        return Runner(setting, own, tuple(order))(whole, micros)
 
     def _by_piece(self, blocks: Blocks, micro: Batch) -> Blocks | None:
         """The blocks for the rows of one piece of a micro-batch, if rows leave each other alone."""

@@ -1,0 +1,118 @@
+"""What is known of a pipeline's step before it is traced: its blocks, its plan, its mesh."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..program import Arrays
+from .parts import Blocks, Functions, Traced
+from .plan import Phase, Plan
+
+
+class Own(NamedTuple):
+    """The arrays that blocks have of their own, stacked: parameters, state that stays as it is in a
+    step, and state that counts, which has a dim of micro-batches in front."""
+
+    params: Any
+    fixed: Any
+    counted: Any
+
+
+class Rest(NamedTuple):
+    """Slots and metrics that the loss reads."""
+
+    slots: Arrays
+    metrics: Arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """The blocks of a loss, the plan of its passes, and the mesh on which they run.
+
+    ``mesh`` is a :class:`jax.sharding.Mesh`, ``axis`` the stages', and ``rows`` the axes that split
+    the rows of a batch. ``by_piece`` are the blocks for the rows of one of those pieces, where rows
+    leave each other alone: their gradients come with a dim of pieces in front, which is still to be
+    summed over.
+    """
+
+    blocks: Blocks
+    by_piece: Blocks | None
+    plan: Plan
+    mesh: Any
+    axis: str
+    rows: tuple[str, ...]
+    recompute_blocks: bool
+    takes_mean: bool
+    logs_of_one: bool
+
+    @property
+    def functions(self) -> Functions:
+        """What the loss is made of."""
+        return self.blocks.functions
+
+    @property
+    def traced(self) -> Traced:
+        """The loss of one micro-batch."""
+        return self.blocks.traced
+
+    def known(
+        self, params: Arrays, state: Arrays, rest: Rest, leaves: Sequence[Any]
+    ) -> dict[Any, Any]:
+        """The values of the loss's arguments, as far as these have them."""
+        values = {
+            "params": params,
+            "state": state,
+            "slots": rest.slots,
+            "metrics": rest.metrics,
+            "batch": dict(enumerate(leaves)),
+        }
+        return {
+            var: values[part][key]
+            for var, (part, key) in self.traced.arguments.items()
+            if key in values[part]
+        }
+
+    @functools.cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Of each row of the blocks' own arrays, which field of :class:`Own` it is in."""
+        counted = self.functions.counted
+        return tuple(
+            "params" if row[0][0] == "params" else "counted" if row[0][1] in counted else "fixed"
+            for row in self.blocks.own
+        )
+
+    @functools.cached_property
+    def skips(self) -> bool:
+        """Whether a stage may leave out what it has nothing to do for.
+
+        Not where XLA splits more than rows: some of its collectives wait for every device.
+        """
+        return {axis for axis, size in self.mesh.shape.items() if size > 1} <= {
+            self.axis,
+            *self.rows,
+        }
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The loops of a step: one where stages skip what they have no work for, else several."""
+        whole = Phase(0, len(self.plan.table.ticks), forward=True, backward=True)
+        return [whole] if self.skips else self.plan.phases()
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces the rows of a batch are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.rows)
+
+    def laid(self, value: Any, dim: int) -> Any:
+        """An activation, or buffers of it, with the rows in ``dim`` over the axes of the batch."""
+        import jax
+
+        spec, pieces = jax.sharding.PartitionSpec, self.pieces
+        if pieces == 1 or value.ndim <= dim or value.shape[dim] % pieces:
+            return value
+        free = [spec.UNCONSTRAINED] * (value.ndim - dim - 1)
+        return jax.lax.with_sharding_constraint(value, spec(*[None] * dim, self.rows, *free))
