@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from meshwright.launch.group import GroupOptions, run_module
+from meshwright.launch.group import run_module
+from meshwright.launch.group_options import GroupOptions
 
 
 @pytest.mark.alone

@@ -24,7 +24,8 @@ from meshwright.commands.launch import launch
 from meshwright.launch.discovery import Discovery
 from meshwright.launch.elastic import MOST, Elastic
 from meshwright.launch.failure import Failure
-from meshwright.launch.group import GroupOptions, run_group
+from meshwright.launch.group import run_group
+from meshwright.launch.group_options import GroupOptions
 from meshwright.launch.progress import Progress
 from meshwright.launch.stalls import Seen
 from meshwright.launch.stragglers import Stragglers

@@ -18,7 +18,8 @@ from watching import all_gone, within
 
 import meshwright as mw
 from meshwright import ClusterError
-from meshwright.launch.group import GroupOptions, run_group
+from meshwright.launch.group import run_group
+from meshwright.launch.group_options import GroupOptions
 from meshwright.launch.hosts import run_on_hosts
 from meshwright.launch.progress import Board, Progress, new_board, read_board
 from meshwright.launch.stalls import Limits, Seen, stalls
@@ -77,7 +78,7 @@ def test_the_others_learn_which_process_failed_and_where(tmp_path, capfd, how, c
 @pytest.mark.full
 def test_a_rank_that_is_only_late_is_named_and_goes_on(tmp_path, capfd, monkeypatch):
     # It compiles for 4 s and is stopped for 1 s three times, while a step may take 2 s.
-    monkeypatch.setattr("meshwright.launch.group._STRAGGLER_S", 2.0)
+    monkeypatch.setattr("meshwright.launch.watch._STRAGGLER_S", 2.0)
     assert grouped(tmp_path, "late") == 0
     out, err = capfd.readouterr()
     assert len(re.findall(r"^\[rank:\d\] loss", out, re.MULTILINE)) == 2

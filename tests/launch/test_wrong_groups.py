@@ -15,7 +15,8 @@ from test_companion import ended, ports, started
 
 from meshwright import ClusterError
 from meshwright.fabric import Peer, notes_on
-from meshwright.launch.group import GroupOptions, run_group
+from meshwright.launch.group import run_group
+from meshwright.launch.group_options import GroupOptions
 from meshwright.launch.hosts import run_on_hosts
 from meshwright.launch.nodes import rendezvous
 

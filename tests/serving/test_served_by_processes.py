@@ -10,7 +10,8 @@ import pytest
 from serving_group import answers_of, serve
 
 import meshwright as mw
-from meshwright.launch.group import GroupOptions, run_group
+from meshwright.launch.group import run_group
+from meshwright.launch.group_options import GroupOptions
 
 PROGRAM = str(Path(__file__).parent / "serving_group.py")
 

@@ -43,7 +43,8 @@ def doctor(as_json: bool, processes: int | None) -> None:
     else:
         _print_diagnosis(diagnosis)
     if diagnosis.usable and processes:
-        from ..launch.group import GroupOptions, run_module
+        from ..launch.group import run_module
+        from ..launch.group_options import GroupOptions
 
         click.echo()
         raise SystemExit(run_module("meshwright.fabric", GroupOptions(processes)))

@@ -196,7 +196,8 @@ def launch(
         hosts = options["hosts"].split(",")
         raise SystemExit(run_on_hosts(hosts, passed_on, program, least_hosts))
 
-    from ..launch.group import GroupOptions, run_group, run_module
+    from ..launch.group import run_group, run_module
+    from ..launch.group_options import GroupOptions
 
     group = GroupOptions(
         processes=most,

@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import ClusterError, ProcessError, TaskError
 from ..extras import require
 from .cluster import DescribedCluster
-from .group import GroupOptions
+from .group_options import GroupOptions
 from .joining import variables_of
 from .keys import Keys
 from .logs import LogPump

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import ClusterError, DataError, ProcessError
 from ..extras import require
-from .group import GroupOptions
+from .group_options import GroupOptions
 from .processes import free_port
 from .remote import Work, attempts, run_part, values_of
 from .rows import Uneven, agree_on, note_length, spool

@@ -19,7 +19,8 @@ import cloudpickle
 
 from ..errors import Preempted, ProcessError, ShippingError
 from .failure import Failure
-from .group import GroupOptions, run_here
+from .group import run_here
+from .group_options import GroupOptions
 from .joining import KEYS
 from .keys import Keys
 from .signals import PREEMPTED

@@ -1,0 +1,136 @@
+"""What lasts while a group is started again: the link to other hosts, its places, its programs."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ..errors import ClusterError
+from .devices import device_variables
+from .discovery import Discovery
+from .elastic import FAILURES, MOST, Elastic
+from .failure import Failure
+from .group_options import GroupOptions
+from .joining import GENERATION
+from .nodes import Hub, Share, Spoke, rendezvous
+from .private_folder import PrivateFolder
+from .processes import free_port
+
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a group is started with: its share of the ranks, their places, and what they read."""
+
+    share: Share
+    places: tuple[int, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """How a group has ended; ``again``: it is to be started again, and else ``why`` not."""
+
+    code: int  # the exit code
+    failure: Failure | None = None
+    again: bool = False
+    why: str = ""
+    saved: int = -1  # the step of the newest checkpoint; -1: there is none
+    first_rank: int = 0  # of this host
+
+
+class Ground:
+    """What lasts while groups are started again: link to other hosts, places, compiled programs."""
+
+    def __init__(self, options: GroupOptions, rule: Elastic) -> None:
+        self._options, self.rule = options, rule
+        if options.log_dir is not None:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        device_variables(options.processes, options.devices, os.environ)  # raises
+        self.folder = PrivateFolder()
+        self._discovery: Discovery | None = None
+        self.link: Hub | Spoke | None = None
+        try:
+            if options.discovery is not None:
+                self._discovery = Discovery(options.discovery)
+            if options.nodes > 1:
+                least = options.least_nodes or options.nodes
+                goes_on = rule.max_restarts > 0
+                self.link = rendezvous(
+                    options.rendezvous, least, options.nodes, goes_on, options.stall_s
+                )
+        except BaseException:
+            self.close()
+            raise
+        self._places: list[int] = []
+
+    def start(self, generation: int, failures: str) -> Start | None:
+        """The next start; ``None`` where the other hosts have come to their end."""
+        self._places = self._wait_for_places()
+        count, wait_s = len(self._places), self._options.join_s
+        if self.link is None:
+            share = Share(0, count, count, f"127.0.0.1:{free_port()}", "")
+        else:
+            met = self.link.meet(count, wait_s)
+            if met is None:
+                return None
+            share = met
+        variables = {GENERATION: str(generation), FAILURES: failures}
+        if self._options.is_elastic:
+            variables[MOST] = str(self._options.nodes * self._options.processes)
+        if self.rule.max_restarts > 0:
+            variables |= _compiled_in(self.folder.path)
+        return Start(share, tuple(self._places), tuple(variables.items()))
+
+    def has_changed(self) -> bool:
+        """Whether a group on other places, or other hosts, is to take the place of this one."""
+        if self.link is not None:
+            return isinstance(self.link, Hub) and self.link.has_changed()
+        return self._present() != self._places
+
+    @property
+    def outlives_hosts(self) -> bool:
+        """Whether the group goes on where another host leaves."""
+        return self._options.least_nodes is not None
+
+    def close(self) -> None:
+        """Leave the other hosts, and what was compiled."""
+        if self._discovery is not None:
+            self._discovery.close()
+        if self.link is not None:
+            self.link.close()
+        self.folder.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _present(self) -> list[int]:
+        return self.rule.places(None if self._discovery is None else self._discovery.places)
+
+    def _wait_for_places(self) -> list[int]:
+        until_s = time.monotonic() + self._options.join_s
+        while len(found := self._present()) < self.rule.least:
+            if time.monotonic() > until_s:
+                raise ClusterError(
+                    f"there are {len(found)} places for processes after "
+                    f"{self._options.join_s:g} s, and {self.rule.least} are needed."
+                )
+            time.sleep(_LOOK_EVERY_S)
+        return found
+
+
+def _compiled_in(folder: Path) -> dict[str, str]:
+    """Variables by which a process finds what those of former starts have compiled."""
+    wanted = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return {} if "JAX_COMPILATION_CACHE_DIR" in os.environ else wanted

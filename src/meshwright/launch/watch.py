@@ -1,0 +1,199 @@
+"""What the ranks of this host do, as their agent sees it, and the failure to name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from . import outside
+from .failure import Failure
+from .join import DUMP, board_path, error_path, stack_path
+from .logs import LogPump
+from .nodes import Hub, Spoke
+from .progress import Progress, read_board
+from .signals import PREEMPTED
+from .spec import RANK, Task
+from .stalls import Limits, Seen, Stall, stalls
+from .stragglers import Stragglers
+from .supervision import exit_text
+from .supervisor import Supervisor
+
+_SETTLE_S = 0.3  # for a death by signal to be seen beside the errors that it causes in others
+_STRAGGLER_S = 30.0  # over which waiting is summed to find slow ranks
+
+
+class Watch:
+    """Reads what every rank of this host writes, and judges it; ``seen`` is what it saw last."""
+
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        total: int,
+        folder: Path,
+        supervisor: Supervisor,
+        logs: LogPump,
+        limits: Limits,
+    ) -> None:
+        self._total, self._folder = total, folder
+        self._supervisor, self._logs, self._limits = supervisor, logs, limits
+        self._stragglers = Stragglers(_STRAGGLER_S)
+        self._looked_s = time.monotonic()
+        now = Progress(since_s=self._looked_s)
+        self.seen = {rank: Seen(rank, now) for rank in ranks}
+
+    def look(self, link: Hub | Spoke | None) -> Failure | None:
+        """Read what all ranks do; the failure to end the group for, if there is one."""
+        now_s = time.monotonic()
+        codes = self.exit_codes()
+        for rank, before in self.seen.items():
+            self.seen[rank] = self._see(rank, before, now_s, rank in codes)
+        self._looked_s = now_s
+        if self._failing(codes):
+            time.sleep(_SETTLE_S)
+            codes = self.exit_codes()
+            return self._first_failure(codes)
+        if isinstance(link, Spoke):
+            blamed, link.blamed = link.blamed, None
+            return None if blamed is None else self._stalled(blamed)
+        others = [] if link is None else link.others()
+        ranks = [*self.seen.values(), *others]
+        found = stalls(ranks, self._limits, now_s)
+        if not found:
+            self._name_straggler(ranks, now_s)
+            return None
+        if found[0].rank in self.seen or link is None:
+            return self._stalled(found[0])
+        link.blame(found[0])  # its own launcher can read its stack
+        return None
+
+    def _see(self, rank: int, before: Seen, now_s: float, has_ended: bool) -> Seen:
+        progress = read_board(board_path(self._folder, rank))
+        if progress.since_s != before.progress.since_s:
+            section, steps = before.progress.section, progress.step
+            self._limits.learn(section, self._looked_s - before.progress.since_s, steps)
+        if has_ended and not progress.is_over:
+            progress = Progress("exit", progress.step, now_s, progress.pid)
+        pid = self._supervisor.pid(task_of(rank))
+        stopped_s = 0.0
+        if not has_ended and outside.is_stopped(pid):
+            stopped_s = before.stopped_s + now_s - self._looked_s
+        return Seen(rank, progress, stopped_s)
+
+    def exit_codes(self) -> dict[int, int]:
+        """The exit codes of those that have ended, minus the number of a signal."""
+        found = {}
+        for event in self._supervisor.events:
+            if event.what in ("ended", "died"):
+                found[event.task.index] = event.exit_code or 0
+        return found
+
+    def _failing(self, codes: dict[int, int]) -> list[int]:
+        died = [rank for rank, code in codes.items() if code not in (0, PREEMPTED)]
+        alone = [r for r in codes if not self.pid(r)] if any(map(self.pid, self.seen)) else []
+        raised = [
+            rank
+            for rank in self.seen
+            if error_path(self._folder, rank).exists() and rank not in died
+        ]
+        return [*died, *raised, *alone]
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank; 0 before it joins."""
+        return self.seen[rank].progress.pid
+
+    def _first_failure(self, codes: dict[int, int]) -> Failure:
+        """Of all that have failed the one to name: killed by a signal, or else the first."""
+        failing = self._failing(codes)
+        killed = [rank for rank in failing if codes.get(rank, 0) < 0]
+        if killed:
+            what = f"was killed by {exit_text(codes[killed[0]])} {self._where(killed[0])}"
+            return self._failure(killed[0], what, 128 - codes[killed[0]])
+        written = {
+            rank: error_path(self._folder, rank).stat().st_mtime_ns
+            for rank in failing
+            if error_path(self._folder, rank).exists()
+        }
+        if written:
+            rank = min(written, key=lambda r: written[r])
+            trace = error_path(self._folder, rank).read_text()
+            what = f"raised an exception {self._where(rank)}"
+            failure = self._failure(rank, what, codes.get(rank) or 1, trace)
+            return dataclasses.replace(failure, section="failed", lines=())
+        rank = failing[0]
+        if codes[rank] == 0:
+            what = "ended without joining the group (does it import meshwright?)"
+            return self._failure(rank, what, 1)
+        what = f"ended with {exit_text(codes[rank])} {self._where(rank)}"
+        return self._failure(rank, what, codes[rank])
+
+    def _where(self, rank: int) -> str:
+        progress = self.seen[rank].progress
+        return f"after step {progress.step}" if progress.step else "before its first step"
+
+    def _stalled(self, stall: Stall) -> Failure:
+        progress = self.seen[stall.rank].progress
+        unreachable = self.seen[stall.rank].stopped_s or progress.is_over
+        stack = "" if unreachable else self._stack_of(stall.rank)
+        limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
+        cause = "is stopped" if self.seen[stall.rank].stopped_s else stall.what
+        what = f"{cause} (for {stall.for_s:.1f} s{limit})"
+        code = 1
+        if progress.is_over:
+            code = self.exit_codes().get(stall.rank) or 1
+        return self._failure(stall.rank, what, code, stack)
+
+    def _name_straggler(self, ranks: Sequence[Seen], now_s: float) -> None:
+        """Say which rank is slow but alive; it goes on."""
+        found = self._stragglers.look(ranks, now_s)
+        if found is None:
+            return
+        rank, total = found.rank, self._total
+        if rank not in self.seen:
+            say(f"rank {rank} of {total} (on another host) {found}.")
+            return
+        stack = "" if self.seen[rank].stopped_s else self._stack_of(rank)
+        say(dataclasses.replace(self._failure(rank, str(found), 0, stack), lines=()).text())
+
+    def _stack_of(self, rank: int) -> str:
+        """Where the Python of a rank is; empty if it does not say so soon."""
+        if not self.pid(rank):
+            return ""
+        path = stack_path(self._folder, rank)
+        return outside.stack_from(path, lambda: self._supervisor.send_signal(task_of(rank), DUMP))
+
+    def _failure(self, rank: int, what: str, code: int, stack: str = "") -> Failure:
+        progress = self.seen[rank].progress
+        name = str(task_of(rank))
+        return Failure(
+            rank,
+            self._total,
+            socket.gethostname(),
+            self._supervisor.pid(task_of(rank)),
+            progress.section,
+            progress.step,
+            what,
+            stack,
+            tuple(self._logs.last_lines(name, wait_s=0.2)),
+            code,
+        )
+
+    def saved(self) -> int:
+        """The step of the newest checkpoint that one of them has written or begun with."""
+        boards = [read_board(board_path(self._folder, rank)) for rank in self.seen]
+        return max(-1, *(board.saved for board in boards))
+
+
+def task_of(rank: int) -> Task:
+    """A rank as the supervisor knows it."""
+    return Task(RANK, rank)
+
+
+def say(text: str) -> None:
+    """Write a line of the launcher's own."""
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(f"meshwright launch: {text}", file=sys.stderr, flush=True)
