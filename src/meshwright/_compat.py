@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
+import os
 import re
 import sys
 import types
@@ -765,6 +767,25 @@ def lies_on_other_devices(error: ValueError) -> bool:
     from jax._src.stages import DeviceAssignmentMismatchError
 
     return isinstance(error.__context__, DeviceAssignmentMismatchError)
+
+
+def start_coordination_service(port: str, processes: int, shutdown_s: int) -> Any:
+    """JAX's coordination service in this process, which need not take part in the group.
+
+    jaxlib 0.10: ``jax.distributed.initialize`` starts it in process 0, and nowhere else. Importing
+    the extension alone takes 0.1 s; it reads once how much it logs, and the service logs each end
+    of a group as an error. Raises ``RuntimeError`` if the port is taken.
+    """
+    level, before = "TF_CPP_MIN_LOG_LEVEL", os.environ.get("TF_CPP_MIN_LOG_LEVEL")
+    os.environ[level] = before or "3"
+    try:
+        service: Any = importlib.import_module("jaxlib._jax").get_distributed_runtime_service
+        return service(
+            f"[::]:{port}", processes, heartbeat_timeout=100, shutdown_timeout=shutdown_s
+        )
+    finally:
+        if before is None:
+            del os.environ[level]
 
 
 def own_error(error: BaseException) -> BaseException:

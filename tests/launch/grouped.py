@@ -93,6 +93,8 @@ def main() -> None:
             seen = {"at": time.time(), **fields, "stack": error.stack, "text": str(error)}
             (FOLDER / "seen").write_text(json.dumps(seen))
         raise
+    finally:
+        (FOLDER / f"left{jax.process_index()}").touch()
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ PROGRAM = str(Path(__file__).parent / "grouped.py")
 STALL_S = 2.0
 
 
-def grouped(folder: Path, how: str, **options: Any) -> int:
-    return run_group([PROGRAM, str(folder), how], GroupOptions(2, 2, stall_s=STALL_S, **options))
+def grouped(folder: Path, how: str, fails: int = 1, **options: Any) -> int:
+    arguments = [PROGRAM, str(folder), how, str(fails)]
+    return run_group(arguments, GroupOptions(2, 2, stall_s=STALL_S, **options))
 
 
 @pytest.mark.alone
@@ -46,25 +47,29 @@ def test_a_group_trains_with_prefixed_lines_and_a_file_for_each_rank(tmp_path, c
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("how", "code", "limit_s", "says"),
+    ("how", "fails", "code", "limit_s", "says"),
     [
-        ("kill", 137, 1.0, r"was killed by signal 9 after step 60\b"),
-        pytest.param("raise", 1, 1.0, "raised an exception after step 60", marks=pytest.mark.full),
-        pytest.param("stop", 1, STALL_S + 5, "is stopped", marks=pytest.mark.full),
-        pytest.param("exit", 1, STALL_S + 5, "has ended, and rank 0 waits", marks=pytest.mark.full),
-        pytest.param("uneven", 1, STALL_S + 5, "has ended, and rank 0", marks=pytest.mark.full),
-        pytest.param("gil", 1, STALL_S + 5, "is stuck in 'input'", marks=pytest.mark.full),
+        ("kill", 0, 137, 1.0, r"was killed by signal 9 after step 60\b"),
+        pytest.param("raise", 1, 1, 1.0, "raised an exception after step", marks=pytest.mark.full),
+        pytest.param("stop", 0, 1, STALL_S + 5, "is stopped", marks=pytest.mark.full),
+        pytest.param("exit", 1, 1, STALL_S + 5, "has ended, and rank 0", marks=pytest.mark.full),
+        pytest.param("uneven", 1, 1, STALL_S + 5, "has ended, and rank 0", marks=pytest.mark.full),
+        pytest.param("gil", 1, 1, STALL_S + 5, "is stuck in 'input'", marks=pytest.mark.full),
     ],
 )
-def test_the_others_learn_which_process_failed_and_where(tmp_path, capfd, how, code, limit_s, says):
-    assert grouped(tmp_path, how) == code
+def test_the_others_learn_which_process_failed_and_where(
+    tmp_path, capfd, how, fails, code, limit_s, says
+):
+    assert grouped(tmp_path, how, fails) == code
     out, err = capfd.readouterr()
     seen = json.loads((tmp_path / "seen").read_text())
     failed_at = json.loads((tmp_path / "failed").read_text())
     assert seen["at"] - failed_at < limit_s
-    assert seen["rank"] == 1
-    assert re.search(rf"rank 1 of 2 \(host \S+, pid {seen['pid']}\) {says}", seen["text"])
-    assert f"pid {seen['pid']}" in err.splitlines()[0]
+    assert seen["rank"] == fails
+    assert (tmp_path / f"left{1 - fails}").exists()  # its ``finally`` block has run
+    assert re.search(rf"rank {fails} of 2 \(host \S+, pid {seen['pid']}\) {says}", seen["text"])
+    own = [line for line in err.splitlines() if line.startswith("meshwright launch: ")]
+    assert f"pid {seen['pid']}" in own[0]
     assert "meshwright.errors.ProcessError" in out
     if how in ("raise", "gil"):
         assert "grouped.py" in seen["stack"]

@@ -51,9 +51,6 @@ def test_a_killed_task_is_named_by_the_others(cluster, tmp_path, fails):
     assert run.returncode != 0
     assert f"rank {fails} of 2" in run.stderr
     assert "was killed, or crashed in native code, after step 60" in run.stderr
-    if fails == 0 and not (tmp_path / "seen").exists():  # JAX ends a rank that loses rank 0
-        assert "coordination service" in run.stderr
-        return
     seen = json.loads((tmp_path / "seen").read_text())
     failed_at = json.loads((tmp_path / "failed").read_text())
     assert seen["rank"] == fails

@@ -2,7 +2,8 @@
 
 :func:`~.join.join` starts one for each rank, as a process of its own. It outlives the rank, reads
 what the rank writes (:mod:`.progress`), and can end it. The companion of rank 0 is the hub: it
-judges all ranks, and still does when rank 0 is dead. What to run again is the starter's business.
+judges all ranks and holds JAX's coordination service, and still does when rank 0 is dead. What to
+run again is the starter's business.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import zmq
 
 from ..errors import ClusterError
 from . import join, outside
+from .coordinator import Coordinator
 from .doors import Entrance, group_keys
 from .failure import Failure
 from .nodes import Hub, Spoke
@@ -42,13 +44,14 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # they are for the ra
 
 @dataclass(frozen=True)
 class Charge:
-    """The rank to watch, the folder in which they meet, and the ``host:port`` of the hub."""
+    """The rank to watch, the folder in which they meet, and the group's ``host:port`` addresses."""
 
     rank: int
     processes: int
     pid: int
     folder: str
     hub: str
+    coordinator: str
     stall_s: float
 
 
@@ -118,7 +121,7 @@ class Companion:
         return None
 
     def _has_settled(self) -> bool:
-        """Whether the rank has been dead for long enough: JAX ends a rank that loses rank 0.
+        """Whether the rank has been dead for long enough: JAX ends one that loses rank 0's agent.
 
         The death of rank 0 itself is reported at once.
         """
@@ -199,14 +202,21 @@ def main(text: str) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     charge = Charge(**json.loads(text))
+    coordinator = None
     try:
+        if charge.rank == 0:
+            coordinator = Coordinator(charge.coordinator, charge.processes)
         with contextlib.closing(_link(charge)) as link:
             Companion(charge, link).watch()
     except (ClusterError, zmq.ZMQError) as error:
         if os.getppid() == charge.pid:  # a rank that has ended needs no agent
             reason = f"rank {charge.rank} trains without an agent: {error}"
             print(f"meshwright: {reason}", file=sys.stderr, flush=True)
+        while coordinator is not None and os.getppid() == charge.pid:
+            time.sleep(_LOOK_EVERY_S)  # without it JAX would end every rank
     finally:
+        if coordinator is not None:
+            coordinator.close()
         shutil.rmtree(charge.folder, ignore_errors=True)
 
 

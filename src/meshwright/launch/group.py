@@ -18,6 +18,7 @@ from typing import Self
 
 from ..errors import ClusterError
 from .agreement import Meeting
+from .coordinator import HOSTED, Coordinator
 from .devices import device_variables
 from .doors import group_keys
 from .elastic import failures_text
@@ -101,12 +102,14 @@ class Group:
         )
         self._supervisor = Supervisor(self._logs, announces=False)
         self._meeting: Meeting | None = None
+        self._coordinator: Coordinator | None = None
         try:
             total, first = self._share.total, self._share.first
             self._meets_at = self._share.meeting or f"ipc://{self._folder.path / 'meeting'}"
             if first == 0:
                 keys = group_keys(self._meets_at)
                 self._meeting = Meeting(self._meets_at, total, options.join_s, keys)
+                self._coordinator = Coordinator(self._share.coordinator, total)
             self._places = {first + i: place for i, place in enumerate(start.places)}
             limits = Limits(options.stall_s, options.join_s)
             path = self._folder.path
@@ -178,6 +181,8 @@ class Group:
         finally:
             if self._meeting is not None:
                 self._meeting.close()
+            if self._coordinator is not None:
+                self._coordinator.close()
             self._logs.close(timeout_s=2.0)
             self._folder.remove()
 
@@ -198,7 +203,7 @@ class Group:
         folder = self._folder.path
         new_board(board_path(folder, member.rank))
         env = {**env, **member.variables(), JOIN: "1", AGENT: str(folder)}
-        env |= {MEETING: self._meets_at, AGREE: str(int(self._options.agree))}
+        env |= {HOSTED: "1", MEETING: self._meets_at, AGREE: str(int(self._options.agree))}
         command = program(arguments, env)
         self._supervisor.start(task_of(member.rank), lambda _: command, None)
 

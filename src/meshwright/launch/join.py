@@ -25,6 +25,7 @@ from .. import _compat
 from ..errors import ClusterError, ProcessError, TopologyError
 from ..topology import settle_cpu_pool
 from . import progress
+from .coordinator import HOSTED
 from .failure import Failure
 from .membership import COORDINATOR, Membership, membership
 from .processes import free_port
@@ -42,8 +43,7 @@ MEETING = "MESHWRIGHT_MEETING"  # where an agent compares
 _BASE = getattr(signal, "SIGRTMIN", None)
 DUMP = signal.SIGUSR1 if _BASE is None else _BASE + 5  # "write your stack down"
 TELL = signal.SIGUSR2 if _BASE is None else _BASE + 6  # "another process has failed"
-_SHUTDOWN_S = 24 * 3600  # an agent ends the group long before; JAX's 300 s would end a slow save
-_JAX_SHUTDOWN_S = 300  # JAX's own default
+_UNUSED = "127.0.0.1:0"
 _ASK_EVERY_S = 0.5
 _TAKEN_S = 5.0  # another rank 0 would answer at once
 _WORD_S = 1.0  # for an agent to say why a collective has failed
@@ -113,12 +113,13 @@ def join(
     if folder:
         _follow_agent(member, Path(folder))
     progress.entering("join")
-    _check_coordinator(member, wait_s)
+    is_hosted = bool(os.environ.pop(HOSTED, "")) and bool(folder)
+    _check_coordinator(member, wait_s, is_hosted)
     agree = agree and os.environ.get(AGREE) != "0"
     watch = watch and os.environ.get(WATCH) != "0" and not folder
     if member.processes > 1 and (agree or watch):
         _meet(member, wait_s, agree, watch)
-    _initialize(member, wait_s)
+    _initialize(member, wait_s, is_hosted or _folder is not None)
     if _folder is not None:
         atexit.register(_leave_after_failure, member.rank)
     atexit.register(progress.entering, "exit")  # after JAX's own: so before JAX waits for others
@@ -177,8 +178,11 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
         _start_agent(member, answer[_HUB])
 
 
-def _check_coordinator(member: Membership, wait_s: float) -> None:
-    """Raise :class:`ClusterError` for an unknown host, and in rank 0 for a port that is taken."""
+def _check_coordinator(member: Membership, wait_s: float, is_hosted: bool) -> None:
+    """Raise :class:`ClusterError` for an unknown host, and in rank 0 for a port that is taken.
+
+    Where an agent listens there already, the port is not looked at.
+    """
     host, port = member.address
     until_s = time.monotonic() + wait_s
     while True:  # names of pods appear some time after the pods
@@ -193,7 +197,7 @@ def _check_coordinator(member: Membership, wait_s: float) -> None:
                     f"Set {COORDINATOR}=host:port to an address of rank 0 that all hosts reach."
                 ) from error
             time.sleep(_ASK_EVERY_S)
-    if member.rank == 0 and member.processes > 1:
+    if member.rank == 0 and member.processes > 1 and not is_hosted:
         family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -239,17 +243,18 @@ def compared_member() -> Membership | None:
     return None if _attendance is None else _joined
 
 
-def _initialize(member: Membership, wait_s: float) -> None:
+def _initialize(member: Membership, wait_s: float, is_hosted: bool) -> None:
     import jax
 
     settle_cpu_pool()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX gives rank 0 a service in any case: where an agent has the real one, nothing meets there.
     jax.distributed.initialize(
         member.coordinator,
         num_processes=member.processes,
         process_id=member.rank,
         initialization_timeout=max(1, round(wait_s)),
-        shutdown_timeout_seconds=_JAX_SHUTDOWN_S if _agent is None else _SHUTDOWN_S,
+        coordinator_bind_address=_UNUSED if is_hosted else None,
     )
 
 
@@ -267,7 +272,7 @@ def _start_agent(member: Membership, hub: str) -> None:
     _follow_agent(member, _folder.path)
     stall_s = _seconds(STALL, 10.0)
     place = (member.rank, member.processes, os.getpid(), str(_folder.path))
-    companion.start(companion.Charge(*place, hub, stall_s))
+    companion.start(companion.Charge(*place, hub, member.coordinator, stall_s))
 
 
 def _seconds(name: str, otherwise: float) -> float:
