@@ -36,16 +36,16 @@ class NamedArray:
     @property
     def dims(self) -> Dims:
         """The dims, outermost first. Raises :class:`DimError` if they are not the array's."""
-        known, shape = self._dims, self.array.shape
-        if len(shape) < len(known):
-            known = known[len(known) - len(shape) :]  # vmap and scan take the leading dim away
-        if shape != tuple([dim.size for dim in known]):  # a list: it is asked for very often
+        dims, shape = self._dims, self.array.shape
+        if len(shape) < len(dims):
+            dims = dims[len(dims) - len(shape) :]  # vmap and scan take the leading dim away
+        if shape != tuple([dim.size for dim in dims]):  # a list: it is asked for very often
             raise DimError(
                 f"the array has shape {tuple(shape)} and is named [{text_of(self._dims)}]: "
                 "a function that knows no names, such as jax.vmap or jax.tree.map, has changed its "
                 "shape. Use meshwright.named's own, or name it again: named(x.array, ...)."
             )
-        return known
+        return dims
 
     @property
     def dtype(self) -> Any:
@@ -188,12 +188,12 @@ def named(array: Any, dims: DimsLike, *, rules: Any = None) -> NamedArray:
     (Dim(name='batch', size=8), Dim(name='io', size=2))
     """
     array = array.array if isinstance(array, NamedArray) else jnp.asarray(array)
-    found = as_dims(dims)
-    if array.shape != tuple(dim.size for dim in found):
+    dims = as_dims(dims)
+    if array.shape != tuple(dim.size for dim in dims):
         raise ArrayError(
-            f"the array has shape {tuple(array.shape)}, which is not [{text_of(found)}]."
+            f"the array has shape {tuple(array.shape)}, which is not [{text_of(dims)}]."
         )
-    x = NamedArray(array, found)
+    x = NamedArray(array, dims)
     if inside_operation.get():
         return x
     with using(rules):
@@ -207,14 +207,14 @@ def using(rules: Any) -> Any:
 
 def laid(x: NamedArray, what: str) -> NamedArray:
     """The array where the rules in force put it. Raises :class:`LayoutError` if they cannot."""
-    found = in_force()
-    if found is None or x._laid is found:
+    bound = in_force()
+    if bound is None or x._laid is bound:
         return x
     dims = x.dims
-    layout = found.layout(dims, what)
-    if found.only_check or (found.mesh.is_abstract and not isinstance(x.array, Tracer)):
+    layout = bound.layout(dims, what)
+    if bound.only_check or (bound.mesh.is_abstract and not isinstance(x.array, Tracer)):
         return x
-    return NamedArray(_put(x.array, layout.sharding), dims, found)
+    return NamedArray(_put(x.array, layout.sharding), dims, bound)
 
 
 def _put(array: Any, sharding: Any) -> Any:
@@ -232,8 +232,8 @@ def _constrained(array: Any, sharding: Any) -> Any:
 def as_named(x: Any) -> NamedArray:
     """A named array as it is; a scalar as one without dims. Raises :class:`DimError` for others."""
     if isinstance(x, NamedArray):
-        if (found := in_force()) is not None:
-            found.see(x._dims)  # a dim may be summed over, and be in no result
+        if (bound := in_force()) is not None:
+            bound.see(x._dims)  # a dim may be summed over, and be in no result
         return x
     array = jnp.asarray(x)
     if array.ndim:
@@ -264,16 +264,16 @@ def position(dims: Sequence[Dim], name: str | Dim) -> int:
 
 def union(*several: Sequence[Dim], what: str) -> Dims:
     """All dims in order of appearance. Raises :class:`DimError` for a name with two sizes."""
-    found: dict[str, Dim] = {}
+    first: dict[str, Dim] = {}
     for dims in several:
         for dim in dims:
-            if found.setdefault(dim.name, dim) != dim:
-                arrays = ", ".join(f"[{text_of(each)}]" for each in several)
+            if first.setdefault(dim.name, dim) != dim:
+                arrays = ", ".join(f"[{text_of(own)}]" for own in several)
                 raise DimError(
-                    f"{what}: dim {dim.name!r} has size {found[dim.name].size} and size {dim.size} "
+                    f"{what}: dim {dim.name!r} has size {first[dim.name].size} and size {dim.size} "
                     f"in {arrays}. Dims of one name are one dim; rename one of them."
                 )
-    return tuple(found.values())
+    return tuple(first.values())
 
 
 def spread(x: NamedArray, dims: Sequence[Dim]) -> Any:

@@ -67,13 +67,13 @@ def einsum(
     kept = tuple(dim for dim in result if dim in every)
     renamed = _renamed(kept, names, new)
     meeting = Meeting.of(every, kept, names)
-    if found := in_force():
-        found.check_together(meeting.met((*every, *new)), "einsum over")
+    if bound := in_force():
+        bound.check_together(meeting.met((*every, *new)), "einsum over")
     product = _product_of_any
     if len(arrays) == 2:
         product = _product_in_order if meeting.split else _product_of_two
-    made = meeting.product(product, arrays, kept, precision=precision, dtype=dtype)
-    array = NamedArray(made, renamed)
+    summed = meeting.product(product, arrays, kept, precision=precision, dtype=dtype)
+    array = NamedArray(summed, renamed)
     return _broadcast(array, tuple(dim.renamed(names.get(dim.name, dim.name)) for dim in result))
 
 
@@ -81,8 +81,10 @@ def _with_old_names(out: DimsLike | None, names: Mapping[str, str], every: Dims)
     if out is None:
         return None
     old = {new: old for old, new in names.items()}
-    known = [dim.renamed(names.get(dim.name, dim.name)) for dim in every]
-    return tuple(dim.renamed(old.get(dim.name, dim.name)) for dim in dims_among(out, tuple(known)))
+    renamed = [dim.renamed(names.get(dim.name, dim.name)) for dim in every]
+    return tuple(
+        dim.renamed(old.get(dim.name, dim.name)) for dim in dims_among(out, tuple(renamed))
+    )
 
 
 def _renamed(kept: Dims, names: Mapping[str, str], new: Dims) -> Dims:
@@ -117,17 +119,17 @@ def _product_of_two(arrays: Sequence[NamedArray], kept: Dims, *, precision: Any,
     places = (_places(x, gone), _places(y, gone)), (_places(x, batch), _places(y, batch))
     operands = x.array.astype(promoted), y.array.astype(promoted)
     array = _dot_general(*operands, places, precision, dtype)
-    own = [dim for each in (x, y) for dim in each.dims if dim not in both]
+    own = [dim for operand in (x, y) for dim in operand.dims if dim not in both]
     return spread(NamedArray(array, (*batch, *own)), kept)
 
 
 def _without_its_own(x: NamedArray, kept: Dims, other: NamedArray, dtype: Any) -> NamedArray:
     """The array, summed over dims that neither the result nor the other array has."""
-    left = tuple(dim for dim in x.dims if dim in kept or dim in other.dims)
-    if left == x.dims:
+    kept_dims = tuple(dim for dim in x.dims if dim in kept or dim in other.dims)
+    if kept_dims == x.dims:
         return x
-    gone = [i for i, dim in enumerate(x.dims) if dim not in left]
-    return NamedArray(jnp.sum(x.array, gone, dtype), left)
+    gone = [i for i, dim in enumerate(x.dims) if dim not in kept_dims]
+    return NamedArray(jnp.sum(x.array, gone, dtype), kept_dims)
 
 
 def _places(x: NamedArray, dims: Sequence[Dim]) -> tuple[int, ...]:

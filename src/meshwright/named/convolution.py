@@ -174,12 +174,12 @@ def _front(name: str, number: int, whole: Callable[..., NamedArray]) -> Callable
 
     @functools.wraps(whole)
     def call(x: Any, kernel: Any, windows: Windows, **how: Any) -> NamedArray:
-        if len(found := window_pairs(windows)) != number:
+        if len(pairs := window_pairs(windows)) != number:
             raise DimError(
-                f"{name} moves along {dims}, and windows={windows!r} names {len(found)}. "
+                f"{name} moves along {dims}, and windows={windows!r} names {len(pairs)}. "
                 f"{whole.__name__} takes any number."
             )
-        return convolve(x, kernel, found, name, transposed=whole is conv_transposed, **how)
+        return convolve(x, kernel, pairs, name, transposed=whole is conv_transposed, **how)
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f":func:`{whole.__name__}` along {dims}; takes the same arguments."

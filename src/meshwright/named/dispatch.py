@@ -77,8 +77,8 @@ class Post:
 
 
 def _axes(dim: Dim) -> tuple[str, ...] | None:
-    found = in_force()
-    return None if found is None else found.rules.axes(dim.name) or None
+    bound = in_force()
+    return None if bound is None else bound.rules.axes(dim.name) or None
 
 
 @operation

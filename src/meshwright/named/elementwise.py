@@ -30,7 +30,7 @@ def joined(*several: Dims, what: str) -> Dims:
 
 def _in_order(some: Sequence[Any], of: Sequence[Any]) -> bool:
     rest = iter(of)
-    return all(each in rest for each in some)
+    return all(element in rest for element in some)
 
 
 def apply(
@@ -45,7 +45,7 @@ def apply(
     result = function(*(x if _is_plain(x) else spread(x, dims) for x in arrays))
     if result.shape != (shape := tuple(dim.size for dim in dims)):
         result = jnp.broadcast_to(result, shape)
-    lie = [x._laid for x, each in zip(arrays, several, strict=True) if each and each == dims]
+    lie = [x._laid for x, own in zip(arrays, several, strict=True) if own and own == dims]
     return NamedArray(result, dims, lie[0] if lie and all(by is lie[0] for by in lie) else None)
 
 

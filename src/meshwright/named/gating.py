@@ -122,8 +122,8 @@ class Gating:
             size = count // tokens[0].size if len(tokens) > 1 else count
         else:
             size = min(self.group_size, count)
-        found = _cut(tokens, size)
-        if found is None:
+        cut = _cut(tokens, size)
+        if cut is None:
             below, above = (
                 next(n for n in sizes if _cut(tokens, n))
                 for sizes in (range(size, 0, -1), range(size, count + 1))
@@ -133,22 +133,22 @@ class Gating:
                 "part of one dim and all of those after it. Sizes that can: "
                 f"{below} and {above}."
             )
-        uneven = [(dim, pieces) for dim in found[0] if dim.size % (pieces := _pieces(dim))]
+        uneven = [(dim, pieces) for dim in cut[0] if dim.size % (pieces := _pieces(dim))]
         if uneven:
             (dim, pieces), *_ = uneven
             raise DivisibilityError(
-                f"a group_size of {size} makes groups [{text_of(found[0])}] of tokens "
+                f"a group_size of {size} makes groups [{text_of(cut[0])}] of tokens "
                 f"[{text_of(tokens)}], and {str(dim)!r} does not divide over the {pieces} devices "
                 "that the rules give it. Make group_size smaller: the answer depends on it, so it "
                 "is not changed for you."
             )
-        return found
+        return cut
 
 
 def _pieces(dim: Dim) -> int:
     """Over how many devices the rules in force lay a dim."""
-    found = in_force()
-    return 1 if found is None else found.rules.pieces(dim.name, found.mesh)
+    bound = in_force()
+    return 1 if bound is None else bound.rules.pieces(dim.name, bound.mesh)
 
 
 class Choice(NamedTuple):
@@ -267,16 +267,16 @@ def _queued(
 
 def _cut(tokens: Dims, size: int) -> tuple[Dims, Dim] | None:
     """The innermost ``size`` tokens as one dim, and the other dims; ``None`` if no dims make it."""
-    left, groups, inner = size, list(tokens), list[Dim]()
-    while left > 1:
+    missing, groups, inner = size, list(tokens), list[Dim]()
+    while missing > 1:
         dim = groups.pop()
-        if left % dim.size == 0:
+        if missing % dim.size == 0:
             inner.insert(0, dim)
-            left //= dim.size
-        elif dim.size % left == 0:
-            groups.append(dim.resized(dim.size // left))
-            inner.insert(0, dim.resized(left))
-            left = 1
+            missing //= dim.size
+        elif dim.size % missing == 0:
+            groups.append(dim.resized(dim.size // missing))
+            inner.insert(0, dim.resized(missing))
+            missing = 1
         else:
             return None
     taken = {dim.name for dim in groups}

@@ -16,7 +16,7 @@ from ..errors import DimError, ModelError
 from ..layouts.dim_rules import text_of
 from ..step.remat import BY_BLOCK, check_remat
 from .array import NamedArray, as_named, spread
-from .operation import given, is_named, operation
+from .operation import callback, is_named, operation
 
 
 def grad(
@@ -47,7 +47,7 @@ def value_and_grad(
     """``jax.value_and_grad``, as :func:`grad`; the value is what the function returned."""
 
     def bare(*args: Any, **options: Any) -> tuple[Any, Any]:
-        result = given(function)(*args, **options)
+        result = callback(function)(*args, **options)
         value = as_named(result[0] if has_aux else result)
         if value.dims:
             raise DimError(
@@ -80,15 +80,15 @@ def custom_gradient(
     >>> grad(lambda x: reduce_sum(straight_through(x)))(x).array
     Array([1., 1.], dtype=float32)
     """
-    run = jax.custom_vjp(given(function))
+    run = jax.custom_vjp(callback(function))
 
     def forward(*inputs: Any) -> tuple[Any, Any]:
-        result = given(function)(*inputs)
+        result = callback(function)(*inputs)
         return result, (inputs, result)
 
     def back(kept: Any, gradient: Any) -> Any:
         inputs, result = kept
-        gradients = given(backward)(inputs, result, gradient)
+        gradients = callback(backward)(inputs, result, gradient)
         several = gradients if isinstance(gradients, tuple) else (gradients,)
         if len(several) != len(inputs):
             raise ModelError(
@@ -122,7 +122,7 @@ def remat(
                 "arguments, such as 'nothing_saveable' or 'dots_saveable', or the policy itself."
             )
         policy = getattr(jax.checkpoint_policies, policy)
-    again = jax.checkpoint(given(function), policy=policy)  # type: ignore[arg-type]
+    again = jax.checkpoint(callback(function), policy=policy)  # type: ignore[arg-type]
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -211,7 +211,7 @@ def _added(
     """The block, with its result's dims and type those of what it is added to."""
 
     def call(params: Any, x: NamedArray) -> NamedArray:
-        y = given(block)(params, x)
+        y = callback(block)(params, x)
         if set(y.dims) != set(to.dims):
             raise DimError(
                 f"reversible: block {place} gives [{text_of(y.dims)}], which is added to "
@@ -236,13 +236,13 @@ def _fitting(gradients: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, 
         return gradient
 
     def ordered(place: int, x: Any, gradient: Any) -> Any:
-        each = functools.partial(in_order, place)
+        ordered_leaf = functools.partial(in_order, place)
         if gradient is None:
             return None
-        return jax.tree_util.tree_map_with_path(each, x, gradient, is_leaf=is_named)
+        return jax.tree_util.tree_map_with_path(ordered_leaf, x, gradient, is_leaf=is_named)
 
     pairs = zip(inputs, gradients, strict=True)
-    found = tuple(ordered(place, x, gradient) for place, (x, gradient) in enumerate(pairs))
+    in_dims = tuple(ordered(place, x, gradient) for place, (x, gradient) in enumerate(pairs))
     if faults:
         raise DimError("\n".join(faults) + "\nA gradient has the dims of its input.")
-    return found
+    return in_dims

@@ -97,12 +97,12 @@ def scatter_add(x: Any, indices: Any, values: Any, dim: str | Dim) -> NamedArray
     indices = whole_numbers(indices, "scatter_add: the indices")
     at = _Places(x, indices, dim, "scatter_add")
     union(at.taken, values.dims, what="scatter_add")
-    if extra := [each for each in values.dims if each not in at.taken]:
+    if extra := [value_dim for value_dim in values.dims if value_dim not in at.taken]:
         raise DimError(
             f"scatter_add: the values have {text_of(extra)}, but their dims are among those that "
             f"gather gives for these indices, [{text_of(at.result)}]. Sum over it first."
         )
-    shape = [each.size for each in at.taken]
+    shape = [taken_dim.size for taken_dim in at.taken]
     added = jnp.broadcast_to(spread(values, at.taken), shape).astype(x.dtype)
 
     def add(array: Any, places: Any, some: Any) -> Any:
@@ -153,7 +153,7 @@ def _at(x: NamedArray, dim: Dim, at: Any) -> NamedArray:
     if not -dim.size <= at < dim.size:
         raise DimError(f"x[{{{dim.name!r}: {at}}}]: the elements of {dim} are 0 to {dim.size - 1}.")
     array = jax.lax.index_in_dim(x.array, int(at), position(x.dims, dim), keepdims=False)
-    return NamedArray(array, tuple(each for each in x.dims if each != dim))
+    return NamedArray(array, tuple(other for other in x.dims if other != dim))
 
 
 def whole_numbers(x: Any, what: str) -> NamedArray:
@@ -176,11 +176,11 @@ class _Places:
 
     def __init__(self, x: NamedArray, indices: NamedArray, dim: str | Dim, what: str) -> None:
         along = find(x.dims, dim)
-        others = tuple(each for each in x.dims if each != along)
+        others = tuple(other for other in x.dims if other != along)
         union(others, indices.dims, what=what)
         shared = tuple(other for other in others if other in indices.dims)
-        new = tuple(each for each in indices.dims if each not in others)
-        own = tuple(each for each in x.dims if each not in shared)
+        new = tuple(index_dim for index_dim in indices.dims if index_dim not in others)
+        own = tuple(own_dim for own_dim in x.dims if own_dim not in shared)
         self.along, self.shared, self.new = along, shared, new
         self.position = own.index(along)
         self.operand: Dims = (*shared, *own)
@@ -231,10 +231,10 @@ def _taken_of_piece(
     piece = array.shape[shared + position]
     here = numbers - jax.lax.axis_index(axis) * piece
     here = jnp.where((here >= 0) & (here < piece), here, piece)
-    found = _taken(array, here, shared, position)
-    summed = found.astype(jnp.int8) if found.dtype == bool else found
+    rows = _taken(array, here, shared, position)
+    summed = rows.astype(jnp.int8) if rows.dtype == bool else rows
     mine = jax.lax.psum_scatter(summed, axis, scatter_dimension=scatter, tiled=True)
-    return [mine.astype(found.dtype)]
+    return [mine.astype(rows.dtype)]
 
 
 def _one(dim: DimsLike, what: str) -> Dims:

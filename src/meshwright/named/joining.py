@@ -161,8 +161,8 @@ def stack(xs: Sequence[Any], name: str, position: int = 0) -> NamedArray:
     shape = [dim.size for dim in dims]
     which = jax.lax.broadcasted_iota(jnp.int32, shape, position)
     array = jnp.zeros(shape, bare[0].dtype)
-    for i, each in enumerate(bare):
-        array = jnp.where(which == i, jnp.expand_dims(each, position), array)
+    for i, piece in enumerate(bare):
+        array = jnp.where(which == i, jnp.expand_dims(piece, position), array)
     return NamedArray(array, dims)
 
 
@@ -176,7 +176,7 @@ def unstack(x: Any, dim: str | Dim) -> list[NamedArray]:
     x = as_named(x)
     along = find(x.dims, dim)
     whole, where = held_whole(x, along.name), position(x.dims, along)
-    rest = tuple(each for each in x.dims if each != along)
+    rest = tuple(other for other in x.dims if other != along)
     return [
         NamedArray(jax.lax.index_in_dim(whole.array, i, where, keepdims=False), rest)
         for i in range(along.size)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ..errors import DimError, ModelError
 from ..layouts.dim_rules import Dim, as_dims, text_of
 from .array import NamedArray, as_named, find, laid, position, spread, union
-from .operation import given, is_named, operation
+from .operation import callback, is_named, operation
 from .pieces import held_whole
 from .rules import in_force, under
 
@@ -39,7 +39,7 @@ def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any
     """
 
     def holds(carry: Any) -> Any:
-        truth = as_named(given(cond)(carry))
+        truth = as_named(callback(cond)(carry))
         if truth.dims:
             raise DimError(
                 f"while_loop: the condition has dims [{text_of(truth.dims)}]; it is one truth "
@@ -49,7 +49,7 @@ def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any
 
     init = _begun(init)
     return jax.lax.while_loop(
-        holds, lambda carry: _kept(init, given(body)(carry), "while_loop"), init
+        holds, lambda carry: _kept(init, callback(body)(carry), "while_loop"), init
     )
 
 
@@ -61,7 +61,7 @@ def fori_loop(low: Any, high: Any, body: Callable[[NamedArray, Any], Any], init:
     """
 
     def turn(i: Any, carry: Any) -> Any:
-        return _kept(init, given(body)(NamedArray(i, ()), carry), "fori_loop")
+        return _kept(init, callback(body)(NamedArray(i, ()), carry), "fori_loop")
 
     init = _begun(init)
     return jax.lax.fori_loop(low, high, turn, init)
@@ -96,7 +96,7 @@ def scan(
     along = _scanned_dim(xs, dim)
 
     def turn(carry: Any, x: Any) -> tuple[Any, Any]:
-        result = given(body)(carry, _map(lambda x: NamedArray(x.array, x.dims), x))
+        result = callback(body)(carry, _map(lambda x: NamedArray(x.array, x.dims), x))
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
                 "scan: the body returns two things, the carry and what is stacked (None for "
@@ -145,7 +145,7 @@ def _vmap(function: Callable[..., Any], dim: str | Dim, args: Any, options: Any)
             filled[i] = NamedArray(part, tuple(d for d in x.dims if d != along))
         args, options = jax.tree.unflatten(tree, filled)
         with under(inside):
-            return given(function)(*args, **options)
+            return callback(function)(*args, **options)
 
     places = [position(x.dims, along) for x in over.values()]
     axes = None if rules is None or rules.only_check else rules.rules.axes(along.name) or None
@@ -155,9 +155,9 @@ def _vmap(function: Callable[..., Any], dim: str | Dim, args: Any, options: Any)
 
 def _mapped_dim(arrays: list[NamedArray], dim: str | Dim) -> Dim:
     name = dim.name if isinstance(dim, Dim) else dim
-    for each in union(*(x.dims for x in arrays), what="vmap"):
-        if each.name == name:
-            return find([each], dim)
+    for candidate in union(*(x.dims for x in arrays), what="vmap"):
+        if candidate.name == name:
+            return find([candidate], dim)
     have = ", ".join(f"[{text_of(x.dims)}]" for x in arrays) or "no named array"
     raise DimError(f"vmap over {str(dim)!r}: no argument has this dim; they are {have}.")
 
@@ -221,10 +221,10 @@ def _begun(init: Any) -> Any:
 def _kept(before: Any, after: Any, what: str) -> Any:
     """What a body returned, with the dims in the order in which they went in."""
     wanted, tree = jax.tree_util.tree_flatten_with_path(before, is_leaf=is_named)
-    found, same = jax.tree.flatten(after, is_leaf=is_named)
+    results, same = jax.tree.flatten(after, is_leaf=is_named)
     if tree != same:
         return after  # JAX says where two structures differ
-    pairs = [(path, x, y) for (path, x), y in zip(wanted, found, strict=True)]
+    pairs = [(path, x, y) for (path, x), y in zip(wanted, results, strict=True)]
     faults = [
         f"{what}: carry{jax.tree_util.keystr(path)} goes in {_said(x)} and comes out {_said(y)}."
         for path, x, y in pairs

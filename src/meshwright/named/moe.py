@@ -143,7 +143,7 @@ class MixtureOfExperts:
         groups = (*stack, *outer)
         here, further = (None, None) if key is None else jax.random.split(key)
         grouped = _reshaped(x, (*tokens, *d_model), (*groups, group, *d_model))
-        found = route(
+        routed = route(
             level,
             params[_router(i)],
             grouped,
@@ -154,17 +154,17 @@ class MixtureOfExperts:
             training=training,
         )
         places = level.places(group, training)
-        post = Post(found.choices, groups, group, level.dim, level.gate, places, self.dispatch)
+        post = Post(routed.choices, groups, group, level.dim, level.gate, places, self.dispatch)
         is_last = i + 1 == len(self.levels)
         numbers = None if is_last else post.send_numbers()
         said = self._mixed(i + 1, params, post.send(grouped), numbers, further, training)
         output = _reshaped(post.fetch(said.output), (*groups, group, *d_model), (*tokens, *d_model))
-        dropped = found.dropped
+        dropped = routed.dropped
         if not is_last:
             later = post.fetch(cast(said.dropped, jnp.float32), weighed=False)
             dropped = dropped + cast(later, jnp.int32)
         dropped = _reshaped(dropped, (*groups, group), tokens)
-        return Mixed(transpose(output, x.dims), found.loss + said.loss, dropped)
+        return Mixed(transpose(output, x.dims), routed.loss + said.loss, dropped)
 
     def _said(self, params: Params, x: NamedArray) -> Mixed:
         """What the experts say to those that they were sent."""

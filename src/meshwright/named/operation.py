@@ -48,7 +48,7 @@ def operation(function: Callable[_P, _R]) -> Operation[_P, _R]:
     return call  # type: ignore[return-value]
 
 
-def given(function: Callable[..., Any]) -> Callable[..., Any]:
+def callback(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that was given to an operation: what it is made of is laid out as outside."""
 
     @functools.wraps(function)

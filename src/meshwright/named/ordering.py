@@ -62,7 +62,7 @@ def top_k(x: Any, dim: str | Dim, k: DimsLike) -> tuple[NamedArray, NamedArray]:
     along = find(x.dims, dim)
     if len(wanted) != 1:
         raise DimError(f"top_k: k is one new dim, such as 'beams:4'; received [{text_of(wanted)}].")
-    as_dims((*(each for each in x.dims if each != along), *wanted))  # no name comes twice
+    as_dims((*(other for other in x.dims if other != along), *wanted))  # no name comes twice
     if wanted[0].size > along.size:
         raise DimError(f"top_k: {wanted[0]} of {along}; there are only {along.size} elements.")
     return _largest(x, along, wanted[0])
@@ -103,7 +103,7 @@ def _extreme(function: Any, x: Any, dim: str | Dim, what: str) -> NamedArray:
     if not along.size:
         raise DimError(f"{what}: {along} has no elements.")
     places = function(x.array, axis=position(x.dims, along)).astype(jnp.int32)
-    return NamedArray(places, tuple(each for each in x.dims if each != along))
+    return NamedArray(places, tuple(other for other in x.dims if other != along))
 
 
 def _nth(x: NamedArray, n: int, dim: str | Dim, what: str, largest: bool) -> NamedArray:
@@ -130,15 +130,15 @@ def _largest(x: NamedArray, along: Dim, k: Dim) -> tuple[NamedArray, NamedArray]
     rest = tuple(dim for dim in x.dims if dim != along)
     axis = split.get(along.name)
     if axis is None:
-        found = on_pieces(_of_piece, [x], split, [(*rest, k)] * 2, where=where, count=k.size)
-        return found[0], found[1]
+        largest = on_pieces(_of_piece, [x], split, [(*rest, k)] * 2, where=where, count=k.size)
+        return largest[0], largest[1]
     pieces = current_mesh()[axis]
     count = min(k.size, along.size // pieces)
     few: Dims = (*rest, along.resized(count * pieces))
-    found = on_pieces(_of_piece, [x], split, [few] * 2, where=where, count=count, axis=axis)
-    found = [held_whole(each, along.name) for each in found]
+    largest = on_pieces(_of_piece, [x], split, [few] * 2, where=where, count=count, axis=axis)
+    largest = [held_whole(x_few, along.name) for x_few in largest]
     others = {name: split[name] for name in split if name != along.name}
-    values, places = on_pieces(_of_few, found, others, [(*rest, k)] * 2, count=k.size)
+    values, places = on_pieces(_of_few, largest, others, [(*rest, k)] * 2, count=k.size)
     return values, places
 
 

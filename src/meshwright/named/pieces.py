@@ -24,19 +24,19 @@ def split_of(*several: Sequence[Dim]) -> Split:
     A dim that does not divide is whole, and an axis is the first dim's that asks for it: an
     invalid layout of a result is reported when the result is laid out.
     """
-    found = in_force()
-    if found is None or found.only_check:
+    bound = in_force()
+    if bound is None or bound.only_check:
         return {}
     split: dict[str, str] = {}
     taken = _mapped_axes()
     for dim in (dim for dims in several for dim in dims):
-        axes = found.rules.axes(dim.name)
+        axes = bound.rules.axes(dim.name)
         if len(axes) != 1:  # those along several axes are left to XLA
             continue
         (axis,) = axes
-        if axis in taken or axis in split.values() or found.mesh[axis] == 1:
+        if axis in taken or axis in split.values() or bound.mesh[axis] == 1:
             continue
-        if dim.size and not dim.size % found.mesh[axis]:
+        if dim.size and not dim.size % bound.mesh[axis]:
             split[dim.name] = axis
     return split
 
@@ -77,9 +77,9 @@ def held_whole(x: NamedArray, name: str) -> NamedArray:
 
 def current_mesh() -> Mesh:
     """The mesh of the rules in force, where there are some."""
-    found = in_force()
-    assert found is not None, "split_of cuts nothing where there are no rules"
-    return found.mesh
+    bound = in_force()
+    assert bound is not None, "split_of cuts nothing where there are no rules"
+    return bound.mesh
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,10 +94,10 @@ def _sharded(
 
 def _mapped_axes() -> frozenset[str]:
     """The axes of dims that ``vmap`` maps over: arrays lie along them, though their dims do not."""
-    found = in_force()
-    if found is None or found.only_check:
+    bound = in_force()
+    if bound is None or bound.only_check:
         return frozenset()
-    return frozenset(axis for dim in found.mapped for axis in found.rules.axes(dim.name))
+    return frozenset(axis for dim in bound.mapped for axis in bound.rules.axes(dim.name))
 
 
 def _spec(dims: Sequence[Dim], split: Split) -> PartitionSpec:

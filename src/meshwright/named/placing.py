@@ -91,7 +91,7 @@ def runs(piece: int, at: int, result: int, pieces: int) -> list[Run]:
      Run(sender=0, receiver=1, source=1, target=0, length=1),
      Run(sender=1, receiver=1, source=0, target=1, length=1)]
     """
-    found = []
+    moves = []
     for sender in range(pieces):
         begin = sender * piece + at
         end = begin + piece
@@ -99,8 +99,8 @@ def runs(piece: int, at: int, result: int, pieces: int) -> list[Run]:
             low, high = max(begin, receiver * result), min(end, (receiver + 1) * result)
             if low < high:
                 target = low - receiver * result
-                found.append(Run(sender, receiver, low - begin, target, high - low))
-    return found
+                moves.append(Run(sender, receiver, low - begin, target, high - low))
+    return moves
 
 
 def rounds(some: Sequence[Run]) -> list[list[Run]]:
@@ -108,17 +108,17 @@ def rounds(some: Sequence[Run]) -> list[list[Run]]:
 
     What stays on its device is in rounds of its own.
     """
-    found: list[list[Run]] = []
+    together: list[list[Run]] = []
     for run in sorted(some, key=lambda run: -run.length):
         stays = run.sender == run.receiver
-        for each in found:
-            free = all(run.sender != o.sender and run.receiver != o.receiver for o in each)
-            if free and stays == (each[0].sender == each[0].receiver):
-                each.append(run)
+        for one_round in together:
+            free = all(run.sender != o.sender and run.receiver != o.receiver for o in one_round)
+            if free and stays == (one_round[0].sender == one_round[0].receiver):
+                one_round.append(run)
                 break
         else:
-            found.append([run])
-    return found
+            together.append([run])
+    return together
 
 
 def _exchanged(fill: Any, *xs: Any, at: Any, where: int, axis: str, size: int) -> list[Any]:
@@ -126,29 +126,31 @@ def _exchanged(fill: Any, *xs: Any, at: Any, where: int, axis: str, size: int) -
     pieces = jax.lax.axis_size(axis)
     result, index = size // pieces, jax.lax.axis_index(axis)
     shape = [result if i == where else n for i, n in enumerate(xs[0].shape)]
-    made = jnp.broadcast_to(fill, shape)
+    result_piece = jnp.broadcast_to(fill, shape)
     for x, begins in zip(xs, at, strict=True):
         every = [run for begin in begins for run in runs(x.shape[where], begin, result, pieces)]
-        for each in rounds(every):
-            made = _after_round(made, x, each, where, axis, index)
-    return [made]
+        for one_round in rounds(every):
+            result_piece = _after_round(result_piece, x, one_round, where, axis, index)
+    return [result_piece]
 
 
-def _after_round(made: Any, x: Any, each: list[Run], where: int, axis: str, index: Any) -> Any:
-    pieces, length = jax.lax.axis_size(axis), max(run.length for run in each)
+def _after_round(
+    result: Any, x: Any, one_round: list[Run], where: int, axis: str, index: Any
+) -> Any:
+    pieces, length = jax.lax.axis_size(axis), max(run.length for run in one_round)
     # A shorter run travels with neighbours of it, so that every device sends the same length.
-    starts = {run.sender: min(run.source, x.shape[where] - length) for run in each}
-    places = {run.receiver: run.target - run.source + starts[run.sender] for run in each}
-    low = _table({run.receiver: run.target for run in each}, pieces, index, 0)
-    high = _table({run.receiver: run.target + run.length for run in each}, pieces, index, 0)
+    starts = {run.sender: min(run.source, x.shape[where] - length) for run in one_round}
+    places = {run.receiver: run.target - run.source + starts[run.sender] for run in one_round}
+    low = _table({run.receiver: run.target for run in one_round}, pieces, index, 0)
+    high = _table({run.receiver: run.target + run.length for run in one_round}, pieces, index, 0)
     sent = jax.lax.dynamic_slice_in_dim(x, _table(starts, pieces, index), length, where)
-    if each[0].sender != each[0].receiver:
-        sent = jax.lax.ppermute(sent, axis, [(run.sender, run.receiver) for run in each])
-    put = _window(sent, _table(places, pieces, index), made.shape[where], where)
-    if isinstance(low, int) and isinstance(high, int) and high - low == made.shape[where]:
+    if one_round[0].sender != one_round[0].receiver:
+        sent = jax.lax.ppermute(sent, axis, [(run.sender, run.receiver) for run in one_round])
+    put = _window(sent, _table(places, pieces, index), result.shape[where], where)
+    if isinstance(low, int) and isinstance(high, int) and high - low == result.shape[where]:
         return put
-    place = jax.lax.broadcasted_iota(jnp.int32, made.shape, where)
-    return jnp.where((low <= place) & (place < high), put, made)
+    place = jax.lax.broadcasted_iota(jnp.int32, result.shape, where)
+    return jnp.where((low <= place) & (place < high), put, result)
 
 
 def _table(of: dict[int, int], pieces: int, index: Any, other: int | None = None) -> Any:

@@ -30,9 +30,9 @@ from .windowed import (
     by_device,
     check_fits,
     counts,
-    each,
     laid_along,
     laying,
+    per_dim,
     reached,
 )
 
@@ -145,7 +145,7 @@ class _Plan:
     x: Dims
     out: Dims
     along: tuple[Along, ...]
-    found: BoundRules | None
+    bound: BoundRules | None
 
 
 def _pooled(
@@ -159,7 +159,7 @@ def _pooled(
         )
     sizes = _sizes(x, windows, what)
     steps = sizes if strides is None else counts(strides, list(sizes), f"{what}: strides")
-    around = each(padding, list(sizes), f"{what}: padding")
+    around = per_dim(padding, list(sizes), f"{what}: padding")
     placed = _alongside(x, sizes, steps, around, what)
     placed = laid_along(placed, (), what, padded=kind is not _Kind.FIRST)
     results = {one.dim.name: one.results for one in placed}
@@ -220,7 +220,7 @@ def _unused(name: str, dims: Sequence[Dim]) -> str:
 @functools.partial(jax.jit, static_argnames="plan")
 def _run(x: Any, plan: _Plan) -> Any:
     here = functools.partial(_here, plan=plan)
-    y = by_device(here, plan.found, [plan.x], plan.out)(x)
+    y = by_device(here, plan.bound, [plan.x], plan.out)(x)
     return y if plan.kind is not _Kind.MEAN else _divided(y, plan, jnp.result_type(x, 1.0))
 
 

@@ -19,7 +19,7 @@ Over = str | Dim | Iterable[str | Dim] | None  # dims to reduce; none means ever
 
 def chosen(dims: Dims, over: Over) -> Dims:
     """The dims that ``over`` names, a text perhaps several. Raises :class:`DimError` for others."""
-    return dims if over is None else tuple(find(dims, each) for each in names_in(over))
+    return dims if over is None else tuple(find(dims, name) for name in names_in(over))
 
 
 def names_in(over: str | Dim | Iterable[str | Dim]) -> list[str | Dim]:
@@ -29,14 +29,14 @@ def names_in(over: str | Dim | Iterable[str | Dim]) -> list[str | Dim]:
     several: list[Any] = [over]
     if isinstance(over, Iterable) and not isinstance(over, Dim):
         several = list(over)
-    if wrong := [each for each in several if not isinstance(each, str | Dim)]:
+    if wrong := [name for name in several if not isinstance(name, str | Dim)]:
         raise DimError(
             f"dims are given by name, as 'batch' or ['h', 'w']; received {wrong[0]!r} in {over!r}."
         )
     return several
 
 
-def dims_among(dims: DimsLike | Iterable[str | Dim], known: Dims) -> Dims:
+def dims_among(dims: DimsLike | Iterable[str | Dim], among: Dims) -> Dims:
     """Dims with sizes, or bare names of dims that are known: ``"batch hidden:8"``.
 
     Raises :class:`DimError` for a bare name that is not known.
@@ -44,18 +44,18 @@ def dims_among(dims: DimsLike | Iterable[str | Dim], known: Dims) -> Dims:
     if isinstance(dims, Dim) or not isinstance(dims, Iterable):
         return as_dims(dims)
     items = re.findall(r"[^\s,.;]+", dims) if isinstance(dims, str) else dims
-    found: list[Any] = []
+    chosen_dims: list[Any] = []
     for item in items:
         if isinstance(item, str) and ":" not in item:
-            if item not in [dim.name for dim in known]:
+            if item not in [dim.name for dim in among]:
                 raise DimError(
-                    f"there is no dim {item!r} in [{text_of(known)}]. A new dim needs its size, "
+                    f"there is no dim {item!r} in [{text_of(among)}]. A new dim needs its size, "
                     f"such as '{item}:8'."
                 )
-            found.append(find(known, item))
+            chosen_dims.append(find(among, item))
         else:
-            found.extend(as_dims(item) if isinstance(item, str) else [item])
-    return as_dims(found)
+            chosen_dims.extend(as_dims(item) if isinstance(item, str) else [item])
+    return as_dims(chosen_dims)
 
 
 def reduced(function: Callable[..., Any], x: Any, over: Over) -> NamedArray:
@@ -66,8 +66,8 @@ def reduced(function: Callable[..., Any], x: Any, over: Over) -> NamedArray:
     x = as_named(x)
     gone = chosen(x.dims, over)
     axes = tuple(position(x.dims, dim) for dim in gone)
-    left = tuple(dim for dim in x.dims if dim not in gone)
-    return NamedArray(function(x.array, axis=axes), left, x._laid)
+    rest = tuple(dim for dim in x.dims if dim not in gone)
+    return NamedArray(function(x.array, axis=axes), rest, x._laid)
 
 
 def _reduction(name: str, function: Callable[..., Any], says: str) -> Callable[..., NamedArray]:

@@ -51,12 +51,12 @@ class BoundRules:
     def layout(self, dims: Sequence[Dim], what: str = "array") -> Layout:
         """The layout of an array with these dims. Raises :class:`LayoutError` if there is none."""
         dims = tuple(dims)
-        found = self._layouts.get(dims)
-        if found is None:
+        layout = self._layouts.get(dims)
+        if layout is None:
             self.check_together(dims, what)
-            found = self._layouts[dims] = self.rules.layout(dims, self.mesh, what)
+            layout = self._layouts[dims] = self.rules.layout(dims, self.mesh, what)
         self.see(dims)
-        return found
+        return layout
 
     def check_together(self, dims: Sequence[Dim], what: str) -> None:
         """Raise :class:`LayoutError` if two of the dims would lie along one axis."""
@@ -135,17 +135,17 @@ def rules(
     >>> x.array.addressable_shards[0].data.shape
     (2, 2)
     """
-    found, record = bound(rules, mesh), set[Dims]()
-    token = _records.set({**_records.get(), found._same: record})
+    current, record = bound(rules, mesh), set[Dims]()
+    token = _records.set({**_records.get(), current._same: record})
     try:
-        with under(found):
-            yield found
+        with under(current):
+            yield current
     finally:
         _records.reset(token)
     names = {dim.name for dims in record for dim in dims}
     if strict:
-        _check_all_used(found, names)
-        _remembered.setdefault(found._same, set()).update(names)
+        _check_all_used(current, names)
+        _remembered.setdefault(current._same, set()).update(names)
 
 
 @contextlib.contextmanager
@@ -155,9 +155,9 @@ def no_rules() -> Iterator[None]:
         yield
 
 
-def under(found: BoundRules | None) -> contextlib.AbstractContextManager[Any]:
+def under(current: BoundRules | None) -> contextlib.AbstractContextManager[Any]:
     """These rules in force, whether their dims are seen or not."""
-    return _in_force(found)
+    return _in_force(current)
 
 
 def in_force() -> BoundRules | None:
@@ -174,21 +174,21 @@ def layout_of(
     >>> print(layout_of("batch:8 io:2", "batch:rows", mw.Mesh({"rows": 4})))
     [rows, unsharded] on rows=4
     """
-    found = in_force() if rules is None else bound(rules, mesh)
-    if found is None:
+    current = in_force() if rules is None else bound(rules, mesh)
+    if current is None:
         raise LayoutError("no rules are in force: give rules=, or enter rules(...).")
-    return found.layout(as_dims(dims))
+    return current.layout(as_dims(dims))
 
 
-def _check_all_used(found: BoundRules, names: set[str]) -> None:
+def _check_all_used(current: BoundRules, names: set[str]) -> None:
     """Raise :class:`LayoutError` for rules whose dims are not among these names.
 
     A dim of an earlier context of the same rules passes, because a compiled function may have it
     inside; but not beside a name that is new, which is what a misspelt dim looks like.
     """
-    remembered = _remembered.get(found._same, set())
+    remembered = _remembered.get(current._same, set())
     used = names | remembered if names <= remembered else names
-    unused = [(dim, axis) for dim, axis in found.rules.pairs if dim not in used]
+    unused = [(dim, axis) for dim, axis in current.rules.pairs if dim not in used]
     if unused:
         rules = ", ".join(f"'{dim}:{axis}'" for dim, axis in unused)
         raise LayoutError(

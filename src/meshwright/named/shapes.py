@@ -83,10 +83,10 @@ def split_dim(x: Any, dim: str | Dim, dims: DimsLike) -> NamedArray:
     """
     x, dims = as_named(x), as_dims(dims)
     old = find(x.dims, dim)
-    if math.prod(each.size for each in dims) != old.size:
+    if math.prod(new.size for new in dims) != old.size:
         raise DimError(
             f"split_dim: {old} cannot be cut into [{text_of(dims)}], whose sizes multiply to "
-            f"{math.prod(each.size for each in dims)}."
+            f"{math.prod(new.size for new in dims)}."
         )
     return _reshaped(x, as_dims(_replaced(x.dims, old, dims)))
 
@@ -159,7 +159,7 @@ def _reshaped(x: NamedArray, dims: Dims) -> NamedArray:
 
 
 def _replaced(dims: Iterable[Dim], old: Dim, new: Dims) -> Dims:
-    return tuple(each for dim in dims for each in (new if dim == old else (dim,)))
+    return tuple(new_dim for dim in dims for new_dim in (new if dim == old else (dim,)))
 
 
 def _name(dim: str | Dim) -> str:

@@ -37,7 +37,7 @@ def shift(x: Any, offset: Any, dim: str | Dim, *, wrap: bool = False) -> NamedAr
     if isinstance(offset, (int, np.integer)):
         return _shifted(x, int(offset), along, wrap)
     offset = whole_numbers(offset, "shift: the offset")
-    if along in offset.dims or any(each not in x.dims for each in offset.dims):
+    if along in offset.dims or any(offset_dim not in x.dims for offset_dim in offset.dims):
         raise DimError(
             f"shift along {along} of [{text_of(x.dims)}]: the offset has dims "
             f"[{text_of(offset.dims)}], of which each must be another dim of the array."

@@ -26,9 +26,9 @@ from .windowed import (
     by_device,
     check_fits,
     counts,
-    each,
     laid_along,
     laying,
+    per_dim,
     reached,
 )
 
@@ -50,7 +50,7 @@ class _Slide:
     new: tuple[str, ...]  # output channels
     over: tuple[str, ...]  # axes that the sum is spread over
     alone: tuple[str, ...]  # axes that split the kernel and not x
-    found: BoundRules | None
+    bound: BoundRules | None
     precision: Any
     dtype: Any
 
@@ -80,7 +80,7 @@ def convolve(
     plan = _Slide(
         x.dims, kernel.dims, in_place(kept, summed, new), placed,
         taps=_names(taps), summed=_names(summed), groups=_names(groups), new=_names(new),
-        over=_axes([*summed, *taps]), alone=_axes([*new, *taps]), found=laying(),
+        over=_axes([*summed, *taps]), alone=_axes([*new, *taps]), bound=laying(),
         precision=precision, dtype=dtype,
     )  # fmt: skip
     return NamedArray(_slide(x.array, kernel.array, plan), plan.out)
@@ -94,7 +94,7 @@ def _placed(
     names = _names(dims)
     steps = counts(strides, names, f"{what}: strides")
     gaps = counts(dilation, names, f"{what}: dilation")
-    around = each(padding, names, f"{what}: padding")
+    around = per_dim(padding, names, f"{what}: padding")
     placed = [
         along(dim, tap.size, steps[dim.name], gaps[dim.name], around[dim.name],
               transposed=transposed)
@@ -177,10 +177,10 @@ def in_place(dims: Sequence[Dim], gone: Sequence[Dim], new: Sequence[Dim]) -> Di
 
 def _axes(dims: Iterable[Dim]) -> tuple[str, ...]:
     """The axes that split any of these dims."""
-    if (found := laying()) is None:
+    if (bound := laying()) is None:
         return ()
-    axes = (axis for dim in dims for axis in found.rules.axes(dim.name))
-    return tuple(axis for axis in axes if found.mesh[axis] > 1)
+    axes = (axis for dim in dims for axis in bound.rules.axes(dim.name))
+    return tuple(axis for axis in axes if bound.mesh[axis] > 1)
 
 
 def _names(dims: Iterable[Dim]) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ def _names(dims: Iterable[Dim]) -> tuple[str, ...]:
 def _slide(x: Any, kernel: Any, plan: _Slide) -> Any:
     """The convolution of bare arrays; every device works on its pieces."""
     here = functools.partial(_here, plan=plan)
-    return by_device(here, plan.found, (plan.x, plan.kernel), plan.out)(x, kernel)
+    return by_device(here, plan.bound, (plan.x, plan.kernel), plan.out)(x, kernel)
 
 
 def _here(x: Any, kernel: Any, plan: _Slide) -> Any:
@@ -220,8 +220,8 @@ def _here(x: Any, kernel: Any, plan: _Slide) -> Any:
         precision=plan.precision,
         preferred_element_type=plan.dtype,
     )
-    made = {one.dim.name: one.results // one.pieces for one in plan.along}
-    y = out.unmerge(y, {**sizes, **made})
+    results = {one.dim.name: one.results // one.pieces for one in plan.along}
+    y = out.unmerge(y, {**sizes, **results})
     return jax.lax.psum(y, plan.over) if plan.over else y
 
 
@@ -246,13 +246,13 @@ def _with_edges(x: Any, plan: _Slide) -> tuple[Any, list[tuple[int, int]], list[
 def _runs(plan: _Slide) -> tuple[_Merged, _Merged, _Merged]:
     """How the dims of x, of the kernel and of the result are merged."""
     spatial = [(one.dim.name,) for one in plan.along]
-    inside, given = (*plan.groups, *plan.summed), (*plan.groups, *plan.new)
+    inside, outside = (*plan.groups, *plan.summed), (*plan.groups, *plan.new)
     batch = [name for name in _names(plan.x) if name not in inside and (name,) not in spatial]
     taps = [(name,) for name in plan.taps]
     return (
         _Merged(_names(plan.x), [batch, inside, *spatial]),
-        _Merged(_names(plan.kernel), [given, plan.summed, *taps]),
-        _Merged(_names(plan.out), [batch, given, *spatial]),
+        _Merged(_names(plan.kernel), [outside, plan.summed, *taps]),
+        _Merged(_names(plan.out), [batch, outside, *spatial]),
     )
 
 

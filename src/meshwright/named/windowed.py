@@ -45,7 +45,7 @@ class Along:
 # What the user says of windows
 
 
-def each(value: Any, names: Sequence[str], what: str, default: Any = None) -> dict[str, Any]:
+def per_dim(value: Any, names: Sequence[str], what: str, default: Any = None) -> dict[str, Any]:
     """A value for each dim, from one for all, one each in order, or some by name."""
     if isinstance(value, str) and ":" in value:
         value = {dim.name: dim.size for dim in as_dims(value)}
@@ -69,13 +69,13 @@ def each(value: Any, names: Sequence[str], what: str, default: Any = None) -> di
 
 def counts(value: Numbers, names: Sequence[str], what: str) -> dict[str, int]:
     """Whole numbers from 1 on, one for each dim. Raises :class:`DimError` for others."""
-    found = each(value, names, what, default=1)
-    if wrong := {name: n for name, n in found.items() if not _is_whole(n) or n < 1}:
+    numbers = per_dim(value, names, what, default=1)
+    if wrong := {name: n for name, n in numbers.items() if not _is_whole(n) or n < 1}:
         raise DimError(
             f"{what} must be whole numbers from 1 on; received "
             f"{', '.join(f'{n!r} for dim {name!r}' for name, n in wrong.items())}."
         )
-    return found
+    return numbers
 
 
 def along(
@@ -160,36 +160,36 @@ def laid_along(
     Raises :class:`DivisibilityError` where the results do not divide; ``padded`` says that padding
     could be a way out.
     """
-    found = in_force()
-    if found is None:
+    bound = in_force()
+    if bound is None:
         return tuple(several)
     placed, faults = [], []
     for one, window in zip(several, windows or [None] * len(several), strict=True):
-        axis, pieces = _cut(found, one.dim.name)
+        axis, pieces = _cut(bound, one.dim.name)
         if one.results % pieces:
             faults.append(_uneven(one, axis, pieces, what, padded))
-        window_axis, window_pieces = _cut(found, window.name) if window else (None, 1)
+        window_axis, window_pieces = _cut(bound, window.name) if window else (None, 1)
         placed.append(
             replace(one, axis=axis, pieces=pieces, window_axis=window_axis,
                     window_pieces=window_pieces)
         )  # fmt: skip
     if faults:
         raise DivisibilityError("\n".join(faults))
-    return tuple(several if found.only_check else placed)
+    return tuple(several if bound.only_check else placed)
 
 
-def _cut(found: BoundRules, name: str) -> tuple[str | None, int]:
+def _cut(bound: BoundRules, name: str) -> tuple[str | None, int]:
     """The axis that splits dims of this name, and into how many pieces.
 
     Raises :class:`LayoutError` for several axes: devices exchange their borders along one.
     """
-    axis = found.rules.axis(name)
-    return (None, 1) if axis is None or found.mesh[axis] == 1 else (axis, found.mesh[axis])
+    axis = bound.rules.axis(name)
+    return (None, 1) if axis is None or bound.mesh[axis] == 1 else (axis, bound.mesh[axis])
 
 
-def _split(found: BoundRules, name: str) -> tuple[str, ...] | None:
+def _split(bound: BoundRules, name: str) -> tuple[str, ...] | None:
     """The axes that split dims of this name."""
-    return tuple(axis for axis in found.rules.axes(name) if found.mesh[axis] > 1) or None
+    return tuple(axis for axis in bound.rules.axes(name) if bound.mesh[axis] > 1) or None
 
 
 def _reach(one: Along) -> int:
@@ -243,25 +243,25 @@ def _better(one: Along, pieces: int) -> tuple[tuple[int, int], int] | None:
 
 def by_device(
     function: Callable[..., Any],
-    found: BoundRules | None,
+    bound: BoundRules | None,
     ins: Sequence[Sequence[Dim]],
     out: Sequence[Dim],
 ) -> Callable[..., Any]:
     """The function of bare arrays, run by each device on its pieces; without rules, as it is."""
     from jax.sharding import PartitionSpec
 
-    if found is None:
+    if bound is None:
         return function
-    specs = [PartitionSpec(*(_split(found, dim.name) for dim in dims)) for dims in (*ins, out)]
+    specs = [PartitionSpec(*(_split(bound, dim.name) for dim in dims)) for dims in (*ins, out)]
     return jax.shard_map(
-        function, mesh=found.mesh.jax_mesh, in_specs=tuple(specs[:-1]), out_specs=specs[-1]
+        function, mesh=bound.mesh.jax_mesh, in_specs=tuple(specs[:-1]), out_specs=specs[-1]
     )
 
 
 def laying() -> BoundRules | None:
     """The rules in force, if there are devices that arrays can be laid out on."""
-    found = in_force()
-    return None if found is None or found.only_check else found
+    bound = in_force()
+    return None if bound is None or bound.only_check else bound
 
 
 def reached(x: Any, place: int, one: Along, fill: Any) -> tuple[Any, tuple[int, int], int]:
@@ -284,13 +284,13 @@ def reached(x: Any, place: int, one: Along, fill: Any) -> tuple[Any, tuple[int, 
     around = [(0, 0, 0)] * x.ndim
     around[place] = (*padding, window.base_dilation - 1)
     x = jax.lax.pad(x, fill, around)
-    made, taps = one.results // one.pieces, window.size // one.window_pieces
+    results, taps = one.results // one.pieces, window.size // one.window_pieces
     start = 0
     if whole:
-        start = jax.lax.axis_index(one.axis) * (made * window.stride)
+        start = jax.lax.axis_index(one.axis) * (results * window.stride)
     if one.window_axis is not None:
         index = jax.lax.axis_index(one.window_axis)
         index = one.window_pieces - 1 - index if one.flipped else index
         start = start + index * (taps * window.dilation)
-    rows = (made - 1) * window.stride + (taps - 1) * window.dilation + 1
+    rows = (results - 1) * window.stride + (taps - 1) * window.dilation + 1
     return jax.lax.dynamic_slice_in_dim(x, start, rows, place), (0, 0), 1

@@ -255,9 +255,7 @@ class Assembly:
             how.refuse_own_step(program.name)
             return program.own_step
         program = shared(program, sharing, how.remat)
-        lies = self.batch_layouts.placement
-        whole_images = not (lies.inputs or lies.targets or lies.activations)
-        of = functools.partial(gradient, sums=how.computed_sums, splits_rows_only=whole_images)
+        of = self.gradient_of
         if how.local is not None:
             return local_step(program, how.local, of, self.placement)
         if how.accumulate > 1:
@@ -273,6 +271,13 @@ class Assembly:
             return TrainState(params, aux.state, slots, metrics), logs
 
         return train_step
+
+    @property
+    def gradient_of(self) -> Callable[..., Gradient]:
+        """Makes the gradient of a program, as :func:`~meshwright.step.gradient.gradient` does."""
+        lies = self.batch_layouts.placement
+        rows_only = not (lies.inputs or lies.targets or lies.activations)
+        return functools.partial(gradient, sums=self.how.computed_sums, splits_rows_only=rows_only)
 
     def under(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
         """A function of the program, traced as it is under the placement."""

@@ -88,8 +88,8 @@ def attend(
         weights = einsum([weights, in_dtype(talking[1], weights.dtype)], dims)
     if key is not None and rate:
         weights = dropout(weights, key, rate=rate)
-    made = without(values.dims, (*shared, memory))
-    return einsum([weights, values], (*shared, *alone, *made))
+    own = without(values.dims, (*shared, memory))
+    return einsum([weights, values], (*shared, *alone, *own))
 
 
 @operation
@@ -157,7 +157,7 @@ def attend_locally(
     seen = logical_and(neighbourhood(mask), together(_near(away, list(radii.values()), causal)))
     if segments is not None:
         seen = logical_and(seen, equal(in_blocks(segments), neighbourhood(segments)))
-    found = attend(
+    values_seen = attend(
         in_blocks(queries),
         neighbourhood(keys),
         neighbourhood(values),
@@ -166,8 +166,8 @@ def attend_locally(
         scale=scale, talking=talking, rate=rate, key=key,
     )  # fmt: skip
     for cut in cuts:
-        found = cut.whole(found)
-    return found
+        values_seen = cut.whole(values_seen)
+    return values_seen
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class CompressedAttention(Attention):
     def _kept(self, keys: NamedArray, values: NamedArray, at: NamedArray | None) -> Kept:
         return super()._kept(keys, values, None)  # means are turned, not what they are of
 
-    def _found(
+    def _attended(
         self,
         params: Params,
         query: NamedArray,
@@ -76,8 +76,8 @@ class CompressedAttention(Attention):
             kept = kept | {"key": self._turned(kept["key"], ends)}
             if self.causal:
                 seen = logical_and(seen, less_equal(ends, at))
-        found = super()._found(params, query, kept, seen, bias, key, at)
-        return where(reduce_any(seen, self.memory), found, 0.0, out=found.dims)
+        values = super()._attended(params, query, kept, seen, bias, key, at)
+        return where(reduce_any(seen, self.memory), values, 0.0, out=values.dims)
 
     def _away(self, memory: Dim, at: NamedArray) -> NamedArray:
         return self._ends(memory.resized(-(-memory.size // self.window))) - at

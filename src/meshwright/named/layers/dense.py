@@ -147,9 +147,10 @@ class DenseProduct:
 @operation
 def _product(layer: DenseProduct, params: Params, x: NamedArray) -> NamedArray:
     own = [params[f"factor_{i}"] for i, _ in enumerate(layer.factors)]
-    made = dense_together(x, [each["kernel"] for each in own], layer.outputs)
+    products = dense_together(x, [factor_params["kernel"] for factor_params in own], layer.outputs)
     factors = (
-        factor.finished(each, y) for factor, each, y in zip(layer.factors, own, made, strict=True)
+        factor.finished(factor_params, y)
+        for factor, factor_params, y in zip(layer.factors, own, products, strict=True)
     )
     return functools.reduce(multiply, factors)
 

@@ -39,14 +39,14 @@ def embed(
     [[4.0, 5.0], [0.0, 1.0], [0.0, 0.0]]
     """
     vocab = find(table.dims, vocab)
-    made = without(table.dims, [vocab])
-    fit(ids, "embed", makes=(vocab, *made))
+    row = without(table.dims, [vocab])
+    fit(ids, "embed", makes=(vocab, *row))
     dtype = dtype or table.dtype
     # The gradient is a sum of rows: laid out here, it is formed in the pieces that are kept.
     table = laid(table, "table of embed")
     if by == "one_hot":
         rows = one_hot(ids, vocab, dtype=table.dtype)
-        return in_dtype(einsum([rows, table], (*ids.dims, *made)), dtype)
+        return in_dtype(einsum([rows, table], (*ids.dims, *row)), dtype)
     return in_dtype(gather(table, ids, vocab), dtype)
 
 

@@ -60,10 +60,10 @@ def under_rules(function: _F) -> _F:
 
 def as_dim(dim: str | Dim, what: str) -> Dim:
     """One dim, from ``"d_model:64"`` or itself. Raises :class:`DimError` for none or several."""
-    found = as_dims(dim) if isinstance(dim, (str, Dim)) else ()
-    if len(found) != 1:
+    dims = as_dims(dim) if isinstance(dim, (str, Dim)) else ()
+    if len(dims) != 1:
         raise DimError(f"{what} is one dim, such as 'd_model:64'; received {dim!r}.")
-    return found[0]
+    return dims[0]
 
 
 def pick(
@@ -73,17 +73,17 @@ def pick(
 
     Raises :class:`DimError` that lists every name that is missing or unknown.
     """
-    found, names = {dim.name: dim for dim in as_dims(dims)}, tuple(names)
-    missing = [name for name in names if name not in found and name not in spare]
-    unknown = [name for name in found if name not in names]
+    by_name, names = {dim.name: dim for dim in as_dims(dims)}, tuple(names)
+    missing = [name for name in names if name not in by_name and name not in spare]
+    unknown = [name for name in by_name if name not in names]
     if missing or unknown:
         faults = [f"lacks {', '.join(map(repr, missing))}"] if missing else []
         faults += [f"has no use for {', '.join(map(repr, unknown))}"] if unknown else []
         raise DimError(
-            f"{what} {' and '.join(faults)} in [{text_of(found.values())}]: "
+            f"{what} {' and '.join(faults)} in [{text_of(by_name.values())}]: "
             f"its dims are {', '.join(map(repr, names))}."
         )
-    return found
+    return by_name
 
 
 def fit(x: NamedArray, what: str, *, needs: Dims = (), makes: Dims = ()) -> None:

@@ -72,8 +72,8 @@ def weighted_mean(values: NamedArray, weights: NamedArray | None = None) -> Name
     if weights is None:
         return reduce_mean(values)
     weights = in_dtype(weights, values.dtype)
-    each = values.size // weights.size  # how many values share a weight
-    return reduce_sum(values * weights) / maximum(each * reduce_sum(weights), 1e-9)
+    share = values.size // weights.size  # how many values share a weight
+    return reduce_sum(values * weights) / maximum(share * reduce_sum(weights), 1e-9)
 
 
 def _fit_targets(logits: NamedArray, targets: NamedArray, vocab: Dim) -> None:

@@ -159,7 +159,7 @@ class Attention:
         if callable(bias):
             bias = bias(self._away(length.renamed(self.memory), at))
         query, keys, values = self._projected(params, x)
-        return self._found(params, query, self._kept(keys, values, at), mask, bias, key, at)
+        return self._attended(params, query, self._kept(keys, values, at), mask, bias, key, at)
 
     def _seen(
         self,
@@ -224,9 +224,9 @@ class Attention:
     ) -> NamedArray:
         """What the input, at positions ``at``, finds in keys and values that were kept."""
         query = dense(x, params["query"], self._per_query)
-        return self._found(params, query, kept, mask, bias, key, at)
+        return self._attended(params, query, kept, mask, bias, key, at)
 
-    def _found(
+    def _attended(
         self,
         params: Params,
         query: NamedArray,
@@ -236,14 +236,14 @@ class Attention:
         key: Any,
         at: NamedArray | None,
     ) -> NamedArray:
-        found = attend(
+        values = attend(
             self._turned(query, at),
             kept["key"],
             kept["value"],
             memory=self.memory, d_kv=self._per_query[1], mask=mask, bias=bias, scale=self.scale,
             talking=self._talking(params), rate=self.dropout, key=key,
         )  # fmt: skip
-        return dense(found, params["output"], as_dims(self.d_model))
+        return dense(values, params["output"], as_dims(self.d_model))
 
     def _turned(self, x: NamedArray, at: NamedArray | None) -> NamedArray:
         if self.rotary is None or at is None:
@@ -277,7 +277,7 @@ class Attention:
         if callable(bias):
             bias = bias(self._away(memory, place))
         mask = self._seen_by_step(memory, at)
-        return self._found(params, query, kept, mask, bias, None, place), kept
+        return self._attended(params, query, kept, mask, bias, None, place), kept
 
     def _check_step(self, x: NamedArray) -> None:
         if len(self._lengths) > 1:
@@ -317,7 +317,7 @@ class Attention:
             )
         at = None if self.rotary is None else arange(find(x.dims, self.length))
         query, keys, values = self._projected(params, x)
-        found = attend_locally(
+        attended = attend_locally(
             self._turned(query, at),
             self._turned(keys, at),
             values,
@@ -326,7 +326,7 @@ class Attention:
             mask=mask, segments=segments, bias=bias, scale=self.scale,
             talking=self._talking(params), rate=self.dropout, key=key,
         )  # fmt: skip
-        return dense(found, params["output"], as_dims(self.d_model))
+        return dense(attended, params["output"], as_dims(self.d_model))
 
 
 @operation

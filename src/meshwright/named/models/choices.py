@@ -30,7 +30,7 @@ def in_turn(choice: Any) -> tuple[Any, ...]:
 
 def is_spare(choice: Any) -> bool:
     """Whether no layer is the usual one, so that its dims are not asked for."""
-    return all(each is not None for each in in_turn(choice))
+    return all(layer is not None for layer in in_turn(choice))
 
 
 def with_positions(attention: Attention, positions: Positions | RelativeBias) -> Attention:

@@ -73,9 +73,9 @@ def greedy(
             drawn = sample_with_temperature(jax.random.fold_in(key, at), logits, vocab, temperature)
         else:
             drawn = argmax(logits, vocab)
-        given = gather(forced, at, along)
-        last = where(given >= 0, given, where(ended, 0, drawn))
-        ended = ended | _is_end(last, given, end)
+        prompted = gather(forced, at, along)
+        last = where(prompted >= 0, prompted, where(ended, 0, drawn))
+        ended = ended | _is_end(last, prompted, end)
         return at + 1, last, ended, _written(ids, last, along, at), states
 
     carry = jnp.int32(0), first, first < 0, filled(forced.dims, 0), states
@@ -112,7 +112,7 @@ def beam_search(
         raise ModelError(f"alpha={alpha!r} would punish long sequences twice; give 0 or more.")
     forced, along = cast(forced, jnp.int32), find(forced.dims, length)
     beam = as_dim(beam, "beam")
-    each = (*without(forced.dims, [along]), beam)
+    per_beam = (*without(forced.dims, [along]), beam)
 
     def unfinished(carry: Any) -> Any:
         at, _, scores, _, finished, _, _ = carry
@@ -124,9 +124,9 @@ def beam_search(
     def next_token(carry: Any) -> Any:
         at, last, scores, ids, finished, finished_ids, states = carry
         logits, states = step(last, at, states)
-        given = gather(forced, at, along)
-        score, source, token = _continued(scores, logits, given, beam, vocab)
-        is_end = _is_end(token, given, end) & (score > _NONE / 2)
+        prompted = gather(forced, at, along)
+        score, source, token = _continued(scores, logits, prompted, beam, vocab)
+        is_end = _is_end(token, prompted, end) & (score > _NONE / 2)
 
         ended = where(is_end, score / _penalty(at + 1, alpha), _NONE)
         ended_ids = _written(gather(ids, source, beam), token, along, at)
@@ -138,9 +138,9 @@ def beam_search(
         states = _taken_along(states, source, beam)
         return at + 1, last, scores, ids, finished, finished_ids, states
 
-    none, empty = filled(each, _NONE), filled((*each, along), 0)
-    begun = where(arange(beam) == 0, 0.0, none, out=each)
-    carry = jnp.int32(0), filled(each, start), begun, empty, none, empty, states
+    none, empty = filled(per_beam, _NONE), filled((*per_beam, along), 0)
+    begun = where(arange(beam) == 0, 0.0, none, out=per_beam)
+    carry = jnp.int32(0), filled(per_beam, start), begun, empty, none, empty, states
     _, _, scores, ids, finished, finished_ids, _ = jax.lax.while_loop(unfinished, next_token, carry)
     cut = where(scores > _NONE / 2, scores / _penalty(along.size, alpha), _NONE)
     scores, ids = _best(beam, [(finished, finished_ids), (cut, ids)])
@@ -149,12 +149,12 @@ def beam_search(
 
 def forced(prompt: NamedArray, length: int) -> NamedArray:
     """The tokens of a prompt, and -1 for what follows, up to ``length`` tokens in all."""
-    given = find(prompt.dims, "length")
-    if given.size > length:
+    along = find(prompt.dims, "length")
+    if along.size > length:
         raise DimError(
-            f"the prompt has {given}, which is longer than the {length} tokens asked for."
+            f"the prompt has {along}, which is longer than the {length} tokens asked for."
         )
-    return pad(cast(prompt, jnp.int32), "length", after=length - given.size, value=-1)
+    return pad(cast(prompt, jnp.int32), "length", after=length - along.size, value=-1)
 
 
 def free(sequences: DimsLike, length: int) -> NamedArray:
@@ -164,12 +164,14 @@ def free(sequences: DimsLike, length: int) -> NamedArray:
 
 @operation
 def _continued(
-    scores: NamedArray, logits: NamedArray, given: NamedArray, beam: Dim, vocab: str
+    scores: NamedArray, logits: NamedArray, prompted: NamedArray, beam: Dim, vocab: str
 ) -> tuple[NamedArray, NamedArray, NamedArray]:
     """The best continuations of all beams, along "candidate": score, beam that it is of, token."""
     words = find(logits.dims, vocab)
     chance = log_softmax(cast(logits, jnp.float32), words)
-    chance = where(given >= 0, where(arange(words) == given, 0.0, _NONE), chance, out=logits.dims)
+    chance = where(
+        prompted >= 0, where(arange(words) == prompted, 0.0, _NONE), chance, out=logits.dims
+    )
     # First the best of every beam, so that a vocabulary that is split stays so.
     few = Dim("few", min(2 * beam.size, words.size))
     score, token = (merge_dims(x, (beam, few), "any") for x in top_k(scores + chance, words, few))
@@ -205,9 +207,9 @@ def _taken_along(states: States, source: NamedArray, beam: Dim) -> States:
 
 
 @operation
-def _is_end(token: NamedArray, given: NamedArray, end: int | None) -> NamedArray:
+def _is_end(token: NamedArray, prompted: NamedArray, end: int | None) -> NamedArray:
     """Whether a token ends its sequence; one that was given does not."""
-    return equal(token, -1 if end is None else end) & (given < 0)
+    return equal(token, -1 if end is None else end) & (prompted < 0)
 
 
 @operation

@@ -67,10 +67,10 @@ class Halting:
     @under_rules
     def begun(self, x: NamedArray) -> Halted:
         """Before the first turn of an input."""
-        each = without(x.dims, [self._d_model])
+        per_position = without(x.dims, [self._d_model])
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        full = {"output": (0.0, x.dims), "left": (1.0, each), "rest": (1.0, each)}
-        full["turns"] = (0.0, each)
+        full = {"output": (0.0, x.dims), "left": (1.0, per_position), "rest": (1.0, per_position)}
+        full["turns"] = (0.0, per_position)
         return {name: _full(dims, value, wide) for name, (value, dims) in full.items()}
 
     @under_rules
@@ -96,17 +96,17 @@ def _full(dims: Dims, value: float, dtype: Any) -> NamedArray:
 
 @operation
 def _turn(layer: Halting, params: Params, x: NamedArray, halted: Halted) -> Halted:
-    left = halted["left"]
-    wide = in_dtype(x, left.dtype)
+    remaining = halted["left"]
+    wide = in_dtype(x, remaining.dtype)
     chance = sigmoid(dense(wide, params["kernel"], ()) + params["bias"])
-    going = left > 0
-    last = left - chance <= layer.epsilon
-    weight = where(logical_and(going, last), left, where(going, chance, 0.0))
+    going = remaining > 0
+    last = remaining - chance <= layer.epsilon
+    weight = where(logical_and(going, last), remaining, where(going, chance, 0.0))
     return {
         "output": halted["output"] + wide * weight,
-        "left": left - weight,
-        "rest": where(going, left, halted["rest"]),
-        "turns": halted["turns"] + cast(going, left.dtype),
+        "left": remaining - weight,
+        "rest": where(going, remaining, halted["rest"]),
+        "turns": halted["turns"] + cast(going, remaining.dtype),
     }
 
 

@@ -76,8 +76,8 @@ def decode_file(
     """
 
     def line(ids: np.ndarray) -> str:
-        found = ids.tolist()
-        return decode(found[: found.index(end)] if end in found else found)
+        tokens = ids.tolist()
+        return decode(tokens[: tokens.index(end)] if end in tokens else tokens)
 
     return _mapped(function, inputs, outputs, encode, line, lengths, rows, padding)
 
@@ -134,7 +134,7 @@ def _mapped(
 
 
 def _rows(examples: Sequence[Example], name: str, length: int, padding: int) -> np.ndarray:
-    found = np.full([len(examples), length], padding, np.int32)
-    for row, example in zip(found, examples, strict=True):
+    rows = np.full([len(examples), length], padding, np.int32)
+    for row, example in zip(rows, examples, strict=True):
         row[: len(example[name])] = example[name]
-    return found
+    return rows

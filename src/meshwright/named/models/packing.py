@@ -50,7 +50,9 @@ def _filled(examples: Iterable[Example], lengths: Mapping[str, int]) -> Iterator
     for number, example in enumerate(examples):
         sizes = sizes_of(example, lengths, number)
         fits = (
-            each for each in open_rows if all(each[1][name] >= size for name, size in sizes.items())
+            entry
+            for entry in open_rows
+            if all(entry[1][name] >= size for name, size in sizes.items())
         )
         row, room = next(fits, ([], dict(lengths)))
         if not row:
@@ -59,7 +61,7 @@ def _filled(examples: Iterable[Example], lengths: Mapping[str, int]) -> Iterator
         for name, size in sizes.items():
             room[name] -= size
         if not all(room.values()):
-            open_rows = [each for each in open_rows if each[0] is not row]
+            open_rows = [entry for entry in open_rows if entry[0] is not row]
             yield row
         elif len(open_rows) > _OPEN:
             yield open_rows.pop(0)[0]

@@ -90,13 +90,13 @@ class Block:
     def in_training(self) -> list[str]:
         """What is computed otherwise in training than in evaluation."""
         layers = [self.attention, self.feed_forward, *([self.cross] if self.cross else [])]
-        found = [f"dropout={self.dropout}"] if self.dropout else []
+        reasons = [f"dropout={self.dropout}"] if self.dropout else []
         for layer in layers:
             if rate := getattr(layer, "dropout", 0):
-                found.append(f"dropout={rate}")
+                reasons.append(f"dropout={rate}")
             if takes(layer, "training"):
-                found.append(type(layer).__name__)
-        return list(dict.fromkeys(found))
+                reasons.append(type(layer).__name__)
+        return list(dict.fromkeys(reasons))
 
     def step(
         self,
@@ -140,13 +140,13 @@ class Block:
         x: NamedArray,
         key: Any = None,
         drops: bool = True,
-        **given: Any,
+        **options: Any,
     ) -> tuple[NamedArray, Any]:
         """The input and what a layer says to it; and what else the layer returns."""
         inner, outer = (None, None) if key is None else jax.random.split(key)
         if inner is not None:
-            given["key"] = inner
-        said = layer(params[name], self.norm(params[f"{name}_norm"], x), **given)
+            options["key"] = inner
+        said = layer(params[name], self.norm(params[f"{name}_norm"], x), **options)
         said, more = said[:2] if isinstance(said, tuple) else (said, None)
         if outer is not None and drops and self.dropout:
             said = dropout(said, outer, rate=self.dropout)
@@ -310,14 +310,16 @@ class Stack:
     def _together(self, make: Callable[[Block, Any], Any], several: Iterable[Any]) -> Params:
         """What is made for each block, as what is of all."""
         count = len(self.blocks)
-        made = [make(self.blocks[i % count], own) for i, own in enumerate(several)]
+        params = [make(self.blocks[i % count], own) for i, own in enumerate(several)]
         if not self.scan:
-            return dict(zip(self._names, made, strict=True))
-        turns = {_turn(i): self._stacked(made[i::count]) for i in range(count)}
+            return dict(zip(self._names, params, strict=True))
+        turns = {_turn(i): self._stacked(params[i::count]) for i in range(count)}
         return turns[_turn(0)] if count == 1 else turns
 
     def _stacked(self, some: list[Any]) -> Any:
-        return jax.tree.map(lambda *each: stack(each, self._layers.name), *some, is_leaf=is_named)
+        return jax.tree.map(
+            lambda *blocks: stack(blocks, self._layers.name), *some, is_leaf=is_named
+        )
 
     def _repeat(
         self,
@@ -335,7 +337,7 @@ class Stack:
         def in_turn(names: list[str], carry: Any, own: Any) -> tuple[Any, Any]:
             results = {}
             for i, name in enumerate(names):
-                part = [each and each[name] for each in own]
+                part = [values and values[name] for values in own]
                 carry, results[name] = bodies[i % len(bodies)](carry, part)
             return carry, results
 

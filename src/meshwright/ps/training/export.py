@@ -16,6 +16,7 @@ from jax import export as jax_export
 
 from ...errors import ModelError
 from ...program import Batch, Program
+from ...step.platform import tracing_for
 from .exported import Code, Exported
 from .gradients import Clip, Parts, StepFunctions, shapes_of
 from .signature import Signature
@@ -60,9 +61,10 @@ def export_step(
     first = shapes(batches[0])
     parts = Parts.of(program, first, lookups)
     base = base or {i.path: jnp.zeros(i.dims, i.dtype) for i in program.metrics}
-    laid = layout and layout.program(program)
-    sums = layout and layout.strategy.how.computed_sums
-    functions = StepFunctions(program, parts, base, lookups, clip, laid, sums)
+    functions = StepFunctions(program, parts, base, lookups, clip)
+    if layout:
+        step = layout.step(program)
+        functions = replace(functions, laid=step.computed, gradient_of=step.gradient_of)
     if local and parts.tables:
         names = ", ".join(table.name for table in parts.tables)
         raise ModelError(
@@ -111,6 +113,7 @@ class _Exporter:
         self._slots = shapes_of(program.slots)
         self._functions, self._parts = functions, functions.parts
         self._name, self._platforms = program.name, platforms
+        self._traced_for = max(platforms, key=lambda platform: platform != "cpu")
         away = {table.name for table in self._parts.tables}
         self.params = shapes_of(i for i in program.params if i.path not in away)
         self.state = shapes_of(program.state)
@@ -243,7 +246,8 @@ class _Exporter:
             around = self._layout.around(function)
             jitted = jax.jit(around, in_shardings=shardings[0], out_shardings=shardings[1])
         try:
-            exported = jax_export.export(jitted, platforms=self._platforms)(*arguments)
+            with tracing_for(self._traced_for):
+                exported = jax_export.export(jitted, platforms=self._platforms)(*arguments)
             return bytes(exported.serialize())
         except (ValueError, NotImplementedError) as error:
             raise ModelError(

@@ -20,10 +20,14 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError
 from ...program import Arrays, Aux, Batch, Program, TrainState
-from ...step.gradient import gradient
+from ...step.gradient import Gradient, gradient
 from .tables import Lookups, NoLookups, Table, Taken
 
 Clip = Callable[[Arrays], Arrays]
+
+
+def _on_one_device(program: Program) -> Gradient:
+    return gradient(program, splits_rows_only=True)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class StepFunctions:
 
     ``base`` is what its metrics begin with and ``clip`` what is done to whole gradients before
     they are pushed. ``laid`` is the program as it is computed on a worker of several devices, and
-    ``sums`` the type in which they sum gradients, where it is not that of the gradients.
+    ``gradient_of`` makes the gradient of a program there.
     """
 
     program: Program
@@ -120,7 +124,7 @@ class StepFunctions:
     lookups: Lookups
     clip: Clip | None = None
     laid: Program | None = None
-    sums: str | None = None
+    gradient_of: Callable[[Program], Gradient] = _on_one_device
 
     def gradients(
         self,
@@ -140,7 +144,7 @@ class StepFunctions:
         taken = _with_rows(self._computed, self.parts, self.lookups, positions)
         values = {**params, **{ROWS + t: v for t, v in rows.items()}}
         whole = self._whole({**moving, **frozen, **seeds})
-        aux, grads = gradient(taken, sums=self.sums)(values, whole, batch)
+        aux, grads = self.gradient_of(taken)(values, whole, batch)
         if self.clip is not None:
             grads = self.clip(grads)
         counts = self._counts(aux, batch)
@@ -184,7 +188,7 @@ class StepFunctions:
         ``(params, moving, seeds, slots, counts, loss)``, all new.
         """
         whole = self._whole({**moving, **frozen, **seeds})._replace(slots=slots)
-        aux, grads = gradient(self._computed, sums=self.sums)(params, whole, batch)
+        aux, grads = self.gradient_of(self._computed)(params, whole, batch)
         new, new_slots = self._computed.update(params, grads, slots)
         return (
             new,

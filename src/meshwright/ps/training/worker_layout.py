@@ -24,7 +24,7 @@ from ...layouts.placement import ParamInfo, Placed, Placement
 from ...layouts.strict import inspect
 from ...merging import merged
 from ...program import Batch, Program
-from ...step.assemble import assemble
+from ...step.assemble import Assembly, assemble
 from ...step.padding import Padded
 from ...warn import warn
 from .exported import Filling
@@ -136,10 +136,10 @@ class WorkerLayout:
                 f"{f'{below} or ' if below else ''}{below + shards} rows."
             )
 
-    def program(self, program: Program) -> Program:
-        """The program as it is computed there: guarded, recomputed, and shared out by ZeRO."""
+    def step(self, program: Program) -> Assembly:
+        """The step there: guarded, recomputed, and shared out by ZeRO."""
         named = replace(program, label=self.put.layouts.label)
-        return assemble(named, self.strategy.placement, self.strategy.how).computed
+        return assemble(named, self.strategy.placement, self.strategy.how)
 
     def _of(self, paths: Iterable[str]) -> dict[str, Any]:
         return {path: self.arrays[path] for path in paths}
