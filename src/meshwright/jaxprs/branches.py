@@ -49,7 +49,7 @@ def _results_freed(jaxpr: Any) -> Any:
     return jaxpr.replace(
         eqns=[*jaxpr.eqns, *free.values()],
         outvars=[
-            free[var].outvars[0] if any(var is each for each in free) else var
+            free[var].outvars[0] if any(var is result for result in free) else var
             for var in jaxpr.outvars
         ],
     )

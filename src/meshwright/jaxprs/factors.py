@@ -71,19 +71,19 @@ class Factors:
 
     def keep_apart(self, dims: Dims) -> None:
         """Never unite the factors of one array with each other."""
-        found = tuple(factor for dim in dims for factor in leaves(dim))
-        if len(found) < 2 or found in self._seen:
+        factors = tuple(factor for dim in dims for factor in leaves(dim))
+        if len(factors) < 2 or factors in self._seen:
             return
-        self._seen.add(found)
-        for i, one in enumerate(found):
-            for other in found[:i]:
+        self._seen.add(factors)
+        for i, one in enumerate(factors):
+            for other in factors[:i]:
                 one.apart.add(other)
                 other.apart.add(one)
 
     def distinct(self, dims: Dims) -> Dims:
         """The dims, with new ones for those that have a factor of one before."""
-        found = [factor for dim in dims for factor in leaves(dim)]
-        if len(set(found)) == len(found):
+        factors = [factor for dim in dims for factor in leaves(dim)]
+        if len(set(factors)) == len(factors):
             return dims
         seen: set[Factor] = set()
         out: list[Dim] = []
@@ -97,11 +97,11 @@ class Factors:
         self._made += 1
         return Factor(size, self._made)
 
-    def _cut(self, found: Sequence[Factor], steps: Sequence[int]) -> list[Factor]:
+    def _cut(self, factors: Sequence[Factor], steps: Sequence[int]) -> list[Factor]:
         """The factors, cut where the running product of sizes passes one of the steps."""
         out: list[Factor] = []
         before = 1
-        for factor in found:
+        for factor in factors:
             rest, end = factor, before * factor.size
             for step in steps:
                 if before < step < end:
@@ -139,14 +139,14 @@ class Factors:
 
 def leaves(dim: Iterable[Factor]) -> list[Factor]:
     """The factors as they are by now, united and cut."""
-    found: list[Factor] = []
+    roots: list[Factor] = []
     for factor in dim:
         root = factor if factor.parent is factor else factor.root()
         if root.parts is None:
-            found.append(root)
+            roots.append(root)
         else:
-            found += leaves(root.parts)
-    return found
+            roots += leaves(root.parts)
+    return roots
 
 
 def label(dim: Dim) -> Factor | None:
@@ -186,9 +186,9 @@ def _compatible(mine: Sequence[Factor], yours: Sequence[Factor]) -> bool:
     return True
 
 
-def _ends(found: Sequence[Factor]) -> list[int]:
+def _ends(factors: Sequence[Factor]) -> list[int]:
     ends, product = [], 1
-    for factor in found:
+    for factor in factors:
         product *= factor.size
         ends.append(product)
     return ends

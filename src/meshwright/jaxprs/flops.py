@@ -52,17 +52,17 @@ def equation_flops(eqn: Any, *, in_padding: bool = True) -> float | None:
         return _convolution(eqn) * (1.0 if in_padding else _share_on_elements(eqn))
     if name in _UNSEEN:
         return None
-    inner = [model_flops(each, in_padding=in_padding) for each in jaxprs_inside(eqn)]
-    known = [flops for flops in inner if flops is not None]
-    if len(known) < len(inner):
+    inner = [model_flops(jaxpr, in_padding=in_padding) for jaxpr in jaxprs_inside(eqn)]
+    countable = [flops for flops in inner if flops is not None]
+    if len(countable) < len(inner):
         return None
     if name == "while":
-        return 0.0 if sum(known) == 0 else None
+        return 0.0 if sum(countable) == 0 else None
     if name == "cond":
-        return max(known, default=0.0)
+        return max(countable, default=0.0)
     if name == "shard_map":
-        return devices_by_hand(eqn) * sum(known)
-    return (params["length"] if name == "scan" else 1) * sum(known)
+        return devices_by_hand(eqn) * sum(countable)
+    return (params["length"] if name == "scan" else 1) * sum(countable)
 
 
 def product_flops(eqn: Any) -> float:

@@ -17,10 +17,10 @@ from .primitives import TABLE, How, Link, Place, elementwise, links_of, shape_of
 class Joins:
     """What one equation does with dims: ``outs`` are those of its results.
 
-    ``ins`` are the dims of the operands, and ``made`` the order in which they were made: a gradient
-    comes after the value that it is of. ``backward`` says whether this is of the backward pass.
-    ``summed`` and ``whole`` are dims, and ``joints`` say of an operand, by place, that a dim of it
-    is taken for another one.
+    ``ins`` are the dims of the operands, and ``tensors`` their numbers, in the order in which
+    they were made: a gradient comes after the value that it is of. ``backward`` says whether this
+    is of the backward pass. ``summed`` and ``whole`` are dims, and ``joints`` say of an operand, by
+    place, that a dim of it is taken for another one.
     """
 
     def __init__(
@@ -28,18 +28,18 @@ class Joins:
         factors: Factors,
         eqn: Any,
         ins: Sequence[Dims],
-        made: Sequence[int],
+        tensors: Sequence[int],
         backward: bool = False,
     ) -> None:
         self.summed: list[Dim] = []
         self.whole: list[Dim] = []
         self.joints: list[tuple[int, Dim, Dim]] = []
-        self._factors, self._eqn, self._made = factors, eqn, made
+        self._factors, self._eqn, self._tensors = factors, eqn, tensors
         self._name: str = eqn.primitive.name
         self._by_age = TABLE.get(self._name) is elementwise
         self._ins = {(n, d): dim for n, dims in enumerate(ins) for d, dim in enumerate(dims)}
         self._shapes = [shape_of(var) for var in eqn.outvars]
-        self._given = [shape_of(var) for var in eqn.invars]
+        self._operand_shapes = [shape_of(var) for var in eqn.invars]
         self._out: dict[Place, Dim] = {}
         links = links_of(eqn)
         for link in links:
@@ -96,7 +96,7 @@ class Joins:
         if self._name == "add_any":
             wanted = min(dims, key=age)
         else:
-            wanted = self._ins[min(full, key=lambda place: self._made[place[0]])]
+            wanted = self._ins[min(full, key=lambda place: self._tensors[place[0]])]
         for place, dim in zip(full, dims, strict=True):
             self._join(wanted, place[0], dim)
         return wanted
@@ -121,22 +121,22 @@ class Joins:
     def _reshape(self, link: Link) -> None:
         """The slowest of dims that are merged carries on, or the slowest of a dim that is split."""
         new = self._factors.new
-        given = [self._ins[place] or new(self._shape(place)) for place in link.ins]
+        operand_dims = [self._ins[place] or new(self._shape(place)) for place in link.ins]
         out = [new(self._size(place)) for place in link.outs]
-        merged, split = (tuple(f for dim in dims for f in dim) for dims in (given, out))
+        merged, split = (tuple(f for dim in dims for f in dim) for dims in (operand_dims, out))
         tied = self._factors.tie(merged, split)
         carried = {label(dim) for dim in out} if tied else set()
-        self.whole += [dim for dim in given if label(dim) not in carried]
+        self.whole += [dim for dim in operand_dims if label(dim) not in carried]
         self._out.update(zip(link.outs, out, strict=True))
 
     def _group(self, link: Link) -> None:
         """Groups of both dims lie alike; what follows is about one group of the first."""
         (dim, other), new = (self._ins[place] for place in link.ins), self._factors.new
-        insides = [new(max(1, _size_of(each) // link.size)) for each in (dim, other)]
+        insides = [new(max(1, _size_of(whole) // link.size)) for whole in (dim, other)]
         groups = new(link.size)
         tied = [
-            self._factors.tie(each, groups + inside)
-            for each, inside in zip((dim, other), insides, strict=True)
+            self._factors.tie(whole, groups + inside)
+            for whole, inside in zip((dim, other), insides, strict=True)
         ]
         if not all(tied):
             self.whole += [dim, other]
@@ -144,7 +144,7 @@ class Joins:
 
     def _as_xla_does(self, links: Sequence[Link], backward: bool) -> None:
         """Where it is not the links that say what moves, but the compiler of JAX 0.10."""
-        if self._name == "dot_general" and backward and self._made[0] > self._made[1]:
+        if self._name == "dot_general" and backward and self._tensors[0] > self._tensors[1]:
             self._keep_value(links)
         elif self._name == "top_k":  # for CPUs at least, all other dims are gathered, too
             self.whole += self._ins.values()
@@ -175,29 +175,29 @@ class Joins:
     # Dims
 
     def _shape(self, place: Place) -> int:
-        return self._given[place[0]][place[1]]
+        return self._operand_shapes[place[0]][place[1]]
 
     def _size(self, out: Place) -> int:
         return self._shapes[out[0]][out[1]]
 
-    def _join(self, wanted: Dim, operand: int, given: Dim) -> None:
+    def _join(self, wanted: Dim, operand: int, operand_dim: Dim) -> None:
         """A dim of an operand is the same as ``wanted``, or has to be moved there."""
-        if self._factors.tie(wanted, given):
+        if self._factors.tie(wanted, operand_dim):
             return
-        if [f.size for f in leaves(wanted)] == [f.size for f in leaves(given)]:
-            self.joints.append((operand, given, wanted))
+        if [f.size for f in leaves(wanted)] == [f.size for f in leaves(operand_dim)]:
+            self.joints.append((operand, operand_dim, wanted))
         else:
-            self.whole.append(given)
+            self.whole.append(operand_dim)
 
     def _distinct(self, dims: Dims, ins: Sequence[Dims]) -> Dims:
         """The dims of a result without one that it has twice. The last operand that has the dim
         comes second, and is the one that is moved."""
         out = self._factors.distinct(dims)
-        for given, wanted in zip(dims, out, strict=True) if out is not dims else ():
-            if given is not wanted:
+        for repeated, wanted in zip(dims, out, strict=True) if out is not dims else ():
+            if repeated is not wanted:
                 for operand in reversed(range(len(ins))):
-                    if any(label(dim) is label(given) for dim in ins[operand] if dim):
-                        self.joints.append((operand, given, wanted))
+                    if any(label(dim) is label(repeated) for dim in ins[operand] if dim):
+                        self.joints.append((operand, repeated, wanted))
                         break
         return out
 

@@ -95,8 +95,8 @@ def number_in(op_name: str) -> int | None:
     >>> number_in("jit(step)/transpose(jvp(mw_line_3_))/ffn/mw_line_12_/dot"), number_in("a/dot")
     (12, None)
     """
-    found = _SCOPE.findall(op_name)
-    return int(found[-1]) if found else None
+    numbers = _SCOPE.findall(op_name)
+    return int(numbers[-1]) if numbers else None
 
 
 def without_number(op_name: str) -> str:
@@ -122,7 +122,7 @@ def _with_number(eqn: Any, lines: Lines) -> Any:
 
 def _inside(value: Any, lines: Lines) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(_inside(each, lines) for each in value)
+        return type(value)(_inside(part, lines) for part in value)
     if hasattr(value, "jaxpr"):
         return value.replace(jaxpr=_noted(value.jaxpr, lines))
     return _noted(value, lines) if hasattr(value, "eqns") else value

@@ -30,7 +30,7 @@ class Argument:
     order: int = 0
 
 
-class Made(NamedTuple):
+class Created(NamedTuple):
     """An array other than an argument: the layer that it is of, and the operation that makes it."""
 
     path: str
@@ -39,42 +39,42 @@ class Made(NamedTuple):
 
 
 def names_of(
-    arguments: Iterable[tuple[Argument, Labels]], made: Iterable[Made]
+    arguments: Iterable[tuple[Argument, Labels]], created: Iterable[Created]
 ) -> dict[Factor, str]:
     """One name for each factor that some array is split along: unique, and the same in each run.
 
     The author's own names come first, then the batch, then parameters by their order.
     """
     arguments = _in_order(arguments)
-    given = _Given()
+    names = _Names()
     for argument, labels in arguments:
         for name, one in zip(argument.names or (), labels, strict=False):
             if name != ANY:
-                given.name(one, name)
+                names.name(one, name)
     inputs = [(a, labels) for a, labels in arguments if a.role == "input"]
     for _, labels in inputs[:1]:
-        given.name(next(iter(labels), None), "batch")
+        names.name(next(iter(labels), None), "batch")
     for role in ("parameter", "state", "slot"):
         for argument, labels in arguments:
             if argument.role == role:
-                given.each(labels, _of_parameter(argument.path, len(labels)))
+                names.name_all(labels, _of_parameter(argument.path, len(labels)))
     for argument, labels in inputs:
-        given.each(labels, [f"{argument.path}.dim{i}" for i in range(len(labels))])
-    for path, kind, labels in made:
-        if all(one is None or one in given.names for one in labels):
+        names.name_all(labels, [f"{argument.path}.dim{i}" for i in range(len(labels))])
+    for path, kind, labels in created:
+        if all(one is None or one in names.names for one in labels):
             continue
         where = f"{path}.{kind}" if path else kind
-        given.each(labels, [f"{where}.dim{i}" for i in range(len(labels))])
-    return given.names
+        names.name_all(labels, [f"{where}.dim{i}" for i in range(len(labels))])
+    return names.names
 
 
 def _in_order(arguments: Iterable[tuple[Argument, Labels]]) -> list[tuple[Argument, Labels]]:
     """As in the model; of one layer the kernel before the bias, which has fewer dims."""
-    ordered = sorted(arguments, key=lambda each: each[0].order)
+    ordered = sorted(arguments, key=lambda entry: entry[0].order)
     layers: dict[str, int] = {}
     for argument, _ in ordered:
         layers.setdefault(_layer(argument.path), len(layers))
-    return sorted(ordered, key=lambda each: (layers[_layer(each[0].path)], -len(each[1])))
+    return sorted(ordered, key=lambda entry: (layers[_layer(entry[0].path)], -len(entry[1])))
 
 
 def _layer(path: str) -> str:
@@ -90,8 +90,8 @@ _WEIGHTS = {
 }
 
 
-class _Given:
-    """Names that are given already; the first one that a factor gets is kept."""
+class _Names:
+    """The names of factors so far; the first one that a factor gets is kept."""
 
     def __init__(self) -> None:
         self.names: dict[Factor, str] = {}
@@ -104,7 +104,7 @@ class _Given:
         often = self._often[name]
         self.names[one] = name if often == 1 else f"{name}#{often}"
 
-    def each(self, labels: Labels, names: Sequence[str]) -> None:
+    def name_all(self, labels: Labels, names: Sequence[str]) -> None:
         for one, name in zip(labels, names, strict=True):
             self.name(one, name)
 
@@ -140,18 +140,18 @@ def families_of(sizes: Mapping[str, int], together: Iterable[Sequence[str]]) -> 
         for name in names:
             beside[name].update(names)
     families: dict[str, str] = {}
-    left = list(sizes)
+    unnamed = list(sizes)
     for level in (_without_numbers, _with_own_numbers):
         groups: dict[tuple[str, int], list[str]] = defaultdict(list)
-        for name in left:
+        for name in unnamed:
             groups[level(name), sizes[name]].append(name)
-        left = []
+        unnamed = []
         for (family, _), names in groups.items():
             if any(len(beside[name].intersection(names)) > 1 for name in names):
-                left += names
+                unnamed += names
             else:
                 families.update(dict.fromkeys(names, family))
-    families.update({name: name for name in left})
+    families.update({name: name for name in unnamed})
     return {name: families[name] for name in sizes}
 
 

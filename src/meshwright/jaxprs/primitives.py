@@ -11,14 +11,14 @@ Shardy's sharding rules call factors. Three engines read them and nothing else o
 
 **How to add a primitive.** Write it into :data:`TABLE`, beside the function that describes it,
 nearly always one that is there: ``elementwise``, ``along("axis")`` for work along the dim that a
-parameter names, ``batches(2)`` for what takes the last two dims together, ``made`` for what is made
-of nothing. A new function yields a link per dim of the operands; a dim in no link is one of size 1
-that goes, and a dim of a result in no link is a new one. Where in doubt choose the weaker ``How``:
-``ALONG`` costs communication in a plan and padding, a false ``EACH`` costs right numbers. Then add
-a case to ``tests/jaxprs/primitives.py``; a test changes one index of each dim of each operand there
-and compares what changes with the links. A primitive without a row is one link ``ANY``: every dim
-reaches every dim, rows mix, and a plan does it whole. ``tests/jaxprs/test_table.py`` lists those
-that are left so on purpose.
+parameter names, ``batches(2)`` for what takes the last two dims together, ``counted`` for what is
+made of nothing. A new function yields a link per dim of the operands; a dim in no link is one of
+size 1 that goes, and a dim of a result in no link is a new one. Where in doubt choose the weaker
+``How``: ``ALONG`` costs communication in a plan and padding, a false ``EACH`` costs right numbers.
+Then add a case to ``tests/jaxprs/primitives.py``; a test changes one index of each dim of each
+operand there and compares what changes with the links. A primitive without a row is one link
+``ANY``: every dim reaches every dim, rows mix, and a plan does it whole.
+``tests/jaxprs/test_table.py`` lists those that are left so on purpose.
 """
 
 from __future__ import annotations
@@ -308,7 +308,9 @@ def batches(count: int) -> Row:
     def row(e: Shapes) -> Links:
         first = len(e.ins[0]) - count
         for dim in range(first):
-            ins, outs = (tuple((n, dim) for n, _ in enumerate(each)) for each in (e.ins, e.outs))
+            ins, outs = (
+                tuple((n, dim) for n, _ in enumerate(shapes)) for shapes in (e.ins, e.outs)
+            )
             yield Link(How.EACH, ins, outs)
         yield Link(How.ANY, _places(e.ins, first), _places(e.outs, first))
 
@@ -322,7 +324,7 @@ def _places(shapes: Sequence[Shape], first: int = 0) -> tuple[Place, ...]:
 # Dims that go, come, or change places
 
 
-def made(e: Shapes) -> Links:
+def counted(e: Shapes) -> Links:
     """Made from nothing, and counted from the first index on."""
     yield Link(How.FILL, (), _places(e.outs))
 
@@ -375,12 +377,12 @@ def transpose(e: Shapes) -> Links:
 
 
 def broadcast(e: Shapes) -> Links:
-    left = set(range(len(e.out)))
+    new = set(range(len(e.out)))
     for dim, at in enumerate(e.params["broadcast_dimensions"]):
         if e.ins[0][dim] == e.out[at]:
-            left.remove(at)
+            new.remove(at)
             yield _each((0, dim), (0, at))
-    yield Link(How.FILL, (), tuple((0, at) for at in left))
+    yield Link(How.FILL, (), tuple((0, at) for at in new))
 
 
 def concatenate(e: Shapes) -> Links:
@@ -532,7 +534,7 @@ def scatter(how: How) -> Row:
                 if table[own] == size:
                     yield Link(How.EACH, ((0, own), new), ((0, own),))
                 else:
-                    yield from (Link(How.ALONG, (each,), ((0, own),)) for each in ((0, own), new))
+                    yield from (Link(How.ALONG, (place,), ((0, own),)) for place in ((0, own), new))
                 continue
             at = next(rows)
             if at in batching:
@@ -562,7 +564,7 @@ _ROWS: tuple[tuple[Row, str], ...] = (
         """,
     ),
     (itself, "optimization_barrier device_put"),
-    (made, "iota"),
+    (counted, "iota"),
     (
         drawn,
         """

@@ -106,7 +106,7 @@ def _together(reaches: Sequence[Cuts]) -> Cuts:
 def follow(jaxpr: Any, cuts: Sequence[Sequence[Cut]]) -> Scope:
     """Follow the cuts of the inputs (per input, per dim) through an open jaxpr."""
     tracker = _Tracker()
-    invars = [fresh(v.aval, given) for v, given in zip(jaxpr.invars, cuts, strict=True)]
+    invars = [fresh(v.aval, dim_cuts) for v, dim_cuts in zip(jaxpr.invars, cuts, strict=True)]
     scope = tracker.visit(jaxpr, invars)
     tracker.settle()
     return scope
@@ -176,9 +176,9 @@ class _Tracker:
             sure, feeble = frozenset(), feeble | sure
         target.sure |= sure
         target.feeble |= feeble - target.sure
-        known = {axis for factor in sources for cut in factor.sure for axis, _ in cut}
+        axes = {axis for factor in sources for cut in factor.sure for axis, _ in cut}
         for cut in target.sure | target.feeble:
-            if not known.intersection(axis for axis, _ in cut):
+            if not axes.intersection(axis for axis, _ in cut):
                 for factor in sources:
                     factor.feeble |= {cut}
         return before != [(factor.sure, factor.feeble) for factor in (target, *sources)]
@@ -228,8 +228,8 @@ class _Tracker:
                 out.update(zip(link.outs, self._any_to_any(factors, sizes), strict=True))
             elif dims:
                 for place, size in zip(link.outs, sizes, strict=True):
-                    known = [out[place]] if place in out else []
-                    out[place] = self._together(dims, size, link.how is How.EACH, known)
+                    earlier = [out[place]] if place in out else []
+                    out[place] = self._together(dims, size, link.how is How.EACH, earlier)
                 for other in () if link.outs else dims[1:]:
                     self.tie(dims[0], other)
         return [
@@ -246,24 +246,26 @@ class _Tracker:
                     self.tie(one, its)
         return [first]
 
-    def _together(self, dims: Sequence[Dim], size: int, spreads: bool, known: Sequence[Dim]) -> Dim:
+    def _together(
+        self, dims: Sequence[Dim], size: int, spreads: bool, earlier: Sequence[Dim]
+    ) -> Dim:
         """The dim of a result, of that size, that all of these lie as; a dim of one element
         ``spreads`` over those of others."""
         full = [dim for dim in dims if math.prod(factor.size for factor in dim) == size]
         first, *others = full if spreads and full else dims
         new = self.like(first, size)
-        for other in (*others, *known):
+        for other in (*others, *earlier):
             self.tie(new, other)
         return new
 
     def _split(self, sources: list[Factor], sizes: list[int]) -> list[Dim]:
         """Deal the factors out to dims of these sizes; where they do not fit, any may reach any."""
-        left = list(sources)
+        rest = list(sources)
         out: list[Dim] = []
         for size in sizes:
             dim: list[Factor] = []
-            while size > 1 and left:
-                factor = left.pop(0)
+            while size > 1 and rest:
+                factor = rest.pop(0)
                 if size % factor.size == 0:
                     dim.append(factor)
                     size //= factor.size
@@ -272,7 +274,7 @@ class _Tracker:
                     self.flow((factor,), (slow,), share=(size, 0))
                     self.flow((factor,), (fast,), share=(size, 1))
                     dim.append(slow)
-                    left.insert(0, fast)
+                    rest.insert(0, fast)
                     size = 1
                 else:
                     return self._any_to_any(sources, sizes)

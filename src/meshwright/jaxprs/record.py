@@ -107,26 +107,26 @@ class Record:
     ) -> None:
         """Write down an operation, unless all that it takes and gives is left out."""
         taken = _places(operands)
-        given = _places(results)
-        if not taken and not given and not more.get("flops"):
+        returned = _places(results)
+        if not taken and not returned and not more.get("flops"):
             return
         if joins is not None:
             moved = [
-                Moved(tensor, given, wanted)
-                for operand, given, wanted in joins.joints
+                Moved(tensor, dim, wanted)
+                for operand, dim, wanted in joins.joints
                 if (tensor := operands[operand].tensor) is not None
             ]
             more |= {"summed": joins.summed, "whole": joins.whole, "moved": moved}
-        self.done.append(Done(kind, path, taken, given, **more))
+        self.done.append(Done(kind, path, taken, returned, **more))
 
     def carry(self, kind: str, path: str, kept: Value, new: Value, times: int = 1) -> Value:
         """What comes out takes the place of what went in, and has to lie as that does."""
         if kept.dims is None or new.dims is None or new.tensor is None:
             return kept
         moved = [
-            Moved(new.tensor, given, wanted)
-            for wanted, given in zip(kept.dims, new.dims, strict=True)
-            if not self.factors.tie(wanted, given)
+            Moved(new.tensor, dim, wanted)
+            for wanted, dim in zip(kept.dims, new.dims, strict=True)
+            if not self.factors.tie(wanted, dim)
         ]
         if not moved:
             return Value(kept.dims, new.tensor, new.number)

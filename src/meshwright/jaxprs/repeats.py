@@ -63,10 +63,10 @@ def repeated(
     reason = ""
     uses = _Uses(jaxpr)
     for run in _runs(jaxpr, uses, max(2, least)):
-        found = _Chain(jaxpr, run, uses, params, changed)
-        if not found.fault:
-            return Repeated(run, tuple(map(tuple, found.mine.values()))), ""
-        reason = reason or (found.fault if found.reads_weights else "")
+        chain = _Chain(jaxpr, run, uses, params, changed)
+        if not chain.fault:
+            return Repeated(run, tuple(map(tuple, chain.mine.values()))), ""
+        reason = reason or (chain.fault if chain.reads_weights else "")
     return None, reason
 
 
@@ -76,13 +76,13 @@ def repeated(
 def _runs(jaxpr: Any, uses: _Uses, least: int) -> Iterator[Run]:
     """Runs of equal signs, those that cover most first, cut where the least bytes cross."""
     signs = signs_of(jaxpr.eqns)
-    found: list[tuple[int, int, int, int]] = []
+    ranked: list[tuple[int, int, int, int]] = []
     for period in range(1, len(signs) // least + 1):
         for start, length in _stretches(signs[:-period] == signs[period:]):
             count = length // period + 1
             if count >= least:
-                found.append((-count * period, period, start, length % period))
-    for covered, period, start, slack in sorted(found)[:_TRIED]:
+                ranked.append((-count * period, period, start, length % period))
+    for covered, period, start, slack in sorted(ranked)[:_TRIED]:
         count = -covered // period
         shift = int(np.argmin(uses.crossing[start + period :][: slack + 1]))
         yield Run(start + shift, period, count)
@@ -99,7 +99,7 @@ class _Uses:
     """Where the variables of a jaxpr are made and read."""
 
     def __init__(self, jaxpr: Any) -> None:
-        self.made: dict[Var, Place] = {
+        self.producers: dict[Var, Place] = {
             var: (i, o) for i, eqn in enumerate(jaxpr.eqns) for o, var in enumerate(eqn.outvars)
         }
         self.read: dict[Var, list[int]] = {}
@@ -108,7 +108,7 @@ class _Uses:
                 if not hasattr(atom, "val"):
                     self.read.setdefault(atom, []).append(i)
         steps = np.zeros(len(jaxpr.eqns) + 2)
-        for var, (i, _) in self.made.items():
+        for var, (i, _) in self.producers.items():
             if read := self.read.get(var):
                 nbytes = getattr(var.aval, "size", 0) * getattr(var.aval.dtype, "itemsize", 1)
                 steps[i + 1] += nbytes
@@ -160,22 +160,22 @@ class _Chain:
         return self._from_outside(atoms)
 
     def _kind(self, copy: int, atom: Any) -> tuple[str, Any]:
-        made = self.uses.made.get(atom)
-        where = None if made is None else self.run.copy_of(made[0])
-        if made is None or where is None:
+        producer = self.uses.producers.get(atom)
+        where = None if producer is None else self.run.copy_of(producer[0])
+        if producer is None or where is None:
             return "outside", atom
         if where == copy or where == copy - 1:
-            inside = (made[0] - self.run.start) % self.run.period
-            return ("here" if where == copy else "before"), (inside, made[1])
+            inside = (producer[0] - self.run.start) % self.run.period
+            return ("here" if where == copy else "before"), (inside, producer[1])
         return "far", atom
 
-    def _from_outside(self, found: list[Var]) -> str:
-        self.reads_weights |= self._root(found[1]) in self.params
-        if len(set(found)) == 1:
-            return "blocks share parameters" if self._root(found[0]) in self.params else ""
-        if len(set(found)) < len(found):
+    def _from_outside(self, per_copy: list[Var]) -> str:
+        self.reads_weights |= self._root(per_copy[1]) in self.params
+        if len(set(per_copy)) == 1:
+            return "blocks share parameters" if self._root(per_copy[0]) in self.params else ""
+        if len(set(per_copy)) < len(per_copy):
             return "some blocks share parameters"
-        roots = [self._root(each) for each in found]
+        roots = [self._root(var) for var in per_copy]
         if len(set(roots)) < len(roots) or not all(map(self._is_argument, roots)):
             return "what blocks differ in is made outside of them"
         if self.mine.setdefault(roots[1], roots) != roots:
@@ -183,17 +183,16 @@ class _Chain:
         return ""
 
     def _is_argument(self, var: Var) -> bool:
-        return var not in self.uses.made
+        return var not in self.uses.producers
 
     def _root(self, var: Var) -> Var:
         """The argument that a variable is a copy of, such as a weight cast before all blocks."""
-        while (made := self.uses.made.get(var)) is not None and self.run.copy_of(made[0]) is None:
-            given = [
-                invar for invar in self.jaxpr.eqns[made[0]].invars if not hasattr(invar, "val")
-            ]
-            if len(given) != 1:
+        while (place := self.uses.producers.get(var)) and self.run.copy_of(place[0]) is None:
+            eqn = self.jaxpr.eqns[place[0]]
+            operands = [invar for invar in eqn.invars if not hasattr(invar, "val")]
+            if len(operands) != 1:
                 return var
-            var = given[0]
+            var = operands[0]
         return var
 
     def _outside(self) -> str:
@@ -206,8 +205,8 @@ class _Chain:
         readers = [[invar for invar in eqn.invars if not hasattr(invar, "val")] for eqn in outer]
         for read in (*readers, *([result] for result in results if not hasattr(result, "val"))):
             for var in read:
-                made = self.uses.made.get(var)
-                where = None if made is None else self.run.copy_of(made[0])
+                producer = self.uses.producers.get(var)
+                where = None if producer is None else self.run.copy_of(producer[0])
                 if where is not None and where != self.run.count - 1:
                     return "what a block makes is read by more than the next one"
                 if len(read) > 1 and where is None and self._root(var) in mine:

@@ -120,7 +120,7 @@ class _Pair:
 
     def _link_of(self, place: Place, links: Sequence[Link]) -> Link:
         """The link that carries an operand's rows on."""
-        link = next(each for each in links if place in each.ins)
+        link = next(candidate for candidate in links if place in candidate.ins)
         carries = link.how is How.EACH or (link.how is How.MERGE and link.ins[0] == place)
         self.need(carries, f"{_WORDS.get(link.how, 'mixes')} dim {place[1]}")
         return link
@@ -165,7 +165,7 @@ class _Pair:
         """The jaxprs inside, whose inputs and outputs have the shapes that say how rows lie."""
         called = [inner_jaxprs(eqn) for eqn in (self.small, self.large)]
         for a, b in zip(
-            *([j for each in inner.values() for j in each] for inner in called), strict=True
+            *([j for jaxprs in inner.values() for j in jaxprs] for inner in called), strict=True
         ):
             _check_constants(a, b)
             _walk(opened(a), opened(b))

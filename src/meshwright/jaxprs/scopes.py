@@ -44,17 +44,17 @@ def phase_of(path: str) -> str:
 
 def parts(path: str) -> list[str]:
     """The parts between slashes that stand outside of brackets."""
-    found, depth = [""], 0
+    pieces, depth = [""], 0
     for letter in path:
         depth += (letter == "(") - (letter == ")")
         if letter == "/" and depth == 0:
-            found.append("")
+            pieces.append("")
         else:
-            found[-1] += letter
-    return found
+            pieces[-1] += letter
+    return pieces
 
 
 def _unwrapped(part: str) -> str:
-    while found := _WRAPPED.fullmatch(part):
-        part = found[1]
+    while wrapped := _WRAPPED.fullmatch(part):
+        part = wrapped[1]
     return part

@@ -20,9 +20,9 @@ def signs_of(eqns: Sequence[Any]) -> np.ndarray:
     >>> signs_of(jaxpr.eqns).tolist()
     [0, 1, 0]
     """
-    known: dict[Any, int] = {}
+    numbers: dict[Any, int] = {}
     words: dict[int, tuple[Any, str]] = {}  # the object as well, so that its id stays its own
-    return np.array([known.setdefault(_sign(eqn, words), len(known)) for eqn in eqns], int)
+    return np.array([numbers.setdefault(_sign(eqn, words), len(numbers)) for eqn in eqns], int)
 
 
 def _sign(eqn: Any, words: dict[int, tuple[Any, str]]) -> tuple[Any, ...]:
@@ -51,7 +51,7 @@ def _word(value: Any, words: dict[int, tuple[Any, str]]) -> str:
 
 def _in_words(value: Any, words: dict[int, tuple[Any, str]]) -> str:
     if isinstance(value, tuple | list):
-        return f"({', '.join(_word(each, words) for each in value)})"
+        return f"({', '.join(_word(part, words) for part in value)})"
     if isinstance(value, np.ndarray) and value.size <= _LONGEST:
         return repr(value.tolist())
     if callable(value) and not isinstance(value, type):  # a rule of differentiation

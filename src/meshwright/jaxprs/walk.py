@@ -54,8 +54,8 @@ def follow(record: Record, jaxpr: Any, values: Sequence[Value], at: At) -> list[
     held: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
     held.update((var, _constant(record, var)) for var in jaxpr.constvars)
     for eqn in jaxpr.eqns:
-        given = [_read(record, held, atom) for atom in eqn.invars]
-        held.update(zip(eqn.outvars, _equation(record, eqn, given, at), strict=True))
+        operands = [_read(record, held, atom) for atom in eqn.invars]
+        held.update(zip(eqn.outvars, _equation(record, eqn, operands, at), strict=True))
     return [_read(record, held, atom) for atom in jaxpr.outvars]
 
 
@@ -74,33 +74,33 @@ def _read(record: Record, held: dict[Any, Value], atom: Any) -> Value:
     return CONSTANT._replace(number=record.number(literal))
 
 
-def _equation(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+def _equation(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value]:
     name, at = eqn.primitive.name, at.within(eqn)
     if name == "shard_map" and eqn.params["mesh"].size == 1:
-        return follow(record, opened(eqn.params["jaxpr"]), given, at)
+        return follow(record, opened(eqn.params["jaxpr"]), operands, at)
     if inner_jaxprs(eqn):
-        return _WITH_INNER.get(name, _call)(record, eqn, given, at)
+        return _WITH_INNER.get(name, _call)(record, eqn, operands, at)
     flops = _flops(eqn)
-    numbers = _numbers(record, eqn, given)
-    if not flops and all(value.dims is None for value in given) and not eqn.effects:
+    numbers = _numbers(record, eqn, operands)
+    if not flops and all(value.dims is None for value in operands) and not eqn.effects:
         return [CONSTANT._replace(number=number) for number in numbers]
-    dims = [record.dims(atom, value) for atom, value in zip(eqn.invars, given, strict=True)]
-    made = [-1 if value.tensor is None else value.tensor for value in given]
-    joins = Joins(record.factors, eqn, dims, made, at.is_backward)
+    dims = [record.dims(atom, value) for atom, value in zip(eqn.invars, operands, strict=True)]
+    tensors = [-1 if value.tensor is None else value.tensor for value in operands]
+    joins = Joins(record.factors, eqn, dims, tensors, at.is_backward)
     path = at.path
     results = [
         record.value(var, out, path, number=number)
         for var, out, number in zip(eqn.outvars, joins.outs, numbers, strict=True)
     ]
-    record.add(name, path, given, results, joins, flops=flops, times=at.times)
+    record.add(name, path, operands, results, joins, flops=flops, times=at.times)
     return results
 
 
-def _numbers(record: Record, eqn: Any, given: Sequence[Value]) -> list[int]:
+def _numbers(record: Record, eqn: Any, operands: Sequence[Value]) -> list[int]:
     """What an equation makes of the same values in the same way has the same numbers."""
-    if eqn.effects or not all(value.number for value in given):
+    if eqn.effects or not all(value.number for value in operands):
         return [record.number() for _ in eqn.outvars]
-    way = eqn.primitive.name, str(eqn.params), tuple(value.number for value in given)
+    way = eqn.primitive.name, str(eqn.params), tuple(value.number for value in operands)
     return [record.number((way, place)) for place in range(len(eqn.outvars))]
 
 
@@ -113,18 +113,18 @@ def _flops(eqn: Any) -> float:
 # Equations that hold jaxprs
 
 
-def _call(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+def _call(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value]:
     ((called,),) = inner_jaxprs(eqn).values()
-    return follow(record, opened(called), given, at)
+    return follow(record, opened(called), operands, at)
 
 
-def _cond(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+def _cond(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value]:
     """The branch of most FLOPs counts; dims are joined through all of them."""
     before = len(record.done)
     results: list[list[Value]] = []
     kept: list[Any] = []
     for branch in eqn.params["branches"]:
-        results.append(follow(record, opened(branch), given[1:], at))
+        results.append(follow(record, opened(branch), operands[1:], at))
         done = record.done[before:]
         del record.done[before:]
         kept = max(kept, done, key=lambda some: sum(d.flops * d.times for d in some))
@@ -144,30 +144,30 @@ def _cond(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
     return outs
 
 
-def _while(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+def _while(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value]:
     """A loop of unknown length, counted once."""
     in_cond, in_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     first = in_cond + in_body
     path = at.path
-    carry = _begun(record, eqn.invars[first:], given[first:], path)
-    follow(record, opened(eqn.params["cond_jaxpr"]), [*given[:in_cond], *carry], at)
-    outs = follow(record, opened(eqn.params["body_jaxpr"]), [*given[in_cond:first], *carry], at)
+    carry = _begun(record, eqn.invars[first:], operands[first:], path)
+    follow(record, opened(eqn.params["cond_jaxpr"]), [*operands[:in_cond], *carry], at)
+    outs = follow(record, opened(eqn.params["body_jaxpr"]), [*operands[in_cond:first], *carry], at)
     return _ended(record, "while", path, carry, outs, at.times)
 
 
-def _scan(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
+def _scan(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value]:
     """Dims are joined through what is carried and through the arrays that are scanned."""
     first, length = eqn.params["num_consts"], eqn.params["length"]
     last = first + eqn.params["num_carry"]
     body = opened(eqn.params["jaxpr"])
     path, inside = at.path, at.repeated(length)
-    carry = _begun(record, eqn.invars[first:last], given[first:last], path)
+    carry = _begun(record, eqn.invars[first:last], operands[first:last], path)
     steps = record.factors.new(length)
     slices = [
         _slice(record, var, value, steps, path, at)
-        for var, value in zip(body.invars[last:], given[last:], strict=True)
+        for var, value in zip(body.invars[last:], operands[last:], strict=True)
     ]
-    outs = follow(record, body, [*given[:first], *carry, *slices], inside)
+    outs = follow(record, body, [*operands[:first], *carry, *slices], inside)
     ended = _ended(record, "scan", path, carry, outs[: last - first], inside.times)
     stacked = [
         _stacked(record, var, inner, value, steps, path, at)
@@ -181,11 +181,11 @@ def _scan(record: Record, eqn: Any, given: list[Value], at: At) -> list[Value]:
     return [*ended, *stacked]
 
 
-def _begun(record: Record, atoms: Sequence[Any], given: Sequence[Value], path: str) -> list[Value]:
+def _begun(record: Record, atoms: Sequence[Any], values: Sequence[Value], path: str) -> list[Value]:
     """What a loop carries, as it begins; zeros are an array there."""
     return [
         record.value(atom, record.dims(atom, value), path) if value.dims is None else value
-        for atom, value in zip(atoms, given, strict=True)
+        for atom, value in zip(atoms, values, strict=True)
     ]
 
 

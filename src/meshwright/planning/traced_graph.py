@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import MeshError, ModelError
 from ..jaxprs.factors import Dim, Dims, Factor, label
-from ..jaxprs.names import Argument, Labels, Made, families_of, names_of
+from ..jaxprs.names import Argument, Created, Labels, families_of, names_of
 from ..jaxprs.primitives import TABLE, opened, shape_of
 from ..jaxprs.record import Done, Record, Tensor, Value
 from ..jaxprs.walk import LOOPS, At, follow
@@ -146,7 +146,7 @@ class _Assembled:
 
     def graph(self) -> Graph:
         outputs = [
-            Made(done.path, done.kind, self._labels[place])
+            Created(done.path, done.kind, self._labels[place])
             for done in self._record.done
             for place in (*done.operands, *done.results)
         ]
