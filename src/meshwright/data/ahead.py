@@ -60,21 +60,21 @@ class Ahead:
 
 def _in_thread(items: Iterator[T], number: int) -> Iterator[T]:
     room = threading.Semaphore(number)
-    found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    read_ahead: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
     stopped = threading.Event()
 
     def read() -> None:
         try:
             while room.acquire() and not stopped.is_set():
-                found.put((next(items), None))
+                read_ahead.put((next(items), None))
         except BaseException as error:  # also StopIteration: the consumer tells them apart
-            found.put((None, error))
+            read_ahead.put((None, error))
 
     reader = threading.Thread(target=read, name="meshwright-input", daemon=True)
     reader.start()
     try:
         while True:
-            item, error = found.get()
+            item, error = read_ahead.get()
             room.release()
             if isinstance(error, StopIteration):
                 return

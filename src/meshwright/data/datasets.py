@@ -130,10 +130,10 @@ def _from_file(path: Path) -> Digits:
 
 def _from_cache(source: Download, patience_s: float) -> Digits:
     del source, patience_s  # every way has the same arguments, and this one needs none
-    found = [path for path in cache_files() if path.is_file()]
-    if not found:
+    cached = [path for path in cache_files() if path.is_file()]
+    if not cached:
         raise DataError(f"Keras' cache has no {cache_files()[0]}.")
-    return _from_file(found[0])
+    return _from_file(cached[0])
 
 
 def _from_download(source: Download, patience_s: float) -> Digits:
@@ -253,7 +253,7 @@ def _faults(arrays: Mapping[str, Any], part: str) -> list[str]:
 def _no_file(path: Path) -> str:
     way_out = "Give the path of an mnist.npz, or none: then Keras' cache or the subset is taken."
     if path.is_dir():
-        inside = sorted(each.name for each in path.glob("*.npz"))
+        inside = sorted(file.name for file in path.glob("*.npz"))
         hint = f"In it: {', '.join(inside)}." if inside else "No .npz file is in it."
         return f"{path} is a folder. {hint} {way_out}"
     return f"There is no file {path}. {way_out}"

@@ -135,7 +135,7 @@ class Putter:
         mesh = self.layouts.placement.mesh.jax_mesh
         return Padded(jax.tree.unflatten(tree, put), row_count(batch), mesh)
 
-    def each(self, batches: Iterable[Batch], alone_is_last: bool = True) -> Iterator[Batch]:
+    def all_of(self, batches: Iterable[Batch], alone_is_last: bool = True) -> Iterator[Batch]:
         """Every batch on the mesh; only the last one may not divide.
 
         Where it is the only one, ``alone_is_last`` says whether that is still fine. Raises

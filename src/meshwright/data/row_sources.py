@@ -156,10 +156,10 @@ def _paths_of(source: Any) -> list[str] | None:
     for pattern in map(Path, several):
         folder = Path(pattern.anchor)
         matches = [pattern] if pattern.exists() else folder.glob(str(pattern.relative_to(folder)))
-        found = sorted(map(str, matches))
-        if not found:
+        files = sorted(map(str, matches))
+        if not files:
             raise DataError(f"no file matches '{pattern}'.")
-        paths += found
+        paths += files
     return paths
 
 

@@ -94,7 +94,7 @@ def dealt(spans: Spans, processes: int, dealing: Dealing) -> tuple[Spans, ...]:
 class Round(NamedTuple):
     """Steps in which every process reads on in what it was given at the round's beginning."""
 
-    given: tuple[Spans, ...]
+    shares: tuple[Spans, ...]
     steps: int
 
 
@@ -105,18 +105,18 @@ def rounds(rest: Spans, processes: int, rows: int, dealing: Dealing) -> Iterator
     are left than a step takes; they come in no round.
 
     >>> files = (Span(0, 0, 6), Span(1, 0, 2))
-    >>> [(each.steps, list(map(row_count, each.given))) for each in rounds(files, 2, 1, "file")]
+    >>> [(one.steps, list(map(row_count, one.shares))) for one in rounds(files, 2, 1, "file")]
     [(2, [6, 2]), (2, [2, 2])]
     """
     if dealing == "batch":
         yield from _batches(rest, processes, rows)
         return
     while row_count(rest) >= processes * rows:
-        given = dealt(rest, processes, dealing)
-        steps = min(map(row_count, given)) // rows
+        shares = dealt(rest, processes, dealing)
+        steps = min(map(row_count, shares)) // rows
         if steps:
-            yield Round(given, steps)
-            rest = _left(given, steps * rows)
+            yield Round(shares, steps)
+            rest = _unread(shares, steps * rows)
         dealing = "block"
 
 
@@ -128,17 +128,17 @@ def steps_of(
     >>> [step.spans for step in steps_of((Span(0, 0, 7),), 1, 2, 2, "batch")]
     [(Span(file=0, start=2, stop=4),), (Span(file=0, start=4, stop=7),)]
     """
-    left = rest
-    for each in rounds(rest, processes, rows, dealing):
-        mine = each.given[index]
-        for _ in range(each.steps):
+    unread = rest
+    for one_round in rounds(rest, processes, rows, dealing):
+        mine = one_round.shares[index]
+        for _ in range(one_round.steps):
             spans, mine = cut(mine, rows)
             yield Step(spans)
-        left = _left(each.given, each.steps * rows)
+        unread = _unread(one_round.shares, one_round.steps * rows)
     if dealing == "batch":
-        left = cut(rest, row_count(rest) // (processes * rows) * processes * rows)[1]
-    if left:
-        yield Step(left, is_rest=True)
+        unread = cut(rest, row_count(rest) // (processes * rows) * processes * rows)[1]
+    if unread:
+        yield Step(unread, is_rest=True)
 
 
 def after(rest: Spans, steps: int, processes: int, rows: int, dealing: Dealing) -> Spans:
@@ -149,11 +149,11 @@ def after(rest: Spans, steps: int, processes: int, rows: int, dealing: Dealing) 
     """
     if dealing == "batch":
         return cut(rest, steps * processes * rows)[1]
-    for each in rounds(rest, processes, rows, dealing):
-        if steps < each.steps:
-            return _left(each.given, steps * rows)
-        steps -= each.steps
-        rest = _left(each.given, each.steps * rows)
+    for one_round in rounds(rest, processes, rows, dealing):
+        if steps < one_round.steps:
+            return _unread(one_round.shares, steps * rows)
+        steps -= one_round.steps
+        rest = _unread(one_round.shares, one_round.steps * rows)
     return () if steps else rest
 
 
@@ -164,6 +164,6 @@ def _batches(rest: Spans, processes: int, rows: int) -> Iterator[Round]:
         yield Round(dealt(batch, processes, "block"), 1)
 
 
-def _left(given: tuple[Spans, ...], rows: int) -> Spans:
+def _unread(shares: tuple[Spans, ...], rows: int) -> Spans:
     """What is left where each process has read ``rows`` rows of its own."""
-    return tuple(span for mine in given for span in cut(mine, rows)[1])
+    return tuple(span for mine in shares for span in cut(mine, rows)[1])

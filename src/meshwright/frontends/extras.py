@@ -46,14 +46,14 @@ class Extras:
             every = inspect.signature(loss).parameters.values()
         except (TypeError, ValueError):  # written in C, or not a function
             return cls((), seed)
-        named = [each for each in every if each.kind in _BY_NAME][_taken_by_place(every) :]
-        required = [each.name for each in named if each.default is inspect.Parameter.empty]
+        named = [p for p in every if p.kind in _BY_NAME][_taken_by_place(every) :]
+        required = [p.name for p in named if p.default is inspect.Parameter.empty]
         if unknown := [name for name in required if name not in NAMES]:
             raise ModelError(
                 f"the loss has arguments without a default that are unknown: {', '.join(unknown)}. "
                 f"Expected params, batch and any of {', '.join(NAMES)}."
             )
-        optional = [each.name for each in named if each.default is None]
+        optional = [p.name for p in named if p.default is None]
         return cls(tuple(name for name in NAMES if name in (*required, *optional)), seed)
 
     @property
@@ -95,8 +95,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 def _taken_by_place(every: Any) -> int:
     """How many of the arguments that have names are ``params`` and ``batch``."""
-    nameless = [each for each in every if each.kind is inspect.Parameter.POSITIONAL_ONLY]
-    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in every):
+    nameless = [p for p in every if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in every):
         by_place = [e for e in every if e.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         return min(2 - min(2, len(nameless)), len(by_place))
     return max(0, 2 - len(nameless))

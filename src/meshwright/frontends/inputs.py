@@ -40,10 +40,10 @@ def named(tree: Any) -> Any:
     import jax
 
     with_paths, structure = jax.tree.flatten_with_path(tree)
-    names = leaf_names([(path, each.name) for path, each in with_paths], "input")
+    names = leaf_names([(path, spec.name) for path, spec in with_paths], "input")
     leaves = [
-        Input(name, each.shape, each.dtype)
-        for name, (_, each) in zip(names, with_paths, strict=True)
+        Input(name, spec.shape, spec.dtype)
+        for name, (_, spec) in zip(names, with_paths, strict=True)
     ]
     return jax.tree.unflatten(structure, leaves)
 

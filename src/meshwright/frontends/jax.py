@@ -102,7 +102,7 @@ def program_of(
 
     ``loss(params, batch, **more)`` takes what ``extras`` says.
     """
-    if not all(callable(getattr(optimizer, each, None)) for each in ("init", "update")):
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ModelError(
             f"optimizer={optimizer!r} has no functions init and update: give one of Optax, such as "
             "optax.adam(0.001)."

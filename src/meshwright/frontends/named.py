@@ -97,12 +97,13 @@ def _context(infos: tuple[ParamInfo, ...], placement: Placement, whole: bool) ->
     if placement.rules is None:
         yield
         return
-    found = bound(placement.rules, placement.mesh)
-    found = replace(found, ahead=placement.mesh.is_abstract)  # to be compiled for what is not there
-    with rules(found, strict=whole and placement.strict):
+    in_force = bound(placement.rules, placement.mesh)
+    # On a mesh without devices the step is compiled for those of another machine.
+    in_force = replace(in_force, ahead=placement.mesh.is_abstract)
+    with rules(in_force, strict=whole and placement.strict):
         for info in infos:
             if info.names is not None:
-                found.see(info.names.of(info.dims))
+                in_force.see(info.names.of(info.dims))
         yield
 
 
@@ -118,10 +119,10 @@ def _names_of(node: Any) -> DimNames | None:
     """The names of an array's dims; none where an optimizer has made another array of it."""
     if not _is_named(node):
         return None
-    known = node._dims
-    if tuple(dim.size for dim in known) != tuple(node.array.shape):
+    dims = node._dims
+    if tuple(dim.size for dim in dims) != tuple(node.array.shape):
         return None
-    return DimNames(tuple(dim.name for dim in known))
+    return DimNames(tuple(dim.name for dim in dims))
 
 
 def _batch_names(batch: Any) -> Any:
@@ -144,8 +145,8 @@ def _with_names(batch: Any, names: Any) -> Any:
     return jax.tree.unflatten(
         tree,
         [
-            named(array, each.of(array.array.shape if _is_named(array) else array.shape))
-            for array, each in zip(arrays, jax.tree.leaves(names), strict=True)
+            named(array, dim_names.of(array.array.shape if _is_named(array) else array.shape))
+            for array, dim_names in zip(arrays, jax.tree.leaves(names), strict=True)
         ],
     )
 

@@ -118,7 +118,7 @@ def plan(
     with tracing(described.program.name):
         graph = graph_of_step(described)
     lacks = not_compiled(target) if verify else ""
-    found = plan_step(
+    chosen = plan_step(
         graph,
         target,
         objective=objective,
@@ -130,16 +130,18 @@ def plan(
         dry_run_of=None if lacks else report_of,
     )
     if lacks:
-        found = replace(found, notes=(*found.notes, f"nothing was compiled to verify it: {lacks}"))
-    decided: dict[str, Any] = {field.name: getattr(found, field.name) for field in fields(found)}
+        chosen = replace(
+            chosen, notes=(*chosen.notes, f"nothing was compiled to verify it: {lacks}")
+        )
+    decided: dict[str, Any] = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
     decided |= {"num_inputs": _num_inputs(model, batch), "name": described.program.name}
-    decided["layouts"] = _lasting(found.layouts, described)
+    decided["layouts"] = _lasting(chosen.layouts, described)
     return Plan(**decided)
 
 
 def _lasting(layouts: Sequence[tuple[str, Along]], described: AbstractStep) -> Any:
     """The layouts by paths that variables have again when their model is built again."""
-    lasting = {each.info.path: each.info.lasting or each.info.path for each in described.placed}
+    lasting = {entry.info.path: entry.info.lasting or entry.info.path for entry in described.placed}
     return tuple((lasting.get(path, path), along) for path, along in layouts)
 
 

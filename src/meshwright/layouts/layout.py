@@ -160,8 +160,8 @@ class Layout(Viewable):
         [batch, model]
         """
         gone = {_dim_index(dim, self.rank) for dim in dims}
-        left = [s for i, s in enumerate(self.specs) if i not in gone]
-        return Layout(left, self.mesh, pad=self.pad)
+        specs = [s for i, s in enumerate(self.specs) if i not in gone]
+        return Layout(specs, self.mesh, pad=self.pad)
 
     def matching(self, present: Layout) -> Layout:
         """This layout with each ``MATCH`` filled in from ``present``."""

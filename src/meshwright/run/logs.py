@@ -29,10 +29,10 @@ def flat(logs: Mapping[str, Any]) -> Logs:
     >>> flat({"loss": 1.0, "metrics": {"recall": 0.5}})
     {'loss': 1.0, 'recall': 0.5}
     """
-    found: Logs = {}
+    merged: Logs = {}
     for name, value in logs.items():
-        found |= flat(value) if isinstance(value, Mapping) else {name: value}
-    return found
+        merged |= flat(value) if isinstance(value, Mapping) else {name: value}
+    return merged
 
 
 def as_json(logs: Mapping[str, Any]) -> Any:

@@ -121,7 +121,7 @@ class Trainer:
     def steps(self, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
         """Train on one batch after another, waiting only for steps that were begun long ago."""
         batches = reading_of(batches, self.placement)
-        laid_out, backlog = self.put.each(batches, alone_is_last=False), Backlog()
+        laid_out, backlog = self.put.all_of(batches, alone_is_last=False), Backlog()
         entering("input")
         for number, batch in enumerate(self.how.for_steps(laid_out)):
             if number == 0:

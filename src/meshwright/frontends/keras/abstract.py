@@ -56,7 +56,7 @@ class AbstractRoom(WaitingRoom):
         with self.waiting():
             yield
 
-    def known(self, variable: Any) -> Any:
+    def early_value(self, variable: Any) -> Any:
         """While models are built: what no training changes, such as the mean and variance that
         ``Normalization`` has before it is adapted, and computes with in ``build``."""
         is_building = waiting_room() is self

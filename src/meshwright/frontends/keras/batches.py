@@ -47,12 +47,12 @@ def labeller(
     return label
 
 
-def _names(part: Any, known: tuple[str, ...]) -> list[str | None]:
+def _names(part: Any, names: tuple[str, ...]) -> list[str | None]:
     """The key of each array of a part of a batch, or else its known name."""
     keys = [key for key, _ in named_leaves(part)]
-    if len(keys) != len(known):
+    if len(keys) != len(names):
         return keys
-    return [key or name for key, name in zip(keys, known, strict=True)]
+    return [key or name for key, name in zip(keys, names, strict=True)]
 
 
 def abstract(batch: Batch, without: int = 0) -> Batch:

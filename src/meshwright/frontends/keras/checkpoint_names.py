@@ -33,17 +33,17 @@ class LastingNames:
     @classmethod
     def of(cls, model: keras.Model, variables: KerasVariables) -> LastingNames:
         """Those of a built model, its optimizer and its metrics."""
-        found = lasting_paths(model)
+        lasting = lasting_paths(model)
         v, taken = variables, set[str]()
         names: dict[int, str] = {}
         for variable in v.all:
-            if (name := found.get(id(variable))) is None:
+            if (name := lasting.get(id(variable))) is None:
                 info = v.infos[id(variable)]
-                name = _of_slot(model, variable, info.path, found) or _unnumbered(info.path)
+                name = _of_slot(model, variable, info.path, lasting) or _unnumbered(info.path)
             names[id(variable)] = unique(name, taken)
             taken.add(names[id(variable)])
         parts = (v.params, v.state, v.slots, v.metrics)
-        by_path = tuple({p: names[id(each)] for p, each in part.items()} for part in parts)
+        by_path = tuple({p: names[id(variable)] for p, variable in part.items()} for part in parts)
         return cls(by_path, v.storing)
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
@@ -55,16 +55,16 @@ class LastingNames:
         """The same arrays under the paths of the variables."""
         paths = ({name: path for path, name in names.items()} for names in self.of_parts)
         parts = zip(state, paths, strict=True)
-        found = ({names[p]: v for p, v in part.items()} for part, names in parts)
-        return self.storing.store(TrainState(*found))
+        parts_by_path = ({names[p]: v for p, v in part.items()} for part, names in parts)
+        return self.storing.store(TrainState(*parts_by_path))
 
 
-def _of_slot(model: keras.Model, slot: object, path: str, found: dict[int, str]) -> str | None:
+def _of_slot(model: keras.Model, slot: object, path: str, lasting: dict[int, str]) -> str | None:
     """``adam/hidden/kernel/momentum``; or ``adam/iteration``, which belongs to no parameter."""
     optimizer = _compat.optimizer_of(model)
     if optimizer is None or not path.startswith(f"{optimizer.name}/"):
         return None
-    owner = found.get(id(parameter_of(slot)))
+    owner = lasting.get(id(parameter_of(slot)))
     rest = path.removeprefix(f"{optimizer.name}/")
     if owner is not None and "/" in rest:
         rest = f"{owner}/{rest.rpartition('/')[2]}"

@@ -151,8 +151,8 @@ class Epochs:
         number, odd = skip, None
         with contextlib.closing(
             self._ahead(self._lay_out_all(group, stacked and full) for group, full in groups)
-        ) as found:
-            for group in found:
+        ) as laid_out:
+            for group in laid_out:
                 chunk = group
                 if not isinstance(group, Together):
                     chunk = []
@@ -181,10 +181,10 @@ class Epochs:
         return host
 
     def _epoch(self) -> Iterator[Any]:
-        found = (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())
+        batches = (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())
         if self._local:
-            return map(LocalBatch, found)
-        return found if self._arrays is None else map(self._numbered, found)
+            return map(LocalBatch, batches)
+        return batches if self._arrays is None else map(self._numbered, batches)
 
     # Batches that do not divide
 

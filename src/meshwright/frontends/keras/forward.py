@@ -54,7 +54,7 @@ class KerasForward:
         v = self.variables
         return {path: _compat.stored_dtype(x) for p in (v.params, v.state) for path, x in p.items()}
 
-    def values(self, given: Mapping[int, np.ndarray] | None = None) -> TrainState:
+    def values(self, held: Mapping[int, np.ndarray] | None = None) -> TrainState:
         """Parameters and state in their own dims: the model's arrays, or host arrays by variable.
 
         Raises :class:`ModelError` for a model of shapes only.
@@ -62,9 +62,9 @@ class KerasForward:
         v = self.variables
 
         def value(variable: Any) -> Any:
-            if given is not None and id(variable) in given:
-                return given[id(variable)]
-            if given is not None and is_pending(variable):
+            if held is not None and id(variable) in held:
+                return held[id(variable)]
+            if held is not None and is_pending(variable):
                 return np.asarray(initial_value(variable))  # of a seed: files keep none
             settle(variable)
             return _compat.raw_value(variable)

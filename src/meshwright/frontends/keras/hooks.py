@@ -158,7 +158,7 @@ def _parameter_layouts(placement: Placement, model: keras.Model) -> list[Layout 
         return _variable_layouts(model.trainable_variables)
     infos = model_infos(model)
     used = [infos[id(variable)] for variable in model.trainable_variables]
-    return [each.unpadded for each in placement.with_zero(0).place(used)]
+    return [entry.unpadded for entry in placement.with_zero(0).place(used)]
 
 
 def _variable_layouts(variables: list[Any]) -> list[Layout | None]:
@@ -184,8 +184,8 @@ def _input_layouts(placement: Placement, model: keras.Model, inputs: tuple[Any, 
 def lying(placed: list[tuple[Any, Placed]]) -> Iterator[None]:
     """Variables are known to lie so; elsewhere they may lie on another mesh, or nowhere."""
     before = [_compat.variable_layout(variable) for variable, _ in placed]
-    for variable, each in placed:
-        _compat.note_layout(variable, each.unpadded.sharding)
+    for variable, entry in placed:
+        _compat.note_layout(variable, entry.unpadded.sharding)
     try:
         yield
     finally:
@@ -209,10 +209,12 @@ def find_parameters(slots: list[Any], parameters: list[Any]) -> None:
     Keras calls the momentum of ``net/hidden/kernel`` ``net_hidden_kernel_momentum``.
     """
     unknown = [slot for slot in slots if parameter_of(slot) is None]
-    beginnings = {each.path.replace("/", "_") + "_": each for each in parameters if unknown}
+    beginnings = {
+        parameter.path.replace("/", "_") + "_": parameter for parameter in parameters if unknown
+    }
     for slot in unknown:
-        found = [begin for begin in beginnings if slot.name.startswith(begin)]
-        if found and (parameter := beginnings[max(found, key=len)]).shape == slot.shape:
+        fitting = [begin for begin in beginnings if slot.name.startswith(begin)]
+        if fitting and (parameter := beginnings[max(fitting, key=len)]).shape == slot.shape:
             slot._meshwright_parameter = parameter
 
 

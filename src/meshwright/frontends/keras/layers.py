@@ -82,8 +82,8 @@ _ALIASES = {
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(keras.layers, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(keras.layers, name)
-    return _generated(found) if _public_name(found) in _WEIGHTS else found
+    attribute = getattr(keras.layers, name)
+    return _generated(attribute) if _public_name(attribute) in _WEIGHTS else attribute
 
 
 def __dir__() -> list[str]:
@@ -109,12 +109,12 @@ def weights_by_name(layer: keras.layers.Layer) -> dict[str, Any]:
     backward_recurrent_kernel (2, 6)
     """
     names = {id(variable): either for *either, variable in _walk(layer, "", {id(layer)})}
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for weight in layer.weights:
         # What hangs on no attribute has only its path.
         choices = [*names.get(id(weight), ()), weight.path.replace("/", "_")]
-        found[next((name for name in choices if name not in found), choices[-1])] = weight
-    return found
+        by_name[next((name for name in choices if name not in by_name), choices[-1])] = weight
+    return by_name
 
 
 # The generated classes
@@ -270,12 +270,12 @@ def _taken(kwargs: dict[str, Any], owner: str) -> dict[str, Layout]:
     """Take the layouts out of a layer's arguments. Raises :class:`LayoutError` if malformed."""
     layouts, faults = {}, []
     for key in [key for key in kwargs if key.endswith(_ENDING)]:
-        given = kwargs.pop(key)
+        value = kwargs.pop(key)
         try:
-            if given is not None:
-                layouts[key.removesuffix(_ENDING)] = as_layout(given)
+            if value is not None:
+                layouts[key.removesuffix(_ENDING)] = as_layout(value)
         except LayoutError as error:
-            faults.append(f"{owner}({key}={given!r}): {error}")
+            faults.append(f"{owner}({key}={value!r}): {error}")
     if faults:
         raise LayoutError("\n".join(faults))
     return layouts
@@ -283,18 +283,18 @@ def _taken(kwargs: dict[str, Any], owner: str) -> dict[str, Layout]:
 
 def _resolved(layouts: dict[str, Layout], names: tuple[str, ...], owner: str) -> dict[str, Layout]:
     """The layouts under the weights' own names. Raises :class:`LayoutError` for unknown ones."""
-    known: dict[str, Layout] = {}
+    resolved: dict[str, Layout] = {}
     faults = []
     for name, layout in layouts.items():
         weight = _weight_called(name, names)
         if weight is None:
             faults.append(f"{owner} has no weight {name!r}, so it takes no {name}{_ENDING}.")
-        elif known.setdefault(weight, layout) != layout:
-            faults.append(_twice(f"weight {weight!r} of {owner}", known[weight], layout))
+        elif resolved.setdefault(weight, layout) != layout:
+            faults.append(_twice(f"weight {weight!r} of {owner}", resolved[weight], layout))
     if faults:
         faults.append(f"Its weights are {_listed(names)}; write {names[0]}{_ENDING}=[...].")
         raise LayoutError("\n".join(faults))
-    return known
+    return resolved
 
 
 def _weight_called(name: str, names: Any) -> str | None:

@@ -142,34 +142,34 @@ class FiniteGuard:
             parts = step_takes if self._strategy.how.batches > 1 else [step_takes]
             for part in parts if step_takes else ():
                 with self._strategy.in_force(self._model):
-                    found = look(program, state, part)
-                if found:
-                    raise self._error(step + 1, found)
+                    fault = look(program, state, part)
+                if fault:
+                    raise self._error(step + 1, fault)
         raise self._error(taken + 1, NotFinite(loss=math.nan))
 
-    def _error(self, step: int, found: NotFinite) -> NotFiniteError:
+    def _error(self, step: int, fault: NotFinite) -> NotFiniteError:
         text = (
             f"step {step} of the optimizer (step {step - self._epoch_began} of epoch "
             f"{self._epoch + 1}) is infinite or NaN: "
-            + "; ".join(_words(found))
+            + "; ".join(_words(fault))
             + ". The model holds "
             f"the values after step {step - 1}. A smaller learning rate, clipping "
             "(clipnorm= of the optimizer) or a look at the rows of this batch may help."
         )
-        variables = found.parameters or found.gradients
+        variables = fault.parameters or fault.gradients
         return NotFiniteError(text, step=step, epoch=self._epoch, variables=variables)
 
 
-def _words(found: NotFinite) -> list[str]:
-    told = [f"its batch holds such numbers, {_PARTS.sub(_part, each)}" for each in found.inputs]
-    if found.parameters:
-        told.append(f"parameters were so before it: {_some(found.parameters)}")
-    if found.operation:
-        told.append(f"the first such result is that of {found.operation}")
-    told.append(f"its loss is {found.loss:.6g}")
-    if found.gradients:
-        told.append(f"not finite are the gradients of {_some(found.gradients)}")
-    return told
+def _words(fault: NotFinite) -> list[str]:
+    facts = [f"its batch holds such numbers, {_PARTS.sub(_part, path)}" for path in fault.inputs]
+    if fault.parameters:
+        facts.append(f"parameters were so before it: {_some(fault.parameters)}")
+    if fault.operation:
+        facts.append(f"the first such result is that of {fault.operation}")
+    facts.append(f"its loss is {fault.loss:.6g}")
+    if fault.gradients:
+        facts.append(f"not finite are the gradients of {_some(fault.gradients)}")
+    return facts
 
 
 _PARTS = re.compile(r"^\[([012])\]")

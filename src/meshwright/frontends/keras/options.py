@@ -144,7 +144,7 @@ def _are_callbacks(value: Any) -> bool:
     if isinstance(value, keras.callbacks.CallbackList | keras.callbacks.Callback):
         return True
     return isinstance(value, list | tuple) and all(
-        isinstance(each, keras.callbacks.Callback) for each in value
+        isinstance(item, keras.callbacks.Callback) for item in value
     )
 
 

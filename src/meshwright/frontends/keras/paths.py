@@ -48,12 +48,12 @@ def model_infos(model: keras.Model) -> dict[int, ParamInfo]:
 
     The first attribute path, in breadth-first order, is a variable's ``path``.
     """
-    found, lasting = _spellings(model), _walked(model, _counted_children)
+    spellings_of, lasting = _spellings(model), _walked(model, _counted_children)
     infos: dict[int, ParamInfo] = {}
     taken: set[str] = set()
     lasts: set[str] = set()
     for variable in model.variables:
-        spellings = found.get(id(variable), {})
+        spellings = spellings_of.get(id(variable), {})
         keras_path = _relative(variable.path, model.name)
         spellings = {**spellings, keras_path: None}
         path = unique(next(iter(spellings)), taken)
@@ -67,15 +67,15 @@ def model_infos(model: keras.Model) -> dict[int, ParamInfo]:
 
 def _followers(model: keras.Model, infos: dict[int, ParamInfo]) -> dict[int, ParamInfo]:
     """The descriptions, once more, of variables that lie as a quantized layer's kernel does."""
-    found: dict[int, ParamInfo] = {}
+    followers: dict[int, ParamInfo] = {}
     for layer in _compat.layers_inside(model):
         for variable, kernel, dims, along in companions(layer):
             info, owner = infos.get(id(variable)), infos.get(id(kernel))
             if info is not None and owner is not None:
                 asked = getattr(layer, "_meshwright_layouts", {}).get(kernel.name)
                 follows = Follows(owner.path, owner.spellings, dims, along, asked or owner.asked)
-                found[id(variable)] = replace(info, follows=follows)
-    return found
+                followers[id(variable)] = replace(info, follows=follows)
+    return followers
 
 
 def slot_info(slot: Any, parameter: Any | None, owner: ParamInfo | None) -> ParamInfo:
@@ -161,16 +161,16 @@ def _walked(
     model: keras.Model, named: Callable[[Any], Iterator[tuple[str, Any]]]
 ) -> dict[int, str]:
     """``id(variable)`` -> the first path, breadth-first, with layers called as ``named`` does."""
-    found: dict[int, str] = {}
+    paths: dict[int, str] = {}
     waiting: list[tuple[Any, str, frozenset[int]]] = [(model, "", frozenset())]
     while waiting:
         layer, path, above = waiting.pop(0)
         for name, child in (*named(layer), *_attributes(layer)):
             if isinstance(child, keras.Variable):
-                found.setdefault(id(child), _join(path, name))
+                paths.setdefault(id(child), _join(path, name))
             elif id(child) not in above:
                 waiting.append((child, _join(path, name), above | {id(layer)}))
-    return found
+    return paths
 
 
 def lasting_name(thing: Any) -> str:
@@ -213,36 +213,36 @@ def _counted_children(layer: Any) -> Iterator[tuple[str, Any]]:
 
 def layer_spellings(model: keras.Model) -> dict[str, tuple[str, ...]]:
     """Keras' path of each layer -> its paths by attributes and by layer names."""
-    found: dict[str, dict[str, None]] = {}
+    spellings: dict[str, dict[str, None]] = {}
     for child, by_attribute, by_name in _walk(model):
         if isinstance(child, keras.Layer) and child.path is not None:
             relative = _relative(child.path, model.name)
-            found.setdefault(child.path, {}).update(
+            spellings.setdefault(child.path, {}).update(
                 {by_attribute: None, by_name: None, relative: None}
             )
-    return {path: tuple(spellings) for path, spellings in found.items()}
+    return {path: tuple(spellings) for path, spellings in spellings.items()}
 
 
 def block_paths(model: keras.Model) -> frozenset[str]:
     """Keras' paths of the outermost layers that are not models: what users call blocks."""
-    found: set[str] = set()
+    paths: set[str] = set()
     waiting = list(model.layers)
     while waiting:
         layer = waiting.pop()
         if isinstance(layer, keras.Model):
             waiting += layer.layers
         elif layer.path is not None:
-            found.add(layer.path)
-    return frozenset(found)
+            paths.add(layer.path)
+    return frozenset(paths)
 
 
 def _spellings(model: keras.Model) -> dict[int, dict[str, None]]:
     """``id(variable)`` -> its paths by attributes and by layer names, in breadth-first order."""
-    found: dict[int, dict[str, None]] = {}
+    spellings: dict[int, dict[str, None]] = {}
     for child, by_attribute, by_name in _walk(model):
         if isinstance(child, keras.Variable):
-            found.setdefault(id(child), {}).update({by_attribute: None, by_name: None})
-    return found
+            spellings.setdefault(id(child), {}).update({by_attribute: None, by_name: None})
+    return spellings
 
 
 def _walk(model: keras.Model) -> Iterator[tuple[Any, str, str]]:

@@ -60,7 +60,7 @@ class WaitingRoom:
         """Note a model, from which the paths of its variables will be read."""
         self._models.add(model)
 
-    def known(self, variable: Any) -> Any:
+    def early_value(self, variable: Any) -> Any:
         """The value of a variable that can be said before it is made; else ``None``."""
         del variable
 
@@ -127,9 +127,9 @@ def _pending_class(of: type) -> type:
         @property
         def value(self) -> Any:
             if not _compat.in_stateless_scope():
-                known = self._meshwright_waits[0].known(self)
-                if known is not None:
-                    return known
+                value = self._meshwright_waits[0].early_value(self)
+                if value is not None:
+                    return value
                 settle(self)
                 return self.value
             return of.value.fget(self)  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ def _pending_class(of: type) -> type:
 
 
 def _make(variables: list[Any], placed: list[Placed]) -> None:
-    shardings = [each.unpadded.sharding for each in placed]
+    shardings = [entry.unpadded.sharding for entry in placed]
     values: dict[int, Any] = {}
     for i, variable in enumerate(variables):
         fill = _FILLS.get(type(_initializer(variable)))
@@ -157,10 +157,10 @@ def _make(variables: list[Any], placed: list[Placed]) -> None:
             dtype = _compat.stored_dtype(variable)
             values[i] = jnp.full(variable.shape, fill, dtype, device=shardings[i])
     others = [i for i in range(len(variables)) if i not in values]
-    made, seeds = _made_in_one_program(
+    drawn, seeds = _made_in_one_program(
         [variables[i] for i in others], [shardings[i] for i in others]
     )
-    values.update(zip(others, made, strict=True))
+    values.update(zip(others, drawn, strict=True))
     for i, variable in enumerate(variables):
         give(variable, values[i], shardings[i])
     for generator, seed in seeds:
@@ -234,7 +234,7 @@ def _drawn_flat(jaxpr: Any) -> Any:
     config: Any = jax.config
     if config.jax_default_prng_impl != "threefry2x32" or not config.jax_threefry_partitionable:
         return jaxpr
-    return jaxpr.replace(eqns=[each for eqn in jaxpr.eqns for each in _flat(eqn)])
+    return jaxpr.replace(eqns=[flat_eqn for eqn in jaxpr.eqns for flat_eqn in _flat(eqn)])
 
 
 def _flat(eqn: Any) -> list[Any]:

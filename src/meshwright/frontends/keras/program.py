@@ -111,11 +111,11 @@ def take_state(variables: KerasVariables) -> TrainState:
     state = read_state(variables)
     if not variables.storing:
         return state
-    given = {_memory(array) for part in state for array in part.values()}
+    held = {_memory(array) for part in state for array in part.values()}
     for part, padded in zip(_parts(variables), variables.storing.parts, strict=True):
         for path in padded:
             array = _compat.raw_value(part[path])
-            if not array.is_deleted() and _memory(array) not in given:
+            if not array.is_deleted() and _memory(array) not in held:
                 array.delete()
     return state
 

@@ -56,8 +56,8 @@ def _of_kernel(
     name: str, held: Mapping[str, list[Any]], whole: Dims, turned: bool
 ) -> Iterator[tuple[Any, Along]]:
     def called(*names: str) -> Iterator[tuple[Any, Dims]]:
-        found = itertools.chain.from_iterable(held.get(each, ()) for each in names)
-        return ((variable, tuple(variable.shape)) for variable in found)
+        variables = itertools.chain.from_iterable(held.get(key, ()) for key in names)
+        return ((variable, tuple(variable.shape)) for variable in variables)
 
     for variable, dims in called(name):  # GPTQ keeps both while it calibrates
         if dims != whole:
@@ -103,13 +103,13 @@ def along_scale(dims: Sequence[int], whole: Sequence[int]) -> Along:
     >>> along_scale((2, 8), (16, 2, 4))  # two groups of rows; both dims of the columns in one
     (None, 1)
     """
-    found: list[int | None] = []
+    along: list[int | None] = []
     end = len(whole)
     for size in reversed(dims):
         start = next((i for i in reversed(range(end)) if math.prod(whole[i:end]) == size), None)
         if size == 1 or start is None:
-            found.append(None)
+            along.append(None)
         else:
-            found.append(start)
+            along.append(start)
             end = start
-    return tuple(reversed(found))
+    return tuple(reversed(along))

@@ -68,8 +68,8 @@ class Replicas:
         ([1.0, 5.0, 9.0, 13.0, 17.0, 21.0, 25.0, 29.0], 120.0)
         """
         mesh, axes = self.placement.mesh, self.placement.batch_axes
-        given = (tuple(args), dict(kwargs or {}))
-        flat, tree = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PerReplica))
+        arguments = (tuple(args), dict(kwargs or {}))
+        flat, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, PerReplica))
         kinds = tuple(_kind_of(value, axes) for value in flat)
         values = [v.values if isinstance(v, PerReplica) else v for v in flat]
         return _compiled(function, mesh, axes, tree, kinds)(*values)
@@ -211,7 +211,7 @@ def _compiled(
         return jax.tree.map(lambda out: jnp.asarray(out)[None], function(*args, **kwargs))
 
     def all_of_them(*values: Any) -> Any:
-        made = jax.shard_map(
+        results = jax.shard_map(
             one,
             mesh=mesh.jax_mesh,
             in_specs=tuple(same if kind == "same" else cut for kind in kinds),
@@ -219,6 +219,6 @@ def _compiled(
             axis_names=set(axes),
             check_vma=False,
         )(*values)
-        return jax.tree.map(PerReplica, made)
+        return jax.tree.map(PerReplica, results)
 
     return jax.jit(all_of_them)

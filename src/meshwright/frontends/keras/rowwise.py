@@ -85,15 +85,15 @@ class RowWise:
         """The forward pass and its derivative by the parameters: custom rules are followed too."""
 
         def differentiable(params: Any) -> tuple[Any, Any]:
-            found = self._forward(params, state, x, True)
-            floats = [v if _is_float(v) else () for part in found for v in jax.tree.leaves(part)]
-            return floats, found
+            results = self._forward(params, state, x, True)
+            floats = [v if _is_float(v) else () for part in results for v in jax.tree.leaves(part)]
+            return floats, results
 
         ones = jax.tree.map(jnp.ones_like, params)
-        values, tangents, found = jax.jvp(differentiable, (params,), (ones,), has_aux=True)
-        count = len(jax.tree.leaves(found[0]))
-        per_row = [found[0], values[:count], tangents[:count]]
-        return per_row, [found[1], values[count:], tangents[count:]]
+        values, tangents, results = jax.jvp(differentiable, (params,), (ones,), has_aux=True)
+        count = len(jax.tree.leaves(results[0]))
+        per_row = [results[0], values[:count], tangents[:count]]
+        return per_row, [results[1], values[count:], tangents[count:]]
 
     def _forward(self, params: Any, state: Any, x: Any, training: bool) -> tuple[Any, Any]:
         options = {"training": training} if _compat.takes_training(self._model) else {}

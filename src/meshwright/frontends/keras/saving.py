@@ -65,6 +65,6 @@ def restore_model(
     before = read_state(variables)
     names = LastingNames.of(model, variables)
     like = names.to_checkpoint(_only(parts, before))
-    found = names.from_checkpoint(restore_state(info, like))
-    write_state(variables, TrainState(*({**b, **f} for b, f in zip(before, found, strict=True))))
+    restored = names.from_checkpoint(restore_state(info, like))
+    write_state(variables, TrainState(*({**b, **f} for b, f in zip(before, restored, strict=True))))
     return info

@@ -545,7 +545,7 @@ class Sharded(_Distribution, Replicas):
     def put_native_batches(self, data: Iterable[Any]) -> Iterator[Any]:
         """The batches of Keras' own ``fit``, laid out one after the other."""
         batches.refuse_named_inputs(self.placement)
-        return batches.putter(self.placement).each(data)
+        return batches.putter(self.placement).all_of(data)
 
     # How it is done
 
