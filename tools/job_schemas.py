@@ -14,6 +14,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent.parent / "tests" / "launch" / "schemas"
 _TEXT, _NUMBER, _FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+_FLOAT, _OBJECT, _PODS = {"type": "number"}, {"type": "object"}, {"$ref": "#/$defs/Pods"}
 _TEXTS = {"type": "object", "additionalProperties": _TEXT}
 _KEPT = ("type", "properties", "items", "anyOf", "$ref", "enum", "required", "additionalProperties")
 
@@ -67,73 +68,62 @@ def ray_job(pod_template: dict[str, Any]) -> dict[str, Any]:
     """The schema of a RayJob, from KubeRay's API reference."""
     pods = {k: v for k, v in pod_template.items() if k != "$defs"}
 
-    def fields(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    def fields(
+        required: str, texts: str = "", numbers: str = "", flags: str = "", **other: Any
+    ) -> dict[str, Any]:
+        several = ((texts, _TEXT), (numbers, _NUMBER), (flags, _FLAG))
+        simple = {name: schema for names, schema in several for name in names.split()}
         return {
             "type": "object",
-            "properties": properties,
-            "required": list(required),
+            "properties": simple | other,
+            "required": required.split(),
             "additionalProperties": False,
         }
 
     head = fields(
-        ("template",),
-        template={"$ref": "#/$defs/Pods"},
-        headService={"type": "object"},
-        enableIngress=_FLAG,
+        "template",
+        texts="serviceType",
+        flags="enableIngress",
+        template=_PODS,
+        headService=_OBJECT,
         rayStartParams=_TEXTS,
-        serviceType=_TEXT,
     )
     workers = fields(
-        ("groupName", "template"),
-        suspend=_FLAG,
-        groupName=_TEXT,
-        replicas=_NUMBER,
-        minReplicas=_NUMBER,
-        maxReplicas=_NUMBER,
-        idleTimeoutSeconds=_NUMBER,
+        "groupName template",
+        texts="groupName",
+        numbers="replicas minReplicas maxReplicas idleTimeoutSeconds numOfHosts",
+        flags="suspend",
+        template=_PODS,
         rayStartParams=_TEXTS,
-        template={"$ref": "#/$defs/Pods"},
-        scaleStrategy={"type": "object"},
-        numOfHosts=_NUMBER,
+        scaleStrategy=_OBJECT,
     )
     cluster = fields(
-        ("headGroupSpec",),
-        suspend=_FLAG,
-        managedBy=_TEXT,
-        autoscalerOptions={"type": "object"},
-        headServiceAnnotations=_TEXTS,
-        enableInTreeAutoscaling=_FLAG,
-        gcsFaultToleranceOptions={"type": "object"},
+        "headGroupSpec",
+        texts="managedBy rayVersion",
+        flags="suspend enableInTreeAutoscaling",
         headGroupSpec=head,
-        rayVersion=_TEXT,
         workerGroupSpecs={"type": "array", "items": workers},
+        autoscalerOptions=_OBJECT,
+        headServiceAnnotations=_TEXTS,
+        gcsFaultToleranceOptions=_OBJECT,
     )
     spec = fields(
-        activeDeadlineSeconds=_NUMBER,
-        backoffLimit=_NUMBER,
+        "",
+        texts="managedBy entrypoint runtimeEnvYAML jobId submissionMode entrypointResources",
+        numbers="activeDeadlineSeconds backoffLimit ttlSecondsAfterFinished",
+        flags="shutdownAfterJobFinishes suspend",
         rayClusterSpec=cluster,
-        submitterPodTemplate={"$ref": "#/$defs/Pods"},
-        metadata=_TEXTS,
-        clusterSelector=_TEXTS,
-        submitterConfig={"type": "object"},
-        managedBy=_TEXT,
-        deletionStrategy={"type": "object"},
-        entrypoint=_TEXT,
-        runtimeEnvYAML=_TEXT,
-        jobId=_TEXT,
-        submissionMode=_TEXT,
-        entrypointResources=_TEXT,
-        entrypointNumCpus={"type": "number"},
-        entrypointNumGpus={"type": "number"},
-        ttlSecondsAfterFinished=_NUMBER,
-        shutdownAfterJobFinishes=_FLAG,
-        suspend=_FLAG,
+        submitterPodTemplate=_PODS,
+        submitterConfig=_OBJECT,
+        deletionStrategy=_OBJECT,
+        **dict.fromkeys(["metadata", "clusterSelector"], _TEXTS),
+        **dict.fromkeys(["entrypointNumCpus", "entrypointNumGpus"], _FLOAT),
     )
     root = fields(
-        ("apiVersion", "kind", "spec"),
+        "apiVersion kind spec",
         apiVersion={"enum": ["ray.io/v1"]},
         kind={"enum": ["RayJob"]},
-        metadata={"type": "object"},
+        metadata=_OBJECT,
         spec=spec,
     )
     return {**root, "$defs": {"Pods": pods, **pod_template["$defs"]}}
