@@ -31,8 +31,9 @@ def stepped(program, mesh, how=None, layouts=None, **more):
     return whole.slots, whole.params, {name: float(value) for name, value in logs.items()}
 
 
-def piped(schedule="1f1b", micro_batches=4, repeats=1, **more):
-    return mw.StepOptions(pipeline=mw.Pipeline("stage", micro_batches, schedule, repeats), **more)
+def piped(schedule="1f1b", micro_batches=4, repeats=1, recompute=None, **more):
+    pipeline = mw.Pipeline("stage", micro_batches, schedule, repeats, recompute)
+    return mw.StepOptions(pipeline=pipeline, **more)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,7 @@ SPLIT = {"qkv": [None, "model"], "up": [None, "model"], "down": ["model", None]}
         ({"stage": 4, "data": 2}, piped("1f1b", 8), {}),
         ({"stage": 2, "data": 2, "model": 2}, piped("gpipe"), {"layouts": SPLIT}),
         ({"stage": 2, "data": 2}, piped("circular", repeats=2), {"zero": 2}),
+        ({"stage": 4}, piped("zero_bubble"), {}),
         pytest.param({"stage": 8}, piped("gpipe", 16), {}, marks=pytest.mark.full),
         pytest.param({"stage": 4, "model": 2}, piped(), {"layouts": SPLIT}, marks=pytest.mark.full),
         pytest.param(
@@ -65,6 +67,18 @@ SPLIT = {"qkv": [None, "model"], "up": [None, "model"], "down": ["model", None]}
         ),
         pytest.param({"stage": 1, "data": 2}, piped(), {}, marks=pytest.mark.full),
         pytest.param({"stage": 4}, piped("circular", repeats=2), {}, marks=pytest.mark.full),
+        pytest.param(
+            {"stage": 2, "data": 4}, piped("zero_bubble"), {"zero": 2}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            {"stage": 2, "data": 2}, piped("1f1b", recompute=False), {}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            {"stage": 2, "model": 2},
+            piped("circular", repeats=2, recompute=False, remat="block"),
+            {"layouts": SPLIT},
+            marks=pytest.mark.full,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -192,7 +206,13 @@ def test_dropout_draws_what_accumulated_micro_batches_draw():
         (program_of(6), {"stage": 4}, piped(), {}, "6 equal blocks do not divide over 4 stages"),
         (program_of(4), {"data": 4}, piped(), {}, "has no axis 'stage'"),
         (program_of(4), {"stage": 2, "data": 2}, piped(), {"zero": 3}, "zero=3 is not supported"),
-        (program_of(4), {"stage": 2}, piped("zero_bubble"), {}, "can be drawn and compared"),
+        (
+            program_of(4),
+            {"stage": 2, "model": 2},
+            piped("zero_bubble"),
+            {"layouts": SPLIT},
+            "not supported beside axis 'model'",
+        ),
         (replace(program_of(4), example=None), {"stage": 2}, piped(), {}, "needs an example"),
     ],
 )
@@ -236,6 +256,8 @@ def test_options_that_do_not_go_with_a_pipeline_are_listed():
     with pytest.raises(mw.ModelError) as caught:
         piped(accumulate=2, remat="selective", sums="float32")
     assert [name in str(caught.value) for name in ("accumulate=2", "remat=", "sums=")] == [True] * 3
+    with pytest.raises(mw.ModelError, match="'block' is not supported with schedule='zero_bubble'"):
+        piped("zero_bubble", remat="block")
 
 
 # What else goes through the same assembly

@@ -69,12 +69,15 @@ def test_what_1f1b_keeps_does_not_grow_with_micro_batches(stages, more):
     assert table_of("gpipe", stages, 7).in_flight == (7,) * stages
 
 
-@given(tables([each for each in SCHEDULES if each[0] != "zero_bubble"]))
-def test_a_plan_gives_every_pass_what_was_put_there_for_it(table):
+@given(tables(), st.booleans())
+def test_a_plan_gives_every_pass_what_was_put_there_for_it(table, keeps_results):
     """Runs the plan with names in place of arrays, as the compiled step runs it with arrays."""
-    plan = Plan.of(table)
-    inputs = [[None] * (plan.slots + 1) for _ in range(table.stages)]
-    gradients = [[None] * (plan.gradient_slots + 1) for _ in range(table.stages)]
+    plan = Plan.of(table, keeps_results)
+    inputs, gradients, cuts = (
+        [[None] * (count + 1) for _ in range(table.stages)]
+        for count in (plan.slots, plan.gradient_slots, plan.cut_slots)
+    )
+    last = table.stages * table.repeats - 1
     sent = [None] * table.stages
     returned = [None] * table.stages
     taken = []
@@ -90,14 +93,21 @@ def test_a_plan_gives_every_pass_what_was_put_there_for_it(table):
                 assert x == (row.forward, row.forward_repeat * table.stages + stage)
                 inputs[stage][row.forward_slot] = x
                 out[stage] = x[0], x[1] + 1
+                gradients[stage][row.result_slot] = x if keeps_results else None
                 taken.append((tick, stage, Work("forward", row.forward, row.forward_repeat)))
             if row.backward != NOTHING:
                 depth = row.backward_repeat * table.stages + stage
                 assert inputs[stage][row.backward_slot] == (row.backward, depth)
-                if depth < table.stages * table.repeats - 1:
-                    assert gradients[stage][row.gradient_slot] == (row.backward, depth + 1)
-                back[stage] = row.backward, depth
+                if depth < last or keeps_results:
+                    arrived = gradients[stage][row.gradient_slot]
+                    assert arrived == (row.backward, min(depth + 1, last))
+                back[stage] = cuts[stage][row.cut_slot] = row.backward, depth
                 taken.append((tick, stage, Work("backward", row.backward, row.backward_repeat)))
+            if row.weights != NOTHING:
+                depth = row.weights_repeat * table.stages + stage
+                assert inputs[stage][row.weights_slot] == (row.weights, depth)
+                assert cuts[stage][row.weights_cut_slot] == (row.weights, depth)
+                taken.append((tick, stage, Work("weights", row.weights, row.weights_repeat)))
         sent, returned = out, back
     assert taken == list(table.works())
 
@@ -118,9 +128,10 @@ def test_all_invalid_choices_are_listed():
     [
         ({"schedule": "circular"}, "needs repeats"),
         ({"schedule": "1f1b", "repeats": 2}, "use schedule='circular'"),
+        ({"schedule": "zero_bubble", "recompute": True}, "stages wait longer than those"),
     ],
 )
-def test_repeats_go_with_the_circular_schedule_alone(choice, message):
+def test_a_choice_that_does_not_go_with_a_schedule_is_refused(choice, message):
     with pytest.raises(mw.PipelineError, match=message):
         mw.Pipeline("stage", 8, **choice)
 

@@ -1,17 +1,19 @@
 """What one stage computes in a pass: its blocks, what comes before them and after, and gradients.
 
-Only the inputs of passes that are still needed backward are kept; a backward pass computes its
-stage again from them, so what a step keeps does not grow with the number of micro-batches under
-``1f1b`` (Chen et al., 2016; Narayanan et al., 2021). Gradients are taken inside of each branch,
-never through one.
+A stage keeps the inputs of passes that are still needed backward, and computes itself again from
+them (Chen et al., 2016), or keeps the results of products. What a step keeps does not grow with the
+number of micro-batches under ``1f1b`` (Narayanan et al., 2021). Gradients are taken inside of each
+branch, never through one.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from ..program import Arrays
+from .halves import Halves
 from .parts import Functions
 from .setting import Own, Rest, Setting
 
@@ -88,104 +90,167 @@ class Passes:
     # A run of blocks
 
     def run(self, x: list[Any], micro: Any, repeat: Any) -> list[Any]:
-        """A stage's run of blocks, one after the other."""
-        return self._run(self._params(repeat), x, micro, repeat)
+        """What a stage's run of blocks makes of its input."""
+        read = self._read(micro)
 
-    def differentiable(self, x: list[Any], micro: Any, repeat: Any) -> tuple[list[Any], Any]:
-        """A stage's results, and its gradients by parameters and input; see ``by_piece``."""
+        def block(x: list[Any], own: Own) -> tuple[list[Any], None]:
+            params, rest = self._arguments(own, read)
+            return self._block(params, rest, x), None
+
+        y, _ = _over_blocks(block, self._cut(x), self._of_run(micro, repeat))
+        return self._join(y)
+
+    def forward(self, x: list[Any], micro: Any, repeat: Any) -> tuple[list[Any], Any]:
+        """The same, and what :meth:`backward` needs of it, with a dim of blocks in front."""
+        read = self._read(micro)
+
+        def block(x: list[Any], own: Own) -> tuple[list[Any], Any]:
+            params, rest = self._arguments(own, read)
+            if self._setting.recompute_blocks:
+                return self._block(params, rest, x), (x, [])
+            y, kept = self._halves.forward(params, rest, x)
+            return y, (x, kept)
+
+        y, kept = _over_blocks(block, self._cut(x), self._of_run(micro, repeat))
+        return self._join(y), kept
+
+    def backward(
+        self, kept: Any, gradient: list[Any], micro: Any, repeat: Any
+    ) -> tuple[list[Any], Any]:
+        """The gradient of a run's input, and those of its weights, or what :meth:`weights` needs
+        where the table leaves these for later; with a dim of blocks in front."""
+        read = self._read(micro)
+
+        def block(gradient: list[Any], of: tuple[Own, Any]) -> tuple[list[Any], Any]:
+            own, (x, kept) = of
+            params, rest = self._arguments(own, read)
+            if self._setting.recompute_blocks:
+                _, kept = self._halves.forward(params, rest, x)
+            gradient, cut = self._halves.backward(params, rest, x, kept, gradient)
+            if self._setting.plan.table.splits_backward:
+                return gradient, cut
+            return gradient, self._halves.weights(params, rest, x, kept, cut)
+
+        of = self._of_run(micro, repeat), kept
+        gradient, found = _over_blocks(block, self._cut(gradient), of, reverse=True)
+        return self._join(gradient), found
+
+    def weights(self, kept: Any, cut: Any, micro: Any, repeat: Any) -> list[Any]:
+        """The gradients of a run's weights."""
+        read = self._read(micro)
+
+        def block(_: None, of: tuple[Own, Any, Any]) -> tuple[None, list[Any]]:
+            own, (x, kept), cut = of
+            params, rest = self._arguments(own, read)
+            return None, self._halves.weights(params, rest, x, kept, cut)
+
+        return _over_blocks(block, None, (self._of_run(micro, repeat), kept, cut))[1]
+
+    @functools.cached_property
+    def _halves(self) -> Halves:
         import jax
 
-        few, pieces = self._setting.by_piece, self._setting.pieces
-        if few is None:
-            run = functools.partial(self._run, micro=micro, repeat=repeat)
-            return jax.vjp(run, self._params(repeat), x)
+        def arguments() -> tuple[Any, Any, Any]:
+            own = jax.tree.map(lambda value: value[0], self._of_run(0, 0))
+            x = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self._functions.enters]
+            return *self._arguments(own, self._read(0)), self._cut(x)
 
-        functions = few.functions
-        shared = list(self._shared_by(micro).values())
-        read = [*functions.constant, *functions.of_batch]  # the same in the same order
+        import jax.numpy as jnp
+
+        return Halves(self._block, *jax.eval_shape(arguments))
+
+    def _block(self, params: list[Any], rest: Any, x: list[Any]) -> list[Any]:
+        """One block, on every piece of the rows by itself where they leave each other alone."""
+        import jax
+
+        few = self._setting.by_piece
+        read = [*self._functions.constant, *self._functions.of_batch]
+        if few is None:
+            return self._on_rows(self._functions, read, params, rest, x)
+        functions = few.functions  # read the same in the same order
+        read = [*functions.constant, *functions.of_batch]
+        fixed, counted, values = rest
         axes = [
             None if value.shape == var.aval.shape else 0
-            for value, var in zip(shared, read, strict=True)
+            for value, var in zip(values, read, strict=True)
         ]
-        shared = [v if axis is None else self._cut(v) for v, axis in zip(shared, axes, strict=True)]
-        fixed, _ = self._own_state(micro, repeat)
 
-        def one(params: list[Any], x: list[Any], values: list[Any]) -> list[Any]:
-            known = dict(zip(read, values, strict=True))
-            return self._chain(functions, Own(params, fixed, []), known, x)
+        def one(params: list[Any], values: list[Any], x: list[Any]) -> list[Any]:
+            return self._on_rows(functions, read, params, (fixed, counted, values), x)
 
-        each = jax.vmap(one, in_axes=(0, 0, axes), axis_size=pieces)
-        params = self.per_piece(self._params(repeat))
-        y, pull = jax.vjp(lambda p, x: each(p, x, shared), params, list(map(self._cut, x)))
-
-        def whole_rows(gradient: list[Any]) -> tuple[list[Any], list[Any]]:
-            own, back = pull(list(map(self._cut, gradient)))
-            return own, list(map(self._join, back))
-
-        return list(map(self._join, y)), whole_rows
-
-    def _cut(self, value: Any) -> Any:
-        """Rows as pieces of rows."""
         pieces = self._setting.pieces
-        return self._setting.laid(value.reshape(pieces, -1, *value.shape[1:]), 0)
+        return jax.vmap(one, in_axes=(0, axes, 0), axis_size=pieces)(params, values, x)
 
-    def _join(self, value: Any) -> Any:
-        return self._setting.laid(value.reshape(-1, *value.shape[2:]), 0)
+    def _on_rows(
+        self, functions: Functions, read: list[Any], params: list[Any], rest: Any, x: list[Any]
+    ) -> list[Any]:
+        fixed, counted, values = rest
+        arrays = {"params": iter(params), "fixed": iter(fixed), "counted": iter(counted)}
+        in_order = [next(arrays[kind]) for kind in self._setting.kinds]
+        return functions.block(in_order, dict(zip(read, values, strict=True)), x)
+
+    def _arguments(self, own: Own, read: list[Any]) -> tuple[list[Any], Any]:
+        """Of one block: its parameters, and what it reads beside them and its input."""
+        return self.per_piece(own.params), (own.fixed, own.counted, read)
+
+    def _read(self, micro: Any) -> list[Any]:
+        """What all blocks read alike, those of every micro-batch first."""
+        values = list(self._shared)
+        if variables := self._functions.of_batch:
+            known = self._known(self._others, micro, self.rest)
+            values += self._functions.evaluate(variables, known)
+        few = self._setting.by_piece
+        if few is None:
+            return values
+        variables = [*few.functions.constant, *few.functions.of_batch]
+        return [
+            value if value.shape == var.aval.shape else self._cut([value])[0]
+            for value, var in zip(values, variables, strict=True)
+        ]
+
+    def _of_run(self, micro: Any, repeat: Any) -> Own:
+        """The arrays of a run's blocks, with a dim of blocks in front."""
+        counted = self._by_repeat([values[micro] for values in self.own.counted])
+        return Own(*([a[repeat] for a in arrays] for arrays in (*self.own[:2], counted)))
 
     def per_piece(self, params: list[Any]) -> list[Any]:
-        """Parameters with a dim of pieces in front, one of which a device has as it has them."""
+        """Parameters of a block with a dim of pieces in front, one of which a device has."""
         import jax.numpy as jnp
 
         if self._setting.by_piece is None:
             return params
-        pieces = self._setting.pieces
-        return [self._setting.laid(jnp.broadcast_to(p, (pieces, *p.shape)), 0) for p in params]
+        pieces, laid = self._setting.pieces, self._setting.laid
+        return [laid(jnp.broadcast_to(value, (pieces, *value.shape)), 0) for value in params]
 
-    def _params(self, repeat: Any) -> list[Any]:
-        return [params[repeat] for params in self.own.params]
+    def _cut(self, values: list[Any]) -> list[Any]:
+        """Rows as pieces of rows."""
+        if self._setting.by_piece is None:
+            return values
+        pieces, laid = self._setting.pieces, self._setting.laid
+        return [laid(value.reshape(pieces, -1, *value.shape[1:]), 0) for value in values]
 
-    def _run(self, params: list[Any], x: list[Any], micro: Any, repeat: Any) -> list[Any]:
-        """A stage's run of blocks, one after the other."""
-        fixed, counted = self._own_state(micro, repeat)
-        shared = self._shared_by(micro)
-        return self._chain(self._functions, Own(params, fixed, counted), shared, x)
-
-    def _own_state(self, micro: Any, repeat: Any) -> tuple[list[Any], list[Any]]:
-        fixed = [values[repeat] for values in self.own.fixed]
-        counted = self._by_repeat([values[micro] for values in self.own.counted])
-        return fixed, [values[repeat] for values in counted]
-
-    def _shared_by(self, micro: Any) -> dict[Any, Any]:
-        """What all blocks read alike, those of every micro-batch first."""
-        functions = self._functions
-        shared = dict(zip(functions.constant, self._shared, strict=True))
-        if functions.of_batch:
-            known = self._known(self._others, micro, self.rest)
-            values = functions.evaluate(functions.of_batch, known)
-            shared |= dict(zip(functions.of_batch, values, strict=True))
-        return shared
-
-    def _chain(
-        self, functions: Functions, own: Own, shared: dict[Any, Any], x: list[Any]
-    ) -> list[Any]:
-        import jax
-
-        def block(x: list[Any], own: Own) -> tuple[list[Any], None]:
-            arrays = {kind: iter(values) for kind, values in own._asdict().items()}
-            in_order = [next(arrays[kind]) for kind in self._setting.kinds]
-            return functions.block(in_order, shared, x), None
-
-        if self._setting.recompute_blocks:
-            block = jax.checkpoint(block)
-        if jax.tree.leaves(own)[0].shape[0] == 1:
-            return block(x, jax.tree.map(lambda a: a[0], own))[0]
-        return jax.lax.scan(block, x, own)[0]
+    def _join(self, values: list[Any]) -> list[Any]:
+        if self._setting.by_piece is None:
+            return values
+        return [self._setting.laid(v.reshape(-1, *v.shape[2:]), 0) for v in values]
 
     def _known(self, params: Arrays, micro: Any, rest: Rest) -> dict[Any, Any]:
         """The values of the loss's arguments for a micro-batch."""
         fixed, counted = self._state
         state = {**fixed, **{path: values[micro] for path, values in counted.items()}}
         return self._setting.known(params, state, rest, [leaf[micro] for leaf in self._micros])
+
+
+def _over_blocks(
+    block: Callable[..., Any], carried: Any, of: Any, reverse: bool = False
+) -> tuple[Any, Any]:
+    """One block after the other; ``of`` has a dim of blocks in front, as has what they give."""
+    import jax
+
+    if jax.tree.leaves(of)[0].shape[0] > 1:
+        return jax.lax.scan(block, carried, of, reverse=reverse)
+    carried, found = block(carried, jax.tree.map(lambda value: value[0], of))
+    return carried, jax.tree.map(lambda value: value[None], found)
 
 
 def _added(grads: Arrays, more: Arrays) -> Arrays:

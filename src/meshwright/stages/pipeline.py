@@ -22,8 +22,12 @@ class Pipeline:
     pass as soon as it can, so that what is kept does not grow with the number of micro-batches
     (PipeDream-Flush, Narayanan et al., 2021). ``"circular"`` gives each stage ``repeats`` runs of
     blocks in place of one (Megatron's interleaved schedule). ``"zero_bubble"`` puts off the
-    gradients of weights to fill idle ticks (ZB-H1, Qi et al., 2023); its table can be compared, but
-    it is not run yet. Raises :class:`~meshwright.PipelineError` that lists every invalid choice.
+    gradients of weights to fill idle ticks (ZB-H1, Qi et al., 2023).
+
+    With ``recompute`` a stage keeps its inputs alone, and its backward pass computes its forward
+    pass again; without, it keeps the results of its products, which takes more memory and less
+    time. By default all schedules but ``"zero_bubble"`` recompute. Raises
+    :class:`~meshwright.PipelineError` that lists every invalid choice.
 
     >>> pipeline = Pipeline("stage", micro_batches=16)
     >>> round(pipeline.table(stages=4).idle_share(), 3)
@@ -34,11 +38,17 @@ class Pipeline:
     micro_batches: int
     schedule: Schedule = "1f1b"
     repeats: int = 1
+    recompute: bool | None = None
 
     def __post_init__(self) -> None:
         faults = [*self._axis_faults(), *self._count_faults(), *self._schedule_faults()]
         if faults:
             raise PipelineError("\n".join(faults))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward pass computes its forward pass again."""
+        return self.schedule != "zero_bubble" if self.recompute is None else self.recompute
 
     def table(self, stages: int) -> TickTable:
         """What each of ``stages`` stages does at each tick.
@@ -84,6 +94,12 @@ class Pipeline:
             hint = f"; did you mean {near[0]!r}?" if near else "."
             names = ", ".join(map(repr, known))
             return [f"schedule must be one of {names}; received {self.schedule!r}{hint}"]
+        if self.schedule == "zero_bubble" and self.recompute:
+            return [
+                "recompute=True is not supported with schedule='zero_bubble': a backward pass that "
+                "computes its forward pass again takes twice as long, and its stages wait longer "
+                "than those of schedule='1f1b'. Leave it out."
+            ]
         if self.schedule == "circular" and self.repeats == 1:
             return ["schedule='circular' needs repeats, the runs of blocks per stage, 2 or more."]
         if self.schedule != "circular" and _is_count(self.repeats) and self.repeats > 1:

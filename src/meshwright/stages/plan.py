@@ -22,10 +22,16 @@ class Row(NamedTuple):
     forward: Any  # micro-batch
     forward_repeat: Any
     forward_slot: Any  # of its input
+    result_slot: Any  # of its result, among the gradients, where the loss reads it
     backward: Any
     backward_repeat: Any
     backward_slot: Any
     gradient_slot: Any  # of the gradient of its result
+    cut_slot: Any  # of what the gradients of weights need
+    weights: Any
+    weights_repeat: Any
+    weights_slot: Any
+    weights_cut_slot: Any
     stage: Any
     arriving: Any  # slot that the neighbour's result goes to
     arriving_gradient: Any
@@ -38,6 +44,7 @@ class Phase(NamedTuple):
     end: int
     forward: bool
     backward: bool
+    weights: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,56 +61,70 @@ class Plan:
     rows: Row
     slots: int
     gradient_slots: int
+    cut_slots: int
 
     def phases(self) -> list[Phase]:
-        """Runs of ticks in which any stage works forward, backward, or both.
+        """Runs of ticks in which any stage works forward, backward, or on gradients of weights.
 
         >>> from meshwright.stages.table import table_of
         >>> for phase in Plan.of(table_of("1f1b", stages=3, micro_batches=8)).phases():
         ...     print(phase)
-        Phase(first=0, end=2, forward=True, backward=False)
-        Phase(first=2, end=10, forward=True, backward=True)
-        Phase(first=10, end=12, forward=False, backward=True)
+        Phase(first=0, end=2, forward=True, backward=False, weights=False)
+        Phase(first=2, end=10, forward=True, backward=True, weights=False)
+        Phase(first=10, end=12, forward=False, backward=True, weights=False)
         """
-        works = [tuple((of >= 0).any(1)) for of in (self.rows.forward, self.rows.backward)]
+        kinds = self.rows.forward, self.rows.backward, self.rows.weights
+        works = [(of >= 0).any(1).tolist() for of in kinds]
         phases, first = [], 0
-        for (forward, backward), ticks in itertools.groupby(zip(*works, strict=True)):
+        for kinds, ticks in itertools.groupby(zip(*works, strict=True)):
             end = first + len(list(ticks))
-            phases.append(Phase(first, end, bool(forward), bool(backward)))
+            phases.append(Phase(first, end, *kinds))
             first = end
         return phases
 
     @classmethod
-    def of(cls, table: TickTable) -> Plan:
-        """The plan of a table whose backward passes include the gradients of weights."""
+    def of(cls, table: TickTable, keeps_results: bool = False) -> Plan:
+        """The plan of a table; ``keeps_results`` where what comes after the blocks is not computed
+        again, but reads their results when it is differentiated."""
         stages = range(table.stages)
         inputs = [_slots(table.kept(stage)) for stage in stages]
-        gradients = [_slots(table.kept_gradients(stage)) for stage in stages]
-        slots = max(_count(of) for of in inputs)
-        gradient_slots = max(1, *(_count(of) for of in gradients))
+        results = [table.kept_results(stage) if keeps_results else {} for stage in stages]
+        gradients = [_slots(table.kept_gradients(s) | results[s]) for s in stages]
+        cuts = [_slots(table.kept_cuts(stage)) for stage in stages]
+        slots, gradient_slots, cut_slots = (
+            max(map(_count, of)) for of in (inputs, gradients, cuts)
+        )
+        gradient_slots = max(1, gradient_slots)
         shape = (len(table.ticks), table.stages)
         rows = Row(*(np.full(shape, NOTHING, np.int32) for _ in Row._fields))
         rows.stage[:] = np.arange(table.stages)
-        rows.arriving[:], rows.arriving_gradient[:] = slots, gradient_slots
+        rows.arriving[:], rows.cut_slot[:] = slots, cut_slots
+        rows.arriving_gradient[:] = rows.result_slot[:] = gradient_slots
         for tick, stage, work in table.works():
             chunk, at = work.chunk, (tick, stage)
-            slot = inputs[stage][chunk]
+            slot, cut = inputs[stage][chunk], cuts[stage].get(chunk, cut_slots)
             if work.kind == "forward":
                 rows.forward[at], rows.forward_repeat[at], rows.forward_slot[at] = *chunk, slot
-            else:
+                if chunk in results[stage]:
+                    rows.result_slot[at] = gradients[stage][chunk]
+            elif work.kind == "backward":
                 rows.backward[at], rows.backward_repeat[at], rows.backward_slot[at] = *chunk, slot
                 rows.gradient_slot[at] = gradients[stage].get(chunk, gradient_slots)
+                rows.cut_slot[at] = cut
+            else:
+                rows.weights[at], rows.weights_repeat[at], rows.weights_slot[at] = *chunk, slot
+                rows.weights_cut_slot[at] = cut
         for stage in stages:
             for chunk, slot in inputs[stage].items():
                 if (sender := table.before(stage, chunk)) is not None:
                     at = table.when[sender[0], Work("forward", *sender[1])] + 1
                     rows.arriving[at, stage] = slot
-            for chunk, slot in gradients[stage].items():
+            for chunk in table.kept_gradients(stage):
                 sender = table.after(stage, chunk)
                 assert sender is not None  # or no gradient arrives for it
                 at = table.when[sender[0], Work("backward", *sender[1])] + 1
-                rows.arriving_gradient[at, stage] = slot
-        return cls(table, rows, slots, gradient_slots)
+                rows.arriving_gradient[at, stage] = gradients[stage][chunk]
+        return cls(table, rows, slots, gradient_slots, cut_slots)
 
 
 def _slots(spans: dict[Chunk, tuple[int, int]]) -> dict[Chunk, int]:

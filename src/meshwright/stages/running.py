@@ -136,6 +136,6 @@ class Runner:
         return own_grads, *jax.tree.map(lambda value: value[None], tops)
 
     def _in_a_row(self, grad: Any) -> Any:
-        """Without the dim of repeats, which stands before that of a run's blocks."""
-        dim = 0 if self.setting.by_piece is None else 1
-        return grad.reshape(*grad.shape[:dim], -1, *grad.shape[dim + 2 :])
+        """Without the dim of repeats, which stands before that of a run's blocks; pieces first."""
+        grad = grad.reshape(-1, *grad.shape[2:])
+        return grad if self.setting.by_piece is None else grad.swapaxes(0, 1)

@@ -36,7 +36,8 @@ class Setting:
     ``mesh`` is a :class:`jax.sharding.Mesh`, ``axis`` the stages', and ``rows`` the axes that split
     the rows of a batch. ``by_piece`` are the blocks for the rows of one of those pieces, where rows
     leave each other alone: their gradients come with a dim of pieces in front, which is still to be
-    summed over.
+    summed over. With ``recompute`` a stage keeps its inputs alone, else what its blocks make; with
+    ``recompute_blocks`` of each block its input alone.
     """
 
     blocks: Blocks
@@ -45,9 +46,11 @@ class Setting:
     mesh: Any
     axis: str
     rows: tuple[str, ...]
+    recompute: bool
     recompute_blocks: bool
     takes_mean: bool
     logs_of_one: bool
+    on_cpu: bool
 
     @property
     def functions(self) -> Functions:
@@ -99,7 +102,8 @@ class Setting:
     @property
     def phases(self) -> list[Phase]:
         """The loops of a step: one where stages skip what they have no work for, else several."""
-        whole = Phase(0, len(self.plan.table.ticks), forward=True, backward=True)
+        splits = self.plan.table.splits_backward
+        whole = Phase(0, len(self.plan.table.ticks), forward=True, backward=True, weights=splits)
         return [whole] if self.skips else self.plan.phases()
 
     @property

@@ -18,8 +18,6 @@ from .setting import Setting
 from .stacking import Stacking
 from .table import TickTable
 
-_RUN = ("gpipe", "1f1b", "circular")  # schedules that a step can be taken by
-
 
 class StageShare(NamedTuple):
     """What one stage has: its blocks, and its share of the FLOPs of the forward pass."""
@@ -102,13 +100,15 @@ class Staged:
         setting = Setting(
             blocks=blocks,
             by_piece=self._by_piece(blocks, micro),
-            plan=Plan.of(pipeline.table(stages)),
+            plan=Plan.of(pipeline.table(stages), keeps_results=not pipeline.recomputes),
             mesh=placement.mesh.jax_mesh,
             axis=pipeline.axis,
             rows=placement.batch_axes,
+            recompute=pipeline.recomputes,
             recompute_blocks=self.recompute_blocks,
             takes_mean=self.whole.reduction == "mean",
             logs_of_one=self.whole.logs == "of one batch",
+            on_cpu=placement.mesh.platform in (None, "cpu"),
         )
         own = tuple(path for path in paths if path is not None)
         return Runner(setting, own, tuple(order))(whole, micros)
@@ -172,10 +172,12 @@ def _check(program: Program, placement: Placement, pipeline: Pipeline) -> int:
             f"axis {pipeline.axis!r} is given to the stages and to the batch. Name another one for "
             "the batch, batch='data', or batch=None."
         )
-    if pipeline.schedule not in _RUN:
+    beside = {axis for axis, size in mesh.axes if size > 1} - {pipeline.axis, *placement.batch_axes}
+    if pipeline.schedule == "zero_bubble" and beside:
         faults.append(
-            f"schedule={pipeline.schedule!r} can be drawn and compared, but not run yet. Use "
-            "schedule='1f1b'."
+            f"schedule='zero_bubble' is not supported beside axis {min(beside)!r}, which splits "
+            "more than the rows of a batch: stages then compute all three kinds of passes in every "
+            "tick, and discard what they have no work for. Use schedule='1f1b'."
         )
     if program.own_step is not None:
         faults.append(

@@ -125,15 +125,32 @@ class TickTable(Viewable):
         return {c: (self._arrival(stage, c), last) for c, last in last_use[stage].items()}
 
     def kept_gradients(self, stage: int) -> dict[Chunk, tuple[int, int]]:
-        """The same of the gradients that arrive; none where a gradient begins."""
-        last_use = self._last_uses()
+        """The same of the gradients that arrive, until they are sent on; none where one begins."""
         spans = {}
-        for chunk, last in last_use[stage].items():
+        for chunk in self._last_uses()[stage]:
             sender = self.after(stage, chunk)
             if sender is not None:
                 where, at = sender
-                spans[chunk] = self.when[where, Work("backward", *at)] + 1, last
+                first = self.when[where, Work("backward", *at)] + 1
+                spans[chunk] = first, self.when[stage, Work("backward", *chunk)]
         return spans
+
+    def kept_results(self, stage: int) -> dict[Chunk, tuple[int, int]]:
+        """The same of the model's results, until their gradients are taken."""
+        return {
+            chunk: (self.when[stage, Work("forward", *chunk)], self.when[stage, work])
+            for chunk in self._last_uses()[stage]
+            if self.after(stage, chunk) is None
+            for work in [Work("backward", *chunk)]
+        }
+
+    def kept_cuts(self, stage: int) -> dict[Chunk, tuple[int, int]]:
+        """The same of what gradients of weights wait for; none where they do not wait."""
+        return {
+            work.chunk: (self.when[stage, Work("backward", *work.chunk)], tick)
+            for tick, where, work in self.works()
+            if where == stage and work.kind == "weights"
+        }
 
     def _last_uses(self) -> dict[int, dict[Chunk, int]]:
         uses: dict[int, dict[Chunk, int]] = defaultdict(dict)

@@ -1,7 +1,8 @@
-"""The loop over ticks on one stage: what is carried, and what is sent on after each tick."""
+"""The loop over ticks on one stage: what it keeps, what it does in a tick, what it sends on."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,8 +16,10 @@ class Carry(NamedTuple):
 
     inputs: Any
     gradients: Any
+    kept: Any  # of forward passes, and of backward passes for gradients of weights
+    cuts: Any
     arriving: Any
-    arriving_gradient: Any
+    leaving: Any  # a gradient
     own_grads: Any  # (repeats, blocks of a run, ...)
     grads_before: Any  # of parameters that are read before the blocks, and after them
     grads_after: Any
@@ -25,7 +28,11 @@ class Carry(NamedTuple):
 
 
 class Ticks:
-    """What one stage does, tick by tick."""
+    """What one stage does, tick by tick.
+
+    A result is sent on while the stage works backward, and a gradient while it works forward in the
+    next tick, so that transfers and work overlap where the platform lets them.
+    """
 
     def __init__(self, setting: Setting, passes: Passes) -> None:
         self._setting, self._passes = setting, passes
@@ -38,7 +45,7 @@ class Ticks:
         import jax
         import jax.numpy as jnp
 
-        plan, traced = self._setting.plan, self._setting.traced
+        plan, traced, passes = self._setting.plan, self._setting.traced, self._passes
 
         def buffers(count: int) -> list[Any]:
             return [
@@ -50,16 +57,24 @@ class Ticks:
         return Carry(
             inputs=buffers(plan.slots + 1),
             gradients=buffers(plan.gradient_slots + 1),
+            kept=self._buffers(plan.slots + 1, self._kept),
+            cuts=self._buffers(plan.cut_slots + 1, self._cuts),
             arriving=self._nothing(),
-            arriving_gradient=self._nothing(),
-            own_grads=[
-                jnp.zeros_like(each) for each in self._passes.per_piece(self._passes.own.params)
-            ],
-            grads_before=jax.tree.map(jnp.zeros_like, self._passes.before),
-            grads_after=jax.tree.map(jnp.zeros_like, self._passes.after),
-            metrics=self._passes.rest.metrics,
+            leaving=self._nothing(),
+            own_grads=[self._like_own(each) for each in passes.own.params],
+            grads_before=jax.tree.map(jnp.zeros_like, passes.before),
+            grads_after=jax.tree.map(jnp.zeros_like, passes.after),
+            metrics=passes.rest.metrics,
             logs=logs,
         )
+
+    def _like_own(self, param: Any) -> Any:
+        import jax.numpy as jnp
+
+        if self._setting.by_piece is None:
+            return jnp.zeros_like(param)
+        dims = *param.shape[:2], self._setting.pieces, *param.shape[2:]
+        return self._setting.laid(jnp.zeros(dims, param.dtype), 2)
 
     def _nothing(self) -> list[Any]:
         import jax.numpy as jnp
@@ -67,47 +82,68 @@ class Ticks:
         enters = self._setting.functions.enters
         return [self._setting.laid(jnp.zeros(v.aval.shape, v.aval.dtype), 0) for v in enters]
 
+    @functools.cached_property
+    def _kept(self) -> Any:
+        """The shapes of what a forward pass keeps, if anything beside its input."""
+        import jax
+
+        if self._setting.recompute:
+            return ()
+        return jax.eval_shape(lambda: self._passes.forward(self._nothing(), 0, 0)[1])
+
+    @functools.cached_property
+    def _cuts(self) -> Any:
+        """The shapes of what gradients of weights wait for, if they do."""
+        import jax
+
+        if not self._table.splits_backward:
+            return ()
+        kept, nothing = self._zeros(self._kept), self._nothing()
+        return jax.eval_shape(lambda: self._passes.backward(kept, nothing, 0, 0)[1])
+
+    def _zeros(self, shapes: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        return jax.tree.map(
+            lambda shape: self._by_piece(jnp.zeros(shape.shape, shape.dtype)), shapes
+        )
+
+    def _buffers(self, count: int, shapes: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        def of(shape: Any) -> Any:
+            return self._by_piece(jnp.zeros((count, *shape.shape), shape.dtype), 2)
+
+        return jax.tree.map(of, shapes)
+
+    def _by_piece(self, value: Any, dim: int = 1) -> Any:
+        return value if self._setting.by_piece is None else self._setting.laid(value, dim)
+
     # One tick
 
     def take(self, phase: Phase, carry: Carry, rows: Row) -> tuple[Carry, None]:
-        """The passes of one tick, and what is sent on after them."""
+        """The passes of one tick."""
+        row = Row(*(value[0] for value in rows))  # of this stage
+        back = self._send(carry.leaving, -1)
+        back, inputs = self._one_after_the_other((back, carry.inputs))
+        carry = carry._replace(
+            inputs=_put(inputs, row.arriving, carry.arriving),
+            gradients=_put(carry.gradients, row.arriving_gradient, back),
+        )
+        carry, y = self._forward(phase, carry, row)
+        carry, gradient = self._backward(phase, carry, row)
+        carry = self._weights(phase, carry, row)
+        y, carry = self._one_after_the_other((y, carry))
+        return carry._replace(arriving=self._send(y, 1), leaving=gradient), None
+
+    def _one_after_the_other(self, values: Any) -> Any:
+        """The values, all of which are there before any is used, on a CPU: stages that wait for
+        each other in several collectives at once need more threads than its client has."""
         import jax
 
-        row = Row(*(value[0] for value in rows))  # of this stage
-        carry = carry._replace(
-            inputs=_put(carry.inputs, row.arriving, carry.arriving),
-            gradients=_put(carry.gradients, row.arriving_gradient, carry.arriving_gradient),
-        )
-        x, y = self._if(
-            row.forward >= 0,
-            lambda: self._forward(carry, row),
-            lambda: (self._nothing(), self._nothing()),
-            phase.forward,
-        )
-        is_first = self._is_first(row.stage, row.backward_repeat)
-        slot = jax.numpy.where(row.forward >= 0, row.forward_slot, self._setting.plan.slots)
-        carry = carry._replace(inputs=_put(carry.inputs, slot, x))
-        after, gradient = self._if(
-            row.backward >= 0,
-            lambda: self._backward(carry, row),
-            lambda: (_results(carry), self._nothing()),
-            phase.backward,
-        )
-        # What travels through a branch is copied there: of gradients as large as a vocabulary, no
-        # more than this branch adds to.
-        after["grads_before"] = self._if(
-            (row.backward >= 0) & is_first,
-            lambda: self._passes.at_input(gradient, carry.grads_before, row.backward),
-            lambda: carry.grads_before,
-            phase.backward,
-        )
-        # One transfer after the other, and both after all that is computed: stages that wait for
-        # each other in several collectives at once need more threads than a CPU's client has.
-        barrier = jax.lax.optimization_barrier
-        y, gradient, after = barrier((y, gradient, after))
-        sent, gradient = barrier((self._send(y, 1), gradient))
-        back = self._send(gradient, -1)
-        return carry._replace(**after, arriving=sent, arriving_gradient=back), None
+        return jax.lax.optimization_barrier(values) if self._setting.on_cpu else values
 
     def _if(
         self, holds: Any, yes: Callable[[], Any], no: Callable[[], Any], ever: bool = True
@@ -139,39 +175,92 @@ class Ticks:
 
     # The passes
 
-    def _forward(self, carry: Carry, row: Row) -> tuple[list[Any], list[Any]]:
-        """What the stage begins with, and what it makes of it; the last one waits for backward."""
+    def _forward(self, phase: Phase, carry: Carry, row: Row) -> tuple[Carry, list[Any]]:
+        """The stage's result, beside what it keeps."""
+        import jax
+
+        keeps = not self._setting.recompute
+        x, y, kept = self._if(
+            row.forward >= 0,
+            lambda: self._result(carry, row),
+            lambda: (self._nothing(), self._nothing(), self._zeros(self._kept)),
+            phase.forward,
+        )
+        slot = jax.numpy.where(row.forward >= 0, row.forward_slot, self._setting.plan.slots)
+        carry = carry._replace(inputs=_put(carry.inputs, slot, x))
+        if keeps and phase.forward:
+            results = _put(carry.gradients, row.result_slot, y)
+            carry = carry._replace(kept=_put(carry.kept, slot, kept), gradients=results)
+        return carry, y
+
+    def _result(self, carry: Carry, row: Row) -> tuple[list[Any], list[Any], Any]:
+        """What the stage begins with, what it makes of it, and what it keeps on the way."""
         micro, repeat = row.forward, row.forward_repeat
         x = self._if(
             self._is_first(row.stage, repeat),
             lambda: self._passes.enter(micro),
             lambda: _taken(carry.inputs, row.forward_slot),
         )
-        y = self._if(
+        if not self._setting.recompute:
+            return x, *self._passes.forward(x, micro, repeat)
+        y = self._if(  # the last one waits for its backward pass
             self._is_last(row.stage, repeat),
             lambda: x,
             lambda: self._passes.run(x, micro, repeat),
         )
-        return x, y
+        return x, y, ()
 
-    def _backward(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
-        """Gradients, metrics and logs after this pass, and the gradient of what it began with."""
+    def _backward(self, phase: Phase, carry: Carry, row: Row) -> tuple[Carry, list[Any]]:
+        """The gradient of what the stage began with, beside gradients, metrics and logs."""
+        import jax
 
+        results, gradient, cut = self._if(
+            row.backward >= 0,
+            lambda: self._differentiated(carry, row),
+            lambda: (_results(carry), self._nothing(), self._zeros(self._cuts)),
+            phase.backward,
+        )
+        # What travels through a branch is copied there: of gradients as large as a vocabulary, no
+        # more than this branch adds to.
+        results["grads_before"] = self._if(
+            (row.backward >= 0) & self._is_first(row.stage, row.backward_repeat),
+            lambda: self._passes.at_input(gradient, carry.grads_before, row.backward),
+            lambda: carry.grads_before,
+            phase.backward,
+        )
+        if self._table.splits_backward:
+            slot = jax.numpy.where(row.backward >= 0, row.cut_slot, self._setting.plan.cut_slots)
+            carry = carry._replace(cuts=_put(carry.cuts, slot, cut))
+        return carry._replace(**results), gradient
+
+    def _differentiated(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any], Any]:
         micro, repeat = row.backward, row.backward_repeat
-        x = _taken(carry.inputs, row.backward_slot)
-        y, pull = self._passes.differentiable(x, micro, repeat)
-        results = _results(carry)
+        arrived = _taken(carry.gradients, row.gradient_slot)
+        if self._setting.recompute:
+            y, kept = self._passes.forward(_taken(carry.inputs, row.backward_slot), micro, repeat)
+        else:
+            y, kept = arrived, _taken(carry.kept, row.backward_slot)
         results, gradient = self._if(
             self._is_last(row.stage, repeat),
-            lambda: self._passes.at_loss(y, results, micro),
-            lambda: (results, _taken(carry.gradients, row.gradient_slot)),
+            lambda: self._passes.at_loss(y, _results(carry), micro),
+            lambda: (_results(carry), arrived),
         )
-        own, gradient = pull(gradient)
-        at = repeat if self._setting.by_piece is None else (slice(None), repeat)
-        results["own_grads"] = [
-            grads.at[at].add(more) for grads, more in zip(results["own_grads"], own, strict=True)
-        ]
-        return results, gradient
+        gradient, found = self._passes.backward(kept, gradient, micro, repeat)
+        if self._table.splits_backward:
+            return results, gradient, found
+        return {**results, "own_grads": _plus(carry.own_grads, repeat, found)}, gradient, ()
+
+    def _weights(self, phase: Phase, carry: Carry, row: Row) -> Carry:
+        """With the gradients of weights that waited, if any did."""
+
+        def added() -> list[Any]:
+            kept = _taken(carry.kept, row.weights_slot)
+            cut = _taken(carry.cuts, row.weights_cut_slot)
+            found = self._passes.weights(kept, cut, row.weights, row.weights_repeat)
+            return _plus(carry.own_grads, row.weights_repeat, found)
+
+        grads = self._if(row.weights >= 0, added, lambda: carry.own_grads, phase.weights)
+        return carry._replace(own_grads=grads)
 
 
 def _results(carry: Carry) -> dict[str, Any]:
@@ -180,9 +269,17 @@ def _results(carry: Carry) -> dict[str, Any]:
     return {name: getattr(carry, name) for name in names}
 
 
-def _put(buffers: list[Any], slot: Any, values: list[Any]) -> list[Any]:
-    return [buffer.at[slot].set(value) for buffer, value in zip(buffers, values, strict=True)]
+def _plus(grads: list[Any], repeat: Any, more: list[Any]) -> list[Any]:
+    return [of.at[repeat].add(values) for of, values in zip(grads, more, strict=True)]
 
 
-def _taken(buffers: list[Any], slot: Any) -> list[Any]:
-    return [buffer[slot] for buffer in buffers]
+def _put(buffers: Any, slot: Any, values: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda buffer, value: buffer.at[slot].set(value), buffers, values)
+
+
+def _taken(buffers: Any, slot: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda buffer: buffer[slot], buffers)

@@ -77,8 +77,15 @@ class StepOptions:
             )
         if self.remat not in ("none", "block"):
             faults.append(
-                f"remat={self.remat!r} is not supported with a pipeline: every stage is computed "
-                "again from its input. Use 'block' to do so one block at a time, or 'none'."
+                f"remat={self.remat!r} is not supported with a pipeline, whose stages keep what "
+                "mw.Pipeline(recompute=) says. Use 'block' to compute one block at a time again, "
+                "or 'none'."
+            )
+        elif self.remat == "block" and self.pipeline.schedule == "zero_bubble":
+            faults.append(
+                "remat='block' is not supported with schedule='zero_bubble', whose gradients of "
+                "weights would compute each block a third time. Use schedule='1f1b', or leave it "
+                "out."
             )
         if self.sums is not None:
             faults.append(f"sums={self.sums!r} is not supported with a pipeline; leave it out.")
