@@ -60,6 +60,11 @@ def export(model: LoadedModel, folder: Path, format: str = "stablehlo") -> tuple
         raise ServingError(f"unknown format {format!r}. Known: {', '.join(FORMATS)}.")
     if format == "savedmodel" and not is_installed("tensorflow"):
         raise ServingError("a SavedModel takes TensorFlow, which is not installed.")
+    if model.source.tables is not None:
+        raise ServingError(
+            f"model {model.name!r} has tables on parameter servers, which other programs cannot "
+            "read: export the plain Keras model of it, strategy.export(model).save('plain.keras')."
+        )
     if model.source.mesh.size != 1:
         raise ServingError(
             f"the model lies on {model.source.mesh.size} devices, and other programs know no mesh: "

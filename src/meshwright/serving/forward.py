@@ -19,6 +19,7 @@ from ..program import TrainState
 from .api import TensorSpec
 from .requests import Lengths
 from .source import Source
+from .weights import Weights
 
 _MOST_SHAPES = 64  # that are compiled when a request first has them; the oldest are forgotten
 _LENGTHS = (4, 6)  # two sizes of a ragged dim, to see which dims of outputs follow it
@@ -63,9 +64,22 @@ class Forward:
     @property
     def shards(self) -> int:
         """Into how many pieces the rows of a batch are cut."""
-        like = self._like(Shape(self.source.mesh.size, self._some_lengths))
+        like = self.shapes_of(Shape(self.source.mesh.size, self._some_lengths))
         layouts = self.source.steps.batch_layouts(self.source.batch(like), last=False)
         return max(layout.num_shards(0) for layout in jax.tree.leaves(layouts))
+
+    def shapes_of(self, shape: Shape) -> list[Any]:
+        """Shapes and dtypes of the arrays of a batch."""
+        lengths = iter(shape.lengths)
+        inputs = [
+            jax.ShapeDtypeStruct(
+                (shape.rows, *(next(lengths) if n is None else n for n in spec.shape[1:])),
+                jax.dtypes.canonicalize_dtype(np.dtype(spec.dtype)),
+            )
+            for spec in self.inputs
+        ]
+        tables = self.source.tables
+        return inputs if tables is None else inputs + tables.shapes(inputs)
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The arrays that come out, in order; dims that follow a ragged one are ``None``."""
@@ -104,7 +118,7 @@ class Forward:
         bare = jax.tree.map(_bare, self._own())
 
         def traced(rows: int) -> Any:
-            batch = self.source.batch(self._like(Shape(rows, self._some_lengths)))
+            batch = self.source.batch(self.shapes_of(Shape(rows, self._some_lengths)))
             return jax.make_jaxpr(forward)(bare.params, bare.state, batch)
 
         large = traced(most + 1)
@@ -153,16 +167,6 @@ class Forward:
         mesh = self.source.mesh.jax_mesh
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
-    def _like(self, shape: Shape) -> list[Any]:
-        lengths = iter(shape.lengths)
-        return [
-            jax.ShapeDtypeStruct(
-                (shape.rows, *(next(lengths) if n is None else n for n in spec.shape[1:])),
-                np.dtype(spec.dtype),
-            )
-            for spec in self.inputs
-        ]
-
     def _own(self) -> TrainState:
         """Shapes of the weights in their own dims."""
         program = self.source.steps.program
@@ -177,7 +181,7 @@ class Forward:
         return jax.eval_shape(self._jitted, self._state.params, self._state.state, batch)
 
     def _laid(self, shape: Shape) -> Any:
-        batch = self.source.batch(self._like(shape))
+        batch = self.source.batch(self.shapes_of(shape))
         layouts = self.source.steps.batch_layouts(batch, last=True)
         return jax.tree.map(
             lambda each, layout: jax.ShapeDtypeStruct(
@@ -216,9 +220,7 @@ def _bare(shape: Any) -> Any:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype)
 
 
-def check_padding(
-    forward: Forward, weights: TrainState, lengths: Lengths, pad_value: float
-) -> None:
+def check_padding(forward: Forward, weights: Weights, lengths: Lengths, pad_value: float) -> None:
     """Raise :class:`ModelError` where padding a ragged dim changes what is computed of the rest."""
     if not lengths or not forward.num_lengths:
         return
@@ -232,8 +234,10 @@ def check_padding(
         more[tuple(map(slice, arrays[-1].shape))] = arrays[-1]
         padded.append(more)
     count = forward.num_lengths
-    exact = forward(weights, Shape(1, (short,) * count), arrays)
-    longer = forward(weights, Shape(1, (lengths[0],) * count), padded)
+    exact, longer = (
+        forward(weights.state, Shape(1, (size,) * count), forward.source.filled(own, weights.rows))
+        for size, own in ((short, arrays), (lengths[0], padded))
+    )
     for name, a, b in zip((o.name for o in forward.outputs()), exact, longer, strict=True):
         cut = b[tuple(map(slice, a.shape))]
         scale = max(float(np.max(np.abs(a.astype("float32")), initial=0)), 1e-6)

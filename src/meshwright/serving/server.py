@@ -26,13 +26,15 @@ class Server:
     ``(params, inputs)`` with ``params``. ``build`` is a function that returns a model, as
     ``meshwright dry-run`` takes it; the model is built as shapes only, and its values come from
     ``checkpoint``, a run's directory or one checkpoint. ``strategy`` lays it out: a
-    :class:`~meshwright.Sharded`, a :class:`~meshwright.Placement`, a :class:`~meshwright.Plan` or
-    a mesh; without one it lies on the first device. Each device reads its own pieces of the weights
-    and nothing else; slots are left out. ``example`` is a batch of inputs, of which shapes and
-    dtypes are looked at, where the model does not say them. ``name`` is that of the model, and
-    ``version`` stands in each answer; without it, the step of the checkpoint does. ``options`` are
-    those of :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``,
-    ``lengths``, ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``.
+    :class:`~meshwright.Sharded`, a :class:`~meshwright.Placement`, a :class:`~meshwright.Plan` or a
+    mesh; without one it lies on the first device. Each device reads its own pieces of the weights
+    and nothing else; slots are left out. With the :class:`~meshwright.ParameterServer` that trains
+    the model, weights and rows of tables are those of its servers. ``example`` is a batch of
+    inputs, of which shapes and dtypes are looked at, where the model does not say them. ``name`` is
+    that of the model, and ``version`` stands in each answer; without it, the step of the checkpoint
+    does. ``options`` are those of :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``,
+    ``buckets``, ``lengths``, ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``,
+    ``follow_s``.
 
     With ``precision`` ("bfloat16", "float16", or "int8" by Keras' quantization) parameters take
     fewer bits; ``sample``, inputs by name, is then answered in both types, and the ``differences``

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from ..program import Program, TrainState
 from ..step.assemble import Assembly, assemble
 from .api import TensorSpec
 from .handover import Moved, handed_over
+from .tables import ModelTables, OnServers, Rows, TableInputs, is_parameter_server
 
 if TYPE_CHECKING:
     from .options import Precision
@@ -46,21 +48,42 @@ class Source:
     convert: Callable[[TrainState], TrainState] | None = None
     make: Callable[[], Any] | None = None  # makes the Keras model once more, as shapes only
     lasting: Any = None
+    tables: TableInputs | None = None  # of a model with tables on parameter servers,
+    live: OnServers | None = None  # whose values are those of the servers while it trains
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The arrays that go in, in order."""
+        """The arrays that clients send, in order."""
         import jax
 
         leaves = jax.tree.leaves(self.like)
-        return tuple(TensorSpec(each.name, each.dtype, each.shape) for each in leaves)
+        specs = tuple(TensorSpec(each.name, each.dtype, each.shape) for each in leaves)
+        return specs if self.tables is None else self.tables.specs(specs)
 
     def batch(self, arrays: list[Any]) -> Any:
         """The batch that the forward pass takes."""
         import jax
 
-        tree = jax.tree.unflatten(jax.tree.structure(self.like), arrays)
+        structure = jax.tree.structure(self.like)
+        count = structure.num_leaves
+        tree = jax.tree.unflatten(structure, arrays[:count])
+        if self.tables is not None:
+            return tree, self.tables.nested(arrays[count:])
         return (tree,) if self.is_keras else tree
+
+    def check(self, arrays: list[Any]) -> None:
+        """Raise :class:`~meshwright.RequestError` for values that the model cannot take."""
+        if self.tables is not None:
+            self.tables.check(self.inputs, arrays)
+
+    def filled(self, arrays: list[Any], rows: Rows | None) -> list[Any]:
+        """The arrays of a batch with what they look up in tables."""
+        if self.tables is None or rows is None:
+            return arrays
+        added = self.tables.added(rows, arrays)
+        import jax
+
+        return [a.astype(jax.dtypes.canonicalize_dtype(a.dtype)) for a in arrays] + added
 
     @property
     def mesh(self) -> Mesh:
@@ -73,6 +96,12 @@ class Source:
         if self.floats is not None and self.convert is not None:
             state, moved = self.floats.in_memory()
             return self.convert(state), moved
+        if self.tables is not None and self.live is None:
+            raise ModelError(
+                f"the tables {', '.join(self.tables.layers)} of model {self.name!r} are on "
+                "parameter servers. Pass the checkpoints of the run, checkpoint='runs/first', or "
+                "serve beside training: Server(model, strategy) with the ParameterServer."
+            )
         if self.values is None:
             raise ModelError(
                 f"model {self.name!r} was built as shapes only: name the checkpoints that have its "
@@ -100,6 +129,10 @@ class Source:
         paths = [{names.get(i.path, i.path): i.path for i in infos} for infos in self._parts()]
         params, state = ({paths[n][k]: v for k, v in found[n].items()} for n in (0, 1))
         return self._kept(TrainState(params, state, {}, {}))
+
+    def saved_rows(self, info: CheckpointInfo) -> Rows | None:
+        """The tables of a checkpoint. Raises :class:`~meshwright.CheckpointError`."""
+        return None if self.tables is None else self.tables.saved(info)
 
     @property
     def shapes(self) -> TrainState:
@@ -171,7 +204,7 @@ def source_of(
         program = _forward_program(model, params)
         found = _of_program(program, _placement(strategy), example, precision)
     else:
-        found = _of_keras(model, _sharded(strategy), example, precision, make)
+        found = _of_keras(model, strategy, example, precision, make)
     return found if name is None else replace(found, name=name)
 
 
@@ -222,21 +255,34 @@ def _of_keras(
             "expected a Keras model, a .keras file, a Program, or a function with params=...; "
             f"received {model!r}."
         )
+    trains = strategy if is_parameter_server(strategy) else None
+    strategy = _sharded(None if trains else strategy)
     dtype = None if precision == "int8" else precision
-    found = forward_of(strategy, model, example, dtype)
-    has_any = values is not None or has_values(model)
+    tables = ModelTables.of(model)
+    if tables is not None and precision == "int8":
+        raise ModelError(
+            f"precision='int8' is not supported for model {model.name!r}, which has tables on "
+            "parameter servers. Use precision='bfloat16'."
+        )
+    with tables.building() if tables else nullcontext():
+        altered = tables.given_rows if tables else None
+        found = forward_of(strategy, model, example, dtype, altered)
     source = Source(
         model.name,
         found.steps,
         found.like,
         found.outputs,
         (found.names.of_parts[0], found.names.of_parts[1]),
-        (lambda: found.values(values)) if has_any else None,
+        (lambda: found.values(values)) if values is not None or has_values(model) else None,
         is_keras=True,
         saved_dtypes={} if dtype is None else found.own_dtypes,
         make=make or fresh_copy(model),
         lasting=found.names,
+        tables=tables.inputs(found.like) if tables else None,
     )
+    if trains is not None:
+        live = OnServers(trains, model, found.variables)
+        return replace(source, live=live, values=live.values)
     return _eight_bits(source, strategy, example) if precision == "int8" else source
 
 
@@ -289,9 +335,7 @@ def _of_file(
     from ..frontends.keras.forward import load_file
 
     model, values = load_file(path)
-    found = _of_keras(
-        model, _sharded(strategy), example, precision, lambda: load_file(path)[0], values
-    )
+    found = _of_keras(model, strategy, example, precision, lambda: load_file(path)[0], values)
     return replace(found, name=name or Path(path).stem)
 
 

@@ -267,7 +267,6 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_skipped(trained, tmp_path: Pa
         path.rename(aside / path.name)
 
     def data(context):
-        yield x, y
         for path in (*shown.glob("step_3"), *shown.glob("tables_3_*")):  # as fit(keep=1) does
             shutil.rmtree(path)
         for path in list(aside.iterdir()):

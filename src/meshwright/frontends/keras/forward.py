@@ -76,11 +76,16 @@ class KerasForward:
 
 
 def forward_of(
-    strategy: Sharded, model: keras.Model, example: Any = None, dtype: str | None = None
+    strategy: Sharded,
+    model: keras.Model,
+    example: Any = None,
+    dtype: str | None = None,
+    altered: Callable[[Program, KerasVariables], Program] | None = None,
 ) -> KerasForward:
     """The forward pass of a model, which ``example`` inputs build where that is not done yet.
 
     ``dtype`` is the floating-point type that its layers compute in and parameters are kept in.
+    ``altered`` changes the program before its steps are put together.
     Raises :class:`ModelError` where it cannot be built, or the shapes of inputs are not known.
     """
     _compat.install_keras_hooks(Hooks())
@@ -101,6 +106,8 @@ def forward_of(
             yield
 
     program = _forward_only(keras_program(model, variables, in_force), dtype)
+    if altered is not None:
+        program = altered(program, variables)
     return KerasForward(
         assemble(program, strategy.placement),
         LastingNames.of(model, variables),

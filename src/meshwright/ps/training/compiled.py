@@ -98,9 +98,14 @@ class CompiledStep:
         return Looked(unique, positions, num_rows)
 
     def _ids_of(self, leaves: list[Any]) -> list[np.ndarray]:
-        if all(at is not None for at in self._code.leaves):
-            return [np.asarray(leaves[at]) for at in self._code.leaves if at is not None]
-        return [np.asarray(ids) for ids in self._ids([on_devices(leaf) for leaf in leaves])]
+        where = self._code.leaves
+        computed: Any = [None] * len(where)
+        if None in where:
+            computed = self._ids([on_devices(leaf) for leaf in leaves])
+        return [  # as they came, wherever they are an input: devices cut keys down to 32 bits
+            np.asarray(ids if at is None else leaves[at])
+            for ids, at in zip(computed, where, strict=True)
+        ]
 
 
 class Compiled:

@@ -23,7 +23,6 @@ from ...program import Logs
 from ...run.logs import on_host
 from ...run.options import Data
 from ...warn import warn
-from ..server.drawing import Draw, rows_by_key
 from ..shared.placing import VariableSpec
 from ..worker.context import Context
 from .compiled import Compiled
@@ -35,7 +34,7 @@ from .metrics import base_of, logs_of
 from .restoring import restore_weights
 from .saving import tables_of
 from .shards import elements_of
-from .table_files import TablesOnDisk
+from .table_files import SavedRows
 from .worker_step import Engine, Specs, TrainStep, as_batch
 
 _WARN_AFTER_S = 60.0
@@ -221,7 +220,7 @@ class TableEvaluator:
         )
         seeds = {path: np.asarray(v.state[path].value) for path in parts.seeds}
         step = TrainStep(uuid.uuid4().hex, self._exported, specs, seeds)
-        context: Any = Context(_Saved(values, TablesOnDisk(directory), self._layers))  # type: ignore[arg-type]
+        context: Any = Context(_Saved(values, SavedRows(directory, self._layers)))  # type: ignore[arg-type]
         engine = Engine(step, 0, self._compiled)
         counts: Any = np.zeros([])
         for batch in elements_of(self._feed.maker(), 0, 1, steps):
@@ -235,26 +234,16 @@ class _Saved:
     def __init__(
         self,
         values: Mapping[str, np.ndarray],
-        tables: TablesOnDisk,
-        layers: Mapping[str, Embedding],
+        tables: SavedRows,
     ) -> None:
-        self._values, self._tables, self._layers = values, tables, layers
+        self._values, self._tables = values, tables
 
     def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
         return [self._values[spec.name] for spec in specs]
 
     def lookup(self, spec: VariableSpec, ids: np.ndarray, *, make: bool) -> np.ndarray:
         del make  # nothing is
-        rows, present = self._tables.lookup(spec.name, ids)
-        if not present.all():
-            rows[~present] = _first_rows(self._layers[spec.name], ids[~present])
-        return rows
-
-
-def _first_rows(layer: Embedding, keys: np.ndarray) -> np.ndarray:
-    """What servers would begin the rows of these keys with."""
-    draw = Draw.of({"kind": layer.initializer}, (1, layer.dim))
-    return rows_by_key(draw, layer.seed, keys, (layer.dim,), np.dtype("float32"))
+        return self._tables.lookup(spec.name, ids)
 
 
 def _specs(paths: Sequence[str], values: Mapping[str, np.ndarray]) -> dict[str, VariableSpec]:

@@ -232,7 +232,7 @@ class StepFunctions:
         def take(name: str, ids: Any) -> Taken:
             if looked_up is not None:
                 looked_up.append((name, ids))
-            return _nothing(self.parts.tables, name, ids)
+            return no_rows(self.parts.tables, name, ids)
 
         with self.lookups.taking(take):
             return self.program.loss({**values, **tables}, self._whole(state), batch, True)[0]
@@ -280,7 +280,7 @@ def _with_rows(program: Program, parts: Parts, lookups: Lookups, positions: list
     return replace(program, loss=loss)
 
 
-def _nothing(tables: Sequence[Table], name: str, ids: Any) -> Taken:
+def no_rows(tables: Sequence[Table], name: str, ids: Any) -> Taken:
     """What stands for a lookup where only shapes or ids matter."""
     table = next(table for table in tables if table.name == name)
     return Taken(jnp.zeros((*ids.shape, table.dim), table.dtype), jnp.ones(ids.shape, bool))
@@ -319,7 +319,7 @@ def _trace(
     tables: list[tuple[str, int]] = []
 
     def take(name: str, ids: Any) -> Taken:
-        return _nothing(lookups.tables, name, ids)
+        return no_rows(lookups.tables, name, ids)
 
     def run(state: Arrays, params: Arrays, batch: Any) -> tuple[Arrays, list[Any]]:
         looked_up: list[Any] = []
@@ -340,7 +340,7 @@ def _trace(
         if before is not after
     }
     leaves = jaxpr.invars[len(state) + len(params) :]
-    sources = [_source(jaxpr, var) for var in outputs[1]]
+    sources = [origin(jaxpr, var) for var in outputs[1]]
     ids = {
         IdsOf(at, *table)
         for table, source in zip(tables, sources, strict=True)
@@ -350,7 +350,7 @@ def _trace(
     return changed, tuple(sorted(ids, key=lambda one: (one.leaf, one.table)))
 
 
-def _source(jaxpr: Any, var: Any) -> Any:
+def origin(jaxpr: Any, var: Any) -> Any:
     """The variable that this one is, but for its dtype."""
     makers = {id(out): eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     while (eqn := makers.get(id(var))) is not None and eqn.primitive.name in _CASTS:

@@ -21,6 +21,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ...merging import merged
+from ..server.drawing import Draw, rows_by_key
 from ..shared.client import Servers
 from ..shared.cutting import split_rows
 from ..shared.placing import ShardPlace, VariableSpec
@@ -91,36 +92,44 @@ def read_index(directory: str | Path) -> dict[str, Any]:
         ) from error
 
 
-class TablesOnDisk:
+class SavedRows:
     """The rows of saved tables by their ids; only the ids are held in memory.
 
-    Raises :class:`~meshwright.CheckpointError` where the files are not there.
+    ``layers`` are those of the tables: a key that a hash table does not have gets the row that
+    servers would begin it with. The files may be removed once this has opened them. Raises
+    :class:`~meshwright.CheckpointError` where they are not there.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self._directory, self._index = Path(directory), read_index(directory)
-        self._numbers = {name: number for number, name in enumerate(self._index)}
-        self._places: dict[str, _Places] = {}
-
-    def lookup(self, name: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of these ids, and which of them the table has; the rows of others are 0."""
-        if name not in self._index:
+    def __init__(self, directory: str | Path, layers: Mapping[str, Any]) -> None:
+        index = read_index(directory)
+        if missing := [name for name in layers if name not in index]:
             raise CheckpointError(
-                f"{self._directory} has no table {name!r}; it has {', '.join(self._index)}."
+                f"{directory} has no table {', '.join(missing)}; it has {', '.join(index)}."
             )
-        if name not in self._places:
-            folder = self._directory / f"table{self._numbers[name]}"
-            self._places[name] = _Places.of(folder, self._index[name])
-        about = self._index[name]
+        self._layers, self._about = layers, index
+        self._places = {
+            name: _Places.of(Path(directory) / f"table{number}", about)
+            for number, (name, about) in enumerate(index.items())
+            if name in layers
+        }
+
+    def lookup(self, table: str, ids: np.ndarray) -> np.ndarray:
+        """The rows of these ids."""
+        about, layer = self._about[table], self._layers[table]
         rows = np.zeros((len(ids), *about["row"]), about["dtype"])
-        return rows, self._places[name].fill(ids, rows)
+        present = self._places[table].fill(ids, rows)
+        if not present.all():
+            draw = Draw.of({"kind": layer.initializer}, (1, layer.dim))
+            keys = ids[~present]
+            rows[~present] = rows_by_key(draw, layer.seed, keys, rows.shape[1:], rows.dtype)
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
 class _Places:
     """Where the row of each id is: in which file, and at which place in it."""
 
-    files: list[Path]
+    files: list[np.ndarray]  # mapped, not read
     ids: np.ndarray  # in ascending order
     of_file: np.ndarray
     at: np.ndarray
@@ -136,7 +145,10 @@ class _Places:
         order = np.argsort(np.concatenate(ids), kind="stable")
         sizes = [len(part) for part in ids]
         return cls(
-            [_file(folder, *piece, _VALUES) for piece in pieces],
+            [
+                _loaded(_file(folder, *piece, _VALUES), mmap_mode="r" if size else None)
+                for piece, size in zip(pieces, sizes, strict=True)
+            ],
             np.concatenate(ids)[order],
             np.repeat(np.arange(len(pieces)), sizes)[order],
             np.concatenate([np.arange(size) for size in sizes])[order],
@@ -150,7 +162,7 @@ class _Places:
         near = np.where(present, near, 0)
         for file in np.unique(self.of_file[near[present]]):
             here = present & (self.of_file[near] == file)
-            rows[here] = _loaded(self.files[file], mmap_mode="r")[self.at[near[here]]]
+            rows[here] = self.files[file][self.at[near[here]]]
         return present
 
 

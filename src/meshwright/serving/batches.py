@@ -1,0 +1,169 @@
+"""The compiled batches of a model: how requests become one of them, and answers of its outputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import MeshwrightError, ModelFailedError, NotReadyError, ProcessError
+from ..launch.join import naming_failures
+from .api import Answer
+from .figures import Figures
+from .options import ServeOptions, worthwhile
+from .requests import Request, stacked
+from .weights import Weights
+
+if TYPE_CHECKING:
+    from .forward import Forward, Shape
+
+_TIMED = 3  # batches of each size, of which the fastest counts
+
+
+class Batches:
+    """The forward pass in the sizes that were compiled.
+
+    ``why_alone`` says why each request is computed by itself; ``None`` where rows share batches.
+    """
+
+    def __init__(
+        self, forward: Forward, options: ServeOptions, name: str, figures: Figures
+    ) -> None:
+        self.forward, self._options = forward, options
+        self._name, self._figures = name, figures
+        sizes = options.sizes(forward.shards)
+        self.why_alone = forward.why_alone(sizes[-1])
+        self.sizes = (1,) if self.why_alone else sizes
+        self.outputs = forward.outputs()
+
+    def compile(self, weights: Weights) -> None:
+        """Compile every size, compute each once, and leave out large ones that are slower."""
+        from .forward import Shape, check_padding
+
+        forward, options = self.forward, self._options
+        shapes = [Shape(rows, lengths) for rows in self.sizes for lengths in self._ahead()]
+        forward.compile(shapes)
+        seconds = {shape: self._seconds(weights, shape) for shape in shapes}
+        if not options.buckets and self.why_alone is None:
+            longest = shapes[-1].lengths if shapes else ()
+            by_rows = {s.rows: took for s, took in seconds.items() if s.lengths == longest}
+            self.sizes = worthwhile(by_rows) or self.sizes
+        check_padding(forward, weights, options.lengths, options.pad_value)
+
+    def _ahead(self) -> list[tuple[int, ...]]:
+        """The lengths that are compiled ahead: those named, all ragged dims alike."""
+        count = self.forward.num_lengths
+        if not count:
+            return [()]
+        return [(length,) * count for length in self._options.lengths]
+
+    def _seconds(self, weights: Weights, shape: Shape) -> float:
+        """What a batch of zeros takes after the first time."""
+        zeros = [np.zeros(each.shape, each.dtype) for each in self.forward.shapes_of(shape)]
+        times = []
+        for _ in range(_TIMED + 1):
+            begin_s = time.perf_counter()
+            self.forward(weights.state, shape, zeros)
+            times.append(time.perf_counter() - begin_s)
+        return min(times[1:])
+
+    def answer(self, requests: list[Request], weights: Weights) -> None:
+        """Answer the requests of one batch, all with these weights."""
+        try:
+            with naming_failures():
+                outputs = self.computed(requests, weights)
+        except Exception as error:
+            fault = error if isinstance(error, MeshwrightError) else _failed(self._name, error)
+            if isinstance(error, ProcessError):
+                fault = NotReadyError(f"a process of the model has failed: {error}")
+            for request in requests:
+                request.fail(fault)
+            return
+        begin = 0
+        for request in requests:
+            end = begin + request.rows
+            rows = outputs if self.why_alone else [output[begin:end] for output in outputs]
+            self._give(request, rows, weights.version)
+            begin = end
+
+    def computed(self, requests: list[Request], weights: Weights) -> list[np.ndarray]:
+        """The outputs for the rows of these requests, one after the other."""
+        alone = self.why_alone is not None
+        most = sum(request.rows for request in requests) if alone else self.sizes[-1]
+        parts = [self._part(piece, weights, alone) for piece in _cut(requests, most)]
+        return (
+            parts[0] if len(parts) == 1 else [np.concatenate(p) for p in zip(*parts, strict=True)]
+        )
+
+    def _part(self, requests: list[Request], weights: Weights, alone: bool) -> list[np.ndarray]:
+        from .forward import Shape
+
+        count = sum(request.rows for request in requests)
+        size = count if alone else next((s for s in self.sizes if s >= count), count)
+        begin_s = time.perf_counter()
+        arrays = stacked(requests, self.forward.inputs, size, self._options.pad_value)
+        arrays = self.forward.source.filled(arrays, weights.rows)
+        outputs = self.forward(weights.state, Shape(size, requests[0].padded), arrays)
+        self._figures.batch(count, size, time.perf_counter() - begin_s)
+        return outputs if alone else [output[:count] for output in outputs]
+
+    def _give(self, request: Request, rows: Sequence[np.ndarray], version: str) -> None:
+        named = dict(zip((spec.name for spec in self.outputs), rows, strict=True))
+        if request.lengths != request.padded:
+            named = self._cut_lengths(named, request)
+        is_checked = self._options.finite
+        if is_checked and (faulty := [n for n, v in named.items() if not _is_finite(v)]):
+            text = f"the answer of model {self._name!r} is not finite: {', '.join(faulty)}"
+            request.fail(ModelFailedError(f"{text} (finite=True refuses it)."))
+            return
+        request.give(Answer(named, version))
+
+    def _cut_lengths(self, named: dict[str, np.ndarray], request: Request) -> dict[str, np.ndarray]:
+        """Outputs without what follows from padding: dims as long as a padded one."""
+        true = dict(zip(request.padded, request.lengths, strict=True))
+        cut = {}
+        for spec in self.outputs:
+            value = named[spec.name]
+            ends = [
+                slice(true.get(size) if wanted is None else None)
+                for size, wanted in zip(value.shape[1:], spec.shape[1:], strict=True)
+            ]
+            cut[spec.name] = value[(slice(None), *ends)]
+        return cut
+
+
+def _cut(requests: list[Request], most: int) -> list[list[Request]]:
+    """The requests as they are; one that alone has more rows in pieces of at most ``most``."""
+    if len(requests) > 1 or requests[0].rows <= most:
+        return [requests]
+    (whole,) = requests
+    return [
+        [
+            Request(
+                [array[begin : begin + most] for array in whole.arrays],
+                min(most, whole.rows - begin),
+                whole.lengths,
+                whole.padded,
+            )
+        ]
+        for begin in range(0, whole.rows, most)
+    ]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; of others' errors the rest is about their insides."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _failed(name: str, error: Exception) -> ModelFailedError:
+    fault = ModelFailedError(f"model {name!r} raised {type(error).__name__}: {first_line(error)}")
+    fault.__cause__ = error
+    return fault
+
+
+def _is_finite(value: Any) -> bool:
+    if value.dtype.kind in "biu":
+        return True
+    return bool(np.isfinite(value.astype("float32", copy=False)).all())

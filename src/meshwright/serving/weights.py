@@ -1,0 +1,59 @@
+"""The values that a model is served with, and what they take on each device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..program import TrainState
+from .api import Weight
+from .tables import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The values that a batch is computed with; a batch has one of these from begin to end."""
+
+    version: str
+    state: TrainState
+    rows: Rows | None = None  # of tables on parameter servers
+
+
+def not_finite(state: TrainState) -> list[str]:
+    """The parameters that hold NaN or infinity."""
+    import jax
+    import jax.numpy as jnp
+
+    def is_finite(value: Any) -> Any:
+        floats = jnp.issubdtype(value.dtype, jnp.floating)
+        return jnp.isfinite(value).all() if floats else jnp.array(True)
+
+    flags = jax.jit(lambda values: {p: is_finite(v) for p, v in values.items()})(state.params)
+    return [path for path, flag in flags.items() if not bool(flag)]
+
+
+def bytes_by_device(state: TrainState) -> dict[str, int]:
+    """The bytes of all arrays on each device of this process."""
+    import jax
+
+    found: dict[str, int] = {}
+    for array in jax.tree.leaves(state):
+        for shard in array.addressable_shards:
+            name = f"{shard.device.platform}:{shard.device.id}"
+            found[name] = found.get(name, 0) + shard.data.nbytes
+    return found
+
+
+def described(state: TrainState) -> tuple[Weight, ...]:
+    """Each array with its layout."""
+    return tuple(
+        Weight(
+            path,
+            str(array.dtype),
+            tuple(array.shape),
+            tuple(array.sharding.spec) + (None,) * (array.ndim - len(array.sharding.spec)),
+            max(shard.data.nbytes for shard in array.addressable_shards),
+        )
+        for part in state[:2]
+        for path, array in part.items()
+    )
