@@ -88,13 +88,13 @@ class _Micro:
         """A micro-batch's results as they are measured: metrics weigh each loss by its rows."""
         return aux._replace(loss=aux.loss / rows) if self.program.reduction == "sum" else aux
 
-    def logs(self, each: Sequence[Logs], rows: Sequence[float]) -> Logs:
+    def logs(self, per_micro: Sequence[Logs], rows: Sequence[float]) -> Logs:
         """The logs of a step from those of its micro-batches."""
         if self.program.logs == "of all counted":
-            return each[-1]
+            return per_micro[-1]
         return {
-            name: sum(share * logs[name] for share, logs in zip(rows, each, strict=True))
-            for name in each[-1]
+            name: sum(share * logs[name] for share, logs in zip(rows, per_micro, strict=True))
+            for name in per_micro[-1]
         }
 
 
@@ -181,7 +181,8 @@ def _in_a_loop(
     (state, metrics, grads), logs = jax.lax.scan(body, first, _stacked(batches))
     grads = sharing.summed(grads, whole.params)
     every = [
-        jax.tree.map(lambda each, number=number: each[number], logs) for number in range(len(rows))
+        jax.tree.map(lambda stacked, number=number: stacked[number], logs)
+        for number in range(len(rows))
     ]
     return whole._replace(state=state, metrics=metrics), grads, micro.logs(every, rows)
 
@@ -206,7 +207,7 @@ def _written_out(
 
 def _by_form(gathered: dict[str, Gathered], params: Arrays) -> list[Arrays]:
     """What was gathered of each gradient: those in parts, and those that are not."""
-    totals = [(path, grad) for path, each in gathered.items() for grad in each.totals()]
+    totals = [(path, grad) for path, sums in gathered.items() for grad in sums.totals()]
     in_parts = {path: grad for path, grad in totals if grad.ndim > params[path].ndim}
     return [in_parts, {path: grad for path, grad in totals if grad.ndim == params[path].ndim}]
 

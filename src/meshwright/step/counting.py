@@ -92,9 +92,9 @@ class _Sums:
 
     def added(self, batch: Sequence[Any]) -> list[Any]:
         """What one batch adds to each count that is added to."""
-        known = self._known([None] * self.counts, batch)
+        env = self._known([None] * self.counts, batch)
         untouched = [e for e in self.closed.eqns if self.touched.isdisjoint(e.outvars)]
-        read = _evaluate(untouched, known)
+        read = _evaluate(untouched, env)
         return [
             read(next(v for v in eqn.invars if v is not before))
             for before, eqn in self.additions.items()
@@ -102,11 +102,11 @@ class _Sums:
 
     def after(self, counts: Sequence[Any], added: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         """All results after all batches, of which this is the last."""
-        known = self._known(counts, batch)
+        env = self._known(counts, batch)
         for (before, eqn), some in zip(self.additions.items(), added, strict=True):
-            known[eqn.outvars[0]] = known[before] + some.sum(0, dtype=some.dtype)
-        rest = [eqn for eqn in self.closed.eqns if eqn.outvars[0] not in known]
-        read = _evaluate(rest, known)
+            env[eqn.outvars[0]] = env[before] + some.sum(0, dtype=some.dtype)
+        rest = [eqn for eqn in self.closed.eqns if eqn.outvars[0] not in env]
+        read = _evaluate(rest, env)
         return [read(var) for var in self.closed.jaxpr.outvars]
 
     def _known(self, counts: Sequence[Any], batch: Sequence[Any]) -> dict[Any, Any]:
@@ -115,15 +115,15 @@ class _Sums:
         return dict(zip(jaxpr.constvars, self.closed.consts, strict=True)) | dict(named)
 
 
-def _evaluate(eqns: Sequence[Any], known: dict[Any, Any]) -> Callable[[Any], Any]:
+def _evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> Callable[[Any], Any]:
     """Take equations one by one; returns what reads a variable or a literal."""
 
     def read(atom: Any) -> Any:
-        return known[atom] if _is_variable(atom) else atom.val
+        return env[atom] if _is_variable(atom) else atom.val
 
     for eqn in eqns:
         outs = _compat.evaluate(eqn, [read(atom) for atom in eqn.invars])
-        known.update(zip(eqn.outvars, outs, strict=True))
+        env.update(zip(eqn.outvars, outs, strict=True))
     return read
 
 

@@ -63,13 +63,13 @@ def halo(window: Window, size: int, results: int, pieces: int) -> Halo | None:
     """
     if size % pieces or results % pieces:
         return None
-    own, made = size // pieces, results // pieces
-    if made * window.stride % window.base_dilation:
+    own, own_results = size // pieces, results // pieces
+    if own_results * window.stride % window.base_dilation:
         return None
-    step = made * window.stride // window.base_dilation
+    step = own_results * window.stride // window.base_dilation
     first = -(window.padding[0] // window.base_dilation)
     before = first * window.base_dilation + window.padding[0]
-    span = (made - 1) * window.stride + (window.size - 1) * window.dilation - before
+    span = (own_results - 1) * window.stride + (window.size - 1) * window.dilation - before
     if span < 0:
         return None
     rows = span // window.base_dilation + 1
@@ -87,8 +87,8 @@ def conv_windows(eqn: Any) -> list[Window]:
     params, kernel = eqn.params, eqn.invars[1].aval.shape
     sizes = [kernel[j] for _, j, _ in conv_places(params["dimension_numbers"])]
     return [
-        Window(*each)
-        for each in zip(
+        Window(*fields)
+        for fields in zip(
             sizes,
             params["window_strides"],
             map(tuple, params["padding"]),
@@ -103,8 +103,8 @@ def pool_windows(eqn: Any) -> list[Window]:
     """The windows of a pooling operation, per dim."""
     params = eqn.params
     return [
-        Window(*each)
-        for each in zip(
+        Window(*fields)
+        for fields in zip(
             params["window_dimensions"],
             params["window_strides"],
             map(tuple, params["padding"]),
@@ -221,9 +221,9 @@ def _plain(entry: Entry) -> Entry | None:
     return entry or None
 
 
-def _sure(found: Halo | None) -> Halo:
-    assert found is not None, "the layout was chosen so that there is a halo"
-    return found
+def _sure(halo: Halo | None) -> Halo:
+    assert halo is not None, "the layout was chosen so that there is a halo"
+    return halo
 
 
 def _fetch(x: Any, halos: dict[int, tuple[Entry, Halo]], fill: Any) -> Any:

@@ -134,15 +134,15 @@ def local_step(
         def replica(here: TrainState, batches: Any) -> Any:
             index = _index(placement)
             state = _moved(here.state, seeds, index)  # each draws numbers of its own
-            params, slots, found = here.params, here.slots, []
+            params, slots, losses = here.params, here.slots, []
             for batch in batches:
                 at = TrainState(params, state, slots, here.metrics)
                 aux, grads = differentiate(params, at, batch)
                 params, new = program.update(params, grads, slots)
                 slots, state = {**slots, **new}, aux.state
-                found.append((aux.loss, aux.outputs))
+                losses.append((aux.loss, aux.outputs))
             state = _moved(state, seeds, -index)
-            return _mean((params, slots, state), placement), seen.leaves(found, batches)
+            return _mean((params, slots, state), placement), seen.leaves(losses, batches)
 
         (params, slots, state), leaves = _on_replicas(replica, placement)(whole, batches)
         if isinstance(local, DiLoCo):
@@ -153,7 +153,7 @@ def local_step(
             every.append(logs)
         logs = every[-1]
         if program.logs == "of one batch":
-            logs = {name: sum(each[name] for each in every) / len(every) for name in logs}
+            logs = {name: sum(step_logs[name] for step_logs in every) / len(every) for name in logs}
         return TrainState(params, state, slots, metrics), logs
 
     return train_step
@@ -183,12 +183,12 @@ class _Seen:
         self._structure: Any = None
         self._have_rows: list[bool] = []
 
-    def leaves(self, found: Any, batches: Any) -> list[Any]:
+    def leaves(self, losses: Any, batches: Any) -> list[Any]:
         """The arrays of one replica."""
         import jax
 
         rows = {leaf.shape[0] for leaf in jax.tree.leaves(batches) if leaf.ndim}
-        leaves, self._structure = jax.tree.flatten(found)
+        leaves, self._structure = jax.tree.flatten(losses)
         self._have_rows = [leaf.ndim > 0 and leaf.shape[0] in rows for leaf in leaves]
         pairs = zip(leaves, self._have_rows, strict=True)
         return [leaf if has_rows else leaf[None] for leaf, has_rows in pairs]

@@ -116,22 +116,22 @@ def _run(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], str]:
     """Take the operations one by one, those inside of calls too, until one is at fault."""
     from jax.extend.core import Literal
 
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        values = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
+        values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         inner = inner_jaxprs(eqn)
         if len(inner) == 1 and eqn.primitive.name not in ("scan", "while", "cond"):
             ((called,),) = inner.values()
-            outs, found = _run(opened(called), getattr(called, "consts", ()), values)
-            if found:
-                return [], found
+            outs, fault = _run(opened(called), getattr(called, "consts", ()), values)
+            if fault:
+                return [], fault
         else:
             outs = _compat.evaluate(eqn, values)
             if any(map(_is_bad, outs)) and not any(map(_is_bad, values)):
                 scope = _compat.name_scope(eqn)
                 return [], eqn.primitive.name + (f" in {scope}" if scope else "")
-        known.update(zip(eqn.outvars, outs, strict=True))
-    return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars], ""
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars], ""
 
 
 def _finite(tree: Any) -> Any:

@@ -102,7 +102,7 @@ class Unsummed:
 
         def part(*several: Any) -> Any:
             operands = [
-                jax.numpy.concatenate([each[i] for each in several], self.dims[i])
+                jax.numpy.concatenate([operands[i] for operands in several], self.dims[i])
                 if i in self.dims
                 else first
                 for i, first in enumerate(several[0])
@@ -113,7 +113,7 @@ class Unsummed:
         lies = [
             spec(*[None] * self.dims[i], axes) if i in self.dims else spec() for i in range(count)
         ]
-        operands = [each.operands for each in (self, *others)]
+        operands = [product.operands for product in (self, *others)]
         value = jax.shard_map(
             part,
             mesh=self.pieces.mesh,
@@ -142,8 +142,8 @@ class Gathered:
 
     def plus_summed(self, gradient: Any) -> Gathered:
         """With one more whose rows are summed."""
-        others = [each for each in self.summed if each.ndim != gradient.ndim]
-        same = [each + gradient for each in self.summed if each.ndim == gradient.ndim]
+        others = [total for total in self.summed if total.ndim != gradient.ndim]
+        same = [total + gradient for total in self.summed if total.ndim == gradient.ndim]
         return replace(self, summed=(*others, *(same or [gradient])))
 
     def totals(self) -> tuple[Any, ...]:
@@ -191,11 +191,11 @@ def _run(jaxpr: Any, consts: Any, args: Sequence[Any], wanted: set[int], pieces:
     from jax.extend.core import Literal
 
     in_place = _Plan(jaxpr, wanted, pieces)
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        values = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
-        known.update(zip(eqn.outvars, in_place.take(eqn, values), strict=True))
-    return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+        values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        env.update(zip(eqn.outvars, in_place.take(eqn, values), strict=True))
+    return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
 
 
 class _Plan:
@@ -247,10 +247,10 @@ class _Plan:
         """Whether a sum that is added to something is added to nothing: each part would add it."""
         if eqn.primitive.name != "scatter-add":
             return True
-        made = self._makes.get(eqn.invars[0])
-        if made is None or made.primitive.name != "broadcast_in_dim":
+        producer = self._makes.get(eqn.invars[0])
+        if producer is None or producer.primitive.name != "broadcast_in_dim":
             return False
-        return getattr(made.invars[0], "val", None) == 0
+        return getattr(producer.invars[0], "val", None) == 0
 
     def take(self, eqn: Any, values: list[Any]) -> list[Any]:
         """The results of one equation."""

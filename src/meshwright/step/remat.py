@@ -66,21 +66,21 @@ def blocks(remat: str) -> Cut:
     """
     policy = None if remat == "block" else but_gathered(policy_of(remat))
 
-    def cut(found: Equations) -> list[Stretch]:
-        return _blocks(found, policy) or whole(policy)(found)
+    def cut(traced: Equations) -> list[Stretch]:
+        return _blocks(traced, policy) or whole(policy)(traced)
 
     return cut
 
 
 def whole(policy: Callable[..., Any] | None) -> Callable[[Equations], list[Stretch]]:
     """Everything in one stretch."""
-    return lambda found: [Stretch(0, len(found.rest), policy)]
+    return lambda traced: [Stretch(0, len(traced.rest), policy)]
 
 
-def _blocks(found: Equations, policy: Callable[..., Any] | None) -> list[Stretch]:
+def _blocks(traced: Equations, policy: Callable[..., Any] | None) -> list[Stretch]:
     parts: list[Stretch] = []
     start, works = 0, False
-    for number, eqn in enumerate(found.rest):
+    for number, eqn in enumerate(traced.rest):
         if eqn.primitive.name in _CALLS and any(map(_is_mark, equations(eqn.params["jaxpr"]))):
             before = [Stretch(start, number, policy)] if works else []
             inside = functools.partial(_blocks, policy=policy)
@@ -142,8 +142,8 @@ def _policy_names() -> list[str]:
     """The policies themselves, not the functions that make one of arguments."""
     import jax
 
-    found = vars(jax.checkpoint_policies).items()
-    return [name for name, value in found if callable(value) and _is_policy(value)]
+    policies = vars(jax.checkpoint_policies).items()
+    return [name for name, value in policies if callable(value) and _is_policy(value)]
 
 
 def _is_policy(value: Any) -> bool:

@@ -53,7 +53,7 @@ class Sharing:
 
         def layouts(level: int) -> dict[str, Any]:
             placed = placement.with_zero(level).place(params)
-            return {each.info.path: each.layout for each in placed}
+            return {entry.info.path: entry.layout for entry in placed}
 
         mesh, axes = placement.mesh.jax_mesh, placement.batch_axes
         shared = layouts(3 if placement.zero else 0)
@@ -233,13 +233,13 @@ def _cut_for(remat: str) -> Cut:
 _NEAR = 24  # equations between two that read one parameter, so that it is gathered once for both
 
 
-def where_read(found: Equations, within: range | None = None) -> list[Stretch]:
+def where_read(traced: Equations, within: range | None = None) -> list[Stretch]:
     """A stretch for each parameter, or for several that are read among each other."""
     import jax
 
     policy = but_gathered(jax.checkpoint_policies.everything_saveable)
     joined: list[Stretch] = []
-    for start, end in sorted(_runs(found, within or range(len(found.rest)))):
+    for start, end in sorted(_runs(traced, within or range(len(traced.rest)))):
         if joined and start < joined[-1].end:
             joined[-1] = replace(joined[-1], end=max(end, joined[-1].end))
         else:
@@ -250,8 +250,8 @@ def where_read(found: Equations, within: range | None = None) -> list[Stretch]:
 def from_one_to_the_next(policy: Callable[..., Any]) -> Cut:
     """All of a function in stretches, each of which begins where a parameter is gathered."""
 
-    def cut(found: Equations) -> list[Stretch]:
-        starts = [0, *(each.start for each in where_read(found)[1:]), len(found.rest)]
+    def cut(traced: Equations) -> list[Stretch]:
+        starts = [0, *(stretch.start for stretch in where_read(traced)[1:]), len(traced.rest)]
         return [
             Stretch(start, end, but_gathered(policy), in_turn=True)
             for start, end in itertools.pairwise(starts)
@@ -263,21 +263,21 @@ def from_one_to_the_next(policy: Callable[..., Any]) -> Cut:
 def also_between(cut: Cut) -> Cut:
     """The stretches of ``cut``, and between them those where parameters are read."""
 
-    def both(found: Equations) -> list[Stretch]:
-        stretches = [replace(each, in_turn=True) for each in cut(found)]
+    def both(traced: Equations) -> list[Stretch]:
+        stretches = [replace(stretch, in_turn=True) for stretch in cut(traced)]
         ends = [0, *(stretch.end for stretch in stretches)]
-        starts = [*(stretch.start for stretch in stretches), len(found.rest)]
+        starts = [*(stretch.start for stretch in stretches), len(traced.rest)]
         free = [range(*pair) for pair in zip(ends, starts, strict=True) if pair[0] < pair[1]]
-        between = [each for part in free for each in where_read(found, part)]
-        return sorted([*stretches, *between], key=lambda each: each.start)
+        between = [stretch for part in free for stretch in where_read(traced, part)]
+        return sorted([*stretches, *between], key=lambda stretch: stretch.start)
 
     return both
 
 
-def _runs(found: Equations, within: range) -> Iterator[tuple[int, int]]:
+def _runs(traced: Equations, within: range) -> Iterator[tuple[int, int]]:
     read: dict[Any, list[int]] = {}
     for number in within:
-        for var in found.gathered(found.rest[number]):
+        for var in traced.gathered(traced.rest[number]):
             read.setdefault(var, []).append(number)
     for numbers in read.values():
         start = before = numbers[0]

@@ -202,8 +202,8 @@ def _follow(closed: Any, layouts: Layouts, args: Any, kwargs: Any) -> Scope:
     """Follow the cuts of the arguments' layouts through the traced function."""
     import jax
 
-    given = (*layouts, *[None] * (len(args) - len(layouts)))
-    spread = jax.tree.broadcast(given, args, is_leaf=_is_layout)
+    per_argument = (*layouts, *[None] * (len(args) - len(layouts)))
+    spread = jax.tree.broadcast(per_argument, args, is_leaf=_is_layout)
     per_leaf = jax.tree.leaves(spread, is_leaf=_is_layout)
     per_leaf += [None] * len(jax.tree.leaves(kwargs))
     cuts = [

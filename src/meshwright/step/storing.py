@@ -101,8 +101,8 @@ class Storing:
             info.asked is not None and info.asked.pad for info in infos
         ):
             return cls()
-        kept = {each.info: each for each in placement.place(infos)}
-        used = {each.info: each.layout for each in placement.with_zero(0).place(infos)}
+        kept = {entry.info: entry for entry in placement.place(infos)}
+        used = {entry.info: entry.layout for entry in placement.with_zero(0).place(infos)}
         return cls(
             tuple(
                 {
@@ -167,7 +167,7 @@ def stored(program: Program, storing: Storing) -> Program:
         return value, aux._replace(state=_mapped(aux.state, of_state, Stored.pad))
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
-        params, grads = (_mapped(each, of_params, Stored.cut) for each in (params, grads))
+        params, grads = (_mapped(arrays, of_params, Stored.cut) for arrays in (params, grads))
         new, new_slots = program.update(params, grads, _mapped(slots, of_slots, Stored.cut))
         return _mapped(new, of_params, Stored.pad), _mapped(new_slots, of_slots, Stored.pad)
 

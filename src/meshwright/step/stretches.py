@@ -66,19 +66,19 @@ class Equations:
 
     def before(self, read: Iterable[Var]) -> list[Any]:
         """The equations that make these variables of parameters alone, in order."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         waiting = [*read]
         while waiting:
             number = self._early.get(waiting.pop())
-            if number is not None and number not in found:
-                found.add(number)
+            if number is not None and number not in numbers:
+                numbers.add(number)
                 waiting += variables(self.jaxpr.eqns[number].invars)
-        return [self.jaxpr.eqns[number] for number in sorted(found)]
+        return [self.jaxpr.eqns[number] for number in sorted(numbers)]
 
     def gathered(self, eqn: Any) -> tuple[Var, ...]:
         """The gathered parameters that an equation reads."""
         before = self.before(variables(eqn.invars))
-        return tuple(each.outvars[0] for each in before if is_gather(each))
+        return tuple(eqn_before.outvars[0] for eqn_before in before if is_gather(eqn_before))
 
 
 def in_stretches(function: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
@@ -87,32 +87,32 @@ def in_stretches(function: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
 
     def run(params: Any, *others: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *others)
-        found = Equations(closed.jaxpr, closed.jaxpr.invars[: len(jax.tree.leaves(params))])
+        traced = Equations(closed.jaxpr, closed.jaxpr.invars[: len(jax.tree.leaves(params))])
         leaves = jax.tree.leaves((params, *others))
-        results = evaluated(found, cut(found), [*closed.consts, *leaves])
+        results = evaluated(traced, cut(traced), [*closed.consts, *leaves])
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
 
 
-def evaluated(found: Equations, stretches: Sequence[Stretch], given: Sequence[Any]) -> list[Any]:
+def evaluated(traced: Equations, stretches: Sequence[Stretch], values: Sequence[Any]) -> list[Any]:
     """The results for these constants and arguments."""
-    jaxpr = found.jaxpr
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+    jaxpr = traced.jaxpr
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
     at = 0
     for stretch in stretches:
-        _plainly(found, found.rest[at : stretch.start], known)
-        eqns = found.rest[stretch.start : stretch.end]
+        _plainly(traced, traced.rest[at : stretch.start], env)
+        eqns = traced.rest[stretch.start : stretch.end]
         if stretch.inside is not None:
             eqns = [_cut_inside(eqn, stretch.inside) for eqn in eqns]
         if stretch.inside is None or stretch.in_turn:
-            _by_itself(found, stretch, eqns, known)
+            _by_itself(traced, stretch, eqns, env)
         else:
-            _plainly(found, eqns, known)
+            _plainly(traced, eqns, env)
         at = stretch.end
-    _plainly(found, found.rest[at:], known)
-    _make_early(found.before(variables(jaxpr.outvars)), known)
-    return [_value(atom, known) for atom in jaxpr.outvars]
+    _plainly(traced, traced.rest[at:], env)
+    _make_early(traced.before(variables(jaxpr.outvars)), env)
+    return [_value(atom, env) for atom in jaxpr.outvars]
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
@@ -125,7 +125,11 @@ def is_gather(eqn: Any) -> bool:
     if eqn.primitive.name == "name":
         return eqn.params["name"] == GATHERED
     within = jaxprs_inside(eqn) if eqn.primitive.name == "custom_vjp_call" else []
-    return any(is_gather(each) for inner in within for each in getattr(inner, "jaxpr", inner).eqns)
+    return any(
+        is_gather(inner_eqn)
+        for inner in within
+        for inner_eqn in getattr(inner, "jaxpr", inner).eqns
+    )
 
 
 def but_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,49 +157,49 @@ def _is_cheap(eqn: Any) -> bool:
     return equation_flops(eqn) == 0
 
 
-def _plainly(found: Equations, eqns: Sequence[Any], known: dict[Var, Any]) -> None:
+def _plainly(traced: Equations, eqns: Sequence[Any], env: dict[Var, Any]) -> None:
     for eqn in eqns:
-        _make_early(found.before(variables(eqn.invars)), known)
-        _run([eqn], known)
+        _make_early(traced.before(variables(eqn.invars)), env)
+        _run([eqn], env)
 
 
-def _make_early(eqns: Sequence[Any], known: dict[Var, Any]) -> None:
-    _run([eqn for eqn in eqns if any(var not in known for var in eqn.outvars)], known)
+def _make_early(eqns: Sequence[Any], env: dict[Var, Any]) -> None:
+    _run([eqn for eqn in eqns if any(var not in env for var in eqn.outvars)], env)
 
 
-def _run(eqns: Iterable[Any], known: dict[Var, Any]) -> None:
+def _run(eqns: Iterable[Any], env: dict[Var, Any]) -> None:
     for eqn in eqns:
-        values = _compat.evaluate(eqn, [_value(atom, known) for atom in eqn.invars])
-        known.update(zip(eqn.outvars, values, strict=True))
+        values = _compat.evaluate(eqn, [_value(atom, env) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, values, strict=True))
 
 
-def _value(atom: Any, known: dict[Var, Any]) -> Any:
-    return atom.val if hasattr(atom, "val") else known[atom]
+def _value(atom: Any, env: dict[Var, Any]) -> Any:
+    return atom.val if hasattr(atom, "val") else env[atom]
 
 
 def _by_itself(
-    found: Equations, stretch: Stretch, eqns: Sequence[Any], known: dict[Var, Any]
+    traced: Equations, stretch: Stretch, eqns: Sequence[Any], env: dict[Var, Any]
 ) -> None:
     """Evaluate a stretch; of what it makes, what is read after it becomes known."""
     import jax
 
-    made = [var for eqn in eqns for var in eqn.outvars]
+    produced = [var for eqn in eqns for var in eqn.outvars]
     read = [var for eqn in eqns for var in variables(eqn.invars)]
-    early = found.before(read)
-    given = _outside([*early, *eqns])
-    results = [var for var in made if found.last_read.get(var, -1) >= stretch.end]
+    early = traced.before(read)
+    inputs = _outside([*early, *eqns])
+    results = [var for var in produced if traced.last_read.get(var, -1) >= stretch.end]
 
     def part(*values: Any) -> list[Any]:
-        here = dict(zip(given, values, strict=True))
+        here = dict(zip(inputs, values, strict=True))
         if stretch.in_turn:
-            _in_turn(found, early, here)
+            _in_turn(traced, early, here)
         _make(early, read, here)
         _run(eqns, here)
         return [here[var] for var in results]
 
     checkpointed = jax.checkpoint(part, policy=stretch.policy, prevent_cse=not stretch.in_loop)
-    values = checkpointed(*(known[var] for var in given))
-    known.update(zip(results, values, strict=True))
+    values = checkpointed(*(env[var] for var in inputs))
+    env.update(zip(results, values, strict=True))
 
 
 def _cut_inside(eqn: Any, cut: Cut) -> Any:
@@ -203,35 +207,35 @@ def _cut_inside(eqn: Any, cut: Cut) -> Any:
     import jax
 
     closed = eqn.params["jaxpr"]
-    found = Equations(closed.jaxpr, ())
+    traced = Equations(closed.jaxpr, ())
     in_loop = eqn.primitive.name == "scan"
-    stretches = [replace(each, in_loop=in_loop) for each in cut(found)]
+    stretches = [replace(stretch, in_loop=in_loop) for stretch in cut(traced)]
     shapes = [
         jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
         for var in closed.jaxpr.invars
     ]
-    changed = jax.make_jaxpr(lambda *args: evaluated(found, stretches, [*closed.consts, *args]))
+    changed = jax.make_jaxpr(lambda *args: evaluated(traced, stretches, [*closed.consts, *args]))
     return eqn.replace(params={**eqn.params, "jaxpr": changed(*shapes)})
 
 
 def _outside(eqns: Sequence[Any]) -> list[Var]:
     """What equations read and do not make, each once."""
-    made = {var for eqn in eqns for var in eqn.outvars}
+    produced = {var for eqn in eqns for var in eqn.outvars}
     read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
-    return [var for var in read if var not in made]
+    return [var for var in read if var not in produced]
 
 
-def _in_turn(found: Equations, early: Sequence[Any], here: dict[Var, Any]) -> None:
+def _in_turn(traced: Equations, early: Sequence[Any], here: dict[Var, Any]) -> None:
     """Let parameters be gathered after what else is read here has been computed."""
     import jax
 
-    args = {*found.jaxpr.invars, *found.jaxpr.constvars}
-    pieces = _outside([*found.before(each.outvars[0] for each in early if is_gather(each))])
+    args = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
+    pieces = _outside([*traced.before(eqn.outvars[0] for eqn in early if is_gather(eqn))])
     others = [
         var
         for var, value in here.items()
         if var not in args
-        and var in found.depends
+        and var in traced.depends
         and jax.numpy.issubdtype(value.dtype, jax.numpy.floating)
     ]
     if pieces and others:
@@ -258,18 +262,18 @@ def _make(early: Sequence[Any], read: Sequence[Var], here: dict[Var, Any]) -> No
     """Make what the stretch reads of parameters; gathered ones, cast or not, are not kept."""
     import jax
 
-    gathered = {var for each in early if is_gather(each) for var in each.outvars}
-    for each in early:
-        if not gathered.isdisjoint(variables(each.invars)):
-            gathered.update(each.outvars)
-    _run([each for each in early if gathered.isdisjoint(each.outvars)], here)
-    rest = [each for each in early if not gathered.isdisjoint(each.outvars)]
+    gathered = {var for eqn in early if is_gather(eqn) for var in eqn.outvars}
+    for eqn in early:
+        if not gathered.isdisjoint(variables(eqn.invars)):
+            gathered.update(eqn.outvars)
+    _run([eqn for eqn in early if gathered.isdisjoint(eqn.outvars)], here)
+    rest = [eqn for eqn in early if not gathered.isdisjoint(eqn.outvars)]
     if not rest:
         return
-    given, wanted = _outside(rest), [var for var in dict.fromkeys(read) if var in gathered]
+    inputs, wanted = _outside(rest), [var for var in dict.fromkeys(read) if var in gathered]
 
     def make(*values: Any) -> list[Any]:
-        inner = dict(zip(given, values, strict=True))
+        inner = dict(zip(inputs, values, strict=True))
         _run(rest, inner)
         return [inner[var] for var in wanted]
 
@@ -278,4 +282,4 @@ def _make(early: Sequence[Any], read: Sequence[Var], here: dict[Var, Any]) -> No
         lambda *values: (unit(*values), values),
         lambda values, gradients: jax.vjp(make, *values)[1](gradients),
     )
-    here.update(zip(wanted, unit(*(here[var] for var in given)), strict=True))
+    here.update(zip(wanted, unit(*(here[var] for var in inputs)), strict=True))

@@ -254,7 +254,7 @@ def _adasum(pieces: Sequence[Any], mesh: Any, axes: tuple[str, ...]) -> list[Any
     distance = 1
     while distance < count:
         pairs = [(i, i ^ distance) for i in range(count)]
-        flat = jnp.concatenate([each.ravel() for each in mine])
+        flat = jnp.concatenate([piece.ravel() for piece in mine])
         theirs = _cut(jax.lax.ppermute(flat, axes, pairs), mine)
         mine = [_combined(a, b) for a, b in zip(mine, theirs, strict=True)]
         distance *= 2
