@@ -28,7 +28,9 @@ def decoded(packed, shape):
 @given(gradient=gradients)
 def test_what_arrives_and_what_is_left_are_the_gradient(how, gradient):
     packed = pack_gradient(how, gradient)
-    np.testing.assert_allclose(decoded(packed, gradient.shape) + packed.left, gradient, rtol=1e-6)
+    np.testing.assert_allclose(
+        decoded(packed, gradient.shape) + packed.residual, gradient, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("how", HOWS, ids=repr)
@@ -38,7 +40,7 @@ def test_with_feedback_the_sum_of_many_arrives(how):
     for _ in range(200):
         gradient = rng.normal(size=50).astype("float32")
         packed = pack_gradient(how, gradient, left)
-        left = packed.left
+        left = packed.residual
         sent += gradient
         arrived += decoded(packed, gradient.shape)
     assert np.abs(sent - arrived).max() < 12  # what is left of at most some ten steps
@@ -61,8 +63,8 @@ def test_half_precision_is_half_the_bytes(dtype):
 def test_numbers_too_large_for_float16_come_later():
     packed = pack_gradient(Half("float16"), np.array([1e6], "float32"))
     assert np.isfinite(packed.arrays[0]).all()
-    assert packed.left is not None
-    assert packed.left[0] > 9e5
+    assert packed.residual is not None
+    assert packed.residual[0] > 9e5
 
 
 @pytest.mark.parametrize(

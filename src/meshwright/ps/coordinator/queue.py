@@ -216,9 +216,9 @@ class StepQueue:
 
     def drop_waiting(self) -> int:
         """Cancel steps not yet begun, except those of a round under way; returns how many."""
-        left = deque(step for step in self._queued if step.attempt)
+        begun = deque(step for step in self._queued if step.attempt)
         waiting = [step for step in self._queued if not step.attempt]
-        self._queued = left
+        self._queued = begun
         self._cancel(waiting)
         return len(waiting)
 

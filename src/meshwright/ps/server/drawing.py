@@ -168,9 +168,9 @@ def _gaussian(law: str) -> Callable[[Mapping[str, Any], tuple[int, ...]], Draw]:
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], Draw]] = {
-    "zeros": lambda given, shape: Draw("constant", 0.0),
-    "ones": lambda given, shape: Draw("constant", 1.0),
-    "constant": lambda given, shape: Draw("constant", given.get("value", 0.0)),
+    "zeros": lambda config, shape: Draw("constant", 0.0),
+    "ones": lambda config, shape: Draw("constant", 1.0),
+    "constant": lambda config, shape: Draw("constant", config.get("value", 0.0)),
     "uniform": _uniform,
     "random_uniform": _uniform,
     "normal": _gaussian("normal"),

@@ -76,7 +76,7 @@ class Packed:
 
     arrays: tuple[np.ndarray, ...]
     options: dict[str, Any]
-    left: np.ndarray | None
+    residual: np.ndarray | None
 
 
 def pack_gradient(
@@ -85,7 +85,7 @@ def pack_gradient(
     """A float32 gradient in fewer bytes; ``before`` is what the last step left out.
 
     >>> packed = pack_gradient(TopK(0.5), np.array([3, -1, 0.5, -4], "float32"))
-    >>> [array.tolist() for array in packed.arrays], packed.left.tolist()
+    >>> [array.tolist() for array in packed.arrays], packed.residual.tolist()
     ([[0, 3], [3.0, -4.0]], [0.0, -1.0, 0.5, 0.0])
     """
     if before is not None:
@@ -103,12 +103,12 @@ def _top(how: TopK, gradient: np.ndarray) -> Packed:
         places.sort()
     else:
         places = np.arange(flat.size)
-    left = None
+    residual = None
     if how.feedback:
-        left = flat.copy()
-        left[places] = 0
-        left = left.reshape(gradient.shape)
-    return Packed((places.astype(np.int32), flat[places]), {"codec": "topk"}, left)
+        residual = flat.copy()
+        residual[places] = 0
+        residual = residual.reshape(gradient.shape)
+    return Packed((places.astype(np.int32), flat[places]), {"codec": "topk"}, residual)
 
 
 def _half(how: Half, gradient: np.ndarray) -> Packed:
@@ -123,5 +123,5 @@ def _half(how: Half, gradient: np.ndarray) -> Packed:
         rounded = gradient.astype(ml_dtypes.bfloat16)
         arrived = rounded.astype(np.float32)
         sent = rounded.view(np.uint16)  # servers know NumPy's own types alone
-    left = gradient - arrived if how.feedback else None
-    return Packed((sent,), {"codec": how.dtype}, left)
+    residual = gradient - arrived if how.feedback else None
+    return Packed((sent,), {"codec": how.dtype}, residual)

@@ -158,7 +158,7 @@ class _Exporter:
         def unflattened(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args: function(*args[:-1], whole(args[-1]))
 
-        shardings = layout and layout.given(parts, tuple(rows), positions, batch, filling)
+        shardings = layout and layout.arguments(parts, tuple(rows), positions, batch, filling)
         to_measure = layout and (shardings, layout.whole)
         if self._predicts:
             outputs = self._export(unflattened(functions.outputs), arguments, to_measure)

@@ -91,16 +91,8 @@ def fit(
         held_out=held_out,
         progress=progress,
     )
-    run = Run(
-        steps,
-        saves,
-        KerasCallbacks(model, callbacks),
-        schedule.epochs,
-        schedule.initial_epoch,
-        () if held_out is None else validation.freq,
-        progress,
-    )
-    run.train()
+    due = () if held_out is None else validation.freq
+    Run(steps, saves, KerasCallbacks(model, callbacks), schedule, due, progress).train()
     return model.history
 
 

@@ -261,12 +261,12 @@ def _with_rows(program: Program, parts: Parts, lookups: Lookups, positions: list
     """The program whose tables are given by the rows that a batch looks up."""
 
     def loss(values: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        left = iter(positions)
+        waiting = iter(positions)
         pads = {table.name for table in parts.tables if table.padding_id is not None}
 
         def take(name: str, ids: Any) -> Taken:
             del ids  # the positions say the same of the rows that are there
-            at = next(left)
+            at = next(waiting)
             rows = jnp.take(values[ROWS + name], at, axis=0, mode="clip")
             present = at >= 0
             if name in pads:

@@ -61,10 +61,10 @@ def plain_model(strategy: Any, model: keras.Model) -> keras.Model:
             "models can. Of others, read the rows of each table with "
             "mw.ps.table_of(strategy, model, name)."
         ) from error
-    if left := [one.name for one in _compat.layers_inside(plain) if isinstance(one, Embedding)]:
+    if hidden := [one.name for one in _compat.layers_inside(plain) if isinstance(one, Embedding)]:
         raise ModelError(
-            f"model {model.name!r} cannot be exported: the tables {', '.join(left)} are inside of "
-            "layers of your own. Use mw.ps.Embedding as a layer of the model itself."
+            f"model {model.name!r} cannot be exported: the tables {', '.join(hidden)} are inside "
+            "of layers of your own. Use mw.ps.Embedding as a layer of the model itself."
         )
     for old, new in pairs:
         new.set_weights(old.get_weights())

@@ -59,7 +59,7 @@ class WorkerLayout:
         """The sharding of what every device has whole."""
         return self._sharding()
 
-    def given(
+    def arguments(
         self,
         parts: Parts,
         rows: Sequence[str],
@@ -97,7 +97,7 @@ class WorkerLayout:
         self, parts: Parts, slots: Iterable[str], batch: Batch, filling: Filling | None
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The arguments of :meth:`StepFunctions.local`, and its results, which lie as they did."""
-        params, moving, frozen, seeds, *_, leaves = self.given(parts, (), (), batch, filling)
+        params, moving, frozen, seeds, *_, leaves = self.arguments(parts, (), (), batch, filling)
         of_slots = self._of(slots)
         arguments = params, moving, frozen, seeds, of_slots, leaves
         return arguments, (params, moving, seeds, of_slots, self.whole, self.whole)

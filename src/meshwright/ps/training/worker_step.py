@@ -137,7 +137,7 @@ class Engine:
         self._edition: int | None = None
         self._pulled: list[Any] = []
         self._frozen: dict[str, Any] = {}
-        self._left: dict[str, np.ndarray] = {}  # what compression left out
+        self._residuals: dict[str, np.ndarray] = {}  # what compression left out
 
     def train(self, context: Context, batch: Any, edition: int) -> float:
         """One step; the loss."""
@@ -250,9 +250,9 @@ class Engine:
                 continue
             for shard, rows in by_shard(spec):
                 part = gradient[rows] if gradient.ndim else gradient
-                packed = pack_gradient(self._compression, part, self._left.get(shard.name))
-                if packed.left is not None:
-                    self._left[shard.name] = packed.left
+                packed = pack_gradient(self._compression, part, self._residuals.get(shard.name))
+                if packed.residual is not None:
+                    self._residuals[shard.name] = packed.residual
                 yield Update(shard, "gradient", packed.arrays, {**wanted, **packed.options})
 
     def _row_gradients(

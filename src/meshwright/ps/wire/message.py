@@ -122,16 +122,16 @@ def decode(frames: Frames) -> Message:
     if not frames:
         raise ProtocolError("a message has no frames; expected at least 1.")
     opened = open_first(bytes(frames[0]))
-    left = list(frames[:0:-1])
+    rest = list(frames[:0:-1])
     arrays = []
     for one in opened.arrays:
         if one.content is None:
-            pieces = [left.pop() for _ in range(min(num_pieces(one.num_bytes), len(left)))]
+            pieces = [rest.pop() for _ in range(min(num_pieces(one.num_bytes), len(rest)))]
             arrays.append(array_of(one, pieces[0] if len(pieces) == 1 else b"".join(pieces)))
         else:
             arrays.append(array_of(one, one.content))
-    if left:
-        raise ProtocolError(f"a message has {len(left)} frames more than its arrays need.")
+    if rest:
+        raise ProtocolError(f"a message has {len(rest)} frames more than its arrays need.")
     return Message(opened.kind, opened.head, tuple(arrays))
 
 

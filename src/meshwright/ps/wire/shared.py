@@ -196,8 +196,8 @@ class Space:
         wanted = max(1, -(-num_bytes // ALIGNED_BYTES)) * ALIGNED_BYTES
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= wanted:
-                left = [(start + wanted, stop)] if stop - start > wanted else []
-                self._free[index : index + 1] = left
+                spare = [(start + wanted, stop)] if stop - start > wanted else []
+                self._free[index : index + 1] = spare
                 self._taken[start] = start + wanted
                 return start
         return None

@@ -51,15 +51,24 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _exponential(
-    step: int,
-    initial_learning_rate: float,
-    decay_steps: float,
-    decay_rate: float,
-    staircase: bool = False,
-) -> float:
-    power = _one(step) / _one(decay_steps)
-    return initial_learning_rate * _one(decay_rate) ** (np.floor(power) if staircase else power)
+def _falling(rate_after: Callable[[float, float, Any], float]) -> Callable[..., float]:
+    """A rate that falls with the number of ``decay_steps``, or with each of them at once."""
+
+    def rate(
+        step: int,
+        initial_learning_rate: float,
+        decay_steps: float,
+        decay_rate: float,
+        staircase: bool = False,
+    ) -> float:
+        done = _one(step) / _one(decay_steps)
+        return rate_after(initial_learning_rate, decay_rate, np.floor(done) if staircase else done)
+
+    return rate
+
+
+_exponential = _falling(lambda first, rate, done: first * _one(rate) ** done)
+_inverse_time = _falling(lambda first, rate, done: first / (1 + rate * done))
 
 
 def _piecewise(step: int, boundaries: tuple[float, ...], values: tuple[float, ...]) -> float:
@@ -82,17 +91,6 @@ def _polynomial(
         done = _one(min(step, decay_steps)) / _one(decay_steps)
     span = initial_learning_rate - end_learning_rate
     return span * (1 - done) ** _one(power) + end_learning_rate
-
-
-def _inverse_time(
-    step: int,
-    initial_learning_rate: float,
-    decay_steps: float,
-    decay_rate: float,
-    staircase: bool = False,
-) -> float:
-    done = _one(step) / _one(decay_steps)
-    return initial_learning_rate / (1 + decay_rate * (np.floor(done) if staircase else done))
 
 
 def _cosine(
