@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import DimError
 from ..layouts.dim_rules import Dims, DimsLike, text_of
 from .array import NamedArray, as_named, spread, union
-from .operation import operation
+from .operation import named_operation, operation
 from .reductions import dims_among
 
 
@@ -68,22 +68,20 @@ def _unary(name: str, function: Callable[..., Any], says: str) -> Callable[..., 
     def call(x: Any, **options: Any) -> NamedArray:
         return apply(lambda a: function(a, **options), x, what=name)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{says}, of each element; dims stay."
-    return operation(call)
+    return named_operation(call, name, f"{says}, of each element; dims stay.")
 
 
 def _binary(name: str, function: Callable[..., Any], says: str) -> Callable[..., NamedArray]:
     def call(x: Any, y: Any, *, out: DimsLike | None = None) -> NamedArray:
         return apply(function, x, y, out=out, what=name)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = (
-        f"{says}, element by element; dims are matched by name, missing ones are broadcast."
-        "\n\n``out`` may give the result's dims another order: ``'io batch'``."
-    )
-    return operation(call)
+    return named_operation(call, name, f"{says}, {_BY_NAME}")
 
+
+_BY_NAME = (
+    "element by element; dims are matched by name, missing ones are broadcast."
+    "\n\n``out`` may give the result's dims another order: ``'io batch'``."
+)
 
 exp = _unary("exp", jnp.exp, "The exponential")
 log = _unary("log", jnp.log, "The natural logarithm")

@@ -48,6 +48,13 @@ def operation(function: Callable[_P, _R]) -> Operation[_P, _R]:
     return call  # type: ignore[return-value]
 
 
+def named_operation(call: Callable[..., Any], name: str, doc: str) -> Callable[..., Any]:
+    """An operation that is made rather than written: with its name and its docstring."""
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = doc
+    return operation(call)
+
+
 def callback(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that was given to an operation: what it is made of is laid out as outside."""
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..errors import DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .array import NamedArray, as_named, find, position
-from .operation import operation
+from .operation import named_operation, operation
 
 Over = str | Dim | Iterable[str | Dim] | None  # dims to reduce; none means every one
 
@@ -74,9 +74,7 @@ def _reduction(name: str, function: Callable[..., Any], says: str) -> Callable[.
     def call(x: Any, over: Over = None) -> NamedArray:
         return reduced(function, x, over)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{says} over the dims named by ``over``, or over all."
-    return operation(call)
+    return named_operation(call, name, f"{says} over the dims named by ``over``, or over all.")
 
 
 reduce_sum = _reduction("reduce_sum", jnp.sum, "The sum")

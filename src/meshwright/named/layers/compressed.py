@@ -17,7 +17,7 @@ from ..operation import operation
 from ..reductions import reduce_any, reduce_sum
 from ..shapes import split_dim
 from .layer import Params, in_dtype, ones
-from .multi_head import Attention, Kept
+from .multi_head import Attention, Kept, Mask, Queries
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,8 @@ class CompressedAttention(Attention):
     def _kept(self, keys: NamedArray, values: NamedArray, at: NamedArray | None) -> Kept:
         return super()._kept(keys, values, None)  # means are turned, not what they are of
 
-    def _attended(
-        self,
-        params: Params,
-        query: NamedArray,
-        kept: Kept,
-        mask: NamedArray | None,
-        bias: Any,
-        key: Any,
-        at: NamedArray | None,
-    ) -> NamedArray:
+    def _attended(self, params: Params, queries: Queries, kept: Kept) -> NamedArray:
+        mask, at = queries.mask, queries.at
         if mask is not None and self.length in mask.shape:
             raise DimError(
                 f"a mask of compressed attention is over the memory: expected dim {self.memory!r} "
@@ -76,7 +68,7 @@ class CompressedAttention(Attention):
             kept = kept | {"key": self._turned(kept["key"], ends)}
             if self.causal:
                 seen = logical_and(seen, less_equal(ends, at))
-        values = super()._attended(params, query, kept, seen, bias, key, at)
+        values = super()._attended(params, queries._replace(mask=seen), kept)
         return where(reduce_any(seen, self.memory), values, 0.0, out=values.dims)
 
     def _away(self, memory: Dim, at: NamedArray) -> NamedArray:
@@ -86,13 +78,7 @@ class CompressedAttention(Attention):
         """The last position of each mean."""
         return arange(means) * self.window + (self.window - 1)
 
-    def _seen(
-        self,
-        length: Dim,
-        mask: NamedArray | None,
-        segments: NamedArray | None,
-        prefix: NamedArray | None,
-    ) -> NamedArray | None:
+    def _seen(self, length: Dim, mask: Mask, segments: Mask, prefix: Mask) -> Mask:
         if segments is not None or prefix is not None:
             raise DimError(
                 "compressed attention takes no segments= and no prefix=: the positions of a mean "

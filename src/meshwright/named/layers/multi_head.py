@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,19 @@ from .layer import Params, as_dim, under_rules
 from .positions import rotated
 
 Kept = dict[str, NamedArray]  # the keys and values of a memory
+Mask = NamedArray | None
 # What is added to products: an array, or what makes it from how far away a key is.
 Bias = NamedArray | Callable[[NamedArray], NamedArray]
+
+
+class Queries(NamedTuple):
+    """Queries at positions ``at``, and what bounds what they see: see :class:`Attention`."""
+
+    array: NamedArray
+    mask: Mask
+    bias: Any
+    key: Any
+    at: NamedArray | None
 
 
 @dataclass(frozen=True)
@@ -159,15 +170,10 @@ class Attention:
         if callable(bias):
             bias = bias(self._away(length.renamed(self.memory), at))
         query, keys, values = self._projected(params, x)
-        return self._attended(params, query, self._kept(keys, values, at), mask, bias, key, at)
+        queries = Queries(query, mask, bias, key, at)
+        return self._attended(params, queries, self._kept(keys, values, at))
 
-    def _seen(
-        self,
-        length: Dim,
-        mask: NamedArray | None,
-        segments: NamedArray | None,
-        prefix: NamedArray | None,
-    ) -> NamedArray | None:
+    def _seen(self, length: Dim, mask: Mask, segments: Mask, prefix: Mask) -> Mask:
         """Where a position may look, or ``None`` for everywhere."""
         if self.causal:
             mask = _both(mask, _causal(length, self.memory, prefix))
@@ -224,20 +230,12 @@ class Attention:
     ) -> NamedArray:
         """What the input, at positions ``at``, finds in keys and values that were kept."""
         query = dense(x, params["query"], self._per_query)
-        return self._attended(params, query, kept, mask, bias, key, at)
+        return self._attended(params, Queries(query, mask, bias, key, at), kept)
 
-    def _attended(
-        self,
-        params: Params,
-        query: NamedArray,
-        kept: Kept,
-        mask: NamedArray | None,
-        bias: Any,
-        key: Any,
-        at: NamedArray | None,
-    ) -> NamedArray:
+    def _attended(self, params: Params, queries: Queries, kept: Kept) -> NamedArray:
+        array, mask, bias, key, at = queries
         values = attend(
-            self._turned(query, at),
+            self._turned(array, at),
             kept["key"],
             kept["value"],
             memory=self.memory, d_kv=self._per_query[1], mask=mask, bias=bias, scale=self.scale,
@@ -277,7 +275,7 @@ class Attention:
         if callable(bias):
             bias = bias(self._away(memory, place))
         mask = self._seen_by_step(memory, at)
-        return self._attended(params, query, kept, mask, bias, None, place), kept
+        return self._attended(params, Queries(query, mask, bias, None, place), kept), kept
 
     def _check_step(self, x: NamedArray) -> None:
         if len(self._lengths) > 1:

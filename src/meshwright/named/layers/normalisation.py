@@ -66,11 +66,14 @@ def _finished(
 
 
 @dataclass(frozen=True)
-class LayerNorm:
-    """:func:`layer_norm` over ``dims``, with a ``scale`` and a ``bias`` that are learned."""
-
+class _Norm:
     dims: DimsLike
     epsilon: float = 1e-6
+
+
+@dataclass(frozen=True)
+class LayerNorm(_Norm):
+    """:func:`layer_norm` over ``dims``, with a ``scale`` and a ``bias`` that are learned."""
 
     @under_rules
     def init(self, key: Any = None) -> Params:
@@ -82,11 +85,8 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(_Norm):
     """:func:`rms_norm` over ``dims``, with a ``scale`` that is learned."""
-
-    dims: DimsLike
-    epsilon: float = 1e-6
 
     @under_rules
     def init(self, key: Any = None) -> Params:
