@@ -295,15 +295,7 @@ def numpy_batches(
     """
     from keras.src.trainers.epoch_iterator import EpochIterator
 
-    epochs = EpochIterator(
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        steps_per_epoch=steps,
-        shuffle=shuffle,
-        class_weight=class_weight,
-    )
+    epochs = EpochIterator(x, y, sample_weight, batch_size, steps, shuffle, class_weight)
     if steps is None and not is_one_shot(epochs):
         # Data of unknown length ends when it ends; Keras calls every such end an interruption.
         epochs._interrupted_warning = lambda: None

@@ -99,6 +99,21 @@ def compiled(build: Callable[[], keras.Model], optimizer: Any, **options: Any) -
     return build_and_compile
 
 
+def classifier(**options: Any) -> keras.Model:
+    """Four classes of rows of twelve numbers, trained with momentum."""
+    layers = [keras.layers.Dense(16, name="hidden"), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input([12]), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, **options)
+    return model
+
+
+def sharded() -> mw.Sharded:
+    """Its strategy: batches over four devices, the hidden layer over two."""
+    mesh = mw.create_mesh({"batch": 4, "model": 2})
+    return mw.Sharded(mesh, {"hidden.*kernel": [None, "model"]})
+
+
 def weights(model: keras.Model) -> dict[str, np.ndarray]:
     """Every weight and slot of a model by path, whole, on the host."""
     parts = read_state(KerasVariables.of(model))[:3]

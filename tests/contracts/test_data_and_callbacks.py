@@ -10,9 +10,7 @@ import keras
 import numpy as np
 import pytest
 from keras import callbacks, layers
-from oracle import OneDevice, largest_gap, made, train, weights
-
-import meshwright as mw
+from oracle import OneDevice, classifier, largest_gap, made, sharded, train, weights
 
 draw = np.random.default_rng(9)
 X = draw.normal(size=[44, 12]).astype("float32")
@@ -20,15 +18,7 @@ Y = draw.integers(0, 4, 44)
 
 
 def build() -> keras.Model:
-    model = keras.Sequential([keras.Input([12]), layers.Dense(16, name="hidden"), layers.Dense(4)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
-    return model
-
-
-def sharded() -> mw.Sharded:
-    mesh = mw.create_mesh({"batch": 4, "model": 2})
-    return mw.Sharded(mesh, {"hidden.*kernel": [None, "model"]})
+    return classifier(metrics=["accuracy"])
 
 
 class Batches(keras.utils.PyDataset):

@@ -8,8 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras import layers
-from oracle import Native, OneDevice, largest_gap, made, weights
+from oracle import Native, OneDevice, classifier, largest_gap, made, sharded, weights
 
 import meshwright as mw
 
@@ -18,16 +17,7 @@ X = draw.normal(size=[64, 12]).astype("float32")
 Y = draw.integers(0, 4, 64)
 
 
-def build() -> keras.Model:
-    model = keras.Sequential([keras.Input([12]), layers.Dense(16, name="hidden"), layers.Dense(4)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
-    return model
-
-
-def sharded() -> mw.Sharded:
-    mesh = mw.create_mesh({"batch": 4, "model": 2})
-    return mw.Sharded(mesh, {"hidden.*kernel": [None, "model"]})
+build = classifier
 
 
 WAYS = {"strategy.fit": sharded, "native": lambda: Native(sharded())}

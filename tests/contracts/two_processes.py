@@ -13,6 +13,22 @@ from typing import Any
 import meshwright as mw
 
 
+def regression(outputs: int) -> tuple[Any, Any, Any]:
+    """A function that builds a dense net, and 45 rows for it."""
+    import keras
+    import numpy as np
+
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(5), keras.layers.Dense(outputs)]
+        model = keras.Sequential([keras.Input([6]), *layers])
+        model.compile("sgd", "mse")
+        return model
+
+    draw = np.random.default_rng(3)
+    x = draw.normal(size=[45, 6]).astype("float32")
+    return build, x, draw.normal(size=[45, outputs]).astype("float32")
+
+
 def train_law(row: Any) -> None:
     """Curve, weights, evaluation with a rest and prediction are one device's."""
     import numpy as np
@@ -65,7 +81,6 @@ def save_law(row: Any) -> None:
 def input_law(row: Any) -> None:
     """Each process reads the rows of its own devices only, or yields them, and no others."""
     import jax
-    import keras
     import numpy as np
     from oracle import OneDevice, made, weights
 
@@ -79,14 +94,7 @@ def input_law(row: Any) -> None:
             Counts.rows_read += len(found)
             return found
 
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input([6]), keras.layers.Dense(5), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
-
-    draw = np.random.default_rng(3)
-    x = draw.normal(size=[45, 6]).astype("float32")
-    y = draw.normal(size=[45, 1]).astype("float32")
+    build, x, y = regression(outputs=1)
     strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
     options: dict[str, Any] = {"batch_size": 16, "epochs": 1, "verbose": 0}
 
@@ -114,18 +122,9 @@ def shard_law(row: Any) -> None:
     """Rows that are dealt out train as one device's, the rest that does not divide too; gradients
     go as one flat vector."""
     import jax
-    import keras
-    import numpy as np
     from oracle import OneDevice, made, weights
 
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input([6]), keras.layers.Dense(5), keras.layers.Dense(2)])
-        model.compile("sgd", "mse")
-        return model
-
-    draw = np.random.default_rng(3)
-    x = draw.normal(size=[45, 6]).astype("float32")
-    y = draw.normal(size=[45, 2]).astype("float32")
+    build, x, y = regression(outputs=2)
     strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
     sharded, one = made(strategy, build), made(OneDevice(), build)
     rows = mw.shard((x, y), batch_size=16)

@@ -8,7 +8,7 @@ precision); the result lies where the rules say; no operand is gathered.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,19 @@ class Case:
             (dim, dict(pairs)[of]) for dim, of in self.more_rules.items() if of in dict(pairs)
         ]
         return mn.BoundRules(mn.DimRules(pairs), mw.create_mesh(axes))
+
+
+def under_each_kind(case: Case, few: Collection[str]) -> list[Any]:
+    """The case under every kind of rules; but for 3-D meshes and ``few``, in the long run alone."""
+    return [
+        pytest.param(
+            case,
+            kind,
+            id=f"{case}-{kind}",
+            marks=[] if kind == "3-D" or str(case) in few else pytest.mark.full,
+        )
+        for kind in KINDS
+    ]
 
 
 def scope(rules: mn.BoundRules | None) -> Any:

@@ -29,6 +29,26 @@ def parameters(model: Any) -> Any:
     )
 
 
+def check_steps(model: Any, params: Any, tokens: Any) -> None:
+    """The logits of one position after another are those of all positions at once."""
+    batch, length = tokens.shape
+
+    @jax.jit
+    def both(params: Any, tokens: Any) -> Any:
+        step, states = model.stepper(params, f"batch:{batch}", length)
+
+        def body(states: Any, turn: Any) -> Any:
+            at, token = turn
+            logits, states = step(mn.named(token, f"batch:{batch}"), at, states)
+            return states, logits.array
+
+        _, steps = jax.lax.scan(body, states, (jnp.arange(length), tokens.T))
+        whole = model(params, mn.named(tokens, f"batch:{batch} length:{length}"))
+        return steps.swapaxes(0, 1), whole.array
+
+    np.testing.assert_allclose(*both(params, tokens), rtol=1e-5, atol=3e-6)
+
+
 def norm(params: Any, x: Any) -> Any:
     x = x - x.mean(-1, keepdims=True)
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * params["scale"] + params["bias"]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import KINDS, Case, check, of_each
+from named_laws import Case, check, of_each, under_each_kind
 
 import meshwright as mw
 import meshwright.named as mn
@@ -211,21 +211,10 @@ CASES = [*IMAGES, *OTHERS, *TRANSPOSED, UNLIKE, VOLUMES]
 FEW = {str(case) for case in (IMAGES[0], IMAGES[3], OTHERS[1], TRANSPOSED[0])}
 
 
-def rows(case: Case) -> list[Any]:
-    """The case under every kind of rules; all but some of them only in the long run."""
-    return [
-        pytest.param(
-            case,
-            kind,
-            id=f"{case}-{kind}",
-            marks=[] if kind == "3-D" or str(case) in FEW else pytest.mark.full,
-        )
-        for kind in KINDS
-    ]
-
-
 @pytest.mark.full_for("valid, h w io-3-D")
-@pytest.mark.parametrize(("case", "kind"), [row for case in CASES for row in rows(case)])
+@pytest.mark.parametrize(
+    ("case", "kind"), [row for case in CASES for row in under_each_kind(case, FEW)]
+)
 def test_laws(case: Case, kind: str) -> None:
     check(case, kind)
 

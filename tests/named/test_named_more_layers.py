@@ -215,19 +215,7 @@ def test_steps_are_those_of_all_positions_at_once(name: str) -> None:
     model = MODELS[name]
     params, tokens = plain.parameters(model), np.random.default_rng(0).integers(1, 32, [2, 16])
 
-    @jax.jit
-    def both(params: Any, tokens: Any) -> Any:
-        step, states = model.stepper(params, "batch:2", 16)
-
-        def body(states: Any, turn: Any) -> Any:
-            at, token = turn
-            logits, states = step(mn.named(token, "batch:2"), at, states)
-            return states, logits.array
-
-        _, steps = jax.lax.scan(body, states, (jnp.arange(16), tokens.T))
-        return steps.swapaxes(0, 1), model(params, mn.named(tokens, "batch:2 length:16")).array
-
-    np.testing.assert_allclose(*both(params, tokens), rtol=1e-5, atol=3e-6)
+    plain.check_steps(model, params, tokens)
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import KINDS, Case, check, of_each
+from named_laws import Case, check, of_each, under_each_kind
 
 import meshwright as mw
 import meshwright.named as mn
@@ -97,16 +97,7 @@ CASES = [
 
 
 FEW = {str(CASES[2]), str(CASES[3])}
-TABLE = [
-    pytest.param(
-        case,
-        kind,
-        id=f"{case}-{kind}",
-        marks=[] if kind == "3-D" or str(case) in FEW else pytest.mark.full,
-    )
-    for case in CASES
-    for kind in KINDS
-]
+TABLE = [row for case in CASES for row in under_each_kind(case, FEW)]
 
 
 @pytest.mark.full_for("max_pool wide windows, h batch io-3-D")

@@ -301,19 +301,7 @@ def test_steps_are_those_of_all_positions_at_once(name: str) -> None:
         model = dataclasses.replace(model, feed_forward=None)
     params, tokens = plain.parameters(model), ids(2, 16)
 
-    @jax.jit
-    def both(params: Any, tokens: Any) -> Any:
-        step, states = model.stepper(params, "batch:2", 16)
-
-        def body(states: Any, turn: Any) -> Any:
-            at, token = turn
-            logits, states = step(mn.named(token, "batch:2"), at, states)
-            return states, logits.array
-
-        _, steps = jax.lax.scan(body, states, (jnp.arange(16), tokens.T))
-        return steps.swapaxes(0, 1), model(params, mn.named(tokens, "batch:2 length:16")).array
-
-    np.testing.assert_allclose(*both(params, tokens), rtol=1e-5, atol=3e-6)
+    plain.check_steps(model, params, tokens)
 
 
 def test_without_a_table_there_is_no_limit_and_no_order_with_none() -> None:

@@ -38,14 +38,12 @@ _TAKEN = ("steps", "seed", "rtol", "double")
     "--steps",
     type=click.IntRange(1),
     default=5,
-    show_default=True,
     help="Number of training steps.",
 )
 @option(
     "--seed",
     type=int,
     default=0,
-    show_default=True,
     help="Seed of initial weights and dropout.",
 )
 @option(

@@ -91,8 +91,8 @@ class Argument(_Collected, click.Argument):
 
 
 def option(*names: str, **how: Any) -> Any:
-    """``click.option`` for a :class:`Command`."""
-    return click.option(*names, cls=Option, **how)
+    """``click.option`` for a :class:`Command`; its help shows the default that is given."""
+    return click.option(*names, cls=Option, **{"show_default": "default" in how, **how})
 
 
 def argument(*names: str, **how: Any) -> Any:

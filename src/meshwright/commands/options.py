@@ -35,7 +35,6 @@ timeout_option = option(
     "--timeout",
     type=click.FloatRange(0, min_open=True),
     default=3600.0,
-    show_default=True,
     help="Time limit for compiling, in seconds.",
 )
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     "--objective",
     type=click.Choice(["time", "memory"]),
     default="time",
-    show_default=True,
     help="Minimize the time of a step, or the peak memory of a device.",
 )
 @option(
@@ -44,14 +43,12 @@ if TYPE_CHECKING:
     "--verify",
     type=click.IntRange(0),
     default=0,
-    show_default=True,
     help="Compile this many of the best plans and rank them by their dry runs.",
 )
 @option(
     "--seconds",
     type=click.FloatRange(0, min_open=True),
     default=10.0,
-    show_default=True,
     help="Search time limit in seconds.",
 )
 @timeout_option

@@ -60,7 +60,6 @@ _ITEMSIZES = {
     type=click.Choice(list(_ITEMSIZES)),
     default="float32",
     metavar="DTYPE",
-    show_default=True,
     help="Type of the elements: bfloat16, int8, ...",
 )
 @option("--title", default="", help="Title of the picture.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..checkpoint import CheckpointInfo, Position
@@ -18,6 +18,7 @@ from ..errors import Preempted
 from ..launch.join import naming_failures
 from ..launch.progress import entering, inside
 from ..program import Logs, TrainState
+from .options import Schedule
 from .progress import Progress
 from .saver import Saver
 from .stopping import Stopping
@@ -143,8 +144,7 @@ class Run:
     steps: Steps
     saver: Saver
     callbacks: Callbacks
-    epochs: int = 1
-    initial_epoch: int = 0
+    schedule: Schedule = field(default_factory=Schedule)
     validates: int | Sequence[int] = ()
     progress: Progress | None = None
 
@@ -164,16 +164,16 @@ class Run:
             self.saver.restore(steps)
         with steps, naming_failures():
             callbacks.begin(start.notes if start else None)
-            first = callbacks.first_epoch(self.initial_epoch)
+            first = callbacks.first_epoch(self.schedule.initial_epoch)
             if start is not None:
                 ended = start.notes.get("stopped")
-                first = self.epochs if ended else start.position.epoch
+                first = self.schedule.epochs if ended else start.position.epoch
             with self.saver.running():
-                for epoch in range(first, self.epochs):
+                for epoch in range(first, self.schedule.epochs):
                     logs = self._epoch(epoch)
                     if callbacks.stop:
                         break
-            if self.epochs > self.initial_epoch:
+            if self.schedule.epochs > self.schedule.initial_epoch:
                 steps.finish()
             callbacks.end(logs)
         entering("script")
@@ -221,7 +221,7 @@ class Run:
         self.steps.begin_epoch(epoch, start)
 
     def _ends(self, epoch: int) -> bool:
-        return self.callbacks.stop or epoch + 1 == self.epochs
+        return self.callbacks.stop or epoch + 1 == self.schedule.epochs
 
     def _validated(self, epoch: int) -> Logs:
         try:

@@ -12,10 +12,14 @@ import threading
 import time
 from collections.abc import Iterator
 
+import pytest
+
+from meshwright.errors import ExhaustedError
 from meshwright.launch.joining import cluster_variables
 from meshwright.launch.local import LocalCluster
 from meshwright.launch.spec import ClusterSpec, Task
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
+from meshwright.ps.shared.variables import Variable
 from meshwright.ps.strategy import ParameterServer
 
 WAIT_S = 60.0
@@ -130,3 +134,26 @@ def task_process(spec: ClusterSpec, task: str) -> Iterator[subprocess.Popen]:
     finally:
         process.kill()
         process.wait()
+
+
+def add_up(coordinator: ClusterCoordinator, total: Variable, numbers: Iterator[float]) -> None:
+    """TensorFlow's classic sample: five functions each add the next of 1 to 5 to the total."""
+
+    def step(numbers):
+        total.assign_add(next(numbers))
+
+    for _ in range(5):
+        coordinator.schedule(step, args=(numbers,))
+    coordinator.join(WAIT_S)
+    assert total.read() == 15.0
+
+
+def check_exhausted(coordinator: ClusterCoordinator, numbers: Iterator[float]) -> None:
+    """A function that asks for one more element fails, and says so."""
+
+    def take(numbers):
+        return next(numbers)
+
+    coordinator.schedule(take, args=(numbers,))
+    with pytest.raises(ExhaustedError, match="no more elements"):
+        coordinator.join(WAIT_S)

@@ -7,13 +7,13 @@ import time
 
 import numpy as np
 import pytest
+from clusters import add_up, check_exhausted
 
 import meshwright as mw
 from meshwright.errors import (
     ArrayError,
     CancelledError,
     ClusterError,
-    ExhaustedError,
     ShippingError,
     TaskError,
     UnreachableError,
@@ -43,13 +43,7 @@ def test_the_classic_sample_with_one_shared_iterator(strategy, coordinator):
     total = strategy.variable(0.0)
     numbers = iter([1.0, 2.0, 3.0, 4.0, 5.0])
 
-    def step(numbers):
-        total.assign_add(next(numbers))
-
-    for _ in range(5):
-        coordinator.schedule(step, args=(numbers,))
-    coordinator.join(WAIT_S)
-    assert total.read() == 15.0
+    add_up(coordinator, total, numbers)
 
 
 def test_the_worker_of_this_process_is_not_declared_dead_while_it_has_nothing_to_do():
@@ -66,16 +60,8 @@ def test_the_classic_sample_with_data_of_the_workers(strategy, coordinator, shar
     dataset = coordinator.create_per_worker_dataset(lambda: [1.0, 2.0, 3.0, 4.0, 5.0], sharding)
     numbers = iter(dataset)
 
-    def step(numbers):
-        total.assign_add(next(numbers))
-
-    for _ in range(5):
-        coordinator.schedule(step, args=(numbers,))
-    coordinator.join(WAIT_S)
-    assert total.read() == 15.0
-    coordinator.schedule(step, args=(numbers,))
-    with pytest.raises(ExhaustedError, match="no more elements"):
-        coordinator.join(WAIT_S)
+    add_up(coordinator, total, numbers)
+    check_exhausted(coordinator, numbers)
 
 
 def test_a_loop_takes_what_is_left_and_a_new_iterator_begins_anew(strategy, coordinator):

@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from clusters import WAIT_S, trained_on, wait_for_workers
+from clusters import WAIT_S, add_up, check_exhausted, trained_on, wait_for_workers
 
-from meshwright.errors import CancelledError, ExhaustedError, UnreachableError
+from meshwright.errors import CancelledError, UnreachableError
 from meshwright.ps.worker.context import current
 
 pytestmark = pytest.mark.alone
@@ -22,26 +22,14 @@ def test_the_classic_sample(workers):
     with trained_on(workers) as (_, strategy, coordinator):
         total = strategy.variable(0.0)
 
-        def step(numbers):
-            total.assign_add(next(numbers))
-
-        shared = iter([1.0, 2.0, 3.0, 4.0, 5.0])
-        for _ in range(5):
-            coordinator.schedule(step, args=(shared,))
-        coordinator.join(WAIT_S)
-        assert total.read() == 15.0
+        add_up(coordinator, total, iter([1.0, 2.0, 3.0, 4.0, 5.0]))
         for sharding in ("dynamic", "static"):
             total.assign(0.0)
             numbers = iter(
                 coordinator.create_per_worker_dataset(lambda: [1.0, 2.0, 3.0, 4.0, 5.0], sharding)
             )
-            for _ in range(5):
-                coordinator.schedule(step, args=(numbers,))
-            coordinator.join(WAIT_S)
-            assert total.read() == 15.0
-            coordinator.schedule(step, args=(numbers,))
-            with pytest.raises(ExhaustedError, match="no more elements"):
-                coordinator.join(WAIT_S)
+            add_up(coordinator, total, numbers)
+            check_exhausted(coordinator, numbers)
         if workers == 1:
             check_order(coordinator)
 

@@ -86,37 +86,26 @@ def memory(core: Any) -> Iterator[MemoryChannel]:
 
 
 @contextmanager
-def frames(core: Any) -> Iterator[SocketChannel]:
+def socket(core: Any, *, encrypted: bool, **options: Any) -> Iterator[SocketChannel]:
+    ours, theirs = (KEYS.of("ps"), KEYS.of("worker")) if encrypted else (None, None)
     with (
-        serving(core) as listener,
-        SocketChannel(listener.address, None, "ps:0", shared=False, timeout_s=WAIT_S) as channel,
+        serving(core, keys=ours) as listener,
+        SocketChannel(listener.address, theirs, "ps:0", timeout_s=WAIT_S, **options) as channel,
     ):
         yield channel
 
 
-@contextmanager
-def encrypted(core: Any) -> Iterator[SocketChannel]:
-    with (
-        serving(core, keys=KEYS.of("ps")) as listener,
-        SocketChannel(
-            listener.address, KEYS.of("worker"), "ps:0", shared=False, timeout_s=WAIT_S
-        ) as channel,
-    ):
-        yield channel
+def frames(core: Any) -> Any:
+    return socket(core, encrypted=False, shared=False)
+
+
+def encrypted(core: Any) -> Any:
+    return socket(core, encrypted=True, shared=False)
 
 
 @contextmanager
 def shared(core: Any) -> Iterator[SocketChannel]:
-    with (
-        serving(core, keys=KEYS.of("ps")) as listener,
-        SocketChannel(
-            listener.address,
-            KEYS.of("worker"),
-            "ps:0",
-            hello=Message("hello"),
-            timeout_s=WAIT_S,
-        ) as channel,
-    ):
+    with socket(core, encrypted=True, hello=Message("hello")) as channel:
         channel.connect()
         yield channel
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -248,13 +249,19 @@ def test_an_answer_to_nobody_is_no_error() -> None:
         assert listener.answer(b"worker:9", Message("ok"), 1) is False
 
 
-def test_a_peer_that_takes_nothing_makes_the_sender_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "WINDOW_MESSAGES", 8)
+@contextmanager
+def connected(timeout_s: float) -> Iterator[tuple[Listener, SocketChannel]]:
     with (
         Listener("tcp://127.0.0.1:*", task="ps:0") as listener,
-        SocketChannel(listener.address, None, "ps:0", timeout_s=0.3) as channel,
+        SocketChannel(listener.address, None, "ps:0", timeout_s=timeout_s) as channel,
     ):
         channel.connect(WAIT_S)
+        yield listener, channel
+
+
+def test_a_peer_that_takes_nothing_makes_the_sender_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "WINDOW_MESSAGES", 8)
+    with connected(timeout_s=0.3) as (listener, channel):
         numbers = [channel.send(Message("push", {}, (np.ones(9000),))) for _ in range(8)]
         with pytest.raises(UnreachableError, match=r"8 messages before for 0\.3 s.*but silent"):
             channel.send(Message("push"))
@@ -269,11 +276,7 @@ def test_a_peer_that_takes_nothing_makes_the_sender_wait(monkeypatch: pytest.Mon
 
 def test_so_many_bytes_make_the_sender_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "WINDOW_BYTES", 100_000)
-    with (
-        Listener("tcp://127.0.0.1:*", task="ps:0") as listener,
-        SocketChannel(listener.address, None, "ps:0", timeout_s=0.2) as channel,
-    ):
-        channel.connect(WAIT_S)
+    with connected(timeout_s=0.2) as (_, channel):
         channel.send(Message("push", {}, (np.ones(50_000),)))  # one may be as large as it will
         with pytest.raises(UnreachableError, match="1 messages before"):
             channel.send(Message("push", {}, (np.ones(1),)))

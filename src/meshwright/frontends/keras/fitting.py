@@ -96,16 +96,8 @@ def fit(
     progress = None
     if line and jax.process_index() == 0:
         progress = Progress(schedule.epochs, epochs.num_batches, WorkRates(steps.work))
-    run = Run(
-        steps,
-        saves,
-        KerasCallbacks(model, callbacks),
-        schedule.epochs,
-        schedule.initial_epoch,
-        () if validation.data is None else validation.freq,
-        progress,
-    )
-    run.train()
+    due = () if validation.data is None else validation.freq
+    Run(steps, saves, KerasCallbacks(model, callbacks), schedule, due, progress).train()
     return model.history
 
 
@@ -114,10 +106,6 @@ def evaluate(
 ) -> Logs:
     """See :meth:`Sharded.evaluate`; what it measures, by name."""
     check_compiled(model)
-    check_options(
-        batch_size=data.batch_size, verbose=verbose, steps=data.steps, callbacks=callbacks
-    )
-    check_data(model, data, "test")
     epochs, variables, functions, callbacks = _prepared(
         strategy, model, data, verbose, callbacks, "test"
     )
@@ -151,10 +139,6 @@ def predict(
 ) -> Any:
     """See :meth:`Sharded.predict`."""
     check_model(model)
-    check_options(
-        batch_size=data.batch_size, verbose=verbose, steps=data.steps, callbacks=callbacks
-    )
-    check_data(model, data, "predict")
     epochs, variables, functions, callbacks = _prepared(
         strategy, model, data, verbose, callbacks, "predict"
     )
@@ -187,6 +171,11 @@ def _prepared(
     callbacks: Any,
     kind: Kind,
 ) -> tuple[Epochs, KerasVariables, Functions, keras.callbacks.CallbackList]:
+    """All that a pass over the data needs; raises for invalid arguments before any work."""
+    check_options(
+        batch_size=data.batch_size, verbose=verbose, steps=data.steps, callbacks=callbacks
+    )
+    check_data(model, data, kind)
     strategy = strategy.unstaged
     epochs = Epochs(strategy.placement, model, data, kind)
     variables = strategy.prepare(model, epochs.first_batch, forward_only=kind == "predict")
