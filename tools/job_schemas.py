@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent.parent / "tests" / "launch" / "schemas"
-_TEXT, _NUMBER, _FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
-_FLOAT, _OBJECT, _PODS = {"type": "number"}, {"type": "object"}, {"$ref": "#/$defs/Pods"}
-_TEXTS = {"type": "object", "additionalProperties": _TEXT}
+_KINDS = {
+    "text": {"type": "string"},
+    "texts": {"type": "object", "additionalProperties": {"type": "string"}},
+    "integer": {"type": "integer"},
+    "number": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "object": {"type": "object"},
+    "pods": {"$ref": "#/$defs/Pods"},
+}
 _KEPT = ("type", "properties", "items", "anyOf", "$ref", "enum", "required", "additionalProperties")
 
 
@@ -68,65 +74,49 @@ def ray_job(pod_template: dict[str, Any]) -> dict[str, Any]:
     """The schema of a RayJob, from KubeRay's API reference."""
     pods = {k: v for k, v in pod_template.items() if k != "$defs"}
 
-    def fields(
-        required: str, texts: str = "", numbers: str = "", flags: str = "", **other: Any
-    ) -> dict[str, Any]:
-        several = ((texts, _TEXT), (numbers, _NUMBER), (flags, _FLAG))
-        simple = {name: schema for names, schema in several for name in names.split()}
-        return {
-            "type": "object",
-            "properties": simple | other,
-            "required": required.split(),
-            "additionalProperties": False,
-        }
-
-    head = fields(
-        "template",
-        texts="serviceType",
-        flags="enableIngress",
-        template=_PODS,
-        headService=_OBJECT,
-        rayStartParams=_TEXTS,
+    head = _fields(
+        "template! pods, serviceType text, enableIngress flag, headService object, "
+        "rayStartParams texts"
     )
-    workers = fields(
-        "groupName template",
-        texts="groupName",
-        numbers="replicas minReplicas maxReplicas idleTimeoutSeconds numOfHosts",
-        flags="suspend",
-        template=_PODS,
-        rayStartParams=_TEXTS,
-        scaleStrategy=_OBJECT,
+    workers = _fields(
+        "groupName! text, template! pods, replicas integer, minReplicas integer, "
+        "maxReplicas integer, idleTimeoutSeconds integer, numOfHosts integer, suspend flag, "
+        "rayStartParams texts, scaleStrategy object"
     )
-    cluster = fields(
-        "headGroupSpec",
-        texts="managedBy rayVersion",
-        flags="suspend enableInTreeAutoscaling",
-        headGroupSpec=head,
-        workerGroupSpecs={"type": "array", "items": workers},
-        autoscalerOptions=_OBJECT,
-        headServiceAnnotations=_TEXTS,
-        gcsFaultToleranceOptions=_OBJECT,
+    cluster = _fields(
+        "headGroupSpec! head, workerGroupSpecs workers, managedBy text, rayVersion text, "
+        "suspend flag, enableInTreeAutoscaling flag, autoscalerOptions object, "
+        "headServiceAnnotations texts, gcsFaultToleranceOptions object",
+        head=head,
+        workers={"type": "array", "items": workers},
     )
-    spec = fields(
-        "",
-        texts="managedBy entrypoint runtimeEnvYAML jobId submissionMode entrypointResources",
-        numbers="activeDeadlineSeconds backoffLimit ttlSecondsAfterFinished",
-        flags="shutdownAfterJobFinishes suspend",
-        rayClusterSpec=cluster,
-        submitterPodTemplate=_PODS,
-        submitterConfig=_OBJECT,
-        deletionStrategy=_OBJECT,
-        **dict.fromkeys(["metadata", "clusterSelector"], _TEXTS),
-        **dict.fromkeys(["entrypointNumCpus", "entrypointNumGpus"], _FLOAT),
+    spec = _fields(
+        "rayClusterSpec cluster, submitterPodTemplate pods, submitterConfig object, "
+        "deletionStrategy object, metadata texts, clusterSelector texts, managedBy text, "
+        "entrypoint text, runtimeEnvYAML text, jobId text, submissionMode text, "
+        "entrypointResources text, entrypointNumCpus number, entrypointNumGpus number, "
+        "activeDeadlineSeconds integer, backoffLimit integer, ttlSecondsAfterFinished integer, "
+        "shutdownAfterJobFinishes flag, suspend flag",
+        cluster=cluster,
     )
-    root = fields(
-        "apiVersion kind spec",
-        apiVersion={"enum": ["ray.io/v1"]},
+    root = _fields(
+        "apiVersion! version, kind! kind, metadata object, spec! spec",
+        version={"enum": ["ray.io/v1"]},
         kind={"enum": ["RayJob"]},
-        metadata=_OBJECT,
         spec=spec,
     )
     return {**root, "$defs": {"Pods": pods, **pod_template["$defs"]}}
+
+
+def _fields(text: str, **own: Any) -> dict[str, Any]:
+    """The schema of an object from its fields: ``"name! kind, other kind"``; ``!`` is required."""
+    fields = [item.split() for item in text.split(", ")]
+    return {
+        "type": "object",
+        "properties": {name.rstrip("!"): {**_KINDS, **own}[kind] for name, kind in fields},
+        "required": [name.rstrip("!") for name, _ in fields if name.endswith("!")],
+        "additionalProperties": False,
+    }
 
 
 def main() -> None:

@@ -42,20 +42,10 @@ def check_fit(
     Raises :class:`ModelError` and :class:`DataError` for invalid arguments.
     """
     check_compiled(model)
-    check_options(
-        batch_size=data.batch_size,
-        epochs=schedule.epochs,
-        verbose=schedule.verbose,
-        callbacks=schedule.callbacks,
-        validation_split=validation.split,
-        shuffle=data.shuffle,
-        class_weight=data.class_weight,
-        initial_epoch=schedule.initial_epoch,
-        steps_per_epoch=data.steps,
-        validation_steps=validation.steps,
-        validation_batch_size=validation.batch_size,
-        validation_freq=validation.freq,
-    )
+    reading = {"batch_size": data.batch_size, "steps_per_epoch": data.steps}
+    reading |= {"shuffle": data.shuffle, "class_weight": data.class_weight}
+    held_out = {f"validation_{name}": v for name, v in vars(validation).items() if name != "data"}
+    check_options(**reading, **vars(schedule), **held_out)
     check_data(model, data)
     _check_validation(validation.data)
     if validation.split and validation.data is None:
