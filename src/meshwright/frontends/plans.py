@@ -12,6 +12,7 @@ from ..layouts.placement import Placement
 from ..planning.abstract_step import AbstractStep, abstract_step
 from ..planning.dry_run import DryRun, dry_run, not_compiled
 from ..planning.faults import tracing
+from ..planning.pipelined.cutting import pipelines_of
 from ..planning.search.plan import Along
 from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import plan_step
@@ -117,6 +118,7 @@ def plan(
 
     with tracing(described.program.name):
         graph = graph_of_step(described)
+    search, uncut = (None, "") if axes else pipelines_of(described, batch)
     lacks = not_compiled(target) if verify else ""
     chosen = plan_step(
         graph,
@@ -128,7 +130,10 @@ def plan(
         limit_s=limit_s,
         verify=verify,
         dry_run_of=None if lacks else report_of,
+        pipelines_of=search,
     )
+    if uncut:
+        chosen = replace(chosen, notes=(*chosen.notes, f"no pipeline: {uncut}"))
     if lacks:
         chosen = replace(
             chosen, notes=(*chosen.notes, f"nothing was compiled to verify it: {lacks}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..errors import DataError, DoesNotFitError, PipelineError
+from ..errors import DataError, DoesNotFitError
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..program import Batch
@@ -54,16 +54,29 @@ def dry_run(
     _check_devices(strategy, target)
     step = abstract_step(model, batch, strategy)
     if why := not_compiled(target, compile):
-        if step.staged is not None:
-            raise PipelineError(f"a dry run of a pipeline must be compiled: {why}.")
-        from .analytic import report_of  # the planner's model, which a compiler needs not
-
         if target.platform == "cuda":
             gpu.topology_of(target)  # raises for nodes that are not built
-        report = report_of(model, batch, strategy, step, target, hardware, why)
+        report = _by_the_model(model, batch, strategy, step, target, hardware, why)
     else:
         report = _Compiler(step, target, hardware, timeout_s).report(blocks)
     return replace(report, fed=fed(batch, step.how.batches))
+
+
+def _by_the_model(
+    model: Any,
+    batch: Batch,
+    strategy: HasSteps | Placement,
+    step: AbstractStep,
+    target: Target,
+    hardware: Hardware,
+    why: str,
+) -> DryRun:
+    """The planner's model alone, for which no compiler is needed."""
+    from . import analytic, pipelined
+
+    if step.staged is not None:
+        return pipelined.report_of(batch, step, target, hardware, why)
+    return analytic.report_of(model, batch, strategy, step, target, hardware, why)
 
 
 def not_compiled(target: Target, is_asked: bool = True) -> str:

@@ -34,7 +34,8 @@ class Staged:
     """A program cut into the stages of a pipeline under a placement.
 
     ``whole`` is the program over variables by their own paths, with right numbers however arrays
-    are split; ``program`` is the same over stacks.
+    are split; ``program`` is the same over stacks. ``sent`` has the shapes of what a stage passes
+    on of a micro-batch of the example.
     """
 
     whole: Program
@@ -44,6 +45,7 @@ class Staged:
     program: Program
     recompute_blocks: bool
     shares: tuple[StageShare, ...]
+    sent: tuple[Any, ...] = ()
 
     @classmethod
     def of(
@@ -62,7 +64,8 @@ class Staged:
         stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, order)
         staged = _over_stacks(program, stacking)
         shares = _shares(blocks, order, stages)
-        return cls(program, placement, pipeline, stacking, staged, recompute_blocks, shares)
+        sent = tuple(var.aval for var in blocks.functions.enters)
+        return cls(program, placement, pipeline, stacking, staged, recompute_blocks, shares, sent)
 
     @property
     def ticks(self) -> TickTable:

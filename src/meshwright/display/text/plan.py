@@ -38,6 +38,20 @@ def _columns(plan: Plan) -> dict[str, Option]:
     return columns | {name: o for name, o in plan.named.items() if o.layouts not in shown_layouts}
 
 
+def micro_batches(option: Option) -> int:
+    """Into how many a batch is cut, by a pipeline or by accumulation."""
+    return option.accumulate if option.pipeline is None else option.pipeline.micro_batches
+
+
+def schedule_text(option: Option) -> str:
+    """The schedule of a pipeline."""
+    if option.pipeline is None:
+        return "-"
+    runs = f" x {option.pipeline.repeats}" if option.pipeline.repeats > 1 else ""
+    keeps = "" if option.pipeline.recomputes else ", keeps results"
+    return f"{option.pipeline.schedule}{runs}{keeps}"
+
+
 def _table(columns: dict[str, Option], limit_bytes: int | None) -> Columns:
     options = list(columns.values())
     rows = [("", *columns)]
@@ -53,7 +67,9 @@ def _table(columns: dict[str, Option], limit_bytes: int | None) -> Columns:
     for family in dict.fromkeys(family for option in options for family, _ in option.rules):
         row(family, axes_of(family))
     row("ZeRO", lambda option: str(option.zero))
-    row("micro-batches", lambda option: str(option.accumulate))
+    row("micro-batches", lambda option: str(micro_batches(option)))
+    if any(option.pipeline is not None for option in options):
+        row("schedule", schedule_text)
     row("remat", lambda option: option.remat)
     row("step", lambda option: seconds_text(option.time_s))
     row("compute", lambda option: seconds_text(option.compute_s))

@@ -77,7 +77,7 @@ def operation_costs(assignment: Assignment, placement: Placement) -> tuple[Opera
 def _operations(assignment: Assignment) -> Iterator[OperationCost]:
     problem = assignment.problem
     graph, facts = problem.graph, facts_of(problem.graph)
-    device_work = [_device_work(assignment, place) for place in range(len(problem.works))]
+    every = [device_work(assignment, place) for place in range(len(problem.works))]
     for place, operation in enumerate(graph.operations):
         work = problem.works[problem.work_of[place]]
         touched = (*operation.results, *operation.operands)
@@ -85,7 +85,7 @@ def _operations(assignment: Assignment) -> Iterator[OperationCost]:
             kind=operation.kind,
             layer=operation.path,
             phase=_phase(graph, operation, facts.kinds, facts.is_forward[place]),
-            work=device_work[problem.work_of[place]],
+            work=every[problem.work_of[place]],
             again=assignment.choices.remat in work.again,
             itemsize=graph.tensors[touched[0]].itemsize if touched else 0,
             whole_flops=operation.flops * operation.times,
@@ -103,7 +103,8 @@ def _phase(graph: Graph, operation: Operation, kinds: tuple[str, ...], is_forwar
     )
 
 
-def _device_work(assignment: Assignment, place: int) -> DeviceWork:
+def device_work(assignment: Assignment, place: int) -> DeviceWork:
+    """What one kind of operation does under a layout."""
     lay, setting, work = assignment.lay, assignment.setting, assignment.problem.works[place]
     if work.is_free:
         return DeviceWork(runs_of(lay, work), 0.0, 0.0, 0.0, 0.0, ())

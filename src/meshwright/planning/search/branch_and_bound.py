@@ -120,7 +120,8 @@ class _Search:
         request, space = self.request, self.request.space
         if space.axes is not None:
             return (space.axes,)
-        return meshes(request.target, request.hardware, space.max_axes, space.fewer_devices)
+        how = space.max_axes, space.fewer_devices, request.stages
+        return meshes(request.target, request.hardware, *how)
 
     def _push_mesh(self, axes: Axes) -> None:
         request = self.request

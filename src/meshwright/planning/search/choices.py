@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...hlo.groups import Axes
+from ...stages.pipeline import Pipeline
 
 Remat = Literal["none", "selective", "block"]  # as a strategy's ``remat=`` takes it
 EVERY_REMAT: tuple[Remat, ...] = ("none", "selective", "block")  # the fastest first
@@ -14,26 +15,41 @@ DATA_PARALLEL = "data parallel"  # layouts that are known by name, see ``classic
 FSDP = "FSDP"
 TENSOR_PARALLEL = "tensor parallel"
 FSDP_TENSOR = "FSDP × tensor parallel"
+PIPELINE = "pipeline"
 
 _IN_WORDS = {"none": "", "selective": "selective remat", "block": "remat"}
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The level of ZeRO, micro-batches per step, and what of blocks is computed again."""
+    """The level of ZeRO, micro-batches per step, what of blocks is computed again, and the pipeline
+    whose stages lie along the first axis of the mesh, if there is one."""
 
     zero: int = 0
     accumulate: int = 1
     remat: Remat = "none"
+    pipeline: Pipeline | None = None
 
     def __str__(self) -> str:
         words = [f"zero={self.zero}"] if self.zero else []
         words += [f"accumulate={self.accumulate}"] if self.accumulate > 1 else []
         words += [remat_text(self.remat)] if self.remat != "none" else []
+        words += [pipeline_text(self.pipeline)] if self.pipeline is not None else []
         return ", ".join(words) or "nothing else"
 
 
 PLAIN = Choices()
+
+
+def pipeline_text(pipeline: Pipeline) -> str:
+    """A pipeline in a few words.
+
+    >>> pipeline_text(Pipeline("stage", 16, "circular", 2, recompute=False))
+    'circular x 2, 16 micro-batches, no recompute'
+    """
+    name = pipeline.schedule + (f" x {pipeline.repeats}" if pipeline.repeats > 1 else "")
+    keeps = "" if pipeline.recomputes else ", no recompute"
+    return f"{name}, {pipeline.micro_batches} micro-batches{keeps}"
 
 
 def remat_of(remat: str) -> Remat:

@@ -92,7 +92,7 @@ class _Classics:
         if name == FSDP_TENSOR:
             yield from self._ways_of_both()
         elif name == TENSOR_PARALLEL:
-            axes = self.request.space.axes or (("a", self.request.target.num_devices),)
+            axes = self.request.space.axes or (("a", self.request.num_devices),)
             yield _Way(axes, 0, 2 ** len(axes) - 1)
         elif (axes := self._axes_of_rows()) is not None:
             yield _Way(axes, 2 ** len(axes) - 1, 0)
@@ -101,7 +101,7 @@ class _Classics:
         """All devices, or as many as divide the batch."""
         if self.request.space.axes is not None:
             return self.request.space.axes if self._divides(self.request.space.axes) else None
-        counts = range(self.request.target.num_devices, 1, -1)
+        counts = range(self.request.num_devices, 1, -1)
         return next((axes for n in counts if self._divides(axes := (("a", n),))), None)
 
     def _divides(self, axes: Axes, mask: int | None = None) -> bool:
@@ -121,7 +121,8 @@ class _Classics:
 
     def _pairs_of_axes(self) -> Iterator[Axes]:
         most = min(2, self.request.space.max_axes)
-        result = meshes(self.request.target, self.request.hardware, most, fewer=False)
+        request = self.request
+        result = meshes(request.target, request.hardware, most, False, request.stages)
         yield from (axes for axes in result if len(axes) == 2)
 
     # One way

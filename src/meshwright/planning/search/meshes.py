@@ -14,13 +14,14 @@ _ALL_COUNTS_UP_TO = 16  # of more devices, only numbers that divide theirs are t
 
 
 def meshes(
-    target: Target, hardware: Hardware, max_axes: int = 3, fewer: bool = True
+    target: Target, hardware: Hardware, max_axes: int = 3, fewer: bool = True, stages: Axes = ()
 ) -> tuple[Axes, ...]:
     """Meshes of all devices of a target, then of fewer down to one; axes are ``a``, ``b``, ``c``.
 
     Of meshes whose axes have the same sizes and lie on the same links, one is tried. On a torus
     there are no more axes than the torus has dims, cores of a chip counting as one: they would
-    share links, of which the closed forms know nothing.
+    share links, of which the closed forms know nothing. ``stages`` is an axis that is there
+    already, before the others.
 
     >>> from ...targets.hardware import hardware_of
     >>> h100 = Target.of("h100:8")
@@ -28,11 +29,13 @@ def meshes(
     [[8], [4, 2], [2, 2, 2]]
     """
     result: dict[tuple[object, ...], Axes] = {}
-    max_axes = min(max_axes, _torus_dims(target))
-    for count in _counts(target.num_devices) if fewer else (target.num_devices,):
+    most = target.num_devices // math.prod(size for _, size in stages)
+    max_axes = max(1, min(max_axes, _torus_dims(target) - len(stages)))
+    for count in _counts(most) if fewer else (most,):
         for sizes in _products(count, max_axes):
             axes = tuple(zip("abcdefgh", sizes, strict=False))
-            lies = [(e.size, e.link, e.lanes, e.inside) for e in links_of(target, hardware, axes)]
+            links = links_of(target, hardware, (*stages, *axes))[len(stages) :]
+            lies = [(e.size, e.link, e.lanes, e.inside) for e in links]
             result.setdefault(tuple(sorted(lies, key=str)), axes)
     return tuple(result.values())
 

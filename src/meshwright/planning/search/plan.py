@@ -15,6 +15,7 @@ from ...hlo.groups import Axes
 from ...layouts.layout import UNSHARDED
 from ...layouts.mesh import Mesh
 from ...layouts.placement import Placement
+from ...stages.pipeline import Pipeline
 from ...step.options import StepOptions
 from ...views import Viewable
 from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
@@ -27,8 +28,9 @@ Along = tuple[tuple[str, ...], ...]  # the axes of each dim of an array
 class Option:
     """One way to lay a step out, and what it costs in one device.
 
-    ``rules`` give the axes of each family of dims that is split. ``dry_run_time_s`` and
-    ``dry_run_peak_bytes`` are those of a dry run, where one was made.
+    ``rules`` give the axes of each family of dims that is split. The stages of a ``pipeline`` lie
+    along the axis that it names, each with its equal share of the model's blocks.
+    ``dry_run_time_s`` and ``dry_run_peak_bytes`` are those of a dry run, where one was made.
     """
 
     axes: Axes
@@ -42,6 +44,7 @@ class Option:
     peak_bytes: int
     dry_run_time_s: float | None = None
     dry_run_peak_bytes: int | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def num_devices(self) -> int:
@@ -56,7 +59,7 @@ class Option:
     @property
     def layouts(self) -> Layouts:
         """What was decided, without what it costs."""
-        choices = Choices(self.zero, self.accumulate, self.remat)
+        choices = Choices(self.zero, self.accumulate, self.remat, self.pipeline)
         return Layouts(self.axes, self.rules, choices)
 
 
@@ -161,7 +164,9 @@ class Plan(Viewable):
     @property
     def how(self) -> StepOptions:
         """How the step is computed, as a strategy or :class:`~meshwright.Trainer` takes it."""
-        return StepOptions(accumulate=self.accumulate, remat=self.remat)
+        return StepOptions(
+            accumulate=self.accumulate, remat=self.remat, pipeline=self.chosen.pipeline
+        )
 
     def placement(self, mesh: Mesh | None = None) -> Placement:
         """The placement that lays parameters and inputs out so, on this mesh or the plan's own.
@@ -274,7 +279,10 @@ def _option(read: Mapping[str, Any]) -> Option:
     if read["remat"] not in EVERY_REMAT:
         options = ", ".join(map(repr, EVERY_REMAT))
         raise PlanError(f"remat must be one of {options}; received {read['remat']!r}.")
-    return Option(**{name: _tuples(value) for name, value in read.items()})
+    values = {name: _tuples(value) for name, value in read.items()}
+    if read.get("pipeline") is not None:
+        values["pipeline"] = Pipeline(**read["pipeline"])
+    return Option(**values)
 
 
 def _tuples(value: Any) -> Any:

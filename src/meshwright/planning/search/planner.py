@@ -12,18 +12,28 @@ from ...hlo.groups import Axes
 from ...layouts.mesh import Mesh
 from ...targets.hardware import Hardware, hardware_of
 from ...targets.target import Target
+from ...units import seconds_text
 from ..abstract_step import AbstractStep
 from ..graph import Graph
 from .branch_and_bound import SearchResult, search_for
 from .candidates import Candidate
-from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
+from .choices import (
+    DATA_PARALLEL,
+    EVERY_REMAT,
+    PIPELINE,
+    Choices,
+    Layouts,
+    Remat,
+    pipeline_text,
+)
 from .classics import Classics, classics
 from .compact import Compact
 from .infeasible import no_plan, none_in_time
 from .plain_layouts import plainer
-from .plan import Option, Plan
+from .plan import Option, Plan, Reason
 from .reasons import reasons
 from .request import Objective, Request, Space
+from .staged import AXIS, Found, PipelinesOf
 from .verification import DryRunOf, verified
 
 
@@ -42,6 +52,7 @@ def plan_step(
     limit_s: float = 10.0,
     verify: int = 0,
     dry_run_of: DryRunOf | None = None,
+    pipelines_of: PipelinesOf | None = None,
 ) -> Plan:
     """The best plan for a step on a target: mesh, axes of dims, ZeRO, micro-batches, remat.
 
@@ -52,7 +63,11 @@ def plan_step(
     and both together are looked at first: no plan is slower than one of them that fits. After
     ``limit_s`` seconds more the best so far is taken. With ``verify=k`` the best ``k`` are given to
     ``dry_run_of``, with less ZeRO, plain data parallel and FSDP beside them, and ranked by what it
-    answers; where the best does not fit, others are, which hold less by the model. Raises
+    answers; where the best does not fit, others are, which hold less by the model. With
+    ``pipelines_of``, where neither ``axes`` nor ``objective="memory"`` is asked for, pipelines are
+    looked at in as many seconds again. One is chosen where it is faster than all else would be
+    even if that hid all the communication that it can behind its compute, or where nothing else
+    fits. Raises
     :class:`~meshwright.PlanError`, with the nearest miss and what would help, where nothing
     fits.
 
@@ -75,7 +90,16 @@ def plan_step(
     keep, verify = max(2, verify), verify if dry_run_of is not None else 0
     request = Request(graph, target, hardware, objective, limit_bytes, space)
     question = _Question(request, keep, verify, limit_s)
-    plans = question.plans()
+    fault, plans = None, list[Plan]()
+    try:
+        plans = question.plans()
+    except PlanError as error:
+        fault = error
+    if pipelines_of is not None and axes is None and objective == "time":
+        plans = question.with_pipelines(plans, pipelines_of)
+    if not plans:
+        assert fault is not None
+        raise fault
     if dry_run_of is not None and verify:
         plans = verified(plans, dry_run_of, limit_bytes, question.plans_within)
     chosen = plans[0]
@@ -125,6 +149,9 @@ def _axes(axes: Mesh | Mapping[str, int] | str | None, target: Target) -> Axes |
     return pairs
 
 
+_NEAR = 1.5  # times the best by the model, up to which a pipeline is worth a dry run
+
+
 @dataclass(frozen=True)
 class _Question:
     """What is planned; plans say that they were to keep to the limit of ``request``."""
@@ -145,6 +172,61 @@ class _Question:
         if limit_bytes is None or not result.is_proven:
             raise none_in_time(self._classics.values(), limit_bytes, self.limit_s)
         raise no_plan(self.request, limit_bytes)
+
+    def with_pipelines(self, plans: list[Plan], pipelines_of: PipelinesOf) -> list[Plan]:
+        """The plans, with the best pipeline before or behind them and a note on which it is."""
+        found = pipelines_of(self.request, self.limit_s)
+        if not found:
+            note = "no pipeline: none that divides the blocks and the batch fits"
+            return [replace(plan, notes=(*plan.notes, note)) for plan in plans]
+        options = [_option_of_pipeline(one) for one in found]
+        said = _no_pipeline(options[0], plans[0].chosen) if plans else ""
+        if said:
+            beside = (PIPELINE, options[0])
+            noted = [
+                replace(plan, notes=(*plan.notes, said), classics=(*plan.classics, beside))
+                for plan in plans
+            ]
+            return self._worth_a_dry_run(noted, found[0], options[0])
+        best = self._plan_of_pipeline(found[0], options, plans)
+        return [best, *plans]
+
+    def _worth_a_dry_run(self, plans: list[Plan], found: Found, option: Option) -> list[Plan]:
+        """With the pipeline, where dry runs decide and it is near enough to the best."""
+        time_s, best_s = option.time_s, plans[0].chosen.time_s
+        if not self.verify or time_s is None or best_s is None or time_s > _NEAR * best_s:
+            return plans
+        return [*plans, self._plan_of_pipeline(found, [option], plans)]
+
+    def _plan_of_pipeline(
+        self, found: Found, options: list[Option], others: Sequence[Plan]
+    ) -> Plan:
+        request, parallel = self.request, self._parallel
+        problem, layouts = request.problem, found.layouts
+        why = _why_pipeline(found, others)
+        return Plan(
+            target=str(request.target),
+            hardware=request.hardware.name,
+            objective=request.objective,
+            limit_bytes=request.limit_bytes,
+            chosen=options[0],
+            runners_up=tuple(options[1:]),
+            data_parallel=None if parallel is None else _option(parallel),
+            layouts=_layouts(problem, layouts),
+            inputs=tuple(t.path for t in request.graph.tensors if t.role == "input"),
+            batch=_batch(problem, layouts),
+            why=why,
+            notes=(
+                "estimate by the tick table: each tick is as long as its busiest stage, and "
+                "collectives of a stage overlap with nothing; a dry run is more precise",
+            ),
+            is_proven=False,
+            classics=tuple(
+                (name, _option(other))
+                for name, other in self._classics.items()
+                if name != DATA_PARALLEL
+            ),
+        )
 
     def plans_within(self, limit_bytes: int) -> list[Plan]:
         """The best plans that hold at most ``limit_bytes``, if there are any."""
@@ -212,6 +294,53 @@ class _Question:
                 )
             )
         return plans
+
+
+def _option_of_pipeline(found: Found) -> Option:
+    layouts, cost = found
+    return Option(
+        axes=layouts.axes,
+        rules=layouts.rules,
+        zero=layouts.choices.zero,
+        accumulate=1,
+        remat=layouts.choices.remat,
+        time_s=cost.step_time_s,
+        compute_s=cost.compute_s,
+        communication_s=cost.communication_s,
+        peak_bytes=cost.peak_bytes,
+        pipeline=layouts.choices.pipeline,
+    )
+
+
+def _no_pipeline(pipeline: Option, best: Option) -> str:
+    """Why the pipeline is not chosen; empty where it is."""
+    if pipeline.time_s is None or best.time_s is None:
+        return "no pipeline: nothing is known of its time"
+    least_s = max(best.compute_s or 0.0, best.communication_s or 0.0)
+    if pipeline.time_s < least_s:
+        return ""
+    stages = dict(pipeline.axes)[AXIS]
+    text = (
+        f"no pipeline: the best, of {stages} stages, takes {seconds_text(pipeline.time_s)}, and "
+        f"the plan {seconds_text(best.time_s)}"
+    )
+    if pipeline.time_s >= best.time_s:
+        return text
+    return f"{text}, or {seconds_text(least_s)} where its collectives hide behind compute"
+
+
+def _why_pipeline(found: Found, others: Sequence[Plan]) -> tuple[Reason, ...]:
+    layouts, cost = found
+    pipeline = layouts.choices.pipeline
+    assert pipeline is not None
+    changes = [f"idle for {cost.idle_share:.0%} of the step"]
+    if others and others[0].chosen.time_s is not None:
+        changes.append(f"without it the best step takes {seconds_text(others[0].chosen.time_s)}")
+    elif not others:
+        changes.append("nothing fits without it")
+    stages = dict(layouts.axes)[AXIS]
+    name = f"pipeline of {stages} stages, {pipeline_text(pipeline)}"
+    return (Reason(name, tuple(changes)),)
 
 
 def _batch(problem: Compact, layouts: Layouts) -> tuple[str, ...]:

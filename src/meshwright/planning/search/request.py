@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,7 @@ from .candidates import Candidate
 from .choices import EVERY_REMAT, Cost, Layouts, Remat
 from .compact import Compact, compact
 from .cost import cost_of, divides, masks_of
-from .setting import Setting, setting_of
+from .setting import Setting, within_stages
 
 Objective = Literal["time", "memory"]
 
@@ -36,7 +37,10 @@ EVERYTHING = Space()
 
 @dataclass(frozen=True)
 class Request:
-    """A step on a target. Answers hold at most ``limit_bytes`` in one device."""
+    """A step on a target. Answers hold at most ``limit_bytes`` in one device.
+
+    With ``stages``, an axis of a pipeline, the step is that of one stage on its devices.
+    """
 
     graph: Graph
     target: Target
@@ -44,6 +48,12 @@ class Request:
     objective: Objective = "time"
     limit_bytes: int | None = None
     space: Space = EVERYTHING
+    stages: Axes = ()
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of the target, or of one stage."""
+        return self.target.num_devices // math.prod(size for _, size in self.stages)
 
     @functools.cached_property
     def problem(self) -> Compact:
@@ -52,7 +62,7 @@ class Request:
 
     def setting(self, axes: Axes) -> Setting:
         """A mesh on the target, as numbers."""
-        return setting_of(axes, self.target, self.hardware)
+        return within_stages(axes, self.stages, self.target, self.hardware)
 
     def divides(self, axes: Axes, mask: int, micro_batches: int = 1) -> bool:
         """Whether the rows of the batch can be split over a set of axes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,6 +69,20 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
         },
         seconds_per_byte=1.0 / (hardware.memory_bandwidth_bytes_per_s or float("inf")),
         missing=tuple(dict.fromkeys(missing)),
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def within_stages(axes: Axes, stages: Axes, target: Target, hardware: Hardware) -> Setting:
+    """The numbers of the axes of a mesh that has an axis of stages before them."""
+    whole = setting_of((*stages, *axes), target, hardware)
+    step = 2 ** len(stages)
+    return replace(
+        whole,
+        axes=axes,
+        size_of=whole.size_of[::step],
+        rate_s_per_byte={kind: of[::step] for kind, of in whole.rate_s_per_byte.items()},
+        delay_s={kind: of[::step] for kind, of in whole.delay_s.items()},
     )
 
 

@@ -1,0 +1,309 @@
+"""What one step of a pipeline takes in one device: time by its ticks, bytes by what is in flight.
+
+The graph is that of the model with as many equal blocks as one stage has: all devices run one
+program, which holds what comes before the blocks and after them, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...hlo.collectives import Collective
+from ...hlo.links import collective_s, links_of
+from ...hlo.text import Array
+from ...stages.pipeline import Pipeline
+from ...stages.plan import Plan
+from ...stages.table import TickTable
+from ...targets.hardware import Hardware
+from ...targets.target import Target
+from ..analytic.assignment import Assignment
+from ..analytic.operation_costs import CollectiveCost, DeviceWork, device_work
+from ..search.choices import Choices
+from ..search.cost import cost_of
+from ..search.terms import parameter_talks, resting_bytes
+from .sections import Name, Phase, Section, sections_of
+from .ticking import Passes, of_stage, step_s
+
+_RESTING = ("parameter", "slot", "state", "input")
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How a model is cut: the pipeline over ``stages``, each of ``blocks`` equal blocks, whose
+    parameters in the graph have ``block_paths``.
+
+    ``sent_bytes`` are those of each array that a stage passes on of a micro-batch, in one device.
+    """
+
+    pipeline: Pipeline
+    stages: int
+    blocks: int
+    block_paths: frozenset[str]
+    sent_bytes: tuple[int, ...]
+
+    @functools.cached_property
+    def table(self) -> TickTable:
+        """What each stage does at each tick."""
+        return self.pipeline.table(self.stages)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The buffers of a step."""
+        return Plan.of(self.table, keeps_results=not self.pipeline.recomputes)
+
+    @property
+    def permutes(self) -> int:
+        """How many transfers to a neighbour one device takes part in: two each tick, of each array
+        that is passed on."""
+        return 2 * len(self.table.ticks) * len(self.sent_bytes) if self.stages > 1 else 0
+
+
+@dataclass
+class SectionCost:
+    """What a section takes: seconds of a micro-batch, and of what is done once a step."""
+
+    flops: float = 0.0
+    compute_s: float = 0.0
+    talk_s: float = 0.0
+    once_s: float = 0.0
+
+    @property
+    def pass_s(self) -> float:
+        return self.compute_s + self.talk_s
+
+
+@dataclass(frozen=True)
+class PipelineCost:
+    """A step in one device: ``busy_s`` is what the busiest stage works, ``step_time_s`` what all
+    ticks and what is done once take; ``temporary_bytes`` are held beside state and inputs."""
+
+    step_time_s: float | None
+    busy_s: float
+    compute_s: float
+    communication_s: float
+    permute_s: float  # of one
+    temporary_bytes: int
+    state_bytes: int  # of state and inputs, as the planner's model has them
+    passes: Passes
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the step in which the busiest stage does not compute."""
+        return 1 - self.busy_s / self.step_time_s if self.step_time_s else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.state_bytes + self.temporary_bytes
+
+
+def pipeline_cost(
+    assignment: Assignment,
+    staging: Staging,
+    target: Target,
+    hardware: Hardware,
+    recompute_blocks: bool = False,
+    costs: Mapping[Section, SectionCost] | None = None,
+) -> PipelineCost:
+    """The cost of a layout of the graph of one stage; ``assignment`` is on the whole mesh."""
+    pipeline, table = staging.pipeline, staging.table
+    costs = costs or section_costs(assignment, staging)
+    rows = assignment.lay.batch[0]
+    whole = 2 ** len(assignment.setting.axes) - 1
+    stage = _bit_of(assignment, pipeline.axis)
+    send_s = sum(permute_s(nbytes, assignment, staging, target, hardware)
+                 for nbytes in staging.sent_bytes)  # fmt: skip
+
+    def seconds(name: Name, *phases: Phase) -> float:
+        return sum(costs[Section(name, phase)].pass_s for phase in phases)
+
+    passes = Passes(
+        enter=seconds("before", "forward"),
+        blocks_forward=seconds("blocks", "forward"),
+        blocks_backward=seconds("blocks", "backward"),
+        blocks_weights=seconds("blocks", "weights"),
+        at_loss=seconds("after", "forward", "backward", "weights"),
+        at_input=seconds("before", "forward", "backward", "weights"),
+        send=send_s,
+        recomputes=pipeline.recomputes + recompute_blocks,
+        waits_for_loss=pipeline.recomputes,
+        skips=int(rows) | stage == whole,
+        overlaps=target.platform != "cpu",
+    )
+    ticks = step_s(table, passes)
+    once_s = sum(cost.once_s for cost in costs.values()) + _gathered_s(assignment, staging)
+    total = ticks.work + ticks.waiting + once_s
+    busy = [_busy(table, stage, passes) for stage in range(table.stages)]
+    compute_s = _share(costs, "compute_s") * max(busy)
+    at_rest, held = _bytes(assignment, staging, recompute_blocks)
+    return PipelineCost(
+        step_time_s=None if assignment.setting.missing else total,
+        busy_s=max(busy) + once_s,
+        compute_s=compute_s,
+        communication_s=max(busy) - compute_s + ticks.waiting + once_s,
+        permute_s=send_s / max(1, len(staging.sent_bytes)),
+        temporary_bytes=held,
+        state_bytes=at_rest,
+        passes=passes,
+    )
+
+
+# Sections
+
+
+def section_costs(assignment: Assignment, staging: Staging) -> dict[Section, SectionCost]:
+    """What each section takes; gradients of the blocks' weights are summed once a step, those of
+    what comes before and after them for every micro-batch."""
+    problem, count = assignment.problem, staging.pipeline.micro_batches
+    works = [device_work(assignment, place) for place in range(len(problem.works))]
+    result: dict[Section, SectionCost] = defaultdict(SectionCost)
+    sections = sections_of(problem.graph, staging.block_paths)
+    for section, place in zip(sections, problem.work_of, strict=True):
+        _add(result[section], section, works[place], count, staging.stages)
+    for piece, many in problem.parameters if assignment.choices.zero else ():
+        for talk in parameter_talks(assignment.lay, problem.pieces[piece]):
+            mask = int(np.asarray(talk.over)[0])
+            setting = assignment.setting
+            rate, delay = setting.rate_s_per_byte[talk.kind][mask], setting.delay_s[talk.kind][mask]
+            if mask:
+                took = many * (float(talk.nbytes[0]) * rate + delay)
+                result[Section("blocks", "update")].once_s += took
+    return result
+
+
+def _add(cost: SectionCost, section: Section, work: DeviceWork, count: int, stages: int) -> None:
+    if section.phase == "update":
+        # What is not of a block lies in pieces over the stages.
+        cut = 1 if section.name == "blocks" else stages
+        cost.once_s += (work.time_s + sum(map(_talk_s, work.collectives))) / cut
+        return
+    cost.flops += work.flops
+    cost.compute_s += work.time_s / count
+    for collective in work.collectives:
+        if section == ("blocks", "weights") and collective.count % count:
+            cost.once_s += _talk_s(collective)
+        elif collective.count % count:
+            cost.talk_s += _talk_s(collective)
+        else:
+            cost.talk_s += _talk_s(collective) / count
+
+
+def _talk_s(collective: CollectiveCost) -> float:
+    return collective.count * collective.time_s
+
+
+def _share(costs: Mapping[Section, SectionCost], what: str) -> float:
+    every = [cost for section, cost in costs.items() if section.phase != "update"]
+    whole = sum(cost.pass_s for cost in every)
+    return sum(getattr(cost, what) for cost in every) / whole if whole else 0.0
+
+
+def _busy(table: TickTable, stage: int, passes: Passes) -> float:
+    """Seconds that a stage works in a step."""
+    return sum(sum(of_stage(table, stage, row[stage], passes)) for row in table.ticks)
+
+
+# Between stages
+
+
+def permute_s(
+    nbytes: int, assignment: Assignment, staging: Staging, target: Target, hardware: Hardware
+) -> float:
+    """Seconds of one transfer from each stage to the next."""
+    axes = assignment.setting.axes
+    array = Array("uint8", (nbytes,), 8)
+    group = tuple(range(staging.stages))
+    axis = staging.pipeline.axis
+    one = Collective("collective-permute", (array,), (group,), (axis,), 1, "", 0, 0)
+    return collective_s(one, links_of(target, hardware, axes)) or 0.0
+
+
+def _gathered_s(assignment: Assignment, staging: Staging) -> float:
+    """What lies in pieces over the stages is gathered for a step, and its gradients are summed."""
+    setting, stage = assignment.setting, _bit_of(assignment, staging.pipeline.axis)
+    if not stage:
+        return 0.0
+    nbytes = sum(_others(assignment, staging))
+    return sum(
+        nbytes * setting.rate_s_per_byte[kind][stage] + setting.delay_s[kind][stage]
+        for kind in ("all-gather", "all-reduce")
+    )
+
+
+def _bit_of(assignment: Assignment, axis: str) -> int:
+    names = [name for name, _ in assignment.setting.axes]
+    return 1 << names.index(axis) if axis in names else 0
+
+
+def _others(assignment: Assignment, staging: Staging) -> list[int]:
+    """Bytes in one device of each parameter that is not of a block, whole over the stages."""
+    problem = assignment.problem
+    return [
+        int(resting_bytes(assignment.lay, problem.pieces[problem.piece_of[place]])[0])
+        for place, tensor in enumerate(problem.graph.tensors)
+        if tensor.role == "parameter" and tensor.path not in staging.block_paths
+    ]
+
+
+# Bytes
+
+
+def _bytes(assignment: Assignment, staging: Staging, recompute_blocks: bool) -> tuple[int, int]:
+    """Of state and inputs, and of all else at the peak."""
+    problem, setting, lay = assignment.problem, assignment.setting, assignment.lay
+    remat = "block" if recompute_blocks else "none"
+    choices = Choices(assignment.choices.zero, staging.pipeline.micro_batches, remat)
+    resting = dict.fromkeys(_RESTING, 0)
+    others = 0  # of slots
+    own = {t.shape for t in problem.graph.tensors if t.path in staging.block_paths}
+    for place, tensor in enumerate(problem.graph.tensors):
+        if tensor.role in _RESTING:
+            nbytes = int(resting_bytes(lay, problem.pieces[problem.piece_of[place]])[0])
+            resting[tensor.role] += nbytes
+            others += nbytes if tensor.role == "slot" and tensor.shape not in own else 0
+    peak = cost_of(problem, setting, assignment.masks, choices).peak_bytes
+    working = peak - sum(resting.values())
+    apart = sum(_others(assignment, staging))
+    at_rest = sum(resting.values()) - (apart + others) * (staging.stages - 1) // staging.stages
+    return at_rest, working + apart + _buffers(staging) + _kept(assignment, staging, choices)
+
+
+def _buffers(staging: Staging) -> int:
+    """Inputs in flight, gradients that arrived, and one of each on its way."""
+    plan = staging.plan
+    count = plan.slots + 1 + plan.gradient_slots + 1 + 2
+    return count * sum(staging.sent_bytes)
+
+
+def _kept(assignment: Assignment, staging: Staging, choices: Choices) -> int:
+    """What stages keep of passes in flight that they do not compute again: of each its blocks."""
+    if staging.pipeline.recomputes:
+        return 0
+    if choices.remat == "block":
+        each = staging.blocks * sum(staging.sent_bytes)
+    else:
+        each = _residuals(assignment, staging)
+    chunk = math.ceil(each / staging.pipeline.repeats)
+    return (staging.plan.slots + staging.plan.cut_slots) * chunk
+
+
+def _residuals(assignment: Assignment, staging: Staging) -> int:
+    """Bytes that the forward pass of one micro-batch keeps for its backward pass."""
+    problem, setting = assignment.problem, assignment.setting
+    plain = Choices(0, staging.pipeline.micro_batches, "none")
+    again = replace(plain, remat="block")
+    both = [cost_of(problem, setting, assignment.masks, of).peak_bytes for of in (plain, again)]
+    return max(0, both[0] - both[1]) + staging.blocks * sum(staging.sent_bytes)
+
+
+def sent_bytes(sent: Sequence[object], pieces: int) -> tuple[int, ...]:
+    """Bytes in one device of arrays whose rows are split into so many pieces."""
+    return tuple(
+        math.prod(array.shape) * np.dtype(array.dtype).itemsize // pieces  # type: ignore[attr-defined]
+        for array in sent
+    )

@@ -1,0 +1,52 @@
+"""What a model is as stages, for the search: its equal blocks, and what they pass on."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+from ...errors import PipelineError
+from ...layouts.mesh import Mesh
+from ...layouts.placement import Placement
+from ...program import Batch
+from ...stages.pipeline import Pipeline
+from ...stages.staged import Staged
+from ..abstract_step import AbstractStep
+from ..blocks import reduced
+from ..search.staged import AXIS, PipelinesOf
+from ..traced_graph import graph_of_step
+from .searching import Cut, Short, pipelines
+
+
+def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | None, str]:
+    """The search among the pipelines of a step on one device; else ``None`` and why there is none.
+
+    The reason is empty for a model without equal blocks, of which nobody expects stages.
+    """
+    repeats, _ = reduced(described, 2)
+    if repeats is None:
+        return None, ""
+    program = replace(described.program, example=batch)
+    placement = Placement.of(Mesh({AXIS: repeats.count}), batch=None, unmatched="replicate")
+    try:
+        staged = Staged.of(program, placement, Pipeline(AXIS, 1))
+    except PipelineError as error:
+        return None, str(error)
+    rows = _rows(batch)
+    each = tuple(math.prod(one.shape) * one.dtype.itemsize / rows for one in staged.sent)
+    known: dict[int, Short] = {}
+
+    def with_blocks(count: int) -> Short:
+        if count not in known:
+            paths = frozenset(path for paths in repeats.blocks[:count] for path in paths)
+            known[count] = Short(graph_of_step(repeats.with_blocks(count)), paths)
+        return known[count]
+
+    return functools.partial(pipelines, Cut(repeats.count, with_blocks, each)), ""
+
+
+def _rows(batch: Batch) -> int:
+    import jax
+
+    return jax.tree.leaves(batch)[0].shape[0]

@@ -1,0 +1,214 @@
+"""The dry run of a pipeline of which nothing is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...errors import LayoutError, TargetError
+from ...hlo.schedule import Times
+from ...hlo.traffic import Transfer
+from ...program import Batch
+from ...step.assemble import assemble
+from ...step.options import StepOptions
+from ...targets.hardware import Hardware
+from ...targets.target import Target
+from ...units import share_text
+from ..abstract_step import AbstractStep, on_batch
+from ..analytic.assignment import Assignment, assignment_of, graph_alone
+from ..analytic.estimate import estimate_of
+from ..analytic.operation_costs import OperationCost, operation_costs, transfers_of
+from ..blocks import reduced
+from ..estimate import Estimate, with_shares
+from ..reading import sizes
+from ..report import DryRun, Memory
+from ..search.choices import Choices, remat_of
+from .cost import PipelineCost, Staging, pipeline_cost, sent_bytes
+from .sections import Section, sections_of
+
+_PEAK_IS = "the planner's model: arrays of one micro-batch, and what is in flight"
+
+
+def report_of(
+    batch: Batch, described: AbstractStep, target: Target, hardware: Hardware, why: str
+) -> DryRun:
+    """What the planner's model says of a pipeline's step; ``why`` nothing is compiled.
+
+    Bytes of state and inputs are exact. Raises :class:`~meshwright.TargetError` for a model or a
+    layout that the planner's model does not know.
+    """
+    try:
+        assignment, staging = staged_assignment(batch, described, target, hardware)
+    except LayoutError as error:
+        raise TargetError(
+            f"{why}. Without a compiler only the planner's estimate is possible, and it failed for "
+            f"{described.program.name!r}:\n{error}"
+        ) from error
+    by_block = described.how.remat == "block"
+    cost = pipeline_cost(assignment, staging, target, hardware, by_block)
+    costs = _scaled(assignment, staging, described, by_block)
+    nbytes = sizes(described)
+    exact = sum(nbytes.values()) - nbytes["gradient_bytes"]
+    return DryRun(
+        name=described.program.name,
+        target=target,
+        axes=described.placement.mesh.axes,
+        memory=Memory(
+            **nbytes,
+            temporary_bytes=cost.temporary_bytes,
+            peak_bytes=exact + cost.temporary_bytes,
+            peak_is=_PEAK_IS,
+            available_bytes=hardware.memory_bytes,
+        ),
+        collectives=(*_permutes(staging), *transfers_of(costs, _dtypes(described))),
+        estimate=_estimate(assignment, costs, cost, staging, target, hardware),
+        notes=_notes(staging, cost),
+        placed=described.placed,
+        hardware=hardware,
+        not_compiled=why,
+    )
+
+
+def staged_assignment(
+    batch: Batch, described: AbstractStep, target: Target, hardware: Hardware
+) -> tuple[Assignment, Staging]:
+    """The layout of a model with as many blocks as one stage has, and how it is cut."""
+    staged = described.staged
+    assert staged is not None
+    pipeline, placement = staged.pipeline, described.placement
+    stages = placement.mesh[pipeline.axis]
+    whole = replace(staged.whole, example=batch)
+    plain = on_batch(assemble(whole, placement, StepOptions()), batch)
+    repeats, reason = reduced(plain, 2)
+    if repeats is None or repeats.count % stages:
+        count = "no" if repeats is None else repeats.count
+        raise LayoutError(
+            f"its {count} equal blocks do not make {stages} stages of one kind"
+            f"{f': {reason}' if reason else ''}. Have the step compiled."
+        )
+    blocks = repeats.count // stages
+    short = repeats.with_blocks(blocks)
+    graph = graph_alone(short.program, batch, placement, short)
+    assignment = assignment_of(graph, short, target, hardware)
+    choices = Choices(min(1, placement.zero), pipeline.micro_batches, remat_of("none"))
+    staging = Staging(
+        pipeline=pipeline,
+        stages=stages,
+        blocks=blocks,
+        block_paths=frozenset(path for paths in repeats.blocks[:blocks] for path in paths),
+        sent_bytes=sent_bytes(staged.sent, placement.batch_shards),
+    )
+    return replace(assignment, choices=choices), staging
+
+
+def _permutes(staging: Staging) -> list[Transfer]:
+    """What is passed on to neighbours, forward and backward."""
+    if not staging.permutes:
+        return []
+    return [
+        Transfer(
+            kind="collective-permute",
+            axes=(staging.pipeline.axis,),
+            bytes_per_device=nbytes,
+            count=2 * len(staging.table.ticks),
+            paths=(),
+            phases=("forward", "backward"),
+            dtypes=(),
+        )
+        for nbytes in staging.sent_bytes
+    ]
+
+
+def _scaled(
+    assignment: Assignment, staging: Staging, described: AbstractStep, by_block: bool
+) -> list[OperationCost]:
+    """The operations of a stage as often as they run in a step: with what is computed again, and
+    what comes before the blocks or after them as one of the stages does it."""
+    costs = operation_costs(assignment, described.placement)
+    count = len(assignment.problem.graph.operations)
+    begin = next((n for n, cost in enumerate(costs) if not cost.variable), 0)
+    sections = sections_of(assignment.problem.graph, staging.block_paths)
+    again = staging.pipeline.recomputes + by_block
+    runs = {Section("blocks", "forward"): 1 + again, Section("before", "forward"): 2}
+    scaled = [
+        _times(cost, runs.get(section, 1))
+        for cost, section in zip(costs[begin : begin + count], sections, strict=True)
+    ]
+    return [*costs[:begin], *scaled, *costs[begin + count :]]
+
+
+def _times(cost: OperationCost, runs: int) -> OperationCost:
+    if runs == 1:
+        return cost
+    work = cost.work
+    return replace(
+        cost,
+        work=replace(
+            work,
+            count=runs * work.count,
+            flops=runs * work.flops,
+            bytes=runs * work.bytes,
+            flops_s=runs * work.flops_s,
+            bytes_s=runs * work.bytes_s,
+            collectives=tuple(replace(one, count=runs * one.count) for one in work.collectives),
+        ),
+    )
+
+
+def _estimate(
+    assignment: Assignment,
+    costs: list[OperationCost],
+    cost: PipelineCost,
+    staging: Staging,
+    target: Target,
+    hardware: Hardware,
+) -> Estimate:
+    """That of a stage that has what comes before the blocks and after them, with the time of all
+    ticks."""
+    found = estimate_of(assignment, costs, target, hardware)
+    assert found.sums is not None
+    times = found.sums.times
+    talk = dict(found.communication_s)
+    sent_s = staging.permutes * cost.permute_s
+    talk[(staging.pipeline.axis,)] = None if found.missing else sent_s
+    sums = replace(
+        found.sums,
+        own_flops=_own_flops(assignment, staging) / target.num_devices,
+        split_flops=None,
+        times=Times(cost.step_time_s or 0.0, times.compute, times.memory, times.waiting),
+    )
+    return with_shares(
+        replace(
+            found,
+            communication_s=tuple(sorted(talk.items(), key=lambda pair: -(pair[1] or 0.0))),
+            step_time_s=cost.step_time_s,
+            sums=sums,
+        )
+    )
+
+
+def _own_flops(assignment: Assignment, staging: Staging) -> float:
+    """FLOPs of the whole model, all stages together."""
+    graph = assignment.problem.graph
+    sections = sections_of(graph, staging.block_paths)
+    return sum(
+        operation.flops * operation.times * (staging.stages if section.name == "blocks" else 1)
+        for operation, section in zip(graph.operations, sections, strict=True)
+    )
+
+
+def _notes(staging: Staging, cost: PipelineCost) -> tuple[str, ...]:
+    pipeline = staging.pipeline
+    table = staging.table
+    return (
+        f"{pipeline.schedule} of {staging.stages} stages and {pipeline.micro_batches} "
+        f"micro-batches: {len(table.ticks)} ticks; the busiest stage works "
+        f"{share_text(1 - cost.idle_share)} of the step",
+    )
+
+
+def _dtypes(described: AbstractStep) -> dict[int, str]:
+    return {
+        entry.info.itemsize: entry.info.dtype
+        for entry in described.placed
+        if entry.info.role == "parameter"
+    }

@@ -1,0 +1,139 @@
+"""The search among pipelines: sizes of the stage axis, micro-batches, schedules; and for each size
+the layouts of one stage on its devices.
+
+One stage is a smaller model, so the search of the mesh's rest is that of any step. What it finds is
+costed by the tick table of each schedule. Alpa (Zheng et al., 2022) splits
+the two levels likewise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ...stages.pipeline import Pipeline
+from ..analytic.assignment import Assignment
+from ..graph import Graph
+from ..search.branch_and_bound import search_for
+from ..search.candidates import Candidate
+from ..search.choices import Choices, Layouts
+from ..search.classics import classics
+from ..search.cost import masks_of
+from ..search.request import Request
+from ..search.setting import setting_of
+from ..search.staged import AXIS, Found
+from .cost import PipelineCost, Staging, pipeline_cost, section_costs
+
+_SIZES = 6  # of the stage axis, that are tried at most, the smallest first
+_TIMES = (1, 2, 4, 8, 16)  # micro-batches per stage
+_REPEATS = (2, 4)
+_KEEP = 12  # layouts of a stage, that are costed with every schedule
+_ROOM = 0.9  # of a device, for what a stage holds beside its buffers
+
+
+class Short(NamedTuple):
+    """The graph of a model with fewer of its equal blocks, and the paths of their parameters."""
+
+    graph: Graph
+    block_paths: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A model as stages: how many equal blocks it has, and what one passes on to the next.
+
+    ``with_blocks`` gives the model with fewer of them; ``row_bytes`` are the bytes that one row of
+    the batch has in each array that is passed on.
+    """
+
+    count: int
+    with_blocks: Callable[[int], Short]
+    row_bytes: tuple[float, ...]
+
+
+def pipelines(cut: Cut, request: Request, limit_s: float) -> list[Found]:
+    """The pipelines that fit, the fastest first; one for each size of the stage axis."""
+    deadline_s = time.monotonic() + limit_s
+    sizes = list(_sizes(request, cut))[:_SIZES]
+    best = []
+    for place, size in enumerate(sizes):
+        seconds = (deadline_s - time.monotonic()) / (len(sizes) - place)
+        found = list(_of_size(request, cut, size, max(0.5, seconds)))
+        best += sorted(found, key=_time_s)[:1]
+    return sorted(best, key=_time_s)
+
+
+def _time_s(found: Found) -> float:
+    return found.cost.step_time_s or 0.0
+
+
+def _sizes(request: Request, cut: Cut) -> Iterator[int]:
+    devices = request.target.num_devices
+    for size in range(2, min(cut.count, devices) + 1):
+        if cut.count % size == 0 and devices % size == 0:
+            yield size
+
+
+def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[Found]:
+    """The pipelines of so many stages that fit."""
+    blocks = cut.count // size
+    graph, paths = cut.with_blocks(blocks)
+    counts = tuple(size * times for times in _TIMES)
+    room = None if request.limit_bytes is None else round(_ROOM * request.limit_bytes)
+    space = replace(
+        request.space, axes=None, fewer_devices=False, zero=(0, 1), accumulate=counts,
+        remat=("none", "block"),
+    )  # fmt: skip
+    stage = replace(request, graph=graph, limit_bytes=room, space=space, stages=((AXIS, size),))
+    batch = stage.problem.batch
+    rows = 0 if batch is None else stage.problem.units[batch].size
+    counts = tuple(count for count in counts if rows and rows % count == 0)
+    if not counts:
+        return
+    stage = replace(stage, space=replace(space, accumulate=counts))
+    result = search_for(stage, _KEEP, limit_s, classics(stage).values())
+    for candidate in result.candidates:
+        for cost, pipeline in _scheduled(stage, candidate, cut, Short(graph, paths), rows):
+            if request.limit_bytes is None or cost.peak_bytes <= request.limit_bytes:
+                yield Found(_with_stages(candidate.layouts, size, pipeline), cost)
+
+
+def _scheduled(
+    stage: Request, candidate: Candidate, cut: Cut, short: Short, rows: int
+) -> Iterator[tuple[PipelineCost, Pipeline]]:
+    """The layouts of a stage with every schedule that can run them."""
+    layouts, problem = candidate.layouts, stage.problem
+    axes = (*stage.stages, *layouts.axes)
+    masks = masks_of(problem, layouts.axes, dict(layouts.rules))
+    full = {unit: mask << 1 for unit, mask in masks.items()}
+    (_, size), count = stage.stages[0], layouts.choices.accumulate
+    setting = setting_of(axes, stage.target, stage.hardware)
+    choices = Choices(min(1, layouts.choices.zero), count)
+    assignment = Assignment(problem, setting, choices, full, ())
+    pieces = int(assignment.lay.size(assignment.lay.batch)[0])
+    sent = tuple(round(nbytes * rows / count / pieces) for nbytes in cut.row_bytes)
+    blocks, costs = cut.count // size, None
+    for pipeline in _schedules(count, size, blocks):
+        staging = Staging(pipeline, size, blocks, short.block_paths, sent)
+        costs = costs or section_costs(assignment, staging)
+        by_block = layouts.choices.remat == "block"
+        cost = pipeline_cost(assignment, staging, stage.target, stage.hardware, by_block, costs)
+        yield cost, pipeline
+
+
+def _schedules(count: int, size: int, blocks: int) -> Iterator[Pipeline]:
+    yield Pipeline(AXIS, count)
+    yield Pipeline(AXIS, count, recompute=False)
+    yield Pipeline(AXIS, count, "zero_bubble")
+    yield Pipeline(AXIS, count, "gpipe")
+    for repeats in _REPEATS:
+        if blocks % repeats == 0 and count % size == 0:
+            yield Pipeline(AXIS, count, "circular", repeats)
+            yield Pipeline(AXIS, count, "circular", repeats, recompute=False)
+
+
+def _with_stages(layouts: Layouts, size: int, pipeline: Pipeline) -> Layouts:
+    choices = Choices(layouts.choices.zero, 1, layouts.choices.remat, pipeline)
+    return Layouts(((AXIS, size), *layouts.axes), layouts.rules, choices)
