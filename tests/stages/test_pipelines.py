@@ -31,8 +31,8 @@ def stepped(program, mesh, how=None, layouts=None, **more):
     return whole.slots, whole.params, {name: float(value) for name, value in logs.items()}
 
 
-def piped(schedule="1f1b", micro_batches=4, repeats=1, recompute=None, **more):
-    pipeline = mw.Pipeline("stage", micro_batches, schedule, repeats, recompute)
+def piped(schedule="1f1b", micro_batches=4, repeats=1, recompute=None, cuts=None, **more):
+    pipeline = mw.Pipeline("stage", micro_batches, schedule, repeats, recompute, cuts)
     return mw.StepOptions(pipeline=pipeline, **more)
 
 
@@ -60,7 +60,17 @@ SPLIT = {"qkv": [None, "model"], "up": [None, "model"], "down": ["model", None]}
         ({"stage": 2, "data": 2, "model": 2}, piped("gpipe"), {"layouts": SPLIT}),
         ({"stage": 2, "data": 2}, piped("circular", repeats=2), {"zero": 2}),
         ({"stage": 4}, piped("zero_bubble"), {}),
+        ({"stage": 3, "data": 2}, piped(), {}),  # 3, 3 and 2 blocks
         pytest.param({"stage": 8}, piped("gpipe", 16), {}, marks=pytest.mark.full),
+        pytest.param({"stage": 3, "model": 2}, piped(), {"layouts": SPLIT}, marks=pytest.mark.full),
+        pytest.param({"stage": 3}, piped("zero_bubble"), {}, marks=pytest.mark.full),
+        pytest.param(
+            {"stage": 2, "data": 2},
+            piped("circular", repeats=3),
+            {"zero": 1},
+            marks=pytest.mark.full,
+        ),
+        pytest.param({"stage": 2, "data": 2}, piped(cuts=["blocks.1"]), {}, marks=pytest.mark.full),
         pytest.param({"stage": 4, "model": 2}, piped(), {"layouts": SPLIT}, marks=pytest.mark.full),
         pytest.param(
             {"stage": 2, "data": 4}, piped(remat="block"), {"zero": 1}, marks=pytest.mark.full
@@ -203,7 +213,9 @@ def test_dropout_draws_what_accumulated_micro_batches_draw():
     ("program", "mesh", "how", "more", "message"),
     [
         (program_of(3), {"stage": 4}, piped(), {}, "3 equal blocks, fewer than the 4 stages"),
-        (program_of(6), {"stage": 4}, piped(), {}, "6 equal blocks do not divide over 4 stages"),
+        (program_of(), {"stage": 2}, piped(cuts=["block.3"]), {}, "mean 'blocks/3'"),
+        (program_of(), {"stage": 2}, piped(cuts=["blocks.1.up"]), {}, "between two of them"),
+        (program_of(), {"stage": 4}, piped(cuts=["blocks.1"]), {}, "4 stages need 3 cuts"),
         (program_of(4), {"data": 4}, piped(), {}, "has no axis 'stage'"),
         (program_of(4), {"stage": 2, "data": 2}, piped(), {"zero": 3}, "zero=3 is not supported"),
         (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.stages.plan import NOTHING, Plan
+from meshwright.stages.plan import NOTHING, TickPlan
 from meshwright.stages.table import Work, table_of
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("circular", 2), ("circular", 3), ("zero_bubble", 1)]
@@ -72,7 +72,7 @@ def test_what_1f1b_keeps_does_not_grow_with_micro_batches(stages, more):
 @given(tables(), st.booleans())
 def test_a_plan_gives_every_pass_what_was_put_there_for_it(table, keeps_results):
     """Runs the plan with names in place of arrays, as the compiled step runs it with arrays."""
-    plan = Plan.of(table, keeps_results)
+    plan = TickPlan.of(table, keeps_results)
     inputs, gradients, cuts = (
         [[None] * (count + 1) for _ in range(table.stages)]
         for count in (plan.slots, plan.gradient_slots, plan.cut_slots)

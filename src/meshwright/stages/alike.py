@@ -18,18 +18,20 @@ from ..jaxprs.signatures import signs_of
 
 Member = tuple[str, str]  # which argument, and the path in it
 Tag = tuple[int, int]  # a family, and which of its members
+Places = tuple[str | None, ...]  # the paths of a stack, ``None`` where it is left empty
 
 
 @dataclass(frozen=True)
 class Families:
-    """Rows of arrays that are stacked: a row has an array per block, in the order of the stack."""
+    """Rows of arrays that are stacked: a row has an array per block, in the order of the stack, and
+    ``None`` in places that are left empty."""
 
-    rows: tuple[tuple[Member, ...], ...]
+    rows: tuple[tuple[Member | None, ...], ...]
 
     @property
     def count(self) -> int:
         """How many members each has."""
-        return len(self.rows[0]) if self.rows else 0
+        return sum(each is not None for each in self.rows[0]) if self.rows else 0
 
 
 def alike(
@@ -49,6 +51,7 @@ def alike(
         each: (row, place)
         for row, members in enumerate(families.rows)
         for place, each in enumerate(members)
+        if each is not None
     }
     tags: dict[Any, Tag] = {}
     for name, part in zip(names, invars, strict=True):
@@ -58,21 +61,25 @@ def alike(
 
     def run(
         given: Mapping[str, Mapping[str, Any]],
-        stacked: Sequence[Mapping[str, tuple[str, ...]]],
-        wanted: Sequence[Mapping[str, tuple[str, ...]]],
+        stacked: Sequence[Mapping[str, Places]],
+        wanted: Sequence[Mapping[str, Places]],
     ) -> tuple[dict[str, Any], ...]:
         values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         stacks: dict[int, Any] = {}
         for name, part, of in zip(names, invars, stacked, strict=True):
             for path, members in of.items():
-                stacks[member[name, members[0]][0]] = given[name][path]
+                first = next(m for m in members if m is not None)
+                stacks[member[name, first][0]] = given[name][path]
             values |= {var: given[name][p] for p, var in part.items() if (name, p) not in member}
         found = _Values(values, stacks, grouped)
         for number, eqn in enumerate(closed.jaxpr.eqns):
             found.take(number, eqn)
         return tuple(
             {
-                **{path: found.stack([part[m] for m in members]) for path, members in of.items()},
+                **{
+                    path: found.stack([None if m is None else part[m] for m in members])
+                    for path, members in of.items()
+                },
                 **{
                     path: found.value(atom)
                     for path, atom in part.items()
@@ -167,15 +174,18 @@ class _Values:
         return self._values[atom] if tag is None else self._stacks[tag[0]][tag[1]]
 
     def stack(self, atoms: Sequence[Any]) -> Any:
-        """The stack of these variables."""
+        """The stack of these variables, with zeros in places that are left empty."""
         import jax.numpy as jnp
 
-        tags = [_tag(atom, self._groups.tags) for atom in atoms]
-        families = {tag[0] for tag in tags if tag is not None}
-        in_order = [tag is not None and tag[1] == place for place, tag in enumerate(tags)]
+        held = {place: atom for place, atom in enumerate(atoms) if atom is not None}
+        tags = {place: _tag(atom, self._groups.tags) for place, atom in held.items()}
+        families = {tag[0] for tag in tags.values() if tag is not None}
+        in_order = [tag is not None and tag[1] == place for place, tag in tags.items()]
         if len(families) == 1 and all(in_order):
             return self._stacks[families.pop()]
-        return jnp.stack([self.value(atom) for atom in atoms])
+        values = {place: self.value(atom) for place, atom in held.items()}
+        empty = jnp.zeros_like(next(iter(values.values())))
+        return jnp.stack([values.get(place, empty) for place in range(len(atoms))])
 
     def take(self, number: int, eqn: Any) -> None:
         """One equation; of a group all at once, where the first of them stands."""

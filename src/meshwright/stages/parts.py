@@ -235,7 +235,7 @@ class Functions:
         chain: list[int] = []
         while (made := self._made.get(var)) is not None:
             chain.append(made[0])
-            (var,) = _variables(self._jaxpr.eqns[made[0]].invars)
+            (var,) = variables(self._jaxpr.eqns[made[0]].invars)
         return chain[::-1]
 
     def _check(self) -> None:
@@ -246,8 +246,8 @@ class Functions:
         inside = {var for e in self._jaxpr.eqns[last : last + run.period] for var in e.outvars}
         changed = {self.blocks.traced.state[p] for part, p in self._own_paths() if part == "state"}
         after = [*self._jaxpr.eqns[run.end :]]
-        read = {var for eqn in after for var in _variables(eqn.invars)}
-        read |= set(_variables(self._jaxpr.outvars)) - changed
+        read = {var for eqn in after for var in variables(eqn.invars)}
+        read |= set(variables(self._jaxpr.outvars)) - changed
         if extra := (read & inside) - set(self.leaves):
             shapes = ", ".join(str(var.aval.shape) for var in extra)
             raise PipelineError(
@@ -263,7 +263,7 @@ class Functions:
             )
         if weights := self._reads(self.shared, ("params",)):
             raise PipelineError(
-                f"all blocks read what is computed from {_listed(weights)}, which is not supported "
+                f"all blocks read what is computed from {listed(weights)}, which is not supported "
                 "in a pipeline: a gradient would have to come back from every stage. Compute it in "
                 "each block from weights of its own."
             )
@@ -282,7 +282,7 @@ class Functions:
         ]
         if stuck:
             raise PipelineError(
-                f"{_listed(stuck)} would change with what the model computes, as the statistics of "
+                f"{listed(stuck)} would change with what the model computes, as the statistics of "
                 "BatchNormalization do, which is not supported in a pipeline. Use a normalization "
                 "without running statistics (LayerNormalization, GroupNormalization)."
             )
@@ -303,7 +303,7 @@ class Functions:
     ) -> list[int]:
         """Numbers of the equations that these variables need, up to the given ones."""
         stop, found = set(given), set[int]()
-        waiting = [v for v in _variables(wanted) if v not in stop]
+        waiting = [v for v in variables(wanted) if v not in stop]
         while waiting:
             made = self._made.get(waiting.pop())
             if made is None or made[0] in found:
@@ -313,7 +313,7 @@ class Functions:
                     "what comes before the blocks, or beside them, reads what a block computes."
                 )
             found.add(made[0])
-            waiting += [v for v in _variables(self._jaxpr.eqns[made[0]].invars) if v not in stop]
+            waiting += [v for v in variables(self._jaxpr.eqns[made[0]].invars) if v not in stop]
         return sorted(found)
 
     def _depends(self, var: Any, parts: tuple[str, ...]) -> bool:
@@ -321,9 +321,9 @@ class Functions:
 
     def _reads(self, wanted: Iterable[Any], parts: tuple[str, ...]) -> list[str]:
         """Arguments among these parts that variables are computed from."""
-        wanted = _variables(wanted)
+        wanted = variables(wanted)
         numbers = self._slice(wanted, through_run=True)
-        read = {*wanted, *(v for n in numbers for v in _variables(self._jaxpr.eqns[n].invars))}
+        read = {*wanted, *(v for n in numbers for v in variables(self._jaxpr.eqns[n].invars))}
         arguments = self.blocks.traced.arguments
         return [str(arguments[v][1]) for v in arguments if v in read and arguments[v][0] in parts]
 
@@ -338,14 +338,14 @@ class Functions:
         """
         numbers = self._slice(wanted, known, through_run=counting)
         eqns = [self._jaxpr.eqns[number] for number in numbers]
-        return _evaluated(self.blocks.traced.closed, eqns, wanted, known)
+        return evaluated(self.blocks.traced.closed, eqns, wanted, known)
 
     def block(self, own: Sequence[Any], shared: Mapping[Var, Any], x: Sequence[Any]) -> list[Any]:
         """The results of one block: ``own`` by row of the blocks' own arguments."""
         known = {**shared, **dict(zip(self._own_roots, own, strict=True))}
         known |= zip(self._inputs, x, strict=True)
         eqns = [*self._prefix, *self._body]
-        return _evaluated(self.blocks.traced.closed, eqns, self._results, known)
+        return evaluated(self.blocks.traced.closed, eqns, self._results, known)
 
     def read(self, part: str) -> list[str]:
         """Which of a part of the state the loss reads."""
@@ -377,8 +377,8 @@ class Functions:
         return self._params(self._slice(self.results, self.leaves), self.results)
 
     def _params(self, numbers: Sequence[int], wanted: Sequence[Any]) -> list[str]:
-        read = {v for n in numbers for v in _variables(self._jaxpr.eqns[n].invars)}
-        read.update(_variables(wanted))
+        read = {v for n in numbers for v in variables(self._jaxpr.eqns[n].invars)}
+        read.update(variables(wanted))
         arguments = self.blocks.traced.arguments
         return [arguments[v][1] for v in arguments if v in read and arguments[v][0] == "params"]
 
@@ -404,7 +404,7 @@ class Functions:
         return [item for item in self.blocks.traced.arguments.items() if item[1][0] == "state"]
 
 
-def _evaluated(
+def evaluated(
     closed: Any, eqns: Sequence[Any], wanted: Sequence[Any], known: Mapping[Var, Any]
 ) -> list[Any]:
     values: Values = {**dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), **known}
@@ -433,10 +433,10 @@ def _split(signs: Any, chains: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[next(rest) for _ in chain] for chain in chains]
 
 
-def _variables(atoms: Iterable[Any]) -> list[Var]:
+def variables(atoms: Iterable[Any]) -> list[Var]:
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
-def _listed(paths: Sequence[str]) -> str:
+def listed(paths: Sequence[str]) -> str:
     shown = ", ".join(paths[:3])
     return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

@@ -37,7 +37,10 @@ class Passes:
         self._setting, self._functions = setting, setting.functions
         table = setting.plan.table
         self._repeats, self._share = table.repeats, 1 / table.micro_batches
-        self.own = Own(self._by_repeat(own.params), self._by_repeat(own.fixed), own.counted)
+        by_repeat = self._by_repeat
+        self.own = Own(
+            by_repeat(own.params), by_repeat(own.fixed), own.counted, by_repeat(own.taken)
+        )
         self._others, self._state, self.rest = others, state, rest
         self._shared, self._micros = shared, micros
         self.before = {path: others[path] for path in setting.functions.params_before}
@@ -93,25 +96,25 @@ class Passes:
         """What a stage's run of blocks makes of its input."""
         read = self._read(micro)
 
-        def block(x: list[Any], own: Own) -> tuple[list[Any], None]:
+        def block(x: list[Any], own: Own, _: None) -> tuple[list[Any], None]:
             params, rest = self._arguments(own, read)
             return self._block(params, rest, x), None
 
-        y, _ = _over_blocks(block, self._cut(x), self._of_run(micro, repeat))
+        y, _ = self._over_blocks(block, self._cut(x), self._of_run(micro, repeat))
         return self._join(y)
 
     def forward(self, x: list[Any], micro: Any, repeat: Any) -> tuple[list[Any], Any]:
         """The same, and what :meth:`backward` needs of it, with a dim of blocks in front."""
         read = self._read(micro)
 
-        def block(x: list[Any], own: Own) -> tuple[list[Any], Any]:
+        def block(x: list[Any], own: Own, _: None) -> tuple[list[Any], Any]:
             params, rest = self._arguments(own, read)
             if self._setting.recompute_blocks:
                 return self._block(params, rest, x), (x, [])
             y, kept = self._halves.forward(params, rest, x)
             return y, (x, kept)
 
-        y, kept = _over_blocks(block, self._cut(x), self._of_run(micro, repeat))
+        y, kept = self._over_blocks(block, self._cut(x), self._of_run(micro, repeat))
         return self._join(y), kept
 
     def backward(
@@ -121,8 +124,8 @@ class Passes:
         where the table leaves these for later; with a dim of blocks in front."""
         read = self._read(micro)
 
-        def block(gradient: list[Any], of: tuple[Own, Any]) -> tuple[list[Any], Any]:
-            own, (x, kept) = of
+        def block(gradient: list[Any], own: Own, of: Any) -> tuple[list[Any], Any]:
+            x, kept = of
             params, rest = self._arguments(own, read)
             if self._setting.recompute_blocks:
                 _, kept = self._halves.forward(params, rest, x)
@@ -131,20 +134,20 @@ class Passes:
                 return gradient, cut
             return gradient, self._halves.weights(params, rest, x, kept, cut)
 
-        of = self._of_run(micro, repeat), kept
-        gradient, found = _over_blocks(block, self._cut(gradient), of, reverse=True)
+        own, gradient = self._of_run(micro, repeat), self._cut(gradient)
+        gradient, found = self._over_blocks(block, gradient, own, kept, reverse=True)
         return self._join(gradient), found
 
     def weights(self, kept: Any, cut: Any, micro: Any, repeat: Any) -> list[Any]:
         """The gradients of a run's weights."""
         read = self._read(micro)
 
-        def block(_: None, of: tuple[Own, Any, Any]) -> tuple[None, list[Any]]:
-            own, (x, kept), cut = of
+        def block(_: None, own: Own, of: Any) -> tuple[None, list[Any]]:
+            (x, kept), cut = of
             params, rest = self._arguments(own, read)
             return None, self._halves.weights(params, rest, x, kept, cut)
 
-        return _over_blocks(block, None, (self._of_run(micro, repeat), kept, cut))[1]
+        return self._over_blocks(block, None, self._of_run(micro, repeat), (kept, cut))[1]
 
     @functools.cached_property
     def _halves(self) -> Halves:
@@ -210,8 +213,11 @@ class Passes:
 
     def _of_run(self, micro: Any, repeat: Any) -> Own:
         """The arrays of a run's blocks, with a dim of blocks in front."""
+        import jax
+
         counted = self._by_repeat([values[micro] for values in self.own.counted])
-        return Own(*([a[repeat] for a in arrays] for arrays in (*self.own[:2], counted)))
+        arrays = self.own._replace(counted=counted)
+        return jax.tree.map(lambda values: values[repeat], arrays)
 
     def per_piece(self, params: list[Any]) -> list[Any]:
         """Parameters of a block with a dim of pieces in front, one of which a device has."""
@@ -234,23 +240,39 @@ class Passes:
             return values
         return [self._setting.laid(v.reshape(-1, *v.shape[2:]), 0) for v in values]
 
+    def _over_blocks(
+        self,
+        block: Callable[..., Any],
+        carried: Any,
+        own: Own,
+        of: Any = None,
+        reverse: bool = False,
+    ) -> tuple[Any, Any]:
+        """One block after the other; ``own`` and ``of`` have a dim of blocks in front, as has what
+        they give: zeros from places that are left empty."""
+        import jax
+        import jax.numpy as jnp
+
+        def place(carried: Any, values: tuple[Own, Any]) -> tuple[Any, Any]:
+            if self._setting.deal.is_full:
+                return block(carried, *values)
+            found = jax.eval_shape(block, carried, *values)[1]
+            nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), found)
+            is_taken = values[0].taken[0]
+            return self._setting.either(
+                is_taken, lambda: block(carried, *values), lambda: (carried, nothing)
+            )
+
+        if self._setting.deal.most > 1:
+            return jax.lax.scan(place, carried, (own, of), reverse=reverse)
+        carried, found = place(carried, jax.tree.map(lambda value: value[0], (own, of)))
+        return carried, jax.tree.map(lambda value: value[None], found)
+
     def _known(self, params: Arrays, micro: Any, rest: Rest) -> dict[Any, Any]:
         """The values of the loss's arguments for a micro-batch."""
         fixed, counted = self._state
         state = {**fixed, **{path: values[micro] for path, values in counted.items()}}
         return self._setting.known(params, state, rest, [leaf[micro] for leaf in self._micros])
-
-
-def _over_blocks(
-    block: Callable[..., Any], carried: Any, of: Any, reverse: bool = False
-) -> tuple[Any, Any]:
-    """One block after the other; ``of`` has a dim of blocks in front, as has what they give."""
-    import jax
-
-    if jax.tree.leaves(of)[0].shape[0] > 1:
-        return jax.lax.scan(block, carried, of, reverse=reverse)
-    carried, found = block(carried, jax.tree.map(lambda value: value[0], of))
-    return carried, jax.tree.map(lambda value: value[None], found)
 
 
 def _added(grads: Arrays, more: Arrays) -> Arrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -26,7 +27,11 @@ class Pipeline:
 
     With ``recompute`` a stage keeps its inputs alone, and its backward pass computes its forward
     pass again; without, it keeps the results of its products, which takes more memory and less
-    time. By default all schedules but ``"zero_bubble"`` recompute. Raises
+    time. By default all schedules but ``"zero_bubble"`` recompute.
+
+    Where the model is cut is found by itself, so that the busiest stage has the least to do; or
+    ``cuts`` name the layer that each stage after the first begins with, by part of its path, as
+    ``["blocks.6", "blocks.12", "blocks.18"]`` for four stages. Raises
     :class:`~meshwright.PipelineError` that lists every invalid choice.
 
     >>> pipeline = Pipeline("stage", micro_batches=16)
@@ -39,11 +44,15 @@ class Pipeline:
     schedule: Schedule = "1f1b"
     repeats: int = 1
     recompute: bool | None = None
+    cuts: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         faults = [*self._axis_faults(), *self._count_faults(), *self._schedule_faults()]
+        faults += self._cut_faults()
         if faults:
             raise PipelineError("\n".join(faults))
+        if self.cuts is not None:
+            object.__setattr__(self, "cuts", tuple(self.cuts))
 
     @property
     def recomputes(self) -> bool:
@@ -86,6 +95,16 @@ class Pipeline:
             for name, value in counts.items()
             if not _is_count(value)
         ]
+
+    def _cut_faults(self) -> list[str]:
+        cuts = self.cuts
+        if cuts is None:
+            return []
+        if isinstance(cuts, str) or not all(isinstance(cut, str) and cut for cut in cuts):
+            return [f"cuts must be a list of layers' paths; received {cuts!r}."]
+        if len(set(cuts)) < len(cuts):
+            return [f"cuts must name every layer once; received {list(cuts)}."]
+        return []
 
     def _schedule_faults(self) -> list[str]:
         known = get_args(Schedule)

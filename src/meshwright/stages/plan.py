@@ -48,11 +48,11 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class TickPlan:
     """The rows of a table, each array of shape ``(ticks, stages)``, and how many buffers it takes.
 
     >>> from meshwright.stages.table import table_of
-    >>> plan = Plan.of(table_of("1f1b", stages=2, micro_batches=3))
+    >>> plan = TickPlan.of(table_of("1f1b", stages=2, micro_batches=3))
     >>> plan.slots, plan.gradient_slots, plan.rows.forward.tolist()
     (3, 1, [[0, -1], [1, 0], [2, 1], [-1, 2], [-1, -1]])
     """
@@ -67,7 +67,7 @@ class Plan:
         """Runs of ticks in which any stage works forward, backward, or on gradients of weights.
 
         >>> from meshwright.stages.table import table_of
-        >>> for phase in Plan.of(table_of("1f1b", stages=3, micro_batches=8)).phases():
+        >>> for phase in TickPlan.of(table_of("1f1b", stages=3, micro_batches=8)).phases():
         ...     print(phase)
         Phase(first=0, end=2, forward=True, backward=False, weights=False)
         Phase(first=2, end=10, forward=True, backward=True, weights=False)
@@ -83,7 +83,7 @@ class Plan:
         return phases
 
     @classmethod
-    def of(cls, table: TickTable, keeps_results: bool = False) -> Plan:
+    def of(cls, table: TickTable, keeps_results: bool = False) -> TickPlan:
         """The plan of a table; ``keeps_results`` where what comes after the blocks is not computed
         again, but reads their results when it is differentiated."""
         stages = range(table.stages)

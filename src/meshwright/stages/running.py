@@ -24,13 +24,11 @@ Taken = tuple[Arrays, Arrays, Arrays, Logs]  # gradients, state, metrics, logs
 class Runner:
     """The gradients of one step by a plan.
 
-    ``stacks`` are the paths of the stacked parameters, in the order of ``blocks.params``; ``order``
-    says which block stands where in a stack.
+    ``stacks`` are the paths of the stacked parameters, in the order of ``blocks.params``.
     """
 
     setting: Setting
     stacks: tuple[str, ...]
-    order: tuple[int, ...]
 
     def __call__(self, whole: TrainState, micros: Sequence[Any]) -> Taken:
         """Of a state with stacks, and the leaves of the batch as ``(micro-batches, rows, ...)``."""
@@ -48,7 +46,7 @@ class Runner:
         run = jax.shard_map(
             self._ticks,
             mesh=setting.mesh,
-            in_specs=(Own(along, along, by_tick), *[whole_of] * 5, by_tick),
+            in_specs=(Own(along, along, by_tick, along), *[whole_of] * 5, by_tick),
             out_specs=(along if setting.by_piece is None else by_tick, *[along] * 4),
             axis_names={setting.axis},
             check_vma=False,
@@ -100,9 +98,10 @@ class Runner:
         import jax.numpy as jnp
 
         stacks = iter(self.stacks)
-        own = Own([], [], [])
+        places = self.setting.deal.places
+        own = Own([], [], [], [jnp.array([block is not None for block in places])])
         for kind, row in zip(self.setting.kinds, self.setting.blocks.own, strict=True):
-            paths = [row[block][1] for block in self.order]
+            paths = [row[block or 0][1] for block in places]  # of any block where there is none
             if kind == "params":
                 own.params.append(whole.params[next(stacks)])
             elif kind == "counted":

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..program import Arrays
+from .deal import Deal
 from .parts import Blocks, Functions, Traced
-from .plan import Phase, Plan
+from .plan import Phase, TickPlan
 
 
 class Own(NamedTuple):
     """The arrays that blocks have of their own, stacked: parameters, state that stays as it is in a
-    step, and state that counts, which has a dim of micro-batches in front."""
+    step, and state that counts, which has a dim of micro-batches in front; and whether there is a
+    block in each place."""
 
     params: Any
     fixed: Any
     counted: Any
+    taken: Any
 
 
 class Rest(NamedTuple):
@@ -41,8 +44,9 @@ class Setting:
     """
 
     blocks: Blocks
+    deal: Deal
     by_piece: Blocks | None
-    plan: Plan
+    plan: TickPlan
     mesh: Any
     axis: str
     rows: tuple[str, ...]
@@ -94,10 +98,15 @@ class Setting:
 
         Not where XLA splits more than rows: some of its collectives wait for every device.
         """
-        return {axis for axis, size in self.mesh.shape.items() if size > 1} <= {
-            self.axis,
-            *self.rows,
-        }
+        return runs_alone(self.mesh.shape, self.axis, self.rows)
+
+    def either(self, holds: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+        """One of two results; both are computed where devices must stay together."""
+        import jax
+
+        if self.skips:
+            return jax.lax.cond(holds, yes, no)
+        return jax.tree.map(lambda a, b: jax.numpy.where(holds, a, b), yes(), no())
 
     @property
     def phases(self) -> list[Phase]:
@@ -120,3 +129,8 @@ class Setting:
             return value
         free = [spec.UNCONSTRAINED] * (value.ndim - dim - 1)
         return jax.lax.with_sharding_constraint(value, spec(*[None] * dim, self.rows, *free))
+
+
+def runs_alone(sizes: Mapping[str, int], axis: str, rows: Collection[str]) -> bool:
+    """Whether a mesh of these sizes splits nothing but stages and the rows of a batch."""
+    return {name for name, size in sizes.items() if size > 1} <= {axis, *rows}

@@ -17,18 +17,24 @@ from ..layouts.layout import Layout
 from ..layouts.placement import ParamInfo, Placed, Placement
 from ..layouts.zero import share_out
 from ..program import Arrays, Program, TrainState
-from .alike import Families, alike
+from .alike import Families, Places, alike
+from .deal import Deal
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One weight, or slot, of all blocks: its ``members`` in the order in which they are stacked.
+    """One weight, or slot, of all blocks: its paths by place, ``None`` in those left empty.
 
     ``info`` describes the stacked array.
     """
 
     info: ParamInfo
-    members: tuple[str, ...]
+    places: Places
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The paths that are stacked, in the order of their places."""
+        return tuple(path for path in self.places if path is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +58,9 @@ class Stacking:
         placement: Placement,
         axis: str,
         rows: Sequence[tuple[str, ...]],
-        order: Sequence[int],
+        deal: Deal,
     ) -> Stacking:
-        """Of parameters, by block, in the order in which blocks are stacked.
+        """Of parameters, by block.
 
         Raises :class:`PipelineError` where equal weights would lie differently.
         """
@@ -63,28 +69,28 @@ class Stacking:
         infos = TrainState(*({info.path: info for info in part} for part in program.parts))
 
         def stack(field: str, paths: Sequence[str], owner: str | None) -> Stack:
-            members = tuple(paths[block] for block in order)
             layouts: dict[str, Layout] = getattr(whole, field)
-            if len({layouts[path] for path in members}) > 1:
+            if len({layouts[path] for path in paths}) > 1:
                 listed = "\n".join(f"  {path}: {layouts[path].unbound()}" for path in paths)
                 raise PipelineError(
                     f"equal blocks must lie alike to be stages of one pipeline:\n{listed}"
                 )
-            alone = layouts[members[0]]
+            alone = layouts[paths[0]]
             if axis in alone.axes:
                 raise PipelineError(
-                    f"{members[0]} is laid out over axis {axis!r}, which the stages take. Leave "
+                    f"{paths[0]} is laid out over axis {axis!r}, which the stages take. Leave "
                     "that axis out of the layouts."
                 )
-            first: ParamInfo = getattr(infos, field)[members[0]]
+            first: ParamInfo = getattr(infos, field)[paths[0]]
+            places = tuple(None if block is None else paths[block] for block in deal.places)
             info = replace(
                 _asking(first, Layout([axis, *alone.specs], placement.mesh)),
                 path=_joined(paths),
-                dims=(len(members), *first.dims),
+                dims=(len(places), *first.dims),
                 owner=owner,
                 lasting=None,
             )
-            return Stack(info, members)
+            return Stack(info, places)
 
         params = tuple(stack("params", row, None) for row in rows)
         slots = [
@@ -112,13 +118,15 @@ class Stacking:
 
     def explained(self, placed: Sequence[Placed]) -> list[Placed]:
         """Placed variables of a step with the reasons that a reader knows."""
-        stages = {each.info: len(each.members) for each in (*self.params, *self.slots)}
+        stacks = {each.info: each for each in (*self.params, *self.slots)}
         found = []
         for each in placed:
             why = each.reason
-            if (count := stages.get(each.info)) is not None:
-                pieces = each.layout.num_shards(0)
-                why = f"{count} blocks, {count // pieces} on each of {pieces} stages"
+            if (stack := stacks.get(each.info)) is not None:
+                pieces, places = each.layout.num_shards(0), len(stack.places)
+                count = len(stack.members)
+                room = f" in {places} places" if places > count else ""
+                why = f"{count} blocks{room}, {places // pieces} on each of {pieces} stages"
             elif each.info.asked is not None:
                 why = "beside the blocks"
             found.append(each._replace(reason=why))
@@ -159,12 +167,11 @@ class Stacking:
     def update(self, program: Program) -> Callable[..., tuple[Arrays, Arrays]]:
         """The optimizer's step over stacked arrays: each equation once for all blocks."""
         families = Families(
-            tuple(tuple(("params", m) for m in each.members) for each in self.params)
-            + tuple(tuple(("grads", m) for m in each.members) for each in self.params)
-            + tuple(tuple(("slots", m) for m in each.members) for each in self.slots)
+            tuple(_named(name, stack) for name in ("params", "grads") for stack in self.params)
+            + tuple(_named("slots", stack) for stack in self.slots)
         )
-        of_params = {each.info.path: each.members for each in self.params}
-        of_slots = {each.info.path: each.members for each in self.slots}
+        of_params = {each.info.path: each.places for each in self.params}
+        of_slots = {each.info.path: each.places for each in self.slots}
 
         def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
             given = {"params": params, "grads": grads, "slots": slots}
@@ -174,6 +181,10 @@ class Stacking:
             return new, new_slots
 
         return update
+
+
+def _named(name: str, stack: Stack) -> tuple[tuple[str, str] | None, ...]:
+    return tuple(None if path is None else (name, path) for path in stack.places)
 
 
 def _asking(info: ParamInfo, layout: Layout) -> ParamInfo:
@@ -232,7 +243,9 @@ def _stacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
     values = dict(values)
     for each in stacks:
         if all(member in values for member in each.members):
-            values[each.info.path] = jnp.stack([values.pop(member) for member in each.members])
+            arrays = {member: values.pop(member) for member in each.members}
+            empty = jnp.zeros_like(arrays[each.members[0]])
+            values[each.info.path] = jnp.stack([arrays[p] if p else empty for p in each.places])
     return values
 
 
@@ -241,7 +254,7 @@ def _unstacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
     for each in stacks:
         if each.info.path in values:
             stacked = values.pop(each.info.path)
-            values |= {member: stacked[place] for place, member in enumerate(each.members)}
+            values |= {p: stacked[n] for n, p in enumerate(each.places) if p is not None}
     return values
 
 

@@ -10,11 +10,13 @@ from ..errors import BatchError, PipelineError
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .apart import apart
+from .cuts import sizes_of
+from .deal import Deal
 from .parts import Blocks, Traced
 from .pipeline import Pipeline
-from .plan import Plan
+from .plan import TickPlan
 from .running import Runner, Taken
-from .setting import Setting
+from .setting import Setting, runs_alone
 from .stacking import Stacking
 from .table import TickTable
 
@@ -45,6 +47,7 @@ class Staged:
     program: Program
     recompute_blocks: bool
     shares: tuple[StageShare, ...]
+    deal: Deal
     sent: tuple[Any, ...] = ()
 
     @classmethod
@@ -56,16 +59,18 @@ class Staged:
         recompute_blocks: bool = False,
     ) -> Staged:
         """Raises :class:`PipelineError` with the reason where the program cannot be cut."""
-        stages = _check(program, placement, pipeline)
+        _check(program, placement, pipeline)
         assert program.example is not None
         micro = _micro(program.example, pipeline.micro_batches)
         blocks = _blocks(program, placement, pipeline, _abstract(program), micro)
-        order = _order(blocks.count, stages, pipeline.repeats)
-        stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, order)
+        deal = _deal(program, blocks, placement, pipeline)
+        stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, deal)
         staged = _over_stacks(program, stacking)
-        shares = _shares(blocks, order, stages)
+        shares = _shares(blocks, deal)
         sent = tuple(var.aval for var in blocks.functions.enters)
-        return cls(program, placement, pipeline, stacking, staged, recompute_blocks, shares, sent)
+        return cls(
+            program, placement, pipeline, stacking, staged, recompute_blocks, shares, deal, sent
+        )
 
     @property
     def ticks(self) -> TickTable:
@@ -93,8 +98,11 @@ class Staged:
         blocks = _blocks(self.whole, placement, pipeline, shapes, micro, in_context=True)
         stacks = {each.members: each.info.path for each in self.stacking.params}
         stages = placement.mesh[pipeline.axis]
-        order = _order(blocks.count, stages, pipeline.repeats)
-        paths = [stacks.get(tuple(row[block] for block in order)) for row in blocks.params]
+        order = [block for block in self.deal.places if block is not None]
+        is_same = blocks.count == self.deal.count
+        paths = [
+            stacks.get(tuple(row[block] for block in order)) for row in blocks.params * is_same
+        ]
         if None in paths or len(paths) != len(stacks):
             raise PipelineError(
                 f"program {self.whole.name!r} has other blocks for this batch than for the example "
@@ -102,8 +110,9 @@ class Staged:
             )
         setting = Setting(
             blocks=blocks,
+            deal=self.deal,
             by_piece=self._by_piece(blocks, micro),
-            plan=Plan.of(pipeline.table(stages), keeps_results=not pipeline.recomputes),
+            plan=TickPlan.of(pipeline.table(stages), keeps_results=not pipeline.recomputes),
             mesh=placement.mesh.jax_mesh,
             axis=pipeline.axis,
             rows=placement.batch_axes,
@@ -114,7 +123,7 @@ class Staged:
             on_cpu=placement.mesh.platform in (None, "cpu"),
         )
         own = tuple(path for path in paths if path is not None)
-        return Runner(setting, own, tuple(order))(whole, micros)
+        return Runner(setting, own)(whole, micros)
 
     def _by_piece(self, blocks: Blocks, micro: Batch) -> Blocks | None:
         """The blocks for the rows of one piece of a micro-batch, if rows leave each other alone."""
@@ -162,8 +171,8 @@ class Staged:
         return [cut(leaf) for leaf in leaves]
 
 
-def _check(program: Program, placement: Placement, pipeline: Pipeline) -> int:
-    """The number of stages; raises :class:`PipelineError` with all that is in the way."""
+def _check(program: Program, placement: Placement, pipeline: Pipeline) -> None:
+    """Raises :class:`PipelineError` with all that is in the way."""
     mesh, faults = placement.mesh, list[str]()
     if pipeline.axis not in mesh:
         faults.append(
@@ -201,7 +210,6 @@ def _check(program: Program, placement: Placement, pipeline: Pipeline) -> int:
         )
     if faults:
         raise PipelineError("\n".join(faults))
-    return mesh[pipeline.axis]
 
 
 def _blocks(
@@ -220,36 +228,38 @@ def _blocks(
 
     traced = trace() if in_context else program.under(placement, trace, whole=True)()
     blocks = Blocks.of(traced, least)
-    if blocks.count % least:
-        lower, upper = blocks.count // least * least, -(-blocks.count // least) * least
-        runs = f" x {pipeline.repeats} repeats" if pipeline.repeats > 1 else ""
-        raise PipelineError(
-            f"the model's {blocks.count} equal blocks do not divide over {stages} stages{runs}. "
-            f"Use {lower} or {upper} blocks, or a stage axis that divides {blocks.count}."
-        )
     _ = blocks.functions  # which refuses what cannot be passed on
     return blocks
 
 
-def _order(count: int, stages: int, repeats: int) -> list[int]:
-    """Which block stands where in a stack: each stage's own, run after run."""
-    size = count // (stages * repeats)
-    return [
-        (repeat * stages + stage) * size + place
-        for stage in range(stages)
-        for repeat in range(repeats)
-        for place in range(size)
-    ]
+def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipeline) -> Deal:
+    """Which blocks each stage gets: as a person cuts the model, or those of the shortest tick."""
+    stages, repeats = placement.mesh[pipeline.axis], pipeline.repeats
+    if pipeline.cuts is None:
+        skips = runs_alone(dict(placement.mesh.axes), pipeline.axis, placement.batch_axes)
+        return Deal.best(blocks.count, stages, repeats, blocks.functions.flops, skips)
+    sizes = sizes_of(pipeline.cuts, blocks.params[0], program.params)
+    if sizes is None:
+        first = ", ".join(blocks.params[0][:3])
+        raise PipelineError(
+            f"cuts={list(pipeline.cuts)}: a pipeline of equal blocks is cut between two of them. "
+            f"The model's {blocks.count} blocks begin with {first}, ..."
+        )
+    if len(sizes) != stages * repeats:
+        raise PipelineError(
+            f"{stages} stages{f' x {repeats} repeats' * (repeats > 1)} need "
+            f"{stages * repeats - 1} cuts; received {list(pipeline.cuts)}."
+        )
+    return Deal(stages, repeats, sizes)
 
 
-def _shares(blocks: Blocks, order: Sequence[int], stages: int) -> tuple[StageShare, ...]:
+def _shares(blocks: Blocks, deal: Deal) -> tuple[StageShare, ...]:
     before, block, after = blocks.functions.flops
     total = before + block * blocks.count + after or 1.0
-    size, shares = blocks.count // stages, []
-    for stage in range(stages):
-        is_first, is_last = stage == 0, stage == stages - 1
-        flops = block * size + before * is_first + after * is_last
-        own = tuple(order[stage * size : (stage + 1) * size])
+    shares = []
+    for stage in range(deal.stages):
+        is_first, is_last, own = stage == 0, stage == deal.stages - 1, deal.blocks_of(stage)
+        flops = block * len(own) + before * is_first + after * is_last
         shares.append(StageShare(stage, own, is_first, is_last, flops / total))
     return tuple(shares)
 

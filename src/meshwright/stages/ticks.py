@@ -149,13 +149,7 @@ class Ticks:
         self, holds: Any, yes: Callable[[], Any], no: Callable[[], Any], ever: bool = True
     ) -> Any:
         """One of two, by what this stage has to do; both where devices must stay together."""
-        import jax
-
-        if not ever:
-            return no()
-        if self._setting.skips:
-            return jax.lax.cond(holds, yes, no)
-        return jax.tree.map(lambda a, b: jax.numpy.where(holds, a, b), yes(), no())
+        return self._setting.either(holds, yes, no) if ever else no()
 
     def _send(self, values: list[Any], step: int) -> list[Any]:
         import jax
