@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax.numpy as jnp
 import optax
 import pytest
@@ -44,12 +46,31 @@ def report(mesh, schedule, micro_batches, target, layouts=None):
 
 def test_what_1f1b_keeps_on_a_tpu_is_flat_in_micro_batches_and_less_than_gpipe_keeps():
     mesh = {"stage": 4, "data": 2}
-    few, many, gpipe = (
-        report(mesh, *how, "v5p:2x2x2").memory.temporary_bytes
-        for how in (("1f1b", 8), ("1f1b", 64), ("gpipe", 64))
-    )
+    reports = [
+        report(mesh, *how, "v5p:2x2x2") for how in (("1f1b", 8), ("1f1b", 64), ("gpipe", 64))
+    ]
+    few, many, gpipe = (found.memory.temporary_bytes for found in reports)
     assert abs(many - few) <= 0.02 * few
     assert 2 * many <= gpipe
+    assert_passes_run_during_transfers(reports[0].compiled.text)
+
+
+def assert_passes_run_during_transfers(text):
+    """In the loop over ticks, a forward pass between a transfer's start and its end, and a backward
+    pass between the other's: the order is that of the schedule."""
+    bodies = [body for body in text.split("\n\n") if " collective-permute-start(" in body]
+    (body,) = [body for body in bodies if " conditional(" in body]
+    under_way, during = set(), dict[str, set[str]]()
+    for name, op in re.findall(r"%([\w.-]+) = .*? ([\w-]+)\(", body):
+        if op == "collective-permute-start":
+            under_way.add(name)
+        elif op == "conditional":
+            for transfer in under_way:
+                during.setdefault(transfer, set()).add(name)
+        elif op == "collective-permute-done":
+            under_way.discard(name.replace("-done", "-start"))
+    assert len(during) == 2
+    assert not set.intersection(*during.values()), during
 
 
 def test_a_pipeline_compiles_beside_a_model_axis():

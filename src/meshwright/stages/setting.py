@@ -54,7 +54,6 @@ class Setting:
     recompute_blocks: bool
     takes_mean: bool
     logs_of_one: bool
-    on_cpu: bool
 
     @property
     def functions(self) -> Functions:

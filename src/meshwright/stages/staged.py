@@ -120,7 +120,6 @@ class Staged:
             recompute_blocks=self.recompute_blocks,
             takes_mean=self.whole.reduction == "mean",
             logs_of_one=self.whole.logs == "of one batch",
-            on_cpu=placement.mesh.platform in (None, "cpu"),
         )
         own = tuple(path for path in paths if path is not None)
         return Runner(setting, own)(whole, micros)

@@ -127,7 +127,7 @@ class Ticks:
         """The passes of one tick."""
         row = Row(*(value[0] for value in rows))  # of this stage
         back = self._send(carry.leaving, -1)
-        back, inputs = self._one_after_the_other((back, carry.inputs))
+        back, inputs = _one_after_the_other((back, carry.inputs))
         carry = carry._replace(
             inputs=_put(inputs, row.arriving, carry.arriving),
             gradients=_put(carry.gradients, row.arriving_gradient, back),
@@ -135,15 +135,8 @@ class Ticks:
         carry, y = self._forward(phase, carry, row)
         carry, gradient = self._backward(phase, carry, row)
         carry = self._weights(phase, carry, row)
-        y, carry = self._one_after_the_other((y, carry))
+        y, carry = _one_after_the_other((y, carry))
         return carry._replace(arriving=self._send(y, 1), leaving=gradient), None
-
-    def _one_after_the_other(self, values: Any) -> Any:
-        """The values, all of which are there before any is used, on a CPU: stages that wait for
-        each other in several collectives at once need more threads than its client has."""
-        import jax
-
-        return jax.lax.optimization_barrier(values) if self._setting.on_cpu else values
 
     def _if(
         self, holds: Any, yes: Callable[[], Any], no: Callable[[], Any], ever: bool = True
@@ -255,6 +248,15 @@ class Ticks:
 
         grads = self._if(row.weights >= 0, added, lambda: carry.own_grads, phase.weights)
         return carry._replace(own_grads=grads)
+
+
+def _one_after_the_other(values: Any) -> Any:
+    """The values, all of which are there before any is used, on a CPU: stages that wait for each
+    other in several collectives at once need more threads than its client has."""
+    import jax
+
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(values, cpu=barrier, default=lambda values: values)
 
 
 def _results(carry: Carry) -> dict[str, Any]:
