@@ -7,12 +7,14 @@ import sys
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import keras
 import ml_dtypes
 import numpy as np
 import pytest
 
 import meshwright as mw
 from meshwright.errors import ServingError
+from meshwright.extras import is_installed
 from meshwright.serving.exporting import export
 
 
@@ -57,3 +59,14 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         export(model, tmp_path)
     with pytest.raises(ServingError, match="unknown format 'caffe'"):
         export(model, tmp_path, "caffe")
+    for format, package in (("savedmodel", "tensorflow"), ("onnx", "jax2onnx")):
+        if not is_installed(package):
+            with pytest.raises(ServingError, match=rf"needs {package}.*: pip install {package}"):
+                export(model, tmp_path / "new", format)
+
+
+def test_a_model_with_tables_on_servers_names_its_way_out(tmp_path):
+    ids = keras.Input([], dtype="int32", name="ids")
+    shop = keras.Model(ids, mw.ps.Embedding("people", 4, 20)(ids), name="shop")
+    with pytest.raises(ServingError, match=r"strategy\.export\(model\)\.save"):
+        export(mw.Server(shop).model("shop"), tmp_path / "out")

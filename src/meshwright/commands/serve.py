@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..layouts.layout import Layout
 
 _PLATFORMS = ("bentoml", "compose", "knative", "kserve", "kubeflow", "mlflow", "ray", "sagemaker")
-_FORMATS = ("stablehlo", "savedmodel")
+_FORMATS = ("stablehlo", "savedmodel", "onnx")
 _OF_THE_PLATFORM = ("host", "port", "fd", "platform", "folder", "image", "api_keys")
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SECONDS = click.FloatRange(0, min_open=True)

@@ -2,7 +2,7 @@
 
 StableHLO is what ``jax.export`` writes, for CPUs, GPUs and TPUs alike and for any number of rows;
 beside it lie the weights and a loader of twenty lines. A SavedModel is the same program through
-jax2tf, and ONNX is Keras' own export; both take TensorFlow, which must be installed.
+jax2tf, which takes TensorFlow, and ONNX the same through jax2onnx, which Keras exports by, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from .api import TensorSpec
     from .model import LoadedModel
 
-FORMATS = ("stablehlo", "savedmodel")
+FORMATS = ("stablehlo", "savedmodel", "onnx")
+_NEEDED = {
+    "savedmodel": ("tensorflow", "pip install tensorflow"),
+    "onnx": (
+        "jax2onnx",
+        "pip install jax2onnx, in an environment of its own, for it takes an older Orbax than "
+        "checkpoints do; write the model from a .keras file there",
+    ),
+}
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _LOADER = '''\
 """Runs the model beside this file; needs JAX alone: python load.py inputs.npz outputs.npz"""
@@ -58,8 +66,9 @@ def export(model: LoadedModel, folder: Path, format: str = "stablehlo") -> tuple
     """
     if format not in FORMATS:
         raise ServingError(f"unknown format {format!r}. Known: {', '.join(FORMATS)}.")
-    if format == "savedmodel" and not is_installed("tensorflow"):
-        raise ServingError("a SavedModel takes TensorFlow, which is not installed.")
+    package, remedy = _NEEDED.get(format, ("", ""))
+    if package and not is_installed(package):
+        raise ServingError(f"--write {format} needs {package}, which is not installed: {remedy}.")
     if model.source.tables is not None:
         raise ServingError(
             f"model {model.name!r} has tables on parameter servers, which other programs cannot "
@@ -116,8 +125,8 @@ def _savedmodel(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
 
     tf: Any = importlib.import_module("tensorflow")  # not one of our packages
     function, weights, inputs = _bare(model)
-    shapes = ", ".join(f"({', '.join(map(str, each.shape))})" for each in inputs)
-    converted = jax2tf.convert(function, polymorphic_shapes=[None, f"[{shapes}]"])
+    shapes = [f"({', '.join(map(str, each.shape))},)" for each in inputs]
+    converted = jax2tf.convert(function, polymorphic_shapes=[None, shapes])
     module = tf.Module()
     module.weights = [tf.Variable(weight, trainable=False) for weight in weights]
     names = [spec.name for spec in _outputs(model)]
@@ -135,9 +144,33 @@ def _savedmodel(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
     return (folder,)
 
 
+def _onnx(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
+    import importlib
+
+    import jax
+
+    jax2onnx: Any = importlib.import_module("jax2onnx")
+    function, weights, inputs = _bare(model)
+    shapes = [  # jax2onnx makes symbols of texts itself
+        jax.ShapeDtypeStruct([d if isinstance(d, int) else str(d) for d in i.shape], i.dtype)
+        for i in inputs
+    ]
+    path = folder / "model.onnx"
+    jax2onnx.to_onnx(
+        lambda *arrays: function(weights, list(arrays)),
+        inputs=shapes,
+        input_names=[spec.name for spec in model.inputs],
+        output_names=[spec.name for spec in _outputs(model)],
+        return_mode="file",
+        output_path=str(path),
+    )
+    return (path,)
+
+
 _WRITERS: dict[str, Callable[[Any, Path], tuple[Path, ...]]] = {
     "stablehlo": _stablehlo,
     "savedmodel": _savedmodel,
+    "onnx": _onnx,
 }
 
 
