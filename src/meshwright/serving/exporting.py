@@ -125,7 +125,7 @@ def _savedmodel(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
 
     tf: Any = importlib.import_module("tensorflow")  # not one of our packages
     function, weights, inputs = _bare(model)
-    shapes = [f"({', '.join(map(str, each.shape))},)" for each in inputs]
+    shapes: Any = [f"({', '.join(map(str, each.shape))},)" for each in inputs]
     converted = jax2tf.convert(function, polymorphic_shapes=[None, shapes])
     module = tf.Module()
     module.weights = [tf.Variable(weight, trainable=False) for weight in weights]
