@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..equivalence.cases import Case, axes_named
 from ..errors import ServingError
 from ..extras import require
+from ..launch.join import join
 from ..layouts.mesh import Mesh
 from ..topology import make_cpu_devices
 
@@ -57,8 +59,15 @@ class Asked:
 
 
 def run(asked: Asked) -> None:
-    """Serve until SIGTERM. What can be wrong with the options is found before JAX starts."""
+    """Serve until SIGTERM. What can be wrong with the options is found before JAX starts.
+
+    In a group of processes rank 0 takes requests, and the others compute with it.
+    """
     _require()
+    member = join()
+    if member is not None and member.rank > 0:
+        _follow(asked)
+        return
     from ..serving.http.run import Listening
     from ..serving.http.run import run as run_app
 
@@ -72,6 +81,14 @@ def run(asked: Asked) -> None:
         asked.timeout,
     )
     run_app(lambda: app_for(asked), listening)
+
+
+def _follow(asked: Asked) -> None:
+    """Compute with rank 0 until it ends; a SIGTERM to all of the group is for rank 0 to drain."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server = server_for(asked)
+    server.load()
+    server.work()
 
 
 def app_for(asked: Asked) -> Starlette:

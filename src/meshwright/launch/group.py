@@ -12,11 +12,9 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ..errors import ClusterError
 from .agreement import Meeting
 from .coordinator import HOSTED, Coordinator
 from .devices import device_variables
@@ -30,7 +28,7 @@ from .logs import LogPump
 from .membership import Membership
 from .nodes import Hub, Spoke
 from .private_folder import PrivateFolder
-from .processes import program
+from .processes import check_program, program
 from .progress import new_board, read_board
 from .signals import PATIENCE_S, PREEMPTED, Stopping, passing_on
 from .stalls import Limits
@@ -53,8 +51,7 @@ def run_group(arguments: Sequence[str], options: GroupOptions) -> int:
     :class:`~meshwright.errors.ClusterError` where there is no such program, and where
     accelerators cannot be shared out evenly.
     """
-    if not Path(arguments[0]).is_file():
-        raise ClusterError(f"there is no program {arguments[0]!r} to launch.")
+    check_program(arguments)
     return run_here(arguments, options).code
 
 

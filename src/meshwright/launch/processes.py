@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from ..errors import ClusterError
 from . import tie
 
 _ASK_EVERY_S = 0.01
@@ -48,6 +49,15 @@ def own_module(arguments: Iterable[str], env: Mapping[str, str]) -> Command:
     """
     # -P: a file beside the user's program must not stand in for a module of the library's own.
     return Command.of([sys.executable, "-P", *arguments], _with_paths(env), ties_itself=True)
+
+
+def check_program(arguments: Sequence[str]) -> None:
+    """Raise :class:`~meshwright.errors.ClusterError` for what Python cannot run: a file, or -m."""
+    is_module = arguments[0] == "-m" and len(arguments) > 1
+    if not is_module and not Path(arguments[0]).is_file():
+        raise ClusterError(
+            f"there is no program {arguments[0]!r} to launch. Name a file, or a module by -m."
+        )
 
 
 def program(arguments: Iterable[str], env: Mapping[str, str]) -> Command:

@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from ..errors import ClusterError
 from . import tie
 from .local import LocalCluster
+from .processes import check_program
 
 _PATIENCE_S = 60.0  # for the program to end after Ctrl-C: it may be saving; a second one kills
 
@@ -24,9 +23,7 @@ def run_launched(arguments: Sequence[str], *, evaluator: bool = False, **options
     With ``evaluator`` the same program is also run as the evaluator. Returns the exit code of the
     chief. Raises :class:`~meshwright.errors.ClusterError` where there is no such program.
     """
-    script = Path(arguments[0])
-    if not script.is_file():
-        raise ClusterError(f"there is no program {str(script)!r} to launch.")
+    check_program(arguments)
     with LocalCluster(evaluator=arguments if evaluator else (), **options) as cluster:
         return run_script(arguments, cluster)
 

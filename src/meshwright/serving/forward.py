@@ -15,6 +15,7 @@ from ..data import put
 from ..errors import ModelError
 from ..frontends.inputs import leaf_names
 from ..jaxprs.rows import RowsMixError, row_dims
+from ..launch.progress import inside
 from ..program import TrainState
 from .api import TensorSpec
 from .requests import Lengths
@@ -150,9 +151,10 @@ class Forward:
         with _one_at_a_time:
             if self.before is not None:
                 self.before(shape, arrays)
-            outputs = compiled.call(weights.params, weights.state, batch)
-            if compiled.is_on_cpu:
-                jax.block_until_ready(outputs)
+            with inside("step"):  # what a group waits in is watched by its agents
+                outputs = compiled.call(weights.params, weights.state, batch)
+                if compiled.is_on_cpu:
+                    jax.block_until_ready(outputs)
         return [np.asarray(output) for output in jax.tree.leaves(outputs)]
 
     def memory(self, shape: Shape) -> Any:
