@@ -41,7 +41,8 @@ def test_waiting_is_a_list_without_its_costs(actions: list[tuple]) -> None:
             plain.append(request)
         elif action == "remove" and plain:
             request = plain.pop(arguments[0] % len(plain))
-            assert waiting.remove(request) and not waiting.remove(request)
+            assert waiting.remove(request)
+            assert not waiting.remove(request)
         elif action == "expire":
             late = [r for r in plain if r.deadline_s is not None and r.deadline_s <= arguments[0]]
             assert set(waiting.take_late(arguments[0])) == set(late)
@@ -49,4 +50,5 @@ def test_waiting_is_a_list_without_its_costs(actions: list[tuple]) -> None:
         else:
             assert waiting.batch(MAX_ROWS) == plain_batch(plain)
         assert (len(waiting), waiting.rows) == (len(plain), sum(r.rows for r in plain))
-    assert set(waiting.clear()) == set(plain) and not len(waiting)
+    assert set(waiting.clear()) == set(plain)
+    assert not len(waiting)

@@ -18,7 +18,7 @@ from ...hlo.collectives import Collective
 from ...hlo.links import collective_s, links_of
 from ...hlo.text import Array
 from ...stages.pipeline import Pipeline
-from ...stages.plan import Plan
+from ...stages.plan import TickPlan
 from ...stages.table import TickTable
 from ...targets.hardware import Hardware
 from ...targets.target import Target
@@ -53,9 +53,9 @@ class Staging:
         return self.pipeline.table(self.stages)
 
     @functools.cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> TickPlan:
         """The buffers of a step."""
-        return Plan.of(self.table, keeps_results=not self.pipeline.recomputes)
+        return TickPlan.of(self.table, keeps_results=not self.pipeline.recomputes)
 
     @property
     def permutes(self) -> int:

@@ -77,7 +77,7 @@ def _sizes(request: Request, cut: Cut) -> Iterator[int]:
 
 
 def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[Found]:
-    """The pipelines of so many stages that fit."""
+    """The pipelines of ``size`` stages that fit."""
     blocks = cut.count // size
     graph, paths = cut.with_blocks(blocks)
     counts = tuple(size * times for times in _TIMES)
