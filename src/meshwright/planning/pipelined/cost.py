@@ -302,7 +302,7 @@ def _residuals(assignment: Assignment, staging: Staging) -> int:
 
 
 def sent_bytes(sent: Sequence[object], pieces: int) -> tuple[int, ...]:
-    """Bytes in one device of arrays whose rows are split into so many pieces."""
+    """Bytes in one device of arrays whose rows are split into that many pieces."""
     return tuple(
         math.prod(array.shape) * np.dtype(array.dtype).itemsize // pieces  # type: ignore[attr-defined]
         for array in sent
