@@ -74,7 +74,7 @@ class Times:
         }
         return max(parts, key=lambda part: parts[part])
 
-    def add(self, other: Times, times: int) -> None:
+    def add(self, other: Times, times: float) -> None:
         self.length += times * other.length
         self.compute += times * other.compute
         self.memory += times * other.memory

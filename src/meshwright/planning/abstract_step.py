@@ -95,6 +95,15 @@ def on_batch(steps: Assembly, batch: Batch, last: bool = False) -> AbstractStep:
     )
 
 
+def unstaged(described: AbstractStep) -> AbstractStep:
+    """The step of a pipeline as the model alone would take it on the same mesh: every stage does
+    the work of all."""
+    staged, batch = described.staged, described.batch
+    assert staged is not None
+    program = replace(staged.whole, example=batch)
+    return on_batch(assemble(program, described.placement, PLAIN), batch)
+
+
 def _dtype(value: Any) -> Any:
     import numpy as np
 

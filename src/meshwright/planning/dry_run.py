@@ -59,7 +59,10 @@ def dry_run(
         report = _by_the_model(model, batch, strategy, step, target, hardware, why)
     else:
         report = _Compiler(step, target, hardware, timeout_s).report(blocks)
-    return replace(report, fed=fed(batch, step.how.batches))
+    report = replace(report, fed=fed(batch, step.how.batches))
+    if (staged := step.staged) is None:
+        return report
+    return replace(report, stages=staged.shares, ticks=staged.ticks)
 
 
 def _by_the_model(
@@ -72,10 +75,11 @@ def _by_the_model(
     why: str,
 ) -> DryRun:
     """The planner's model alone, for which no compiler is needed."""
-    from . import analytic, pipelined
+    from . import analytic
+    from .pipelined.report import report_of
 
     if step.staged is not None:
-        return pipelined.report_of(batch, step, target, hardware, why)
+        return report_of(batch, step, target, hardware, why)
     return analytic.report_of(model, batch, strategy, step, target, hardware, why)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from ..hlo.costs import Costs, LayerCost, read_costs
+from ..hlo.costs import Costs, LayerCost, Loop, read_costs
 from ..hlo.links import links_of
 from ..hlo.schedule import Clock, Times, run
 from ..merging import short_list
@@ -136,12 +137,22 @@ class Estimate(Viewable):
         return tuple(said)
 
 
+class Turns(NamedTuple):
+    """Of a loop that runs ``count`` times and whose text has all branches: the ``share`` of them
+    that is taken."""
+
+    count: int
+    share: float
+
+
 def estimate(
     compiled: Compiled,
     hardware: Hardware,
     *,
     model_flops: float | None = None,
     least_flops: float | None = None,
+    recomputes: bool = True,
+    turns: Turns | None = None,
 ) -> Estimate:
     """How long the step would take on such hardware, and why.
 
@@ -149,7 +160,9 @@ def estimate(
     (``step.flops.model_flops`` of its trace, what is computed again included): with them, ``mfu``
     leaves replicated work out and ``replicated_share`` says how much there is. ``least_flops`` are
     the fewest of them that a compiler can leave: a step with less was misread, and has no times
-    (:attr:`Estimate.errors`). Numbers that the hardware lacks are never made up.
+    (:attr:`Estimate.errors`). Unless ``model_flops`` ``recomputes``, it has nothing that is
+    computed again. Of a loop with ``turns``, a share is taken. Numbers that the hardware lacks are
+    never made up.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> from meshwright.planning import compile_ahead
@@ -166,16 +179,21 @@ def estimate(
     links = links_of(compiled.target, hardware, compiled.axes)
     clock = Clock(hardware, compiled.target.platform, links)
     missing = _missing(costs, clock)
-    times = run(costs.program, clock)
+    times, flops, done = run(costs.program, clock), costs.flops, costs.done_flops
+    for loop in costs.program if turns else ():
+        if isinstance(loop, Loop) and turns is not None and loop.trips == turns.count:
+            times.add(run(loop.body, clock), (turns.share - 1.0) * turns.count)
+            left_out = (1.0 - turns.share) * replace(costs, program=(loop,)).flops
+            flops, done = flops - left_out, done - left_out
     split = None if model_flops is None else model_flops / compiled.target.num_devices
-    again = costs.recompute_flops / costs.flops if costs.flops else 0.0
+    again = costs.recompute_flops / costs.flops if costs.flops and recomputes else 0.0
     own = (costs.flops if split is None else split) * (1.0 - again)
     talk = _communication(costs, clock)
     spoken = sum(spent for _, spent in talk if spent is not None)
     summed = Estimate(
         target=compiled.target,
         hardware=hardware.name,
-        flops=costs.flops,
+        flops=flops,
         recompute_flops=costs.recompute_flops,
         bytes=costs.bytes,
         compute_s=_total(
@@ -198,7 +216,7 @@ def estimate(
         sums=Sums(
             own,
             split,
-            costs.done_flops,
+            done,
             times,
             None if least_flops is None else least_flops / compiled.target.num_devices,
             sum(operation.times * operation.elements for operation in costs.operations),

@@ -17,11 +17,12 @@ from ..targets import gpu
 from ..targets.hardware import Hardware
 from ..targets.target import Target
 from ..units import bytes_text
-from .abstract_step import AbstractStep
+from .abstract_step import AbstractStep, unstaged
 from .ahead import Compiled, trace
 from .blocks import Blocks, Reduced, heights_of, unmarked
 from .blocks import extended as extending
 from .estimate import estimate
+from .pipelined.compiled import turns_of
 from .report import DryRun, Memory
 
 _TENSORS = 32  # that are kept of those alive at the peak
@@ -85,7 +86,15 @@ def read(
     nbytes = sizes(described)
     peak, peak_is = _peak(compiled)
     whole, least = _model_flops(described, compiled.target)
-    estimated = estimate(compiled, hardware, model_flops=whole, least_flops=least)
+    staged = described.staged
+    estimated = estimate(
+        compiled,
+        hardware,
+        model_flops=whole,
+        least_flops=least,
+        recomputes=staged is None,
+        turns=None if staged is None else turns_of(staged),
+    )
     return DryRun(
         name=described.program.name,
         target=compiled.target,
@@ -167,6 +176,8 @@ def sizes(described: AbstractStep) -> dict[str, int]:
 def _model_flops(described: AbstractStep, target: Target) -> tuple[float | None, float | None]:
     """FLOPs of the step as it was written, before it is split over devices, and the fewest of them
     that a compiler can leave."""
+    if described.staged is not None:  # whose ticks have more branches than are taken
+        described = unstaged(described)
     traced = trace(described.jitted, (described.state, described.batch), target)
     return model_flops(traced.jaxpr), least_flops(traced.jaxpr)
 

@@ -22,6 +22,8 @@ from .measurement import Measured
 from .throughput import Fed, Price, per_s, price
 
 if TYPE_CHECKING:
+    from ..stages.staged import StageShare
+    from ..stages.table import TickTable
     from .search.plan import Plan
 
 
@@ -94,7 +96,8 @@ class DryRun(Viewable):
     and ``compiled`` is the step with two. Where nothing was compiled, ``not_compiled`` says why:
     then bytes of state and inputs are exact, and all else is what the planner's model says. ``fed``
     is what one step is fed with, for samples and tokens per second, and ``notes`` is what a reader
-    should know about the figures.
+    should know about the figures. Of a pipeline, ``stages`` is what each stage has and ``ticks``
+    the tick table.
 
     >>> import jax, jax.numpy as jnp, optax, meshwright as mw
     >>> shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
@@ -123,6 +126,8 @@ class DryRun(Viewable):
     blocks: Blocks | None = None
     not_compiled: str = ""
     fed: Fed | None = None
+    stages: tuple[StageShare, ...] = field(default=(), repr=False)
+    ticks: TickTable | None = field(default=None, repr=False)
 
     @property
     def is_analytic(self) -> bool:

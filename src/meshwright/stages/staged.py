@@ -37,7 +37,8 @@ class Staged:
 
     ``whole`` is the program over variables by their own paths, with right numbers however arrays
     are split; ``program`` is the same over stacks. ``sent`` has the shapes of what a stage passes
-    on of a micro-batch of the example.
+    on of a micro-batch of the example, ``flops`` those of its forward pass before the blocks, in
+    one block, and after them.
     """
 
     whole: Program
@@ -49,6 +50,7 @@ class Staged:
     shares: tuple[StageShare, ...]
     deal: Deal
     sent: tuple[Any, ...] = ()
+    flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @classmethod
     def of(
@@ -66,10 +68,17 @@ class Staged:
         deal = _deal(program, blocks, placement, pipeline)
         stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, deal)
         staged = _over_stacks(program, stacking)
-        shares = _shares(blocks, deal)
-        sent = tuple(var.aval for var in blocks.functions.enters)
         return cls(
-            program, placement, pipeline, stacking, staged, recompute_blocks, shares, deal, sent
+            program,
+            placement,
+            pipeline,
+            stacking,
+            staged,
+            recompute_blocks,
+            shares=_shares(blocks, deal),
+            deal=deal,
+            sent=tuple(var.aval for var in blocks.functions.enters),
+            flops=blocks.functions.flops,
         )
 
     @property

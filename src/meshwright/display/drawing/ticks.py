@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from ..text.ticks import MARKS, tick_table_title
-from .canvas import Canvas
+from .canvas import Canvas, Point
 from .palette import INK, PAPER, RULE, SOFT, paint
 
 if TYPE_CHECKING:
     from ...stages.table import TickTable
 
-_MARGIN, _NAMES, _WIDE, _HIGH = 24.0, 64.0, 22.0, 24.0
+_MARGIN, _NAMES, _HIGH = 24.0, 64.0, 24.0
+_WIDE, _NARROW = 22.0, 2.0  # of a pass
+_NUMBERED = 64  # passes of a stage, up to which each has its number
 _HUES = {"forward": 0, "backward": 1, "weights": 2}  # pieces of the palette
 _LEGEND = {"forward": "forward", "backward": "backward", "weights": "gradients of weights"}
 
@@ -23,22 +26,27 @@ def tick_table_svg(table: TickTable) -> str:
     >>> tick_table_svg(mw.Pipeline("stage", 4).table(2)).startswith("<svg")
     True
     """
+    return _drawn(table, _WIDE, PAPER, RULE)
+
+
+def tick_table_picture(table: TickTable) -> str:
+    """The same for a page, without a paper of its own; of many ticks without numbers."""
+    starts = _starts(table, 1.0)
+    wide = _WIDE if starts[-1] - starts[0] <= _NUMBERED else _NARROW
+    return _drawn(table, wide, "none", "none")
+
+
+def _drawn(table: TickTable, wide: float, paper: str, rule: str) -> str:
     canvas = Canvas("ticks")
     title = tick_table_title(table)
     y = _MARGIN + 18
     canvas.text(_MARGIN, y, title, 15, font_weight=700, fill=INK)
     y += 14
-    starts = _starts(table)
+    starts = _starts(table, wide)
     for stage in range(table.stages):
         canvas.text(_MARGIN, y + 16, f"stage {stage}", 12, fill=SOFT)
         canvas.line([(_MARGIN + _NAMES, y + _HIGH), (starts[-1], y + _HIGH)], stroke=RULE)
-        for x, row in zip(starts, table.ticks, strict=False):
-            for work in row[stage]:
-                colours = paint(_HUES[work.kind], 8)
-                canvas.rect(x, y + 2, _WIDE - 1, _HIGH - 4, rx=2, fill=colours.fill)
-                number = str(work.micro_batch)
-                canvas.text(x + 3, y + 16, number, 10, fill=colours.ink)
-                x += _WIDE
+        _stage(canvas, table, stage, starts, y, wide)
         y += _HIGH
     y, x = y + 24, _MARGIN
     for kind, text in _LEGEND.items():
@@ -46,15 +54,34 @@ def tick_table_svg(table: TickTable) -> str:
             canvas.rect(x, y - 11, 14, 14, rx=2, fill=paint(_HUES[kind], 8).fill)
             canvas.text(x + 20, y, text, 12, fill=SOFT)
             x += 36 + 7 * len(text)
-    width = max(starts[-1], 480.0) + _MARGIN
-    return canvas.finish(width, y + 16, title, _description(table), PAPER, RULE)
+    width = max(starts[-1], 680.0) + _MARGIN
+    return canvas.finish(width, y + 16, title, _description(table), paper, rule)
 
 
-def _starts(table: TickTable) -> list[float]:
+def _stage(
+    canvas: Canvas, table: TickTable, stage: int, starts: list[float], y: float, wide: float
+) -> None:
+    """The passes of one stage; those without numbers are one shape for each kind."""
+    shapes: dict[str, list[list[Point]]] = defaultdict(list)
+    for x, row in zip(starts, table.ticks, strict=False):
+        for work in row[stage]:
+            if wide < _WIDE:
+                low, high, right = y + 2, y + _HIGH - 2, x + wide
+                shapes[work.kind].append([(x, low), (right, low), (right, high), (x, high)])
+            else:
+                colours = paint(_HUES[work.kind], 8)
+                canvas.rect(x, y + 2, wide - 1, _HIGH - 4, rx=2, fill=colours.fill)
+                canvas.text(x + 3, y + 16, str(work.micro_batch), 10, fill=colours.ink)
+            x += wide
+    for kind, of_kind in shapes.items():
+        canvas.polygons(of_kind, fill=paint(_HUES[kind], 8).fill)
+
+
+def _starts(table: TickTable, wide: float) -> list[float]:
     """Where each tick begins, and where the last one ends."""
     starts = [_MARGIN + _NAMES]
     for row in table.ticks:
-        starts.append(starts[-1] + _WIDE * max(1, *map(len, row)))
+        starts.append(starts[-1] + wide * max(1, *map(len, row)))
     return starts
 
 

@@ -21,6 +21,7 @@ from .layouts import layouts_section
 from .memory import memory_section
 from .pictures import mesh_picture
 from .plan import fits, plan_axes, plan_figures, plan_layouts, plan_section
+from .stages import stages_section
 from .timeline import time_section
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _LINKS = {  # the sections of all pages, and their names in the navigation
     "mesh": "Mesh",
     "memory": "Memory",
     "time": "Time",
+    "stages": "Stages",
     "collectives": "Collectives",
     "boxes": "Layers",
     "layers": "FLOPs",
@@ -60,6 +62,7 @@ def dry_run_page(run: DryRun, plan: Plan | None = None) -> str:
         "mesh": {"picture": mesh_picture(Mesh(dict(run.axes))), "table": _axes(run)},
         "memory": {"run": run, **memory_section(run)},
         "time": time_section(run),
+        "stages": stages_section(run),
         "collectives": collectives_section(run),
         "boxes": boxes_section(run),
         "layers": layers_section(run.estimate),

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...layouts.layout import UNSHARDED
 from ...layouts.mesh import axes_text
-from ...planning.search.choices import remat_text
+from ...planning.search.choices import pipeline_text, remat_text
 from ...units import bytes_text, seconds_text
+from ..text.plan import micro_batches, schedule_text
 from .elements import Cell, Column, Part, element
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str, str]]:
         ("peak of a device", bytes_text(chosen.held_bytes), held),
         ("devices", f"{chosen.num_devices:,}", f"mesh {axes_text(plan.axes, ' × ')}"),
         ("ZeRO", str(chosen.zero), ""),
-        ("micro-batches", str(chosen.accumulate), ""),
+        ("micro-batches", str(micro_batches(chosen)), schedule_text(chosen).strip("-")),
         ("remat", chosen.remat, ""),
     ]
 
@@ -200,6 +201,8 @@ def _choices(option: Option) -> Iterator[str]:
         yield f"ZeRO {option.zero}"
     if option.accumulate > 1:
         yield f"{option.accumulate} micro-batches"
+    if option.pipeline is not None:
+        yield pipeline_text(option.pipeline)
     if option.remat != "none":
         yield remat_text(option.remat)
 

@@ -20,6 +20,8 @@ from ..figures import (
     time_figures,
 )
 from .columns import Columns, Content, Line, Paragraphs, first_rows, paragraphs
+from .explanation import stage_row
+from .ticks import tick_table_title
 
 if TYPE_CHECKING:
     from ...hlo.traffic import Transfer
@@ -53,6 +55,9 @@ def dry_run_text(run: DryRun) -> Paragraphs:
         parts.append([_title("collectives of one step"), _transfers(run.collectives)])
     if run.estimate is not None:
         parts.append([_title("time of one step, estimated"), _time(run)])
+    if run.ticks is not None:
+        rows = [(name, text, has) for name, has, text in map(stage_row, run.stages)]
+        parts.append([_title(tick_table_title(run.ticks)), Columns(rows, right=(1,))])
     if run.unexpected:
         rows = first_rows([(f"! {remedy}",) for remedy in remedies_of(run.unexpected)], _ROWS)
         parts.append([_title("unexpected, and what would remove it"), Columns(rows)])

@@ -33,11 +33,12 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
     parts = [Line(head, "bold"), rule, body, rule, Line(foot, "bold")]
     if explanation.ticks is None:
         return paragraphs(*parts)
-    stages = Columns([_STAGE_HEADINGS, *map(_stage_row, explanation.stages)], right=(2,))
+    stages = Columns([_STAGE_HEADINGS, *map(stage_row, explanation.stages)], right=(2,))
     return paragraphs(*parts, "", stages, "", tick_table_text(explanation.ticks).parts)
 
 
-def _stage_row(share: StageShare) -> tuple[str, str, str]:
+def stage_row(share: StageShare) -> tuple[str, str, str]:
+    """A stage of a pipeline, what it has, and its share of the FLOPs."""
     blocks = share.blocks
     first, last = min(blocks), max(blocks)
     in_turn = len(blocks) > 1 and last - first == len(blocks) - 1

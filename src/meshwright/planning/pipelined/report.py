@@ -8,12 +8,10 @@ from ...errors import LayoutError, TargetError
 from ...hlo.schedule import Times
 from ...hlo.traffic import Transfer
 from ...program import Batch
-from ...step.assemble import assemble
-from ...step.options import StepOptions
 from ...targets.hardware import Hardware
 from ...targets.target import Target
 from ...units import share_text
-from ..abstract_step import AbstractStep, on_batch
+from ..abstract_step import AbstractStep, unstaged
 from ..analytic.assignment import Assignment, assignment_of, graph_alone
 from ..analytic.estimate import estimate_of
 from ..analytic.operation_costs import OperationCost, operation_costs, transfers_of
@@ -76,9 +74,7 @@ def staged_assignment(
     assert staged is not None
     pipeline, placement = staged.pipeline, described.placement
     stages = placement.mesh[pipeline.axis]
-    whole = replace(staged.whole, example=batch)
-    plain = on_batch(assemble(whole, placement, StepOptions()), batch)
-    repeats, reason = reduced(plain, 2)
+    repeats, reason = reduced(unstaged(described), 2)
     if repeats is None or repeats.count % stages:
         count = "no" if repeats is None else repeats.count
         raise LayoutError(

@@ -58,7 +58,7 @@ def _tick(table: TickTable, row: tuple[tuple[Work, ...], ...], passes: Passes) -
     by_stage = [of_stage(table, stage, works, passes) for stage, works in enumerate(row)]
     if not passes.skips:  # all stages compute what any of them has work for
         every = {work.kind for works in row for work in works}
-        by_stage = [_together(table, every, passes)]
+        by_stage = [together(table, every, passes)]
     work = max(sum(of) for of in by_stage)
     if not passes.overlaps:
         return Tick(work, 2 * passes.send)
@@ -91,7 +91,8 @@ def _backward(table: TickTable, passes: Passes) -> float:
     return run / table.repeats
 
 
-def _together(table: TickTable, kinds: set[str], passes: Passes) -> tuple[float, float]:
+def together(table: TickTable, kinds: set[str], passes: Passes) -> tuple[float, float]:
+    """Seconds forward and backward where every stage computes all kinds of passes."""
     forward = backward = 0.0
     if "forward" in kinds:
         forward = passes.enter + passes.blocks_forward / table.repeats

@@ -337,7 +337,7 @@ def _why_pipeline(found: Found, others: Sequence[Plan]) -> tuple[Reason, ...]:
     if others and others[0].chosen.time_s is not None:
         changes.append(f"without it the best step takes {seconds_text(others[0].chosen.time_s)}")
     elif not others:
-        changes.append("nothing fits without it")
+        changes.append("nothing else was found that fits")
     stages = dict(layouts.axes)[AXIS]
     name = f"pipeline of {stages} stages, {pipeline_text(pipeline)}"
     return (Reason(name, tuple(changes)),)

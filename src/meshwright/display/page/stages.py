@@ -1,0 +1,31 @@
+"""The stages of a pipeline on a page: what each has, and what it does at each tick."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+
+from ..drawing.ticks import tick_table_picture
+from ..text.explanation import stage_row
+from .elements import Cell, Column, element
+
+if TYPE_CHECKING:
+    from ...planning.report import DryRun
+
+
+def stages_section(run: DryRun) -> dict[str, object] | None:
+    """The section on stages, of a pipeline."""
+    if run.ticks is None:
+        return None
+    columns = (Column("stage"), Column("has", "words"), Column("FLOPs", "num"))
+    rows = []
+    for share in run.stages:
+        name, has, text = stage_row(share)
+        rows.append((name, has, Cell(text, share.flops_share)))
+    return {
+        "picture": Markup(tick_table_picture(run.ticks)),
+        "table": element(
+            "table", "stages-table", "What each stage computes, forward", columns, rows, None
+        ),
+    }

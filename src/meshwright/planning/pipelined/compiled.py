@@ -1,0 +1,34 @@
+"""What a compiled pipeline takes of the branches that its text has for every tick."""
+
+from __future__ import annotations
+
+from ...stages.staged import Staged
+from ..estimate import Turns
+from .ticking import Passes, step_s, together
+
+
+def turns_of(staged: Staged) -> Turns | None:
+    """The share of its loop over ticks that a pipeline takes, where stages skip what they have no
+    work for: each tick is as long as its busiest stage, by FLOPs. ``None`` where none is skipped.
+    """
+    placement, table, pipeline = staged.placement, staged.ticks, staged.pipeline
+    may_skip = {pipeline.axis, *placement.batch_axes}
+    if not {axis for axis, size in placement.mesh.axes if size > 1} <= may_skip:
+        return None
+    before, block, after = staged.flops
+    run = block * len(staged.shares[0].blocks)
+    passes = Passes(
+        enter=before,
+        blocks_forward=run,
+        blocks_backward=run,
+        blocks_weights=run,
+        at_loss=3 * after,
+        at_input=3 * before,
+        send=0.0,
+        recomputes=pipeline.recomputes + staged.recompute_blocks,
+        waits_for_loss=pipeline.recomputes,
+        skips=True,
+    )
+    kinds = {work.kind for _, _, work in table.works()}
+    every = len(table.ticks) * sum(together(table, kinds, passes))
+    return Turns(len(table.ticks), step_s(table, passes).work / every if every else 1.0)
