@@ -7,13 +7,19 @@ from ..estimate import Turns
 from .ticking import Passes, step_s, together
 
 
+def skips(staged: Staged) -> bool:
+    """Whether stages leave out what they have no work for: where XLA splits rows alone."""
+    placement = staged.placement
+    split = {axis for axis, size in placement.mesh.axes if size > 1}
+    return split <= {staged.pipeline.axis, *placement.batch_axes}
+
+
 def turns_of(staged: Staged) -> Turns | None:
     """The share of its loop over ticks that a pipeline takes, where stages skip what they have no
     work for: each tick is as long as its busiest stage, by FLOPs. ``None`` where none is skipped.
     """
-    placement, table, pipeline = staged.placement, staged.ticks, staged.pipeline
-    may_skip = {pipeline.axis, *placement.batch_axes}
-    if not {axis for axis, size in placement.mesh.axes if size > 1} <= may_skip:
+    table, pipeline = staged.ticks, staged.pipeline
+    if not skips(staged):
         return None
     before, block, after = staged.flops
     run = block * len(staged.shares[0].blocks)

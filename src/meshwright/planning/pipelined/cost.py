@@ -10,7 +10,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class Staging:
     parameters in the graph have ``block_paths``.
 
     ``sent_bytes`` are those of each array that a stage passes on of a micro-batch, in one device.
+    ``skips`` says whether a stage leaves out what it has no work for: else ticks in which stages
+    have other kinds of work are loops of their own.
     """
 
     pipeline: Pipeline
@@ -46,6 +48,7 @@ class Staging:
     blocks: int
     block_paths: frozenset[str]
     sent_bytes: tuple[int, ...]
+    skips: bool = True
 
     @functools.cached_property
     def table(self) -> TickTable:
@@ -59,9 +62,13 @@ class Staging:
 
     @property
     def permutes(self) -> int:
-        """How many transfers to a neighbour one device takes part in: two each tick, of each array
-        that is passed on."""
-        return 2 * len(self.table.ticks) * len(self.sent_bytes) if self.stages > 1 else 0
+        """How many transfers to a neighbour one device takes part in, of each array that is passed
+        on: two each tick. What the last tick sends forward is for no one, and left out where that
+        tick is no part of a loop."""
+        if self.stages == 1:
+            return 0
+        last = self.plan.phases()[-1]
+        return 2 * len(self.table.ticks) - (not self.skips and last.end - last.first == 1)
 
 
 @dataclass
@@ -113,9 +120,6 @@ def pipeline_cost(
     """The cost of a layout of the graph of one stage; ``assignment`` is on the whole mesh."""
     pipeline, table = staging.pipeline, staging.table
     costs = costs or section_costs(assignment, staging)
-    rows = assignment.lay.batch[0]
-    whole = 2 ** len(assignment.setting.axes) - 1
-    stage = _bit_of(assignment, pipeline.axis)
     send_s = sum(permute_s(nbytes, assignment, staging, target, hardware)
                  for nbytes in staging.sent_bytes)  # fmt: skip
 
@@ -132,7 +136,7 @@ def pipeline_cost(
         send=send_s,
         recomputes=pipeline.recomputes + recompute_blocks,
         waits_for_loss=pipeline.recomputes,
-        skips=int(rows) | stage == whole,
+        skips=staging.skips,
         overlaps=target.platform != "cpu",
     )
     ticks = step_s(table, passes)
@@ -169,7 +173,8 @@ def section_costs(assignment: Assignment, staging: Staging) -> dict[Section, Sec
         for talk in parameter_talks(assignment.lay, problem.pieces[piece]):
             mask = int(np.asarray(talk.over)[0])
             setting = assignment.setting
-            rate, delay = setting.rate_s_per_byte[talk.kind][mask], setting.delay_s[talk.kind][mask]
+            rate = float(setting.rate_s_per_byte[talk.kind][mask])
+            delay = float(setting.delay_s[talk.kind][mask])
             if mask:
                 took = many * (float(talk.nbytes[0]) * rate + delay)
                 result[Section("blocks", "update")].once_s += took
@@ -230,7 +235,7 @@ def _gathered_s(assignment: Assignment, staging: Staging) -> float:
         return 0.0
     nbytes = sum(_others(assignment, staging))
     return sum(
-        nbytes * setting.rate_s_per_byte[kind][stage] + setting.delay_s[kind][stage]
+        float(nbytes * setting.rate_s_per_byte[kind][stage] + setting.delay_s[kind][stage])
         for kind in ("all-gather", "all-reduce")
     )
 
@@ -267,10 +272,17 @@ def _bytes(assignment: Assignment, staging: Staging, recompute_blocks: bool) -> 
             resting[tensor.role] += nbytes
             others += nbytes if tensor.role == "slot" and tensor.shape not in own else 0
     peak = cost_of(problem, setting, assignment.masks, choices).peak_bytes
-    working = peak - sum(resting.values())
+    working = peak - sum(resting.values()) - _of_other_runs(assignment, staging, choices)
     apart = sum(_others(assignment, staging))
     at_rest = sum(resting.values()) - (apart + others) * (staging.stages - 1) // staging.stages
     return at_rest, working + apart + _buffers(staging) + _kept(assignment, staging, choices)
+
+
+def _of_other_runs(assignment: Assignment, staging: Staging, choices: Choices) -> int:
+    """What the blocks of a stage keep that are not of the run that a pass goes through."""
+    runs = staging.pipeline.repeats
+    products = 0 if choices.remat == "block" else _products(assignment, staging)
+    return (staging.blocks * sum(staging.sent_bytes) + products) * (runs - 1) // runs
 
 
 def _buffers(staging: Staging) -> int:
@@ -281,24 +293,28 @@ def _buffers(staging: Staging) -> int:
 
 
 def _kept(assignment: Assignment, staging: Staging, choices: Choices) -> int:
-    """What stages keep of passes in flight that they do not compute again: of each its blocks."""
+    """What stages keep of passes in flight that they do not compute again: of each block its input
+    and the results of its products, and gradients of these where those of weights wait."""
     if staging.pipeline.recomputes:
         return 0
-    if choices.remat == "block":
-        each = staging.blocks * sum(staging.sent_bytes)
-    else:
-        each = _residuals(assignment, staging)
-    chunk = math.ceil(each / staging.pipeline.repeats)
-    return (staging.plan.slots + staging.plan.cut_slots) * chunk
+    products = 0 if choices.remat == "block" else _products(assignment, staging)
+    inputs = staging.blocks * sum(staging.sent_bytes)
+    cuts = products if staging.table.splits_backward else 0
+    plan, repeats = staging.plan, staging.pipeline.repeats
+    return ((plan.slots + 1) * (inputs + products) + (plan.cut_slots + 1) * cuts) // repeats
 
 
-def _residuals(assignment: Assignment, staging: Staging) -> int:
-    """Bytes that the forward pass of one micro-batch keeps for its backward pass."""
-    problem, setting = assignment.problem, assignment.setting
-    plain = Choices(0, staging.pipeline.micro_batches, "none")
-    again = replace(plain, remat="block")
-    both = [cost_of(problem, setting, assignment.masks, of).peak_bytes for of in (plain, again)]
-    return max(0, both[0] - both[1]) + staging.blocks * sum(staging.sent_bytes)
+def _products(assignment: Assignment, staging: Staging) -> int:
+    """Bytes of the results of products in the blocks of a stage, of one micro-batch."""
+    problem = assignment.problem
+    return sum(
+        int(resting_bytes(assignment.lay, problem.pieces[problem.piece_of[result]])[0])
+        for section, operation in zip(
+            sections_of(problem.graph, staging.block_paths), problem.graph.operations, strict=True
+        )
+        if section == ("blocks", "forward") and operation.flops
+        for result in operation.results
+    )
 
 
 def sent_bytes(sent: Sequence[object], pieces: int) -> tuple[int, ...]:

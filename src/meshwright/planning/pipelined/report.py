@@ -20,6 +20,7 @@ from ..estimate import Estimate, with_shares
 from ..reading import sizes
 from ..report import DryRun, Memory
 from ..search.choices import Choices, remat_of
+from .compiled import skips
 from .cost import PipelineCost, Staging, pipeline_cost, sent_bytes
 from .sections import Section, sections_of
 
@@ -92,6 +93,7 @@ def staged_assignment(
         blocks=blocks,
         block_paths=frozenset(path for paths in repeats.blocks[:blocks] for path in paths),
         sent_bytes=sent_bytes(staged.sent, placement.batch_shards),
+        skips=skips(staged),
     )
     return replace(assignment, choices=choices), staging
 
@@ -105,7 +107,7 @@ def _permutes(staging: Staging) -> list[Transfer]:
             kind="collective-permute",
             axes=(staging.pipeline.axis,),
             bytes_per_device=nbytes,
-            count=2 * len(staging.table.ticks),
+            count=staging.permutes,
             paths=(),
             phases=("forward", "backward"),
             dtypes=(),
@@ -164,7 +166,7 @@ def _estimate(
     assert found.sums is not None
     times = found.sums.times
     talk = dict(found.communication_s)
-    sent_s = staging.permutes * cost.permute_s
+    sent_s = staging.permutes * len(staging.sent_bytes) * cost.permute_s
     talk[(staging.pipeline.axis,)] = None if found.missing else sent_s
     sums = replace(
         found.sums,

@@ -112,11 +112,13 @@ def _scheduled(
     setting = setting_of(axes, stage.target, stage.hardware)
     choices = Choices(min(1, layouts.choices.zero), count)
     assignment = Assignment(problem, setting, choices, full, ())
-    pieces = int(assignment.lay.size(assignment.lay.batch)[0])
+    over = int(assignment.lay.batch[0])
+    pieces = int(setting.size_of[over])
+    is_skipping = pieces * size == int(setting.size_of[-1])
     sent = tuple(round(nbytes * rows / count / pieces) for nbytes in cut.row_bytes)
     blocks, costs = cut.count // size, None
     for pipeline in _schedules(count, size, blocks):
-        staging = Staging(pipeline, size, blocks, short.block_paths, sent)
+        staging = Staging(pipeline, size, blocks, short.block_paths, sent, is_skipping)
         costs = costs or section_costs(assignment, staging)
         by_block = layouts.choices.remat == "block"
         cost = pipeline_cost(assignment, staging, stage.target, stage.hardware, by_block, costs)

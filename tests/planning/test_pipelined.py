@@ -1,0 +1,208 @@
+"""Pipelines by the planner's model: sections of a model, ticks, dry runs without a compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import meshwright as mw
+from meshwright.frontends.plans import Plan
+from meshwright.hlo.links import Link
+from meshwright.planning.abstract_step import abstract_step
+from meshwright.planning.pipelined.sections import Section, sections_of
+from meshwright.planning.pipelined.ticking import Passes, step_s
+from meshwright.planning.traced_graph import graph_of_step
+from meshwright.stages.table import table_of
+from meshwright.targets.hardware import hardware_of
+from meshwright.targets.target import Target
+
+WIDTH, HIDDEN, WORDS, BLOCKS, TOKENS = 16, 64, 32, 8, 8
+SPLIT = {"up": [None, "model"], "down": ["model", None]}
+
+
+def shape(*dims, dtype="float32"):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def loss(params, ids):
+    x = params["first"][ids]
+    for own in params["blocks"]:
+        x = x + jnp.tanh(x @ own["up"]) @ own["down"]
+    return jnp.mean((x @ params["last"]) ** 2)
+
+
+def program_of(width=WIDTH, hidden=HIDDEN, words=WORDS):
+    block = {"up": shape(width, hidden), "down": shape(hidden, width)}
+    params = {
+        "first": shape(words, width),
+        "blocks": [dict(block) for _ in range(BLOCKS)],
+        "last": shape(width, words),
+    }
+    return mw.jax_program(loss, params, optax.adam(1e-3))
+
+
+def asked(mesh, micro_batches, schedule="1f1b", layouts=None, target="v5p:2x2x2", **more):
+    """An analytic dry run with two rows in each micro-batch of a device."""
+    pipeline = mw.Pipeline("stage", micro_batches, schedule, **more)
+    strategy = mw.Sharded(
+        mw.Mesh(mesh), layouts, batch="data", unmatched="replicate", pipeline=pipeline
+    )
+    ids = shape(2 * mesh["data"] * micro_batches, TOKENS, dtype="int32")
+    return mw.dry_run(program_of(), ids, strategy=strategy, target=target, compile=False)
+
+
+# Ticks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "repeats"), [("gpipe", 1), ("1f1b", 1), ("circular", 2), ("zero_bubble", 1)]
+)
+def test_equal_passes_take_what_the_table_says(schedule, repeats):
+    table = table_of(schedule, stages=4, micro_batches=16, repeats=repeats)
+    even = Passes(0, 1, 2, 3, 0, 0, 0, recomputes=0, waits_for_loss=False, skips=True)
+    assert step_s(table, even).work == pytest.approx(table.time(1, 2, 3))
+
+
+def test_ends_are_passes_of_the_first_and_last_stage_and_recompute_of_every_one():
+    table = table_of("1f1b", stages=2, micro_batches=3)
+    passes = Passes(10, 1, 1, 1, 100, 1000, 0, recomputes=1, waits_for_loss=True, skips=True)
+    # F0 | F1 beside F0 B0 | F2 B0 beside F1 B1 | B1 beside F2 B2 | B2
+    assert step_s(table, passes).work == 11 + 103 + (11 + 1003) + 1003 + 1003
+    together = replace(passes, skips=False)
+    every = 3 + 100 + 1000
+    assert step_s(table, together).work == 11 + 3 * (11 + every) + every
+
+
+def test_transfers_are_waited_for_where_nothing_hides_them():
+    table = table_of("gpipe", stages=2, micro_batches=4)  # 5 ticks forward, 5 backward
+    passes = Passes(0, 1, 1, 1, 0, 0, 3, recomputes=0, waits_for_loss=False, skips=True)
+    assert step_s(table, passes).waiting == 5 * (3 + 2) + 5 * (1 + 3)
+    assert step_s(table, replace(passes, overlaps=False)).waiting == 10 * 2 * 3
+
+
+# Sections
+
+
+def test_every_product_is_in_its_section():
+    step = abstract_step(
+        program_of(), shape(4, TOKENS, dtype="int32"), mw.Placement.of(mw.Mesh({"batch": 1}))
+    )
+    graph = graph_of_step(step)
+    own = [t.path for t in graph.tensors if t.role == "parameter" and "blocks" in t.path]
+    assert len(own) == 2 * BLOCKS
+    flops: dict[Section, float] = {}
+    for section, operation in zip(sections_of(graph, own), graph.operations, strict=True):
+        flops[section] = flops.get(section, 0.0) + operation.flops
+    block = BLOCKS * 2 * 2 * 4 * TOKENS * WIDTH * HIDDEN
+    head = 2 * 4 * TOKENS * WIDTH * WORDS
+    assert {section: count for section, count in flops.items() if count} == {
+        Section("blocks", "forward"): block,
+        Section("blocks", "backward"): block,
+        Section("blocks", "weights"): block,
+        Section("after", "forward"): head,
+        Section("after", "backward"): head,
+        Section("after", "weights"): head,
+    }
+
+
+# Dry runs
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [("gpipe", {}), ("1f1b", {}), ("circular", {"repeats": 2}), ("zero_bubble", {})],
+)
+def test_transfers_between_stages_are_those_of_the_table(schedule, more):
+    mesh = {"stage": 4, "data": 2}
+    report = asked(mesh, 8, schedule, **more)
+    (sent,) = [c for c in report.collectives if c.kind == "collective-permute"]
+    assert sent.axes == ("stage",)
+    assert sent.bytes_per_device == 2 * TOKENS * WIDTH * 4
+    assert sent.count == 2 * len(report.ticks.ticks)
+    assert [share.stage for share in report.stages] == [0, 1, 2, 3]
+
+
+def test_state_lies_on_its_stage_and_what_is_in_flight_grows_with_gpipe_alone():
+    mesh = {"stage": 4, "data": 2}
+    few, many, gpipe = (
+        asked(mesh, count, schedule)
+        for count, schedule in ((8, "1f1b"), (32, "1f1b"), (32, "gpipe"))
+    )
+    blocks = BLOCKS * 2 * WIDTH * HIDDEN * 4
+    ends = 2 * WIDTH * WORDS * 4
+    assert few.parameter_bytes == blocks // 4 + ends  # which are too small to be cut
+    assert many.memory.temporary_bytes == few.memory.temporary_bytes
+    assert gpipe.memory.temporary_bytes > many.memory.temporary_bytes
+    assert few.peak_bytes == few.memory.argument_bytes + few.memory.temporary_bytes
+
+
+def test_a_model_axis_costs_what_is_computed_for_nothing():
+    split = asked({"stage": 2, "data": 2, "model": 2}, 4, layouts=SPLIT)
+    assert any(c.axes == ("model",) for c in split.collectives)
+    assert "micro-batches: 6 ticks" in str(split)
+    assert split.step_time_s > 0
+    assert 0 < split.mfu < 1
+
+
+# Plans
+
+
+def planned(network_bytes_per_s, **more):
+    hardware = hardware_of(Target.of("h100:2x4"))
+    links = [link for link in hardware.links if link.kind != "network"]
+    network = Link("network", "switch", network_bytes_per_s, 1e-6)
+    hardware = replace(hardware, links=(*links, network))
+    program = program_of(width=4096, hidden=16384, words=1024)
+    ids = shape(128, 128, dtype="int32")
+    return mw.plan(program, ids, target="h100:2x4", hardware=hardware, **more)
+
+
+@pytest.mark.full
+def test_a_pipeline_is_chosen_where_the_network_is_slow_and_only_there():
+    slow, fast = planned(1.5e10), planned(1e12)
+    assert slow.axes[0] == ("stage", 2)
+    assert slow.how.pipeline == slow.chosen.pipeline
+    assert slow.chosen.time_s < min(o.time_s for o in slow.named.values())
+    assert slow.mesh.size == 8
+    lies = slow.placement().layouts
+    assert {rule.pattern for rule in lies} >= {f"blocks/{n}/up" for n in range(BLOCKS)}
+    assert Plan.from_json(slow.to_json()) == slow
+    assert "schedule" in str(slow)
+    assert fast.how.pipeline is None
+    (note,) = [note for note in fast.notes if note.startswith("no pipeline")]
+    assert "stages, takes" in note
+    assert fast.named["pipeline"].pipeline is not None
+    assert fast.chosen.time_s <= fast.named["pipeline"].time_s
+
+
+@pytest.mark.full
+def test_a_plan_with_a_pipeline_is_what_a_dry_run_takes():
+    plan = planned(1.5e10)
+    strategy = mw.Sharded.from_placement(plan.placement(), plan.how)
+    report = mw.dry_run(
+        program_of(width=4096, hidden=16384, words=1024),
+        shape(128, 128, dtype="int32"),
+        strategy=strategy,
+        target="h100:2x4",
+        compile=False,
+    )
+    assert report.ticks.schedule == plan.chosen.pipeline.schedule
+    assert report.peak_bytes == pytest.approx(plan.chosen.peak_bytes, rel=0.1)
+
+
+@pytest.mark.full
+def test_no_pipeline_is_looked_for_where_the_mesh_is_given():
+    assert planned(1.5e10, axes={"batch": 8}).how.pipeline is None
+
+
+def test_the_page_shows_stages_and_ticks():
+    page = asked({"stage": 4, "data": 2}, 8).to_html()
+    assert 'id="stages"' in page
+    assert "1f1b: 4 stages, 8 micro-batches" in page
+    assert "what comes before, block" in page
+    many = asked({"stage": 4, "data": 2}, 64).to_html()
+    assert len(many) < len(page) + 20_000  # drawn without numbers
