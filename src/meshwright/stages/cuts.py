@@ -8,6 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from ..errors import PipelineError
 from ..layouts.placement import ParamInfo
+from ..warn import warn
+from .line import Line
+
+_MUCH = 2.0  # times the bytes of the best cuts, above which a cut is warned of
 
 
 def matched(cut: str, params: Sequence[ParamInfo]) -> set[str]:
@@ -58,6 +62,42 @@ def sizes_of(
         )
     begins.append(len(blocks))
     return tuple(end - first for first, end in itertools.pairwise(begins))
+
+
+def line_cuts(
+    line: Line, cuts: Sequence[str], params: Sequence[ParamInfo], on_cpu: bool
+) -> tuple[int, ...]:
+    """Where a line of equations is cut, so that each stage begins with the layer that it is named.
+
+    Raises :class:`~meshwright.PipelineError` for cuts that do not follow each other, and warns of
+    one that sends far more than the cuts that would be found without it.
+    """
+    places = [line.cut_before(matched(cut, params)) for cut in cuts]
+    unread = [cut for cut, place in zip(cuts, places, strict=True) if place is None]
+    if unread:
+        raise PipelineError(f"cuts: the loss reads no weight of {', '.join(map(repr, unread))}.")
+    at = [place for place in places if place is not None]
+    if at[:1] == [0] or sorted(set(at)) != at:
+        raise PipelineError(
+            f"cuts={list(cuts)} must follow each other in the order of the model, after its first "
+            "layer."
+        )
+    sent = [float(line.bytes_crossing[place]) for place in at]
+    if inside := [cut for cut, nbytes in zip(cuts, sent, strict=True) if nbytes == float("inf")]:
+        raise PipelineError(
+            f"cuts: before {inside[0]!r} cross values of a dtype without gradients, which is "
+            "not supported in a pipeline. Cut before another layer."
+        )
+    best = line.best_cuts(len(cuts) + 1, on_cpu)
+    least = max(float(line.bytes_crossing[place]) for place in best)
+    for cut, nbytes in zip(cuts, sent, strict=True):
+        if nbytes > _MUCH * least:
+            layers = ", ".join(repr(line.layer_at(place)) for place in best)
+            warn(
+                f"the cut before {cut!r} sends {nbytes:,.0f} bytes for each micro-batch; no more "
+                f"than {least:,.0f} are sent if the model is cut before {layers}."
+            )
+    return tuple(at)
 
 
 def _within(cut: str, path: str) -> bool:

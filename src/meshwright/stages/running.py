@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..program import Arrays, Logs, TrainState
+from .parts import Blocks
 from .passes import Passes
 from .plan import Row
 from .setting import Own, Rest, Setting
@@ -100,7 +101,9 @@ class Runner:
         stacks = iter(self.stacks)
         places = self.setting.deal.places
         own = Own([], [], [], [jnp.array([block is not None for block in places])])
-        for kind, row in zip(self.setting.kinds, self.setting.blocks.own, strict=True):
+        blocks = self.setting.blocks
+        assert isinstance(blocks, Blocks)
+        for kind, row in zip(self.setting.kinds, blocks.own, strict=True):
             paths = [row[block or 0][1] for block in places]  # of any block where there is none
             if kind == "params":
                 own.params.append(whole.params[next(stacks)])
@@ -111,6 +114,9 @@ class Runner:
         return own
 
     # The loop, on one stage
+
+    def _passes(self, *values: Any) -> Passes:
+        return Passes(self.setting, *values)
 
     def _ticks(
         self,
@@ -125,7 +131,7 @@ class Runner:
         import jax
 
         setting = self.setting
-        ticks = Ticks(setting, Passes(setting, own, others, state, rest, shared, micros))
+        ticks = Ticks(setting, self._passes(own, others, state, rest, shared, micros))
         last = ticks.first()
         for phase in setting.phases:
             part = Row(*(values[phase.first : phase.end] for values in rows))

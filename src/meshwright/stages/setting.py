@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from ..program import Arrays
 from .deal import Deal
-from .parts import Blocks, Functions, Traced
+from .parts import Blocks, Traced
 from .plan import Phase, TickPlan
+from .segments import Segments
 
 
 class Own(NamedTuple):
@@ -43,7 +44,7 @@ class Setting:
     ``recompute_blocks`` of each block its input alone.
     """
 
-    blocks: Blocks
+    blocks: Blocks | Segments
     deal: Deal
     by_piece: Blocks | None
     plan: TickPlan
@@ -56,7 +57,7 @@ class Setting:
     logs_of_one: bool
 
     @property
-    def functions(self) -> Functions:
+    def functions(self) -> Any:
         """What the loss is made of."""
         return self.blocks.functions
 
@@ -85,6 +86,7 @@ class Setting:
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
         """Of each row of the blocks' own arrays, which field of :class:`Own` it is in."""
+        assert isinstance(self.blocks, Blocks)
         counted = self.functions.counted
         return tuple(
             "params" if row[0][0] == "params" else "counted" if row[0][1] in counted else "fixed"
@@ -128,6 +130,17 @@ class Setting:
             return value
         free = [spec.UNCONSTRAINED] * (value.ndim - dim - 1)
         return jax.lax.with_sharding_constraint(value, spec(*[None] * dim, self.rows, *free))
+
+    def exactly(self, value: Any, by_row: bool) -> Any:
+        """A value with its rows over the axes of the batch, or whole on each device: what XLA would
+        split further it would join by collectives that not all stages take part in."""
+        import jax
+
+        spec, pieces = jax.sharding.PartitionSpec, self.pieces
+        if pieces == 1:
+            return value
+        lies = spec(self.rows) if by_row and value.shape[0] % pieces == 0 else spec()
+        return jax.lax.with_sharding_constraint(value, lies)
 
 
 def runs_alone(sizes: Mapping[str, int], axis: str, rows: Collection[str]) -> bool:

@@ -64,8 +64,8 @@ class Stacking:
 
         Raises :class:`PipelineError` where equal weights would lie differently.
         """
-        rest = _by_part(program.parts, placement)
-        whole = _by_part(program.parts, placement.with_zero(0))
+        rest = by_part(program.parts, placement)
+        whole = by_part(program.parts, placement.with_zero(0))
         infos = TrainState(*({info.path: info for info in part} for part in program.parts))
 
         def stack(field: str, paths: Sequence[str], owner: str | None) -> Stack:
@@ -84,7 +84,7 @@ class Stacking:
             first: ParamInfo = getattr(infos, field)[paths[0]]
             places = tuple(None if block is None else paths[block] for block in deal.places)
             info = replace(
-                _asking(first, Layout([axis, *alone.specs], placement.mesh)),
+                asking(first, Layout([axis, *alone.specs], placement.mesh)),
                 path=_joined(paths),
                 dims=(len(places), *first.dims),
                 owner=owner,
@@ -100,10 +100,8 @@ class Stacking:
         ]
 
         def spread(field: str, info: ParamInfo) -> ParamInfo:
-            if field not in ("params", "slots"):
-                return info
-            layout = getattr(whole, field)[info.path]
-            return _asking(info, share_out(layout, info.dims, (axis,)) or layout)
+            of_model = field in ("params", "slots")
+            return spread_over(axis, info, getattr(whole, field)) if of_model else info
 
         in_stacks = {("params", m) for each in params for m in each.members}
         in_stacks |= {("slots", m) for each in slots for m in each.members}
@@ -113,7 +111,7 @@ class Stacking:
         ]
         parts[0] += [each.info for each in params]
         parts[2] += [each.info for each in slots]
-        stored = _by_part(parts, placement)
+        stored = by_part(parts, placement)
         return cls(params, tuple(slots), tuple(map(tuple, parts)), stored, rest)
 
     def explained(self, placed: Sequence[Placed]) -> list[Placed]:
@@ -175,7 +173,7 @@ class Stacking:
 
         def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
             given = {"params": params, "grads": grads, "slots": slots}
-            args = _shapes(program.params), _shapes(program.params), _shapes(program.slots)
+            args = shapes_of(program.params), shapes_of(program.params), shapes_of(program.slots)
             run = alike(program.update, ("params", "grads", "slots"), args, families)
             new, new_slots = run(given, (of_params, of_params, of_slots), (of_params, of_slots))
             return new, new_slots
@@ -187,12 +185,18 @@ def _named(name: str, stack: Stack) -> tuple[tuple[str, str] | None, ...]:
     return tuple(None if path is None else (name, path) for path in stack.places)
 
 
-def _asking(info: ParamInfo, layout: Layout) -> ParamInfo:
+def spread_over(axis: str, info: ParamInfo, layouts: dict[str, Layout]) -> ParamInfo:
+    """A variable outside of all stages, shared out over the stages where it divides."""
+    layout = layouts[info.path]
+    return asking(info, share_out(layout, info.dims, (axis,)) or layout)
+
+
+def asking(info: ParamInfo, layout: Layout) -> ParamInfo:
     """The variable with a layout of its own, which no pattern changes."""
     return replace(info, spellings=(), asked=layout, names=None, follows=None)
 
 
-def _by_part(parts: Sequence[Sequence[ParamInfo]], placement: Placement) -> TrainState:
+def by_part(parts: Sequence[Sequence[ParamInfo]], placement: Placement) -> TrainState:
     """The layouts of variables by path, in the fields of a state."""
     placed = iter(placement.place([info for part in parts for info in part]))
     return TrainState(*({info.path: next(placed).layout for info in part} for part in parts))
@@ -217,7 +221,8 @@ def _slots_of(program: Program, row: Sequence[str]) -> list[tuple[str, ...]]:
     return list(zip(*of.values(), strict=True))
 
 
-def _shapes(infos: Sequence[ParamInfo]) -> Arrays:
+def shapes_of(infos: Sequence[ParamInfo]) -> Arrays:
+    """The shapes of variables by path."""
     import jax
     import jax.numpy as jnp
 

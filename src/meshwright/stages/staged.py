@@ -10,25 +10,31 @@ from ..errors import BatchError, PipelineError
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .apart import apart
-from .cuts import sizes_of
+from .cuts import line_cuts, sizes_of
 from .deal import Deal
+from .line import Line
+from .packing import Packing
 from .parts import Blocks, Traced
 from .pipeline import Pipeline
 from .plan import TickPlan
 from .running import Runner, Taken
+from .segments import Segments
 from .setting import Setting, runs_alone
 from .stacking import Stacking
 from .table import TickTable
+from .unequal import UnequalRunner
 
 
 class StageShare(NamedTuple):
-    """What one stage has: its blocks, and its share of the FLOPs of the forward pass."""
+    """What one stage has: its blocks, or the parameters that it reads, and its share of the forward
+    pass's FLOPs."""
 
     stage: int
     blocks: tuple[int, ...]
     before: bool  # whether it computes what comes before the blocks
     after: bool
     flops_share: float
+    params: tuple[str, ...] = ()  # what a stage that differs reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +44,7 @@ class Staged:
     ``whole`` is the program over variables by their own paths, with right numbers however arrays
     are split; ``program`` is the same over stacks. ``sent`` has the shapes of what a stage passes
     on of a micro-batch of the example, ``flops`` those of its forward pass before the blocks, in
-    one block, and after them.
+    one block, and after them; of stages that differ, all are the slowest one's.
     """
 
     whole: Program
@@ -48,7 +54,7 @@ class Staged:
     program: Program
     recompute_blocks: bool
     shares: tuple[StageShare, ...]
-    deal: Deal
+    dealt: Deal | tuple[int, ...]  # blocks to runs, or where a line of equations is cut
     sent: tuple[Any, ...] = ()
     flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -64,21 +70,28 @@ class Staged:
         _check(program, placement, pipeline)
         assert program.example is not None
         micro = _micro(program.example, pipeline.micro_batches)
-        blocks = _blocks(program, placement, pipeline, _abstract(program), micro)
-        deal = _deal(program, blocks, placement, pipeline)
-        stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, deal)
-        staged = _over_stacks(program, stacking)
+        traced = _traced(program, placement, pipeline, _abstract(program), micro)
+        cut = _cut(program, traced, placement, pipeline)
+        if isinstance(cut, Segments):
+            stacking: Stacking = Packing.by_owner(program, placement, pipeline.axis, cut.owner)
+            functions, dealt, shares = cut, cut.cuts, _unequal_shares(cut)
+            flops = 0.0, max(cut.flops), 0.0
+        else:
+            blocks, dealt = cut
+            stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, dealt)
+            functions, shares = blocks.functions, _shares(blocks, dealt)
+            flops = blocks.functions.flops
         return cls(
             program,
             placement,
             pipeline,
             stacking,
-            staged,
+            _over_stacks(program, stacking),
             recompute_blocks,
-            shares=_shares(blocks, deal),
-            deal=deal,
-            sent=tuple(var.aval for var in blocks.functions.enters),
-            flops=blocks.functions.flops,
+            shares=shares,
+            dealt=dealt,
+            sent=tuple(var.aval for var in functions.enters),
+            flops=flops,
         )
 
     @property
@@ -104,23 +117,43 @@ class Staged:
         shapes, tree = _abstract(self.whole), _leaves(batch)[1]
         micro = tree.unflatten([_shape(leaf.shape[1:], leaf.dtype) for leaf in micros])
         pipeline, placement = self.pipeline, self.placement
-        blocks = _blocks(self.whole, placement, pipeline, shapes, micro, in_context=True)
+        traced = _traced(self.whole, placement, pipeline, shapes, micro, in_context=True)
+        if isinstance(self.dealt, tuple):
+            return self._unequal(traced, self.dealt)(whole, micros)
+        deal, blocks = self.dealt, _blocks(traced, placement, pipeline)
         stacks = {each.members: each.info.path for each in self.stacking.params}
-        stages = placement.mesh[pipeline.axis]
-        order = [block for block in self.deal.places if block is not None]
-        is_same = blocks.count == self.deal.count
+        order = [block for block in deal.places if block is not None]
+        is_same = blocks.count == deal.count
         paths = [
             stacks.get(tuple(row[block] for block in order)) for row in blocks.params * is_same
         ]
         if None in paths or len(paths) != len(stacks):
-            raise PipelineError(
-                f"program {self.whole.name!r} has other blocks for this batch than for the example "
-                "that it was cut by. Give an example with the shapes that are trained on."
-            )
-        setting = Setting(
+            raise self._is_other()
+        setting = self._setting(blocks, deal, self._by_piece(blocks, micro))
+        own = tuple(path for path in paths if path is not None)
+        return Runner(setting, own)(whole, micros)
+
+    def _unequal(self, traced: Traced, cuts: tuple[int, ...]) -> Runner:
+        segments, packing = Segments(Line.of(traced), cuts), self.stacking
+        assert isinstance(packing, Packing)
+        if segments.owner != packing.owner:
+            raise self._is_other()
+        setting = self._setting(segments, Deal(segments.count, 1, (1,) * segments.count), None)
+        return UnequalRunner(setting, (), packing, segments)
+
+    def _is_other(self) -> PipelineError:
+        return PipelineError(
+            f"program {self.whole.name!r} has other layers for this batch than for the example "
+            "that it was cut by. Give an example with the shapes that are trained on."
+        )
+
+    def _setting(self, blocks: Blocks | Segments, deal: Deal, by_piece: Blocks | None) -> Setting:
+        pipeline, placement = self.pipeline, self.placement
+        stages = placement.mesh[pipeline.axis]
+        return Setting(
             blocks=blocks,
-            deal=self.deal,
-            by_piece=self._by_piece(blocks, micro),
+            deal=deal,
+            by_piece=by_piece,
             plan=TickPlan.of(pipeline.table(stages), keeps_results=not pipeline.recomputes),
             mesh=placement.mesh.jax_mesh,
             axis=pipeline.axis,
@@ -130,8 +163,6 @@ class Staged:
             takes_mean=self.whole.reduction == "mean",
             logs_of_one=self.whole.logs == "of one batch",
         )
-        own = tuple(path for path in paths if path is not None)
-        return Runner(setting, own)(whole, micros)
 
     def _by_piece(self, blocks: Blocks, micro: Batch) -> Blocks | None:
         """The blocks for the rows of one piece of a micro-batch, if rows leave each other alone."""
@@ -143,7 +174,10 @@ class Staged:
         less = tree.unflatten([_shape((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
         try:
             whole = _abstract(self.whole)
-            few = _blocks(self.whole, self.placement, self.pipeline, whole, less, in_context=True)
+            traced = _traced(
+                self.whole, self.placement, self.pipeline, whole, less, in_context=True
+            )
+            few = _blocks(traced, self.placement, self.pipeline)
         except PipelineError:  # of another form for so few rows
             return None
         return few if apart(few, blocks, pieces) else None
@@ -220,22 +254,66 @@ def _check(program: Program, placement: Placement, pipeline: Pipeline) -> None:
         raise PipelineError("\n".join(faults))
 
 
-def _blocks(
+def _traced(
     program: Program,
     placement: Placement,
     pipeline: Pipeline,
     whole: TrainState,
     micro: Batch,
     in_context: bool = False,
-) -> Blocks:
-    stages = placement.mesh[pipeline.axis]
-    least = stages * pipeline.repeats
-
+) -> Traced:
     def trace() -> Traced:
         return Traced.of(program, whole, micro, 1 / pipeline.micro_batches)
 
-    traced = trace() if in_context else program.under(placement, trace, whole=True)()
-    blocks = Blocks.of(traced, least)
+    return trace() if in_context else program.under(placement, trace, whole=True)()
+
+
+def _cut(
+    program: Program, traced: Traced, placement: Placement, pipeline: Pipeline
+) -> Segments | tuple[Blocks, Deal]:
+    """Equal blocks if there are any, else stages that differ."""
+    try:
+        blocks = _blocks(traced, placement, pipeline)
+        return blocks, _deal(program, blocks, placement, pipeline)
+    except PipelineError as error:
+        try:
+            return _segments(program, traced, placement, pipeline)
+        except PipelineError as other:
+            if str(other) == str(error):
+                raise
+            raise PipelineError(
+                f"{error}\nNor can it be cut into stages that differ: {other}"
+            ) from None
+
+
+def _segments(
+    program: Program, traced: Traced, placement: Placement, pipeline: Pipeline
+) -> Segments:
+    stages, faults = placement.mesh[pipeline.axis], list[str]()
+    if pipeline.schedule not in ("gpipe", "1f1b"):
+        faults.append(f"schedule={pipeline.schedule!r} needs equal blocks; use schedule='1f1b'.")
+    beside = {axis for axis, size in placement.mesh.axes if size > 1}
+    beside -= {pipeline.axis, *placement.batch_axes}
+    if beside:
+        faults.append(
+            f"axis {min(beside)!r} splits more than the rows of a batch, which needs equal blocks."
+        )
+    if placement.zero:
+        faults.append(f"zero={placement.zero} needs equal blocks; leave it out.")
+    if faults:
+        raise PipelineError(" ".join(faults))
+    line, on_cpu = Line.of(traced), placement.mesh.platform == "cpu"
+    if pipeline.cuts is None:
+        return Segments(line, tuple(line.best_cuts(stages, on_cpu)))
+    if len(pipeline.cuts) != stages - 1:
+        raise PipelineError(
+            f"{stages} stages need {stages - 1} cuts; received {list(pipeline.cuts)}."
+        )
+    return Segments(line, line_cuts(line, pipeline.cuts, program.params, on_cpu))
+
+
+def _blocks(traced: Traced, placement: Placement, pipeline: Pipeline) -> Blocks:
+    blocks = Blocks.of(traced, placement.mesh[pipeline.axis] * pipeline.repeats)
     _ = blocks.functions  # which refuses what cannot be passed on
     return blocks
 
@@ -259,6 +337,21 @@ def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipe
             f"{stages * repeats - 1} cuts; received {list(pipeline.cuts)}."
         )
     return Deal(stages, repeats, sizes)
+
+
+def _unequal_shares(segments: Segments) -> tuple[StageShare, ...]:
+    total = sum(segments.flops) or 1.0
+    return tuple(
+        StageShare(
+            stage,
+            (),
+            stage == 0,
+            stage == segments.count - 1,
+            flops / total,
+            tuple(segments.params[stage]),
+        )
+        for stage, flops in enumerate(segments.flops)
+    )
 
 
 def _shares(blocks: Blocks, deal: Deal) -> tuple[StageShare, ...]:

@@ -39,6 +39,10 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
 
 def stage_row(share: StageShare) -> tuple[str, str, str]:
     """A stage of a pipeline, what it has, and its share of the FLOPs."""
+    if not share.blocks:
+        first, *_, last = (*share.params, *share.params) or ("no weights",) * 2
+        has = first if first == last else f"{first} to {last}"
+        return f"stage {share.stage}", has, share_text(share.flops_share)
     blocks = share.blocks
     first, last = min(blocks), max(blocks)
     in_turn = len(blocks) > 1 and last - first == len(blocks) - 1

@@ -22,7 +22,7 @@ def turns_of(staged: Staged) -> Turns | None:
     if not skips(staged):
         return None
     before, block, after = staged.flops
-    run = block * len(staged.shares[0].blocks)
+    run = block * max(1, *(len(share.blocks) for share in staged.shares))
     passes = Passes(
         enter=before,
         blocks_forward=run,

@@ -10,6 +10,7 @@ from ...errors import PipelineError
 from ...layouts.mesh import Mesh
 from ...layouts.placement import Placement
 from ...program import Batch
+from ...stages.deal import Deal
 from ...stages.pipeline import Pipeline
 from ...stages.staged import Staged
 from ..abstract_step import AbstractStep
@@ -33,6 +34,8 @@ def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | N
         staged = Staged.of(program, placement, Pipeline(AXIS, 1))
     except PipelineError as error:
         return None, str(error)
+    if not isinstance(staged.dealt, Deal):
+        return None, "its equal blocks cannot be stages of one kind"
     rows = _rows(batch)
     each = tuple(math.prod(one.shape) * one.dtype.itemsize / rows for one in staged.sent)
     known: dict[int, Short] = {}

@@ -1,0 +1,320 @@
+"""A traced loss as equations in a line that can be cut anywhere: for models where nothing repeats.
+
+What depends on no weight (masks, positions, random draws) is computed by every stage that needs it.
+What depends on weights alone stands just before its first use. Equations behind the last weight
+(the loss, metrics) and those of statistics that a model keeps are the tail, which the last stage
+computes: statistics change there micro-batch by micro-batch, as metrics do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import PipelineError
+from ..jaxprs.flops import equation_flops
+from .parts import Traced, evaluated, listed, variables
+
+Var = Any
+
+# What a byte costs in FLOPs: of weights, which a stage reads for each micro-batch, and of what it
+# sends to its neighbour. An accelerator could do much meanwhile (v5p: 166 and 5,100; H100 with
+# NVLink: 295 and 2,200), a CPU little.
+_ACCELERATOR, _CPU = (100.0, 2000.0), (1.0, 10.0)
+_LIMITS = 12  # sizes of what may cross that are tried
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """The equations of a loss that can be cut, by number in their new order, and the tail."""
+
+    traced: Traced = field(repr=False)
+    order: tuple[int, ...]
+    statistics: tuple[str, ...]
+    counted: tuple[str, ...]
+
+    @classmethod
+    def of(cls, traced: Traced) -> Line:
+        """Raises :class:`PipelineError` for what cannot be computed by stages."""
+        deps = _Reach(traced)
+        statistics, counted = deps.changed()
+        keys = {("state", path) for path in statistics}
+        kept = [var for var, key in traced.arguments.items() if key in keys]
+        in_tail = deps.reached(kept)
+        seen = variables([traced.loss, *traced.metrics.values(), *traced.logs.values()])
+        if not in_tail.isdisjoint(seen):
+            raise PipelineError(
+                f"the loss is computed from {listed(sorted(statistics))}, which changes with what "
+                "the model computes. In a pipeline it would be that of an earlier micro-batch. "
+                "Compute the loss from this batch's values."
+            )
+        wanted = [*seen, *variables(traced.state[path] for path in statistics)]
+        live = deps.slice(wanted)
+        main = [
+            n
+            for n in live
+            if any(v in deps.of_params for v in deps.eqns[n].outvars)
+            and in_tail.isdisjoint(deps.eqns[n].outvars)
+        ]
+        order = deps.weights_late(main)
+        reads = [k for k, n in enumerate(order) if deps.is_weight_reader(n)]
+        if not reads:
+            raise PipelineError("the loss reads no parameter, so there is nothing to cut.")
+        return cls(traced, tuple(order[: reads[-1] + 1]), tuple(statistics), tuple(counted))
+
+    # What the line reads and what crosses a cut
+
+    @functools.cached_property
+    def eqns(self) -> Sequence[Any]:
+        return self.traced.closed.jaxpr.eqns
+
+    @functools.cached_property
+    def made(self) -> dict[Var, int]:
+        """Which position of the line makes a variable."""
+        return {v: k for k, n in enumerate(self.order) for v in self.eqns[n].outvars}
+
+    @functools.cached_property
+    def _producer(self) -> dict[Var, int]:
+        return {v: n for n, eqn in enumerate(self.eqns) for v in eqn.outvars}
+
+    @functools.cached_property
+    def wanted(self) -> list[Any]:
+        """What the tail computes: the loss, metrics, logs and statistics."""
+        traced = self.traced
+        values = [traced.loss, *traced.metrics.values(), *traced.logs.values()]
+        return [*values, *(traced.state[path] for path in self.statistics)]
+
+    @functools.cached_property
+    def _last_read(self) -> dict[Var, int]:
+        """The last position that reads a variable of the line; its length for the tail."""
+        last: dict[Var, int] = {}
+        for k, n in enumerate(self.order):
+            for number in self._alone(self.eqns[n].invars):
+                last |= {v: k for v in variables(self.eqns[number].invars) if v in self.made}
+            last |= {v: k for v in variables(self.eqns[n].invars) if v in self.made}
+        tail = {*variables(self.wanted)}
+        for number in self.slice(self.wanted, self.made):
+            tail.update(variables(self.eqns[number].invars))
+        return last | {v: len(self.order) for v in tail if v in self.made}
+
+    def _alone(self, atoms: Iterable[Any]) -> list[int]:
+        return self.slice(atoms, self.made)
+
+    def crossing(self, position: int) -> list[Var]:
+        """What equations before a position make and those from it on read, in the line's order."""
+        last = self._last_read
+        return [v for v, k in self.made.items() if k < position <= last.get(v, -1)]
+
+    @functools.cached_property
+    def bytes_crossing(self) -> np.ndarray:
+        """Bytes that cross before each position; infinite where values without gradients do."""
+        steps = np.zeros(len(self.order) + 2)
+        odd = np.zeros(len(self.order) + 2)
+        for var, k in self.made.items():
+            end = self._last_read.get(var, -1)
+            if end > k:
+                steps[k + 1] += var.aval.size * var.aval.dtype.itemsize
+                steps[end + 1] -= var.aval.size * var.aval.dtype.itemsize
+                odd[k + 1] += not _is_inexact(var)
+                odd[end + 1] -= not _is_inexact(var)
+        return np.where(np.cumsum(odd) > 0, np.inf, np.cumsum(steps))[: len(self.order) + 1]
+
+    @functools.cached_property
+    def params_read(self) -> list[list[str]]:
+        """Paths of the parameters that each equation of the line reads."""
+        arguments = self.traced.arguments
+        return [
+            [
+                arguments[v][1]
+                for v in variables(self.eqns[n].invars)
+                if arguments.get(v, ("", ""))[0] == "params"
+            ]
+            for n in self.order
+        ]
+
+    @functools.cached_property
+    def costs(self) -> tuple[np.ndarray, np.ndarray]:
+        """FLOPs before each position, and the bytes of weights read before it."""
+        flops = [float(equation_flops(self.eqns[n]) or 0) for n in self.order]
+        by_path = {key[1]: v for v, key in self.traced.arguments.items() if key[0] == "params"}
+        seen = set[str]()
+        nbytes = []
+        for paths in self.params_read:
+            new = [by_path[path].aval for path in paths if path not in seen]
+            seen.update(paths)
+            nbytes.append(sum(aval.size * aval.dtype.itemsize for aval in new))
+        return (
+            np.concatenate([[0.0], np.cumsum(flops)]),
+            np.concatenate([[0.0], np.cumsum(nbytes)]),
+        )
+
+    # Where to cut
+
+    def best_cuts(self, stages: int, on_cpu: bool) -> list[int]:
+        """Positions to cut at, by a dynamic programme: the least time of the slowest stage, and of
+        the largest transfer, which sets the size of all; ``on_cpu`` where a byte costs little.
+
+        Raises :class:`PipelineError` if there are fewer places to cut at than that takes.
+        """
+        crossing = self.bytes_crossing
+        starts = [k for k, paths in enumerate(self.params_read) if paths]
+        inside = np.arange(starts[0] + 1, len(self.order)) if starts else np.arange(0)
+        inside = inside[np.isfinite(crossing[inside])]
+        if len(inside) < stages - 1 or len(starts) < stages:
+            raise PipelineError(
+                f"the model has {len(starts)} equations that read weights and {len(inside)} places "
+                f"to cut between them, too few for {stages} stages. Use a smaller stage axis."
+            )
+        tried = np.unique(np.quantile(crossing[inside], np.linspace(0, 1, _LIMITS)))
+        bytes_cost = _CPU if on_cpu else _ACCELERATOR
+        found = [
+            self._cuts(stages, inside[crossing[inside] <= limit], *bytes_cost) for limit in tried
+        ]
+        possible = [each for each in found if each is not None]
+        return min(possible, key=lambda each: each[0])[1]
+
+    def _cuts(
+        self, stages: int, inside: np.ndarray, per_read: float, per_sent: float
+    ) -> tuple[float, list[int]] | None:
+        if len(inside) < stages - 1:
+            return None
+        places = np.array([0, *inside, len(self.order)])
+        flops, nbytes = self.costs
+        time = flops[places] + nbytes[places] * per_read
+        between = time[None, :] - time[:, None]
+        between[np.tril_indices(len(places))] = np.inf
+        best, choices = between[0], []
+        for _ in range(stages - 1):
+            worst = np.maximum(best[:, None], between)
+            choices.append(worst.argmin(0))
+            best = worst.min(0)
+        at, cuts = len(places) - 1, list[int]()
+        for choice in reversed(choices):
+            at = int(choice[at])
+            cuts.append(int(places[at]))
+        sent = max((float(self.bytes_crossing[cut]) for cut in cuts), default=0.0)
+        return float(best[-1]) + sent * per_sent, cuts[::-1]
+
+    def cut_before(self, paths: set[str]) -> int | None:
+        """The position with the least to send between the last equation that reads a weight and the
+        first that reads one of these; ``None`` if the line reads none of them."""
+        readers = [k for k, read in enumerate(self.params_read) if read]
+        first = next((k for k in readers if not paths.isdisjoint(self.params_read[k])), None)
+        if first is None:
+            return None
+        after = max((k for k in readers if k < first), default=-1) + 1
+        return after + int(np.argmin(self.bytes_crossing[after : first + 1]))
+
+    def layer_at(self, position: int) -> str:
+        """The first parameter that is read from a position on."""
+        return next((paths[0] for paths in self.params_read[position:] if paths), "")
+
+    # Values
+
+    def slice(self, wanted: Iterable[Any], stops: Iterable[Var]) -> list[int]:
+        """Numbers of the equations that these variables need, up to the stops."""
+        return slice_of(self.eqns, self._producer, wanted, set(stops))
+
+    def evaluate(
+        self, wanted: Sequence[Any], known: Mapping[Var, Any], *, counting: bool = False
+    ) -> list[Any]:
+        """The values of variables, from those that are known."""
+        del counting  # for what is counted depends on no weight
+        eqns = [self.eqns[number] for number in self.slice(wanted, known)]
+        return evaluated(self.traced.closed, eqns, wanted, known)
+
+    def params_of(self, wanted: Sequence[Any], stops: Iterable[Var]) -> list[str]:
+        """Paths of the parameters that variables are computed from."""
+        read = {*variables(wanted)}
+        for number in self.slice(wanted, stops):
+            read.update(variables(self.eqns[number].invars))
+        arguments = self.traced.arguments
+        return [arguments[v][1] for v in arguments if v in read and arguments[v][0] == "params"]
+
+
+class _Reach:
+    """Which variables of a loss depend on what."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.eqns = traced.closed.jaxpr.eqns
+        self._made = {v: n for n, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        by_part = {part: set[Var]() for part in ("params", "state", "slots", "metrics", "batch")}
+        for var, (part, _) in traced.arguments.items():
+            by_part[part].add(var)
+        self._params, self._batch = by_part["params"], by_part["batch"]
+        self.of_params = self.reached(self._params)
+        self._of_batch = self.reached(self._batch)
+
+    def reached(self, given: Iterable[Var]) -> set[Var]:
+        found = set(given)
+        for eqn in self.eqns:
+            if not found.isdisjoint(variables(eqn.invars)):
+                found.update(eqn.outvars)
+        return found
+
+    def slice(self, wanted: Iterable[Any]) -> list[int]:
+        return slice_of(self.eqns, self._made, wanted, set())
+
+    def changed(self) -> tuple[list[str], list[str]]:
+        """Paths of the state that changes with what is computed, and of what counts on."""
+        statistics, counted = list[str](), list[str]()
+        for var, (part, path) in self.traced.arguments.items():
+            if part == "state" and (new := self.traced.state[path]) is not var:
+                depends = not hasattr(new, "val") and new in self.of_params | self._of_batch
+                (statistics if depends else counted).append(path)
+        return statistics, counted
+
+    def is_weight_reader(self, number: int) -> bool:
+        return not self._params.isdisjoint(variables(self.eqns[number].invars))
+
+    def weights_late(self, main: Sequence[int]) -> list[int]:
+        """With what depends on weights alone just before the first use of these weights."""
+        roots: dict[Var, set[Var]] = {var: {var} for var in self._params}
+        first: dict[Var, int] = {}
+        alone = list[int]()
+        for number in main:
+            eqn = self.eqns[number]
+            read = set[Var]().union(*(roots.get(v, set()) for v in variables(eqn.invars)))
+            if self._of_batch.isdisjoint(variables(eqn.invars)):
+                alone.append(number)
+                roots |= dict.fromkeys(eqn.outvars, read)
+            else:
+                for var in read:
+                    first.setdefault(var, number)
+        end = len(self.eqns)
+        places = {
+            n: (
+                max(
+                    first.get(root, end)
+                    for v in variables(self.eqns[n].invars)
+                    for root in roots.get(v, ())
+                ),
+                0,
+                n,
+            )
+            for n in alone
+        }
+        return sorted(main, key=lambda n: places.get(n, (n, 1, n)))
+
+
+def slice_of(
+    eqns: Sequence[Any], made: Mapping[Var, int], wanted: Iterable[Any], stops: set[Var]
+) -> list[int]:
+    found, waiting = set[int](), [v for v in variables(wanted) if v not in stops]
+    while waiting:
+        number = made.get(waiting.pop())
+        if number is not None and number not in found:
+            found.add(number)
+            waiting += [v for v in variables(eqns[number].invars) if v not in stops]
+    return sorted(found)
+
+
+def _is_inexact(var: Var) -> bool:
+    import jax.numpy as jnp
+
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)

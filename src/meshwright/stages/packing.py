@@ -1,0 +1,198 @@
+"""How the weights of stages that differ are stored: flat, one row per stage, split over the stages.
+
+A :class:`jax.sharding.NamedSharding` cannot say "this array, on those devices only". So the arrays
+of a stage are one flat row, as long as the longest, and the rows are split over the stages. Arrays
+that several stages read are left as they are. Outside of a step every variable has its own path and
+its own dims again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import PipelineError
+from ..layouts.layout import UNSHARDED, Layout
+from ..layouts.placement import ParamInfo, Placed, Placement
+from ..program import Arrays, Program, TrainState
+from .by_stage import ByStage, Piece, from_row, packed_row
+from .stacking import Stacking, asking, by_part, shapes_of, spread_over
+
+_WEIGHTS = "weights"
+_ALIGNED = 128  # elements that the length of a row is a multiple of
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Arrays of one kind and type, of all stages; ``info`` describes the packed array."""
+
+    info: ParamInfo
+    pieces: tuple[Piece, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Paths of what is packed."""
+        return tuple(piece.path for piece in self.pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing(Stacking):
+    """The packed parameters and slots of a program, and its other variables."""
+
+    packs: TrainState  # packs by path, of parameters and slots
+    stages: int
+    axis: str
+    mesh: Any
+    owner: Mapping[str, int]  # parameters to stages
+
+    @classmethod
+    def by_owner(
+        cls, program: Program, placement: Placement, axis: str, owner: Mapping[str, int]
+    ) -> Packing:
+        """Of parameters, by the stage that each belongs to.
+
+        Raises :class:`PipelineError` for those that a rule splits.
+        """
+        stages = placement.mesh[axis]
+        rest = by_part(program.parts, placement)
+        whole = by_part(program.parts, placement.with_zero(0))
+        split = [path for path in owner if whole.params[path].axes]
+        if split:
+            raise PipelineError(
+                f"stages that differ hold their weights as flat rows, which no layout splits; "
+                f"{split[0]} is laid out as {whole.params[split[0]].unbound()}. Leave it whole, or "
+                "build the model of equal blocks."
+            )
+        slots: dict[str, tuple[str, int]] = {}
+        count: dict[str, int] = {}
+        for info in program.slots:
+            if info.owner is not None and info.owner in owner:
+                number = count[info.owner] = count.get(info.owner, -1) + 1
+                slots[info.path] = info.owner, number
+        packs = TrainState({}, {}, {}, {})
+        params = [(i, _WEIGHTS, owner[i.path]) for i in program.params if i.path in owner]
+        of_slots = [
+            (i, f"slot {slots[i.path][1]}", owner[slots[i.path][0]])
+            for i in program.slots
+            if i.path in slots
+        ]
+        groups: dict[tuple[str, str], list[tuple[ParamInfo, int]]] = {}
+        for info, kind, stage in params + of_slots:
+            groups.setdefault((kind, info.dtype), []).append((info, stage))
+        length = max(_longest(of, stages) for of in groups.values())
+        for (kind, dtype), of in groups.items():
+            first = next(iter(packs.params), None)
+            into = packs.params if kind == _WEIGHTS else packs.slots
+            pack = _pack(of, f"{kind} {dtype} of stages", (stages, length), first)
+            info = asking(pack.info, Layout([axis, UNSHARDED], placement.mesh))
+            into[info.path] = replace(pack, info=info)
+        parts = [
+            [
+                spread_over(axis, info, getattr(whole, field))
+                if field in ("params", "slots")
+                else info
+                for info in part
+                if not (field == "params" and info.path in owner)
+                and not (field == "slots" and info.path in slots)
+            ]
+            for field, part in zip(TrainState._fields, program.parts, strict=True)
+        ]
+        parts[0] += [pack.info for pack in packs.params.values()]
+        parts[2] += [pack.info for pack in packs.slots.values()]
+        infos, stored = tuple(map(tuple, parts)), by_part(parts, placement)
+        mesh = placement.mesh.jax_mesh
+        return cls((), (), infos, stored, rest, packs, stages, axis, mesh, owner)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def explained(self, placed: Sequence[Placed]) -> list[Placed]:
+        """Placed variables of a step with the reasons that a reader knows."""
+        packs = {p.info: p for part in self.packs for p in part.values()}
+        found = []
+        for each in placed:
+            why = each.reason
+            if (pack := packs.get(each.info)) is not None:
+                sizes = [0] * self.stages
+                for piece in pack.pieces:
+                    sizes[piece.stage] += piece.size * each.info.itemsize
+                kept = ", ".join(f"{size:,}" for size in sizes)
+                why = f"{len(pack.pieces)} arrays; bytes used by stage: {kept}"
+            elif each.info.asked is not None:
+                why = "beside the stages"
+            found.append(each._replace(reason=why))
+        return found
+
+    def stack(self, state: TrainState) -> TrainState:
+        """The state with packs in place of their members; a pack whose members lack is left."""
+        return TrainState(*map(self._packed, state, self.packs))
+
+    def unstack(self, state: TrainState) -> TrainState:
+        """The state with members in place of their packs."""
+        return TrainState(*map(self._unpacked, state, self.packs))
+
+    def _packed(self, values: Arrays, packs: Mapping[str, Pack]) -> Arrays:
+        import jax.numpy as jnp
+
+        values = dict(values)
+        for path, pack in packs.items():
+            if all(member in values for member in pack.members):
+                own = {member: values.pop(member) for member in pack.members}
+                length, dtype = pack.info.dims[1], jnp.dtype(pack.info.dtype)
+                values[path] = jnp.stack(
+                    [
+                        packed_row([p for p in pack.pieces if p.stage == s], own, length, dtype)
+                        for s in range(self.stages)
+                    ]
+                )
+        return values
+
+    def _unpacked(self, values: Arrays, packs: Mapping[str, Pack]) -> Arrays:
+        values = dict(values)
+        for path, pack in packs.items():
+            if path in values:
+                rows = values.pop(path)
+                for piece in pack.pieces:
+                    values |= from_row([piece], rows[piece.stage])
+        return values
+
+    def update(self, program: Program) -> Callable[..., tuple[Arrays, Arrays]]:
+        """The optimizer's step, by each stage for its own arrays."""
+        of_params, of_slots = (
+            {path: pack.pieces for path, pack in packs.items()}
+            for packs in (self.packs.params, self.packs.slots)
+        )
+        shapes = tuple(map(shapes_of, (program.params, program.params, program.slots)))
+        inputs, outputs = (of_params, of_params, of_slots), (of_params, of_slots)
+        by_stage = ByStage(
+            program.update, shapes, inputs, outputs, self.stages, self.axis, self.mesh
+        )
+
+        def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
+            new, new_slots = by_stage(params, grads, slots)
+            return new, new_slots
+
+        return update
+
+
+def _pack(
+    of: Sequence[tuple[ParamInfo, int]], path: str, dims: tuple[int, int], owner: str | None
+) -> Pack:
+    """Of arrays with their stages; slots lie as the pack that owns them."""
+    ends, pieces = [0] * dims[0], list[Piece]()
+    for info, stage in of:
+        piece = Piece(info.path, stage, ends[stage], info.dims)
+        ends[stage] += piece.size
+        pieces.append(piece)
+    owner = None if of[0][0].role == "parameter" else owner
+    return Pack(replace(of[0][0], path=path, dims=dims, owner=owner, lasting=None), tuple(pieces))
+
+
+def _longest(of: Sequence[tuple[ParamInfo, int]], stages: int) -> int:
+    """Elements of the longest row, rounded up."""
+    sizes = [0] * stages
+    for info, stage in of:
+        sizes[stage] += math.prod(info.dims)
+    return -(-max(sizes) // _ALIGNED) * _ALIGNED

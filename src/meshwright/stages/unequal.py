@@ -1,0 +1,218 @@
+"""The passes of stages that differ, and the gradients of a step of them.
+
+Every device has the code of all stages and takes its own (``lax.switch``); gradients are taken
+inside of each branch, never through one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..program import Arrays, TrainState
+from .by_stage import from_row, packed_row
+from .packing import Packing
+from .passes import Passes
+from .running import Runner, Taken
+from .segments import Packed, Segments
+from .setting import Own, Rest, Setting
+
+
+class UnequalPasses(Passes):
+    """The passes of one device of the stages' axis."""
+
+    def __init__(
+        self, setting: Setting, packing: Packing, segments: Segments, *values: Any
+    ) -> None:
+        super().__init__(setting, *values)
+        self._packing, self._segments = packing, segments
+        self._trees: dict[int, Any] = {}
+
+    # Before the first stage and after the last one
+
+    def enter(self, micro: Any) -> list[Any]:
+        """Nothing: the first stage reads the batch itself."""
+        return self._nothing()
+
+    def at_input(self, gradient: list[Any], grads: Arrays, micro: Any) -> Arrays:
+        """The gradients as they are."""
+        return grads
+
+    def at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
+        """Metrics, statistics and logs with those of a micro-batch, and the gradient of ``y``."""
+        import jax
+
+        traced, segments = self._setting.traced, self._segments
+        held = results["metrics"]
+        rest = self.rest._replace(metrics=held["metrics"])
+        known = self._known(self._others, micro, rest)
+        known |= {
+            var: held["state"][path]
+            for var, (part, path) in traced.arguments.items()
+            if part == "state" and path in held["state"]
+        }
+
+        def tail(y: list[Any]) -> Any:
+            values = segments.packed.unpack(segments.count, y, self._setting.exactly)
+            here = known | dict(zip(segments.boundaries[-1], values, strict=True))
+            loss, *more = segments.evaluate(segments.line.wanted, here)
+            return loss, more
+
+        loss, pull, more = jax.vjp(tail, y, has_aux=True)
+        share = self._share if self._setting.takes_mean else 1.0
+        (gradient,) = pull(jax.numpy.asarray(share, loss.dtype))
+        more = iter(more)
+        metrics, logs = ({path: next(more) for path in of} for of in (traced.metrics, traced.logs))
+        state = dict(zip(segments.line.statistics, more, strict=True))
+        if self._setting.logs_of_one:
+            logs = {p: before + self._share * logs[p] for p, before in results["logs"].items()}
+        return {**results, "metrics": {"metrics": metrics, "state": state}, "logs": logs}, gradient
+
+    # A stage
+
+    def run(self, x: list[Any], micro: Any, repeat: Any) -> list[Any]:
+        """What a stage makes of its input."""
+        return self._switch(lambda stage: self._made(stage, self._weights(stage), x, micro))
+
+    def forward(self, x: list[Any], micro: Any, repeat: Any) -> tuple[list[Any], Any]:
+        """The same, and what its gradients need."""
+        import jax
+
+        def branch(stage: int) -> tuple[list[Any], list[Any]]:
+            return self._differentiated(stage, x, micro)
+
+        shapes = [
+            jax.eval_shape(lambda stage=stage: branch(stage)[1]) for stage in range(self._count)
+        ]
+        self._kept = kept = Packed(shapes, x[0].shape[0])
+
+        def packed(stage: int) -> tuple[list[Any], list[Any]]:
+            y, leaves = branch(stage)
+            return y, kept.pack(leaves, self._setting.exactly)
+
+        return self._switch(packed)
+
+    def backward(
+        self, kept: Any, gradient: list[Any], micro: Any, repeat: Any
+    ) -> tuple[list[Any], Any]:
+        """The gradient of a stage's input, and those of its weights."""
+
+        def branch(stage: int) -> tuple[list[Any], list[Any]]:
+            weights = self._weights(stage)
+            tree, own = self._trees[stage]
+            leaves = iter(self._kept.unpack(stage, kept, self._setting.exactly))
+            names = list(weights)
+            values = [weights[names[at]] if at is not None else next(leaves) for at in own]
+            grads, x = tree.unflatten(values)(gradient)
+            return x, self._rows(stage, grads)
+
+        return self._switch(branch)
+
+    def _differentiated(self, stage: int, x: list[Any], micro: Any) -> tuple[list[Any], list[Any]]:
+        """A stage's results, and what its gradients need beside its weights."""
+        import jax
+
+        weights = self._weights(stage)
+        y, pull = jax.vjp(lambda w, x: self._made(stage, w, x, micro), weights, x)
+        leaves, tree = jax.tree.flatten(pull)
+        held = [id(value) for value in weights.values()]
+        own = [held.index(id(leaf)) if id(leaf) in held else None for leaf in leaves]
+        self._trees[stage] = tree, own
+        return y, [leaf for leaf, at in zip(leaves, own, strict=True) if at is None]
+
+    def _made(self, stage: int, weights: Arrays, x: list[Any], micro: Any) -> list[Any]:
+        known = self._known({**self._others, **weights}, micro, self.rest)
+        return self._segments.run(stage, known, x, self._setting.exactly)
+
+    @property
+    def _count(self) -> int:
+        return self._segments.count
+
+    def _switch(self, branch: Callable[[int], Any]) -> Any:
+        import jax
+
+        branches = [lambda stage=stage: branch(stage) for stage in range(self._count)]
+        return jax.lax.switch(self.own.fixed[0][0, 0], branches)
+
+    def _nothing(self) -> list[Any]:
+        import jax.numpy as jnp
+
+        return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self._segments.enters]
+
+    def _weights(self, stage: int) -> Arrays:
+        """The parameters that a stage reads, by path."""
+        rows = iter(self.own.params)
+        found: Arrays = {}
+        for pack in self._packing.packs.params.values():
+            own = [piece for piece in pack.pieces if piece.stage == stage]
+            found |= from_row(own, next(rows)[0, 0])
+        found |= {path: next(rows)[0, 0] for path in self._segments.shared}
+        exactly = self._setting.exactly
+        return {path: exactly(found[path], False) for path in self._segments.params[stage]}
+
+    def _rows(self, stage: int, grads: Arrays) -> list[Any]:
+        """Gradients as the parameters of stages lie, with a dim of blocks in front."""
+        import jax.numpy as jnp
+
+        grads = {path: self._setting.exactly(grad, False) for path, grad in grads.items()}
+        rows = []
+        for pack in self._packing.packs.params.values():
+            own = [piece for piece in pack.pieces if piece.stage == stage]
+            row = packed_row(own, grads, pack.info.dims[1], pack.info.dtype)
+            rows.append(self._setting.exactly(row[None], False))
+        for path, value in zip(self._segments.shared, self.own.params[len(rows) :], strict=True):
+            rows.append(grads[path][None] if path in grads else jnp.zeros_like(value[0]))
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class UnequalRunner(Runner):
+    """The gradients of one step of stages that differ."""
+
+    packing: Packing
+    segments: Segments
+
+    def __call__(self, whole: TrainState, micros: Sequence[Any]) -> Taken:
+        """Of a state with packs, and the leaves of the batch as ``(micro-batches, rows, ...)``."""
+        import jax
+        import jax.numpy as jnp
+
+        setting, segments = self.setting, self.segments
+        packs, shared, count = self.packing.packs.params, segments.shared, segments.count
+        others = {p: v for p, v in whole.params.items() if p not in packs and p not in shared}
+        states, state = self._counted(whole, others, micros)
+        statistics = {path: whole.state[path] for path in segments.line.statistics}
+        fixed = {p: v for p, v in whole.state.items() if p not in states and p not in statistics}
+        spread = [
+            jnp.broadcast_to(whole.params[p], (count, *whole.params[p].shape)) for p in shared
+        ]
+        own = Own(
+            [*(whole.params[path] for path in packs), *spread],
+            [jnp.arange(count)],
+            [],
+            [jnp.ones([count], bool)],
+        )
+        held = {"metrics": whole.metrics, "state": statistics}
+        rest = Rest(self._read_slots(whole.slots), held)
+        spec = jax.sharding.PartitionSpec
+        along, by_tick, whole_of = spec(setting.axis), spec(None, setting.axis), spec()
+        run = jax.shard_map(
+            self._ticks,
+            mesh=setting.mesh,
+            in_specs=(Own(along, along, by_tick, along), *[whole_of] * 5, by_tick),
+            out_specs=along,
+            axis_names={setting.axis},
+            check_vma=False,
+        )
+        found = run(own, others, (fixed, states), rest, [], micros, self._rows())
+        own_grads, _, _, held, logs = found
+        grads = {p: jnp.zeros_like(value) for p, value in others.items()}
+        grads |= dict(zip(packs, own_grads, strict=False))
+        for path, value in zip(shared, own_grads[len(packs) :], strict=True):
+            grads[path] = value.sum(0)
+        held, logs = jax.tree.map(lambda value: value[-1], (held, logs))
+        return grads, {**state, **held["state"]}, held["metrics"], logs
+
+    def _passes(self, *values: Any) -> Passes:
+        return UnequalPasses(self.setting, self.packing, self.segments, *values)

@@ -1,0 +1,193 @@
+"""Models where nothing repeats, cut into stages that differ: one device's numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from keras import layers
+from small_transformer import KEEPS_GRADIENTS
+
+import meshwright as mw
+from meshwright.step.assemble import assemble
+
+ROWS, TOLERANCE = 8, 5e-6  # of the largest gradient
+
+
+def mesh_of(axes: dict[str, int]) -> mw.Mesh:
+    return mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+
+
+def images(rows: int = ROWS) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    return {
+        "x": draw.normal(size=[rows, 8, 8, 2]).astype("float32"),
+        "y": draw.normal(size=[rows, 8, 8, 3]).astype("float32"),
+    }
+
+
+def conv(x: Any, kernel: Any) -> Any:
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def unet_loss(params: Any, batch: Any) -> Any:
+    """Two skips, a scale that every level shares, and a penalty on all kernels."""
+    down = jnp.tanh(conv(batch["x"], params["down"])) * params["scale"]
+    half = down.reshape(-1, 4, 2, 4, 2, 4).mean((2, 4))
+    middle = jnp.tanh(conv(half, params["middle"])) * params["scale"]
+    deep = jnp.tanh(conv(middle, params["deep"])) + middle
+    up = jnp.repeat(jnp.repeat(deep, 2, 1), 2, 2)
+    x = jnp.tanh(conv(jnp.concatenate([up, down], -1), params["up"]))
+    found = conv(x, params["head"]) * params["scale"]
+    penalty = sum((kernel**2).sum() for kernel in jax.tree.leaves(params))
+    return ((found - batch["y"]) ** 2).mean() + 1e-2 * penalty
+
+
+def unet(optimizer: Any = KEEPS_GRADIENTS) -> mw.Program:
+    draw = np.random.default_rng(1)
+    dims = {
+        "down": (3, 3, 2, 4),
+        "middle": (3, 3, 4, 6),
+        "deep": (3, 3, 6, 6),
+        "up": (3, 3, 10, 4),
+        "head": (1, 1, 4, 3),
+    }
+    params = {name: (0.3 * draw.normal(size=of)).astype("float32") for name, of in dims.items()}
+    params["scale"] = np.full([], 1.5, "float32")
+    return mw.jax_program(unet_loss, params, optimizer, batch=images())
+
+
+def stepped(
+    program: mw.Program, mesh: dict[str, int], pipeline: mw.Pipeline | None = None
+) -> tuple[Any, float]:
+    placement = mw.Placement.of(mesh_of(mesh), batch="data" if "data" in mesh else None)
+    trainer = mw.Trainer(program, placement, mw.StepOptions(pipeline=pipeline))
+    state, logs = trainer.step(trainer.init(), trainer.put(images()))
+    return jax.tree.map(np.asarray, trainer.unpadded(state)), float(logs["loss"])
+
+
+def assert_same(found: tuple[Any, float], wanted: tuple[Any, float]) -> None:
+    assert found[1] == pytest.approx(wanted[1], rel=1e-5)
+    for part, expected in zip(found[0], wanted[0], strict=True):
+        largest = max((np.abs(values).max() for values in expected.values()), default=0.0)
+        for path, values in expected.items():
+            assert np.abs(part[path] - values).max() <= TOLERANCE * largest, path
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple[Any, float]:
+    return stepped(unet(), {"data": 1})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        ({"stage": 4, "data": 2}, mw.Pipeline("stage", 4)),
+        pytest.param(
+            {"stage": 3},
+            mw.Pipeline("stage", 4, "gpipe", recompute=False),
+            marks=pytest.mark.full,
+        ),
+        pytest.param({"stage": 2}, mw.Pipeline("stage", 4, cuts=["deep"]), marks=pytest.mark.full),
+    ],
+)
+def test_a_net_with_skips_has_the_gradients_of_one_device(
+    one_device: tuple[Any, float], mesh: dict[str, int], pipeline: mw.Pipeline
+) -> None:
+    assert_same(stepped(unet(), mesh, pipeline), one_device)
+
+
+def test_each_stage_holds_its_own_weights_in_its_row_alone() -> None:
+    placement = mw.Placement.of(mesh_of({"stage": 3}), batch=None)
+    options = mw.StepOptions(pipeline=mw.Pipeline("stage", 4, cuts=["middle", "up"]))
+    trainer = mw.Trainer(unet(optax.adam(0.1)), placement, options)
+    state = trainer.init()
+    weights = {"down": 72, "middle": 216, "deep": 324, "up": 360, "head": 12}
+    longest = -(-max(weights["middle"] + weights["deep"], weights["up"] + 12) // 128) * 128
+    for values, kinds in ((state.params, 1), (state.slots, 2)):
+        rows = [value for path, value in values.items() if path.endswith("of stages")]
+        assert len(rows) == kinds
+        for row in rows:
+            assert {shard.data.shape for shard in row.addressable_shards} == {(1, longest)}
+    (row,) = (value for path, value in state.params.items() if path.endswith("of stages"))
+    used = [int((np.asarray(shard.data) != 0).sum()) for shard in row.addressable_shards]
+    assert used == [72, 216 + 324, 360 + 12]
+
+
+def test_cuts_are_found_by_time_and_warned_of_where_they_send_much() -> None:
+    widths = [8, 40, 8, 40, 8]
+    params = {
+        f"w{number}": np.ones(of, "float32") for number, of in enumerate(itertools.pairwise(widths))
+    }
+
+    def loss(params: Any, x: Any) -> Any:
+        for number, activation in enumerate((jnp.tanh, jnp.sin, jnp.cos, jax.nn.sigmoid)):
+            x = activation(x @ params[f"w{number}"])
+        return x.mean()
+
+    def explained(*cuts: str) -> Any:
+        program = mw.jax_program(loss, params, optax.sgd(0.1), batch=np.ones([8, 8], "float32"))
+        placement = mw.Placement.of(mesh_of({"stage": 2}), batch=None)
+        options = mw.StepOptions(pipeline=mw.Pipeline("stage", 4, cuts=cuts or None))
+        return assemble(program, placement, options).explained
+
+    assert [stage.params for stage in explained().stages] == [("w0", "w1"), ("w2", "w3")]
+    message = r"before 'w3' sends 320 bytes for each micro-batch; no more than 64 .* before 'w2'"
+    with pytest.warns(mw.MeshwrightWarning, match=message):
+        explained("w3")
+
+
+def unet_of_layers() -> keras.Model:
+    """As anybody writes it: batch statistics, dropout, a penalty, a norm over all gradients."""
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input([8, 8, 2])
+    skips = []
+    for number, filters in enumerate([4, 6]):
+        x = layers.Conv2D(filters, 3, padding="same", name=f"down{number}")(x)
+        x = layers.BatchNormalization(name=f"norm{number}")(x)
+        x = layers.Activation("relu")(x)
+        skips.append(x)
+        x = layers.MaxPooling2D()(x) if number == 0 else layers.Dropout(0.3)(x)
+    x = layers.Concatenate()([layers.UpSampling2D()(x), skips[0]])
+    x = layers.Conv2D(4, 3, padding="same", activation="relu", kernel_regularizer="l2")(x)
+    model = keras.Model(inputs, layers.Conv2D(3, 1, name="head")(x))
+    model.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5), "mse", metrics=["mae"]
+    )
+    return model
+
+
+def fitted(strategy: mw.Sharded, rows: int) -> tuple[keras.Model, dict[str, list[float]]]:
+    with strategy.scope():
+        model = unet_of_layers()
+    batch = images(16)
+    history = strategy.fit(
+        model, batch["x"], batch["y"], batch_size=rows, epochs=2, shuffle=False, verbose=0
+    )
+    return model, history.history
+
+
+@pytest.mark.full
+def test_batch_statistics_are_those_of_micro_batches_as_where_gradients_accumulate() -> None:
+    plain, wanted = fitted(
+        mw.DataParallel(mesh_of({"data": 1}), batch="data", accumulate=4), rows=2
+    )
+    strategy = mw.Sharded(
+        mesh_of({"stage": 3}),
+        batch=None,
+        unmatched="replicate",
+        pipeline=mw.Pipeline("stage", 4),
+    )
+    model, found = fitted(strategy, rows=8)
+    assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
+    for one, other in zip(model.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), atol=2e-5, err_msg=one.path)
