@@ -15,17 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import report
-from environments import TORCH, clean_environment
+from environments import TORCH
 from many_processes_jobs import JOBS
-from processes import PATIENCE_S, Used, load_since
+from processes import SideFailed, ranks_together
 
 HERE = Path(__file__).parent
 SIDES = {"ours": 2, "apart": 2, "torch": 2, "ours alone": 1, "torch alone": 1}  # -> processes
@@ -67,34 +65,16 @@ def measured(
     script, python = HERE / f"many_processes_{whose}.py", pythons[whose]
     if python is None:
         return {}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    before, started = Used.now(), []
-    for rank in range(processes):
-        env = clean_environment() | {"RANK": str(rank), "WORLD_SIZE": str(processes)}
-        env |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        env |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-        command = [str(python), str(script), job, side, str(epochs)]
-        started.append(
-            subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
     try:
-        outputs = [process.communicate(timeout=PATIENCE_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    if any(process.returncode for process in started):
-        sys.exit(f"{side} of {job} failed:\n" + "\n".join(error[-3000:] for _, error in outputs))
-    found = json.loads([line for line in outputs[0][0].splitlines() if line.startswith("{")][-1])
+        found = ranks_together([str(python), str(script), job, side, str(epochs)], processes)
+    except SideFailed as failed:
+        sys.exit(f"{side} of {job} failed:\n{failed}")
     steps = JOBS[job].steps
     return {
         "steps_per_s": steps / min(found["wall_s"][1:]),
         "cpu_s_per_step": min(found["cpu_s"][1:]) / steps,
         "loss": found["loss"],
-        "load": load_since(before),
+        "load": found["load"],
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -43,6 +44,32 @@ def in_turn(commands: dict[str, list[str]], number: int) -> dict[str, dict[str, 
     """What every side printed, run once each; every other round runs backwards."""
     order = list(commands)[:: 1 if number % 2 == 0 else -1]
     return {side: run_process(commands[side]) for side in order}
+
+
+def ranks_together(command: list[str], processes: int) -> dict[str, Any]:
+    """What rank 0 printed last, and ``load``, of processes with torchrun's variables.
+
+    Raises :class:`SideFailed` if one ended badly.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    before, started = Used.now(), []
+    for rank in range(processes):
+        env = clean_environment() | {"RANK": str(rank), "WORLD_SIZE": str(processes)}
+        env |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=env, **piped))
+    try:
+        outputs = [process.communicate(timeout=PATIENCE_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    if any(process.returncode for process in started):
+        raise SideFailed("\n".join(error[-3000:] for _, error in outputs))
+    found = json.loads([line for line in outputs[0][0].splitlines() if line.startswith("{")][-1])
+    return found | {"load": load_since(before)}
 
 
 class Used(NamedTuple):

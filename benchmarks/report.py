@@ -387,6 +387,28 @@ def processes_table(processes: list[dict[str, Any]]) -> str:
     return _table(("job", "steps/s", "ratio", "median (min–max)", "target", ""), rows)
 
 
+def pipelines_table(found: dict[str, Any]) -> str:
+    """Two stages: speeds within a round, and steps over the ideals of their tick tables."""
+    rows = []
+    for what, ratios in found["ratios"].items():
+        wanted, median = found["wanted"][what], statistics.median(ratios)
+        target = "" if wanted is None else f"≥ {wanted}"
+        met = "" if wanted is None else "met" if median >= wanted else "**missed**"
+        rows.append((f"speed, {what}", _spread(ratios), target, met))
+    for schedule, ratios in found["over_ideal"].items():
+        met = statistics.median(ratios) <= found["most_over_ideal"]
+        over = found["over_ms_per_tick"][schedule]
+        rows.append(
+            (
+                f"step, {schedule} ÷ its table's ideal ({over:.2f} ms more per tick)",
+                _spread(ratios),
+                f"≤ {found['most_over_ideal']}",
+                "met" if met else "**missed**",
+            )
+        )
+    return _table((found["what"], "median (min–max)", "target", ""), rows)
+
+
 def accuracy_table(accuracy: list[dict[str, Any]]) -> str:
     rows = [
         (

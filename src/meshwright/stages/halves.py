@@ -13,7 +13,8 @@ from typing import Any
 
 from .. import _compat
 from ..jaxprs.flops import equation_flops
-from ..jaxprs.primitives import TABLE
+from ..jaxprs.primitives import TABLE, inner_jaxprs, opened
+from ..jaxprs.walk import LOOPS
 
 Var = Any
 _DRAWS = frozenset(("random_bits", "rng_bit_generator", "threefry2x32"))
@@ -147,13 +148,14 @@ class _Equations:
         return sorted(found)
 
 
-def _inlined(closed: Any, flat: Sequence[Any]) -> list[Any]:
-    jaxpr = closed.jaxpr
-    held = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *flat], strict=True))
+def _inlined(called: Any, flat: Sequence[Any]) -> list[Any]:
+    jaxpr = opened(called)
+    held = dict(zip(jaxpr.constvars, getattr(called, "consts", ()), strict=True))
+    held |= zip(jaxpr.invars, flat, strict=True)
     for eqn in jaxpr.eqns:
         read = [_value(held, atom) for atom in eqn.invars]
-        is_call = eqn.primitive.name == "jit"
-        results = _inlined(eqn.params["jaxpr"], read) if is_call else _compat.evaluate(eqn, read)
+        inner = () if eqn.primitive.name in LOOPS else inner_jaxprs(eqn).values()
+        results = _inlined(*next(iter(inner)), read) if inner else _compat.evaluate(eqn, read)
         held.update(zip(eqn.outvars, results, strict=True))
     return [_value(held, atom) for atom in jaxpr.outvars]
 

@@ -266,16 +266,22 @@ def _results(carry: Carry) -> dict[str, Any]:
 
 
 def _plus(grads: list[Any], repeat: Any, more: list[Any]) -> list[Any]:
-    return [of.at[repeat].add(values) for of, values in zip(grads, more, strict=True)]
+    before = _taken(grads, repeat)
+    return _put(grads, repeat, [a + b for a, b in zip(before, more, strict=True)])
+
+
+# Slots are always there; without a test of that, XLA writes one and leaves the others alone.
 
 
 def _put(buffers: Any, slot: Any, values: Any) -> Any:
     import jax
 
-    return jax.tree.map(lambda buffer, value: buffer.at[slot].set(value), buffers, values)
+    put = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda buffer, value: put(buffer, value, slot, 0), buffers, values)
 
 
 def _taken(buffers: Any, slot: Any) -> Any:
     import jax
 
-    return jax.tree.map(lambda buffer: buffer[slot], buffers)
+    taken = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    return jax.tree.map(lambda buffer: taken(buffer, slot), buffers)
