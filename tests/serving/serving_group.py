@@ -1,16 +1,11 @@
 """A program for ``test_served_by_processes.py``: serves on one mesh over all processes there are.
 
-``serving_group.py FOLDER HOW``: rank 0 writes its answers to ``answers.npz``. With ``stop``, rank 1
-stops after the first answer, and rank 0 writes what clients get then to ``fault``.
+``serving_group.py FOLDER``: rank 0 writes its answers to ``answers.npz``.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,33 +42,14 @@ def answers_of(server: mw.Server, run: Path) -> dict[str, Any]:
     return {"versions": [each.version for each in answers], **outputs}
 
 
-def main(folder: Path, how: str) -> None:
+def main(folder: Path) -> None:
     server = serve(folder / "run")
-    model = server.model("small")
     if jax.process_index():
-        if how == "stop":
-            follow, count = model.follow, itertools.count(1)
-
-            def stops(word: Any, arrays: Any) -> None:
-                if next(count) == 2:
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                follow(word, arrays)
-
-            model.follow = stops
         server.work()
         return
-    if how == "stop":
-        server.answer({"input": ROWS[:1]})
-        begin_s = time.monotonic()
-        try:
-            server.answer({"input": ROWS[:1]}, timeout_s=20)
-        except mw.NotReadyError as error:
-            (folder / "fault").write_text(f"{time.monotonic() - begin_s}\n{error}")
-        assert not server.ready
-        os._exit(3)
     np.savez(folder / "answers.npz", **answers_of(server, folder / "run"))
     server.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

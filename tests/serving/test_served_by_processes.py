@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import jax
@@ -28,6 +37,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
 @pytest.mark.alone
 @pytest.mark.full
 def test_two_processes_answer_as_one(folder: Path) -> None:
@@ -35,7 +51,7 @@ def test_two_processes_answer_as_one(folder: Path) -> None:
     with serve(run, jax.devices()[:4]) as server:
         one = answers_of(server, run)
     (run / "step_2").rename(run / "later")
-    assert run_group([PROGRAM, str(folder), "answer"], GroupOptions(2, 2)) == 0
+    assert run_group([PROGRAM, str(folder)], GroupOptions(2, 2)) == 0
     two = dict(np.load(folder / "answers.npz"))
     assert one.pop("versions") == list(two.pop("versions")) == ["1", "1", "1", "2"]
     for name, values in one.items():
@@ -43,10 +59,69 @@ def test_two_processes_answer_as_one(folder: Path) -> None:
     assert not np.array_equal(one["2"], one["3"])
 
 
+def asked(port: int) -> tuple[int, str]:
+    """The status of a request, 0 where nothing listens, and the body."""
+    url, body = f"http://127.0.0.1:{port}/invocations", b'{"inputs": [[1,1,1,1,1,1,1,1]]}'
+    headers = {"Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=20) as got:
+            return got.status, got.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def until_answered(port: int, within_s: float) -> str:
+    until_s = time.monotonic() + within_s
+    while (found := asked(port))[0] != 200:
+        assert time.monotonic() < until_s, found
+        time.sleep(0.1)
+    return found[1]
+
+
+def refused(port: int, within_s: float) -> str:
+    """What clients are told once the server cannot answer; anything but 200 and 503 is a fault."""
+    until_s = time.monotonic() + within_s
+    while (found := asked(port))[0] == 200:
+        assert time.monotonic() < until_s
+    assert found[0] == 503, found
+    return found[1]
+
+
+def pid_of_rank(rank: int, text: str) -> int:
+    """The process of this rank whose command line has this text in it."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            is_rank = f"MESHWRIGHT_RANK={rank}\0" in (folder / "environ").read_text()
+            line = (folder / "cmdline").read_text()
+            if is_rank and text in line and "launch" not in line.split("\0"):
+                return int(folder.name)
+    raise AssertionError(f"no process of rank {rank}")
+
+
 @pytest.mark.alone
 @pytest.mark.full
-def test_clients_learn_within_seconds_which_process_is_missing(folder: Path) -> None:
-    assert run_group([PROGRAM, str(folder), "stop"], GroupOptions(2, 2, stall_s=60.0)) != 0
-    seconds, text = (folder / "fault").read_text().split("\n", 1)
-    assert float(seconds) < 5
-    assert "rank 1 (host " in text
+def test_a_group_that_loses_a_process_answers_again_without_a_deployment(
+    folder: Path, port: int
+) -> None:
+    """A frozen process: 503 within five seconds, and the agents start the group again."""
+    run = str(folder / "run")
+    words = "-m meshwright launch --processes 2 --devices 2 --max-restarts 9 --stall-timeout 2"
+    served = "-m meshwright serve --model serving_group:build --mesh batch=2,model=2 --buckets 4"
+    command = [sys.executable, *words.split(), *served.split(), run, "--port", str(port)]
+    group = subprocess.Popen(
+        command, cwd=Path(PROGRAM).parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        before = until_answered(port, 120)
+        os.kill(pid_of_rank(1, run), signal.SIGSTOP)
+        assert "rank 1 " in refused(port, within_s=5)
+        assert until_answered(port, 120) == before
+        os.kill(pid_of_rank(1, run), signal.SIGKILL)
+        assert "rank 1 " in refused(port, within_s=5)
+        time.sleep(0.2)
+        assert asked(port)[0] == 503
+    finally:
+        group.kill()  # its processes end with it
+        group.wait()

@@ -146,7 +146,7 @@ def server_for(asked: Asked) -> Any:
     """The server of the model, on a mesh that need not be that of its training."""
     from ..serving.server import Server
 
-    make_cpu_devices(asked.mesh.size if asked.mesh else 1)
+    _make_devices(asked.mesh)
     if asked.source.suffix == ".keras":
         if asked.build is not None:
             raise ServingError(f"{asked.source} holds its model: leave --model out.")
@@ -168,6 +168,25 @@ def server_for(asked: Asked) -> Any:
         name=asked.model_name,
         **_engine_options(asked),
     )
+
+
+def _make_devices(mesh: Mesh | None) -> None:
+    """Those of the mesh, where CPUs serve; a group of processes has its own.
+
+    Raises :class:`ServingError` for a mesh that leaves out devices of a group.
+    """
+    member = join()
+    size = mesh.size if mesh else 1
+    if member is None:
+        make_cpu_devices(size)
+        return
+    import jax
+
+    if size != len(jax.devices()):
+        raise ServingError(
+            f"the mesh has {size} device(s), and the {member.processes} processes of the group "
+            f"have {len(jax.devices())}. Name a mesh of all of them: --mesh."
+        )
 
 
 def strategy_of(case: Case, asked: Mesh | None) -> Any:

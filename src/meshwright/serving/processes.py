@@ -7,7 +7,9 @@ and raw arrays over ZeroMQ, encrypted by keys that rank 0 makes and hands out th
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import socket
 import threading
 import time
@@ -53,18 +55,26 @@ class Followers:
         self._watcher.start()
 
     def tell(self, word: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Say a word to all of them."""
+        """Say a word to all of them. Raises :class:`NotReadyError` where one is gone."""
         described = [[str(array.dtype), list(array.shape)] for array in arrays]
         head = json.dumps({**word, "arrays": described}).encode()
         frames = [head, *(np.ascontiguousarray(array).view(np.uint8).data for array in arrays)]
         with self._sending:
             for rank in self._seen:
-                self._socket.send_multipart([str(rank).encode(), *frames])
+                try:
+                    self._socket.send_multipart([str(rank).encode(), *frames])
+                except zmq.ZMQError as error:  # its connection is closed: its process has ended
+                    self._seen[rank] = -math.inf
+                    raise NotReadyError(
+                        f"a process of the model has ended: rank {rank} ({self._names[rank]})."
+                    ) from error
 
     def missing(self) -> str | None:
         """The process that has been silent for too long; ``None`` if there is none."""
         now_s = time.monotonic()
         for rank, seen_s in self._seen.items():
+            if seen_s == -math.inf:
+                return f"rank {rank} ({self._names[rank]}) has ended"
             if now_s - seen_s > MISSING_S:
                 return (
                     f"rank {rank} ({self._names[rank]}) has not been heard for "
@@ -76,7 +86,8 @@ class Followers:
         """Let the others end."""
         self._closing.set()
         self._watcher.join()
-        self.tell({"do": "end"})
+        with contextlib.suppress(NotReadyError):
+            self.tell({"do": "end"})
         self._socket.close()
 
     def _wait_for_all(self) -> None:
