@@ -102,3 +102,15 @@ def test_weights_of_training_in_memory(trained: tuple) -> None:
     assert after.version == "2"
     np.testing.assert_allclose(after.outputs["last"], model.predict(ROWS, verbose=0), atol=1e-6)
     assert model.layers[0].kernel.layout.mesh == strategy.mesh  # the model is where it was
+
+
+def test_a_path_that_is_no_model_names_what_may_have_been_meant(tmp_path: Path) -> None:
+    with pytest.raises(mw.CheckpointError, match=r"has no \.keras file\. Name a model that"):
+        mw.Server(tmp_path / "missing.keras")
+    (tmp_path / "other.keras").write_text("not a model")
+    with pytest.raises(mw.CheckpointError, match=r"has other\.keras\. Name a model that"):
+        mw.Server(tmp_path / "missing.keras")
+    with pytest.raises(mw.CheckpointError, match=r"is a folder.*Server\(build=build, checkpoint="):
+        mw.Server(tmp_path)
+    with pytest.raises(mw.CheckpointError, match=r"cannot be read as a Keras model.*model\.save"):
+        mw.Server(tmp_path / "other.keras")

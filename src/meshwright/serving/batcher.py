@@ -70,7 +70,9 @@ class Batcher:
         """
         with self._changed:
             if not self._is_open:
-                raise NotReadyError("the model accepts no more requests: the server is stopping.")
+                raise NotReadyError(
+                    "the server is stopping and accepts no more requests. Try again later."
+                )
             if not self._has_room(request):
                 self._expire()
             if not self._has_room(request):

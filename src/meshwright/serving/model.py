@@ -328,7 +328,8 @@ class LoadedModel:
     def _checked(self, weights: Weights) -> Weights:
         if self.options.finite and (names := not_finite(weights.state)):
             raise CheckpointError(
-                f"version {weights.version} has weights that are not finite: {', '.join(names)}."
+                f"version {weights.version} has weights that are not finite: {', '.join(names)}. "
+                "Serve an earlier checkpoint, or leave finite=True out."
             )
         return weights
 
@@ -345,7 +346,7 @@ class LoadedModel:
     def _submitted(self, inputs: Mapping[str, Any], timeout_s: float | None) -> Request:
         if not self.ready or self._batcher is None:
             why = self.missing() or "it is loading or stopping"
-            raise NotReadyError(f"model {self.name!r} does not answer: {why}.")
+            raise NotReadyError(f"model {self.name!r} does not answer: {why}. Try again later.")
         options = self.options
         request = checked(inputs, self.inputs, options.lengths, options.queue_rows)
         self.source.check(request.arrays)
@@ -382,4 +383,7 @@ def _late(error: BaseException, request: Request) -> DeadlineError:
     if isinstance(error, DeadlineError):
         return error
     passed_s = time.monotonic() - request.arrived_s
-    return DeadlineError(f"no answer after {passed_s:.3g} s, the time that the request had.")
+    return DeadlineError(
+        f"no answer after {passed_s:.3g} s, the time that the request had. Give it more time, or "
+        "try again when fewer requests wait."
+    )

@@ -97,7 +97,8 @@ class Followers:
             if time.monotonic() > until_s:
                 absent = [str(rank) for rank in self._seen if rank not in self._names]
                 raise ProcessError(
-                    f"rank(s) {', '.join(absent)} did not come to serve within {_WELCOME_S:.0f} s."
+                    f"rank(s) {', '.join(absent)} did not come to serve within {_WELCOME_S:.0f} s. "
+                    "Load the same server in every process; all but rank 0 call server.work()."
                 )
 
     def _hear(self) -> None:

@@ -56,7 +56,7 @@ def checked(
         >>> checked({"y": [[1.0, 2.0]]}, [spec])
         Traceback (most recent call last):
         ...
-        meshwright.errors.RequestError: 2 fault(s) in the request:
+        meshwright.errors.RequestError: 2 faults in the request:
           input 'x' is missing: expected x float32[rows, 2]
           input 'y' is unknown; the inputs are x
     """
@@ -83,14 +83,18 @@ def checked(
     if 0 in rows:
         faults.append("the request has no rows")
     if max_rows is not None and rows and max(rows) > max_rows:
-        faults.append(f"the request has {max(rows)} rows; at most {max_rows} are accepted at once")
+        faults.append(
+            f"the request has {max(rows)} rows; at most {max_rows} are accepted at once: "
+            "send it in parts"
+        )
     ragged = () if faults else _ragged(arrays, specs)
     padded = tuple(_next(size, lengths) for size in ragged)
     if None in padded:
         faults.append(f"a ragged dim is {max(ragged)} long; the longest accepted is {lengths[-1]}")
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
-        raise RequestError(f"{len(faults)} fault(s) in the request:\n{lines}")
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        raise RequestError(f"{count} in the request:\n{lines}")
     return Request(arrays, arrays[0].shape[0], ragged, tuple(n for n in padded if n is not None))
 
 

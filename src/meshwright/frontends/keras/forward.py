@@ -205,15 +205,32 @@ def load_file(path: str | Path) -> tuple[keras.Model, dict[int, np.ndarray]]:
     Raises :class:`~meshwright.CheckpointError` for a file that Keras cannot read.
     """
     if not Path(path).is_file():
-        raise CheckpointError(f"there is no file {path}.")
+        raise CheckpointError(_no_file(Path(path)))
     _compat.install_keras_hooks(Hooks())
     room = LoadingRoom()
     try:
         with room.open():
             model: Any = keras.saving.load_model(str(path), compile=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read as a Keras model: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read as a Keras model: {error} Write it by model.save('m.keras'); "
+            "classes of your own need @keras.saving.register_keras_serializable(), and the module "
+            "that defines them must be imported first."
+        ) from error
     return model, room.found
+
+
+def _no_file(path: Path) -> str:
+    """What is said of a path that is no model, with what may have been meant."""
+    if path.is_dir():
+        return (
+            f"{path} is a folder, not a .keras file. The checkpoints of a run are served with the "
+            f"function that builds their model: Server(build=build, checkpoint={str(path)!r})."
+        )
+    folder = path.parent
+    beside = sorted(each.name for each in folder.glob("*.keras")) if folder.is_dir() else []
+    listed = f"{folder} has {', '.join(beside)}" if beside else f"{folder} has no .keras file"
+    return f"there is no file {path}: {listed}. Name a model that model.save('name.keras') wrote."
 
 
 class LoadingRoom(AbstractRoom):

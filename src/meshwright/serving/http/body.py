@@ -133,7 +133,9 @@ def decompressed(body: bytes, window: int, limits: Limits, take: Callable[[int],
     while body:
         members += 1
         if members > _MOST_MEMBERS:
-            raise RequestError(f"the compressed body has more than {_MOST_MEMBERS} members.")
+            raise RequestError(
+                f"the compressed body has more than {_MOST_MEMBERS} members. Compress it as one."
+            )
         member: Any = zlib.decompressobj(window)
         rest = body
         while rest or not member.eof:
@@ -152,7 +154,7 @@ def decompressed(body: bytes, window: int, limits: Limits, take: Callable[[int],
             if member.eof:
                 break
             if not part and not rest:
-                raise RequestError("the compressed body ends too early.")
+                raise RequestError("the compressed body ends too early. Send all of it.")
         body = member.unused_data
     return b"".join(parts)
 

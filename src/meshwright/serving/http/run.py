@@ -106,7 +106,10 @@ def _bound(listening: Listening) -> socket.socket:
         try:
             return socket.socket(fileno=listening.fd)
         except OSError as error:
-            raise ServingError(f"fd {listening.fd} is not a socket: {error.strerror}.") from error
+            raise ServingError(
+                f"fd {listening.fd} is not a socket: {error.strerror}. Pass the number of a "
+                "listening socket, or --host and --port."
+            ) from error
     family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
     bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
