@@ -119,6 +119,12 @@ def _fields(text: str, **own: Any) -> dict[str, Any]:
     }
 
 
+def write(folder: Path, kind: str, schema: dict[str, Any]) -> None:
+    """Write a schema, compressed."""
+    text = json.dumps(schema, separators=(",", ":"), sort_keys=True)
+    (folder / f"{kind}.json.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+
+
 def main() -> None:
     """Write all of them."""
     from kubeflow_trainer_api import models
@@ -130,8 +136,7 @@ def main() -> None:
         "RayJob": ray_job(of_model(models.IoK8sApiCoreV1PodTemplateSpec)),
     }
     for kind, schema in schemas.items():
-        text = json.dumps(schema, separators=(",", ":"), sort_keys=True)
-        (FOLDER / f"{kind}.json.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+        write(FOLDER, kind, schema)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import json
+from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -30,6 +33,26 @@ def test_every_file_parses_as_what_it_is(platform):
             words = json.loads(text.partition("ENTRYPOINT ")[2])
             assert words[: len(ARGUMENTS) + 2] == ["meshwright", "serve", *ARGUMENTS]
             assert "0.0.0.0" in words
+
+
+OF_KUBERNETES = {
+    "kserve": "inference_service.yaml",
+    "kubeflow": "inference_service.yaml",
+    "knative": "service.yaml",
+}
+
+
+@pytest.mark.parametrize("platform", OF_KUBERNETES)
+def test_manifests_fulfil_the_published_schemas(platform):
+    document = yaml.safe_load(files_for(platform, DEPLOYMENT)[OF_KUBERNETES[platform]])
+    path = Path(__file__).parent / "schemas" / f"{document['kind']}.json.gz"
+    schema = json.loads(gzip.decompress(path.read_bytes()))
+    jsonschema.validate(document, schema)
+    spec = document["spec"]
+    pod = spec["predictor"] if platform != "knative" else spec["template"]["spec"]
+    pod["containers"][0]["readinessProb"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="readinessProb"):
+        jsonschema.validate(document, schema)
 
 
 def test_a_shell_reads_the_words_as_they_were():
