@@ -769,15 +769,15 @@ def start_coordination_service(port: str, processes: int, shutdown_s: int) -> An
     of a group as an error. Raises ``RuntimeError`` if the port is taken.
     """
     level, before = "TF_CPP_MIN_LOG_LEVEL", os.environ.get("TF_CPP_MIN_LOG_LEVEL")
-    os.environ[level] = before or "3"
+    os.environ[level] = "3" if before in (None, "1") else before  # JAX itself sets 1
     try:
         service: Any = importlib.import_module("jaxlib._jax").get_distributed_runtime_service
         return service(
             f"[::]:{port}", processes, heartbeat_timeout=100, shutdown_timeout=shutdown_s
         )
     finally:
-        if before is None:
-            del os.environ[level]
+        os.environ.pop(level)
+        os.environ |= {} if before is None else {level: before}
 
 
 def own_error(error: BaseException) -> BaseException:

@@ -2,7 +2,8 @@
 
 ``python rows_once.py FOLDER``: ``FOLDER/plan.json`` maps ``"generation@batch"`` to what rank 1 (or,
 for ``places``, rank 0) does when it reads that batch; rank 0 writes ``result.json`` at the end, and
-the time of every generation's first step.
+the time of every generation's first step. ``PEER_COPIES`` and ``SAVE_EVERY`` are as in ``fit``;
+with ``SPLIT`` the counts are split over the devices.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ EPOCHS = int(os.environ.get("EPOCHS", "60"))
 STEPS = ROWS // BATCH * EPOCHS
 _GENERATION = os.environ.get("MESHWRIGHT_GENERATION", "0")
 COMPILED = [0]  # programs that no other process had compiled before
+PEER_COPIES, SAVE_EVERY = (
+    int(os.environ.get(n, d)) for n, d in [("PEER_COPIES", "0"), ("SAVE_EVERY", "7")]
+)
 _INPUT_S = float(os.environ.get("INPUT_S", "0.01"))
 
 
@@ -113,13 +117,16 @@ def main(folder: Path) -> None:
     program = mw.jax_program(
         loss, {"w": np.zeros([4, 2], "f"), "visits": np.zeros([ROWS], "f")}, optax.sgd(0.25)
     )
-    trainer = mw.Trainer(program, mw.Placement.of(mw.create_mesh({"batch": -1}), {}))
+    rules = {"visits": ["batch"]} if os.environ.get("SPLIT") else {}
+    trainer = mw.Trainer(program, mw.Placement.of(mw.create_mesh({"batch": -1}), rules))
     with mw.Checkpoints(folder / "saved") as checkpoints:
         started = {"generation": int(_GENERATION), "processes": jax.process_count()}
-        start = checkpoints.latest
-        started["from"] = start.step if start else -1
         state, _ = trainer.train(
-            trainer.init(), Noted(folder, started, plan), checkpoints=checkpoints, save_every=7
+            trainer.init(),
+            Noted(folder, started, plan),
+            checkpoints=checkpoints,
+            save_every=SAVE_EVERY,
+            peer_copies=PEER_COPIES,
         )
     if jax.process_index() == 0:
         visits = (np.asarray(state.params["visits"]) * 256).tolist()
@@ -137,10 +144,14 @@ class Noted(Batches):
         super().__init__(folder, plan)
         self._started, self._read = started, 0
 
+    def set_state(self, state: dict[str, int]) -> None:
+        super().set_state(state)
+        self._started["from"] = self._next
+
     def __next__(self) -> dict[str, np.ndarray]:
         self._read += 1
         if self._read == 2 and jax.process_index() == 0:
-            here = {**self._started, "at": time.time(), "compiled": COMPILED[0]}
+            here = {"from": -1, **self._started, "at": time.time(), "compiled": COMPILED[0]}
             line = json.dumps(here)
             with (self._folder / "starts").open("a") as file:
                 file.write(line + "\n")

@@ -73,8 +73,8 @@ class Elastic:
 
 
 def _is_of_program(failure: Failure) -> bool:
-    """Whether it is the program's own, and comes again: not a signal, and before any step."""
-    return failure.step == 0 and failure.exit_code <= 128
+    """Whether it is the program's own and comes again: before any step, no signal or lost host."""
+    return failure.pid != 0 and failure.step == 0 and failure.exit_code <= 128
 
 
 def most_processes(environment: Mapping[str, str] | None = None) -> int:

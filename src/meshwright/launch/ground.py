@@ -15,6 +15,7 @@ from .elastic import FAILURES, MOST, Elastic
 from .failure import Failure
 from .group_options import GroupOptions
 from .joining import GENERATION
+from .memory import MEMORY, HostMemory
 from .nodes import Hub, Share, Spoke, rendezvous
 from .private_folder import PrivateFolder
 from .processes import free_port
@@ -52,9 +53,12 @@ class Ground:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         device_variables(options.processes, options.devices, os.environ)  # raises
         self.folder = PrivateFolder()
+        self._memory: HostMemory | None = None
         self._discovery: Discovery | None = None
         self.link: Hub | Spoke | None = None
         try:
+            if rule.max_restarts > 0:
+                self._memory = HostMemory(self.folder.path, options.processes)
             if options.discovery is not None:
                 self._discovery = Discovery(options.discovery)
             if options.nodes > 1:
@@ -82,7 +86,8 @@ class Ground:
         variables = {GENERATION: str(generation), FAILURES: failures}
         if self._options.is_elastic:
             variables[MOST] = str(self._options.nodes * self._options.processes)
-        if self.rule.max_restarts > 0:
+        if self._memory is not None:
+            variables[MEMORY] = str(self._memory.folder)
             variables |= _compiled_in(self.folder.path)
         return Start(share, tuple(self._places), tuple(variables.items()))
 
@@ -103,6 +108,8 @@ class Ground:
             self._discovery.close()
         if self.link is not None:
             self.link.close()
+        if self._memory is not None:
+            self._memory.close()
         self.folder.remove()
 
     def __enter__(self) -> Self:

@@ -191,6 +191,7 @@ class Run:
             saver.step += taken.steps
             if saver.is_due:
                 self._save(epoch, self._done)
+            saver.copy(steps, callbacks, epoch, taken.done, taken.logs)
             self._stop_if_asked(epoch, self._done)
             if progress:
                 progress.after(taken.done, taken.logs)

@@ -6,11 +6,15 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint import CheckpointInfo, Checkpoints, Position
+from ..checkpoint.copies import Copies
+from ..checkpoint.snapshot import describe
 from ..errors import CheckpointError, ProcessError
 from ..launch import progress
+from ..launch.join import agree
+from ..launch.memory import host_memory
 from ..program import Logs
 from .logs import as_json
 from .pace import Pace
@@ -28,9 +32,10 @@ class Saver:
     """Saves a run every ``every`` steps, or after each epoch; without checkpoints it saves nothing.
 
     ``every="auto"`` measures how often is best (see :class:`~meshwright.run.pace.Pace`).
-    ``start`` is the checkpoint to resume, and ``layout`` describes the layouts in words. Raises
-    :class:`CheckpointError` for an ``every`` that is not a number of steps, or without
-    checkpoints.
+    ``start`` is the checkpoint to resume, and ``layout`` describes the layouts in words. With
+    ``peer_copies`` the memory of the hosts holds the newest state, where agents keep some; a run
+    that ``resumes`` begins with what is newer there. Raises :class:`CheckpointError` for an
+    ``every`` that is not a number of steps, or without checkpoints.
     """
 
     def __init__(
@@ -39,6 +44,8 @@ class Saver:
         every: SaveEvery = None,
         start: CheckpointInfo | None = None,
         layout: str = "",
+        peer_copies: int = 0,
+        resumes: bool = True,
     ) -> None:
         if every not in (None, "auto") and not (isinstance(every, int) and every >= 1):
             raise CheckpointError(
@@ -49,6 +56,23 @@ class Saver:
             raise CheckpointError(
                 f"save_every={every!r} needs checkpoint=<directory> (checkpoints= of a Trainer)."
             )
+        if not (isinstance(peer_copies, int) and peer_copies >= 0):
+            raise CheckpointError(
+                f"peer_copies must be a number of hosts, 0 or more; received {peer_copies!r}."
+            )
+        if peer_copies and checkpoints is None:
+            raise CheckpointError(
+                f"peer_copies={peer_copies} needs checkpoint=<directory> (checkpoints= of a "
+                "Trainer): what the memory of hosts has lost is read from there."
+            )
+        memory, self._copies, self._in_memory = host_memory(), None, None
+        if peer_copies and checkpoints is not None and memory is not None:
+            agree("peer copies", lambda: {"peer_copies": peer_copies})  # before they must all come
+            self._copies = Copies(memory, checkpoints.directory, peer_copies)
+            if resumes:
+                self._in_memory = self._copies.newest(start.step if start else -1)
+        if self._in_memory is not None:
+            start = self._in_memory.info
         self.checkpoints, self.start = checkpoints, start
         self.stopping = Stopping(saves=checkpoints is not None)
         self.step = start.step if start else 0
@@ -67,15 +91,17 @@ class Saver:
         keep: int | None,
         resume: Resume,
         layout: str = "",
+        peer_copies: int = 0,
     ) -> Saver:
         """The saver that these options of ``fit`` ask for.
 
         Raises :class:`CheckpointError` if they contradict each other or what the directory holds.
         """
         if directory is None:
-            return cls(every=every)
+            return cls(every=every, peer_copies=peer_copies)
         checkpoints = Checkpoints(directory, keep)
-        return cls(checkpoints, every, _start_of(checkpoints, resume), layout)
+        start = _start_of(checkpoints, resume)
+        return cls(checkpoints, every, start, layout, peer_copies, resume is not False)
 
     @property
     def is_on(self) -> bool:
@@ -107,7 +133,8 @@ class Saver:
         """Around the whole run: signals are heard, and what is being written is finished."""
         if self.checkpoints is not None:
             check_shared(self.checkpoints.directory)
-        with self.stopping, self.checkpoints or contextlib.nullcontext():
+        copies = contextlib.closing(self._copies) if self._copies else contextlib.nullcontext()
+        with self.stopping, copies, self.checkpoints or contextlib.nullcontext():
             try:
                 yield
             except ProcessError:
@@ -119,6 +146,9 @@ class Saver:
 
     def restore(self, steps: Steps) -> None:
         """Give the steps the state that the run resumes."""
+        if self._copies is not None and self._in_memory is not None:
+            steps.load(self._copies.restore(self._in_memory, steps.state()))
+            return
         assert self.checkpoints is not None  # where the checkpoint comes from
         steps.load(self.checkpoints.restore(steps.state(), self.start))
 
@@ -140,24 +170,40 @@ class Saver:
             return
         self._saved = here
         began_s, step = time.monotonic(), self.step
-        state = steps.state()
-        notes = {**callbacks.notes(), "num_batches": steps.num_batches, "ended": ended}
         self.checkpoints.save(
             step,
-            state,
+            steps.state(),
             position,
             layout=self._layout,
-            notes=notes | steps.notes(position),
+            notes=_notes(steps, callbacks, position, ended),
             late_notes=lambda: {"logs": as_json(logs)},
             then=lambda: self._is_written(step),
         )
         if self._pace is not None:
             self._pace.saving(time.monotonic() - began_s)
 
+    def copy(
+        self, steps: Steps, callbacks: Callbacks, epoch: int, batches: int, logs: Logs
+    ) -> None:
+        """Have the memory of the hosts hold the run at this place, where that is asked for."""
+        if self._copies is None or self.checkpoints is None or not self.stopping.saves:
+            return
+        state, position, step = steps.state(), steps.position(epoch, batches), self.step
+        notes = _notes(steps, callbacks, position, ended=False)
+        arrays, directory = tuple(describe(state)), self.checkpoints.directory
+        info = CheckpointInfo(directory, step, arrays, self._layout, position, notes)
+        late_notes, then = lambda: {"logs": as_json(logs)}, lambda: progress.saved(step)
+        self._copies.save(info, state, late_notes, then)
+
     def _is_written(self, step: int) -> None:
         progress.saved(step)
         if self._pace is not None:
             self._pace.written()
+
+
+def _notes(steps: Steps, callbacks: Callbacks, position: Position, ended: bool) -> dict[str, Any]:
+    notes = {**callbacks.notes(), "num_batches": steps.num_batches, "ended": ended}
+    return notes | steps.notes(position)
 
 
 def _of_first_process(number: int) -> int:

@@ -152,6 +152,7 @@ class Trainer:
         *,
         checkpoints: Checkpoints | None = None,
         save_every: SaveEvery = None,
+        peer_copies: int = 0,
     ) -> tuple[TrainState, Logs]:
         """Train on every batch; the last state and the logs of the last step.
 
@@ -159,10 +160,11 @@ class Trainer:
         same call, made again after whatever happened, goes on from the newest of them: ``state``
         then only says how the restored one lies, and the batches before are left out. Ctrl-C, and
         SIGTERM where there are checkpoints, finish the step and save; then KeyboardInterrupt or
-        :class:`~meshwright.Preempted` is raised.
+        :class:`~meshwright.Preempted` is raised. ``peer_copies`` is as in
+        :meth:`Sharded.fit <meshwright.Sharded.fit>`.
         """
         start = None if checkpoints is None else checkpoints.latest
-        saver = Saver(checkpoints, save_every, start, repr(self.placement.mesh))
+        saver = Saver(checkpoints, save_every, start, repr(self.placement.mesh), peer_copies)
         steps = ProgramSteps(self, state, batches, saver)
         logs = Run(steps, saver, Callbacks()).train()
         return steps.newest, logs

@@ -283,6 +283,7 @@ class Sharded(_Distribution, Replicas):
         *,
         checkpoint: str | Path | None = None,
         save_every: SaveEvery = None,
+        peer_copies: int = 0,
         keep: int | None = 3,
         resume: Resume = "auto",
         nan_guard: NanGuard = "warn",
@@ -297,8 +298,11 @@ class Sharded(_Distribution, Replicas):
         ``save_every`` steps (``"auto"``: as often as loses least time, by the measured cost of a
         save); the newest ``keep`` checkpoints are kept (``None``: all). ``resume``
         is ``"auto"`` (go on from the newest one, if there is one), ``True`` (there must be one) or
-        ``False`` (there must be none). ``nan_guard`` is ``"warn"``, ``"raise"`` (stop at the step
-        that is not finite, with the values before it) or ``"off"``.
+        ``False`` (there must be none). With ``peer_copies`` a group that ``meshwright launch``
+        starts again resumes the step that it had reached: the launchers' memory holds the newest
+        state, and each piece of it lies on ``peer_copies`` hosts besides its own. ``nan_guard`` is
+        ``"warn"``, ``"raise"`` (stop at the step that is not finite, with the values before it) or
+        ``"off"``.
 
         Raises :class:`~meshwright.ModelError` that lists all invalid arguments,
         :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for data that cannot be
@@ -317,7 +321,7 @@ class Sharded(_Distribution, Replicas):
                 validation_freq,
             ),
             Schedule(epochs, initial_epoch, callbacks, verbose),
-            lambda: Saver.of(checkpoint, save_every, keep, resume, repr(self)),
+            lambda: Saver.of(checkpoint, save_every, keep, resume, repr(self), peer_copies),
             nan_guard,
         )
 

@@ -1,6 +1,7 @@
-"""What each of two processes runs: the core table on 2 × 4 devices, against its own one device.
+"""What each process of a group runs: the core table on eight devices, against its own one device.
 
-``python two_processes.py ADDRESS INDEX LAW ROW...``; prints ``ROW: ok`` for each row that holds.
+``python group_laws.py LAW ROW...`` under the launcher; prints ``ROW: ok`` for each row that
+holds.
 """
 
 from __future__ import annotations
@@ -151,21 +152,16 @@ def agree_on(actual: Any, expected: Any) -> None:
 LAWS = {"input": input_law, "shard": shard_law, "train": train_law, "save": save_law}
 
 
-def main(address: str, index: str, law: str, *names: str) -> None:
-    mw.virtual_devices(4)
+def main(law: str, *names: str) -> None:
     import jax
-
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, num_processes=2, process_id=int(index))
     from strategies import STRATEGIES
 
     assert jax.device_count() == 8
-    assert len(jax.local_devices()) == 4
+    assert len(jax.local_devices()) == 8 // jax.process_count()
     for row in STRATEGIES:
         if row.name in names:
             LAWS[law](row)
             print(f"{row.name}: ok", flush=True)
-    jax.distributed.shutdown()
 
 
 if __name__ == "__main__":
