@@ -67,7 +67,9 @@ class Saver:
             )
         memory, self._copies, self._in_memory = host_memory(), None, None
         if peer_copies and checkpoints is not None and memory is not None:
-            agree("peer copies", lambda: {"peer_copies": peer_copies})  # before they must all come
+            agree(
+                "peer copies", lambda: {"peer_copies": str(peer_copies)}
+            )  # before they must all come
             self._copies = Copies(memory, checkpoints.directory, peer_copies)
             if resumes:
                 self._in_memory = self._copies.newest(start.step if start else -1)
