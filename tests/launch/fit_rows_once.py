@@ -2,6 +2,8 @@
 
 ``python fit_rows_once.py FOLDER``, with the number of epochs in ``EPOCHS``. Every process writes
 its pid to ``FOLDER/pids``; rank 0 writes ``result.json`` at the end, with the losses of all epochs.
+With ``SHARD`` each process reads its own part of the rows; ``FOLDER/plan.json`` says what happens
+after which step, as in ``rows_once.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from rows_once import note_pid
+from rows_once import act, note_pid
 
 import meshwright as mw
 
@@ -33,13 +35,17 @@ class Noted(keras.callbacks.Callback):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder, self._noted = folder, False
+        self._folder, self._begun = folder, [0]  # steps of this start; a number would be resumed
+        self._plan = json.loads((folder / "plan.json").read_text())
+        found = sorted((folder / "saved").glob("step_*"))
+        self._from = mw.read_checkpoint(folder / "saved").step if found else -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         time.sleep(0.01)
-        if not self._noted and jax.process_index() == 0:
-            self._noted = True
-            here = {"at": time.time(), "processes": jax.process_count()}
+        self._begun[0] += 1
+        act(self._folder, self._plan.get(f"{os.environ['MESHWRIGHT_GENERATION']}@{self._begun[0]}"))
+        if self._begun[0] == 1 and jax.process_index() == 0:
+            here = {"at": time.time(), "processes": jax.process_count(), "from": self._from}
             with (self._folder / "starts").open("a") as file:
                 file.write(json.dumps(here) + "\n")
 
@@ -59,11 +65,14 @@ def main(folder: Path) -> None:
         outputs = [table(id_in), keras.layers.Dense(4)(hidden)]
         model = keras.Model([id_in, x_in], outputs)
         model.compile(keras.optimizers.SGD(0.125), loss=[count, "mse"])
+    rows = (ids, x, np.zeros([ROWS, 1, 1], "f"), y)
+    data: dict[str, Any] = {"x": [*rows[:2]], "y": [*rows[2:]], "batch_size": BATCH}
+    if os.environ.get("SHARD"):
+        sharded = mw.shard(rows, batch_size=BATCH, seed=3, to_batch=lambda b: (b[:2], b[2:]))
+        data = {"x": sharded}
     history = strategy.fit(
         model,
-        [ids, x],
-        [np.zeros([ROWS, 1, 1], "f"), y],
-        batch_size=BATCH,
+        **data,
         epochs=epochs,
         verbose=0,
         callbacks=[Noted(folder)],

@@ -35,10 +35,17 @@ PROGRAM = str(Path(__file__).parent / "rows_once.py")
 STALL_S = 2.0
 
 
-def run(folder: Path, plan: dict[str, Any], processes: int = 2, **options: Any) -> int:
+def run(
+    folder: Path,
+    plan: dict[str, Any],
+    processes: int = 2,
+    program: str = "rows_once.py",
+    **options: Any,
+) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan))
-    return run_group([PROGRAM, str(folder)], GroupOptions(processes, 1, stall_s=STALL_S, **options))
+    arguments = [str(Path(__file__).with_name(program)), str(folder)]
+    return run_group(arguments, GroupOptions(processes, 1, stall_s=STALL_S, **options))
 
 
 def result(folder: Path) -> np.ndarray:
@@ -121,15 +128,21 @@ def test_rows_are_used_once_while_places_come_and_go(
 @pytest.mark.alone
 @pytest.mark.full
 def test_a_closed_terminal_saves_and_the_same_command_goes_on_with_another_number(
-    undisturbed, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
+    # In the midst of an epoch of which each process reads its own rows.
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))
-    plan = {"0@50": {"launcher": signal.SIGHUP}}
-    assert run(tmp_path, plan, max_restarts=3) == 75
-    assert run(tmp_path, {}, 1) == 0
-    np.testing.assert_allclose(result(tmp_path), undisturbed, atol=2e-6, rtol=0)
+    monkeypatch.setenv("SHARD", "1")
+    monkeypatch.setenv("EPOCHS", "9")
+    batches, program = 192 // 24, "fit_rows_once.py"
+    plan = {"0@27": {"launcher": signal.SIGHUP, "rank": 0}}
+    assert run(tmp_path, plan, max_restarts=3, program=program) == 75
+    assert run(tmp_path, {}, 3, program=program) == 0
+    visits = json.loads((tmp_path / "result.json").read_text())["visits"]
+    assert visits == [9] * 192
     _, again = starts(tmp_path)
-    assert again["from"] >= 50  # nothing was lost
+    assert again["from"] >= 27  # nothing was lost
+    assert again["from"] % batches
 
 
 @pytest.mark.alone
@@ -224,6 +237,7 @@ def test_a_place_that_fails_twice_is_set_aside_until_the_run_gets_further():
     for _ in range(2):
         rule.why_not_again(failure(), saved=5, place=2)
     assert rule.places() == [2]  # the least number is kept
+    assert rule.places(present=2) == [0]  # and where that place is gone, another comes back
     rule.why_not_again(failure(), saved=6, place=2)
     assert rule.places() == [0, 1, 2]
     assert rule.places(present=2) == [0, 1]

@@ -67,9 +67,14 @@ class Elastic:
         return None
 
     def places(self, present: int | None = None) -> list[int]:
-        """The places that are used next, of the first ``present`` ones."""
+        """The places that are used next, of the first ``present`` ones.
+
+        Where too few are left, those that were set aside are used again.
+        """
         first = range(self.most if present is None else min(present, self.most))
-        return [place for place in first if place not in self._aside]
+        rest = [place for place in first if place in self._aside]
+        again = rest[: max(0, self.least - (len(first) - len(rest)))]
+        return [place for place in first if place not in self._aside or place in again]
 
 
 def _is_of_program(failure: Failure) -> bool:
