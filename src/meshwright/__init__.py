@@ -138,6 +138,8 @@ if TYPE_CHECKING:
     from .serving.server import Server as Server
     from .stages.pipeline import Pipeline as Pipeline
     from .stages.table import TickTable as TickTable
+    from .step.compressing import PowerSGD as PowerSGD
+    from .step.compressing import TopK as TopK
     from .step.options import StepOptions as StepOptions
     from .step.remat import block_output as block_output
     from .step.summing import GradientSum as GradientSum
@@ -180,6 +182,7 @@ _LAZY = {  # name -> the room that it lives in
     "TickTable": "stages.table",
     "StepOptions": "step.options",
     "GradientSum": "step.summing",
+    **dict.fromkeys(("PowerSGD", "TopK"), "step.compressing"),
     "block_output": "step.remat",
     **dict.fromkeys(("LocalRows", "shard"), "data"),
     **dict.fromkeys(("InputContext", "LocalRows"), "data"),

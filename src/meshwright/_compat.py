@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 
@@ -219,6 +219,17 @@ def add_slots(model: Any, name: str) -> None:
     if not any(slot.path.endswith(name) for slot in inner.variables):
         for parameter in model.trainable_variables:
             inner.add_variable_from_reference(reference_variable=parameter, name=name)
+
+
+def add_rows(model: Any, name: str, make: Callable[[], Any]) -> Any:
+    """The variable of this name that a model's optimizer has; it is made of NumPy's rows once."""
+    optimizer = optimizer_of(model)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    for variable in inner.variables:
+        if variable.path.endswith(name):
+            return variable
+    rows = make()
+    return inner.add_variable(rows.shape, lambda shape, dtype: rows, "float32", name=name)
 
 
 def build_for(model: Any, batch: Any) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
 
 import meshwright as mw
+from meshwright.step.compressing import UNSENT
 from meshwright.step.summing import sum_flat
 
 DRAW = np.random.default_rng(5)
@@ -169,5 +172,105 @@ def test_invalid_choices_are_listed_together() -> None:
         mw.GradientSum(fusion_bytes=-1, wire="int8", op="max")  # pyright: ignore[reportArgumentType]
     for text in ("fusion_bytes must be", "wire must be None or one of", "op must be one of"):
         assert text in str(caught.value)
+    with pytest.raises(mw.ModelError, match=r"compress= is not supported together with inner="):
+        mw.GradientSum(compress=mw.TopK(0.1), wire="float16")
+    with pytest.raises(mw.ModelError, match="is not supported together with accumulate="):
+        mw.StepOptions(accumulate=2, sums=mw.GradientSum(compress=mw.TopK(0.1)))
     with pytest.raises(mw.ModelError, match="is not supported together with inner="):
         mw.GradientSum(op="adasum", inner="local")
+
+
+# Compressed, with error feedback
+
+COMPRESSIONS = [mw.PowerSGD(rank=2), mw.TopK(0.05)]
+
+
+@pytest.mark.parametrize("how", COMPRESSIONS, ids=str)
+def test_what_is_sent_and_what_is_left_are_the_whole_sum(how: Any) -> None:
+    program = mw.jax_program(loss, PARAMS, optax.sgd(1 / 64))  # so that 64 moves are minus a sum
+    placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
+    exact, made = (
+        mw.Trainer(program, placement, mw.StepOptions(sums=sums))
+        for sums in (mw.GradientSum(), mw.GradientSum(compress=how))
+    )
+    state = made.init()
+    before = host(state)
+    for batch in BATCHES:
+        here = exact.init()._replace(params={k: jnp.copy(v) for k, v in state.params.items()})
+        whole, _ = exact.step(here, exact.put(batch))
+        state, _ = made.step(state, made.put(batch))
+        after = host(state)
+        for name in PARAMS:
+            gradient = 64 * (before[name] - np.asarray(whole.params[name]))
+            sent = 64 * (before[name] - after[name])
+            left = after[f"{name} left"] - before[f"{name} left"]
+            np.testing.assert_allclose(sent + left, gradient, atol=5e-5)
+        before = after
+    assert max(np.abs(before[f"{name} left"]).max() for name in PARAMS) > 0.05  # not all was sent
+
+
+def host(state: mw.TrainState) -> dict[str, np.ndarray]:
+    """The parameters, and what all devices together have not sent of the gradient of each."""
+    found = {name: np.array(value) for name, value in state.params.items()}
+    rows, at = np.asarray(state.slots[UNSENT]).sum(0), 0
+    for name in sorted(PARAMS):
+        size = PARAMS[name].size
+        found[f"{name} left"] = rows[at : at + size].reshape(SHAPES[name])
+        at += size
+    return found
+
+
+@pytest.mark.parametrize("how", COMPRESSIONS, ids=str)
+def test_training_with_compressed_sums_converges(how: Any) -> None:
+    goal = DRAW.normal(size=(24, 16)).astype("float32")
+    x = DRAW.normal(size=(64, 24)).astype("float32")
+
+    def far(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch @ params["w"] - batch @ goal) ** 2)
+
+    program = mw.jax_program(far, {"w": np.zeros([24, 16], "float32")}, optax.sgd(0.5))
+    placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
+    made = mw.Trainer(program, placement, mw.StepOptions(sums=mw.GradientSum(compress=how)))
+    _, logs = made.train(made.init(), [x] * 400)
+    assert float(logs["loss"]) < 1e-3 * float(np.mean((x @ goal) ** 2))
+    assert max(all_reduces(made, made.put(x))) < 24 * 16 / 2
+
+
+def test_what_is_not_sent_yet_goes_on_under_another_mesh(tmp_path: Path) -> None:
+    def run(devices: int, batches: Any) -> mw.TrainState:
+        program = mw.jax_program(loss, PARAMS, optax.sgd(1 / 64))
+        mesh = mw.create_mesh({"batch": devices}, devices=jax.devices()[:devices])
+        how = mw.StepOptions(sums=mw.GradientSum(compress=mw.TopK(0.05)))
+        made = mw.Trainer(program, mw.Placement.of(mesh), how)
+        with mw.Checkpoints(tmp_path) as checkpoints:
+            return made.train(made.init(), batches, checkpoints=checkpoints)[0]
+
+    eight = run(8, BATCHES)
+    two = run(2, BATCHES)  # which begins and ends where the other did
+    assert two.slots[UNSENT].shape[0] == 2
+    for name, value in host(eight).items():
+        np.testing.assert_allclose(host(two)[name], value, atol=1e-6)
+
+
+@pytest.mark.full
+def test_keras_models_keep_what_they_have_not_sent_in_their_optimizers(tmp_path: Path) -> None:
+    x = DRAW.normal(size=(64, 16)).astype("float32")
+
+    def fit(devices: int, epochs: int) -> tuple[float, Any]:
+        keras.utils.set_random_seed(3)
+        mesh = mw.create_mesh({"batch": devices}, devices=jax.devices()[:devices])
+        strategy = mw.DataParallel(mesh, sums=mw.GradientSum(compress=mw.PowerSGD(2)))
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([16]), keras.layers.Dense(8)])
+            model.compile(keras.optimizers.SGD(0.3, momentum=0.9), "mse")
+        options: dict[str, Any] = {"epochs": epochs, "verbose": 0, "checkpoint": tmp_path}
+        history = strategy.fit(model, x, x[:, :8], batch_size=32, **options)
+        return history.history["loss"], model.optimizer.variables[-1]
+
+    first, kept = fit(8, 2)
+    assert kept.path.endswith(UNSENT)
+    assert kept.value.addressable_data(0).shape[0] == 1  # each device holds its own row
+    losses, kept = fit(4, 5)
+    assert kept.shape[0] == 4
+    assert losses[:2] == first
+    assert losses[-1] < 0.9 * first[-1]

@@ -22,7 +22,7 @@ from ..launch.joining import GENERATION
 from ..launch.memory import PIECES, piece_name
 from ..program import TrainState
 from .record import PARTS, CheckpointInfo, check_same, from_record, to_record
-from .snapshot import describe, snapshot
+from .snapshot import as_saved, describe, laid_out, snapshot, spread_again
 
 _MARK_BYTES = 16  # step + 1, or 0 while it is written; length of the header
 _GATHERED_BYTES = 2**16
@@ -59,17 +59,19 @@ class Copies:
 
     def restore(self, found: MemoryInfo, like: TrainState) -> TrainState:
         """The state of a copy, laid out as ``like``; see :meth:`Checkpoints.restore`."""
+        target, like = like, as_saved(found.info, like)
         check_same(found.info, describe(like))
         here = _Reader(self._memory, self._run, found.key)
 
         def one(part: str, path: str, value: Any) -> Any:
             key = f"{part}/{path}"
-            return _laid_out(self._whole(key, value, found, here), value)
+            return laid_out(self._whole(key, value, found, here), value)
 
         parts = zip(PARTS, like, strict=True)
-        return TrainState(
+        state = TrainState(
             *({p: one(part, p, v) for p, v in paths.items()} for part, paths in parts)
         )
+        return spread_again(state, target)
 
     def _whole(self, key: str, like: Any, found: MemoryInfo, here: _Reader) -> Any:
         """An array of the copy on this host, with what only other hosts hold."""
@@ -308,15 +310,6 @@ def _is_whole(info: CheckpointInfo, hosts: Iterable[dict[str, list[Box]]]) -> bo
         == math.prod(array.dims)
         for array in info.arrays
     )
-
-
-def _laid_out(whole: Any, like: Any) -> Any:
-    import jax
-
-    sharding = getattr(like, "sharding", None)
-    if sharding is None:
-        return whole
-    return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
 
 def _gathered(text: str) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..extras import require
 from .record import KEY, CheckpointInfo, SavedArray, to_record
+from .snapshot import laid_out
 
 _CHUNK_BYTES = 64 * 2**20  # a piece that a device asks for is read from chunks of at most this size
 
@@ -63,24 +64,13 @@ def read(checkpointer: Any, info: CheckpointInfo, like: dict[str, Any]) -> dict[
     )
     restored = checkpointer.restore(info.directory.absolute(), args=args) if filled else {}
     values = _unpack(restored.pop(_PACKED), packed) if small else {}
-    return {**restored, **empty, **{key: _laid_out(values[key], small[key]) for key in small}}
+    return {**restored, **empty, **{key: laid_out(values[key], small[key]) for key in small}}
 
 
 def _empty(like: Any) -> Any:
     import numpy as np
 
-    return _laid_out(np.zeros(like.shape, like.dtype), like)
-
-
-def _laid_out(value: Any, like: Any) -> Any:
-    """A host array in the layout, and the type, of its counterpart."""
-    import jax
-
-    value = value.astype(like.dtype, copy=False)
-    sharding = getattr(like, "sharding", None)
-    if sharding is None:
-        return value
-    return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+    return laid_out(np.zeros(like.shape, like.dtype), like)
 
 
 def require_orbax() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..program import TrainState
-from .record import PARTS, SavedArray
+from ..step.compressing import UNSENT, respread
+from .record import PARTS, CheckpointInfo, SavedArray
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -19,6 +20,41 @@ def describe(state: TrainState) -> list[SavedArray]:
         for part, values in zip(PARTS, state, strict=True)
         for path, value in values.items()
     ]
+
+
+def as_saved(info: CheckpointInfo, like: TrainState) -> TrainState:
+    """``like`` with what each device keeps for itself as it was saved by so many devices."""
+    import jax
+
+    saved = {array.path: array for array in info.arrays if array.part == "slots"}
+    slots = dict(like.slots)
+    for path, value in like.slots.items():
+        if path.endswith(UNSENT) and path in saved:
+            there = saved[path].dims
+            if there[1:] == tuple(value.shape[1:]) and there != tuple(value.shape):
+                slots[path] = jax.ShapeDtypeStruct(there, value.dtype)
+    return like._replace(slots=slots)
+
+
+def spread_again(state: TrainState, like: TrainState) -> TrainState:
+    """The state with what other devices kept for themselves in shares for those of ``like``."""
+    slots = dict(state.slots)
+    for path, value in state.slots.items():
+        if value.shape != like.slots[path].shape:
+            rows = respread(value, like.slots[path].shape[0])
+            slots[path] = laid_out(rows, like.slots[path])
+    return state._replace(slots=slots)
+
+
+def laid_out(value: Any, like: Any) -> Any:
+    """A host array in the layout, and the type, of its counterpart."""
+    import jax
+
+    value = value.astype(like.dtype, copy=False)
+    sharding = getattr(like, "sharding", None)
+    if sharding is None:
+        return value
+    return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
 
 def rounded(state: TrainState, dtype: str | None) -> TrainState:

@@ -23,7 +23,7 @@ from .record import (
     newest,
     path_for,
 )
-from .snapshot import describe, rounded, snapshot, to_host
+from .snapshot import as_saved, describe, rounded, snapshot, spread_again, to_host
 
 _NOWHERE = Position()
 
@@ -196,15 +196,17 @@ class Checkpoints:
 
 def restore_state(info: CheckpointInfo, like: TrainState, checkpointer: Any = None) -> TrainState:
     """See :meth:`Checkpoints.restore`."""
+    target, like = like, as_saved(info, like)
     wanted = describe(like)
     check_same(info, wanted)
     leaves = [value for part in like for value in part.values()]
     by_key = {array.key: value for array, value in zip(wanted, leaves, strict=True)}
     restored = files.read(checkpointer or files.make_checkpointer(), info, by_key)
     parts = zip(PARTS, like, strict=True)
-    return TrainState(
+    state = TrainState(
         *({path: restored[f"{part}/{path}"] for path in paths} for part, paths in parts)
     )
+    return spread_again(state, target)
 
 
 def _tidy(directory: Path) -> None:

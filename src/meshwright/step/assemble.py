@@ -12,7 +12,7 @@ standing still             nothing changes once something is not finite; ``nan_g
 ZeRO and remat             gathered where read, computed again, updated in pieces; ``sharing.py``
 the gradient               products and sums as a mesh wants them; ``gradient.py``
 accumulation               several micro-batches, one update; ``accumulate.py``
-sums over devices          a few flat vectors, or steps apart; ``summing.py``, ``local.py``
+sums over devices          flat vectors, parts, steps apart; ``summing``, ``compressing``, ``local``
 several steps              in one program, where dispatch counts; ``several.py``
 the program's context      the rules, or the Keras strategy, under which it is traced
 ``jax.jit``                the state is donated, and lies afterwards as before
@@ -41,6 +41,7 @@ from ..stages.stacking import Stacking
 from ..stages.staged import Staged
 from .accumulate import accumulating_step
 from .batches import BatchLayouts
+from .compressing import with_unsent
 from .gradient import Gradient, gradient
 from .local import DiLoCo, local_step, with_outer
 from .nan_guard import StandStill
@@ -74,6 +75,8 @@ def assemble(
     """
     if isinstance(how.local, DiLoCo):
         program = with_outer(program)
+    if how.compress is not None:
+        program = with_unsent(program, placement, how.compress)
     if how.pipeline is None:
         return Assembly(program, placement, how, losses)
     plain = Assembly(program, placement, replace(how, pipeline=None))
@@ -265,10 +268,10 @@ class Assembly:
             return _by_stages(self.staged, program, sharing, differentiate)
 
         def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-            aux, grads = sharing.gradients(differentiate, whole, batch)
+            aux, grads, kept = sharing.gradients(differentiate, whole, batch)
             params, slots = program.update(whole.params, grads, whole.slots)
             metrics, logs = program.measure(aux.metrics, aux, batch)
-            return TrainState(params, aux.state, slots, metrics), logs
+            return TrainState(params, aux.state, {**slots, **kept}, metrics), logs
 
         return train_step
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..errors import ModelError
 from ..program import Batch
 from ..stages.pipeline import Pipeline
+from .compressing import Compress
 from .local import Local
 from .remat import BY_BLOCK, check_remat
 from .summing import GradientSum
@@ -60,6 +61,8 @@ class StepOptions:
             faults.append(
                 f"local={self.local!r} is not supported together with accumulate= or sums=."
             )
+        if self.compress is not None and self.accumulate != 1:
+            faults.append(f"sums={self.sums!r} is not supported together with accumulate=.")
         faults += self._pipeline_faults()
         if faults:
             raise ModelError("\n".join(faults))
@@ -108,6 +111,11 @@ class StepOptions:
         """The type that gradients are made in before they are summed, where it is another."""
         sums = self.sums.wire if isinstance(self.sums, GradientSum) else self.sums
         return "float32" if sums == "float32" else None
+
+    @property
+    def compress(self) -> Compress | None:
+        """How gradients are made smaller for their way between devices, if they are."""
+        return self.sums.compress if isinstance(self.sums, GradientSum) else None
 
     @property
     def batches(self) -> int:

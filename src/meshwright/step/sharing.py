@@ -10,6 +10,7 @@ from typing import Any
 
 from ..layouts.placement import ParamInfo, Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
+from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient
 from .parts import Pieces, in_parts, scatter_parts, sum_parts
 from .remat import BY_BLOCK, blocks, policy_of, recomputing
@@ -74,15 +75,24 @@ class Sharing:
         """Gradients, or parameters, in the pieces that each replica updates."""
         return values if self.level == 0 else _laid(values, self.shared)
 
-    def gradients(self, gradient: Gradient, whole: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
-        """The gradients of one batch; at levels 1 and 2 the pieces that are updated.
+    def gradients(
+        self, gradient: Gradient, whole: TrainState, batch: Batch
+    ) -> tuple[Aux, Arrays, Arrays]:
+        """The gradients of one batch, and slots of the sum; at levels 1 and 2 of ZeRO pieces.
 
         They travel in the type they are computed in, as without ZeRO.
         """
         if self.level in (1, 2) or self.by is not None:
             gradient = self.in_parts(gradient, batch, narrow=True)
         aux, grads = gradient(whole.params, whole, batch)
-        return aux, self.summed(grads, whole.params)
+        if self.by is None or self.by.compress is None:
+            return aux, self.summed(grads, whole.params), {}
+        parts = {path: g for path, g in grads.items() if g.ndim > whole.params[path].ndim}
+        slot = next(path for path in whole.slots if path.endswith(UNSENT))
+        before, how = whole.slots[slot], self.by.compress
+        sums, unsent = sum_compressed(parts, whole.params, before, self.mesh, self.axes, how)
+        sums = {path: value.astype(whole.params[path].dtype) for path, value in sums.items()}
+        return aux, {**grads, **sums}, {slot: unsent}
 
     def in_parts(
         self, gradient: Gradient, batch: Batch, times: int = 0, narrow: bool = False

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from ..errors import LayoutError, ModelError
 from ..layouts.placement import Placement
 from ..program import Arrays
+from .compressing import Compress
 
 Wire = Literal["float32", "bfloat16", "float16"]
 Op = Literal["sum", "adasum"]
@@ -31,20 +32,23 @@ class GradientSum:
     sums are still made in float32. ``inner`` names the axes of the batch that lie within one host:
     sums are made there first, and what is left travels between hosts. ``op="adasum"`` combines
     gradients by their angles (Maleki et al. 2021): parallel ones are averaged, orthogonal ones
-    added. Raises :class:`~meshwright.ModelError` that lists every invalid choice.
+    added. ``compress`` is a :class:`~meshwright.PowerSGD` or :class:`~meshwright.TopK`: only a part
+    of the gradients travels in each step, and every device keeps the rest for the next one.
+    Raises :class:`~meshwright.ModelError` that lists every invalid choice.
 
     >>> import meshwright as mw
     >>> strategy = mw.DataParallel(
     ...     mw.Mesh({"batch": 8}), sums=mw.GradientSum(wire="bfloat16")
     ... )
     >>> strategy.how.sums
-    GradientSum(fusion_bytes=67108864, wire='bfloat16', inner=(), op='sum')
+    GradientSum(fusion_bytes=67108864, wire='bfloat16', inner=(), op='sum', compress=None)
     """
 
     fusion_bytes: int = 64 << 20
     wire: Wire | None = None
     inner: str | tuple[str, ...] = ()
     op: Op = "sum"
+    compress: Compress | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.inner, str):
@@ -61,6 +65,13 @@ class GradientSum:
             faults.append(f"op must be one of {get_args(Op)}; received {self.op!r}.")
         if self.op == "adasum" and (self.inner or self.is_narrow):
             faults.append("op='adasum' is not supported together with inner= or a narrow wire=.")
+        if self.compress is not None and not isinstance(self.compress, Compress):
+            faults.append(
+                "compress must be mw.PowerSGD(rank), mw.TopK(share) or None; received "
+                f"{self.compress!r}."
+            )
+        elif self.compress is not None and (self.inner or self.wire or self.op != "sum"):
+            faults.append("compress= is not supported together with inner=, wire= or op=.")
         if faults:
             raise ModelError("\n".join(f"GradientSum: {fault}" for fault in faults))
 

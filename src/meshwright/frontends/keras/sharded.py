@@ -27,6 +27,7 @@ from ...run.options import Data, Schedule, Validation
 from ...run.saver import Resume, SaveEvery, Saver
 from ...stages.pipeline import Pipeline
 from ...step.assemble import Assembly
+from ...step.compressing import UNSENT, Compress, first_rows, rows_layout
 from ...step.local import OUTER, DiLoCo, Local
 from ...step.options import PLAIN, StepOptions, Sums
 from ...step.summing import GradientSum, refuse_split
@@ -36,7 +37,14 @@ from .compiled import functions_of
 from .hooks import Hooks, OutputOf, layout_of, parameter_of
 from .nan_guard import NanGuard
 from .options import check_model
-from .paths import block_paths, layer_spellings, model_infos, other_info, slot_info
+from .paths import (
+    block_paths,
+    layer_spellings,
+    model_infos,
+    other_info,
+    set_weight_layout,
+    slot_info,
+)
 from .pending import WaitingRoom, is_pending, settle, waiting_room
 from .program import KerasVariables, check_state, read_state, write_state
 from .replicas import Replicas
@@ -482,12 +490,28 @@ class Sharded(_Distribution, Replicas):
         if training and isinstance(self.how.local, DiLoCo):
             with self.scope():
                 _compat.add_slots(model, OUTER)
+        if training and self.how.compress is not None:
+            self._keep_unsent(model, self.how.compress)
         variables = KerasVariables.of(model).under(self.placement)
         placed = functions_of(self.unstaged, model, variables).steps.placed
         # Another strategy may have laid it out, on this mesh or elsewhere.
         if not all(map(self._lies, variables.all, placed)):
             self.place(model)
         return variables
+
+    def _keep_unsent(self, model: keras.Model, how: Compress) -> None:
+        """Give the optimizer a variable for the gradients that devices have not sent yet."""
+        variables = KerasVariables.of(model)
+        dims = {p: variables.infos[id(v)].dims for p, v in variables.params.items()}
+        with self.scope():
+            kept = _compat.add_rows(model, UNSENT, lambda: first_rows(dims, self.placement, how))
+        set_weight_layout(kept, rows_layout(self.placement))
+        if kept.shape[0] != (count := self.placement.batch_shards):
+            raise ModelError(
+                f"the optimizer of model {model.name!r} keeps unsent gradients of "
+                f"{kept.shape[0]} devices, and this strategy has {count}. Compile the model again, "
+                "or build it anew and resume from a checkpoint."
+            )
 
     def _build(self, model: keras.Model, batch: Batch | None, training: bool) -> None:
         parts = batch if batch is None or isinstance(batch, tuple) else (batch,)

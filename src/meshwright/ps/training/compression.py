@@ -13,26 +13,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import ClusterError
+from ...step.compressing import TopK
 
 _HALVES = ("float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class TopK:
-    """Send only this share of each gradient's values, the largest by magnitude.
-
-    ``feedback`` keeps the rest for the next step.
-
-    >>> TopK(0.01)
-    TopK(share=0.01, feedback=True)
-    """
-
-    share: float
-    feedback: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ClusterError(f"TopK(share) must be > 0 and <= 1; received {self.share!r}.")
 
 
 @dataclass(frozen=True)

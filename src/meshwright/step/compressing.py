@@ -1,0 +1,269 @@
+"""Sums of gradients of which only a part travels, and what is left is added to the next step's.
+
+``PowerSGD`` sends two thin factors of every matrix (Vogels et al., 2019), ``TopK`` the largest
+values (Lin et al., 2018). Error feedback (Seide et al., 2014; Karimireddy et al., 2019): each
+device keeps what it has not sent yet in a slot of its own, so that nothing is lost for good. Only
+the sum of what the devices keep matters, and that is what goes on under another mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import ClusterError, ModelError
+from ..layouts.layout import Layout
+from ..layouts.placement import ParamInfo, Placement
+from ..program import Arrays, Program, TrainState
+
+UNSENT = "unsent_gradients"  # the slot: a row for each device, of all parameters one behind another
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Send only this share of the values, the largest by magnitude.
+
+    With parameter servers it is a share of each gradient, and ``feedback=False`` drops the rest
+    instead of keeping it for the next step. (Lin et al. 2018)
+
+    >>> TopK(0.01)
+    TopK(share=0.01, feedback=True)
+    """
+
+    share: float
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ClusterError(f"TopK(share) must be > 0 and <= 1; received {self.share!r}.")
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Send every matrix as the product of two of this rank; smaller arrays travel as they are.
+
+    A kernel is a matrix of its outputs by everything else. (Vogels et al. 2019)
+
+    >>> PowerSGD(rank=4)
+    PowerSGD(rank=4)
+    """
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ModelError(f"PowerSGD(rank) must be 1 or more; received {self.rank!r}.")
+
+
+Compress = TopK | PowerSGD
+
+
+def with_unsent(program: Program, placement: Placement, how: Compress) -> Program:
+    """The program with a slot for what each device has not sent yet, laid out over the devices."""
+    layout = rows_layout(placement)
+    there = [replace(i, asked=layout) for i in program.slots if i.path.endswith(UNSENT)]
+    others = tuple(info for info in program.slots if not info.path.endswith(UNSENT))
+    if there:
+        return replace(program, slots=(*others, *there))
+    rows = first_rows({info.path: info.dims for info in program.params}, placement, how)
+
+    def initial() -> TrainState:
+        import jax.numpy as jnp
+
+        first = program.initial()
+        return first._replace(slots={**first.slots, UNSENT: jnp.asarray(rows)})
+
+    slot = ParamInfo(UNSENT, (UNSENT,), rows.shape, "float32", 4, "slot", asked=layout)
+    return replace(program, slots=(*others, slot), initial=initial)
+
+
+def rows_layout(placement: Placement) -> Layout:
+    """The layout of the slot: a row on each device."""
+    return Layout([placement.batch_axes or None, None], placement.mesh).unbound()
+
+
+def first_rows(dims: Mapping[str, tuple[int, ...]], placement: Placement, how: Compress) -> Any:
+    """The slot to begin with, for parameters of these dims by path."""
+    import numpy as np
+
+    return np.tile(_Form.of(dims, how).first(), (placement.batch_shards, 1))
+
+
+def respread(rows: Any, count: int) -> Any:
+    """What other devices had not sent yet, in equal shares for ``count`` devices.
+
+    >>> import numpy as np
+    >>> respread(np.array([[1.0, 2.0], [3.0, 4.0]]), 4).sum(0).tolist()
+    [4.0, 6.0]
+    """
+    import numpy as np
+
+    return np.tile(rows.sum(0) / count, (count, 1)).astype(rows.dtype)
+
+
+def sum_compressed(
+    parts: Arrays, params: Arrays, unsent: Any, mesh: Any, axes: tuple[str, ...], how: Compress
+) -> tuple[Arrays, Any]:
+    """The sums over devices of gradients in parts, and what is left; see ``summing.sum_flat``.
+
+    ``unsent`` has a row for each device.
+    """
+    import jax
+
+    spec, form = (
+        jax.sharding.PartitionSpec,
+        _Form.of({path: value.shape for path, value in params.items()}, how),
+    )
+    paths = list(parts)
+
+    def summed(rows: Any, *pieces: Any) -> tuple[list[Any], Any]:
+        mine = dict(zip(paths, (piece[0].astype("float32") for piece in pieces), strict=True))
+        own = {path: mine[path] + kept for path, kept in form.cut(rows[0]).items() if path in mine}
+        if isinstance(how, TopK):
+            sums, left = _largest(own, axes, how)
+            factors = {}
+        else:
+            sums, left, factors = _factored(own, form.factors(rows[0]), axes)
+        return [sums[path] for path in paths], form.joined(left, factors, rows[0])[None]
+
+    with jax.named_scope("gradients"):
+        sums, unsent = jax.shard_map(
+            summed,
+            mesh=mesh,
+            in_specs=(spec(axes), *(spec(axes),) * len(paths)),
+            out_specs=([spec()] * len(paths), spec(axes)),
+            axis_names=set(axes),
+            check_vma=False,
+        )(unsent, *parts.values())
+    return dict(zip(paths, sums, strict=True)), unsent
+
+
+def _largest(own: Arrays, axes: tuple[str, ...], how: TopK) -> tuple[Arrays, Arrays]:
+    """The sums of the largest values of each device, and the others."""
+    import jax
+    import jax.numpy as jnp
+
+    flat = jnp.concatenate([value.ravel() for value in own.values()])
+    _, places = jax.lax.top_k(jnp.abs(flat), max(1, round(how.share * flat.size)))
+    all_places = jax.lax.all_gather(places, axes).reshape(-1)
+    all_values = jax.lax.all_gather(flat[places], axes).reshape(-1)
+    total = jnp.zeros_like(flat).at[all_places].add(all_values)
+    left = flat.at[places].set(0) if how.feedback else jnp.zeros_like(flat)
+    return _like(total, own), _like(left, own)
+
+
+def _factored(own: Arrays, factors: Arrays, axes: tuple[str, ...]) -> tuple[Arrays, Arrays, Arrays]:
+    """The sums of matrices through thin factors, what these leave out, and the second factors."""
+    import jax.numpy as jnp
+
+    thin = {path: own[path] for path in own if path in factors}
+    matrices = {path: value.reshape(-1, value.shape[-1]) for path, value in thin.items()}
+    whole = {path: value for path, value in own.items() if path not in thin}
+    firsts = {path: matrix @ factors[path] for path, matrix in matrices.items()}
+    first_sums = _summed({**whole, **{("first", p): v for p, v in firsts.items()}}, axes)
+    bases = {path: jnp.linalg.qr(first_sums["first", path])[0] for path in matrices}
+    seconds = {path: matrix.T @ bases[path] for path, matrix in matrices.items()}
+    second_sums = _summed(seconds, axes)
+    sums = {path: first_sums[path] for path in whole}
+    left = {path: jnp.zeros_like(value) for path, value in whole.items()}
+    for path, value in thin.items():
+        sums[path] = (bases[path] @ second_sums[path].T).reshape(value.shape)
+        left[path] = value - (bases[path] @ seconds[path].T).reshape(value.shape)
+    # Of a matrix of zeros nothing would be left to begin the next step with.
+    kept = {
+        path: jnp.where(jnp.any(total != 0, 0), total, factors[path])
+        for path, total in second_sums.items()
+    }
+    return sums, left, kept
+
+
+def _summed(values: Mapping[Any, Any], axes: tuple[str, ...]) -> dict[Any, Any]:
+    """The sums over devices, made as one vector."""
+    import jax
+    import jax.numpy as jnp
+
+    if not values:
+        return {}
+    total = jax.lax.psum(jnp.concatenate([value.ravel() for value in values.values()]), axes)
+    return _like(total, values)
+
+
+def _like(flat: Any, values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A vector as arrays of these names and shapes."""
+    found, start = {}, 0
+    for name, value in values.items():
+        found[name] = flat[start : start + value.size].reshape(value.shape)
+        start += value.size
+    return found
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Where in a device's row each parameter lies, and behind them the factors of ``PowerSGD``."""
+
+    dims: tuple[tuple[str, tuple[int, ...]], ...]
+    rank: int | None
+
+    @classmethod
+    def of(cls, dims: Mapping[str, tuple[int, ...]], how: Compress) -> _Form:
+        return cls(tuple(sorted(dims.items())), how.rank if isinstance(how, PowerSGD) else None)
+
+    @functools.cached_property
+    def thin(self) -> dict[str, tuple[int, int]]:
+        """The dims of the second factor of every matrix that travels as two."""
+        rank, found = self.rank, {}
+        for path, dims in self.dims:
+            if rank is None or len(dims) < 2:
+                continue
+            rows, columns = math.prod(dims[:-1]), dims[-1]
+            if rank * (rows + columns) < rows * columns:
+                found[path] = (columns, rank)
+        return found
+
+    @property
+    def size(self) -> int:
+        """The elements of all parameters."""
+        return sum(math.prod(dims) for _, dims in self.dims)
+
+    @property
+    def length(self) -> int:
+        """The elements of a row."""
+        return self.size + sum(map(math.prod, self.thin.values()))
+
+    def first(self) -> Any:
+        """The row to begin with: nothing is left, and factors are drawn."""
+        import numpy as np
+
+        draw = np.random.default_rng(0)
+        return np.concatenate(
+            [np.zeros(self.size, "f"), draw.normal(size=self.length - self.size).astype("f")]
+        )
+
+    def cut(self, row: Any) -> Arrays:
+        """What is left of each parameter."""
+        return _cut(row, self.dims)
+
+    def factors(self, row: Any) -> Arrays:
+        """The second factors."""
+        return _cut(row[self.size :], self.thin.items())
+
+    def joined(self, left: Arrays, factors: Arrays, before: Any) -> Any:
+        """A row again; what is given anew of neither kind is as it was ``before``."""
+        import jax.numpy as jnp
+
+        parts = {**self.cut(before), **left}
+        behind = {**self.factors(before), **factors}
+        ordered = [parts[path] for path, _ in self.dims] + [behind[path] for path in self.thin]
+        return jnp.concatenate([value.ravel() for value in ordered])
+
+
+def _cut(row: Any, dims: Any) -> Arrays:
+    found, start = {}, 0
+    for path, shape in dims:
+        size = math.prod(shape)
+        found[path] = row[start : start + size].reshape(shape)
+        start += size
+    return found
