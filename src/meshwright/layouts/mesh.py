@@ -21,6 +21,7 @@ from ..errors import MeshError, TopologyError
 from ..launch.elastic import most_processes
 from ..views import Viewable
 from ..warn import warn
+from .device_names import devices_text, named_devices, parse_ids, present_devices
 
 RESERVED = ("unsharded", "match")
 
@@ -253,12 +254,12 @@ class Mesh(Viewable):
 
     def __str__(self) -> str:
         name = f"{self.name}: " if self.name else ""
-        where = "" if self.devices is None else f" @ {_devices_text(self.devices)}"
+        where = "" if self.devices is None else f" @ {devices_text(self.devices)}"
         return f"{name}{self.axes_text}{where}"
 
     def __repr__(self) -> str:
         name = f", name={self.name!r}" if self.name else ""
-        where = "" if self.devices is None else f", devices=<{_devices_text(self.devices)}>"
+        where = "" if self.devices is None else f", devices=<{devices_text(self.devices)}>"
         return f"Mesh({dict(self.axes)!r}{where}{name})"
 
     @classmethod
@@ -280,8 +281,8 @@ class Mesh(Viewable):
         mesh = cls(_parse_axes(axes, text), name=name or "")
         if ids is None:
             return mesh
-        named = _parse_ids(ids, mesh.size, text)
-        return mesh.update(devices=_present_devices(platform, named))
+        named = parse_ids(ids, mesh.size, text)
+        return mesh.update(devices=present_devices(platform, named))
 
     def __reduce__(self) -> tuple[Any, ...]:
         named = None
@@ -309,7 +310,7 @@ def create_mesh(
     >>> print(create_mesh({"batch": -1, "model": 2}))
     batch=4, model=2 @ cpu:0-7
     """
-    chosen = topology.devices(platform) if devices is None else _named_devices(devices, platform)
+    chosen = topology.devices(platform) if devices is None else named_devices(devices, platform)
     pairs = _pairs({"x": -1} if axes is None else axes)
     faults = _axis_faults(pairs, wildcard=True)
     if faults:
@@ -452,24 +453,6 @@ def _jax_mesh(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...] | None
     return jax.sharding.Mesh(grid.reshape(shape), names, axis_types=auto)
 
 
-# Devices as text
-
-
-def _devices_text(devices: tuple[Any, ...]) -> str:
-    return f"{devices[0].platform}:{_ranges([d.id for d in devices])}"
-
-
-def _ranges(ids: list[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``"0-2,5"``; the order is kept."""
-    runs: list[list[int]] = []
-    for i in ids:
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
 def _parse_axes(axes: str, text: str) -> list[tuple[str, int]]:
     pairs = re.findall(r"(\w+)\s*=\s*(\d+)", axes)
     if re.sub(r"\w+\s*=\s*\d+", "", axes).strip(" ,") or not pairs:
@@ -477,67 +460,8 @@ def _parse_axes(axes: str, text: str) -> list[tuple[str, int]]:
     return [(axis, int(size)) for axis, size in pairs]
 
 
-def _parse_ids(ids: str, wanted: int, text: str) -> list[int]:
-    runs = []
-    for run in ids.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", run)
-        first, last = map(int, (match[1], match[2] or match[1])) if match else (1, 0)
-        if last < first:
-            raise MeshError(f"{text!r} names no devices after '@'; write 'cpu:0-7' or 'cpu:0,2'.")
-        runs.append((first, last))
-    count = sum(last - first + 1 for first, last in runs)
-    if count != wanted:
-        raise MeshError(f"{text!r} names {count} device(s), but its axes make {wanted}.")
-    return [i for first, last in runs for i in range(first, last + 1)]
-
-
-def _present_devices(platform: str, ids: Iterable[int]) -> tuple[Any, ...] | None:
-    """The devices of these ids if all of them are here already, else ``None``."""
-    here = topology.running_devices(platform)
-    wanted = list(ids)
-    return tuple(here[i] for i in wanted) if all(i in here for i in wanted) else None
-
-
 def _unpickle(axes: AxesLike, named: tuple[tuple[str, int], ...] | None, name: str) -> Mesh:
     mesh = Mesh(axes, name=name)
     if named is None:
         return mesh
-    return mesh.update(devices=_present_devices(named[0][0], [i for _, i in named]))
-
-
-def _named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
-    """JAX devices for a mixture of devices and names such as ``"cpu:3"``."""
-    if isinstance(devices, str) or not hasattr(devices, "__iter__"):
-        raise MeshError(
-            f"devices={devices!r}: expected a list of JAX devices or of their names, such as "
-            "['cpu:0', 'cpu:1']."
-        )
-    chosen, faults = [], []
-    for device in devices:
-        is_name = isinstance(device, str)
-        resolved: Any = _device_called(device, platform) if is_name else device
-        if is_name and resolved is None:
-            faults.append(f"there is no device {device!r}. {_devices_there(device, platform)}")
-        elif not hasattr(resolved, "platform"):
-            faults.append(
-                f"expected a JAX device or its name, such as 'cpu:3'; received {device!r}."
-            )
-        elif platform not in (None, resolved.platform, "cuda", "rocm"):  # both are JAX's "gpu"
-            faults.append(f"device {device!r} is not of the platform asked for, {platform!r}.")
-        chosen.append(resolved)
-    if not chosen:
-        faults.append("devices=[] leaves nothing to make a mesh of; without it all are taken.")
-    if faults:
-        raise MeshError("\n".join(faults))
-    return chosen
-
-
-def _device_called(name: str, platform: str | None) -> Any | None:
-    kind, _, number = name.lower().rpartition(":")
-    by_id = {str(device.id): device for device in topology.devices(kind or platform)}
-    return by_id.get(number)
-
-
-def _devices_there(name: str, platform: str | None) -> str:
-    there = topology.devices(name.lower().rpartition(":")[0] or platform)
-    return f"JAX has {_devices_text(tuple(there))}."
+    return mesh.update(devices=present_devices(named[0][0], [i for _, i in named]))

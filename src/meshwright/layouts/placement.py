@@ -9,22 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import EllipsisType
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import BatchError, DimError, LayoutError, MeshError, PlacementError
 from ..merging import merged
-from .dim_names import ANY, DimNames
+from .dim_names import DimNames
 from .dim_rules import DimRules, RulesLike
 from .layout import MATCH, UNSHARDED, Layout, Spec
-from .layout_map import Given, LayoutMap, PathLayout, as_given, find_layout, names_exactly
+from .layout_map import Given, LayoutMap, PathLayout, find_layout, names_exactly
 from .mesh import Mesh
+from .placement_arguments import (
+    BatchAxes,
+    BatchLike,
+    as_axes,
+    batch_axes_faults,
+    batch_by,
+    holds_match,
+    keyed,
+    on_axes_of,
+    rules_faults,
+)
 from .zero import check_level, share_out
 
 Unmatched = Literal["warn", "error", "replicate"]
 Role = Literal["parameter", "state", "slot", "seed", "metric"]
-BatchAxes = str | tuple[str, ...] | None
-BatchLike = BatchAxes | list[str] | EllipsisType  # ... is "batch", or what the rules say of it
 
 _BY_LAYER = "the layer's own argument"
 _PADDING = "A layout with pad=True pads such a weight where a step stores it, and only there."
@@ -156,8 +164,8 @@ class Placement:
         arrays = [(f"the layout of input {key!r}", layout) for key, layout in self.inputs]
         arrays += [(f"the layout of target {key!r}", layout) for key, layout in self.targets]
         outputs = [(f"activation {entry.pattern!r}", entry.layout) for entry in self.activations]
-        faults = [f"{what}: {_MATCHES_NOTHING}" for what, x in weights + arrays if _holds_match(x)]
-        faults += _rules_faults(self.rules, self.mesh)
+        faults = [f"{what}: {_MATCHES_NOTHING}" for what, x in weights + arrays if holds_match(x)]
+        faults += rules_faults(self.rules, self.mesh)
         for what, asked in weights:  # rules are checked later, with the variables' sizes
             if isinstance(asked, Layout) or self.rules is None:
                 faults += self._binding_faults(what, asked)
@@ -169,7 +177,7 @@ class Placement:
                 f"zero={self.zero} shares state out over the axes of the batch, and batch=None "
                 "names none. Name them, or say zero=0."
             )
-        if faults := faults + _batch_axes_faults(self.batch, self.mesh):
+        if faults := faults + batch_axes_faults(self.batch, self.mesh):
             raise LayoutError("\n".join(faults))
 
     @classmethod
@@ -206,9 +214,9 @@ class Placement:
         return cls(
             mesh=mesh,
             layouts=LayoutMap(layouts={} if layouts is None else layouts).entries,
-            batch=_batch_by(dims, batch),
-            inputs=_keyed(inputs, "inputs"),
-            targets=_keyed(targets, "targets"),
+            batch=batch_by(dims, batch),
+            inputs=keyed(inputs, "inputs"),
+            targets=keyed(targets, "targets"),
             activations=LayoutMap(layouts={} if activations is None else activations).entries,
             zero=zero,
             unmatched=unmatched,
@@ -224,8 +232,8 @@ class Placement:
         if rules is None:
             return replace(self, mesh=mesh)
         dims = DimRules(rules)
-        follows = self.batch_axes == _as_axes(_batch_by(self.rules, ...))
-        batch = _batch_by(dims, ... if follows else self.batch)
+        follows = self.batch_axes == as_axes(batch_by(self.rules, ...))
+        batch = batch_by(dims, ... if follows else self.batch)
         return replace(self, mesh=mesh, rules=dims, batch=batch)
 
     def serving(self, mesh: Mesh) -> Placement:
@@ -241,7 +249,7 @@ class Placement:
         """
 
         def fitting(given: Given) -> Given:
-            return _on_axes_of(mesh, given) if isinstance(given, Layout) else given
+            return on_axes_of(mesh, given) if isinstance(given, Layout) else given
 
         def by_path(entries: tuple[PathLayout, ...]) -> tuple[PathLayout, ...]:
             return tuple(entry._replace(layout=fitting(entry.layout)) for entry in entries)
@@ -448,7 +456,7 @@ class Placement:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that the rows of a batch lie along."""
-        return _as_axes(self.batch)
+        return as_axes(self.batch)
 
     @property
     def batch_shards(self) -> int:
@@ -483,7 +491,7 @@ class Placement:
         return layout
 
     def _by_batch(self, rank: int) -> Layout:
-        first: list[Spec] = [_as_axes(self.batch) or UNSHARDED] if rank else []
+        first: list[Spec] = [as_axes(self.batch) or UNSHARDED] if rank else []
         return Layout([*first, *[UNSHARDED] * (rank - 1)])
 
     def _binding_faults(self, what: str, layout: Given) -> list[str]:
@@ -496,66 +504,6 @@ class Placement:
 
 class _NamedDimsError(LayoutError):
     """A variable's named dims that the rules cannot lay out, in whole lines."""
-
-
-def _on_axes_of(mesh: Mesh, layout: Layout) -> Layout:
-    """The unbound layout without the axes that a mesh does not have."""
-
-    def fitting(spec: Spec) -> Spec:
-        if isinstance(spec, tuple):
-            kept = tuple(axis for axis in spec if axis in mesh)
-            return kept or UNSHARDED
-        return spec if spec in (UNSHARDED, MATCH) or spec in mesh else UNSHARDED
-
-    return Layout([fitting(spec) for spec in layout.specs], pad=layout.pad)
-
-
-def _as_axes(batch: BatchAxes) -> tuple[str, ...]:
-    return () if batch is None else (batch,) if isinstance(batch, str) else batch
-
-
-def _batch_axes_faults(batch: Any, mesh: Mesh) -> list[str]:
-    if batch is not None and not isinstance(batch, str | tuple):
-        return [f"batch={batch!r}: the batch lies on an axis, on a tuple of axes, or on None."]
-    axes = _as_axes(batch)
-    unknown = [
-        f"batch={batch!r}: the mesh ({mesh.axes_text}) has no axis {axis!r}. Say "
-        f"batch={mesh.axis_names[0]!r}, or batch=None to give every device all rows."
-        for axis in axes
-        if axis not in mesh
-    ]
-    twice = sorted({axis for axis in axes if axes.count(axis) > 1})
-    return unknown + [f"batch={batch!r} names axis {axis!r} more than once." for axis in twice]
-
-
-def _batch_by(rules: DimRules | None, batch: Any) -> Any:
-    """The axes of the batch; left out, ``"batch"``, or where the rules lay the dim of that name."""
-    ruled = None if rules is None else rules.spec("batch")
-    if batch is ...:
-        return "batch" if rules is None else ruled
-    batch = tuple(batch) if isinstance(batch, list) else batch
-    if ruled is not None and batch not in (ruled, (ruled,)):
-        raise LayoutError(
-            f"batch={batch!r} and the rule 'batch:{'+'.join(_as_axes(ruled))}' say different axes "
-            "for the batch. Leave batch= out, or take the rule out."
-        )
-    return batch
-
-
-def _rules_faults(rules: DimRules | None, mesh: Mesh) -> list[str]:
-    if rules is None:
-        return []
-    axes = "+".join(rules.axes(ANY))
-    faults = [f"rule '{ANY}:{axes}': '{ANY}' names dims that are never split."] if axes else []
-    try:
-        rules.check(mesh)
-    except LayoutError as error:
-        faults.append(str(error))
-    return faults
-
-
-def _holds_match(asked: Given) -> bool:
-    return isinstance(asked, Layout) and MATCH in asked.specs
 
 
 def _padded(info: ParamInfo, layout: Layout, reason: str) -> Placed:
@@ -586,27 +534,3 @@ def _batch_fault(rows: int, layout: Layout) -> str:
     below, above = rows // shards * shards, -(-rows // shards) * shards
     nearest = f"{below} and {above}" if below else f"{above}"
     return f"a batch of {rows} does not divide over {axes}. The nearest sizes that do: {nearest}."
-
-
-def _keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Given], ...]:
-    """``inputs=`` as pairs: a mapping by name or position, or one layout for the only input."""
-    if layouts is None:
-        return ()
-    if isinstance(layouts, list | tuple) and any(isinstance(item, list) for item in layouts):
-        raise LayoutError(
-            f"{what}={layouts!r}: one layout is a list of axes. Where there are several {what}, "
-            f"name each or give its position: {what}={{0: {layouts[0]!r}, ...}}."
-        )
-    if not isinstance(layouts, Mapping):
-        layouts = {0: layouts}
-    for key in layouts:
-        if not isinstance(key, str | int):
-            raise LayoutError(f"{what} are named by name or position; received {key!r}.")
-    return tuple((key, _layout_of(f"{what}[{key!r}]", layout)) for key, layout in layouts.items())
-
-
-def _layout_of(what: str, layout: Any) -> Given:
-    try:
-        return as_given(layout)
-    except LayoutError as error:
-        raise LayoutError(f"{what}: {error}") from None

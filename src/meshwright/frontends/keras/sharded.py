@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
 from ... import _compat
 from ...checkpoint import PARTS, CheckpointInfo
-from ...data import put
-from ...errors import LayoutError, ModelError, TopologyError
+from ...errors import LayoutError, ModelError
 from ...layouts.dim_rules import RulesLike
 from ...layouts.explain import Explanation
 from ...layouts.layout_map import LayoutMap
 from ...layouts.mesh import Mesh
-from ...layouts.placement import BatchLike, ParamInfo, Placed, Placement, Unmatched
-from ...layouts.strict import inspect, refuse_idle_layouts, refuse_idle_rules, unnamed
+from ...layouts.placement import BatchLike, Placement, Unmatched
+from ...layouts.strict import refuse_idle_rules
 from ...planning.abstract_step import AbstractStep
 from ...program import Batch, Program, Step, TrainState
 from ...run.options import Data, Schedule, Validation
@@ -30,37 +28,18 @@ from ...step.assemble import Assembly
 from ...step.compressing import UNSENT, Compress, first_rows, rows_layout
 from ...step.local import OUTER, DiLoCo, Local
 from ...step.options import PLAIN, StepOptions, Sums
-from ...step.summing import GradientSum, refuse_split
 from . import batches, fitting, saving
-from .abstract import AbstractRoom, abstract_step, adopt, is_abstract
+from .abstract import abstract_step, is_abstract
 from .compiled import functions_of
-from .hooks import Hooks, OutputOf, layout_of, parameter_of
+from .distribution import LaidOut
 from .nan_guard import NanGuard
 from .options import check_model
-from .paths import (
-    block_paths,
-    layer_spellings,
-    model_infos,
-    other_info,
-    set_weight_layout,
-    slot_info,
-)
-from .pending import WaitingRoom, is_pending, settle, waiting_room
+from .paths import set_weight_layout
 from .program import KerasVariables, check_state, read_state, write_state
 from .replicas import Replicas
 
 
-class _Laid(NamedTuple):
-    """What Keras reads a layout from."""
-
-    backend_layout: Any
-
-
-_compat.add_layout_property(layout_of)
-_Distribution: Any = _compat.keras_distribution_class()
-
-
-class Sharded(_Distribution, Replicas):
+class Sharded(LaidOut, Replicas):
     """Lays Keras models, their optimizers and their data out on a mesh, and trains them there.
 
     ``mesh`` has the axes. ``layouts`` maps path patterns to layouts (see
@@ -140,30 +119,6 @@ class Sharded(_Distribution, Replicas):
         layouts = _compat.keras_layout_map(theirs)
         return cls(Mesh(axes), layouts, batch=theirs.batch_dim_name, unmatched="replicate")
 
-    def _take(self, placement: Placement, how: StepOptions) -> None:
-        if isinstance(how.sums, GradientSum):
-            how.sums.check(placement)
-        if how.local is not None:
-            refuse_split(placement, f"local={how.local!r}")
-        self.placement = placement
-        self.how = how
-        self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-        self._inspected: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-        self._layer_spellings: dict[str, tuple[str, ...]] = {}  # of the model now being traced
-        self._blocks: frozenset[str] = frozenset()  # of the same, Keras' paths
-        if not placement.mesh.is_abstract:  # Keras' constructor asks JAX for its processes
-            batch = placement.batch
-            super().__init__(
-                _keras_mesh(placement.mesh),
-                batch if isinstance(batch, str) else None,
-                auto_shard_dataset=False,
-            )
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh that everything is laid out on."""
-        return self.placement.mesh
-
     def on(self, mesh: Mesh, rules: RulesLike | None = None) -> Sharded:
         """The same on another mesh, and with other rules for named dims, where they are given."""
         placement = self.placement.on(mesh, rules)
@@ -209,52 +164,6 @@ class Sharded(_Distribution, Replicas):
     def __repr__(self) -> str:
         named = "" if (rules := self.placement.rules) is None else f", rules={str(rules)!r}"
         return f"Sharded({self.mesh}, {len(self.placement.layouts)} layouts{named})"
-
-    # Building models
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Sharded]:
-        """Build and compile models inside: their variables are made directly in their layouts.
-
-        They are checked together when the block ends (or when a value is first needed): raises
-        one :class:`~meshwright.PlacementError` that lists every variable whose layout does not fit,
-        before anything is allocated. Inside :func:`~meshwright.abstract` nothing is made.
-        """
-        if isinstance(waiting_room(), AbstractRoom):
-            with super().scope():
-                yield self
-            return
-        self._need_devices("scope()")
-        _compat.install_keras_hooks(Hooks())
-        room = WaitingRoom(self._place_new, self._models)
-        with super().scope(), room.open():
-            yield self
-            self._refuse_mistyped(room.models)
-
-    def place(self, model: keras.Model) -> None:
-        """Lay out a model that was built or loaded before, with its optimizer and metrics.
-
-        Raises :class:`~meshwright.ModelError` if it is not built, and
-        :class:`~meshwright.PlacementError` for patterns that match nothing of it.
-        """
-        self._need_devices("place(model)")
-        check_model(model)
-        if not model.built:
-            raise ModelError(
-                f"model {model.name!r} is not built, so it has no variables to lay out. Call it "
-                "on a batch first, or build it inside strategy.scope()."
-            )
-        self._inspect(model)
-        everywhere = self._placed(model)
-        room = WaitingRoom(self._place_new, self._models)
-        room.note_model(model)
-        adopt([variable for variable, _ in everywhere], room)
-        for variable, placed in everywhere:
-            settle(variable)
-            value, sharding = _compat.raw_value(variable), placed.unpadded.sharding
-            if not value.sharding.is_equivalent_to(sharding, value.ndim):
-                value = put(value, sharding)
-            _compat.set_variable(variable, value, sharding)
 
     def explain(self, model: keras.Model, batch: Batch | None = None) -> Explanation:
         """Every variable of a built model: its layout, where that comes from, bytes per device.
@@ -536,116 +445,6 @@ class Sharded(_Distribution, Replicas):
                 here._inspected.add(model)
         return abstract_step(here, model, batch)
 
-    # The questions that Keras asks a Distribution
-
-    def get_data_layout(self, data_shape: Sequence[int]) -> Any:
-        """Keras' question: the layout of a batch, of which it knows only the shape."""
-        batches.refuse_named_inputs(self.placement)
-        return _Laid(batches.by_shape(self.placement, tuple(data_shape)).sharding)
-
-    def get_variable_layout(self, variable: Any) -> Any:
-        """Keras' question: the sharding of a variable."""
-        noted = _compat.variable_layout(variable)
-        return noted if noted is not None else self._place_new([variable], [])[0].unpadded.sharding
-
-    def get_tensor_layout(self, path: str) -> Any:
-        """Keras' question: the layout of the output of a layer, or ``None`` to leave it."""
-        layer = path.removesuffix("/output")
-        spellings = self._layer_spellings.get(layer, (layer,))
-        layout = self.placement.activation_layout(spellings)
-        is_block = self.how.by_block and layer in self._blocks
-        return OutputOf(layer, layout, is_block) if layout or is_block else None
-
-    def distribute_dataset(self, dataset: Any) -> Any:
-        """Keras' question: every process reads the same whole batches, so nothing changes."""
-        return dataset
-
-    @property
-    def num_model_replicas(self) -> int:
-        """Keras' question: into how many pieces the batch is cut."""
-        return self.placement.batch_shards
-
-    def put_native_batch(self, data: Any) -> Any:
-        """One batch, whole on every device if it does not divide."""
-        batches.refuse_named_inputs(self.placement)
-        return batches.putter(self.placement)(data, last=True)
-
-    def put_native_batches(self, data: Iterable[Any]) -> Iterator[Any]:
-        """The batches of Keras' own ``fit``, laid out one after the other."""
-        batches.refuse_named_inputs(self.placement)
-        return batches.putter(self.placement).all_of(data)
-
-    # How it is done
-
-    @contextlib.contextmanager
-    def in_force(self, model: keras.Model) -> Iterator[None]:
-        """Layers see this strategy, so activations are laid out, and uneven ones kept whole."""
-        _compat.install_keras_hooks(Hooks())
-        if self.placement.activations:
-            self._layer_spellings = layer_spellings(model)
-        if self.how.by_block:
-            self._blocks = block_paths(model)
-        alone = self.placement.mesh.size == 1
-        cut = contextlib.nullcontext() if alone else _compat.keras_splits_attention()
-        with super().scope(), cut:
-            yield
-
-    def _place_new(self, variables: list[Any], models: list[keras.Model]) -> list[Placed]:
-        """Where variables lie of which only the models around them are known."""
-        infos: dict[int, ParamInfo] = {}
-        for model in _outermost(models):
-            infos = {**model_infos(model), **infos}
-        for variable in variables:
-            _add_lone(variable, infos)
-        return self._place_known(variables, infos)
-
-    def _place_known(self, variables: list[Any], infos: dict[int, ParamInfo]) -> list[Placed]:
-        """Where variables lie; the parameters of slots are asked for too, as slots follow them."""
-        owners = [owner for v in variables if (owner := parameter_of(v)) is not None]
-        asked = [*variables, *owners]
-        return self.placement.place([infos[id(v)] for v in asked])[: len(variables)]
-
-    def _inspect(self, model: keras.Model) -> None:
-        """Check once that every pattern matches a variable of this model, or another one here."""
-        if model in self._inspected:
-            return
-        infos = self._all_infos([*self._models, model])
-        inspect(self.placement, infos, f"model {model.name!r}", self.how.stage_axes)
-        self._inspected.add(model)
-
-    def _refuse_mistyped(self, models: list[keras.Model]) -> None:
-        """Where a rule places nothing and a large parameter has no rule, better not to begin."""
-        infos = self._all_infos(models)
-        if infos and self.placement.strict and unnamed(self.placement, infos):
-            refuse_idle_layouts(self.placement, infos, "what was built in this scope")
-
-    def _all_infos(self, models: Iterable[keras.Model]) -> list[ParamInfo]:
-        built = list(dict.fromkeys(model for model in models if model.built))
-        infos: dict[int, ParamInfo] = {}
-        for model in _outermost(built):
-            infos = {**model_infos(model), **infos}
-        return list(infos.values())
-
-    def _placed(self, model: keras.Model) -> list[tuple[Any, Placed]]:
-        """Every variable of a model, its optimizer and its metrics, with where it lies."""
-        variables = KerasVariables.of(model)
-        placed = self._place_known(variables.all, variables.infos)
-        return list(zip(variables.all, placed, strict=True))
-
-    def _lies(self, variable: Any, placed: Placed) -> bool:
-        """Whether a variable lies here as it is to be placed."""
-        value = None if is_pending(variable) else _compat.raw_value(variable)
-        if value is None or getattr(value.sharding, "mesh", None) != self.mesh.jax_mesh:
-            return False
-        return value.sharding.is_equivalent_to(placed.unpadded.sharding, value.ndim)
-
-    def _need_devices(self, what: str) -> None:
-        if self.mesh.is_abstract:
-            raise TopologyError(
-                f"{what} needs devices, and the mesh ({self.mesh}) is abstract. Use "
-                f"strategy.on(create_mesh({dict(self.mesh.axes)!r})).{what.split('(')[0]}."
-            )
-
 
 class DataParallel(Sharded):
     """Splits every batch over the devices, and with ``zero`` state too; variables are replicated.
@@ -702,28 +501,3 @@ def _revived(cls: type[Sharded], placement: Placement, how: StepOptions) -> Shar
 
 def _given(batch: Batch | None) -> Callable[[], Batch] | None:
     return None if batch is None else lambda: batch
-
-
-def _keras_mesh(mesh: Mesh) -> Any:
-    """The mesh as Keras' ``DeviceMesh``, for code that reads ``distribution.device_mesh``."""
-    names = [f"{device.platform}:{device.id}" for device in mesh.bound_devices()]
-    return keras.distribution.DeviceMesh(mesh.shape, list(mesh.axis_names), names)
-
-
-def _outermost(models: list[keras.Model]) -> list[keras.Model]:
-    """The models that are not layers of another one."""
-    held = [layer for model in models for layer in _compat.layers_inside(model)]
-    inside = {id(layer) for layer in held}
-    inside |= {id(_compat.functional_of(layer)) for layer in (*models, *held)}
-    return [model for model in models if id(model) not in inside]
-
-
-def _add_lone(variable: Any, infos: dict[int, ParamInfo]) -> None:
-    """Note what is known of a variable that no model has: an optimizer's, a metric's, a layer's."""
-    parameter = parameter_of(variable)
-    if parameter is not None:
-        _add_lone(parameter, infos)
-        infos[id(variable)] = slot_info(variable, parameter, infos[id(parameter)])
-    elif id(variable) not in infos:
-        role = "parameter" if variable.trainable else "metric"
-        infos[id(variable)] = other_info(variable, role)
