@@ -314,7 +314,7 @@ def notes_on(peers: Sequence[Peer], error_s: float) -> tuple[str, ...]:
     if far:
         listed = ", ".join(f"rank {p.rank} (host {p.host}) by {p.clock_s:+.1f} s" for p in far)
         notes.append(
-            f"clocks are apart: {listed}. Times in logs and of files differ; run NTP on the hosts."
+            f"clocks differ: {listed}. Timestamps of logs and files do, too; run NTP on the hosts."
         )
     for name in _PACKAGES:
         versions = dict.fromkeys(p.packages[name] for p in peers)

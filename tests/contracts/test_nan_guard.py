@@ -82,7 +82,7 @@ def test_a_bad_row_is_found_and_the_values_before_are_kept(
     assert none is None
     assert (error.step, error.epoch) == (BAD_STEP, 0)
     assert error.variables == ("hidden/kernel", "output/kernel", "output/bias")
-    assert "its batch holds such numbers, x in 1 of" in str(error)
+    assert "its batch holds such values, x in 1 of" in str(error)
     assert "rows (3)" in str(error)
     kept, wanted = weights(model), weights(before)
     for path, value in wanted.items():
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_is_found_though_the_loss_is() -> None:
     assert error.variables == ("hidden/kernel",)
     assert "the first such result is that of the backward pass: " in str(error)
     assert "middle" in str(error)
-    assert "not finite are the gradients of hidden/kernel." in str(error)
+    assert "the gradients of hidden/kernel are not finite." in str(error)
     assert all(np.isfinite(value).all() for value in weights(model).values())
 
 
@@ -180,6 +180,6 @@ def test_a_step_that_it_cannot_reach_into_is_refused() -> None:
         model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mse")
         return model
 
-    for make, why in ((own, "brings its own train_step"), (scaled, "leaves steps out by itself")):
+    for make, why in ((own, "brings its own train_step"), (scaled, "skips steps itself")):
         with pytest.raises(mw.ModelError, match=f"is not supported for model.*{why}"):
             trained(sharded(), make, X)

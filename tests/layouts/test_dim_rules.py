@@ -62,10 +62,10 @@ def test_dims_are_read_from_what_looks_like_them():
         ("x:4:5", "'x:4:5' in 'x:4:5' is not of the form"),
         ("x:foo", "size 'foo' in 'x:foo' is not a whole number"),
         ("x:-4", "size '-4' in 'x:-4' is not a whole number"),
-        ("x:4 y:2 x:4", r"dim 'x' comes twice in \[x:4 y:2 x:4\].*Rename one"),
-        ("x:4 x:5", "dim 'x' comes twice"),
-        ([("a b", 2)], "a dim's name is a word such as 'batch'; received 'a b'"),
-        ([("a", 2.5)], "the size of dim 'a' is a whole number from 0 on; received 2.5"),
+        ("x:4 y:2 x:4", r"dim 'x' appears twice in \[x:4 y:2 x:4\].*Rename one"),
+        ("x:4 x:5", "dim 'x' appears twice"),
+        ([("a b", 2)], "a dim name must be a word such as 'batch'; received 'a b'"),
+        ([("a", 2.5)], "the size of dim 'a' must be a whole number, at least 0; received 2.5"),
         ([("a", True)], "received True"),
     ],
 )
@@ -161,11 +161,11 @@ def test_names_become_layouts_by_rules():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("d_model d_model", "dim 'd_model' comes 2 times.*Name the one that no rule .* '_'"),
+        ("d_model d_model", "dim 'd_model' appears 2 times.*Name the one that no rule .* '_'"),
         ("d_model:512 d_ff", "'d_model:512': names stand alone here; sizes are the array's own"),
-        (["d model"], "a dim's name is a word such as 'd_model'; received 'd model'"),
+        (["d model"], "a dim name must be a word such as 'd_model'; received 'd model'"),
         ([5], "received 5"),
-        (5, "names of dims are a text such as 'd_model d_ff'; received 5"),
+        (5, "dim names must be a string such as 'd_model d_ff'; received 5"),
     ],
 )
 def test_what_are_no_names_is_an_error(names, message):
@@ -174,7 +174,7 @@ def test_what_are_no_names_is_an_error(names, message):
 
 
 def test_padding_is_true_or_false():
-    with pytest.raises(DimError, match="pad='yes': say True"):
+    with pytest.raises(DimError, match=r"pad must be True .*received 'yes'"):
         dims("vocab", pad="yes")
 
 
@@ -428,7 +428,7 @@ def test_the_batch_follows_a_rule_of_several_axes():
     placement = Placement.of(MESH, FFN, rules="batch:rows+cols")
     assert placement.batch_axes == ("rows", "cols")
     assert Placement.of(MESH, FFN, batch=["rows", "cols"], rules="batch:rows+cols") == placement
-    with pytest.raises(LayoutError, match=r"the rule 'batch:rows\+cols' say different axes"):
+    with pytest.raises(LayoutError, match=r"the rule 'batch:rows\+cols' give different axes"):
         Placement.of(MESH, FFN, batch="rows", rules="batch:rows+cols")
 
 
@@ -450,8 +450,8 @@ def test_an_axis_that_is_no_text_is_a_type_error(rules, said):
 @pytest.mark.parametrize(
     ("rules", "said"),
     [
-        ("d_ff:rows+", "names no axis beside"),
-        ("d_ff:+rows", "names no axis beside"),
+        ("d_ff:rows+", "has an empty axis next to"),
+        ("d_ff:+rows", "has an empty axis next to"),
         ("d_ff:rows+rows", "names axis 'rows' more than once"),
     ],
 )

@@ -260,8 +260,8 @@ def test_the_name_of_the_mesh_is_all_that_a_sharding_loses():
 FAULTS = {
     "a bare axis": (lambda: Layout("batch", MESH), r"one entry per dim.* received 'batch'"),
     "a number": (lambda: Layout(2, MESH), "one entry per dim.* received 2"),
-    "a number for a dim": (lambda: Layout([0], MESH), "a dim lies on an axis.* received 0"),
-    "nested tuples": (lambda: Layout([(("a",), "b")]), "a dim lies on an axis.* received"),
+    "a number for a dim": (lambda: Layout([0], MESH), "an entry must be an axis.* received 0"),
+    "nested tuples": (lambda: Layout([(("a",), "b")]), "an entry must be an axis.* received"),
     "JAX's mesh": (lambda: Layout(["batch"], MESH.jax_mesh), "Mesh.from_jax"),
     "sizes for a mesh": (lambda: Layout(["batch"], {"batch": 4}), "received {'batch': 4}"),
     "an unknown axis": (
@@ -348,7 +348,7 @@ FAULTS = {
     ),
     "JAX's own word": (
         lambda: Layout([PartitionSpec.UNCONSTRAINED], MESH),
-        "a dim lies on an axis.* received UNCONSTRAINED",
+        "an entry must be an axis.* received UNCONSTRAINED",
     ),
 }
 

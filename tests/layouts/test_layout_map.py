@@ -157,7 +157,7 @@ FAULTS = {
     ),
     "rules in the place of the mesh": (
         lambda: LayoutMap({"kernel": A}),
-        r"takes a meshwright Mesh first; received {'kernel'.*LayoutMap\(layouts=...\)",
+        r"must be a meshwright Mesh; received {'kernel'.*LayoutMap\(layouts=...\)",
     ),
     "a scope without a mesh": (
         lambda: layout_map_scope(LayoutMap()),

@@ -152,8 +152,8 @@ def test_text_that_is_no_mesh_is_an_error_that_shows_the_text(text):
     [
         ("a=2 @ cpu:0-7", "'a=2 @ cpu:0-7' names 8 device.s., but its axes make 2"),
         ("a=2 @ cpu:0-99999999999999999999", "but its axes make 2"),
-        ("a=8 @ cpu:7-0", "names no devices after '@'"),
-        ("a=2 @ cpu:0,0", "the same device stands twice in the mesh: cpu:0"),
+        ("a=8 @ cpu:7-0", "invalid devices after '@'"),
+        ("a=2 @ cpu:0,0", "the same device appears twice in the mesh: cpu:0"),
         ("a=2, a=4", "axis 'a' appears 2 times"),
     ],
 )
@@ -288,7 +288,7 @@ FAULTS = {
     ),
     "the same device twice": (
         lambda: Mesh({"a": 2}, [jax.devices()[3]] * 2),
-        "the same device stands twice in the mesh: .*3",
+        "the same device appears twice in the mesh: .*3",
     ),
     "an unknown axis": (
         lambda: Mesh(AXES)["data"],
@@ -330,11 +330,11 @@ FAULTS = {
     ),
     "create: the same device twice": (
         lambda: create_mesh({"a": -1}, devices=["cpu:0", "cpu:0"]),
-        "the same device stands twice in the mesh: cpu:0",
+        "the same device appears twice in the mesh: cpu:0",
     ),
     "create: devices of another platform": (
         lambda: create_mesh({"a": 1}, devices=["cpu:0"], platform="tpu"),
-        "device 'cpu:0' is not of the platform asked for, 'tpu'",
+        "device 'cpu:0' is not of platform 'tpu'",
     ),
 }
 

@@ -331,7 +331,7 @@ FAULTS = {
     "the batch on a number": (lambda: Placement.of(MESH, batch=4), "batch=4: the batch lies on"),
     "an input named by neither": (
         lambda: Placement.of(MESH, inputs={("a", "b"): ["batch"]}),
-        r"inputs are named by name or position; received \('a', 'b'\)",
+        r"inputs must be keyed by name or position; received \('a', 'b'\)",
     ),
     "a list of layouts": (
         lambda: Placement.of(MESH, inputs=[["batch", None], ["batch"]]),

@@ -35,7 +35,7 @@ def test_rules_that_place_nothing_are_listed_together_with_the_nearest_paths() -
         "replicated:\n"
         "  'hiden/kernel' matches no path. The nearest: 'hidden/kernel', "
         "'output/kernel', 'hidden/bias'.\n"
-        "  'output.*kernel' comes too late: what it matches ('output/kernel') is laid out by "
+        "  'output.*kernel' is shadowed: what it matches ('output/kernel') is laid out by "
         "'.*kernel'.\n"
         "Correct them or take them out; strict=False makes this a warning."
     )

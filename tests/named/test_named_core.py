@@ -52,10 +52,10 @@ def test_dims_from_texts_values_and_pairs():
         (":4", "':4' in ':4' is not of the form 'batch:64'"),
         ("x:foo", "size 'foo' in 'x:foo' is not a whole number"),
         ("x:-4", "size '-4' in 'x:-4' is not a whole number"),
-        ("x:4 y:2 x:4", "dim 'x' comes twice in [x:4 y:2 x:4]"),
-        ("x:4 x:5", "dim 'x' comes twice in [x:4 x:5]"),
+        ("x:4 y:2 x:4", "dim 'x' appears twice in [x:4 y:2 x:4]"),
+        ("x:4 x:5", "dim 'x' appears twice in [x:4 x:5]"),
         ("4:x", "size 'x' in '4:x' is not a whole number"),
-        ("4:4", "a dim's name is a word such as 'batch'; received '4'"),
+        ("4:4", "a dim name must be a word such as 'batch'; received '4'"),
     ],
 )
 def test_a_text_that_names_no_dims_is_refused(text, says):
@@ -73,7 +73,7 @@ def test_what_is_no_text_of_dims_is_refused(dims):
 def test_a_size_is_a_whole_number(size):
     with pytest.raises(mw.DimError, match="the size of dim 'x' is a whole number"):
         mn.Dim("x", size)
-    with pytest.raises(mw.DimError, match="a dim's name is a word"):
+    with pytest.raises(mw.DimError, match="a dim name must be a word"):
         mn.Dim(size, 4)
 
 
@@ -667,9 +667,9 @@ def test_wrong_sums_of_products_are_refused():
         ("received 1 in ['a', 1]", lambda: mn.softmax(x, ["a", 1])),  # pyright: ignore
         ("c:4 is neither in reduce= nor in out=[a:2]",
          lambda: mn.einsum([x, y], "a:2", reduce="b")),
-        ("rename= speaks of 'b', which the product over [a:2 c:4] does not keep",
+        ("rename= names 'b', which the product over [a:2 c:4] does not keep",
          lambda: mn.einsum([x, y], rename={"b": "d"})),
-        ("dim 'c' comes twice in [c:2 c:4]", lambda: mn.einsum([x, y], rename={"a": "c"})),
+        ("dim 'c' appears twice in [c:2 c:4]", lambda: mn.einsum([x, y], rename={"a": "c"})),
     ]:  # fmt: skip
         with pytest.raises(mw.DimError, match=re.escape(says)):
             function()

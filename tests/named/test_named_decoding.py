@@ -288,7 +288,7 @@ def test_decoding_is_one_loop() -> None:
     ("wrong", "error", "says"),
     [
         (lambda: greedy(Tables(), temperature=1.0), ModelError,
-         r"temperature=1.0 draws tokens, which takes a key: key=jax.random.key\(0\)"),
+         r"temperature=1.0 samples tokens and needs a key: key=jax.random.key\(0\)"),
         (lambda: search(Tables(), 2, alpha=-1.0), ModelError, "alpha=-1.0 .* give 0 or more"),
         (lambda: models.Transformer(DIMS).beam_search({}, mn.named([1], "length:1"), 4, beam=4),
          DimError, "beam is one dim, such as 'd_model:64'; received 4"),

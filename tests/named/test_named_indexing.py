@@ -219,7 +219,7 @@ def x8() -> mn.NamedArray:
 REFUSED = [
     ("arange of two", lambda x: indexing.arange("a:8 b:8"), "along one dim.*received .a:8 b:8."),
     ("one_hot of two", lambda x: indexing.one_hot(x, "d:8 e:8"), "one_hot goes along one dim"),
-    ("one_hot along theirs", lambda x: indexing.one_hot(x, "a:8"), "'a' comes twice"),
+    ("one_hot along theirs", lambda x: indexing.one_hot(x, "a:8"), "'a' appears twice"),
     ("gather along no dim", lambda x: indexing.gather(x, 0, "d"), "no dim 'd' in .a:8 b:8."),
     ("gather of another size", lambda x: indexing.gather(x, indexing.arange("b:4"), "a"),
      "dim 'b' has size 8 and size 4"),
@@ -227,7 +227,7 @@ REFUSED = [
      r"values have a:8, .*gives for these indices, \[b:8\]"),
     ("top_k of too few", lambda x: ordering.top_k(x, "a", "k:9"), "k:9 of a:8; there are only 8"),
     ("top_k of two dims", lambda x: ordering.top_k(x, "a", "k:2 l:2"), "received .k:2 l:2."),
-    ("top_k onto another", lambda x: ordering.top_k(x, "a", "b:8"), "'b' comes twice"),
+    ("top_k onto another", lambda x: ordering.top_k(x, "a", "b:8"), "'b' appears twice"),
     ("nth of too few", lambda x: ordering.nth_largest(x, 8, "a"), "n=8 is none of 0 to 7"),
     ("argmax of none", lambda x: ordering.argmax(x[{"a": slice(0)}], "a"), "a:0 has no elements"),
     ("reduce_first of none", lambda x: ordering.reduce_first(x[{"a": slice(0)}], "a"), "a:0"),

@@ -319,7 +319,7 @@ def test_rules_may_be_given() -> None:
          DimError, r"dense does not fit its input \[batch:2 io:3 d_ff:4\]: it lacks d:2; its io:3 "
          "should be io:5; it has d_ff:4 already, which the layer makes. Rename or resize"),
         (lambda: layers.Dense("d_model:4", "d_model:4").init(jax.random.key(0)),
-         DimError, "dim 'd_model' comes twice"),
+         DimError, "dim 'd_model' appears twice"),
         (lambda: layers.layer_norm(normal("batch:2"), "d_model:4"),
          DimError, "layer_norm does not fit its input .* lacks d_model:4"),
         (lambda: layers.rms_norm(normal("batch:2"), "d_model:4"),

@@ -331,7 +331,7 @@ IMAGE = layers.Attention("d_model:8", "heads:2", "d_kv:4", radius=2, length="hei
         ("window", lambda: dataclasses.replace(MEANS, window=0), "window must be 1 or more"),
         ("segments of means",
          lambda: MEANS({}, mn.named(np.ones([4, 8]), "length:4 d_model:8"),
-                       segments=mn.arange("length:4")), "takes no segments= and no prefix="),
+                       segments=mn.arange("length:4")), "does not support segments= or prefix="),
         ("images without a radius", lambda: dataclasses.replace(IMAGE, radius=None),
          "several dims, 'height width', is local and takes a radius="),
         ("a step of images",

@@ -499,10 +499,10 @@ def test_a_translator_decodes_with_positions(positions: Any) -> None:
                                     scan=True).stack, "layers:3 must be a multiple of the 2"),
         (lambda: [*models.pack([{"a": [1, 2, 3]}], {"a": 2})], "'a' has 3 and a row 2"),
         (lambda: [*models.pack([{"a": [1]}], {"b": 2})], r"example 0 has \['a'\] and lacks 'b'"),
-        (lambda: [*models.pack([], {"a": 2}, rows=0)], "a batch has 1 row or more"),
+        (lambda: [*models.pack([], {"a": 2}, rows=0)], "rows must be at least 1"),
         (lambda: models.EncoderDecoder(DEPTHS.replace("encoder_layers:1 ", "")), "lacks 'layers'"),
         (lambda: LOCAL(LOCAL.init(jax.random.key(0)), mn.named(jnp.ones([4, 8]), "length:4 "
-            "d_model:8"), prefix=mn.named(jnp.ones(4), "length:4")), "no prefix that every"),
+            "d_model:8"), prefix=mn.named(jnp.ones(4), "length:4")), "does not support prefix="),
         (lambda: LOCAL(LOCAL.init(jax.random.key(0)), mn.named(jnp.ones([4, 8]), "length:4 "
             "d_model:8"), bias=mn.named(0.0, "")), "a bias of local attention is a function"),
     ],

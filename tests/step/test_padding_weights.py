@@ -81,7 +81,7 @@ def test_an_array_alone_is_not_padded() -> None:
 
 
 def test_pad_is_yes_or_no() -> None:
-    with pytest.raises(LayoutError, match="pad='zeros': say True"):
+    with pytest.raises(LayoutError, match=r"pad must be True .*received 'zeros'"):
         mw.Layout(["model"], pad="zeros")  # pyright: ignore[reportArgumentType]
 
 

@@ -17,7 +17,7 @@ from ..layouts.mesh import Mesh
 from .default import as_mesh, own_devices
 from .tracing import is_tracing
 
-_BUSY = "still waits for work on its own devices. Allow it more time with timeout_s."
+_BUSY = "still waits for work on its own devices. Raise timeout_s to allow more time."
 _ALONE = (
     "still waits for the other processes of the mesh. See that each is alive and comes to this "
     "barrier, or allow more time with timeout_s."

@@ -18,7 +18,11 @@ from .group import Command, option, traceback_option
 )
 @option("--epochs", type=click.IntRange(1), help="Number of epochs of each run.  [default: 3]")
 @option("--runs", metavar="RUNS", help='Runs to make: "a,b,c".')
-@option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of the picture.")
+@option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder to write the picture to.",
+)
 @option("--quick", is_flag=True, help="Train on a few digits for one epoch.")
 @traceback_option
 def demo(**options: Any) -> None:

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 @option(
     "--processes",
     type=click.IntRange(min=2),
-    help="Also start this number of processes, and measure what lies between them.",
+    help="Also start this number of processes, and measure the connections between them.",
 )
 @traceback_option
 def doctor(as_json: bool, processes: int | None) -> None:
     """Report the installed packages, the devices, and what is missing.
 
-    With --processes also versions, devices and clocks of processes of this machine, and latency
-    and bandwidth of each collective between them. `meshwright launch ... doctor` does that on
-    several hosts, and `srun python -m meshwright.fabric` under other starters.
+    With --processes, start processes on this machine and report their versions, devices and
+    clocks, and the latency and bandwidth of each collective between them. `meshwright launch ...
+    doctor` does the same on several hosts; so does `srun python -m meshwright.fabric`.
 
     Exits with status 0 if Meshwright can be used here, and with 1 if not.
     """

@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 @option(
     "--no-compile",
     is_flag=True,
-    help="Answer by the planner's analytic model, without a compiler.",
+    help="Use the planner's analytic model instead of a compiler.",
 )
 @option("--html", type=NewFile("the report"), metavar="FILE", help="Also write the report as HTML.")
 @option(
     "--trace",
     type=NewFile("the trace"),
     metavar="FILE",
-    help="Also write the step's time line for Perfetto.",
+    help="Also write the step's timeline for Perfetto.",
 )
 @option(
     "--price",

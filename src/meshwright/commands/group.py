@@ -92,7 +92,8 @@ class Argument(_Collected, click.Argument):
 
 def option(*names: str, **how: Any) -> Any:
     """``click.option`` for a :class:`Command`; its help shows the default that is given."""
-    return click.option(*names, cls=Option, **{"show_default": "default" in how, **how})
+    shown = {"show_default": how.get("default") not in (None, "")}
+    return click.option(*names, cls=Option, **{**shown, **how})
 
 
 def argument(*names: str, **how: Any) -> Any:

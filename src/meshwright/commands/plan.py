@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     "--memory-limit",
     type=BytesText(),
     metavar="BYTES",
-    help="Memory to use of each device: 14GiB.  [default: all of it]",
+    help="Memory limit of a device: 14GiB.  [default: all of its memory]",
 )
 @batch_size_option
 @option(

@@ -60,7 +60,7 @@ _ITEMSIZES = {
     type=click.Choice(list(_ITEMSIZES)),
     default="float32",
     metavar="DTYPE",
-    help="Type of the elements: bfloat16, int8, ...",
+    help="Element type: bfloat16, int8, ...",
 )
 @option("--title", default="", help="Title of the picture.")
 @option(

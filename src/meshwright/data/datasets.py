@@ -211,7 +211,7 @@ def _fetch(url: str, patience_s: float) -> bytes:
 
 def _read(content: bytes, origin: str) -> Digits:
     if not zipfile.is_zipfile(io.BytesIO(content)):  # NumPy would take it for a pickle and say so
-        raise zipfile.BadZipFile("the archive is not there or has no end")
+        raise zipfile.BadZipFile("the archive is missing or truncated")
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         return _checked(dict(arrays), origin)
 

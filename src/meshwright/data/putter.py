@@ -54,7 +54,7 @@ class Putter:
             if np.dtype(value.dtype).kind in "USOMm":
                 raise BatchError(
                     f"an array of the batch has dtype {value.dtype}, which devices cannot hold: "
-                    "expected numbers. Turn texts into ids first."
+                    "expected numbers. Convert strings to ids first."
                 )
         if is_local:
             return jax.tree.unflatten(tree, self._put_local(tree, flat))

@@ -134,7 +134,7 @@ def row_source(source: Any, parse: Parse | None) -> RowSource | None:
         return RecordRows([source], parse, has_files=False)
     if isinstance(source, tuple | Mapping | np.ndarray) or hasattr(source, "__array__"):
         if parse is not None:
-            raise DataError("parse= takes one record of a dataset or file; arrays have none.")
+            raise DataError("parse= is for the records of a dataset or file; arrays have none.")
         return ArrayRows(source)
     return None
 

@@ -104,8 +104,8 @@ def program_of(
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ModelError(
-            f"optimizer={optimizer!r} has no functions init and update: give one of Optax, such as "
-            "optax.adam(0.001)."
+            "expected an Optax optimizer, such as optax.adam(0.001); received "
+            f"{optimizer!r}, which has no init and update."
         )
     make = params if _makes_parameters(params) else lambda: jax.tree.map(_valued, params)
     shapes = jax.eval_shape(make) if make is params else jax.tree.map(_shape, params)

@@ -46,7 +46,7 @@ def measure(
     1.0
     """
     if not isinstance(steps, int) or steps < 1:
-        raise ModelError(f"steps={steps!r}: say how many steps are timed, a whole number from 1.")
+        raise ModelError(f"steps must be a whole number, at least 1; received {steps!r}.")
     batch = _valued(batch)
     if not isinstance(model, Program):
         return _of_keras(model, batch, _strategy(strategy), steps)

@@ -28,10 +28,10 @@ def named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
                 f"expected a JAX device or its name, such as 'cpu:3'; received {device!r}."
             )
         elif platform not in (None, resolved.platform, "cuda", "rocm"):  # both are JAX's "gpu"
-            faults.append(f"device {device!r} is not of the platform asked for, {platform!r}.")
+            faults.append(f"device {device!r} is not of platform {platform!r}.")
         chosen.append(resolved)
     if not chosen:
-        faults.append("devices=[] leaves nothing to make a mesh of; without it all are taken.")
+        faults.append("devices=[] is empty; leave it out to use all devices.")
     if faults:
         raise MeshError("\n".join(faults))
     return chosen
@@ -76,7 +76,7 @@ def parse_ids(ids: str, wanted: int, text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", run)
         first, last = map(int, (match[1], match[2] or match[1])) if match else (1, 0)
         if last < first:
-            raise MeshError(f"{text!r} names no devices after '@'; write 'cpu:0-7' or 'cpu:0,2'.")
+            raise MeshError(f"invalid devices after '@' in {text!r}; write 'cpu:0-7' or 'cpu:0,2'.")
         runs.append((first, last))
     count = sum(last - first + 1 for first, last in runs)
     if count != wanted:

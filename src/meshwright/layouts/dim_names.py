@@ -39,13 +39,15 @@ class DimNames:
         faults = [_fault(name) for name in self.names if not _is_name(name)]
         counts = Counter(name for name in self.names if name != ANY)
         faults += [
-            f"dim {name!r} comes {count} times: dims of one array have different names. Name the "
+            f"dim {name!r} appears {count} times; dim names of one array must be unique. Name the "
             f"one that no rule should split '{ANY}'."
             for name, count in counts.items()
             if count > 1
         ]
         if not isinstance(self.pad, bool):
-            faults.append(f"pad={self.pad!r}: say True (weights may be padded) or False.")
+            faults.append(
+                f"pad must be True (weights may be padded) or False; received {self.pad!r}."
+            )
         if faults:
             raise DimError(f"dims({str(self)!r}): " + "\n".join(faults))
 
@@ -111,7 +113,7 @@ def dims(names: str | Iterable[str | None], *, pad: bool = False) -> DimNames:
     if isinstance(names, str):
         names = filter(None, _BETWEEN.split(names))
     elif not isinstance(names, Iterable):
-        raise DimError(f"names of dims are a text such as 'd_model d_ff'; received {names!r}.")
+        raise DimError(f"dim names must be a string such as 'd_model d_ff'; received {names!r}.")
     return DimNames(tuple(ANY if name is None else name for name in names), pad)
 
 
@@ -122,4 +124,4 @@ def _is_name(name: object) -> bool:
 def _fault(name: object) -> str:
     if isinstance(name, str) and ":" in name:
         return f"{name!r}: names stand alone here; sizes are the array's own."
-    return f"a dim's name is a word such as 'd_model'; received {name!r}."
+    return f"a dim name must be a word such as 'd_model'; received {name!r}."

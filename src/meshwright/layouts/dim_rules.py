@@ -36,10 +36,10 @@ class Dim:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise DimError(f"a dim's name is a word such as 'batch'; received {self.name!r}.")
+            raise DimError(f"a dim name must be a word such as 'batch'; received {self.name!r}.")
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 0:
             raise DimError(
-                f"the size of dim {self.name!r} is a whole number from 0 on; "
+                f"the size of dim {self.name!r} must be a whole number, at least 0; "
                 f"received {self.size!r}."
             )
 
@@ -85,8 +85,8 @@ def as_dims(dims: DimsLike) -> Dims:
     twice = [name for name, count in Counter(dim.name for dim in result).items() if count > 1]
     if twice:
         raise DimError(
-            f"dim {twice[0]!r} comes twice in [{text_of(result)}]: dims of one array have "
-            "different names. Rename one of them."
+            f"dim {twice[0]!r} appears twice in [{text_of(result)}]; dim names of one array must "
+            "be unique. Rename one of them."
         )
     return result
 
@@ -276,7 +276,7 @@ def _pairs_given(rules: object) -> tuple[tuple[str, str], ...]:
 def _faults_of_axes(dim: str, axes: str) -> Iterator[str]:
     several = axes.split(_PLUS)
     if not all(several):
-        yield f"rule '{dim}:{axes}' names no axis beside '{_PLUS}': write '{dim}:rows+cols'."
+        yield f"rule '{dim}:{axes}' has an empty axis next to '{_PLUS}': write '{dim}:rows+cols'."
     yield from (
         f"rule '{dim}:{axes}' names axis {axis!r} more than once."
         for axis, count in Counter(several).items()

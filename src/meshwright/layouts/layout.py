@@ -46,11 +46,13 @@ class Layout(Viewable):
     def __init__(self, specs: Specs, mesh: Mesh | None = None, *, pad: bool = False) -> None:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise LayoutError(
-                f"a layout lies on a meshwright Mesh; received {mesh!r}. "
+                f"expected a meshwright Mesh; received {mesh!r}. "
                 "Mesh.from_jax(mesh) makes one from a JAX mesh."
             )
         if not isinstance(pad, bool):
-            raise LayoutError(f"pad={pad!r}: say True (weights may be padded) or False.")
+            raise LayoutError(
+                f"pad must be True (weights may be padded) or False; received {pad!r}."
+            )
         entries = _normalised(specs)
         faults = _spec_faults(entries, mesh)
         if faults:
@@ -209,7 +211,7 @@ class Layout(Viewable):
                 f"{self.rank}: write one entry per dim."
             ]
         if not _are_sizes(dims):
-            return [f"{name} has dims {tuple(dims)}; sizes are whole numbers from 0 up."]
+            return [f"{name} has dims {tuple(dims)}; sizes must be whole numbers, at least 0."]
         return [
             _indivisible(name, dims, dim, self)
             for dim in range(self.rank)
@@ -372,7 +374,7 @@ def _entry(spec: Any) -> Spec:
         return spec
     if not isinstance(spec, Sequence) or not all(isinstance(axis, str) for axis in spec):
         raise LayoutError(
-            f"a dim lies on an axis, on a tuple of axes, or is UNSHARDED; received {spec!r}."
+            f"an entry must be an axis, a tuple of axes, or UNSHARDED; received {spec!r}."
         )
     axes = tuple(spec)
     return UNSHARDED if not axes else axes[0] if len(axes) == 1 else axes
@@ -398,8 +400,8 @@ def _spec_faults(specs: tuple[Spec, ...], mesh: Mesh | None) -> list[str]:
     for axis, dims in where.items():
         if len(dims) > 1:
             faults.append(
-                f"axis {axis!r} is used {len(dims)} times, on dims {dims}. One axis can cut one "
-                "dim of a tensor; leave the others UNSHARDED."
+                f"axis {axis!r} is used {len(dims)} times, on dims {dims}. One axis can split only "
+                "one dim of a tensor; leave the others UNSHARDED."
             )
         if mesh is not None and axis not in mesh:
             faults.append(
@@ -433,7 +435,7 @@ def _is_symbol(size: Any) -> bool:
 
 def _whole_rank(rank: int) -> int:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-        raise LayoutError(f"rank must be an integer from 0 up; received {rank!r}.")
+        raise LayoutError(f"rank must be an integer, at least 0; received {rank!r}.")
     return rank
 
 

@@ -41,7 +41,7 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
     def __init__(self, mesh: Mesh | None = None, layouts: Any = ()) -> None:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise LayoutError(
-                f"LayoutMap(mesh, layouts) takes a meshwright Mesh first; received {mesh!r}. "
+                f"the first argument of LayoutMap must be a meshwright Mesh; received {mesh!r}. "
                 "Layouts alone are LayoutMap(layouts=...)."
             )
         self.mesh = mesh
@@ -51,7 +51,7 @@ class LayoutMap(Viewable, MutableMapping[str, Given]):
     def __setitem__(self, pattern: str, layout: Given | Specs) -> None:
         if not isinstance(pattern, str) or not pattern:
             raise LayoutError(
-                f"a pattern is a text such as 'feature.*kernel'; received {pattern!r}."
+                f"a pattern must be a string such as 'feature.*kernel'; received {pattern!r}."
             )
         try:
             re.compile(pattern)

@@ -62,7 +62,7 @@ class Mesh(Viewable):
             devices = tuple(devices)
         faults = _axis_faults(pairs) or _device_faults(pairs, devices)
         if not isinstance(name, str) or (name and not re.fullmatch(r"\w+", name)):
-            faults.append(f"the mesh's name {name!r} is not made of letters, digits and '_'.")
+            faults.append(f"invalid mesh name {name!r}: use letters, digits and '_'.")
         if faults:
             raise MeshError("\n".join(faults))
         object.__setattr__(self, "axes", pairs)
@@ -163,7 +163,7 @@ class Mesh(Viewable):
         """The devices, row-major. Raises :class:`TopologyError` if the mesh is abstract."""
         if self.devices is None:
             raise TopologyError(
-                f"the mesh ({self.axes_text}) is abstract: it has axes and no devices. "
+                f"the mesh ({self.axes_text}) is abstract: it has axes but no devices. "
                 f"Bind it with create_mesh({dict(self.axes)!r}), on a machine with "
                 f"{self.size} devices or after virtual_devices({self.size})."
             )
@@ -349,7 +349,7 @@ def _pairs(axes: AxesLike) -> tuple[tuple[str, int], ...]:
         )
     except (TypeError, ValueError):
         raise MeshError(
-            f"axes are pairs (name, size) or a mapping, such as {{'batch': 4, 'model': 2}}; "
+            f"axes must be pairs (name, size) or a mapping, such as {{'batch': 4, 'model': 2}}; "
             f"received {axes!r}."
         ) from None
 
@@ -374,10 +374,12 @@ def _axis_faults(pairs: tuple[tuple[str, int], ...], wildcard: bool = False) -> 
             )
     for axis, size in pairs:
         if not _is_whole(size) or (size < 1 and not (wildcard and size == -1)):
-            allowed = "a whole number from 1 up" + (", or -1 once" if wildcard else "")
-            faults.append(f"axis {axis!r} has size {size!r}; a size is {allowed}.")
+            allowed = "a whole number, at least 1" + (", or -1 once" if wildcard else "")
+            faults.append(f"axis {axis!r} has size {size!r}; a size must be {allowed}.")
     if [size for _, size in pairs].count(-1) > 1:
-        faults.append("-1 ('the rest') stands for more than one axis; only one can be left open.")
+        faults.append(
+            "-1 ('the rest') is given for more than one axis; only one size can be inferred."
+        )
     return faults
 
 
@@ -388,14 +390,14 @@ def _device_faults(
         return []
     strangers = [d for d in devices if not hasattr(d, "platform")]
     if strangers:
-        return [f"a mesh is made of JAX devices; received {', '.join(map(repr, strangers))}."]
+        return [f"expected JAX devices; received {', '.join(map(repr, strangers))}."]
     faults = []
     wanted = math.prod(size for _, size in pairs)
     if wanted != len(devices):
         faults.append(_wrong_count(pairs, devices, may_shrink=False))
     twice = [str(device) for device, times in Counter(devices).items() if times > 1]
     if twice:
-        faults.append(f"the same device stands twice in the mesh: {', '.join(twice)}.")
+        faults.append(f"the same device appears twice in the mesh: {', '.join(twice)}.")
     platforms = sorted({d.platform for d in devices})
     if len(platforms) > 1:
         faults.append(f"the devices are of different platforms: {', '.join(platforms)}.")

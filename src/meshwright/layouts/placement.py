@@ -174,8 +174,8 @@ class Placement:
         faults += [f"{what}: {_PADS_WEIGHTS}" for what, asked in arrays + outputs if asked.pad]
         if self.zero and self.batch is None:
             faults.append(
-                f"zero={self.zero} shares state out over the axes of the batch, and batch=None "
-                "names none. Name them, or say zero=0."
+                f"zero={self.zero} shards state over the axes of the batch, but batch=None "
+                "names none. Name them, or set zero=0."
             )
         if faults := faults + batch_axes_faults(self.batch, self.mesh):
             raise LayoutError("\n".join(faults))

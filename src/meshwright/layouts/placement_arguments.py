@@ -25,18 +25,18 @@ def batch_by(rules: DimRules | None, batch: Any) -> Any:
     batch = tuple(batch) if isinstance(batch, list) else batch
     if ruled is not None and batch not in (ruled, (ruled,)):
         raise LayoutError(
-            f"batch={batch!r} and the rule 'batch:{'+'.join(as_axes(ruled))}' say different axes "
-            "for the batch. Leave batch= out, or take the rule out."
+            f"batch={batch!r} and the rule 'batch:{'+'.join(as_axes(ruled))}' give different axes "
+            "for the batch. Leave batch= out, or remove the rule."
         )
     return batch
 
 
 def batch_axes_faults(batch: Any, mesh: Mesh) -> list[str]:
     if batch is not None and not isinstance(batch, str | tuple):
-        return [f"batch={batch!r}: the batch lies on an axis, on a tuple of axes, or on None."]
+        return [f"batch must be an axis, a tuple of axes, or None; received {batch!r}."]
     axes = as_axes(batch)
     unknown = [
-        f"batch={batch!r}: the mesh ({mesh.axes_text}) has no axis {axis!r}. Say "
+        f"batch={batch!r}: the mesh ({mesh.axes_text}) has no axis {axis!r}. Use "
         f"batch={mesh.axis_names[0]!r}, or batch=None to give every device all rows."
         for axis in axes
         if axis not in mesh
@@ -74,7 +74,7 @@ def keyed(layouts: Any, what: str) -> tuple[tuple[str | int, Given], ...]:
         layouts = {0: layouts}
     for key in layouts:
         if not isinstance(key, str | int):
-            raise LayoutError(f"{what} are named by name or position; received {key!r}.")
+            raise LayoutError(f"{what} must be keyed by name or position; received {key!r}.")
     return tuple((key, _layout_of(f"{what}[{key!r}]", layout)) for key, layout in layouts.items())
 
 

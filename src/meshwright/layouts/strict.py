@@ -52,7 +52,7 @@ def inspect(
     if large := unnamed(placement, infos):
         text = _unnamed_text(large, name)
         if placement.unmatched == "error":
-            raise PlacementError(f"{text}Add a layout for them, or say unmatched='replicate'.")
+            raise PlacementError(f"{text}Add a layout for them, or set unmatched='replicate'.")
         if placement.unmatched == "warn":
             text += "Add a layout for them; unmatched='error' refuses them, 'replicate' is silent."
             warn(text)
@@ -189,7 +189,7 @@ def _why_idle(entry: PathLayout, layouts: Sequence[PathLayout], infos: Sequence[
     takers = ", ".join(sorted(repr(other.pattern) for other in others if other is not None))
     more = f" and {len(matches) - 1} more" if len(matches) > 1 else ""
     return (
-        f"{entry.pattern!r} comes too late: what it matches ({matches[0].path!r}{more}) is laid "
+        f"{entry.pattern!r} is shadowed: what it matches ({matches[0].path!r}{more}) is laid "
         f"out by {takers}."
     )
 

@@ -113,11 +113,17 @@ class _Adafactor:
     def __post_init__(self) -> None:
         faults = []
         if self.clip is not None and not self.clip > 0:
-            faults.append(f"clip={self.clip!r}: a root mean square above 0, or None.")
+            faults.append(
+                f"clip must be a root mean square above 0, or None; received {self.clip!r}."
+            )
         if not self.decay > 0:
-            faults.append(f"decay={self.decay!r}: an exponent above 0; the paper has 0.8.")
+            faults.append(
+                f"decay must be an exponent above 0 (0.8 in the paper); received {self.decay!r}."
+            )
         if self.momentum is not None and not 0 <= self.momentum < 1:
-            faults.append(f"momentum={self.momentum!r}: a part, from 0 to below 1, or None.")
+            faults.append(
+                f"momentum must be at least 0 and below 1, or None; received {self.momentum!r}."
+            )
         if faults:
             raise ModelError("adafactor: " + "\n".join(faults))
 

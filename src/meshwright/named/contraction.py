@@ -59,7 +59,7 @@ def einsum(
         xs = [xs]
     arrays = [as_named(x) for x in xs]
     if not arrays:
-        raise DimError("einsum of no arrays has no result: give at least one.")
+        raise DimError("einsum needs at least one array.")
     every = union(*(x.dims for x in arrays), what="einsum")
     names = rename or {}
     result = _result_dims(arrays, every, _with_old_names(out, names, every), reduce)
@@ -91,7 +91,7 @@ def _renamed(kept: Dims, names: Mapping[str, str], new: Dims) -> Dims:
     lost = [name for name in names if name not in {dim.name for dim in kept}]
     if lost:
         raise DimError(
-            f"einsum: rename= speaks of {', '.join(map(repr, lost))}, which the product over "
+            f"einsum: rename= names {', '.join(map(repr, lost))}, which the product over "
             f"[{text_of(kept)}] does not keep. It goes from old names to new ones, and out= has "
             "the new ones."
         )

@@ -74,17 +74,18 @@ class Gating:
 
     def _faults(self) -> Any:
         if self.choose not in ("top_2", "switch"):
-            yield f"choose={self.choose!r}: experts are chosen by 'top_2' or 'switch'."
+            yield f"choose must be 'top_2' or 'switch'; received {self.choose!r}."
         elif self.choose == "top_2" and self.dim.size < 2:
-            yield f"choose='top_2' of {self.dim}: there is no second expert. Take 'switch'."
+            yield f"choose='top_2' needs two experts; received {self.dim}. Use 'switch'."
         for name in ("second_policy", "second_policy_eval"):
             if (policy := getattr(self, name)) not in ("random", "threshold", "all"):
-                yield f"{name}={policy!r}: there are 'random', 'threshold' and 'all'."
+                yield f"{name} must be 'random', 'threshold' or 'all'; received {policy!r}."
         if self.group_size is not None and self.group_size < 1:
-            yield f"group_size={self.group_size}: a group has 1 token or more; None is a sequence."
+            size = self.group_size
+            yield f"group_size must be at least 1, or None for a sequence; received {size}."
         for name in ("capacity_factor", "capacity_factor_eval", "min_capacity", "second_threshold"):
             if not (value := getattr(self, name)) >= 0:
-                yield f"{name}={value!r}: it is 0 or more."
+                yield f"{name} must be at least 0; received {value!r}."
 
     @property
     def dim(self) -> Dim:

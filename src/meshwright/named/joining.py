@@ -150,8 +150,8 @@ def stack(xs: Sequence[Any], name: str, position: int = 0) -> NamedArray:
         )
     if not 0 <= position <= len(order):
         raise DimError(
-            f"stack: position {position} is none of 0 to {len(order)}, where a new dim can stand "
-            f"in [{text_of(order)}]."
+            f"stack: position {position} is out of range: a new dim of [{text_of(order)}] can have "
+            f"positions 0 to {len(order)}."
         )
     bare = [_ordered(x, order).array for x in arrays]
     dims = (*order[:position], Dim(name, len(bare)), *order[position:])
@@ -186,7 +186,7 @@ def unstack(x: Any, dim: str | Dim) -> list[NamedArray]:
 def _several(xs: Sequence[Any], what: str) -> list[NamedArray]:
     arrays = [as_named(x) for x in ([xs] if isinstance(xs, NamedArray) else xs)]
     if not arrays:
-        raise DimError(f"{what} of no arrays has no result: give at least one.")
+        raise DimError(f"{what} needs at least one array.")
     dtype = jnp.result_type(*(x.array for x in arrays))
     return [NamedArray(x.array.astype(dtype), x.dims) for x in arrays]
 

@@ -235,7 +235,7 @@ def _start_of(checkpoints: Checkpoints, resume: Resume) -> CheckpointInfo | None
     if resume is False and latest is not None:
         raise CheckpointError(
             f"resume=False, but {checkpoints.directory} holds checkpoints up to step "
-            f"{latest.step}, which are not written over. Name another directory, remove this one, "
-            "or say resume='auto' to go on from there."
+            f"{latest.step}, which are not overwritten. Choose another directory, remove this one, "
+            "or use resume='auto' to go on from there."
         )
     return latest

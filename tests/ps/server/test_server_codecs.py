@@ -46,7 +46,7 @@ def test_a_server_decodes_what_was_made_smaller() -> None:
 def test_what_does_not_decode_is_refused() -> None:
     with pytest.raises(mw.ArrayError, match=r"codec 'zip'. Codecs are None, 'float16'"):
         stepped([np.zeros(8, "f")], "zip")
-    with pytest.raises(mw.ArrayError, match="codec 'topk' takes 2 arrays, and 1 came"):
+    with pytest.raises(mw.ArrayError, match="codec 'topk' takes 2 arrays; received 1"):
         stepped([np.zeros(8, "f")], "topk")
     with pytest.raises(mw.ArrayError, match="places outside an array of 8 elements"):
         stepped([np.array([8]), np.zeros(1, "f")], "topk")
@@ -54,7 +54,7 @@ def test_what_does_not_decode_is_refused() -> None:
         stepped([np.array([1]), np.zeros(2, "f")], "topk")
     with pytest.raises(mw.ArrayError, match="16 bits as uint16, not float32"):
         stepped([np.zeros((4, 2), "f")], "bfloat16")
-    with pytest.raises(mw.ArrayError, match=r"of shape \[8\] came for \[4, 2\]"):
+    with pytest.raises(mw.ArrayError, match=r"of shape \[4, 2\]; received \[8\]"):
         stepped([np.zeros(8, np.float16)], "float16")
     with pytest.raises(mw.ArrayError, match="came with int64, not with floats"):
         stepped([np.zeros((4, 2), np.int64)], None)

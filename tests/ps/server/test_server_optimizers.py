@@ -314,7 +314,7 @@ def test_more_variables_may_come_to_an_optimizer_and_others_keep_what_they_have(
 def test_integers_have_no_optimizer() -> None:
     server = Asking()
     server.table("steps", [], "int64")
-    with pytest.raises(mw.ModelError, match=r"floats alone, and not 'steps' \(int64\)"):
+    with pytest.raises(mw.ModelError, match=r"floats only; received 'steps' \(int64\)"):
         server.optimizer("SGD", ["steps"])
 
 

@@ -69,8 +69,8 @@ def test_only_the_rows_that_are_named_change(op) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([0, 5], r"row 5 is asked of 't', which has rows 0 to 4 here \(1 such rows\)"),
-        ([-1], r"row -1 is asked of 't'"),
+        ([0, 5], r"row 5 is out of range for 't', which has rows 0 to 4 here \(1 such rows\)"),
+        ([-1], r"row -1 is out of range for 't'"),
         ([[0]], r"named by one dim of integers; there came int64 of shape \(1, 1\)"),
         ([0.5], "there came float64"),
     ],

@@ -48,7 +48,7 @@ def counter_of(model: keras.Model, variables: KerasVariables) -> str | None:
 def can_stand_still(model: keras.Model, variables: KerasVariables) -> str:
     """Why this model's step cannot be made to stand still; empty if it can."""
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
-        return "its LossScaleOptimizer leaves steps out by itself"
+        return "its LossScaleOptimizer skips steps itself"
     if _compat.has_own(model, "train_step"):
         return "it brings its own train_step"
     if not loss_metrics(model, variables) or counter_of(model, variables) is None:
@@ -161,14 +161,14 @@ class FiniteGuard:
 
 
 def _words(fault: NotFinite) -> list[str]:
-    facts = [f"its batch holds such numbers, {_PARTS.sub(_part, path)}" for path in fault.inputs]
+    facts = [f"its batch holds such values, {_PARTS.sub(_part, path)}" for path in fault.inputs]
     if fault.parameters:
         facts.append(f"parameters were so before it: {_some(fault.parameters)}")
     if fault.operation:
         facts.append(f"the first such result is that of {fault.operation}")
     facts.append(f"its loss is {fault.loss:.6g}")
     if fault.gradients:
-        facts.append(f"not finite are the gradients of {_some(fault.gradients)}")
+        facts.append(f"the gradients of {_some(fault.gradients)} are not finite")
     return facts
 
 

@@ -44,7 +44,7 @@ class CompressedAttention(Attention):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.radius is not None:
-            raise DimError("compressed attention is to all positions: leave out radius=.")
+            raise DimError("compressed attention is to all positions and does not support radius=.")
         if self.window < 1:
             raise DimError(f"window must be 1 or more; received {self.window!r}.")
 
@@ -81,8 +81,8 @@ class CompressedAttention(Attention):
     def _seen(self, length: Dim, mask: Mask, segments: Mask, prefix: Mask) -> Mask:
         if segments is not None or prefix is not None:
             raise DimError(
-                "compressed attention takes no segments= and no prefix=: the positions of a mean "
-                "may lie on both sides of a border."
+                "compressed attention does not support segments= or prefix=: the positions of a "
+                "mean may lie on both sides of a border."
             )
         return mask
 

@@ -297,10 +297,7 @@ class Attention:
         key: Any,
     ) -> NamedArray:
         if prefix is not None:
-            raise DimError(
-                "local attention has no prefix that every position sees: leave out prefix= or "
-                "radius=."
-            )
+            raise DimError("local attention does not support prefix=: leave it or radius= out.")
         if mask is not None and len(self._lengths) == 1:
             if self.length in mask.shape:
                 raise DimError(

@@ -49,9 +49,7 @@ def relative_of(
     if positions != "relative":
         return None
     if heads is None:
-        raise ModelError(
-            "positions='relative' takes the dim 'heads', or a RelativeBias in its place."
-        )
+        raise ModelError("positions='relative' needs the dim 'heads', or a RelativeBias instead.")
     return RelativeBias(heads, causal=causal)
 
 

@@ -57,7 +57,7 @@ def greedy(
     drawing = not isinstance(temperature, (int, float)) or temperature != 0
     if drawing and key is None:
         raise ModelError(
-            f"temperature={temperature!r} draws tokens, which takes a key: key=jax.random.key(0)."
+            f"temperature={temperature!r} samples tokens and needs a key: key=jax.random.key(0)."
         )
     forced, along = cast(forced, jnp.int32), find(forced.dims, length)
     first = filled(without(forced.dims, [along]), start)
@@ -109,7 +109,7 @@ def beam_search(
     certain, and in the length.
     """
     if alpha < 0:
-        raise ModelError(f"alpha={alpha!r} would punish long sequences twice; give 0 or more.")
+        raise ModelError(f"alpha={alpha!r} would penalize long sequences twice; give 0 or more.")
     forced, along = cast(forced, jnp.int32), find(forced.dims, length)
     beam = as_dim(beam, "beam")
     per_beam = (*without(forced.dims, [along]), beam)

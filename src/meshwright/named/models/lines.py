@@ -41,7 +41,7 @@ def for_each(
     [1, 9, 4]
     """
     if rows < 1:
-        raise DataError(f"rows={rows!r}: a batch has 1 row or more.")
+        raise DataError(f"rows must be at least 1; received {rows!r}.")
     numbered = enumerate(examples)
     while some := list(itertools.islice(numbered, rows)):
         for number, example in some:

@@ -33,7 +33,7 @@ def pack(
     tokens_places [[0, 1, 2, 0, 1, 0]]
     """
     if rows is not None and rows < 1:
-        raise DataError(f"rows={rows!r}: a batch has 1 row or more; None is one batch of all.")
+        raise DataError(f"rows must be at least 1, or None for one batch; received {rows!r}.")
     done: list[list[Example]] = []
     for row in _filled(examples, lengths):
         done.append(row)

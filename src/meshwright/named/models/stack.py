@@ -188,7 +188,7 @@ class Stack:
                 f"shared=True makes all layers one block; received {count} that take turns."
             )
         if not count:
-            raise ModelError("a Stack takes one Block or more; received none.")
+            raise ModelError("a Stack needs at least one Block; received none.")
         if self.scan and self._layers.size % count:
             raise ModelError(
                 f"with scan=True, {self._layers} must be a multiple of the {count} blocks that "

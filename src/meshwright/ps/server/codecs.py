@@ -25,13 +25,15 @@ def decode_gradient(
     """
     if codec not in CODECS:
         names = ", ".join(repr(name) for name in CODECS)
-        raise ArrayError(f"a gradient came in codec {codec!r}. Codecs are {names}.")
+        raise ArrayError(f"unknown gradient codec {codec!r}; expected one of {names}.")
     count, decode = CODECS[codec]
     if len(arrays) != count:
-        raise ArrayError(f"codec {codec!r} takes {count} arrays, and {len(arrays)} came.")
+        raise ArrayError(f"codec {codec!r} takes {count} arrays; received {len(arrays)}.")
     gradient = decode(arrays, shape)
     if gradient.shape != shape:
-        raise ArrayError(f"a gradient of shape {list(gradient.shape)} came for {list(shape)}.")
+        raise ArrayError(
+            f"expected a gradient of shape {list(shape)}; received {list(gradient.shape)}."
+        )
     return gradient
 
 

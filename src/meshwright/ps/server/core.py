@@ -111,7 +111,7 @@ class ServerCore:
         answer = _ANSWERS.get(message.kind)
         if answer is None:
             raise ProtocolError(
-                f"{self.task} does not know what {message.kind!r} asks for. It answers "
+                f"{self.task}: unknown request {message.kind!r}; expected one of "
                 f"{', '.join(sorted(_ANSWERS))}.",
                 self.task,
             )

@@ -182,4 +182,4 @@ def _same(one: Group, other: Group) -> bool:
 def _check_floats(shards: Sequence[Shard]) -> None:
     wrong = [f"{shard.name!r} ({shard.dtype})" for shard in shards if shard.dtype.kind != "f"]
     if wrong:
-        raise ModelError(f"an optimizer changes floats alone, and not {', '.join(wrong)}.")
+        raise ModelError(f"optimizers update floats only; received {', '.join(wrong)}.")

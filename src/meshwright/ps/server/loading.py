@@ -43,7 +43,7 @@ def load(store: Store, message: Message) -> None:
 def _load_values(shard: Shard, values: np.ndarray) -> None:
     if values.shape != shard.shape:
         raise ArrayError(
-            f"variable {shard.name!r} has shape {list(shard.shape)}, and {list(values.shape)} came."
+            f"variable {shard.name!r} has shape {list(shard.shape)}; received {list(values.shape)}."
         )
     np.copyto(shard.values, values, casting="same_kind")
 
@@ -75,8 +75,8 @@ def _load_slots(shard: Shard, names: Sequence[str], arrays: Iterator[np.ndarray]
         slot = shard.slot(name)
         if slot.shape != array.shape:
             raise ArrayError(
-                f"slot {name!r} of {shard.name!r} has shape {list(slot.shape)}, and "
-                f"{list(array.shape)} came."
+                f"slot {name!r} of {shard.name!r} has shape {list(slot.shape)}; received "
+                f"{list(array.shape)}."
             )
         np.copyto(slot, array, casting="same_kind")
 

@@ -77,7 +77,7 @@ class Shard:
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self.shape[0]):
             wrong = rows[(rows < 0) | (rows >= self.shape[0])]
             raise ArrayError(
-                f"row {int(wrong[0])} is asked of {self.name!r}, which has rows 0 to "
+                f"row {int(wrong[0])} is out of range for {self.name!r}, which has rows 0 to "
                 f"{self.shape[0] - 1} here ({len(wrong)} such rows)."
             )
         return rows

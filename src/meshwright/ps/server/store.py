@@ -125,7 +125,7 @@ def _dtype(name: str, dtype: str) -> np.dtype:
         kind = None
     if kind is None or kind.kind not in "fiub":
         raise ArrayError(
-            f"variable {name!r} is to be {dtype}, which a server does not keep. It keeps floats, "
+            f"variable {name!r}: dtype {dtype} is not supported by servers, which hold floats, "
             "integers and booleans of NumPy; bfloat16 may be used on the wire, and by the workers."
         )
     return kind

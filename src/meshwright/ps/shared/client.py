@@ -343,7 +343,7 @@ def checked_times(heartbeat_s: float, dead_after_s: float) -> tuple[float, float
     """Both, or :class:`~meshwright.errors.ClusterError` where they do not go together."""
     if not 0 < heartbeat_s < dead_after_s:
         raise ClusterError(
-            f"heartbeat_s={heartbeat_s!r} and dead_after_s={dead_after_s!r}: a worker must be able "
-            "to say that it lives before it is declared dead."
+            "heartbeat_s must be above 0, and dead_after_s above heartbeat_s; received "
+            f"heartbeat_s={heartbeat_s!r}, dead_after_s={dead_after_s!r}."
         )
     return heartbeat_s, dead_after_s

@@ -113,12 +113,12 @@ def gradient_options(consistency: Consistency) -> dict[str, Any]:
 
 def _check_whole(name: str, number: object, least: int) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise ClusterError(f"{name}({number!r}): give a whole number from {least}.")
+        raise ClusterError(f"{name} needs a whole number, at least {least}; received {number!r}.")
 
 
 def _check_options(compensation: float, adaptive: bool) -> None:
     if not compensation >= 0:
-        raise ClusterError(f"compensation={compensation!r}: give a number from 0.")
+        raise ClusterError(f"compensation must be at least 0; received {compensation!r}.")
     if adaptive and not compensation:
         raise ClusterError(
             "adaptive=True is how delays are compensated: give compensation= too, 2.0 for example."
