@@ -173,7 +173,9 @@ def test_of_several_device_counts_among_the_flags_the_largest_rules():
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, "8", None, True])
 def test_a_count_that_is_none_is_an_error(count):
-    with pytest.raises(TopologyError, match="the count is a whole number from 1 up") as error:
+    with pytest.raises(
+        TopologyError, match="the count must be a whole number, at least 1"
+    ) as error:
         mw.virtual_devices(count)
     assert f"virtual_devices({count!r})" in str(error.value)
     assert isinstance(error.value, MeshwrightError)

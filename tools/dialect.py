@@ -40,6 +40,15 @@ PHRASES = (
     r"sees? to it\b",
     r"without a word\b",
     r"(?<!no )one's own\b",
+    r"comes (twice|\d+ times)",
+    r"stands? twice",
+    r"say (True|False|\w+=)",
+    r"(is|are) a text\b",
+    r"from [01] (on|up)\b",
+    r"speaks? of\b",
+    r"is asked of\b",
+    r"lies? so\b",
+    r"gone on\b",
 )
 FOUND = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)
 

@@ -42,7 +42,9 @@ def virtual_devices(count: int) -> None:
     '4\\n'
     """
     if not hasattr(count, "__index__") or isinstance(count, bool) or count < 1:
-        raise TopologyError(f"virtual_devices({count!r}): the count is a whole number from 1 up.")
+        raise TopologyError(
+            f"virtual_devices({count!r}): the count must be a whole number, at least 1."
+        )
     import jax
 
     if _compat.jax_is_running():

@@ -279,8 +279,8 @@ def test_two_numbers_on_the_command_line_make_a_group_elastic(monkeypatch, argum
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--processes", "8:2"], "expected a number from 1 up, or two such as 2:8"),
-        (["--processes", "0"], "expected a number from 1 up"),
+        (["--processes", "8:2"], "expected a number, at least 1, or two such as 2:8"),
+        (["--processes", "0"], "expected a number, at least 1"),
         (["--processes", "2:8", "--hosts", "a,b"], "with --hosts the number of hosts may change"),
     ],
 )

@@ -364,7 +364,7 @@ def test_a_rule_that_no_dim_has_is_an_error_and_without_strict_a_warning():
         inspect(placement, [info()])
     assert str(error.value) == (
         "no dim is named as in the rule(s) 'dff:cols', so they split nothing. Named dims: 'd_ff', "
-        "'d_model'. Correct the rules or take them out; strict=False makes this a warning."
+        "'d_model'. Correct the rules or remove them; strict=False makes this a warning."
     )
     lenient = Placement.of(MESH, FFN, rules="batch:rows;dff:cols;d_ff:cols", strict=False)
     with pytest.warns(MeshwrightWarning, match="no dim is named as in the rule.* 'dff:cols'"):

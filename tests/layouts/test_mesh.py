@@ -273,7 +273,7 @@ FAULTS = {
     "a number as a name": (lambda: Mesh({4: 4}), "invalid axis name 4"),
     "a list as a name": (lambda: Mesh([(["a"], 4)]), r"invalid axis name \['a'\]"),
     "no name": (lambda: Mesh({"": 4}), "invalid axis name ''"),
-    "size zero": (lambda: Mesh({"batch": 0}), "axis 'batch' has size 0; .* from 1 up"),
+    "size zero": (lambda: Mesh({"batch": 0}), "axis 'batch' has size 0; .*, at least 1"),
     "a negative size": (lambda: Mesh({"batch": -4}), "axis 'batch' has size -4"),
     "the rest, of nothing": (lambda: Mesh({"batch": -1}), "axis 'batch' has size -1"),
     "half a size": (lambda: Mesh({"batch": 2.5}), "axis 'batch' has size 2.5"),

@@ -37,7 +37,7 @@ def test_rules_that_place_nothing_are_listed_together_with_the_nearest_paths() -
         "'output/kernel', 'hidden/bias'.\n"
         "  'output.*kernel' is shadowed: what it matches ('output/kernel') is laid out by "
         "'.*kernel'.\n"
-        "Correct them or take them out; strict=False makes this a warning."
+        "Correct them or remove them; strict=False makes this a warning."
     )
 
 

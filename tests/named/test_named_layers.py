@@ -337,7 +337,7 @@ def test_rules_may_be_given() -> None:
          DimError, "targets of float32 lack dim 'vocab:4': class numbers are whole numbers"),
         (lambda: layers.attend_locally(normal("length:4 d_kv:2"), normal("length:4 d_kv:2"),
                                        normal("length:4 d_kv:2"), 0),
-         DimError, "radius must be whole numbers from 1 on; received 0"),
+         DimError, "radius must be whole numbers, at least 1; received 0"),
         (lambda: layers.attend_locally(normal("length:4 d_kv:2"), normal("memory:4 d_kv:2"),
                                        normal("memory:4 d_kv:2"), 1),
          DimError, r"queries \[length:4 d_kv:2\] have length:4, and so should keys \[memory:4"),

@@ -324,7 +324,7 @@ IMAGE = layers.Attention("d_model:8", "heads:2", "d_kv:4", radius=2, length="hei
 @of_each(
     [
         ("cuts", lambda: layers.AdaptiveVocabulary("vocab:8", "d_model:4", (4, 4)),
-         r"cuts must rise from 1 on and stay below vocab:8; received \(4, 4\)"),
+         r"cuts must be at least 1, increase and stay below vocab:8; received \(4, 4\)"),
         ("shrink", lambda: layers.AdaptiveVocabulary("vocab:8", "d_model:4", (4,), 0),
          "shrink must be 1 or more"),
         ("a radius of means", lambda: dataclasses.replace(MEANS, radius=2), "leave out radius="),

@@ -120,7 +120,7 @@ def _copied(arrays: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _copier(lies: tuple[tuple[str, Any], ...]) -> Any:
-    """One compiled function that copies arrays which lie so."""
+    """One compiled function that copies arrays with these layouts."""
     import jax
     import jax.numpy as jnp
 

@@ -33,7 +33,7 @@ class _Range(click.ParamType):
         least, _, most = str(value).partition(":")
         numbers = [least, most or least]
         if not all(n.isdecimal() for n in numbers) or not 1 <= int(least) <= int(numbers[1]):
-            self.fail(f"expected a number from 1 up, or two such as 2:8; received {value!r}.")
+            self.fail(f"expected a number, at least 1, or two such as 2:8; received {value!r}.")
         return int(least), int(numbers[1])
 
 

@@ -46,7 +46,7 @@ class Group:
         if sum(map(len, groups)) != pieces:
             raise DataError(
                 "mw.shard: processes share some rows of a batch and not others on the mesh "
-                f"{placement.mesh.axes_text}. Put the axes of the batch first, or say by='off'."
+                f"{placement.mesh.axes_text}. Put the axes of the batch first, or use by='off'."
             )
         return cls(groups.index(tuple(sorted(held[jax.process_index()]))), len(groups))
 
@@ -242,7 +242,7 @@ def shard(
             )
     else:
         if by == "file" and not rows.has_files:
-            faults.append(f"by='file' needs files; {type(source).__name__} has none. Say by='row'.")
+            faults.append(f"by='file' needs files; {type(source).__name__} has none. Use by='row'.")
         if not isinstance(batch_size, int) or batch_size < 1:
             faults.append(
                 "batch_size must be the rows of a batch of all processes, 1 or more; received "
@@ -273,7 +273,7 @@ def _dealing(source: ShardedRows, group: Group) -> Dealing:
     if source.by == "file" and files < group.number:
         raise DataError(
             f"mw.shard: by='file' gives each process whole files, and there are {files} for "
-            f"{group.number} processes. Write at least {group.number} files, or say by='row'."
+            f"{group.number} processes. Write at least {group.number} files, or use by='row'."
         )
     if source.by == "file" or (
         source.by == "auto" and source.rows.has_files and files >= group.number

@@ -1,7 +1,7 @@
 """Where a traced function repeats itself: the same equations, one copy after the other.
 
 Copies are found by structure, not by name: a period in the sequence of what equations do. How they
-hang together is then checked variable by variable. Nothing is asked of the model's author.
+hang together is then checked variable by variable. Nothing is required of the model's author.
 """
 
 from __future__ import annotations

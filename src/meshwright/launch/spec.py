@@ -37,7 +37,9 @@ class Task:
     def __post_init__(self) -> None:
         faults = [] if self.job in (*JOBS, RANK) else [_unknown_job(self.job)]
         if not _is_index(self.index):
-            faults.append(f"index {self.index!r} of a task: indices are whole numbers from 0 up.")
+            faults.append(
+                f"index {self.index!r} of a task: indices must be whole numbers, at least 0."
+            )
         if faults:
             raise ClusterError("\n".join(faults))
 
@@ -46,7 +48,7 @@ class Task:
 
     @classmethod
     def parse(cls, text: str) -> Task:
-        """The task that a text such as ``"worker:1"`` names; a bare ``"chief"`` is ``"chief:0"``.
+        """The task that a string such as ``"worker:1"`` names; a bare ``"chief"`` is ``"chief:0"``.
 
         Raises :class:`~meshwright.errors.ClusterError` for any other text.
         """
@@ -226,7 +228,7 @@ def _faults(entries: Mapping[Any, Sequence[tuple[Any, Any]]]) -> list[str]:
 def _task_faults(job: Any, index: Any, address: Any) -> list[str]:
     faults = []
     if not _is_index(index):
-        faults.append(f"index {index!r} of job {job!r}: indices are whole numbers from 0 up.")
+        faults.append(f"index {index!r} of job {job!r}: indices must be whole numbers, at least 0.")
     if not isinstance(address, str) or not _is_address(address):
         faults.append(
             f"{job}:{index} has address {address!r}. An address reads 'host:port' with a port "

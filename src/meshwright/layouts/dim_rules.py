@@ -62,7 +62,7 @@ RulesLike: TypeAlias = "DimRules | str | Mapping[str, AxesLike] | Iterable[tuple
 
 
 def as_dims(dims: DimsLike) -> Dims:
-    """Dims from a text such as ``"batch:64 io:16"``, from a :class:`Dim` or from several.
+    """Dims from a string such as ``"batch:64 io:16"``, from a :class:`Dim` or from several.
 
     Items of the text are separated by blanks, ``,``, ``.`` or ``;``. Raises :class:`DimError` for
     an invalid dim and for a duplicate name.
@@ -249,7 +249,7 @@ def pairs_of(text: str, like: str) -> Iterable[tuple[str, str]]:
 
 
 def _pairs_given(rules: object) -> tuple[tuple[str, str], ...]:
-    """The pairs of a mapping or of pairs, whose axes are a text or several."""
+    """The pairs of a mapping or of pairs, whose axes are one string or several."""
     items: Any = rules.items() if isinstance(rules, Mapping) else rules
     try:
         listed = [(dim, axes) for dim, axes in items]

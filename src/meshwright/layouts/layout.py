@@ -219,7 +219,7 @@ class Layout(Viewable):
         ]
 
     def check(self, dims: Sequence[int], name: str = "array") -> None:
-        """Raise :class:`LayoutError` if a tensor with these dims cannot lie so.
+        """Raise :class:`LayoutError` if a tensor with these dims do not fit.
 
         >>> Layout(["batch"], Mesh({"batch": 4})).check([30], name="x")
         Traceback (most recent call last):

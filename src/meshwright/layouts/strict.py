@@ -43,7 +43,7 @@ def inspect(
         ...
     meshwright.errors.PlacementError: 1 pattern(s) match no variable of the program, ...
       'hiden/kernel' matches no path. The nearest: 'hidden/kernel'.
-    Correct them or take them out; strict=False makes this a warning.
+    Correct them or remove them; strict=False makes this a warning.
     """
     infos = [info for info in infos if info.role not in ("metric", "slot")]
     refuse_idle_layouts(placement, infos, name)
@@ -73,7 +73,7 @@ def refuse_idle_layouts(
     if faults := idle_layouts(placement, infos):
         text = (
             f"{len(faults)} pattern(s) match no variable of {name}, and what they were meant for "
-            "may be replicated:\n" + "\n".join(merged(faults)) + "\nCorrect them or take them out"
+            "may be replicated:\n" + "\n".join(merged(faults)) + "\nCorrect them or remove them"
         )
         if len(faults) == len(placement.layouts) > _FEW:
             text = _of_another_model(placement.layouts, infos, name)
@@ -111,7 +111,7 @@ def refuse_idle_rules(placement: Placement) -> None:
     Traceback (most recent call last):
         ...
     meshwright.errors.PlacementError: no dim is named as in the rule(s) 'dff:all', so they split
-    nothing. Named dims: 'd_ff', 'd_model'. Correct the rules or take them out; strict=False makes
+    nothing. Named dims: 'd_ff', 'd_model'. Correct the rules or remove them; strict=False makes
     this a warning.
     """
     if placement.rules is None:
@@ -128,7 +128,7 @@ def refuse_idle_rules(placement: Placement) -> None:
     )
     text = (
         f"no dim is named as in the rule(s) {', '.join(idle)}, so they split nothing. {matched} "
-        "Correct the rules or take them out"
+        "Correct the rules or remove them"
     )
     if placement.strict:
         raise PlacementError(f"{text}; strict=False makes this a warning.")

@@ -180,7 +180,7 @@ class _ForJax:
 def named(array: Any, dims: DimsLike, *, rules: Any = None) -> NamedArray:
     """The array with names for its dims, laid out by the rules in force.
 
-    ``dims`` is a text such as ``"batch:64 io:16"``, or dims. Raises :class:`ArrayError` if sizes
+    ``dims`` is a string such as ``"batch:64 io:16"``, or dims. Raises :class:`ArrayError` if sizes
     and shape differ.
 
     >>> x = named(jnp.ones([8, 2]), "batch:8 io:2")

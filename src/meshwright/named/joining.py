@@ -68,8 +68,8 @@ def split(x: Any, dim: str | Dim, parts: int | Sequence[int]) -> list[NamedArray
         sizes = [int(size) for size in parts]
     if sum(sizes) != along.size or min(sizes, default=0) < 0:
         raise DimError(
-            f"split: sizes {sizes} add up to {sum(sizes)}; give sizes from 0 on that add up to all "
-            f"of {along}."
+            f"split: sizes {sizes} add up to {sum(sizes)}; sizes must be at least 0 and add up to "
+            f"{along}."
         )
     begins = np.cumsum([0, *sizes[:-1]]).tolist()
     return [
@@ -123,8 +123,8 @@ def pad(
     along = find(x.dims, dim)
     if before < 0 or after < 0:
         raise DimError(
-            f"pad: {before} before and {after} after dim {along.name!r}; these are numbers from 0 "
-            "on. Use slice to take elements away."
+            f"pad: before and after must be at least 0 for dim {along.name!r}; received {before} "
+            f"and {after}. Use slice to take elements away."
         )
     if as_named(value).dims:
         raise DimError(f"pad: the value has dims [{text_of(value.dims)}]; it is one number.")

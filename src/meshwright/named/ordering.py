@@ -109,7 +109,7 @@ def _extreme(function: Any, x: Any, dim: str | Dim, what: str) -> NamedArray:
 def _nth(x: NamedArray, n: int, dim: str | Dim, what: str, largest: bool) -> NamedArray:
     along = find(x.dims, dim)
     if not 0 <= n < along.size:
-        raise DimError(f"{what}: n={n} is none of 0 to {along.size - 1}, which {along} has.")
+        raise DimError(f"{what}: n={n} is out of range for {along}: 0 to {along.size - 1}.")
     if n > along.size // 2:  # it is closer to the other end
         n, largest = along.size - 1 - n, not largest
     x = x if largest else _reversed(x)

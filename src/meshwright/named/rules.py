@@ -23,7 +23,7 @@ from ..layouts.mesh import Mesh
 
 @dataclass(frozen=True)
 class BoundRules:
-    """Rules and the mesh that they speak of; a value, and ``rules=`` of every operation.
+    """Rules and the mesh whose axes they name; a value, and ``rules=`` of every operation.
 
     ``mapped`` are dims that arrays have and do not show: those that ``vmap`` maps over. ``ahead``
     lays out what is traced for an abstract mesh, to be compiled for devices that are not present.

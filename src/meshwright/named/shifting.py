@@ -85,9 +85,7 @@ def halo_exchange(
     within, over = find(x.dims, dim), find(x.dims, blocks)
     right = left if right is None else right
     if left < 0 or right < 0:
-        raise DimError(
-            f"halo_exchange: margins of {left} and {right}; these are numbers from 0 on."
-        )
+        raise DimError(f"halo_exchange: margins must be at least 0; received {left} and {right}.")
     if within == over:
         raise DimError(
             f"halo_exchange: dim {within.name!r} is both the blocks and within a block; cut it "

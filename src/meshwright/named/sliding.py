@@ -154,7 +154,7 @@ def _channels(x: Dims, kernel: Dims, reduce: Over, what: str) -> tuple[list[Dim]
         if not shared:
             raise DimError(
                 f"{what}: x [{text_of(x)}] and kernel [{text_of(kernel)}] share no dim, so there "
-                "are no input channels. Name those of the kernel as in x, or, if it has none, say "
+                "are no input channels. Name those of the kernel as in x, or, if it has none, use "
                 "reduce=()."
             )
         return shared, []

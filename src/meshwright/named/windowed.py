@@ -68,11 +68,11 @@ def per_dim(value: Any, names: Sequence[str], what: str, default: Any = None) ->
 
 
 def counts(value: Numbers, names: Sequence[str], what: str) -> dict[str, int]:
-    """Whole numbers from 1 on, one for each dim. Raises :class:`DimError` for others."""
+    """Whole numbers, at least 1, one for each dim. Raises :class:`DimError` for others."""
     numbers = per_dim(value, names, what, default=1)
     if wrong := {name: n for name, n in numbers.items() if not _is_whole(n) or n < 1}:
         raise DimError(
-            f"{what} must be whole numbers from 1 on; received "
+            f"{what} must be whole numbers, at least 1; received "
             f"{', '.join(f'{n!r} for dim {name!r}' for name, n in wrong.items())}."
         )
     return numbers
@@ -115,7 +115,7 @@ def _pair(padding: Any, name: str) -> tuple[tuple[int, int], str]:
             return (low, high), f"({low}, {high})"
     raise DimError(
         f"padding {padding!r} for dim {name!r} is not 'SAME', 'VALID', or a pair such as (1, 1): "
-        "the rows, from 0 on, that are put before and after."
+        "the numbers of rows before and after, at least 0."
     )
 
 

@@ -27,7 +27,7 @@ class GraphTensor:
     """An array of the step. ``dims`` are places in :attr:`Graph.dims`; ``None`` is never split.
 
     ``role`` is "parameter", "slot", "state", "input" or "activation" (gradients are activations).
-    No dim comes twice in one tensor. ``twin`` is the place of an array before that has the same
+    No dim appears twice in one tensor. ``twin`` is the place of an array before that has the same
     value, as where a block is computed again.
     """
 

@@ -229,7 +229,7 @@ def _start_of(checkpoints: Checkpoints, resume: Resume) -> CheckpointInfo | None
     latest = checkpoints.latest
     if resume is True and latest is None:
         raise CheckpointError(
-            f"resume=True, but {checkpoints.directory} holds no complete checkpoint. Say "
+            f"resume=True, but {checkpoints.directory} holds no complete checkpoint. Use "
             "resume='auto' to begin a new run there."
         )
     if resume is False and latest is not None:

@@ -3,7 +3,7 @@ the gradients of its weights, which can wait.
 
 Kept are the results of products and whatever else takes time; what is elementwise is computed
 again. The gradients of weights are cut off where the equations of the backward pass divide, so
-nothing is asked of the model (zero bubble, Qi et al., 2023).
+nothing is required of the model (zero bubble, Qi et al., 2023).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A traced loss cut into what comes before its equal blocks, the blocks, and what comes after.
 
-Blocks are found by structure (:mod:`meshwright.jaxprs.repeats`); nothing is asked of the model's
+Blocks are found by structure (:mod:`meshwright.jaxprs.repeats`); nothing is required of the model's
 author. What is before and after is found by what it is needed for: the input of the first block,
 what all blocks read alike, the loss and the state after it.
 """

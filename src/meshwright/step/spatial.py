@@ -101,7 +101,7 @@ def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
 
 
 def guarded(program: Program, layouts: TrainState, of_batch: Callable[[Batch], Any]) -> Program:
-    """The program with right numbers for state and batches that lie so.
+    """The program with right numbers for state and batches with these layouts.
 
     ``layouts`` holds a :class:`Layout` per array of the state, in the dims that the program has;
     ``of_batch`` gives those of a batch, which ``forward`` takes its inputs for.

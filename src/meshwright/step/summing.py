@@ -114,7 +114,7 @@ def _split(placement: Placement) -> list[str]:
     if placement.zero:
         faults.append(
             f"zero={placement.zero} keeps and updates state in pieces, and every device must hold "
-            "it whole. Say zero=0, or leave this option out."
+            "it whole. Set zero=0, or leave this option out."
         )
     others = [axis for axis, size in mesh.axes if size > 1 and axis not in placement.batch_axes]
     if others:

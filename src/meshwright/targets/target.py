@@ -73,7 +73,7 @@ class Target:
             if kind.platform == "tpu":
                 more = f" or, for two slices, '{self.kind}:2x({wanted})'"
             raise TargetError(
-                f"a target of kind {self.kind!r} has {kind.rank} number(s) from 1 up, such as "
+                f"a target of kind {self.kind!r} has {kind.rank} number(s), at least 1, such as "
                 f"'{self.kind}:{wanted}'{more}; received {'x'.join(map(str, self.topology))!r}."
             )
         if self.slices < 1:

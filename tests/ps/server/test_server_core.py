@@ -65,13 +65,16 @@ def test_unknown_variables_are_named_all_at_once() -> None:
 
 
 FAULTS = [
-    (("w", "add", [np.ones(3)]), r"shape \[2\] here, came with shape \[3\]"),
-    (("w", "assign", [np.ones((1, 2))]), r"came with shape \[1, 2\]"),
-    (("w", "add", [np.ones(2, complex)]), "is float32, came with complex128"),
-    (("n", "add", [np.ones(2)]), "is int64, came with float64"),
+    (("w", "add", [np.ones(3)]), r"shape \[2\] here; received shape \[3\]"),
+    (("w", "assign", [np.ones((1, 2))]), r"received shape \[1, 2\]"),
+    (("w", "add", [np.ones(2, complex)]), "is float32; received complex128"),
+    (("n", "add", [np.ones(2)]), "is int64; received float64"),
     (("w", "add", [np.ones(2), np.ones(2)]), "takes 1 arrays, not 2"),
     (("w", "multiply", [np.ones(2)]), "unknown operation 'multiply'; expected one of assign"),
-    (("w", "rows_add", [np.array([0]), np.ones((1, 1))]), r"1 rows of 'w' came with values of"),
+    (
+        ("w", "rows_add", [np.array([0]), np.ones((1, 1))]),
+        r"1 rows of 'w', each of shape .*received values of",
+    ),
     (("w", "rows_add", [np.array([9]), np.ones(1)]), "row 9 is out of range for 'w'"),
     (("w", "gradient", [np.ones(2)]), "'w' has no optimizer here"),
 ]

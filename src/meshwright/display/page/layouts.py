@@ -97,8 +97,8 @@ def layouts_section(placed: Sequence[Placed]) -> dict[str, object] | None:
 
 
 def _figures(groups: Sequence[Alike]) -> tuple[list[dict[str, object]], int]:
-    """A picture for each way to lie, of the largest that lies so, as far as there is room; and how
-    many ways are left."""
+    """A picture of each layout, with the largest array that has it, as far as there is room; and
+    the number of layouts left out."""
     ways: dict[Layout, list[Alike]] = defaultdict(list)
     for group in groups:
         if group.dims:

@@ -285,7 +285,7 @@ class _ShardedEpochs:
         if kind == "predict" and not self._reading.is_in_order:
             raise DataError(
                 f"{self._source!r}: outputs come in the order of rows, and files are read side by "
-                "side. Say by='off' for predict."
+                "side. Use by='off' for predict."
             )
         self._before = 0  # batches of the epoch before those that the reading counts
 

@@ -32,7 +32,7 @@ class OutputOf:
         self.is_block = is_block
 
     def take(self, tensor: Any) -> Any:
-        """The output in its layout. Raises :class:`LayoutError` if it cannot lie so."""
+        """The output in its layout. Raises :class:`LayoutError` if the layout does not fit."""
         if self.layout is not None:
             tensor = self._lay_out(tensor, self.layout)
         return block_output(tensor) if self.is_block else tensor
@@ -182,7 +182,7 @@ def _input_layouts(placement: Placement, model: keras.Model, inputs: tuple[Any, 
 
 @contextlib.contextmanager
 def lying(placed: list[tuple[Any, Placed]]) -> Iterator[None]:
-    """Variables are known to lie so; elsewhere they may lie on another mesh, or nowhere."""
+    """Variables have these layouts for a while; before, perhaps others on another mesh, or none."""
     before = [_compat.variable_layout(variable) for variable, _ in placed]
     for variable, entry in placed:
         _compat.note_layout(variable, entry.unpadded.sharding)

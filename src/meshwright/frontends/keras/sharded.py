@@ -223,8 +223,8 @@ class Sharded(LaidOut, Replicas):
 
         Raises :class:`~meshwright.ModelError` that lists all invalid arguments,
         :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for data that cannot be
-        trained on, :class:`~meshwright.CheckpointError` for a directory that cannot be gone on from
-        so, and :class:`~meshwright.NotFiniteError` where ``nan_guard="raise"``.
+        trained on, :class:`~meshwright.CheckpointError` for a directory that the run cannot resume
+        from so, and :class:`~meshwright.NotFiniteError` where ``nan_guard="raise"``.
         """
         return fitting.fit(
             self,

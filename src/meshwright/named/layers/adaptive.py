@@ -59,7 +59,8 @@ class AdaptiveVocabulary:
         ends = self._ends
         if not self.cuts or list(ends) != sorted({*ends}) or ends[0] < 1:
             raise DimError(
-                f"cuts must rise from 1 on and stay below {self._vocab}; received {self.cuts!r}."
+                f"cuts must be at least 1, increase and stay below {self._vocab}; received "
+                f"{self.cuts!r}."
             )
         if self.shrink < 1:
             raise DimError(f"shrink must be 1 or more; received {self.shrink!r}.")

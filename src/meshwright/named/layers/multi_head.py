@@ -194,7 +194,7 @@ class Attention:
 
     @under_rules
     def keep(self, params: Params, memory: NamedArray, *, at: NamedArray | None = None) -> Kept:
-        """Keys and values of a memory, to :meth:`recall` from as often as need be.
+        """Keys and values of a memory, to :meth:`recall` from any number of times.
 
         ``at`` are the positions by which a ``rotary`` layer turns the keys; none leaves them.
         """

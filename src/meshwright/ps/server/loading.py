@@ -53,8 +53,8 @@ def _load_table(shard: Shard, keys: np.ndarray, values: np.ndarray) -> None:
         raise ArrayError(f"variable {shard.name!r} is not a hash table and takes no keys.")
     if keys.ndim != 1 or values.shape != (len(keys), *shard.row_shape):
         raise ArrayError(
-            f"hash table {shard.name!r}, whose rows have shape {list(shard.row_shape)}, came with "
-            f"keys of shape {list(keys.shape)} and values of {list(values.shape)}."
+            f"rows of hash table {shard.name!r} have shape {list(shard.row_shape)}; received keys "
+            f"of shape {list(keys.shape)} and values of {list(values.shape)}."
         )
     slots = {
         name: np.full((len(keys), *slot.shape[1:]), shard.first[name], slot.dtype)
@@ -114,8 +114,8 @@ def put_piece(shard: Shard, head: Mapping[str, Any], arrays: Sequence[np.ndarray
         wanted = (len(rows), *shard.full(name).shape[1:])
         if array.shape != wanted:
             raise ArrayError(
-                f"{len(rows)} rows of {shard.name!r} came with {name or 'values'} of shape "
-                f"{list(array.shape)}, and not of {list(wanted)}."
+                f"{len(rows)} rows of {shard.name!r}: expected {name or 'values'} of shape "
+                f"{list(wanted)}; received {list(array.shape)}."
             )
     at = shard.positions(rows)
     for name, array in full.items():
@@ -128,6 +128,7 @@ def put_piece(shard: Shard, head: Mapping[str, Any], arrays: Sequence[np.ndarray
 def _check_slots(shard: Shard, names: set[str]) -> None:
     if names != set(shard.slots):
         raise ArrayError(
-            f"table {shard.name!r} has slots {', '.join(sorted(shard.slots)) or 'none'}, and came "
-            f"with {', '.join(sorted(names)) or 'none'}. Use the optimizer that it was saved with."
+            f"table {shard.name!r} has slots {', '.join(sorted(shard.slots)) or 'none'}; "
+            f"received {', '.join(sorted(names)) or 'none'}. Use the optimizer that it was "
+            "saved with."
         )

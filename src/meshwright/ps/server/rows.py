@@ -8,7 +8,7 @@ import numpy as np
 def aggregate(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows, each once, and for each the sum of its values.
 
-    Where no row comes twice, both are given back as they are.
+    Where no row is repeated, both are given back as they are.
 
     >>> import numpy as np
     >>> rows, values = aggregate(np.array([3, 1, 3]), np.array([[1.0], [2.0], [4.0]]))
@@ -41,7 +41,7 @@ def _sums(values: np.ndarray, order: np.ndarray, is_first: np.ndarray) -> np.nda
 
 
 def add_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-    """Add to the rows of a table, in place; a row that comes twice gets both."""
+    """Add to the rows of a table, in place; a repeated row gets both."""
     rows, values = aggregate(rows, values)
     taken = np.take(table, rows, axis=0)  # several times as fast as indexing
     taken += values.astype(table.dtype, copy=False)
@@ -49,5 +49,5 @@ def add_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
 
 
 def subtract_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-    """Subtract from the rows of a table, in place; a row that comes twice loses both."""
+    """Subtract from the rows of a table, in place; a repeated row loses both."""
     add_rows(table, rows, np.negative(values))

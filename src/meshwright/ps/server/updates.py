@@ -104,7 +104,7 @@ def _change(shard: Shard, op: str, arrays: Sequence[np.ndarray]) -> Change:
     values = arrays[-1]
     if not np.can_cast(values.dtype, shard.dtype, "same_kind"):
         raise ArrayError(
-            f"{op} of {shard.name!r}, which is {shard.dtype}, came with {values.dtype}."
+            f"{op} of {shard.name!r}, which is {shard.dtype}; received {values.dtype}."
         )
     if by_rows:
         rows = _rows(shard, arrays[0], values)
@@ -122,7 +122,7 @@ def _check_shape(shard: Shard, op: str, values: np.ndarray) -> None:
         fits = False
     if not fits:
         raise ArrayError(
-            f"{op} of {shard.name!r}, which has shape {list(shard.shape)} here, came with shape "
+            f"{op} of {shard.name!r}, which has shape {list(shard.shape)} here; received shape "
             f"{list(values.shape)}."
         )
 
@@ -130,8 +130,8 @@ def _check_shape(shard: Shard, op: str, values: np.ndarray) -> None:
 def _rows(shard: Shard, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     if values.shape != (len(rows) if rows.ndim else 0, *shard.row_shape):
         raise ArrayError(
-            f"{rows.size} rows of {shard.name!r} came with values of shape {list(values.shape)}; "
-            f"one row has shape {list(shard.row_shape)}."
+            f"{rows.size} rows of {shard.name!r}, each of shape {list(shard.row_shape)}; received "
+            f"values of shape {list(values.shape)}."
         )
     return shard.positions(rows)
 
@@ -171,7 +171,7 @@ def _gradient(
 
 def _check_float(shard: Shard, op: str, values: np.ndarray) -> None:
     if values.dtype.kind != "f":
-        raise ArrayError(f"{op} of {shard.name!r} came with {values.dtype}, not with floats.")
+        raise ArrayError(f"{op} of {shard.name!r} takes floats; received {values.dtype}.")
 
 
 def _all_of(faults: Sequence[Exception]) -> Exception:

@@ -102,11 +102,11 @@ class Variable:
         self._change("sub", self._whole(value))
 
     def rows_assign(self, rows: Any, values: Any) -> None:
-        """Set some rows; of one that comes twice, the last value stays."""
+        """Set some rows; of a repeated one, the last value stays."""
         self._change("rows_assign", *self._by_rows(rows, values))
 
     def rows_add(self, rows: Any, values: Any) -> None:
-        """Add to some rows; one that comes twice gets both values."""
+        """Add to some rows; a repeated one gets both values."""
         self._change("rows_add", *self._by_rows(rows, values))
 
     def rows_sub(self, rows: Any, values: Any) -> None:

@@ -18,7 +18,7 @@ Socket = zmq.Socket[bytes]
 
 
 class NotShared(ProtocolError):
-    """A message speaks of memory that this end does not share, or no longer."""
+    """A message refers to memory that this end does not share, or no longer."""
 
 
 def send_frames(socket: Socket, frames: Frames, flags: int = 0) -> None:
@@ -62,7 +62,7 @@ def _array(socket: Socket, one: Described, shared: Shared | None) -> np.ndarray:
     if isinstance(one.content, bytes):
         return array_of(one, one.content)
     if shared is None:
-        raise NotShared("a message speaks of shared memory, where none was agreed upon.")
+        raise NotShared("a message refers to shared memory, but none was agreed upon.")
     return shared.take(one)
 
 
@@ -71,7 +71,7 @@ def _joined(socket: Socket, num_bytes: int) -> np.ndarray:
     try:
         whole = np.empty(num_bytes, np.uint8)
     except (MemoryError, ValueError) as error:
-        raise ProtocolError(f"a message speaks of an array of {num_bytes} bytes.") from error
+        raise ProtocolError(f"a message announces an array of {num_bytes} bytes.") from error
     view = whole.data
     for piece in range(num_pieces(num_bytes)):
         part = view[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
