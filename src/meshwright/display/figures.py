@@ -67,6 +67,8 @@ def time_figures(estimate: Estimate) -> list[Figure]:
             Figure("model FLOPs", estimate.mfu, share_text(estimate.mfu), "of the peak (MFU)")
         )
     share = estimate.replicated_share
+    if share is None and estimate.mfu is not None:
+        return figures  # of a pipeline, whose stages compute some passes again and leave out others
     meaning = "of all devices' FLOPs, which others compute as well"
     meaning = "as the model's own FLOPs are not" if share is None else meaning
     figures.append(Figure("replicated", share, share_text(share), meaning))

@@ -138,10 +138,10 @@ class Estimate(Viewable):
 
 
 class Turns(NamedTuple):
-    """Of a loop that runs ``number`` times and whose text has all branches: the ``share`` of them
+    """Of a loop that runs ``times`` times and whose text has all branches: the ``share`` of them
     that is taken."""
 
-    number: int
+    times: int
     share: float
 
 
@@ -181,8 +181,8 @@ def estimate(
     missing = _missing(costs, clock)
     times, flops, done = run(costs.program, clock), costs.flops, costs.done_flops
     for loop in costs.program if turns else ():
-        if isinstance(loop, Loop) and turns is not None and loop.trips == turns.number:
-            times.add(run(loop.body, clock), (turns.share - 1.0) * turns.number)
+        if isinstance(loop, Loop) and turns is not None and loop.trips == turns.times:
+            times.add(run(loop.body, clock), (turns.share - 1.0) * turns.times)
             left_out = (1.0 - turns.share) * replace(costs, program=(loop,)).flops
             flops, done = flops - left_out, done - left_out
     split = None if model_flops is None else model_flops / compiled.target.num_devices
@@ -215,7 +215,7 @@ def estimate(
         missing=missing,
         sums=Sums(
             own,
-            split,
+            split if recomputes else None,
             done,
             times,
             None if least_flops is None else least_flops / compiled.target.num_devices,

@@ -159,9 +159,11 @@ def _run_figures(run: DryRun) -> list[tuple[str, str, str]]:
         ("time of a step", seconds_text(run.step_time_s), "estimated" if run.step_time_s else ""),
         ("MFU", share_text(run.mfu), "of the peak FLOP/s" if run.mfu is not None else ""),
         ("bound by", run.bound_by or UNKNOWN, ""),
-        ("replicated", share_text(run.replicated_share), "of all devices' FLOPs"),
         ("FLOPs of a device", flops_text(run.flops), "in a step"),
     ]
+    if run.ticks is None:
+        share = share_text(run.replicated_share)
+        figures.insert(4, ("replicated", share, "of all devices' FLOPs"))
     if run.samples_per_s:
         figures.append(("samples per second", f"{run.samples_per_s:,.0f}", "of all devices"))
     if run.tokens_per_s:

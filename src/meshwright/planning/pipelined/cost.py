@@ -24,8 +24,7 @@ from ...targets.hardware import Hardware
 from ...targets.target import Target
 from ..analytic.assignment import Assignment
 from ..analytic.operation_costs import CollectiveCost, DeviceWork, device_work
-from ..search.choices import Choices
-from ..search.cost import cost_of
+from ..graph import Graph, Operation
 from ..search.terms import parameter_talks, resting_bytes
 from .sections import Name, Phase, Section, sections_of
 from .ticking import Passes, of_stage, step_s
@@ -144,15 +143,14 @@ def pipeline_cost(
     total = ticks.work + ticks.waiting + once_s
     busy = [_busy(table, stage, passes) for stage in range(table.stages)]
     compute_s = _share(costs, "compute_s") * max(busy)
-    at_rest, held = _bytes(assignment, staging, recompute_blocks)
     return PipelineCost(
         step_time_s=None if assignment.setting.missing else total,
         busy_s=max(busy) + once_s,
         compute_s=compute_s,
         communication_s=max(busy) - compute_s + ticks.waiting + once_s,
         permute_s=send_s / max(1, len(staging.sent_bytes)),
-        temporary_bytes=held,
-        state_bytes=at_rest,
+        temporary_bytes=_temporary(assignment, staging, recompute_blocks),
+        state_bytes=_resting(assignment, staging),
         passes=passes,
     )
 
@@ -247,10 +245,9 @@ def _bit_of(assignment: Assignment, axis: str) -> int:
 
 def _others(assignment: Assignment, staging: Staging) -> list[int]:
     """Bytes in one device of each parameter that is not of a block, whole over the stages."""
-    problem = assignment.problem
     return [
-        int(resting_bytes(assignment.lay, problem.pieces[problem.piece_of[place]])[0])
-        for place, tensor in enumerate(problem.graph.tensors)
+        _held(assignment, place)
+        for place, tensor in enumerate(assignment.problem.graph.tensors)
         if tensor.role == "parameter" and tensor.path not in staging.block_paths
     ]
 
@@ -258,31 +255,43 @@ def _others(assignment: Assignment, staging: Staging) -> list[int]:
 # Bytes
 
 
-def _bytes(assignment: Assignment, staging: Staging, recompute_blocks: bool) -> tuple[int, int]:
-    """Of state and inputs, and of all else at the peak."""
-    problem, setting, lay = assignment.problem, assignment.setting, assignment.lay
-    remat = "block" if recompute_blocks else "none"
-    choices = Choices(assignment.choices.zero, staging.pipeline.micro_batches, remat)
-    resting = dict.fromkeys(_RESTING, 0)
-    others = 0  # of slots
+def _resting(assignment: Assignment, staging: Staging) -> int:
+    """State and inputs of a device. What is not of a block lies in pieces over the stages."""
+    problem, whole = assignment.problem, 0
     own = {t.shape for t in problem.graph.tensors if t.path in staging.block_paths}
     for place, tensor in enumerate(problem.graph.tensors):
         if tensor.role in _RESTING:
-            nbytes = int(resting_bytes(lay, problem.pieces[problem.piece_of[place]])[0])
-            resting[tensor.role] += nbytes
-            others += nbytes if tensor.role == "slot" and tensor.shape not in own else 0
-    peak = cost_of(problem, setting, assignment.masks, choices).peak_bytes
-    working = peak - sum(resting.values()) - _of_other_runs(assignment, staging, choices)
-    apart = sum(_others(assignment, staging))
-    at_rest = sum(resting.values()) - (apart + others) * (staging.stages - 1) // staging.stages
-    return at_rest, working + apart + _buffers(staging) + _kept(assignment, staging, choices)
+            is_cut = tensor.role in ("parameter", "slot") and tensor.shape not in own
+            whole += _held(assignment, place) // (staging.stages if is_cut else 1)
+    return whole
 
 
-def _of_other_runs(assignment: Assignment, staging: Staging, choices: Choices) -> int:
-    """What the blocks of a stage keep that are not of the run that a pass goes through."""
-    runs = staging.pipeline.repeats
-    products = 0 if choices.remat == "block" else _products(assignment, staging)
-    return (staging.blocks * sum(staging.sent_bytes) + products) * (runs - 1) // runs
+def _held(assignment: Assignment, place: int) -> int:
+    """Bytes of an array of the graph in one device; of a micro-batch, if it has rows."""
+    problem = assignment.problem
+    return int(resting_bytes(assignment.lay, problem.pieces[problem.piece_of[place]])[0])
+
+
+def _temporary(assignment: Assignment, staging: Staging, by_block: bool) -> int:
+    """What a step holds beside state and inputs, as its loop over ticks does.
+
+    That is what is in flight, gradients, what is not of a block whole, with its gradients, and what
+    one pass keeps; then either the loss, or the gradients of that pass before they are added.
+    """
+    runs, blocks = staging.pipeline.repeats, staging.blocks
+    own = sum(
+        _held(assignment, place)
+        for place, tensor in enumerate(assignment.problem.graph.tensors)
+        if tensor.role == "parameter" and tensor.path in staging.block_paths
+    )
+    others = sum(_others(assignment, staging))
+    products, needed, at_loss = _activations(assignment, staging)
+    inputs = blocks * sum(staging.sent_bytes)
+    made = inputs + (0 if by_block else needed)
+    kept = _kept(staging, made, products)
+    if staging.pipeline.recomputes:
+        kept += made // runs + (needed // blocks if by_block else 0)
+    return own + 2 * others + _buffers(staging) + kept + max(own // runs, at_loss)
 
 
 def _buffers(staging: Staging) -> int:
@@ -292,29 +301,66 @@ def _buffers(staging: Staging) -> int:
     return count * sum(staging.sent_bytes)
 
 
-def _kept(assignment: Assignment, staging: Staging, choices: Choices) -> int:
-    """What stages keep of passes in flight that they do not compute again: of each block its input
-    and the results of its products, and gradients of these where those of weights wait."""
+def _kept(staging: Staging, made: int, products: int) -> int:
+    """What stages keep of passes in flight that they do not compute again: what is ``made`` of each
+    block, and gradients of the results of its products where those of weights wait."""
     if staging.pipeline.recomputes:
         return 0
-    products = 0 if choices.remat == "block" else _products(assignment, staging)
-    inputs = staging.blocks * sum(staging.sent_bytes)
+    plan = staging.plan
     cuts = products if staging.table.splits_backward else 0
-    plan, repeats = staging.plan, staging.pipeline.repeats
-    return ((plan.slots + 1) * (inputs + products) + (plan.cut_slots + 1) * cuts) // repeats
+    each = (plan.slots + 1) * made + (plan.cut_slots + 1) * cuts
+    return each // staging.pipeline.repeats
 
 
-def _products(assignment: Assignment, staging: Staging) -> int:
-    """Bytes of the results of products in the blocks of a stage, of one micro-batch."""
-    problem = assignment.problem
-    return sum(
-        int(resting_bytes(assignment.lay, problem.pieces[problem.piece_of[result]])[0])
-        for section, operation in zip(
-            sections_of(problem.graph, staging.block_paths), problem.graph.operations, strict=True
-        )
-        if section == ("blocks", "forward") and operation.flops
-        for result in operation.results
-    )
+def _activations(assignment: Assignment, staging: Staging) -> tuple[int, int, int]:
+    """Bytes of one micro-batch: of all results of products in the blocks of a stage, of those that
+    its backward pass needs, and of the operation after the blocks that reads and writes most."""
+    graph = assignment.problem.graph
+    sections = sections_of(graph, staging.block_paths)
+    products = needed = widest = 0
+    readers = _readers(graph)
+    for section, operation in zip(sections, graph.operations, strict=True):
+        made = sum(_held(assignment, place) for place in operation.results)
+        if section == ("blocks", "forward"):
+            products += made if operation.flops else 0
+            is_needed = operation.flops and any(
+                _is_bent(graph, readers, r) for r in operation.results
+            )
+            needed += made if is_needed else 0
+        elif section.name == "after" and section.phase != "update":
+            widest = max(widest, made + sum(
+                _held(assignment, place)
+                for place in operation.operands
+                if graph.tensors[place].role == "activation"
+            ))  # fmt: skip
+    return products, needed, widest
+
+
+_LINEAR = frozenset(  # whose gradients need no operand
+    ("add", "sub", "neg", "convert_element_type", "reshape", "transpose", "broadcast_in_dim",
+     "squeeze", "slice", "concatenate", "copy", "name", "optimization_barrier", "reduce_precision")
+)  # fmt: skip
+
+
+def _readers(graph: Graph) -> dict[int, list[Operation]]:
+    readers: dict[int, list[Operation]] = defaultdict(list)
+    for operation in graph.operations:
+        for place in operation.operands:
+            readers[place].append(operation)
+    return readers
+
+
+def _is_bent(graph: Graph, readers: Mapping[int, list[Operation]], place: int) -> bool:
+    """Whether something of the block that is not linear is computed from a result, before it is
+    added to what passes the block by."""
+    for operation in readers[place]:
+        if operation.kind not in _LINEAR:
+            return True
+        activations = [t for t in operation.operands if graph.tensors[t].role == "activation"]
+        wide = [t for t in activations if graph.tensors[t].shape == graph.tensors[place].shape]
+        if len(wide) < 2 and any(_is_bent(graph, readers, r) for r in operation.results):
+            return True
+    return False
 
 
 def sent_bytes(sent: Sequence[object], pieces: int) -> tuple[int, ...]:

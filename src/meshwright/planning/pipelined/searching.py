@@ -117,18 +117,19 @@ def _scheduled(
     is_skipping = pieces * size == int(setting.size_of[-1])
     sent = tuple(round(nbytes * rows / count / pieces) for nbytes in cut.row_bytes)
     blocks, costs = cut.count // size, None
-    for pipeline in _schedules(count, size, blocks):
+    by_block = layouts.choices.remat == "block"
+    for pipeline in _schedules(count, size, blocks, by_block):
         staging = Staging(pipeline, size, blocks, short.block_paths, sent, is_skipping)
         costs = costs or section_costs(assignment, staging)
-        by_block = layouts.choices.remat == "block"
         cost = pipeline_cost(assignment, staging, stage.target, stage.hardware, by_block, costs)
         yield cost, pipeline
 
 
-def _schedules(count: int, size: int, blocks: int) -> Iterator[Pipeline]:
+def _schedules(count: int, size: int, blocks: int, by_block: bool) -> Iterator[Pipeline]:
     yield Pipeline(AXIS, count)
     yield Pipeline(AXIS, count, recompute=False)
-    yield Pipeline(AXIS, count, "zero_bubble")
+    if not by_block:
+        yield Pipeline(AXIS, count, "zero_bubble")
     yield Pipeline(AXIS, count, "gpipe")
     for repeats in _REPEATS:
         if blocks % repeats == 0 and count % size == 0:
