@@ -154,8 +154,9 @@ def _inlined(called: Any, flat: Sequence[Any]) -> list[Any]:
     held |= zip(jaxpr.invars, flat, strict=True)
     for eqn in jaxpr.eqns:
         read = [_value(held, atom) for atom in eqn.invars]
-        bodies = [] if eqn.primitive.name in LOOPS else list(inner_jaxprs(eqn).values())
-        results = _inlined(bodies[0][0], read) if bodies else _compat.evaluate(eqn, read)
+        inner = {} if eqn.primitive.name in LOOPS else inner_jaxprs(eqn)
+        calls = [jaxpr for jaxprs in inner.values() for jaxpr in jaxprs]
+        results = _inlined(calls[0], read) if calls else _compat.evaluate(eqn, read)
         held.update(zip(eqn.outvars, results, strict=True))
     return [_value(held, atom) for atom in jaxpr.outvars]
 
