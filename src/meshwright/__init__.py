@@ -136,6 +136,7 @@ if TYPE_CHECKING:
     from .serving.http.app import serving_app as serving_app
     from .serving.http.limits import Limits as Limits
     from .serving.server import Server as Server
+    from .stages.branches import Branches as Branches
     from .stages.pipeline import Pipeline as Pipeline
     from .stages.table import TickTable as TickTable
     from .step.compressing import PowerSGD as PowerSGD
@@ -178,6 +179,7 @@ _LAZY = {  # name -> the room that it lives in
     "abstract": "frontends.keras.abstract",
     "Limits": "serving.http.limits",
     "serving_app": "serving.http.app",
+    "Branches": "stages.branches",
     "Pipeline": "stages.pipeline",
     "TickTable": "stages.table",
     "StepOptions": "step.options",

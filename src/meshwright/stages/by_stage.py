@@ -35,12 +35,15 @@ class Piece(NamedTuple):
 
 
 def packed_row(pieces: Sequence[Piece], values: Mapping[str, Any], length: int, dtype: Any) -> Any:
-    """The arrays of one stage, flat and one after the other, with zeros behind."""
+    """Arrays of one stage, flat and each in its place, with zeros elsewhere."""
     import jax.numpy as jnp
 
-    flat = [jnp.ravel(values[piece.path]).astype(dtype) for piece in pieces]
-    rest = length - sum(piece.size for piece in pieces)
-    return jnp.concatenate([*flat, jnp.zeros([rest], dtype)])
+    parts, end = [], 0
+    for piece in pieces:
+        parts += [jnp.zeros([piece.offset - end], dtype)]
+        parts += [jnp.ravel(values[piece.path]).astype(dtype)]
+        end = piece.offset + piece.size
+    return jnp.concatenate([*parts, jnp.zeros([length - end], dtype)])
 
 
 def from_row(pieces: Sequence[Piece], row: Any) -> dict[str, Any]:

@@ -132,15 +132,20 @@ class Setting:
         return jax.lax.with_sharding_constraint(value, spec(*[None] * dim, self.rows, *free))
 
     def exactly(self, value: Any, by_row: bool) -> Any:
-        """A value with its rows over the axes of the batch, or whole on each device: what XLA would
-        split further it would join by collectives that not all stages take part in."""
-        import jax
+        """See :func:`laid_exactly`."""
+        return laid_exactly(value, by_row, self.rows, self.mesh)
 
-        spec, pieces = jax.sharding.PartitionSpec, self.pieces
-        if pieces == 1:
-            return value
-        lies = spec(self.rows) if by_row and value.shape[0] % pieces == 0 else spec()
-        return jax.lax.with_sharding_constraint(value, lies)
+
+def laid_exactly(value: Any, by_row: bool, rows: tuple[str, ...], mesh: Any) -> Any:
+    """A value with its rows over axes of a mesh, or whole on each device: what XLA would split
+    further it would join by collectives that not all stages take part in."""
+    import jax
+
+    spec, pieces = jax.sharding.PartitionSpec, math.prod(mesh.shape[axis] for axis in rows)
+    if pieces == 1:
+        return value
+    lies = spec(rows) if by_row and value.shape[0] % pieces == 0 else spec()
+    return jax.lax.with_sharding_constraint(value, lies)
 
 
 def runs_alone(sizes: Mapping[str, int], axis: str, rows: Collection[str]) -> bool:

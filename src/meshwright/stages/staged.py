@@ -70,7 +70,8 @@ class Staged:
         _check(program, placement, pipeline)
         assert program.example is not None
         micro = _micro(program.example, pipeline.micro_batches)
-        traced = _traced(program, placement, pipeline, _abstract(program), micro)
+        count = pipeline.micro_batches
+        traced = traced_of(program, placement, count, abstract_of(program), micro)
         cut = _cut(program, traced, placement, pipeline)
         if isinstance(cut, Segments):
             stacking: Stacking = Packing.by_owner(program, placement, pipeline.axis, cut.owner)
@@ -86,7 +87,7 @@ class Staged:
             placement,
             pipeline,
             stacking,
-            _over_stacks(program, stacking),
+            over_stacks(program, stacking),
             recompute_blocks,
             shares=shares,
             dealt=dealt,
@@ -95,15 +96,15 @@ class Staged:
         )
 
     @property
-    def ticks(self) -> TickTable:
-        """What each stage does at each tick of a step."""
+    def ticks(self) -> TickTable | None:
+        """What each stage does at each tick of a step, where stages take turns."""
         return self.pipeline.table(self.placement.mesh[self.pipeline.axis])
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is cut into micro-batches: not one that is smaller than the example and
         does not divide, as the last batch of an epoch may be."""
-        rows = _leaves(batch)[0][0].shape[0]
-        most = _leaves(self.whole.example)[0][0].shape[0]
+        rows = leaves_of(batch)[0][0].shape[0]
+        most = leaves_of(self.whole.example)[0][0].shape[0]
         return (
             rows >= most or rows % (self.pipeline.micro_batches * self.placement.batch_shards) == 0
         )
@@ -114,10 +115,11 @@ class Staged:
         Raises :class:`BatchError` for a batch that does not divide into micro-batches.
         """
         micros = self._micros(batch)
-        shapes, tree = _abstract(self.whole), _leaves(batch)[1]
-        micro = tree.unflatten([_shape(leaf.shape[1:], leaf.dtype) for leaf in micros])
+        shapes, tree = abstract_of(self.whole), leaves_of(batch)[1]
+        micro = tree.unflatten([shape_of(leaf.shape[1:], leaf.dtype) for leaf in micros])
         pipeline, placement = self.pipeline, self.placement
-        traced = _traced(self.whole, placement, pipeline, shapes, micro, in_context=True)
+        count = pipeline.micro_batches
+        traced = traced_of(self.whole, placement, count, shapes, micro, in_context=True)
         if isinstance(self.dealt, tuple):
             return self._unequal(traced, self.dealt)(whole, micros)
         deal, blocks = self.dealt, _blocks(traced, placement, pipeline)
@@ -128,7 +130,7 @@ class Staged:
             stacks.get(tuple(row[block] for block in order)) for row in blocks.params * is_same
         ]
         if None in paths or len(paths) != len(stacks):
-            raise self._is_other()
+            raise self.is_other()
         setting = self._setting(blocks, deal, self._by_piece(blocks, micro))
         own = tuple(path for path in paths if path is not None)
         return Runner(setting, own)(whole, micros)
@@ -137,11 +139,12 @@ class Staged:
         segments, packing = Segments(Line.of(traced), cuts), self.stacking
         assert isinstance(packing, Packing)
         if segments.owner != packing.owner:
-            raise self._is_other()
+            raise self.is_other()
         setting = self._setting(segments, Deal(segments.count, 1, (1,) * segments.count), None)
         return UnequalRunner(setting, (), packing, segments)
 
-    def _is_other(self) -> PipelineError:
+    def is_other(self) -> PipelineError:
+        """What is raised for a batch by which the program is another one."""
         return PipelineError(
             f"program {self.whole.name!r} has other layers for this batch than for the example "
             "that it was cut by. Give an example with the shapes that are trained on."
@@ -167,16 +170,15 @@ class Staged:
     def _by_piece(self, blocks: Blocks, micro: Batch) -> Blocks | None:
         """The blocks for the rows of one piece of a micro-batch, if rows leave each other alone."""
         pieces = self.placement.batch_shards
-        leaves, tree = _leaves(micro)
+        leaves, tree = leaves_of(micro)
         if pieces == 1:
             return None
         rows = leaves[0].shape[0] // pieces
-        less = tree.unflatten([_shape((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
+        less = tree.unflatten([shape_of((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
         try:
-            whole = _abstract(self.whole)
-            traced = _traced(
-                self.whole, self.placement, self.pipeline, whole, less, in_context=True
-            )
+            whole = abstract_of(self.whole)
+            count = self.pipeline.micro_batches
+            traced = traced_of(self.whole, self.placement, count, whole, less, in_context=True)
             few = _blocks(traced, self.placement, self.pipeline)
         except PipelineError:  # of another form for so few rows
             return None
@@ -191,7 +193,7 @@ class Staged:
         import jax
 
         count, pieces = self.pipeline.micro_batches, self.placement.batch_shards
-        leaves, _ = _leaves(batch)
+        leaves, _ = leaves_of(batch)
         rows = leaves[0].shape[0]
         if rows % (count * pieces):
             below = rows // (count * pieces) * count * pieces
@@ -215,17 +217,7 @@ class Staged:
 
 def _check(program: Program, placement: Placement, pipeline: Pipeline) -> None:
     """Raises :class:`PipelineError` with all that is in the way."""
-    mesh, faults = placement.mesh, list[str]()
-    if pipeline.axis not in mesh:
-        faults.append(
-            f"the mesh ({mesh.axes_text}) has no axis {pipeline.axis!r} for the stages: add it, "
-            f"mw.create_mesh({{{pipeline.axis!r}: 4, ...}})."
-        )
-    elif pipeline.axis in placement.batch_axes:
-        faults.append(
-            f"axis {pipeline.axis!r} is given to the stages and to the batch. Name another one for "
-            "the batch, batch='data', or batch=None."
-        )
+    mesh, faults = placement.mesh, faults_of(program, placement, pipeline.axis, "stages")
     beside = {axis for axis, size in mesh.axes if size > 1} - {pipeline.axis, *placement.batch_axes}
     if pipeline.schedule == "zero_bubble" and beside:
         faults.append(
@@ -233,37 +225,57 @@ def _check(program: Program, placement: Placement, pipeline: Pipeline) -> None:
             "more than the rows of a batch: stages then compute all three kinds of passes in every "
             "tick, and discard what they have no work for. Use schedule='1f1b'."
         )
-    if program.own_step is not None:
-        faults.append(
-            f"a pipeline is not supported with the train_step of model {program.name!r}: its "
-            "gradients are taken by stages. Use Keras' own train_step."
-        )
-    if placement.zero > 2:
-        faults.append(
-            "zero=3 is not supported with a pipeline, whose stages hold their weights already. Use "
-            "zero=1 or zero=2, or zero=3 without the pipeline."
-        )
-    if any(entry.layout.pad for entry in placement.layouts):
-        faults.append("pad=True is not supported with a pipeline. Use axes that divide.")
-    if program.example is None:
-        faults.append(
-            f"a pipeline needs an example of a batch to cut model {program.name!r} by: train it "
-            "first, or pass a batch, for a program as mw.jax_program(..., batch=example)."
-        )
     if faults:
         raise PipelineError("\n".join(faults))
 
 
-def _traced(
+def faults_of(program: Program, placement: Placement, axis: str, what: str) -> list[str]:
+    """What keeps a model from being cut into ``what``: stages or branches."""
+    mesh, faults = placement.mesh, list[str]()
+    name = {"stages": "a pipeline", "branches": "branches"}[what]
+    if axis not in mesh:
+        faults.append(
+            f"the mesh ({mesh.axes_text}) has no axis {axis!r} for the {what}: add it, "
+            f"mw.create_mesh({{{axis!r}: 4, ...}})."
+        )
+    elif axis in placement.batch_axes:
+        faults.append(
+            f"axis {axis!r} is given to the {what} and to the batch. Name another one for "
+            "the batch, batch='data', or batch=None."
+        )
+    if program.own_step is not None:
+        faults.append(
+            f"{name} cannot take the train_step of model {program.name!r}: its gradients are "
+            f"taken by {what}. Use Keras' own train_step."
+        )
+    if placement.zero > 2:
+        faults.append(
+            f"zero=3 is not supported with {name}, whose devices hold their weights already. Use "
+            f"a lower level, or zero=3 without the {what}."
+        )
+    if any(entry.layout.pad for entry in placement.layouts):
+        faults.append(f"pad=True is not supported with {name}. Use axes that divide.")
+    if program.example is None:
+        faults.append(
+            f"{name} cannot be found without an example of a batch for model {program.name!r}: "
+            "train it first, or pass a batch, for a program as "
+            "mw.jax_program(..., batch=example)."
+        )
+    return faults
+
+
+def traced_of(
     program: Program,
     placement: Placement,
-    pipeline: Pipeline,
+    micro_batches: int,
     whole: TrainState,
     micro: Batch,
     in_context: bool = False,
 ) -> Traced:
+    """The loss of a micro-batch; in the program's context unless that is entered already."""
+
     def trace() -> Traced:
-        return Traced.of(program, whole, micro, 1 / pipeline.micro_batches)
+        return Traced.of(program, whole, micro, 1 / micro_batches)
 
     return trace() if in_context else program.under(placement, trace, whole=True)()
 
@@ -365,7 +377,7 @@ def _shares(blocks: Blocks, deal: Deal) -> tuple[StageShare, ...]:
     return tuple(shares)
 
 
-def _over_stacks(program: Program, stacking: Stacking) -> Program:
+def over_stacks(program: Program, stacking: Stacking) -> Program:
     """The program over stacks, for all but training steps: blocks are taken out of their stacks."""
 
     def unstack(params: Arrays) -> Arrays:
@@ -402,22 +414,22 @@ def _over_stacks(program: Program, stacking: Stacking) -> Program:
     )
 
 
-def _abstract(program: Program) -> TrainState:
+def abstract_of(program: Program) -> TrainState:
     import jax.numpy as jnp
 
     return TrainState(
-        *({i.path: _shape(i.dims, jnp.dtype(i.dtype)) for i in part} for part in program.parts)
+        *({i.path: shape_of(i.dims, jnp.dtype(i.dtype)) for i in part} for part in program.parts)
     )
 
 
 def _micro(example: Batch, count: int) -> Batch:
     """The shapes of a micro-batch; of an example that is too small, of one row."""
-    leaves, tree = _leaves(example)
+    leaves, tree = leaves_of(example)
     rows = max(1, leaves[0].shape[0] // count)
-    return tree.unflatten([_shape((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
+    return tree.unflatten([shape_of((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
 
 
-def _leaves(batch: Batch) -> tuple[Sequence[Any], Any]:
+def leaves_of(batch: Batch) -> tuple[Sequence[Any], Any]:
     """The arrays of a batch; raises :class:`BatchError` for one without rows."""
     import jax
 
@@ -432,7 +444,7 @@ def _leaves(batch: Batch) -> tuple[Sequence[Any], Any]:
     return leaves, tree
 
 
-def _shape(dims: Sequence[int], dtype: Any) -> Any:
+def shape_of(dims: Sequence[int], dtype: Any) -> Any:
     import jax
 
     return jax.ShapeDtypeStruct(tuple(dims), dtype)

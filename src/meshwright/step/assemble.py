@@ -36,6 +36,9 @@ from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placed, Placement
 from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
+from ..stages.branched import Branched
+from ..stages.branches import Branches
+from ..stages.pipeline import Pipeline
 from ..stages.running import Taken
 from ..stages.stacking import Stacking
 from ..stages.staged import Staged
@@ -80,8 +83,16 @@ def assemble(
     if how.pipeline is None:
         return Assembly(program, placement, how, losses)
     plain = Assembly(program, placement, replace(how, pipeline=None))
-    staged = Staged.of(plain.guarded, placement, how.pipeline, how.remat == "block")
+    staged = _staged(plain.guarded, placement, how.pipeline, how.remat == "block")
     return Assembly(staged.program, placement, how, losses, staged)
+
+
+def _staged(
+    program: Program, placement: Placement, how: Pipeline | Branches, by_block: bool
+) -> Staged:
+    if isinstance(how, Branches):
+        return Branched.by_branch(program, placement, how)
+    return Staged.of(program, placement, how, by_block)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..errors import ModelError
 from ..program import Batch
+from ..stages.branches import Branches
 from ..stages.pipeline import Pipeline
 from .compressing import Compress
 from .local import Local
@@ -28,7 +29,8 @@ class StepOptions:
     a :class:`~meshwright.GradientSum` sums them in another way. ``local`` is a
     :class:`~meshwright.LocalSGD` or :class:`~meshwright.DiLoCo`: each piece of the batch takes
     several steps of its own, and then they exchange what they arrived at. This one changes the
-    numbers. ``pipeline`` cuts the model into stages, see :class:`~meshwright.Pipeline`.
+    numbers. ``pipeline`` cuts the model into stages, see :class:`~meshwright.Pipeline`, or
+    deals its branches to devices, see :class:`~meshwright.Branches`.
     Raises :class:`~meshwright.ModelError` that lists every invalid choice.
 
     >>> StepOptions(accumulate=4, remat="block")
@@ -39,7 +41,7 @@ class StepOptions:
     remat: str = "none"
     sums: Sums = None
     local: Local | None = None
-    pipeline: Pipeline | None = None
+    pipeline: Pipeline | Branches | None = None
 
     def __post_init__(self) -> None:
         faults = check_remat(self.remat)
@@ -70,9 +72,11 @@ class StepOptions:
     def _pipeline_faults(self) -> list[str]:
         if self.pipeline is None:
             return []
-        if not isinstance(self.pipeline, Pipeline):
-            return [f"pipeline must be a mw.Pipeline; received {self.pipeline!r}."]
+        if not isinstance(self.pipeline, (Pipeline, Branches)):
+            return [f"pipeline must be a mw.Pipeline or mw.Branches; received {self.pipeline!r}."]
         faults = []
+        if isinstance(self.pipeline, Branches) and self.remat == "block":
+            faults.append("remat='block' is not supported with branches; leave it out.")
         if self.accumulate != 1:
             faults.append(
                 f"accumulate={self.accumulate!r} is not supported with a pipeline, which cuts each "
@@ -84,7 +88,7 @@ class StepOptions:
                 "mw.Pipeline(recompute=) says. Use 'block' to compute one block at a time again, "
                 "or 'none'."
             )
-        elif self.remat == "block" and self.pipeline.schedule == "zero_bubble":
+        elif self.remat == "block" and getattr(self.pipeline, "schedule", "") == "zero_bubble":
             faults.append(
                 "remat='block' is not supported with schedule='zero_bubble', whose gradients of "
                 "weights would compute each block a third time. Use schedule='1f1b', or leave it "

@@ -31,10 +31,12 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
     head, *body, foot = str(table).splitlines()
     rule = "-" * max(len(line) for line in (head, *body, foot))
     parts = [Line(head, "bold"), rule, body, rule, Line(foot, "bold")]
-    if explanation.ticks is None:
+    if not explanation.stages:
         return paragraphs(*parts)
     stages = Columns([_STAGE_HEADINGS, *map(stage_row, explanation.stages)], right=(2,))
-    return paragraphs(*parts, "", stages, "", tick_table_text(explanation.ticks).parts)
+    ticks = explanation.ticks
+    more = ("", tick_table_text(ticks).parts) if ticks is not None else ()
+    return paragraphs(*parts, "", stages, *more)
 
 
 def stage_row(share: StageShare) -> tuple[str, str, str]:

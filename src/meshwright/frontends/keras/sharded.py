@@ -23,6 +23,7 @@ from ...planning.abstract_step import AbstractStep
 from ...program import Batch, Program, Step, TrainState
 from ...run.options import Data, Schedule, Validation
 from ...run.saver import Resume, SaveEvery, Saver
+from ...stages.branches import Branches
 from ...stages.pipeline import Pipeline
 from ...step.assemble import Assembly
 from ...step.compressing import UNSENT, Compress, first_rows, rows_layout
@@ -86,7 +87,7 @@ class Sharded(LaidOut, Replicas):
         sums: Sums = None,
         local: Local | None = None,
         rules: RulesLike | None = None,
-        pipeline: Pipeline | None = None,
+        pipeline: Pipeline | Branches | None = None,
     ) -> None:
         placement = Placement.of(
             mesh, layouts, batch, inputs, targets, activations, zero, unmatched, strict, rules

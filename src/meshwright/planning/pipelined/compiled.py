@@ -19,7 +19,7 @@ def turns_of(staged: Staged) -> Turns | None:
     work for: each tick is as long as its busiest stage, by FLOPs. ``None`` where none is skipped.
     """
     table, pipeline = staged.ticks, staged.pipeline
-    if not skips(staged):
+    if table is None or not skips(staged):
         return None
     before, block, after = staged.flops
     run = block * max(1, *(len(share.blocks) for share in staged.shares))
