@@ -62,8 +62,8 @@ class Staging:
     @property
     def permutes(self) -> int:
         """How many transfers to a neighbour one device takes part in, of each array that is passed
-        on: two each tick. What the last tick sends forward is for no one, and left out where that
-        tick is no part of a loop."""
+        on: two each tick. Nothing needs what the last tick sends forward: it is left out where
+        that tick is a loop of its own."""
         if self.stages == 1:
             return 0
         last = self.plan.phases()[-1]
@@ -82,6 +82,42 @@ class SectionCost:
     @property
     def pass_s(self) -> float:
         return self.compute_s + self.talk_s
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What one stage has to do, whatever the schedule: ``costs`` by section, seconds to gather what
+    lies in pieces over the stages, and bytes of one device: at rest, of the blocks' parameters and
+    of the others whole; and of one micro-batch, see :func:`_activations`."""
+
+    costs: Mapping[Section, SectionCost]
+    gathered_s: float
+    resting_bytes: int
+    own_bytes: int
+    other_bytes: int
+    products: int
+    needed: int
+    at_loss: int
+
+    @classmethod
+    def of(
+        cls, assignment: Assignment, staging: Staging, sections: Sequence[Section] = ()
+    ) -> StageWork:
+        """That of a layout of the graph of one stage, whose ``sections`` may be known already."""
+        own = sum(
+            _held(assignment, place)
+            for place, tensor in enumerate(assignment.problem.graph.tensors)
+            if tensor.role == "parameter" and tensor.path in staging.block_paths
+        )
+        sections = sections or sections_of(assignment.problem.graph, staging.block_paths)
+        return cls(
+            section_costs(assignment, staging, sections),
+            _gathered_s(assignment, staging),
+            _resting(assignment, staging),
+            own,
+            sum(_others(assignment, staging)),
+            *_activations(assignment, sections),
+        )
 
 
 @dataclass(frozen=True)
@@ -114,11 +150,15 @@ def pipeline_cost(
     target: Target,
     hardware: Hardware,
     recompute_blocks: bool = False,
-    costs: Mapping[Section, SectionCost] | None = None,
+    work: StageWork | None = None,
 ) -> PipelineCost:
-    """The cost of a layout of the graph of one stage; ``assignment`` is on the whole mesh."""
+    """The cost of a layout of the graph of one stage; ``assignment`` is on the whole mesh.
+
+    ``work`` is that of the same layout and number of micro-batches, if it is known already.
+    """
     pipeline, table = staging.pipeline, staging.table
-    costs = costs or section_costs(assignment, staging)
+    work = work or StageWork.of(assignment, staging)
+    costs = work.costs
     send_s = sum(permute_s(nbytes, assignment, staging, target, hardware)
                  for nbytes in staging.sent_bytes)  # fmt: skip
 
@@ -139,7 +179,7 @@ def pipeline_cost(
         overlaps=target.platform != "cpu",
     )
     ticks = step_s(table, passes)
-    once_s = sum(cost.once_s for cost in costs.values()) + _gathered_s(assignment, staging)
+    once_s = sum(cost.once_s for cost in costs.values()) + work.gathered_s
     total = ticks.work + ticks.waiting + once_s
     busy = [_busy(table, stage, passes) for stage in range(table.stages)]
     compute_s = _share(costs, "compute_s") * max(busy)
@@ -149,8 +189,8 @@ def pipeline_cost(
         compute_s=compute_s,
         communication_s=max(busy) - compute_s + ticks.waiting + once_s,
         permute_s=send_s / max(1, len(staging.sent_bytes)),
-        temporary_bytes=_temporary(assignment, staging, recompute_blocks),
-        state_bytes=_resting(assignment, staging),
+        temporary_bytes=_temporary(work, staging, recompute_blocks),
+        state_bytes=work.resting_bytes,
         passes=passes,
     )
 
@@ -158,13 +198,14 @@ def pipeline_cost(
 # Sections
 
 
-def section_costs(assignment: Assignment, staging: Staging) -> dict[Section, SectionCost]:
+def section_costs(
+    assignment: Assignment, staging: Staging, sections: Sequence[Section]
+) -> dict[Section, SectionCost]:
     """What each section takes; gradients of the blocks' weights are summed once a step, those of
     what comes before and after them for every micro-batch."""
     problem, count = assignment.problem, staging.pipeline.micro_batches
     works = [device_work(assignment, place) for place in range(len(problem.works))]
     result: dict[Section, SectionCost] = defaultdict(SectionCost)
-    sections = sections_of(problem.graph, staging.block_paths)
     for section, place in zip(sections, problem.work_of, strict=True):
         _add(result[section], section, works[place], count, staging.stages)
     for piece, many in problem.parameters if assignment.choices.zero else ():
@@ -268,36 +309,35 @@ def _resting(assignment: Assignment, staging: Staging) -> int:
 
 def _held(assignment: Assignment, place: int) -> int:
     """Bytes of an array of the graph in one device; of a micro-batch, if it has rows."""
-    problem = assignment.problem
-    return int(resting_bytes(assignment.lay, problem.pieces[problem.piece_of[place]])[0])
+    piece = assignment.problem.piece_of[place]
+    memo = assignment.lay.memo  # thousands of arrays are of some hundred pieces
+    key = "held", piece
+    if key not in memo:
+        memo[key] = resting_bytes(assignment.lay, assignment.problem.pieces[piece])
+    return int(memo[key][0])
 
 
-def _temporary(assignment: Assignment, staging: Staging, by_block: bool) -> int:
+def _temporary(work: StageWork, staging: Staging, by_block: bool) -> int:
     """What a step holds beside state and inputs, as its loop over ticks does.
 
     That is what is in flight, gradients, what is not of a block whole, with its gradients, and what
     one pass keeps; then either the loss, or the gradients of that pass before they are added.
     """
     runs, blocks = staging.pipeline.repeats, staging.blocks
-    own = sum(
-        _held(assignment, place)
-        for place, tensor in enumerate(assignment.problem.graph.tensors)
-        if tensor.role == "parameter" and tensor.path in staging.block_paths
-    )
-    others = sum(_others(assignment, staging))
-    products, needed, at_loss = _activations(assignment, staging)
-    inputs = blocks * sum(staging.sent_bytes)
-    made = inputs + (0 if by_block else needed)
-    kept = _kept(staging, made, products)
+    own, needed = work.own_bytes, work.needed
+    made = blocks * sum(staging.sent_bytes) + (0 if by_block else needed)
+    kept = _kept(staging, made, work.products)
     if staging.pipeline.recomputes:
         kept += made // runs + (needed // blocks if by_block else 0)
-    return own + 2 * others + _buffers(staging) + kept + max(own // runs, at_loss)
+    held = own + 2 * work.other_bytes + _buffers(staging) + kept
+    return held + max(own // runs, work.at_loss)
 
 
 def _buffers(staging: Staging) -> int:
-    """Inputs in flight, gradients that arrived, and one of each on its way."""
+    """Inputs in flight, gradients that arrived, and what is on its way; XLA has one room for a
+    result that leaves and a gradient that does."""
     plan = staging.plan
-    count = plan.slots + 1 + plan.gradient_slots + 1 + 2
+    count = plan.slots + 1 + plan.gradient_slots + 1 + 1
     return count * sum(staging.sent_bytes)
 
 
@@ -312,11 +352,10 @@ def _kept(staging: Staging, made: int, products: int) -> int:
     return each // staging.pipeline.repeats
 
 
-def _activations(assignment: Assignment, staging: Staging) -> tuple[int, int, int]:
+def _activations(assignment: Assignment, sections: Sequence[Section]) -> tuple[int, int, int]:
     """Bytes of one micro-batch: of all results of products in the blocks of a stage, of those that
     its backward pass needs, and of the operation after the blocks that reads and writes most."""
     graph = assignment.problem.graph
-    sections = sections_of(graph, staging.block_paths)
     products = needed = widest = 0
     readers = _readers(graph)
     for section, operation in zip(sections, graph.operations, strict=True):
@@ -364,7 +403,7 @@ def _is_bent(graph: Graph, readers: Mapping[int, list[Operation]], place: int) -
 
 
 def sent_bytes(sent: Sequence[object], pieces: int) -> tuple[int, ...]:
-    """Bytes in one device of arrays whose rows are split into that many pieces."""
+    """Bytes in one device of arrays with their rows split into this many pieces."""
     return tuple(
         math.prod(array.shape) * np.dtype(array.dtype).itemsize // pieces  # type: ignore[attr-defined]
         for array in sent

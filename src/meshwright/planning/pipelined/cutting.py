@@ -23,7 +23,7 @@ from .searching import Cut, Short, pipelines
 def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | None, str]:
     """The search among the pipelines of a step on one device; else ``None`` and why there is none.
 
-    The reason is empty for a model without equal blocks: stages are not expected of it.
+    The reason is empty for a model without equal blocks.
     """
     repeats, _ = reduced(described, 2)
     if repeats is None:

@@ -8,6 +8,7 @@ from ...errors import LayoutError, TargetError
 from ...hlo.schedule import Times
 from ...hlo.traffic import Transfer
 from ...program import Batch
+from ...stages.deal import Deal
 from ...targets.hardware import Hardware
 from ...targets.target import Target
 from ...units import share_text
@@ -76,7 +77,8 @@ def staged_assignment(
     pipeline, placement = staged.pipeline, described.placement
     stages = placement.mesh[pipeline.axis]
     repeats, reason = reduced(unstaged(described), 2)
-    if repeats is None or repeats.count % stages:
+    is_even = repeats is not None and isinstance(staged.dealt, Deal) and not repeats.count % stages
+    if repeats is None or not is_even:
         count = "no" if repeats is None else repeats.count
         raise LayoutError(
             f"its {count} equal blocks do not make {stages} stages of one kind"

@@ -9,7 +9,7 @@ the two levels likewise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ from ..search.cost import masks_of
 from ..search.request import Request
 from ..search.setting import setting_of
 from ..search.staged import AXIS, Found
-from .cost import PipelineCost, Staging, pipeline_cost, section_costs
+from .cost import PipelineCost, StageWork, Staging, pipeline_cost
+from .sections import Section, sections_of
 
 _SIZES = 6  # of the stage axis, that are tried at most, the smallest first
 _TIMES = (1, 2, 4, 8, 16)  # micro-batches per stage
@@ -77,7 +78,7 @@ def _sizes(request: Request, cut: Cut) -> Iterator[int]:
 
 
 def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[Found]:
-    """The pipelines of ``size`` stages that fit."""
+    """The pipelines with this number of stages that fit."""
     blocks = cut.count // size
     graph, paths = cut.with_blocks(blocks)
     counts = tuple(size * times for times in _TIMES)
@@ -94,17 +95,37 @@ def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[
         return
     stage = replace(stage, space=replace(space, accumulate=counts))
     result = search_for(stage, _KEEP, limit_s, classics(stage).values())
-    for candidate in result.candidates:
-        for cost, pipeline in _scheduled(stage, candidate, cut, Short(graph, paths), rows):
+    short, deadline_s = Short(graph, paths), time.monotonic() + limit_s
+    sections = sections_of(graph, paths)
+    every = list(_by_count(result.candidates, counts[::-1]))
+    for place, layouts in enumerate(every):
+        for cost, pipeline in _scheduled(stage, layouts, cut, short, rows, sections):
             if request.limit_bytes is None or cost.peak_bytes <= request.limit_bytes:
-                yield Found(_with_stages(candidate.layouts, size, pipeline), cost)
+                yield Found(_with_stages(layouts, size, pipeline), cost)
+        if place + 1 >= 2 * len(counts) and time.monotonic() > deadline_s:
+            return
+
+
+def _by_count(found: Iterable[Candidate], counts: Sequence[int]) -> Iterator[Layouts]:
+    """Each layout that was found with each number of micro-batches, the best layout first."""
+    of_one = dict.fromkeys(
+        replace(layouts, choices=replace(layouts.choices, accumulate=1)) for layouts, _ in found
+    )
+    for layouts in of_one:
+        for count in counts:
+            yield replace(layouts, choices=replace(layouts.choices, accumulate=count))
 
 
 def _scheduled(
-    stage: Request, candidate: Candidate, cut: Cut, short: Short, rows: int
+    stage: Request,
+    layouts: Layouts,
+    cut: Cut,
+    short: Short,
+    rows: int,
+    sections: Sequence[Section],
 ) -> Iterator[tuple[PipelineCost, Pipeline]]:
     """The layouts of a stage with every schedule that can run them."""
-    layouts, problem = candidate.layouts, stage.problem
+    problem = stage.problem
     axes = (*stage.stages, *layouts.axes)
     masks = masks_of(problem, layouts.axes, dict(layouts.rules))
     full = {unit: mask << 1 for unit, mask in masks.items()}
@@ -115,13 +136,15 @@ def _scheduled(
     over = int(assignment.lay.batch[0])
     pieces = int(setting.size_of[over])
     is_skipping = pieces * size == int(setting.size_of[-1])
+    if rows % (count * pieces):
+        return
     sent = tuple(round(nbytes * rows / count / pieces) for nbytes in cut.row_bytes)
-    blocks, costs = cut.count // size, None
+    blocks, work = cut.count // size, None
     by_block = layouts.choices.remat == "block"
     for pipeline in _schedules(count, size, blocks, by_block):
         staging = Staging(pipeline, size, blocks, short.block_paths, sent, is_skipping)
-        costs = costs or section_costs(assignment, staging)
-        cost = pipeline_cost(assignment, staging, stage.target, stage.hardware, by_block, costs)
+        work = work or StageWork.of(assignment, staging, sections)
+        cost = pipeline_cost(assignment, staging, stage.target, stage.hardware, by_block, work)
         yield cost, pipeline
 
 
@@ -139,4 +162,7 @@ def _schedules(count: int, size: int, blocks: int, by_block: bool) -> Iterator[P
 
 def _with_stages(layouts: Layouts, size: int, pipeline: Pipeline) -> Layouts:
     choices = Choices(layouts.choices.zero, 1, layouts.choices.remat, pipeline)
-    return Layouts(((AXIS, size), *layouts.axes), layouts.rules, choices)
+    axes = tuple(axis for axis in layouts.axes if axis[1] > 1)
+    kept = {name for name, _ in axes}
+    rules = tuple((family, along) for family, along in layouts.rules if kept.intersection(along))
+    return Layouts(((AXIS, size), *axes), rules, choices)

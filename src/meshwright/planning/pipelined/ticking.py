@@ -14,10 +14,10 @@ class Passes:
 
     ``blocks_backward`` leaves out the gradients of weights, ``blocks_weights``. ``enter`` is what
     comes before the blocks and ``at_input`` its gradients, for which it is computed again;
-    ``at_loss`` is what comes after them with its gradients. A stage ``recomputes`` its blocks that
-    many times in a backward pass, and ``skips`` what it has no work for, where it may. ``send`` is
-    the time of one transfer to a neighbour; what it takes longer than the work beside it is waited
-    for, or all of it where nothing ``overlaps``.
+    ``at_loss`` is what comes after them with its gradients. A backward pass computes its blocks
+    again as often as ``recomputes`` says. A stage ``skips`` what it has no work for, where it may.
+    ``send`` is the time of one transfer to a neighbour; what it takes longer than the work beside
+    it is waited for, or all of it where nothing ``overlaps``.
     """
 
     enter: float

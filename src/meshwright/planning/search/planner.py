@@ -177,7 +177,7 @@ class _Question:
         """The plans, with the best pipeline before or behind them and a note on which it is."""
         found = pipelines_of(self.request, self.limit_s)
         if not found:
-            note = "no pipeline: none that divides the blocks and the batch fits"
+            note = "no pipeline: none that fits was found"
             return [replace(plan, notes=(*plan.notes, note)) for plan in plans]
         options = [_option_of_pipeline(one) for one in found]
         said = _no_pipeline(options[0], plans[0].chosen) if plans else ""
