@@ -104,9 +104,9 @@ def trainer_of(program: mw.Program, axes: dict[str, int], **more: Any) -> mw.Tra
 def test_a_branch_lies_on_its_device_and_branches_are_dealt_by_flops() -> None:
     state = trainer_of(inception(optax.adam(0.1)), {"branch": 2}).init()
     for values, kinds in ((state.params, 1), (state.slots, 2)):
-        rows = [value for path, value in values.items() if path.endswith("of stages")]
+        rows = [value for path, value in values.items() if path.endswith("by branch")]
         assert [{s.data.shape[0] for s in row.addressable_shards} for row in rows] == [{1}] * kinds
-    (row,) = (value for path, value in state.params.items() if path.endswith("of stages"))
+    (row,) = (value for path, value in state.params.items() if path.endswith("by branch"))
     used = [int((np.asarray(shard.data) != 0).sum()) for shard in row.addressable_shards]
     # The five-by-five and the wide branch of b, then what is left to balance them.
     size = {name: math.prod(of) for name, of in DIMS.items()}

@@ -114,11 +114,11 @@ def test_each_stage_holds_its_own_weights_in_its_row_alone() -> None:
     weights = {"down": 72, "middle": 216, "deep": 324, "up": 360, "head": 12}
     longest = -(-max(weights["middle"] + weights["deep"], weights["up"] + 12) // 128) * 128
     for values, kinds in ((state.params, 1), (state.slots, 2)):
-        rows = [value for path, value in values.items() if path.endswith("of stages")]
+        rows = [value for path, value in values.items() if path.endswith("by stage")]
         assert len(rows) == kinds
         for row in rows:
             assert {shard.data.shape for shard in row.addressable_shards} == {(1, longest)}
-    (row,) = (value for path, value in state.params.items() if path.endswith("of stages"))
+    (row,) = (value for path, value in state.params.items() if path.endswith("by stage"))
     used = [int((np.asarray(shard.data) != 0).sum()) for shard in row.addressable_shards]
     assert used == [72, 216 + 324, 360 + 12]
 

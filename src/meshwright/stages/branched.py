@@ -48,7 +48,7 @@ class Branched(Staged):
         outside, own = forks.flops
         total = outside + sum(own) or 1.0
         shares = tuple(
-            StageShare(device, (), False, False, flops / total, _paths(forks, device))
+            StageShare(device, (), False, False, flops / total, _paths(forks, device), "branches")
             for device, flops in enumerate(own)
         )
         return cls(

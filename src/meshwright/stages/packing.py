@@ -85,7 +85,7 @@ class Packing(Stacking):
         for (kind, dtype), of in groups.items():
             first = next(iter(packs.params), None)
             into = packs.params if kind == _WEIGHTS else packs.slots
-            pack = _pack(of, f"{kind} {dtype} of stages", (stages, length), first)
+            pack = _pack(of, f"{kind} {dtype} by {axis}", (stages, length), first)
             info = asking(pack.info, Layout([axis, UNSHARDED], placement.mesh))
             into[info.path] = replace(pack, info=info)
         parts = [
@@ -119,9 +119,9 @@ class Packing(Stacking):
                 for piece in pack.pieces:
                     sizes[piece.stage] += piece.size * each.info.itemsize
                 kept = ", ".join(f"{size:,}" for size in sizes)
-                why = f"{len(pack.pieces)} arrays; bytes used by stage: {kept}"
+                why = f"{len(pack.pieces)} arrays; bytes used in each row: {kept}"
             elif each.info.asked is not None:
-                why = "beside the stages"
+                why = "in no row"
             found.append(each._replace(reason=why))
         return found
 

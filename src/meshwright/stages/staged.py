@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..errors import BatchError, PipelineError
 from ..layouts.placement import Placement
@@ -35,6 +35,7 @@ class StageShare(NamedTuple):
     after: bool
     flops_share: float
     params: tuple[str, ...] = ()  # what a stage that differs reads
+    kind: Literal["stage", "branches"] = "stage"
 
 
 @dataclass(frozen=True, eq=False)

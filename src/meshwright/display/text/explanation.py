@@ -44,7 +44,7 @@ def stage_row(share: StageShare) -> tuple[str, str, str]:
     if not share.blocks:
         first, *_, last = (*share.params, *share.params) or ("no weights",) * 2
         has = first if first == last else f"{first} to {last}"
-        return f"stage {share.stage}", has, share_text(share.flops_share)
+        return f"{share.kind} {share.stage}", has, share_text(share.flops_share)
     blocks = share.blocks
     first, last = min(blocks), max(blocks)
     in_turn = len(blocks) > 1 and last - first == len(blocks) - 1
