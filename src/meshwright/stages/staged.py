@@ -258,9 +258,8 @@ def faults_of(program: Program, placement: Placement, axis: str, what: str) -> l
         faults.append(f"pad=True is not supported with {name}. Use axes that divide.")
     if program.example is None:
         faults.append(
-            f"{name} cannot be found without an example of a batch for model {program.name!r}: "
-            "train it first, or pass a batch, for a program as "
-            "mw.jax_program(..., batch=example)."
+            f"to cut model {program.name!r} into {what} needs an example of a batch: train it "
+            "first, or pass a batch, for a program as mw.jax_program(..., batch=example)."
         )
     return faults
 
