@@ -1,7 +1,7 @@
 """Write the schemas in ``tests/serving/schemas``, by which manifests are checked.
 
-It needs ``pip install kserve kubernetes cloudcoil-models-knative-serving``, best with ``--target`` a
-folder of its own that is named in PYTHONPATH. The classes of the first two are generated from the
+It needs ``pip install kserve kubernetes cloudcoil-models-knative-serving``, best with ``--target``
+a folder of its own that is named in PYTHONPATH. The classes of the first two are generated from the
 OpenAPI documents of KServe and Kubernetes, the last from Knative's custom resource definitions.
 """
 

@@ -1,0 +1,186 @@
+"""What a server of the real engine lives through: restarts, malformed requests, hours of load.
+
+``python benchmarks/serving_endurance.py [restarts] [malformed] [soak] [--minutes 60]`` serves a
+small Keras model by ``meshwright serve`` and writes ``results/serving_endurance.json``. Clients and
+malformed requests are those of ``tests/serving/test_http_server.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "jax"
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests" / "serving"))
+
+import numpy as np  # noqa: E402
+from report import RESULTS, machine  # noqa: E402
+from test_http_server import Load, throw  # noqa: E402
+
+RESTARTS, MALFORMED = 50, 10_000
+CLIENTS = 4
+TIMES = ("restarts", "malformed", "soak")
+
+
+class Served:
+    """``meshwright serve`` of a model on a socket that this process holds."""
+
+    def __init__(self, model: Path, bound: socket.socket) -> None:
+        self.log = model.with_suffix(".log")
+        self.log.write_text("")
+        command = [sys.executable, "-m", "meshwright", "serve", str(model), "--buckets", "1,8"]
+        command += ["--fd", str(bound.fileno()), "--drain", "0.3"]
+        begin_s = time.monotonic()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, pass_fds=[bound.fileno()], stderr=log, stdout=log
+            )
+        while '"listening"' not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        self.start_s = time.monotonic() - begin_s
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0, self.log.read_text()
+
+    def resident_bytes(self) -> int:
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def bound_socket() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as bound:
+        bound.set_inheritable(True)
+        yield bound
+
+
+def saved_model(folder: Path) -> Path:
+    """A model that the clients' requests fit, large enough that its weights would be noticed."""
+    import keras
+
+    x = keras.Input([4], name="x")
+    y = keras.layers.Dense(3, name="y")(keras.layers.Dense(256, "relu")(x))
+    keras.Model(x, y, name="linear").save(folder / "linear.keras")
+    return folder / "linear.keras"
+
+
+def restarts(model: Path) -> dict[str, Any]:
+    with bound_socket() as bound:
+        served = Served(model, bound)
+        starts = [served.start_s]
+        with Load(bound.getsockname()[1], CLIENTS) as load:
+            for _ in range(RESTARTS):
+                time.sleep(0.3)
+                served.end()
+                served = Served(model, bound)
+                starts.append(served.start_s)
+            time.sleep(0.3)
+        served.end()
+    lost = {outcome: count for outcome, count in load.outcomes.items() if outcome != "200"}
+    return {
+        "restarts": RESTARTS,
+        "answered": load.outcomes["200"],
+        "lost": sum(lost.values()),
+        "outcomes": dict(load.outcomes),
+        "first_start_s": starts[0],
+        "later_start_s": float(np.median(starts[1:])),
+    }
+
+
+def malformed(model: Path) -> dict[str, Any]:
+    """The p99 of a client alone, beside as many well-formed requests, and beside malformed ones."""
+    with bound_socket() as bound:
+        served, port = Served(model, bound), bound.getsockname()[1]
+        with Load(port, 1):
+            time.sleep(3)  # warm
+        p99_ms, statuses = dict[str, list[float]](), Counter[str]()
+        for part in range(10):  # the ways in turn, so that what else runs here meets all of them
+            begin, count = part * MALFORMED // 10, MALFORMED // 10
+            begin_s = time.monotonic()
+            with Load(port, 1) as load:
+                statuses += Counter(throw(port, seed) for seed in range(begin, begin + count))
+            took_s = time.monotonic() - begin_s
+            assert set(load.outcomes) == {"200"}, load.outcomes
+            p99_ms.setdefault("beside_malformed", []).append(_p99_ms(load))
+            with Load(port, 1) as load:
+                time.sleep(min(took_s, 5.0))
+            p99_ms.setdefault("alone", []).append(_p99_ms(load))
+            with Load(port, 1) as load, Load(port, 1):
+                time.sleep(min(took_s, 5.0))
+            p99_ms.setdefault("beside_another_client", []).append(_p99_ms(load))
+        assert served.process.poll() is None
+        served.end()
+    medians = {way: float(np.median(found)) for way, found in p99_ms.items()}
+    return {
+        "malformed": MALFORMED,
+        "deaths": 0,
+        "statuses": dict(statuses),
+        "p99_ms": medians,
+        "ratio_to_alone": medians["beside_malformed"] / medians["alone"],
+        "ratio_to_another_client": medians["beside_malformed"] / medians["beside_another_client"],
+    }
+
+
+def _p99_ms(load: Load) -> float:
+    return 1e3 * float(np.percentile(load.seconds, 99))
+
+
+def soak(model: Path, minutes: float) -> dict[str, Any]:
+    """Memory under load; the slope is that of a line through all but the first fifth."""
+    times_s, resident = list[float](), list[int]()
+    with bound_socket() as bound:
+        served, begin_s = Served(model, bound), time.monotonic()
+        with Load(bound.getsockname()[1], CLIENTS) as load:
+            while (now_s := time.monotonic() - begin_s) < 60 * minutes:
+                times_s.append(now_s)
+                resident.append(served.resident_bytes())
+                load.seconds.clear()  # of this process' memory, too
+                time.sleep(1)
+        served.end()
+    first = len(times_s) // 5
+    slope, _ = np.polyfit(times_s[first:], resident[first:], 1)
+    level = float(np.median(resident[first:]))
+    return {
+        "minutes": minutes,
+        "answered": load.outcomes["200"],
+        "lost": sum(n for outcome, n in load.outcomes.items() if outcome != "200"),
+        "resident_bytes": level,
+        "grown_share": (np.median(resident[-30:]) - np.median(resident[first : first + 30]))
+        / level,
+        "slope_share_per_hour": 3600 * slope / level,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("times", nargs="*", choices=[*TIMES, []])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    asked = parser.parse_args()
+    path = RESULTS / "serving_endurance.json"
+    with tempfile.TemporaryDirectory() as folder:
+        model = saved_model(Path(folder))
+        for name in asked.times or TIMES:
+            found = soak(model, asked.minutes) if name == "soak" else globals()[name](model)
+            record = json.loads(path.read_text()) if path.exists() else {}
+            record[name] = {**found, "machine": machine()}
+            print(name, json.dumps(found, indent=2), flush=True)
+            path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
