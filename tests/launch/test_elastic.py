@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from rows_once import EPOCHS, ROWS
+from watching import write_fake_ssh
 
 import meshwright as mw
 from meshwright import ClusterError, Mesh, MeshError
@@ -186,6 +187,37 @@ def test_a_host_that_comes_is_taken_in_and_those_that_leave_or_are_lost_are_not_
     assert [start["processes"] for start in starts(tmp_path)] == [1, 2, 2, 1]
     *_, before, after = starts(tmp_path)
     assert after["from"] > before["from"]  # which was written to disk, and nothing since
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_the_first_host_is_replaced_and_listed_hosts_come_and_go(
+    undisturbed, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", str(write_fake_ssh(tmp_path)), prepend=os.pathsep)
+    monkeypatch.setenv("INPUT_S", "0.06")
+    (tmp_path / "plan.json").write_text("{}")
+    listed, script = tmp_path / "listed", tmp_path / "hosts.sh"
+    listed.write_text("127.0.0.1\n127.0.0.2\n")
+    script.write_text(f"#!/bin/sh\ncat {listed}\n")
+    script.chmod(0o755)
+    options = ["--processes", "1", "--devices", "1", "--nodes", "1:2", "--stall-timeout", "2"]
+    options += ["--host-discovery-script", str(script)]
+    command = [sys.executable, "-m", "meshwright.cli", "launch", *options, PROGRAM, str(tmp_path)]
+    with (tmp_path / "stderr").open("w") as said:
+        launcher = subprocess.Popen(command, stderr=said)
+    try:
+        _wait_for_starts(tmp_path, 1)
+        os.kill(int((tmp_path / "pid-127.0.0.1").read_text()), signal.SIGKILL)
+        _wait_for_starts(tmp_path, 2)  # by the other host alone
+        listed.write_text("127.0.0.2\nlocalhost\n")
+        assert launcher.wait(90) == 0, (tmp_path / "stderr").read_text()
+    finally:
+        launcher.kill()
+        launcher.wait()
+    np.testing.assert_allclose(result(tmp_path), undisturbed, atol=2e-6, rtol=0)
+    assert [start["processes"] for start in starts(tmp_path)] == [2, 1, 2]
+    assert "host '127.0.0.1' is lost" in (tmp_path / "stderr").read_text()
 
 
 def _wait_for_starts(folder: Path, count: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import all_gone, within
+from watching import all_gone, within, write_fake_ssh
 
 import meshwright as mw
 from meshwright import ClusterError
@@ -307,17 +307,8 @@ def test_hosts_that_do_not_come_and_addresses_that_are_wrong_are_refused():
 
 
 @pytest.fixture
-def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ``ssh`` that runs the command here; host ``nowhere`` refuses."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ssh").write_text(
-        '#!/bin/sh\n[ "$4" = nowhere ] && echo "Connection refused" >&2 && exit 255\n'
-        'exec sh -c "$5"\n'
-    )
-    (folder / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-    return folder
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(write_fake_ssh(tmp_path)), prepend=os.pathsep)
 
 
 @pytest.mark.alone

@@ -29,3 +29,24 @@ def all_gone(pids: Iterable[int]) -> Callable[[], bool]:
     """Tells whether none of these processes is there any more."""
     numbers = list(pids)
     return lambda: not any(map(is_there, numbers))
+
+
+_SSH = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+[ "$1" = nowhere ] && echo "Connection refused" >&2 && exit 255
+case "$2" in *"--rendezvous $1:"*) ;; *) sleep 1;; esac  # all can listen at the first one's address
+echo $$ > "{folder}/pid-$1"
+exec sh -c "$2"
+"""
+
+
+def write_fake_ssh(folder: Path) -> Path:
+    """The folder of an ``ssh`` that runs the command here; host ``nowhere`` refuses.
+
+    The number of the process on each host is in ``FOLDER/pid-HOST``.
+    """
+    (folder / "bin").mkdir()
+    ssh = folder / "bin" / "ssh"
+    ssh.write_text(_SSH.replace("{folder}", str(folder)))
+    ssh.chmod(0o755)
+    return folder / "bin"

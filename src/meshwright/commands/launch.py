@@ -66,7 +66,7 @@ class _Range(click.ParamType):
 @option(
     "--host-discovery-script",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Program that prints localhost:N, N processes having room; asked every second.",
+    help="Program that prints localhost:N, or with --nodes the hosts to reach by ssh; asked often.",
 )
 @option(
     "--log-dir",
@@ -195,6 +195,15 @@ def launch(
         least_hosts = least_nodes if least_nodes < nodes else None
         hosts = options["hosts"].split(",")
         raise SystemExit(run_on_hosts(hosts, passed_on, program, least_hosts))
+
+    if options["host_discovery_script"] and nodes > 1 and not options["rendezvous"]:
+        from ..launch.hosts import run_on_listed_hosts
+
+        if least < most:
+            raise click.UsageError("several hosts need one number of --processes.", ctx)
+        passed_on = ["--processes", str(most), *_as_typed(ctx, _PASSED_ON)]
+        script = options["host_discovery_script"]
+        raise SystemExit(run_on_listed_hosts(script, passed_on, program, least_nodes, nodes))
 
     from ..launch.group import run_group, run_module
     from ..launch.group_options import GroupOptions

@@ -16,24 +16,24 @@ _LONGEST_S = 20.0
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
-def parse_hosts(text: str) -> dict[str, int]:
-    """The hosts of a script's output, with the number of processes that each has room for.
+def parse_hosts(text: str) -> dict[str, int | None]:
+    """The hosts of a script's output, with the number of processes that each is to run, if given.
 
     Raises :class:`~meshwright.errors.ClusterError` for a number that is none.
 
     >>> parse_hosts("n01:4\\nn02\\n\\n")
-    {'n01': 4, 'n02': 1}
+    {'n01': 4, 'n02': None}
     """
     hosts = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         host, _, slots = line.partition(":")
         if not host or (slots and not slots.isdecimal()):
             raise ClusterError(f"expected lines such as n01:4; received {line!r}.")
-        hosts[host] = int(slots or 1)
+        hosts[host] = int(slots) if slots else None
     return hosts
 
 
-def places_here(hosts: Mapping[str, int]) -> int:
+def places_here(hosts: Mapping[str, int | None]) -> int:
     """The places that these hosts have on this one.
 
     Raises :class:`~meshwright.errors.ClusterError` for other hosts.
@@ -43,25 +43,31 @@ def places_here(hosts: Mapping[str, int]) -> int:
     if others:
         raise ClusterError(
             f"{', '.join(others)}: a host discovery script may name this host only (localhost:4). "
-            "For several hosts run the launcher on each, with --nodes MIN:MAX."
+            "For other hosts, reached by ssh, add --nodes MIN:MAX."
         )
-    return sum(hosts.values())
+    return sum(1 if slots is None else slots for slots in hosts.values())
 
 
 class Discovery:
-    """Asks a script every second; :attr:`places` is its newest answer.
+    """Asks a script every second; :attr:`hosts` is its newest answer.
 
     A script that fails changes nothing, but at first. Raises
-    :class:`~meshwright.errors.ClusterError` where its first answer is invalid.
+    :class:`~meshwright.errors.ClusterError` where its first answer is invalid, or names others than
+    this host where it ``is_local``.
     """
 
-    def __init__(self, script: Path) -> None:
-        self._script = script.resolve()
-        self.places = self._ask()
+    def __init__(self, script: Path, is_local: bool = True) -> None:
+        self._script, self._is_local = script.resolve(), is_local
+        self.hosts = self._ask()
         self._said = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host discovery", daemon=True)
         self._thread.start()
+
+    @property
+    def places(self) -> int:
+        """The places for processes on this host."""
+        return places_here(self.hosts)
 
     def close(self) -> None:
         """Stop asking."""
@@ -70,13 +76,13 @@ class Discovery:
     def _run(self) -> None:
         while not self._closed.wait(_EVERY_S):
             try:
-                self.places, self._said = self._ask(), ""
+                self.hosts, self._said = self._ask(), ""
             except ClusterError as error:
                 if str(error) != self._said:
                     self._said = str(error)
                     print(f"meshwright launch: {error}", file=sys.stderr, flush=True)
 
-    def _ask(self) -> int:
+    def _ask(self) -> dict[str, int | None]:
         where = f"host discovery script {str(self._script)!r}"
         try:
             done = subprocess.run(
@@ -87,6 +93,9 @@ class Discovery:
         if done.returncode:
             raise ClusterError(f"{where} ended with {done.returncode}: {done.stderr.strip()}")
         try:
-            return places_here(parse_hosts(done.stdout))
+            hosts = parse_hosts(done.stdout)
+            if self._is_local:
+                places_here(hosts)
+            return hosts
         except ClusterError as error:
             raise ClusterError(f"{where}: {error}") from None
