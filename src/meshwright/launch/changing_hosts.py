@@ -29,12 +29,12 @@ class StartLauncher(Protocol):
     """Starts a launcher on a host."""
 
     def __call__(self, name: str, processes: int | None, nodes: str, first: str) -> Child:
-        """``nodes`` are so many, or ``MIN:MAX``; all meet at the first host."""
+        """``nodes`` is the number of hosts, or ``MIN:MAX``; all meet at the first one."""
         ...
 
 
 class ChangingHosts:
-    """A group on the hosts that ``listed`` names; at least and at most so many of them."""
+    """A group on the hosts that ``listed`` names: ``least`` to ``most`` of them at a time."""
 
     def __init__(
         self,
