@@ -198,7 +198,7 @@ def test_a_file_with_flipped_bytes_is_an_error(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_an_error_that_does_not_talk_of_pickles(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("no digits here")
-    with pytest.raises(DataError, match=r"an \.npz file: the archive is not there"):
+    with pytest.raises(DataError, match=r"an \.npz file: the archive is missing"):
         mnist(path)
 
 

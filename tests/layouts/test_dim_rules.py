@@ -252,9 +252,9 @@ def test_the_batch_lies_where_the_rules_lay_the_dim_of_that_name():
 
 
 def test_a_batch_that_contradicts_the_rules_is_an_error():
-    with pytest.raises(LayoutError, match="batch='cols' and the rule 'batch:rows' say different"):
+    with pytest.raises(LayoutError, match="batch='cols' and the rule 'batch:rows' give different"):
         Placement.of(MESH, batch="cols", rules="batch:rows")
-    with pytest.raises(LayoutError, match="batch=None and the rule 'batch:rows' say different"):
+    with pytest.raises(LayoutError, match="batch=None and the rule 'batch:rows' give different"):
         Placement.of(MESH, batch=None, rules="batch:rows")
 
 

@@ -333,7 +333,7 @@ FAULTS = {
     ),
     "an open size": (
         lambda: Layout(["batch"], MESH).check([None], "x"),
-        r"x has dims \(None,\); sizes are whole numbers",
+        r"x has dims \(None,\); sizes must be whole numbers",
     ),
     "half a size": (lambda: Layout(["batch"], MESH).local_dims([2.5]), r"dims \(2.5,\)"),
     "a negative size": (lambda: Layout(["batch"], MESH).local_dims([-4]), r"dims \(-4,\)"),

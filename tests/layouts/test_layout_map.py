@@ -145,8 +145,11 @@ FAULTS = {
         lambda: LayoutMap(layouts={"kernel(": A}),
         r"pattern 'kernel\(' is not a valid regular expression: missing \)",
     ),
-    "an empty pattern": (lambda: LayoutMap(layouts={"": A}), "a pattern is a text .* received ''"),
-    "a number": (lambda: LayoutMap(layouts={3: A}), "a pattern is a text .* received 3"),
+    "an empty pattern": (
+        lambda: LayoutMap(layouts={"": A}),
+        "a pattern must be a string .* received ''",
+    ),
+    "a number": (lambda: LayoutMap(layouts={3: A}), "a pattern must be a string .* received 3"),
     "a bare axis": (
         lambda: LayoutMap(layouts={"kernel": "model"}),
         "the layout of 'kernel': a layout is a sequence .* received 'model'",

@@ -216,7 +216,7 @@ def test_on_a_mesh_without_the_axes_every_rule_that_needs_them_is_listed():
         "the layout of input 'x'",
         "the layout of target 2",
         "activation 'hidden'",
-        "batch='batch': the mesh (data=8) has no axis 'batch'. Say batch='data', or batch=None",
+        "batch='batch': the mesh (data=8) has no axis 'batch'. Use batch='data', or batch=None",
     ):
         assert what in message
 
@@ -322,13 +322,16 @@ FAULTS = {
     ),
     "an unknown batch axis": (
         lambda: Placement.of(MESH, batch="data"),
-        "batch='data': the mesh .batch=4, model=2. has no axis 'data'. Say batch='batch', or",
+        "batch='data': the mesh .batch=4, model=2. has no axis 'data'. Use batch='batch', or",
     ),
     "the batch on the same axis twice": (
         lambda: Placement.of(MESH, batch=("batch", "batch")),
         "names axis 'batch' more than once",
     ),
-    "the batch on a number": (lambda: Placement.of(MESH, batch=4), "batch=4: the batch lies on"),
+    "the batch on a number": (
+        lambda: Placement.of(MESH, batch=4),
+        "batch must be an axis.*received 4",
+    ),
     "an input named by neither": (
         lambda: Placement.of(MESH, inputs={("a", "b"): ["batch"]}),
         r"inputs must be keyed by name or position; received \('a', 'b'\)",

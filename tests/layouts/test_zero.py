@@ -59,7 +59,7 @@ def test_other_levels_are_refused(zero: object) -> None:
 
 
 def test_zero_without_batch_axes_is_refused() -> None:
-    with pytest.raises(mw.LayoutError, match="zero=2 shares state out over the axes of the batch"):
+    with pytest.raises(mw.LayoutError, match="zero=2 shards state over the axes of the batch"):
         mw.Placement.of(MESH, batch=None, zero=2)
 
 

@@ -525,14 +525,14 @@ class TestErrors:
         for part in (
             "'top_3'",
             "'never'",
-            "group_size=0",
-            "capacity_factor=-1.0",
-            "min_capacity=-2",
+            "sequence; received 0",
+            "capacity_factor must be at least 0; received -1.0",
+            "min_capacity must be at least 0; received -2",
         ):
             assert part in str(info.value)
 
     def test_no_second_expert(self) -> None:
-        with pytest.raises(mw.ModelError, match="experts:1: there is no second expert"):
+        with pytest.raises(mw.ModelError, match="needs two experts; received experts:1"):
             Gating("experts:1")
 
     def test_another_dispatch(self) -> None:

@@ -243,7 +243,7 @@ def x8() -> mn.NamedArray:
 
 
 REFUSED = [
-    ("concat of none", lambda x: joining.concat([], "a"), "concat of no arrays"),
+    ("concat of none", lambda x: joining.concat([], "a"), "concat needs at least one array"),
     ("concat of others", lambda x: joining.concat([x, mn.rename(x, "b", "d")], "a"),
      r"dims \[a:8 b:8\], \[a:8 d:8\]; .* but for the one that is joined"),
     ("concat of other sizes", lambda x: joining.concat([x, x[{"b": slice(4)}]], "a"),
@@ -254,7 +254,7 @@ REFUSED = [
     ("slice", lambda x: joining.slice(x, "a", 4, 5), "5 elements from 4 on .* 0 to 7"),
     ("pad", lambda x: joining.pad(x, "a", -1), "-1 before and 0 after dim 'a'.*slice"),
     ("pad by several", lambda x: joining.pad(x, "a", 1, value=x), "value has dims .a:8 b:8."),
-    ("stack of none", lambda x: joining.stack([], "d"), "stack of no arrays"),
+    ("stack of none", lambda x: joining.stack([], "d"), "stack needs at least one array"),
     ("stack of others", lambda x: joining.stack([x, x[{"a": 0}]], "d"), r"\[a:8 b:8\], \[b:8\]"),
     ("stack along a dim of theirs", lambda x: joining.stack([x, x], "a"), "have dim 'a'.*concat"),
     ("stack too far", lambda x: joining.stack([x, x], "d", 3), "position 3 is out of.*0 to 2"),

@@ -44,7 +44,7 @@ def test_a_server_decodes_what_was_made_smaller() -> None:
 
 
 def test_what_does_not_decode_is_refused() -> None:
-    with pytest.raises(mw.ArrayError, match=r"codec 'zip'. Codecs are None, 'float16'"):
+    with pytest.raises(mw.ArrayError, match=r"codec 'zip'; expected one of None, 'float16'"):
         stepped([np.zeros(8, "f")], "zip")
     with pytest.raises(mw.ArrayError, match="codec 'topk' takes 2 arrays; received 1"):
         stepped([np.zeros(8, "f")], "topk")
