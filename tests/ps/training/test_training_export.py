@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 from training_models import data, dense, ratings, recommender
 
@@ -52,6 +55,24 @@ def test_one_export_takes_any_number_of_rows():
         mw.BatchError, match=r"exported for 8x6 float32.*received 8x7 float32.*number of rows"
     ):
         made.code_for(Signature.of((np.zeros([8, 7], "float32"), y[:8])))
+
+
+def test_on_cpus_maximum_pooling_is_differentiated_by_comparison():
+    def loss(params, batch):
+        pooled = jax.lax.reduce_window(
+            batch * params["w"], -jnp.inf, jax.lax.max, (1, 2, 2), (1, 2, 2), "VALID"
+        )
+        return jnp.mean(pooled)
+
+    program = mw.jax_program(loss, {"w": jnp.ones([])}, optax.sgd(0.1))
+    batch = np.ones([8, 4, 4], "float32")
+    selects = {}
+    for platforms in (["cpu"], ["cpu", "tpu"]):
+        step = export_step(program, [batch], platforms=platforms)
+        assert step.any_rows is not None, step.why_not
+        codes = (step.codes[0][1].gradients, step.any_rows.gradients)
+        selects[len(platforms)] = [b"select_and_scatter" in code for code in codes]
+    assert selects == {1: [False, False], 2: [True, True]}
 
 
 def test_without_a_free_number_of_rows_batches_must_be_alike():
