@@ -21,6 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 from keras import layers
 from models import shapes
+from volumes import communication
 
 import meshwright as mw
 import meshwright.named as mn
@@ -33,7 +34,6 @@ from meshwright.planning.abstract_step import AbstractStep, abstract_step
 from meshwright.planning.ahead import trace
 from meshwright.planning.graph import Graph
 from meshwright.planning.traced_graph import graph_of, graph_of_step, unknown_kinds
-from meshwright.planning.volumes import communication
 from meshwright.targets.target import Target
 
 _QUICKLY = {"xla_backend_optimization_level": 0}  # LLVM's, after the partitioner

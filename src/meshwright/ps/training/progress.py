@@ -79,11 +79,6 @@ class WorkerRates:
     def look(self) -> None:
         self._last = self._look()
 
-    @property
-    def steps_done(self) -> int:
-        """Steps that have ended since the epoch began."""
-        return self._per_call * (self._look().done - self._first.done)
-
     def parts(self, steps_per_s: float | None, ended: bool) -> list[Part]:
         first, last, per_call = self._first, self._last, self._per_call
         seconds = max(last.at_s - first.at_s, 1e-9)

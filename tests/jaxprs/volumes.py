@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .graph import Graph, GraphTensor, Joint, Operation
+from meshwright.planning.graph import Graph, GraphTensor, Joint, Operation
 
 Kind = Literal["sum", "gather", "move"]
 
@@ -42,16 +42,6 @@ def communication(
     ``axes`` are the sizes of the mesh's axes and ``lies`` the axis of each dim, by name, that is
     split. The volumes are those of Mesh-TensorFlow (Shazeer et al. 2018, section 4): a product over
     a dim that is split ends with a sum of its result's pieces.
-
-    >>> from meshwright.planning.graph import GraphDim
-    >>> dims = tuple(GraphDim(name, 8, name) for name in ("batch", "in", "out"))
-    >>> x, w, y = (GraphTensor("", each, (8, 8), 4) for each in ((0, 1), (1, 2), (0, 2)))
-    >>> product = Operation("dot_general", "", (0, 1), (2,), summed=(1,))
-    >>> graph = Graph(dims, (x, w, y), (product,))
-    >>> [(v.kind, v.elements) for v in communication(graph, {"a": 2, "b": 4}, {"in": "b"})]
-    [('sum', 64)]
-    >>> communication(graph, {"a": 2, "b": 4}, {"batch": "a", "out": "b"})
-    ()
     """
     split = {number: lies[dim.name] for number, dim in enumerate(graph.dims) if dim.name in lies}
     return tuple(
