@@ -23,7 +23,7 @@ def describe(state: TrainState) -> list[SavedArray]:
 
 
 def as_saved(info: CheckpointInfo, like: TrainState) -> TrainState:
-    """``like`` with what each device keeps for itself as it was saved by so many devices."""
+    """``like`` with what each device keeps for itself in the number of devices that saved it."""
     import jax
 
     saved = {array.path: array for array in info.arrays if array.part == "slots"}

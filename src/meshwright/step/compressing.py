@@ -251,7 +251,7 @@ class _Form:
         return _cut(row[self.size :], self.thin.items())
 
     def joined(self, left: Arrays, factors: Arrays, before: Any) -> Any:
-        """A row again; what is given anew of neither kind is as it was ``before``."""
+        """A row again; parts of neither kind are as they were ``before``."""
         import jax.numpy as jnp
 
         parts = {**self.cut(before), **left}

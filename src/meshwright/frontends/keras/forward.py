@@ -221,7 +221,7 @@ def load_file(path: str | Path) -> tuple[keras.Model, dict[int, np.ndarray]]:
 
 
 def _no_file(path: Path) -> str:
-    """What is said of a path that is no model, with what may have been meant."""
+    """The message for a path that holds no model, with the nearest ones."""
     if path.is_dir():
         return (
             f"{path} is a folder, not a .keras file. The checkpoints of a run are served with the "

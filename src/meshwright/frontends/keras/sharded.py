@@ -420,7 +420,7 @@ class Sharded(LaidOut, Replicas):
             raise ModelError(
                 f"the optimizer of model {model.name!r} keeps unsent gradients of "
                 f"{kept.shape[0]} devices, and this strategy has {count}. Compile the model again, "
-                "or build it anew and resume from a checkpoint."
+                "or rebuild it and resume from a checkpoint."
             )
 
     def _build(self, model: keras.Model, batch: Batch | None, training: bool) -> None:
