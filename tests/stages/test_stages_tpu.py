@@ -14,7 +14,7 @@ import meshwright as mw
 
 pytestmark = [pytest.mark.targets, pytest.mark.full]
 
-WIDTH, HIDDEN, TOKENS = 128, 256, 256
+WIDTH, HIDDEN, TOKENS = 256, 512, 256
 
 
 def loss(params, batch):
@@ -61,7 +61,8 @@ def assert_agree(modelled, compiled):
     """State to the byte, transfers to the count, the peak within 10 %."""
     assert modelled.memory.argument_bytes == compiled.memory.argument_bytes
     assert permutes(modelled) == permutes(compiled)
-    assert modelled.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.1)
+    ratio = modelled.peak_bytes / compiled.peak_bytes
+    assert 0.9 <= ratio <= 1.1
 
 
 def test_what_1f1b_keeps_on_a_tpu_is_flat_in_micro_batches_and_less_than_gpipe_keeps():

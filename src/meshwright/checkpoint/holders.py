@@ -118,7 +118,7 @@ def shifted(hosts: list[int], by: int) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=8)
 def _mover(lies: tuple[tuple[str, Any], ...], first_of: tuple[int, ...], by: int) -> Any:
-    """One compiled function that moves every piece of arrays which lie so to the peer's device."""
+    """One compiled function that moves every piece of such arrays to the device of the peer."""
     import jax
 
     leaders = sorted(set(first_of))

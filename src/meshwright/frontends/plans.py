@@ -90,7 +90,10 @@ def plan(
     takes the place of what is known of its chips. ``model`` and ``batch`` are those of
     :func:`~meshwright.dry_run`: dims are inferred from the traced step. Data parallel, FSDP, tensor
     parallel and both together are columns of the printed plan, and by the model none of them that
-    fits is faster than the plan. The search ends after ``limit_s`` seconds with the best so far;
+    fits is faster than the plan. A model with equal blocks is looked at as a pipeline, too, unless
+    ``axes`` or another objective is given; one is chosen where it is faster than all else would be
+    even with its communication hidden behind compute, else a note says how much slower it is. The
+    search ends after ``limit_s`` seconds with the best so far;
     with ``verify=k`` the best ``k`` are compiled after that, each in ``timeout_s`` at most, with
     less ZeRO, plain data parallel and FSDP beside them, and ranked by their dry runs, for which
     ``blocks`` is as in :func:`~meshwright.dry_run`; where the best does not fit, others follow that

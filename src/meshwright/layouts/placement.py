@@ -379,10 +379,10 @@ class Placement:
 
     def _slot(self, info: ParamInfo, owners: Mapping[str, Placed]) -> Placed:
         owner = owners.get(info.owner or "")
-        if info.asked is not None:
-            return Placed(info, info.asked.on(self.mesh), "slot: a row for each device")
         if owner is not None and owner.info.dims == info.dims:
             slot = Placed(info, owner.layout, f"slot of {owner.info.path}", owner.names)
+        elif info.asked is not None:
+            return Placed(info, info.asked.on(self.mesh), "slot: a row for each device")
         elif info.names is not None and self.rules is not None:
             slot = self._by_names(info, info.names)  # a part of its parameter, such as its rows
         else:

@@ -39,7 +39,8 @@ class Staging:
 
     ``sent_bytes`` are those of each array that a stage passes on of a micro-batch, in one device.
     ``skips`` says whether a stage leaves out what it has no work for: else ticks in which stages
-    have other kinds of work are loops of their own.
+    have other kinds of work are loops of their own. ``filled`` is the share of its places for
+    blocks that each run has, where not all are.
     """
 
     pipeline: Pipeline
@@ -48,6 +49,7 @@ class Staging:
     block_paths: frozenset[str]
     sent_bytes: tuple[int, ...]
     skips: bool = True
+    filled: tuple[float, ...] = ()
 
     @functools.cached_property
     def table(self) -> TickTable:
@@ -177,6 +179,7 @@ def pipeline_cost(
         waits_for_loss=pipeline.recomputes,
         skips=staging.skips,
         overlaps=target.platform != "cpu",
+        filled=staging.filled,
     )
     ticks = step_s(table, passes)
     once_s = sum(cost.once_s for cost in costs.values()) + work.gathered_s

@@ -77,14 +77,14 @@ def staged_assignment(
     pipeline, placement = staged.pipeline, described.placement
     stages = placement.mesh[pipeline.axis]
     repeats, reason = reduced(unstaged(described), 2)
-    is_even = repeats is not None and isinstance(staged.dealt, Deal) and not repeats.count % stages
-    if repeats is None or not is_even:
-        count = "no" if repeats is None else repeats.count
+    deal = staged.dealt
+    if repeats is None or not isinstance(deal, Deal):
         raise LayoutError(
-            f"its {count} equal blocks do not make {stages} stages of one kind"
-            f"{f': {reason}' if reason else ''}. Have the step compiled."
+            f"its stages are not runs of equal blocks{f': {reason}' if reason else ''}. Have the "
+            "step compiled."
         )
-    blocks = repeats.count // stages
+    most = max(deal.sizes)
+    blocks = most * pipeline.repeats
     short = repeats.with_blocks(blocks)
     graph = graph_alone(short.program, batch, placement, short)
     assignment = assignment_of(graph, short, target, hardware)
@@ -96,6 +96,7 @@ def staged_assignment(
         block_paths=frozenset(path for paths in repeats.blocks[:blocks] for path in paths),
         sent_bytes=sent_bytes(staged.sent, placement.batch_shards),
         skips=skips(staged),
+        filled=tuple(size / most for size in deal.sizes) if skips(staged) else (),
     )
     return replace(assignment, choices=choices), staging
 

@@ -17,7 +17,8 @@ class Passes:
     ``at_loss`` is what comes after them with its gradients. A backward pass computes its blocks
     again as often as ``recomputes`` says. A stage ``skips`` what it has no work for, where it may.
     ``send`` is the time of one transfer to a neighbour; what it takes longer than the work beside
-    it is waited for, or all of it where nothing ``overlaps``.
+    it is waited for, or all of it where nothing ``overlaps``. ``filled`` says how full of blocks
+    each run is: run ``r`` is stage ``r % stages``'s.
     """
 
     enter: float
@@ -31,6 +32,7 @@ class Passes:
     waits_for_loss: bool  # the last stage computes itself in its backward pass only
     skips: bool
     overlaps: bool = True
+    filled: tuple[float, ...] = ()
 
 
 class Tick(NamedTuple):
@@ -74,14 +76,15 @@ def of_stage(
     for work in works:
         is_first = stage == 0 and work.repeat == 0
         is_last = stage == table.stages - 1 and work.repeat == table.repeats - 1
+        share = passes.filled[work.repeat * table.stages + stage] if passes.filled else 1.0
         if work.kind == "forward":
             run = 0.0 if is_last and passes.waits_for_loss else passes.blocks_forward
-            forward += run / table.repeats + passes.enter * is_first
+            forward += share * run / table.repeats + passes.enter * is_first
         elif work.kind == "backward":
-            backward += _backward(table, passes)
+            backward += share * _backward(table, passes)
             backward += passes.at_loss * is_last + passes.at_input * is_first
         else:
-            backward += passes.blocks_weights / table.repeats
+            backward += share * passes.blocks_weights / table.repeats
     return forward, backward
 
 
