@@ -10,6 +10,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+import small_transformer
 from small_transformer import ROWS, TOKENS, batch_of, keras_model, program_of, tied_loss
 
 import meshwright as mw
@@ -77,6 +78,12 @@ SPLIT = {"qkv": [None, "model"], "up": [None, "model"], "down": ["model", None]}
             {"stage": 2, "data": 4}, piped(remat="block"), {"zero": 1}, marks=pytest.mark.full
         ),
         pytest.param({"stage": 1, "data": 2}, piped(), {}, marks=pytest.mark.full),
+        pytest.param(
+            {"stage": 2, "data": 2, "seq": 2},
+            piped(),
+            {"inputs": ["data", "seq"]},
+            marks=pytest.mark.full,
+        ),
         pytest.param({"stage": 4}, piped("circular", repeats=2), {}, marks=pytest.mark.full),
         pytest.param(
             {"stage": 2, "data": 4}, piped("zero_bubble"), {"zero": 2}, marks=pytest.mark.full
@@ -95,6 +102,16 @@ SPLIT = {"qkv": [None, "model"], "up": [None, "model"], "down": ["model", None]}
 )
 def test_a_step_by_stages_has_the_numbers_of_one_device(one_device, mesh, how, more):
     assert_same(stepped(program_of(8), mesh, how, **more), one_device)
+
+
+@pytest.mark.full
+def test_wide_blocks_beside_a_model_axis_have_the_numbers_of_one_device(monkeypatch):
+    """Where conditionals of stages hold collectives of other axes, numbers may be wrong or a step
+    may wait for ever, at widths that XLA splits further."""
+    monkeypatch.setattr(small_transformer, "WIDTH", 256)
+    mesh = {"stage": 2, "model": 2}
+    found = stepped(program_of(2), mesh, piped("gpipe", 2), SPLIT)
+    assert_same(found, stepped(program_of(2), {"data": 1}))
 
 
 def test_tied_embeddings_get_the_gradients_of_both_ends():
@@ -232,6 +249,7 @@ def test_dropout_draws_what_accumulated_micro_batches_draw():
             {"layouts": SPLIT},
             "not supported beside axis 'model'",
         ),
+        (program_of(4), {"stage": 2}, piped(), {"rules": "rows:stage"}, "rules= is not supported"),
         (replace(program_of(4), example=None), {"stage": 2}, piped(), {}, "needs an example"),
     ],
 )

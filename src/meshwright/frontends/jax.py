@@ -61,7 +61,7 @@ def jax_program(
         loss = _filled_up(loss, rest)
         forward = None if forward is None else _filled_up(forward, rest)
     program = program_of(loss, params, optimizer, forward, name, Tree, extras)
-    return program if batch is None else replace(program, example=jax.tree.map(_shape, batch))
+    return program if batch is None else replace(program, example=shapes_of(batch))
 
 
 def forward_program(
@@ -187,6 +187,11 @@ def _filled_up(function: Callable[..., Any], rest: Any) -> Callable[..., Any]:
         return function(tree, *args, **options)
 
     return filled
+
+
+def shapes_of(batch: Any) -> Any:
+    """The shapes of a batch's arrays, some of which may be shapes already."""
+    return jax.tree.map(_shape, batch)
 
 
 def _shape(value: Any) -> Any:

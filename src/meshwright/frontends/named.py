@@ -18,7 +18,7 @@ from ..named.array import NamedArray, named
 from ..named.rules import bound, no_rules, rules
 from ..program import Program
 from .extras import Extras
-from .jax import Params, program_of
+from .jax import Params, program_of, shapes_of
 from .trees import Tree
 
 
@@ -31,6 +31,7 @@ def named_program(
     forward: Callable[[Params, Any], Any] | None = None,
     name: str = "program",
     seed: int = 0,
+    example: Any = None,
 ) -> Program:
     """A Program from a loss over named arrays, its parameters and an optimizer.
 
@@ -43,7 +44,8 @@ def named_program(
     ``batch`` names the dims of a batch's arrays, as a tree of texts: they are then laid out by the
     rules as they come from the host, and ``loss`` gets them named. Without it, it gets them as they
     are. ``forward`` is only needed for prediction, and gets its inputs as they are. ``loss`` may
-    take ``key``, ``keys`` and ``step`` as well, which begin with ``seed``.
+    take ``key``, ``keys`` and ``step`` as well, which begin with ``seed``. ``example`` is a
+    batch, or its shapes, which a pipeline is cut by.
 
     >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw, meshwright.named as mn
     >>> def loss(params, batch):
@@ -88,6 +90,7 @@ def named_program(
         update=update,
         inputs=() if batch_names is None else tuple(enumerate(jax.tree.leaves(batch_names))),
         context=functools.partial(_context, program.infos),
+        example=None if example is None else shapes_of(example),
     )
 
 

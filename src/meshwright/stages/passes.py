@@ -118,11 +118,11 @@ class Passes:
         return self._join(y), kept
 
     def backward(
-        self, kept: Any, gradient: list[Any], micro: Any, repeat: Any
+        self, kept: Any, gradient: list[Any], grads: list[Any], micro: Any, repeat: Any
     ) -> tuple[list[Any], Any]:
-        """The gradient of a run's input, and those of its weights, or what :meth:`weights` needs
-        where the table leaves these for later; with a dim of blocks in front."""
-        read = self._read(micro)
+        """The gradient of a run's input, and ``grads`` with those of its weights; where the table
+        leaves these for later, what :meth:`weights` needs, with a dim of blocks in front."""
+        read, splits = self._read(micro), self._setting.plan.table.splits_backward
 
         def block(gradient: list[Any], own: Own, of: Any) -> tuple[list[Any], Any]:
             x, kept = of
@@ -130,16 +130,17 @@ class Passes:
             if self._setting.recompute_blocks:
                 _, kept = self._halves.forward(params, rest, x)
             gradient, cut = self._halves.backward(params, rest, x, kept, gradient)
-            if self._setting.plan.table.splits_backward:
+            if splits:
                 return gradient, cut
             return gradient, self._halves.weights(params, rest, x, kept, cut)
 
         own, gradient = self._of_run(micro, repeat), self._cut(gradient)
-        gradient, found = self._over_blocks(block, gradient, own, kept, reverse=True)
+        into = None if splits else (grads, repeat)
+        gradient, found = self._over_blocks(block, gradient, own, kept, into, reverse=True)
         return self._join(gradient), found
 
-    def weights(self, kept: Any, cut: Any, micro: Any, repeat: Any) -> list[Any]:
-        """The gradients of a run's weights."""
+    def weights(self, kept: Any, cut: Any, grads: list[Any], micro: Any, repeat: Any) -> list[Any]:
+        """``grads`` with those of a run's weights."""
         read = self._read(micro)
 
         def block(_: None, own: Own, of: Any) -> tuple[None, list[Any]]:
@@ -147,7 +148,8 @@ class Passes:
             params, rest = self._arguments(own, read)
             return None, self._halves.weights(params, rest, x, kept, cut)
 
-        return self._over_blocks(block, None, self._of_run(micro, repeat), (kept, cut))[1]
+        own, into = self._of_run(micro, repeat), (grads, repeat)
+        return self._over_blocks(block, None, own, (kept, cut), into)[1]
 
     @functools.cached_property
     def _halves(self) -> Halves:
@@ -246,33 +248,66 @@ class Passes:
         carried: Any,
         own: Own,
         of: Any = None,
+        into: tuple[list[Any], Any] | None = None,
         reverse: bool = False,
     ) -> tuple[Any, Any]:
         """One block after the other; ``own`` and ``of`` have a dim of blocks in front, as has what
-        they give: zeros from places that are left empty."""
+        they give: zeros from places that are left empty. ``into`` are gradients and a repeat that
+        it is added to instead, block by block: all of it would be as large as they are."""
         import jax
         import jax.numpy as jnp
 
-        def place(carried: Any, values: tuple[Own, Any]) -> tuple[Any, Any]:
-            if self._setting.deal.is_full:
-                return block(carried, *values)
-            found = jax.eval_shape(block, carried, *values)[1]
-            nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), found)
-            is_taken = values[0].taken[0]
-            return self._setting.either(
-                is_taken, lambda: block(carried, *values), lambda: (carried, nothing)
-            )
+        grads, repeat = into or ([], 0)
 
-        if self._setting.deal.most > 1:
-            return jax.lax.scan(place, carried, (own, of), reverse=reverse)
-        carried, found = place(carried, jax.tree.map(lambda value: value[0], (own, of)))
-        return carried, jax.tree.map(lambda value: value[None], found)
+        def place(carried: tuple[Any, Any], values: tuple[Any, Own, Any]) -> tuple[Any, Any]:
+            (carried, grads), (number, own, of) = carried, values
+            if self._setting.deal.is_full:
+                carried, found = block(carried, own, of)
+            else:
+                carried, found = self._unless_empty(block, carried, own, of)
+            if into is None:
+                return (carried, grads), found
+            return (carried, plus(grads, repeat, number, found)), None
+
+        most = self._setting.deal.most
+        by_block, carried = (jnp.arange(most), own, of), (carried, grads)
+        if most > 1:
+            (carried, grads), found = jax.lax.scan(place, carried, by_block, reverse=reverse)
+        else:
+            first = jax.tree.map(lambda value: value[0], by_block)
+            (carried, grads), found = place(carried, first)
+            found = jax.tree.map(lambda value: value[None], found)
+        return carried, found if into is None else grads
+
+    def _unless_empty(
+        self, block: Callable[..., Any], carried: Any, own: Own, of: Any
+    ) -> tuple[Any, Any]:
+        import jax
+        import jax.numpy as jnp
+
+        found = jax.eval_shape(block, carried, own, of)[1]
+        nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), found)
+        return self._setting.either(
+            own.taken[0], lambda: block(carried, own, of), lambda: (carried, nothing)
+        )
 
     def _known(self, params: Arrays, micro: Any, rest: Rest) -> dict[Any, Any]:
         """The values of the loss's arguments for a micro-batch."""
         fixed, counted = self._state
         state = {**fixed, **{path: values[micro] for path, values in counted.items()}}
         return self._setting.known(params, state, rest, [leaf[micro] for leaf in self._micros])
+
+
+def plus(grads: list[Any], repeat: Any, number: Any, more: list[Any]) -> list[Any]:
+    """Gradients of stages with those of one block more."""
+    import jax
+
+    def of(grad: Any, more: Any) -> Any:
+        place = repeat, number, *[0] * more.ndim
+        before = jax.lax.dynamic_slice(grad, place, (1, 1, *more.shape))
+        return jax.lax.dynamic_update_slice(grad, before + more[None, None], place)
+
+    return list(map(of, grads, more))
 
 
 def _added(grads: Arrays, more: Arrays) -> Arrays:

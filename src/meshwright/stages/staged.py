@@ -226,6 +226,12 @@ def _check(program: Program, placement: Placement, pipeline: Pipeline) -> None:
             "more than the rows of a batch: stages then compute all three kinds of passes in every "
             "tick, and discard what they have no work for. Use schedule='1f1b'."
         )
+    if placement.rules is not None:
+        faults.append(
+            "rules= is not supported with a pipeline: they lay out every operation over the whole "
+            "mesh, and a stage has a part of it. Lay parameters out by their paths, layouts=, and "
+            "the batch by batch=."
+        )
     if faults:
         raise PipelineError("\n".join(faults))
 

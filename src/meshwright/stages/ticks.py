@@ -99,7 +99,7 @@ class Ticks:
         if not self._table.splits_backward:
             return ()
         kept, nothing = self._zeros(self._kept), self._nothing()
-        return jax.eval_shape(lambda: self._passes.backward(kept, nothing, 0, 0)[1])
+        return jax.eval_shape(lambda: self._passes.backward(kept, nothing, [], 0, 0)[1])
 
     def _zeros(self, shapes: Any) -> Any:
         import jax
@@ -204,7 +204,7 @@ class Ticks:
         results, gradient, cut = self._if(
             row.backward >= 0,
             lambda: self._differentiated(carry, row),
-            lambda: (_results(carry), self._nothing(), self._zeros(self._cuts)),
+            lambda: (self._unchanged(carry), self._nothing(), self._zeros(self._cuts)),
             phase.backward,
         )
         # What travels through a branch is copied there: of gradients as large as a vocabulary, no
@@ -232,10 +232,17 @@ class Ticks:
             lambda: self._passes.at_loss(y, _results(carry), micro),
             lambda: (_results(carry), arrived),
         )
-        gradient, found = self._passes.backward(kept, gradient, micro, repeat)
-        if self._table.splits_backward:
+        splits = self._table.splits_backward
+        own = carry.own_grads
+        gradient, found = self._passes.backward(kept, gradient, own, micro, repeat)
+        if splits:
             return results, gradient, found
-        return {**results, "own_grads": _plus(carry.own_grads, repeat, found)}, gradient, ()
+        return results | {"own_grads": found}, gradient, ()
+
+    def _unchanged(self, carry: Carry) -> dict[str, Any]:
+        """What a backward pass changes, gradients of weights among it unless they wait."""
+        own = {} if self._table.splits_backward else {"own_grads": carry.own_grads}
+        return _results(carry) | own
 
     def _weights(self, phase: Phase, carry: Carry, row: Row) -> Carry:
         """With the gradients of weights that waited, if any did."""
@@ -243,8 +250,8 @@ class Ticks:
         def added() -> list[Any]:
             kept = _taken(carry.kept, row.weights_slot)
             cut = _taken(carry.cuts, row.weights_cut_slot)
-            found = self._passes.weights(kept, cut, row.weights, row.weights_repeat)
-            return _plus(carry.own_grads, row.weights_repeat, found)
+            own = carry.own_grads
+            return self._passes.weights(kept, cut, own, row.weights, row.weights_repeat)
 
         grads = self._if(row.weights >= 0, added, lambda: carry.own_grads, phase.weights)
         return carry._replace(own_grads=grads)
@@ -260,14 +267,8 @@ def _one_after_the_other(values: Any) -> Any:
 
 
 def _results(carry: Carry) -> dict[str, Any]:
-    """What a backward pass changes."""
-    names = ("own_grads", "grads_after", "metrics", "logs")
-    return {name: getattr(carry, name) for name in names}
-
-
-def _plus(grads: list[Any], repeat: Any, more: list[Any]) -> list[Any]:
-    before = _taken(grads, repeat)
-    return _put(grads, repeat, [a + b for a, b in zip(before, more, strict=True)])
+    """What the loss of a micro-batch changes."""
+    return {name: getattr(carry, name) for name in ("grads_after", "metrics", "logs")}
 
 
 # Slots are always there; without a test of that, XLA writes one and leaves the others alone.

@@ -13,7 +13,7 @@ from typing import Any
 from ..program import Arrays, TrainState
 from .by_stage import from_row, packed_row
 from .packing import Packing
-from .passes import Passes
+from .passes import Passes, plus
 from .running import Runner, Taken
 from .segments import Packed, Segments
 from .setting import Own, Rest, Setting
@@ -94,9 +94,9 @@ class UnequalPasses(Passes):
         return self._switch(packed)
 
     def backward(
-        self, kept: Any, gradient: list[Any], micro: Any, repeat: Any
+        self, kept: Any, gradient: list[Any], grads: list[Any], micro: Any, repeat: Any
     ) -> tuple[list[Any], Any]:
-        """The gradient of a stage's input, and those of its weights."""
+        """The gradient of a stage's input, and ``grads`` with those of its weights."""
 
         def branch(stage: int) -> tuple[list[Any], list[Any]]:
             weights = self._weights(stage)
@@ -107,7 +107,8 @@ class UnequalPasses(Passes):
             grads, x = tree.unflatten(values)(gradient)
             return x, self._rows(stage, grads)
 
-        return self._switch(branch)
+        gradient, rows = self._switch(branch)
+        return gradient, plus(grads, repeat, 0, rows)
 
     def _differentiated(self, stage: int, x: list[Any], micro: Any) -> tuple[list[Any], list[Any]]:
         """A stage's results, and what its gradients need beside its weights."""
@@ -152,7 +153,7 @@ class UnequalPasses(Passes):
         return {path: exactly(found[path], False) for path in self._segments.params[stage]}
 
     def _rows(self, stage: int, grads: Arrays) -> list[Any]:
-        """Gradients as the parameters of stages lie, with a dim of blocks in front."""
+        """Gradients as the parameters of a stage lie."""
         import jax.numpy as jnp
 
         grads = {path: self._setting.exactly(grad, False) for path, grad in grads.items()}
@@ -160,9 +161,9 @@ class UnequalPasses(Passes):
         for pack in self._packing.packs.params.values():
             own = [piece for piece in pack.pieces if piece.stage == stage]
             row = packed_row(own, grads, pack.info.dims[1], pack.info.dtype)
-            rows.append(self._setting.exactly(row[None], False))
+            rows.append(self._setting.exactly(row, False))
         for path, value in zip(self._segments.shared, self.own.params[len(rows) :], strict=True):
-            rows.append(grads[path][None] if path in grads else jnp.zeros_like(value[0]))
+            rows.append(grads[path] if path in grads else jnp.zeros_like(value[0, 0]))
         return rows
 
 

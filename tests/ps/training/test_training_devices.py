@@ -265,6 +265,8 @@ def test_what_is_no_strategy_of_one_process_is_refused():
         ParameterServer(worker=4)
     with pytest.raises(mw.ClusterError, match=r"accumulate=2.*gradient_accumulation_steps=2"):
         ParameterServer(worker=rows(accumulate=2))
+    with pytest.raises(mw.ClusterError, match="over its devices, and not into stages"):
+        ParameterServer(worker=rows(pipeline=mw.Pipeline("stage", 4)))
     with pytest.raises(mw.ClusterError, match=r"this process is the worker.*create_mesh"):
         ParameterServer(worker=mw.Sharded(mw.Mesh({"batch": 8})))
 

@@ -324,7 +324,7 @@ def _temporary(work: StageWork, staging: Staging, by_block: bool) -> int:
     """What a step holds beside state and inputs, as its loop over ticks does.
 
     That is what is in flight, gradients, what is not of a block whole, with its gradients, and what
-    one pass keeps; then either the loss, or the gradients of that pass before they are added.
+    one pass keeps; then either the loss, or the gradients of a block before they are added.
     """
     runs, blocks = staging.pipeline.repeats, staging.blocks
     own, needed = work.own_bytes, work.needed
@@ -333,7 +333,7 @@ def _temporary(work: StageWork, staging: Staging, by_block: bool) -> int:
     if staging.pipeline.recomputes:
         kept += made // runs + (needed // blocks if by_block else 0)
     held = own + 2 * work.other_bytes + _buffers(staging) + kept
-    return held + max(own // runs, work.at_loss)
+    return held + max(own // blocks, work.at_loss)
 
 
 def _buffers(staging: Staging) -> int:
