@@ -71,7 +71,7 @@ def test_what_is_no_text_of_dims_is_refused(dims):
 
 @pytest.mark.parametrize("size", [-1, 2.0, True, "4", None])
 def test_a_size_is_a_whole_number(size):
-    with pytest.raises(mw.DimError, match="the size of dim 'x' is a whole number"):
+    with pytest.raises(mw.DimError, match="the size of dim 'x' must be a whole number"):
         mn.Dim("x", size)
     with pytest.raises(mw.DimError, match="a dim name must be a word"):
         mn.Dim(size, 4)

@@ -327,7 +327,7 @@ IMAGE = layers.Attention("d_model:8", "heads:2", "d_kv:4", radius=2, length="hei
          r"cuts must be at least 1, increase and stay below vocab:8; received \(4, 4\)"),
         ("shrink", lambda: layers.AdaptiveVocabulary("vocab:8", "d_model:4", (4,), 0),
          "shrink must be 1 or more"),
-        ("a radius of means", lambda: dataclasses.replace(MEANS, radius=2), "leave out radius="),
+        ("a radius of means", lambda: dataclasses.replace(MEANS, radius=2), "radius= is not supported; leave it out"),
         ("window", lambda: dataclasses.replace(MEANS, window=0), "window must be 1 or more"),
         ("segments of means",
          lambda: MEANS({}, mn.named(np.ones([4, 8]), "length:4 d_model:8"),

@@ -244,7 +244,9 @@ def test_where_somebody_else_is_profiling_the_rest_is_measured(tmp_path):
 def test_what_cannot_be_measured_is_an_error_with_a_way_out():
     model, batch, strategy = trained()
     for steps in (0, 2.5):
-        with pytest.raises(mw.ModelError, match=f"steps={steps}: say how many .* a whole number"):
+        with pytest.raises(
+            mw.ModelError, match=f"steps must be a whole number, at least 1; received {steps}"
+        ):
             mw.measure(model, batch, strategy=strategy, steps=steps)
     with pytest.raises(mw.LayoutError, match=r"such as mw\.Sharded; received .* type Placement"):
         mw.measure(model, batch, strategy=strategy.placement)

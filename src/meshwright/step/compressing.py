@@ -24,7 +24,7 @@ UNSENT = "unsent_gradients"  # the slot: a row for each device, of all parameter
 
 @dataclass(frozen=True)
 class TopK:
-    """Send only this share of the values, the largest by magnitude.
+    """Send only a ``share`` of the values, above 0 and at most 1: the largest by magnitude.
 
     With parameter servers it is a share of each gradient, and ``feedback=False`` drops the rest
     instead of keeping it for the next step. (Lin et al. 2018)
@@ -43,7 +43,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Send every matrix as the product of two of this rank; smaller arrays travel as they are.
+    """Send every matrix as the product of two of this ``rank``; smaller arrays go as they are.
 
     A kernel is a matrix of its outputs by everything else. (Vogels et al. 2019)
 

@@ -44,7 +44,9 @@ class CompressedAttention(Attention):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.radius is not None:
-            raise DimError("compressed attention is to all positions and does not support radius=.")
+            raise DimError(
+                "compressed attention is to all positions: radius= is not supported; leave it out."
+            )
         if self.window < 1:
             raise DimError(f"window must be 1 or more; received {self.window!r}.")
 
