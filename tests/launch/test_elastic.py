@@ -126,8 +126,17 @@ def test_rows_are_used_once_while_places_come_and_go(
     assert err.count("The number of processes changes: the group is started again") == 2
 
 
+@pytest.fixture
+def terminal():
+    """Whose end reaches this process: under nohup, SIGHUP is ignored, and groups respect that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.alone
 @pytest.mark.full
+@pytest.mark.usefixtures("terminal")
 def test_a_closed_terminal_saves_and_the_same_command_goes_on_with_another_number(
     tmp_path, monkeypatch
 ):
