@@ -22,7 +22,7 @@ from watching import within, write_fake_ssh
 
 import meshwright as mw
 from meshwright import ClusterError, Mesh, MeshError
-from meshwright.commands.launch import launch
+from meshwright.cli import main
 from meshwright.launch.discovery import Discovery
 from meshwright.launch.elastic import MOST, Elastic
 from meshwright.launch.failure import Failure
@@ -315,7 +315,7 @@ def test_two_numbers_on_the_command_line_make_a_group_elastic(monkeypatch, argum
         return 0
 
     monkeypatch.setattr("meshwright.launch.group.run_group", run)
-    assert CliRunner().invoke(launch, [*arguments, "train.py"]).exit_code == 0
+    assert CliRunner().invoke(main, ["launch", *arguments, "train.py"]).exit_code == 0
     assert {name: getattr(seen[0], name) for name in expected} == expected
 
 
@@ -328,7 +328,7 @@ def test_two_numbers_on_the_command_line_make_a_group_elastic(monkeypatch, argum
     ],
 )
 def test_numbers_that_make_no_range_are_refused(arguments, says):
-    result = CliRunner().invoke(launch, [*arguments, "train.py"])
+    result = CliRunner().invoke(main, ["launch", *arguments, "train.py"])
     assert result.exit_code == 2
     assert says in result.output
 
