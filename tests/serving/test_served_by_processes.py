@@ -81,7 +81,7 @@ def until_answered(port: int, within_s: float) -> str:
 
 
 def refused(port: int, within_s: float) -> str:
-    """What clients are told once the server cannot answer; anything but 200 and 503 is a fault."""
+    """The reply once the server cannot answer; anything but 200 and 503 fails."""
     until_s = time.monotonic() + within_s
     while (found := asked(port))[0] == 200:
         assert time.monotonic() < until_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import small_transformer
 from small_transformer import ROWS, TOKENS, batch_of, keras_model, program_of, tied_loss
+from transfers import permutes
 
 import meshwright as mw
 from meshwright.equivalence.check import check
@@ -298,16 +298,6 @@ def test_options_that_do_not_go_with_a_pipeline_are_listed():
 
 
 # What else goes through the same assembly
-
-
-def permutes(report):
-    """How many times arrays of so many bytes are sent to a neighbour; scalars apart."""
-    counted = Counter()
-    for each in report.collectives:
-        if each.kind == "collective-permute" and each.bytes_per_device > 8:
-            assert each.axes == ("stage",)
-            counted[each.bytes_per_device] += each.count
-    return counted
 
 
 @pytest.mark.full

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 
 import jax.numpy as jnp
 import optax
 import pytest
 from models import shapes
+from transfers import permutes
 
 import meshwright as mw
 
@@ -56,16 +56,6 @@ def report(
     return mw.dry_run(
         program, batch, strategy=strategy, target=target, blocks="whole", compile=compile
     )
-
-
-def permutes(found):
-    """How many times arrays of so many bytes are sent to a neighbour; scalars apart."""
-    counted = Counter()
-    for each in found.collectives:
-        if each.kind == "collective-permute" and each.bytes_per_device > 8:
-            assert each.axes == ("stage",)
-            counted[each.bytes_per_device] += each.count
-    return counted
 
 
 def assert_agree(modelled, compiled):

@@ -43,15 +43,8 @@ class Runner:
         context = setting.known(others, whole.state, rest, [])
         shared = functions.evaluate(functions.constant, context)
         spec = jax.sharding.PartitionSpec
-        along, by_tick, whole_of = spec(setting.axis), spec(None, setting.axis), spec()
-        run = jax.shard_map(
-            self._ticks,
-            mesh=setting.mesh,
-            in_specs=(Own(along, along, by_tick, along), *[whole_of] * 5, by_tick),
-            out_specs=(along if setting.by_piece is None else by_tick, *[along] * 4),
-            axis_names={setting.axis},
-            check_vma=False,
-        )
+        along, by_tick = spec(setting.axis), spec(None, setting.axis)
+        run = self._over_stages((along if setting.by_piece is None else by_tick, *[along] * 4))
         fixed = {p: value for p, value in whole.state.items() if p not in states}
         found = run(own, others, (fixed, states), rest, shared, micros, self._rows())
         own_grads, grads_before, grads_after, metrics, logs = found
@@ -114,6 +107,21 @@ class Runner:
         return own
 
     # The loop, on one stage
+
+    def _over_stages(self, out_specs: Any) -> Any:
+        """The loop over ticks on every stage, each with its own arrays and column of rows."""
+        import jax
+
+        axis, spec = self.setting.axis, jax.sharding.PartitionSpec
+        along, by_tick = spec(axis), spec(None, axis)
+        return jax.shard_map(
+            self._ticks,
+            mesh=self.setting.mesh,
+            in_specs=(Own(along, along, by_tick, along), *[spec()] * 5, by_tick),
+            out_specs=out_specs,
+            axis_names={axis},
+            check_vma=False,
+        )
 
     def _passes(self, *values: Any) -> Passes:
         return Passes(self.setting, *values)

@@ -196,16 +196,7 @@ class UnequalRunner(Runner):
         )
         held = {"metrics": whole.metrics, "state": statistics}
         rest = Rest(self._read_slots(whole.slots), held)
-        spec = jax.sharding.PartitionSpec
-        along, by_tick, whole_of = spec(setting.axis), spec(None, setting.axis), spec()
-        run = jax.shard_map(
-            self._ticks,
-            mesh=setting.mesh,
-            in_specs=(Own(along, along, by_tick, along), *[whole_of] * 5, by_tick),
-            out_specs=along,
-            axis_names={setting.axis},
-            check_vma=False,
-        )
+        run = self._over_stages(jax.sharding.PartitionSpec(setting.axis))
         found = run(own, others, (fixed, states), rest, [], micros, self._rows())
         own_grads, _, _, held, logs = found
         grads = {p: jnp.zeros_like(value) for p, value in others.items()}

@@ -297,19 +297,8 @@ class _Question:
 
 
 def _option_of_pipeline(found: Found) -> Option:
-    layouts, cost = found
-    return Option(
-        axes=layouts.axes,
-        rules=layouts.rules,
-        zero=layouts.choices.zero,
-        accumulate=1,
-        remat=layouts.choices.remat,
-        time_s=cost.step_time_s,
-        compute_s=cost.compute_s,
-        communication_s=cost.communication_s,
-        peak_bytes=cost.peak_bytes,
-        pipeline=layouts.choices.pipeline,
-    )
+    option = _option_of(found, found.cost.step_time_s)
+    return replace(option, accumulate=1, pipeline=found.layouts.choices.pipeline)
 
 
 def _no_pipeline(pipeline: Option, best: Option) -> str:
@@ -348,14 +337,18 @@ def _batch(problem: Compact, layouts: Layouts) -> tuple[str, ...]:
 
 
 def _option(candidate: Candidate) -> Option:
-    layouts, cost = candidate
+    return _option_of(candidate, candidate.cost.time_s)
+
+
+def _option_of(found: Candidate | Found, time_s: float | None) -> Option:
+    layouts, cost = found
     return Option(
         axes=layouts.axes,
         rules=layouts.rules,
         zero=layouts.choices.zero,
         accumulate=layouts.choices.accumulate,
         remat=layouts.choices.remat,
-        time_s=cost.time_s,
+        time_s=time_s,
         compute_s=cost.compute_s,
         communication_s=cost.communication_s,
         peak_bytes=cost.peak_bytes,
