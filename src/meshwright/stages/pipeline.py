@@ -100,7 +100,8 @@ class Pipeline:
         cuts = self.cuts
         if cuts is None:
             return []
-        if isinstance(cuts, str) or not all(isinstance(cut, str) and cut for cut in cuts):
+        is_list = isinstance(cuts, Sequence) and not isinstance(cuts, str)
+        if not is_list or not all(isinstance(cut, str) and cut for cut in cuts):
             return [f"cuts must be a list of layers' paths; received {cuts!r}."]
         if len(set(cuts)) < len(cuts):
             return [f"cuts must name every layer once; received {list(cuts)}."]

@@ -37,7 +37,7 @@ class TopK:
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
+        if not isinstance(self.share, int | float) or not 0 < self.share <= 1:
             raise ClusterError(f"TopK(share) must be > 0 and <= 1; received {self.share!r}.")
 
 
