@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.launch import Task
+from meshwright.launch.gloo_lines import WithoutGloo
 from meshwright.launch.logs import Lines, LogPump
 from meshwright.launch.supervision import Event, Restarts
+
+GLOO = (
+    *("[Gloo] Rank ", "0", " is connected to ", "1", " peer ranks. "),
+    *("Expected number of connected peer ranks is : ", "1", "\n"),
+)
 
 
 def test_the_first_restart_is_at_once_and_the_others_wait_longer_and_longer():
@@ -71,6 +77,15 @@ def test_the_output_of_tasks_comes_in_whole_lines_with_their_names(capfd, show):
     assert sorted(told) == (sorted([*expected, "[ps:0] no end of line"]) if show else [])
     assert pump.last_lines("ps:0")[-2:] == ["199 of ps:0", "no end of line"]
     assert pump.last_lines("worker:9") == []
+
+
+@given(st.permutations([thread for thread in range(3) for _ in GLOO]))
+def test_what_gloo_prints_is_left_out_in_whatever_order_its_threads_print(order):
+    parts = [iter(GLOO) for _ in range(3)]
+    printed = "".join(next(parts[thread]) for thread in order)
+    without = WithoutGloo()
+    assert without.of(printed.splitlines()) == []
+    assert without.of(["12", "", "loss 0.5"]) == ["12", "", "loss 0.5"]
 
 
 def test_a_pipe_that_somebody_keeps_open_does_not_keep_the_logs_open():

@@ -39,7 +39,6 @@ _LOOK_EVERY_S = 0.05
 _GRACE_S = 5.0  # for the others to run their ``finally`` blocks
 _OF_FAILED_S = 0.5  # for the one that failed
 _AFTER_EXIT_S = 0.5  # a program that is over, and whose process only waits for others
-_NOISE = ("[Gloo] Rank ",)
 _CHANGED = "The number of processes changes: the group"
 
 
@@ -94,9 +93,7 @@ class Group:
         self._link: Hub | Spoke | None = None
         self._changing_until_s: float | None = None
         self._folder = PrivateFolder()
-        self._logs = LogPump(
-            show=True, remembered=60, folder=options.log_dir, to_stdout=True, hidden=_NOISE
-        )
+        self._logs = LogPump(show=True, remembered=60, folder=options.log_dir, to_stdout=True)
         self._supervisor = Supervisor(self._logs, announces=False)
         self._meeting: Meeting | None = None
         self._coordinator: Coordinator | None = None

@@ -11,6 +11,8 @@ import threading
 from pathlib import Path
 from typing import IO
 
+from .gloo_lines import WithoutGloo
+
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20
 _REMEMBERED_LINES = 20
@@ -49,6 +51,7 @@ class _Pipe:
         self.name = name
         self.file = file
         self.lines = Lines()
+        self.without_gloo = WithoutGloo()
         self.last: collections.deque[str] = collections.deque(maxlen=remembered)
         self.at_end = threading.Event()
 
@@ -58,8 +61,8 @@ class LogPump:
 
     It remembers the last lines of each task, for the error about it; with ``show=False`` it does
     only that. With ``folder`` the lines of each task also go to a file there, and ``to_stdout``
-    has them written to ``sys.stdout``; lines that begin like ``hidden`` are left out. A reader
-    that cannot keep up makes the tasks wait, as in any pipe.
+    has them written to ``sys.stdout``. What Gloo prints is left out. A reader that cannot keep up
+    makes the tasks wait, as in any pipe.
     """
 
     def __init__(
@@ -69,10 +72,9 @@ class LogPump:
         remembered: int = _REMEMBERED_LINES,
         folder: Path | None = None,
         to_stdout: bool = False,
-        hidden: tuple[str, ...] = (),
     ) -> None:
         self._show = show
-        self._remembered, self._folder, self._hidden = remembered, folder, hidden
+        self._remembered, self._folder = remembered, folder
         self._to_stdout = to_stdout
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -157,7 +159,7 @@ class LogPump:
             source.at_end.set()
 
     def _tell(self, source: _Pipe, lines: list[str]) -> None:
-        lines = [line for line in lines if not (self._hidden and line.startswith(self._hidden))]
+        lines = source.without_gloo.of(lines)
         source.last.extend(lines)
         if source.file is not None and lines:
             with contextlib.suppress(OSError):  # the disk is full; training goes on
