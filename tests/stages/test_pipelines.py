@@ -137,25 +137,29 @@ def test_each_stage_holds_its_own_weights_and_slots_alone():
 
 
 @pytest.mark.full
-def test_a_checkpoint_of_four_stages_goes_on_as_two_and_as_none(tmp_path):
-    def trainer(mesh, how=None):
-        placement = mw.Placement.of(mesh_of(mesh), batch="data")
-        return mw.Trainer(program_of(4), placement, how or mw.StepOptions())
+def test_a_checkpoint_of_four_stages_goes_on_as_any_other_number(tmp_path):
+    """Ten blocks: 3, 3, 2 and 2, then two on two of eight stages, then five on each of two beside a
+    model axis, then without stages."""
 
-    def trained(mesh, how, batches):
+    def trainer(mesh, how=None, layouts=None, **more):
+        batch = "data" if "data" in mesh else None
+        placement = mw.Placement.of(mesh_of(mesh), layouts, batch=batch, **more)
+        return mw.Trainer(program_of(10), placement, how or mw.StepOptions())
+
+    def trained(one, steps):
         with mw.Checkpoints(tmp_path) as checkpoints:
-            one = trainer(mesh, how)
-            state, _ = one.train(one.init(), batches, checkpoints=checkpoints)
-        return jax.tree.map(np.asarray, one.unpadded(state)).params
+            state, _ = one.train(one.init(), [batch_of()] * steps, checkpoints=checkpoints)
+        return jax.tree.map(np.asarray, one.unpadded(state))
 
-    batches = [batch_of()] * 3
-    trained({"stage": 4, "data": 1}, piped(), batches[:1])
-    trained({"stage": 2, "data": 2}, piped("gpipe"), batches[:2])
-    found = trained({"data": 4}, None, batches)
+    trained(trainer({"stage": 4}, piped()), 1)
+    trained(trainer({"stage": 8}, piped("gpipe", 8)), 2)
+    trained(trainer({"stage": 2, "data": 2, "model": 2}, piped(), SPLIT), 3)
+    found = trained(trainer({"data": 4}, zero=1), 4)
     plain = trainer({"data": 1})
-    wanted, _ = plain.train(plain.init(), batches)
-    for path, values in wanted.params.items():
-        np.testing.assert_allclose(found[path], values, atol=1e-5)
+    wanted, _ = plain.train(plain.init(), [batch_of()] * 4)
+    for part, values in zip(("params", "slots"), (wanted.params, wanted.slots), strict=True):
+        for path, expected in values.items():
+            np.testing.assert_allclose(getattr(found, part)[path], expected, atol=1e-5)
 
 
 # Keras

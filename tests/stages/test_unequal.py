@@ -106,6 +106,25 @@ def test_a_net_with_skips_has_the_gradients_of_one_device(
     assert_same(stepped(unet(), mesh, pipeline), one_device)
 
 
+@pytest.mark.full
+def test_a_checkpoint_goes_on_as_other_stages_and_as_none(tmp_path: Any) -> None:
+    def trained(mesh: dict[str, int], stages: mw.Pipeline | None, steps: int) -> Any:
+        placement = mw.Placement.of(mesh_of(mesh), batch="data" if "data" in mesh else None)
+        trainer = mw.Trainer(unet(), placement, mw.StepOptions(pipeline=stages))
+        with mw.Checkpoints(tmp_path) as checkpoints:
+            state, _ = trainer.train(trainer.init(), [images()] * steps, checkpoints=checkpoints)
+        return jax.tree.map(np.asarray, trainer.unpadded(state))
+
+    trained({"stage": 4}, mw.Pipeline("stage", 4), 1)
+    trained({"stage": 2, "data": 2}, mw.Pipeline("stage", 2, "gpipe", cuts=["up"]), 2)
+    found = trained({"data": 2}, None, 3)
+    alone = mw.Trainer(unet(), mw.Placement.of(mesh_of({"data": 1}), batch="data"))
+    wanted, _ = alone.train(alone.init(), [images()] * 3)
+    for part, values in (("params", wanted.params), ("slots", wanted.slots)):
+        for path, expected in values.items():
+            np.testing.assert_allclose(getattr(found, part)[path], expected, atol=1e-5)
+
+
 def test_each_stage_holds_its_own_weights_in_its_row_alone() -> None:
     placement = mw.Placement.of(mesh_of({"stage": 3}), batch=None)
     options = mw.StepOptions(pipeline=mw.Pipeline("stage", 4, cuts=["middle", "up"]))
