@@ -106,7 +106,7 @@ def test_a_server_ends_when_its_chief_has_gone(start, channel, tmp_path) -> None
         end = time.monotonic() + 3
         while time.monotonic() < end:
             for peer, message in listener.poll(0.1):
-                listener.answer(peer, Message("ok"), message.head["id"])
+                listener.answer(peer, Message("ok"), message.head.get("id"))
         assert process.poll() is None
     assert process.wait(LIMIT_S) == 0
 

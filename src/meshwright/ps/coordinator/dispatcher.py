@@ -162,6 +162,7 @@ class Dispatcher:
         if message.kind == "alive" and str(head.get("task", "")).startswith("ps:"):
             check(message, BEAT, "chief:0")
             self._beats.heard(head["task"], head["pid"], float(head["every_s"]), now_s)
+            self.links.send(peer, Message("ok", {"session": self.session}))
         number = message.head.get("id")
         if peer.removesuffix("/alive") in self._lost_names:
             self.links.send(peer, Message("unknown"))

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
-
-import zmq
+from typing import TYPE_CHECKING
 
 from ...errors import ClusterError
-from ...launch.securing import secure_client
-from ..wire.message import Message, encode
+from ..wire.heartbeat import Heartbeat
 from ..wire.schema import RESERVED
-from ..wire.sockets import Listener
+from ..wire.sockets import Listener, SocketChannel
 from .core import ServerCore
 from .saving import Saver
 
 if TYPE_CHECKING:
-    from ...launch.keys import Keys
     from ...launch.settings import TaskSettings  # a server loads nothing that it does not need
 
 _IDLE_S = 0.05
@@ -58,13 +52,14 @@ def serve(settings: TaskSettings) -> None:
         )
         stack.enter_context(listener)
         terminated = stack.enter_context(_terminated())
-        beats = _heartbeats(core, settings)
-        if beats is not None:
-            stack.enter_context(beats)
+        heartbeat = _heartbeat(core, settings)
+        if heartbeat is not None:
+            stack.callback(heartbeat.stop)
 
         def ended() -> bool:
             limit_s = settings.orphan_s
-            orphaned = beats is not None and limit_s is not None and beats.silent_s > limit_s
+            silent_s = 0.0 if heartbeat is None else heartbeat.silent_s
+            orphaned = limit_s is not None and silent_s > limit_s
             return core.stopped or terminated.is_set() or orphaned
 
         _serve(core, listener, saver, ended)
@@ -88,25 +83,22 @@ def _serve(core: ServerCore, listener: Listener, saver: Saver, ended: Callable[[
             saver.tick(idle=True)
 
 
-def _heartbeats(core: ServerCore, settings: TaskSettings) -> Heartbeats | None:
+def _heartbeat(core: ServerCore, settings: TaskSettings) -> Heartbeat | None:
     try:
         address = settings.chief_address
     except ClusterError:
         return None  # a cluster without a chief has no one to send beats to
-    incarnation = secrets.token_hex(8)
     about = {
         "task": core.task,
-        "incarnation": incarnation,
+        "incarnation": secrets.token_hex(8),
         "generation": settings.generation,
         "pid": os.getpid(),
         "every_s": settings.heartbeat_s,
     }
-    return Heartbeats(
-        address,
-        settings.keys,
-        core.task,
-        settings.heartbeat_s,
+    return Heartbeat(
+        lambda: SocketChannel(address, settings.keys, "chief:0", identity=f"{core.task}/alive"),
         lambda: {**about, "version": core.state.version},
+        settings.heartbeat_s,
     )
 
 
@@ -130,71 +122,3 @@ def _memory_bytes() -> int | None:
     except (AttributeError, OSError, ValueError):
         return None
     return max(0, physical - _HEADROOM_BYTES)
-
-
-class Heartbeats:
-    """A small thread that sends ``alive`` to ``address`` every ``heartbeat_s``.
-
-    ``identity`` is the task's name. The chief need not be there yet: ZeroMQ connects when it is.
-    A beat that cannot be sent is dropped, so that none is ever late. :attr:`silent_s` is the time
-    since the chief last answered one.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        keys: Keys | None,
-        identity: str,
-        heartbeat_s: float,
-        head: Callable[[], Mapping[str, Any]],
-    ) -> None:
-        self._address = address
-        self._keys = keys
-        self._identity = f"{identity}/alive".encode()
-        self._heartbeat_s = heartbeat_s
-        self._head = head
-        self._numbers = itertools.count(1)
-        self._heard_s = time.monotonic()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the chief last answered, or since the start."""
-        return time.monotonic() - self._heard_s
-
-    def __enter__(self) -> Heartbeats:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.routing_id = self._identity
-        socket.sndhwm = 2
-        socket.immediate = True  # no queue for a chief that is not there
-        socket.ipv6 = True
-        if self._keys is not None:
-            secure_client(socket, self._keys)
-        try:
-            socket.connect(self._address)
-            while not self._ended.wait(self._heartbeat_s):
-                self._send(socket)
-        finally:
-            socket.close(0)
-            context.term()
-
-    def _send(self, socket: zmq.Socket[bytes]) -> None:
-        while socket.poll(0):
-            socket.recv_multipart()
-            self._heard_s = time.monotonic()
-        try:
-            beat = encode(Message("alive", self._head()), next(self._numbers))
-            socket.send_multipart(beat, zmq.NOBLOCK)
-        except zmq.Again:
-            return

@@ -17,14 +17,14 @@ from typing import Any
 import zmq
 
 from ...errors import FencedError, UnreachableError
-from ...launch.addresses import to_connect
 from ...launch.settings import TaskSettings
 from ..coordinator.shipping import unpack
 from ..shared.client import connect
 from ..shared.pushing import Stamp
+from ..wire.heartbeat import Heartbeat
 from ..wire.message import Message
 from ..wire.sockets import SocketChannel
-from .heartbeat import Inbox, Pulse
+from .inbox import Inbox
 from .iterators import Asked, Given
 from .runner import Call, Fenced, Runner
 
@@ -51,15 +51,15 @@ class _Life:
         self.incarnation = uuid.uuid4().hex[:16]
         self._inbox = Inbox()
         self._batches: deque[int] = deque()
-        self._control = self._channel(settings.chief_address, "chief:0", "", self._join())
+        self._control = self._channel("", self._join())
         self._servers = connect(settings.spec, settings.keys, self.task, self.incarnation)
         self._runner = Runner(self._servers, self.task, settings.task.index, self._more)
-        self._pulse = Pulse(
-            lambda: self._channel(settings.chief_address, "chief:0", "/alive", None),
+        self._heartbeat = Heartbeat(
+            lambda: self._channel("/alive", None),
             self._doing,
             settings.heartbeat_s,
+            self._give_back,
         )
-        self._pulse.inbox = self._inbox
         self._poller = zmq.Poller()
         for socket in self._control.sockets:
             self._poller.register(socket, zmq.POLLIN)
@@ -72,7 +72,7 @@ class _Life:
         """Work; tells whether to join again, as a new incarnation."""
         try:
             while not self._stopped and not self._orphaned() and not self._ending.asked:
-                if self._pulse.unwelcome:
+                if self._heartbeat.unwelcome:
                     return True
                 self._hear()
                 self._work()
@@ -81,7 +81,7 @@ class _Life:
         except (Fenced, FencedError):  # the second from a server that was asked between steps
             return True
         finally:
-            self._pulse.stop()
+            self._heartbeat.stop()
             self._servers.close()
             self._control.close()
         return False
@@ -94,7 +94,7 @@ class _Life:
 
     def _orphaned(self) -> bool:
         limit_s = self.settings.orphan_s
-        return limit_s is not None and self._pulse.silent_s > limit_s
+        return limit_s is not None and self._heartbeat.silent_s > limit_s
 
     def _work(self) -> None:
         call = self._inbox.begin()
@@ -153,7 +153,7 @@ class _Life:
             later = [(step, elements_of(packed)) for step, packed in head["later"]]
             self._elements[head["step"], head["key"]] = elements_of(head["elements"]), later
         elif message.kind == "unknown":
-            self._pulse.unwelcome = True
+            self._heartbeat.unwelcome = True
         elif message.kind == "stop":
             self._stopped = True
 
@@ -165,7 +165,7 @@ class _Life:
         while (step, key) not in self._elements:
             self._poller.poll(_LOOK_UP_MS)
             self._take_in()
-            if self._stopped or self._pulse.unwelcome or self._ending.asked:
+            if self._stopped or self._heartbeat.unwelcome or self._ending.asked:
                 raise Fenced  # the result of this step is not needed any more
             if time.monotonic() > until:
                 raise UnreachableError(
@@ -183,6 +183,12 @@ class _Life:
         }
         return Message("join", head)
 
+    def _give_back(self, message: Message) -> Message | None:
+        if message.kind != "recall":
+            return None
+        steps = self._inbox.recall([(step, attempt) for step, attempt in message.head["steps"]])
+        return Message("recalled", {**self._doing(), "steps": steps})
+
     def _doing(self) -> dict[str, Any]:
         doing = self._runner.doing
         return {
@@ -193,13 +199,11 @@ class _Life:
             "for_s": time.monotonic() - doing.since_s,
         }
 
-    def _channel(
-        self, address: str, peer: str, suffix: str, hello: Message | None
-    ) -> SocketChannel:
+    def _channel(self, suffix: str, hello: Message | None) -> SocketChannel:
         return SocketChannel(
-            to_connect(address),
+            self.settings.chief_address,
             self.settings.keys,
-            peer,
+            "chief:0",
             identity=f"{self.task}/{self.incarnation}{suffix}",
             hello=hello,
         )
