@@ -227,4 +227,4 @@ def layout_of(variable: Any) -> Layout:
 def _all_variables(model: Any) -> list[Any]:
     optimizer = _compat.optimizer_of(model)
     slots = [] if optimizer is None else optimizer.variables
-    return [*model.variables, *slots, *_compat.metrics_variables(model)]
+    return [*model.variables, *slots, *model.metrics_variables]

@@ -50,7 +50,7 @@ class KerasVariables:
     def of(cls, model: keras.Model) -> KerasVariables:
         """Those of a built model."""
         infos = model_infos(model)
-        metrics = _compat.metrics_variables(model)
+        metrics = model.metrics_variables
         optimizer = _compat.optimizer_of(model)
         slots = [] if optimizer is None else optimizer.variables
         find_parameters(slots, model.trainable_variables)

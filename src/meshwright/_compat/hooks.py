@@ -1,0 +1,131 @@
+"""Where Keras asks us, and has no public hook for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+
+class KerasHooks(Protocol):
+    """What the Keras front end wants to be asked; see :func:`install_keras_hooks`."""
+
+    def defer(self, variable: Any, initializer: Any) -> bool:
+        """Whether the variable is to be made later, in its layout, and not now."""
+        ...
+
+    def new_model(self, model: Any) -> None:
+        """A model is being constructed."""
+        ...
+
+    def new_slot(self, slot: Any, parameter: Any) -> None:
+        """An optimizer has made ``slot`` for ``parameter``."""
+        ...
+
+    def put_batches(self, distribution: Any, batches: Iterable[Any]) -> Iterator[Any] | None:
+        """The batches laid out, or ``None`` to leave that to Keras."""
+        ...
+
+    def put_batch(self, data: Any) -> Any | None:
+        """One batch of ``train_on_batch`` or ``test_on_batch`` laid out, or ``None``."""
+        ...
+
+    def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
+        """The tensor laid out, or ``NotImplemented`` if the layout is not ours."""
+        ...
+
+    def stateless_call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """``model.stateless_call``, of which ``original`` is Keras' own."""
+        ...
+
+    def on_host(self, variable: Any) -> Any | None:
+        """The whole value of a variable, or ``None`` to leave reading it to Keras."""
+        ...
+
+    def keep_weights(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Around ``fit``, ``evaluate`` and ``predict``: what fails inside loses no weight."""
+        ...
+
+
+def install_keras_hooks(hooks: KerasHooks) -> None:
+    """Ask ``hooks`` where Keras has no public hook; done once, and each passes on what is not ours.
+
+    Keras 3.15.1 (https://github.com/keras-team/keras): no hook sees all variables before they are
+    allocated (``backend/jax/core.py``), no hook learns which parameter a slot belongs to
+    (``optimizers/base_optimizer.py``), layouts of batches are computed once and reused for a
+    smaller last batch, and a failure in ``predict`` or ``evaluate`` leaves every weight empty
+    (``backend/jax/trainer.py``).
+    """
+    from keras.src.backend.jax import core, distribution_lib, trainer
+    from keras.src.layers.layer import Layer
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    variables: Any = core.JaxVariable
+    if getattr(variables, "_meshwright_hooks", None) is not None:
+        return
+    variables._meshwright_hooks = hooks
+    around = _Around(hooks)
+    _wrap(core.JaxVariable, "_initialize_with_initializer", around.initialize)
+    _wrap(core.JaxVariable, "__array__", around.as_numpy)
+    _wrap(trainer.JAXTrainer, "__init__", around.construct)
+    _wrap(Layer, "stateless_call", hooks.stateless_call)
+    _wrap(BaseOptimizer, "add_variable_from_reference", around.add_slot)
+    _wrap(trainer.JAXEpochIterator, "_get_distributed_iterator", around.iterate)
+    _wrap(trainer, "_distribute_data", around.put)
+    _wrap(distribution_lib, "distribute_tensor", around.lay_out)
+    for name in ("fit", "evaluate", "predict"):
+        _wrap(trainer.JAXTrainer, name, around.guarded)
+
+
+class _Around:
+    """Keras' own functions with the hooks around them."""
+
+    def __init__(self, hooks: KerasHooks) -> None:
+        self.hooks = hooks
+
+    def initialize(self, original: Any, variable: Any, initializer: Any) -> None:
+        if not self.hooks.defer(variable, initializer):
+            original(variable, initializer)
+
+    def construct(self, original: Any, model: Any) -> None:
+        original(model)
+        self.hooks.new_model(model)
+
+    def add_slot(
+        self, original: Any, optimizer: Any, reference_variable: Any, *args: Any, **kw: Any
+    ) -> Any:
+        slot = original(optimizer, reference_variable, *args, **kw)
+        self.hooks.new_slot(slot, reference_variable)
+        return slot
+
+    def as_numpy(self, original: Any, variable: Any, *args: Any, **kw: Any) -> Any:
+        whole = self.hooks.on_host(variable)  # Keras cannot read shards of other processes
+        return original(variable, *args, **kw) if whole is None else whole.__array__(*args, **kw)
+
+    def iterate(self, original: Any, iterator: Any, distribution: Any) -> Any:
+        ours = self.hooks.put_batches(distribution, iterator.data_adapter.get_jax_iterator())
+        return original(iterator, distribution) if ours is None else ours
+
+    def put(self, original: Any, data: Any, *args: Any, **kw: Any) -> Any:
+        ours = self.hooks.put_batch(data)
+        return original(data, *args, **kw) if ours is None else ours
+
+    def lay_out(self, original: Any, tensor: Any, layout: Any) -> Any:
+        ours = self.hooks.lay_out_activation(tensor, layout)
+        return original(tensor, layout) if ours is NotImplemented else ours
+
+    def guarded(self, original: Any, model: Any, *args: Any, **kw: Any) -> Any:
+        with self.hooks.keep_weights(model):
+            return original(model, *args, **kw)
+
+
+def _wrap(owner: Any, name: str, around: Any) -> None:
+    """Replace ``owner.name`` by ``around(original, ...)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)

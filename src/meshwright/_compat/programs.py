@@ -1,0 +1,121 @@
+"""What JAX says of its programs, devices and services by private names alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+def jax_is_running() -> bool:
+    """Whether JAX has created its clients, after which devices cannot be added any more.
+
+    JAX 0.10.2 has no public question for this (``jax.devices()`` would start them); the function
+    has been in ``xla_bridge`` since 0.4.26.
+    """
+    if "jax" not in sys.modules:
+        return False
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def name_scope(eqn: Any) -> str:
+    """The path of ``jax.named_scope`` names that an equation of a jaxpr was traced under.
+
+    JAX 0.10.2: equations are public (``jax.extend.core``), their ``source_info`` has no page.
+    """
+    return str(eqn.source_info.name_stack)
+
+
+def frames_of(eqn: Any) -> Iterator[tuple[str, str, int]]:
+    """File, function and line of what was called when an equation was traced, the innermost first.
+
+    JAX 0.10.2: as for :func:`name_scope`; what is JAX's own is left out.
+    """
+    from jax._src import source_info_util as info
+
+    for frame in info.user_frames(eqn.source_info.traceback):
+        yield frame.file_name, frame.function_name, frame.start_line
+
+
+def under_scope(eqn: Any, name: str) -> Any:
+    """The equation as if it had been traced under one more name scope; JAX 0.10.2, as above."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
+
+
+def without_lines() -> contextlib.AbstractContextManager[Any]:
+    """Lower without files and lines of the source, which would make equal programs differ.
+
+    JAX 0.10.2: the option is public, only its use for a while is not.
+    """
+    from jax._src import config
+
+    return config.traceback_in_locations_limit(0)
+
+
+def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr, computed now, under the names it was traced under.
+
+    JAX 0.10.2: ``jax.core.eval_jaxpr`` does so for all of them; ``get_bind_params`` and what keeps
+    names and lines of the source have no page.
+    """
+    from jax._src import source_info_util as info
+
+    scope = info.current_name_stack() + eqn.source_info.name_stack
+    with info.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
+        results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def devices_by_hand(shard_map: Any) -> int:
+    """Over how many devices an equation of ``jax.shard_map`` maps; other axes are left to XLA.
+
+    JAX 0.10.2: ``newly_manual_axes`` among the parameters of the primitive has no page.
+    """
+    mesh = shard_map.params["mesh"]
+    return math.prod(mesh.shape[axis] for axis in shard_map.params["newly_manual_axes"])
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """A jaxpr without the equations that none of its results depends on."""
+    from jax.interpreters import partial_eval
+
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    needed, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
+    return needed
+
+
+def any_custom_call() -> Any:
+    """Let ``jax.export`` serialize every custom call: the same JAX reads the program at once.
+
+    JAX 0.10.2 takes "ALL" for a name, which has no page; else each name would have to be read out
+    of the error that refuses it.
+    """
+    import jax
+
+    return jax.export.DisabledSafetyCheck.custom_call("ALL")
+
+
+def start_coordination_service(port: str, processes: int, shutdown_s: int) -> Any:
+    """JAX's coordination service in this process, which need not take part in the group.
+
+    jaxlib 0.10: ``jax.distributed.initialize`` starts it in process 0, and nowhere else. Importing
+    the extension alone takes 0.1 s; it reads once how much it logs, and the service logs each end
+    of a group as an error. Raises ``RuntimeError`` if the port is taken.
+    """
+    level, before = "TF_CPP_MIN_LOG_LEVEL", os.environ.get("TF_CPP_MIN_LOG_LEVEL")
+    os.environ[level] = "3" if before in (None, "1") else before  # JAX itself sets 1
+    try:
+        service: Any = importlib.import_module("jaxlib._jax").get_distributed_runtime_service
+        return service(
+            f"[::]:{port}", processes, heartbeat_timeout=100, shutdown_timeout=shutdown_s
+        )
+    finally:
+        os.environ.pop(level)
+        os.environ |= {} if before is None else {level: before}
