@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -36,6 +37,15 @@ class Environment:
     def names(self) -> tuple[str, ...]:
         """The packages without their versions."""
         return tuple(package.split("==")[0] for package in self.packages)
+
+    def add_option(self, parser: argparse.ArgumentParser) -> None:
+        """An option ``--tensorflow-python`` or the like, for :meth:`python`, as ``peer_python``."""
+        parser.add_argument(
+            f"--{self.folder.removeprefix('.venv-')}-python",
+            dest="peer_python",
+            help=f"an interpreter with {' and '.join(self.packages)} (or set {self.variable}); "
+            "otherwise one is made beside this file",
+        )
 
     def python(self, given: str | None = None) -> Path | None:
         """The interpreter that has them: given, there already, or made now; else ``None``."""

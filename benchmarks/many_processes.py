@@ -38,12 +38,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--dry", action="store_true", help="write no results")
-    parser.add_argument(
-        "--torch-python", help=f"an interpreter with PyTorch (or set {TORCH.variable})"
-    )
+    TORCH.add_option(parser)
     asked = parser.parse_args()
     pythons: dict[str, Path | str | None] = {"ours": sys.executable}
-    pythons["torch"] = TORCH.python(asked.torch_python)
+    pythons["torch"] = TORCH.python(asked.peer_python)
     kept = {each["job"]: each for each in report.saved("many_processes")}
     for name in asked.jobs:
         rounds = []

@@ -33,13 +33,9 @@ LIMIT = 1.05  # of ours over the best step by hand; of that over Mesh-TensorFlow
 
 def main() -> int:
     parser = report.parser(__doc__, ROUNDS, jobs=JOBS)
-    parser.add_argument(
-        "--mesh-tensorflow-python",
-        help="an interpreter with mesh-tensorflow 0.1.21 and TensorFlow 2.15 (or set "
-        f"{MESH_TENSORFLOW.variable}); otherwise one is made beside this file",
-    )
+    MESH_TENSORFLOW.add_option(parser)
     asked = parser.parse_args()
-    peer = MESH_TENSORFLOW.python(asked.mesh_tensorflow_python)
+    peer = MESH_TENSORFLOW.python(asked.peer_python)
     wait_for_quiet()
 
     def measure(name: str) -> dict[str, Any]:

@@ -27,13 +27,9 @@ OURS, PEER = "ours", "tensorflow"
 
 def main() -> int:
     parser = report.parser(__doc__, ROUNDS, jobs=JOBS)
-    parser.add_argument(
-        "--tensorflow-python",
-        help="an interpreter with TensorFlow 2.21 (or set "
-        f"{TENSORFLOW.variable}); otherwise one is made beside this file",
-    )
+    TENSORFLOW.add_option(parser)
     asked = parser.parse_args()
-    peer = TENSORFLOW.python(asked.tensorflow_python)
+    peer = TENSORFLOW.python(asked.peer_python)
     if peer is None:
         return 1
     wait_for_quiet()

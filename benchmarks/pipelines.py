@@ -51,11 +51,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--sides", nargs="+", default=[*OURS, *PEERS], choices=[*OURS, *PEERS])
     parser.add_argument("--dry", action="store_true", help="write no results")
-    parser.add_argument(
-        "--torch-python", help=f"an interpreter with PyTorch (or set {TORCH.variable})"
-    )
+    TORCH.add_option(parser)
     asked = parser.parse_args()
-    peer = TORCH.python(asked.torch_python) if set(asked.sides) & set(PEERS) else None
+    peer = TORCH.python(asked.peer_python) if set(asked.sides) & set(PEERS) else None
     sides = [side for side in asked.sides if side in OURS or peer is not None]
     rounds = []
     for number in range(asked.rounds):

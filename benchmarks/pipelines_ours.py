@@ -21,17 +21,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from pipelines_jobs import (  # noqa: E402
-    BLOCKS,
-    HEADS,
-    LEARNING_RATE,
-    MICRO_BATCHES,
-    ROWS,
-    STAGES,
-    TOKENS,
-    WIDTH,
-    WORDS,
-)
+import pipelines_jobs as jobs  # noqa: E402
 
 SCHEDULES = {  # side -> schedule, and whether stages compute again
     "gpipe": ("gpipe", False),
@@ -50,15 +40,19 @@ def params() -> dict[str, object]:
 
     blocks = [
         {
-            "norm": [np.ones(WIDTH, "float32"), np.ones(WIDTH, "float32")],
-            "qkv": made(WIDTH, 3 * WIDTH),
-            "out": made(WIDTH, WIDTH),
-            "up": made(WIDTH, 4 * WIDTH),
-            "down": made(4 * WIDTH, WIDTH),
+            "norm": [np.ones(jobs.WIDTH, "float32"), np.ones(jobs.WIDTH, "float32")],
+            "qkv": made(jobs.WIDTH, 3 * jobs.WIDTH),
+            "out": made(jobs.WIDTH, jobs.WIDTH),
+            "up": made(jobs.WIDTH, 4 * jobs.WIDTH),
+            "down": made(4 * jobs.WIDTH, jobs.WIDTH),
         }
-        for _ in range(BLOCKS)
+        for _ in range(jobs.BLOCKS)
     ]
-    return {"embed": made(WORDS, WIDTH), "blocks": blocks, "head": made(WIDTH, WORDS)}
+    return {
+        "embed": made(jobs.WORDS, jobs.WIDTH),
+        "blocks": blocks,
+        "head": made(jobs.WIDTH, jobs.WORDS),
+    }
 
 
 def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -69,7 +63,9 @@ def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 def block(weights: dict, x: jax.Array) -> jax.Array:
     """Attention and two products, each on normed values and added."""
     rows = x.shape[0]
-    qkv = (normed(x, weights["norm"][0]) @ weights["qkv"]).reshape(rows, TOKENS, 3, HEADS, -1)
+    qkv = (normed(x, weights["norm"][0]) @ weights["qkv"]).reshape(
+        rows, jobs.TOKENS, 3, jobs.HEADS, -1
+    )
     attended = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
     x = x + attended.reshape(x.shape) @ weights["out"]
     hidden = jax.nn.relu(normed(x, weights["norm"][1]) @ weights["up"])
@@ -88,25 +84,25 @@ def loss(params: dict, batch: dict) -> jax.Array:
 def main(side: str, steps: int) -> None:
     """Train, and print what it took."""
     draw = np.random.default_rng(0)
-    x = draw.integers(0, WORDS, (ROWS, TOKENS)).astype("int32")
+    x = draw.integers(0, jobs.WORDS, (jobs.ROWS, jobs.TOKENS)).astype("int32")
     batch = {"x": x, "y": np.roll(x, -1, 1)}
-    program = mw.jax_program(loss, params(), optax.sgd(LEARNING_RATE), batch=batch)
+    program = mw.jax_program(loss, params(), optax.sgd(jobs.LEARNING_RATE), batch=batch)
     take = 1
     if side in SCHEDULES:
         schedule, recompute = SCHEDULES[side]
-        pipeline = mw.Pipeline("stage", MICRO_BATCHES, schedule, recompute=recompute)
-        placement = mw.Placement.of(mw.create_mesh({"stage": STAGES}), batch=None)
+        pipeline = mw.Pipeline("stage", jobs.MICRO_BATCHES, schedule, recompute=recompute)
+        placement = mw.Placement.of(mw.create_mesh({"stage": jobs.STAGES}), batch=None)
         how = mw.StepOptions(pipeline=pipeline)
     else:  # "one device" takes micro-batch after micro-batch, "data" all rows at once
         placement = mw.Placement.of(mw.create_mesh({"data": -1}), batch="data")
-        take = MICRO_BATCHES if side == "one device" else 1
+        take = jobs.MICRO_BATCHES if side == "one device" else 1
         how = mw.StepOptions(accumulate=take)
     trainer = mw.Trainer(program, placement, how)
     state, loss_of_step = trainer.init(), 0.0
-    micro = ROWS // take
+    micro = jobs.ROWS // take
     parts = [
         trainer.put({name: rows[at : at + micro] for name, rows in batch.items()})
-        for at in range(0, ROWS, micro)
+        for at in range(0, jobs.ROWS, micro)
     ]
     taken = parts[0] if take == 1 else tuple(parts)
     wall_s, cpu_s = [], []

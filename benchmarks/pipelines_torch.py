@@ -13,19 +13,9 @@ import time
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {int(os.environ["RANK"]) % (os.cpu_count() or 1)})
 
+import pipelines_jobs as jobs
 import torch
 import torch.distributed as dist
-from pipelines_jobs import (
-    BLOCKS,
-    HEADS,
-    LEARNING_RATE,
-    MICRO_BATCHES,
-    ROWS,
-    STAGES,
-    TOKENS,
-    WIDTH,
-    WORDS,
-)
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
@@ -38,14 +28,14 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH, eps=1e-6) for _ in range(2)])
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(jobs.WIDTH, eps=1e-6) for _ in range(2)])
+        self.qkv = nn.Linear(jobs.WIDTH, 3 * jobs.WIDTH, bias=False)
+        self.out = nn.Linear(jobs.WIDTH, jobs.WIDTH, bias=False)
+        self.up = nn.Linear(jobs.WIDTH, 4 * jobs.WIDTH, bias=False)
+        self.down = nn.Linear(4 * jobs.WIDTH, jobs.WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(self.norms[0](x)).view(x.shape[0], TOKENS, 3, HEADS, -1)
+        qkv = self.qkv(self.norms[0](x)).view(x.shape[0], jobs.TOKENS, 3, jobs.HEADS, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
@@ -55,11 +45,11 @@ class Block(nn.Module):
 def part(rank: int, parts: int) -> nn.Sequential:
     """The layers of a stage."""
     torch.manual_seed(rank)
-    layers: list[nn.Module] = [Block() for _ in range(BLOCKS // parts)]
+    layers: list[nn.Module] = [Block() for _ in range(jobs.BLOCKS // parts)]
     if rank == 0:
-        layers.insert(0, nn.Embedding(WORDS, WIDTH))
+        layers.insert(0, nn.Embedding(jobs.WORDS, jobs.WIDTH))
     if rank == parts - 1:
-        layers.append(nn.Linear(WIDTH, WORDS, bias=False))
+        layers.append(nn.Linear(jobs.WIDTH, jobs.WORDS, bias=False))
     return nn.Sequential(*layers)
 
 
@@ -70,24 +60,26 @@ def loss_of(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def main(side: str, steps: int) -> None:
     """Train, and print what it took."""
     torch.set_num_threads(1)
-    rank, parts = int(os.environ["RANK"]), STAGES if side in SCHEDULES else 1
+    rank, parts = int(os.environ["RANK"]), jobs.STAGES if side in SCHEDULES else 1
     model = part(rank, parts)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=jobs.LEARNING_RATE)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randint(0, WORDS, (ROWS, TOKENS), generator=generator)
+    x = torch.randint(0, jobs.WORDS, (jobs.ROWS, jobs.TOKENS), generator=generator)
     y = x.roll(-1, 1)
     schedule = None
     if parts > 1:
         dist.init_process_group("gloo")
         stage = PipelineStage(model, rank, parts, torch.device("cpu"))
-        schedule = SCHEDULES[side](stage, MICRO_BATCHES, loss_fn=loss_of)
+        schedule = SCHEDULES[side](stage, jobs.MICRO_BATCHES, loss_fn=loss_of)
     wall_s, cpu_s = [], []
     for _ in range(steps):
         began, began_cpu = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
         if schedule is None:
-            for rows, wanted in zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True):
-                (loss_of(model(rows), wanted) / MICRO_BATCHES).backward()
+            for rows, wanted in zip(
+                x.chunk(jobs.MICRO_BATCHES), y.chunk(jobs.MICRO_BATCHES), strict=True
+            ):
+                (loss_of(model(rows), wanted) / jobs.MICRO_BATCHES).backward()
         elif rank == 0:
             schedule.step(x)
         else:

@@ -6,20 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from ps_protocol import (
-    BATCH_SIZE,
-    CLASSES,
-    HIDDEN,
-    INPUTS,
-    LEARNING_RATE,
-    LOOKUPS,
-    ROWS,
-    SERVERS,
-    WIDTH,
-    WORKERS,
-    job_from_arguments,
-    measure,
-)
+import ps_protocol as jobs
+from ps_protocol import job_from_arguments, measure
 
 import meshwright as mw
 
@@ -28,9 +16,9 @@ Run = tuple[Callable[[int], None], Callable[[], float]]  # runs so many steps; t
 
 def main() -> None:
     job = job_from_arguments(__doc__)
-    with mw.LocalCluster(workers=WORKERS, ps=SERVERS) as cluster:
+    with mw.LocalCluster(workers=jobs.WORKERS, ps=jobs.SERVERS) as cluster:
         strategy = mw.ParameterServer(
-            cluster, partitioner=mw.MinSizePartitioner(256 << 10, max_shards=SERVERS)
+            cluster, partitioner=mw.MinSizePartitioner(256 << 10, max_shards=jobs.SERVERS)
         )
         run, check = {"counter": counter, "mlp": mlp, "embedding": embedding}[job.name](strategy)
         pids = [cluster.pid(task) for task in cluster.tasks]
@@ -51,24 +39,31 @@ def mlp(strategy: mw.ParameterServer) -> Run:
 
     model = keras.Sequential(
         [
-            keras.Input([INPUTS]),
-            keras.layers.Dense(HIDDEN, activation="relu"),
-            keras.layers.Dense(CLASSES),
+            keras.Input([jobs.INPUTS]),
+            keras.layers.Dense(jobs.HIDDEN, activation="relu"),
+            keras.layers.Dense(jobs.CLASSES),
         ]
     )
     rng = np.random.default_rng(0)
-    hidden, output = (rng.normal(0, 0.05, size) for size in ((INPUTS, HIDDEN), (HIDDEN, CLASSES)))
-    model.set_weights([hidden, np.zeros(HIDDEN), output, np.zeros(CLASSES)])
+    hidden, output = (
+        rng.normal(0, 0.05, size)
+        for size in ((jobs.INPUTS, jobs.HIDDEN), (jobs.HIDDEN, jobs.CLASSES))
+    )
+    model.set_weights([hidden, np.zeros(jobs.HIDDEN), output, np.zeros(jobs.CLASSES)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(LEARNING_RATE), loss)
+    model.compile(keras.optimizers.SGD(jobs.LEARNING_RATE), loss)
     last: dict[str, float] = {}
 
     def dataset(context: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        x = np.random.default_rng(1).normal(size=(BATCH_SIZE * 8, INPUTS)).astype(np.float32)
-        y = x[:, :CLASSES].argmax(1)
+        x = (
+            np.random.default_rng(1)
+            .normal(size=(jobs.BATCH_SIZE * 8, jobs.INPUTS))
+            .astype(np.float32)
+        )
+        y = x[:, : jobs.CLASSES].argmax(1)
         while True:
-            for start in range(0, len(x), BATCH_SIZE):
-                yield x[start : start + BATCH_SIZE], y[start : start + BATCH_SIZE]
+            for start in range(0, len(x), jobs.BATCH_SIZE):
+                yield x[start : start + jobs.BATCH_SIZE], y[start : start + jobs.BATCH_SIZE]
 
     def run(steps: int) -> None:
         history = strategy.fit(model, dataset, epochs=1, steps_per_epoch=steps, verbose=0)
@@ -78,13 +73,13 @@ def mlp(strategy: mw.ParameterServer) -> Run:
 
 
 def embedding(strategy: mw.ParameterServer) -> Run:
-    table = strategy.variable("zeros", shape=(ROWS, WIDTH))
-    ids = np.random.default_rng(1).integers(0, ROWS, (64, LOOKUPS))
+    table = strategy.variable("zeros", shape=(jobs.ROWS, jobs.WIDTH))
+    ids = np.random.default_rng(1).integers(0, jobs.ROWS, (64, jobs.LOOKUPS))
 
     def step(number: int) -> float:
         asked = ids[number % len(ids)]
         missed = table.lookup(asked) - 1.0
-        table.rows_add(asked, missed * (-2 * LEARNING_RATE / missed.size))
+        table.rows_add(asked, missed * (-2 * jobs.LEARNING_RATE / missed.size))
         return float(np.mean(np.square(missed)))
 
     last: dict[str, Any] = {}

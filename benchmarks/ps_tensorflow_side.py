@@ -17,22 +17,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
 
 import numpy as np
+import ps_protocol as jobs
 import tensorflow as tf
-from ps_protocol import (
-    BATCH_SIZE,
-    CLASSES,
-    HIDDEN,
-    INPUTS,
-    LEARNING_RATE,
-    LOOKUPS,
-    ROWS,
-    SERVERS,
-    WIDTH,
-    WORKERS,
-    PsJob,
-    job_from_arguments,
-    measure,
-)
+from ps_protocol import PsJob, job_from_arguments, measure
 
 Scheduled = tuple[Callable[[], None], Callable[[], float]]  # schedules one step; the check
 
@@ -41,7 +28,7 @@ def main() -> None:
     if "TF_CONFIG" in os.environ:
         serve()
     job = job_from_arguments(__doc__)
-    spec = {"worker": addresses(WORKERS), "ps": addresses(SERVERS), "chief": addresses(1)}
+    spec = {"worker": addresses(jobs.WORKERS), "ps": addresses(jobs.SERVERS), "chief": addresses(1)}
     tasks = [start(spec, kind, n) for kind in ("worker", "ps") for n in range(len(spec[kind]))]
     try:
         measure_here(job, spec, [task.pid for task in tasks])
@@ -85,7 +72,7 @@ def measure_here(job: PsJob, spec: dict[str, list[str]], pids: list[int]) -> Non
     strategy = tf.distribute.ParameterServerStrategy(
         resolver,
         variable_partitioner=tf.distribute.experimental.partitioners.MinSizePartitioner(
-            min_shard_bytes=256 << 10, max_shards=SERVERS
+            min_shard_bytes=256 << 10, max_shards=jobs.SERVERS
         ),
     )
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -115,17 +102,17 @@ def counter(strategy: Any, coordinator: Any) -> Scheduled:
 def mlp(strategy: Any, coordinator: Any) -> Scheduled:
     rng = np.random.default_rng(0)
     with strategy.scope():
-        hidden = tf.Variable(rng.normal(0, 0.05, (INPUTS, HIDDEN)).astype(np.float32))
-        hidden_bias = tf.Variable(tf.zeros(HIDDEN))
-        output = tf.Variable(rng.normal(0, 0.05, (HIDDEN, CLASSES)).astype(np.float32))
-        output_bias = tf.Variable(tf.zeros(CLASSES))
+        hidden = tf.Variable(rng.normal(0, 0.05, (jobs.INPUTS, jobs.HIDDEN)).astype(np.float32))
+        hidden_bias = tf.Variable(tf.zeros(jobs.HIDDEN))
+        output = tf.Variable(rng.normal(0, 0.05, (jobs.HIDDEN, jobs.CLASSES)).astype(np.float32))
+        output_bias = tf.Variable(tf.zeros(jobs.CLASSES))
     last = {}
 
     def dataset() -> Any:
         made = np.random.default_rng(1)
-        x = made.normal(size=(BATCH_SIZE * 8, INPUTS)).astype(np.float32)
-        y = x[:, :CLASSES].argmax(1)
-        return tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(BATCH_SIZE)
+        x = made.normal(size=(jobs.BATCH_SIZE * 8, jobs.INPUTS)).astype(np.float32)
+        y = x[:, : jobs.CLASSES].argmax(1)
+        return tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(jobs.BATCH_SIZE)
 
     # A sharded variable answers to one gradient for each of its parts.
     pieces = list(getattr(hidden, "variables", [hidden]))
@@ -141,7 +128,7 @@ def mlp(strategy: Any, coordinator: Any) -> Scheduled:
             )
         trained = [*pieces, hidden_bias, output, output_bias]
         for variable, gradient in zip(trained, tape.gradient(loss, trained), strict=True):
-            variable.assign_sub(LEARNING_RATE * gradient)
+            variable.assign_sub(jobs.LEARNING_RATE * gradient)
         return loss
 
     iterator = iter(coordinator.create_per_worker_dataset(dataset))
@@ -154,12 +141,12 @@ def mlp(strategy: Any, coordinator: Any) -> Scheduled:
 
 def embedding(strategy: Any, coordinator: Any) -> Scheduled:
     with strategy.scope():
-        table = tf.Variable(tf.zeros((ROWS, WIDTH)))
+        table = tf.Variable(tf.zeros((jobs.ROWS, jobs.WIDTH)))
     last = {}
     pieces = list(table.variables)
 
     def dataset() -> Any:
-        ids = np.random.default_rng(1).integers(0, ROWS, (64, LOOKUPS))
+        ids = np.random.default_rng(1).integers(0, jobs.ROWS, (64, jobs.LOOKUPS))
         return tf.data.Dataset.from_tensor_slices(ids).repeat()
 
     @tf.function
@@ -170,7 +157,7 @@ def embedding(strategy: Any, coordinator: Any) -> Scheduled:
             loss = tf.reduce_mean(tf.square(rows - 1.0))
         for variable, gradient in zip(pieces, tape.gradient(loss, pieces), strict=True):
             variable.scatter_sub(
-                tf.IndexedSlices(LEARNING_RATE * gradient.values, gradient.indices)
+                tf.IndexedSlices(jobs.LEARNING_RATE * gradient.values, gradient.indices)
             )
         return loss
 

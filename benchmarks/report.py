@@ -208,23 +208,19 @@ def write_page() -> Path:
     start_up = found.get("start_up")
     if start_up:
         parts.append(start_up_table(start_up["rows"]))
-    if features:
-        parts += [f"Made by `{FEATURES_COMMAND}`:", features_table(features)]
-    if named:
-        parts += [f"Made by `{NAMED_COMMAND}`:", named_table(named)]
-    if tracing:
-        parts += [f"Made by `{TRACING_COMMAND}`:", features_table(tracing)]
-    if servers:
-        parts += [f"Made by `{SERVERS_COMMAND}`:", servers_table(servers)]
-    if exchanges:
-        parts += [f"Made by `{EXCHANGES_COMMAND}`:", exchanges_table(exchanges)]
-    if accuracy:
-        parts += [f"Made by `{ACCURACY_COMMAND}`:", accuracy_table(accuracy)]
-    if ranking:
-        parts += [f"Made by `{RANKING_COMMAND}`, Spearman's rank correlations:"]
-        parts += [ranking_table(ranking)]
-    if processes:
-        parts += [f"Made by `{PROCESSES_COMMAND}`:", processes_table(processes)]
+    sections = (
+        (f"`{FEATURES_COMMAND}`", features_table, features),
+        (f"`{NAMED_COMMAND}`", named_table, named),
+        (f"`{TRACING_COMMAND}`", features_table, tracing),
+        (f"`{SERVERS_COMMAND}`", servers_table, servers),
+        (f"`{EXCHANGES_COMMAND}`", exchanges_table, exchanges),
+        (f"`{ACCURACY_COMMAND}`", accuracy_table, accuracy),
+        (f"`{RANKING_COMMAND}`, Spearman's rank correlations", ranking_table, ranking),
+        (f"`{PROCESSES_COMMAND}`", processes_table, processes),
+    )
+    for made_by, table, rows in sections:
+        if rows:
+            parts += [f"Made by {made_by}:", table(rows)]
     # Other files are of other pages: their programs print them.
     listed = jobs, [start_up] if start_up else [], features, named, tracing
     listed += servers, exchanges, accuracy, ranking, processes
