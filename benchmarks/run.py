@@ -32,7 +32,7 @@ def main() -> int:
     digits.prepare(arguments.data)
     peers, pythons = set(arguments.peers), dict[str, Path | None]()
     if peers & {TENSORFLOW, TENSORFLOW_RIGHT} and arguments.jobs:
-        found = TENSORFLOW_ENVIRONMENT.python(arguments.tensorflow_python)
+        found = TENSORFLOW_ENVIRONMENT.python(arguments.peer_python)
         pythons |= {TENSORFLOW: found, TENSORFLOW_RIGHT: found}
     missing = {side for side in peers if side in pythons and pythons[side] is None}
     wait_for_quiet()
@@ -65,11 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dry", action="store_true", help="write no results")
     add("--no-start-up", dest="start_up", action="store_false")
     add("--data", help="an mnist.npz; otherwise the digits shipped with Meshwright")
-    add(
-        "--tensorflow-python",
-        help="an interpreter with TensorFlow 2.21 and tf_keras 2.21 (or set "
-        f"{TENSORFLOW_ENVIRONMENT.variable}); otherwise one is made beside this file",
-    )
+    TENSORFLOW_ENVIRONMENT.add_option(parser)
     arguments = parser.parse_args()
     arguments.jobs = [JOBS[name] for name in arguments.jobs if name != "none"]
     arguments.dry = arguments.dry or arguments.epochs is not None
