@@ -34,18 +34,8 @@ _TAKEN = ("steps", "seed", "rtol", "double")
     help='A mesh to compare with one device: "batch=4,model=2". Repeat for more.',
 )
 @layout_option
-@option(
-    "--steps",
-    type=click.IntRange(1),
-    default=5,
-    help="Number of training steps.",
-)
-@option(
-    "--seed",
-    type=int,
-    default=0,
-    help="Seed of initial weights and dropout.",
-)
+@option("--steps", type=click.IntRange(1), default=5, help="Number of training steps.")
+@option("--seed", type=int, default=0, help="Seed of initial weights and dropout.")
 @option(
     "--rtol",
     type=click.FloatRange(0),

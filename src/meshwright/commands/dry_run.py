@@ -15,11 +15,12 @@ from .options import (
     batch_size_option,
     build_argument,
     layout_option,
+    mesh_option,
     strategy_option,
     target_option,
     timeout_option,
 )
-from .texts import LockFile, MeshText, NewFile, SizesText
+from .texts import LockFile, NewFile, SizesText
 
 if TYPE_CHECKING:
     from ..layouts.layout import Layout
@@ -31,12 +32,7 @@ if TYPE_CHECKING:
 @click.command("dry-run", cls=Command, short_help="Report what a step costs on a target.")
 @build_argument
 @target_option
-@option(
-    "--mesh",
-    type=MeshText(),
-    metavar="MESH",
-    help='The mesh: "batch=4,model=2".  [default: all devices on one axis, "batch"]',
-)
+@mesh_option('The mesh: "batch=4,model=2".  [default: all devices on one axis, "batch"]')
 @layout_option
 @option("--zero", type=click.IntRange(0, 3), help="ZeRO level.")
 @batch_size_option

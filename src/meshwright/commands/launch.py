@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from .config import config_option
 from .group import Command, argument, option, traceback_option
+from .options import seconds_option
 
 if TYPE_CHECKING:
     from ..launch.manifests import Job
@@ -58,7 +59,6 @@ class _Range(click.ParamType):
     type=_Range(),
     metavar="N|MIN:MAX",
     default="1",
-    show_default=True,
     help="Number of hosts; run the same command on each of them.",
 )
 @option("--rendezvous", default="", metavar="HOST:PORT", help="Where the hosts meet: one of them.")
@@ -73,40 +73,17 @@ class _Range(click.ParamType):
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for one log file per process.",
 )
-@option(
-    "--stall-timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="Seconds that a step or a batch may take, once several have been seen.",
+@seconds_option(
+    "--stall-timeout", 10.0, "Seconds that a step or a batch may take, once several have been seen."
 )
-@option(
-    "--join-timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
-    show_default=True,
-    help="Seconds until every process must have joined.",
-)
+@seconds_option("--join-timeout", 60.0, "Seconds until every process must have joined.")
 @option(
     "--agree/--no-agree",
     default=True,
-    show_default=True,
     help="Compare versions, model, data and options of all processes before they train.",
 )
-@option(
-    "--workers",
-    type=int,
-    default=2,
-    show_default=True,
-    help="Number of workers to start.",
-)
-@option(
-    "--ps",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Number of parameter servers to start.",
-)
+@option("--workers", type=int, default=2, help="Number of workers to start.")
+@option("--ps", type=int, default=1, help="Number of parameter servers to start.")
 @option("--evaluator", is_flag=True, help="Also run the program as the evaluator.")
 @option("--quiet", is_flag=True, help="Hide the output of workers and servers.")
 @option(
@@ -123,7 +100,7 @@ class _Range(click.ParamType):
 )
 @option("--ray", is_flag=True, help="Run --processes N as actors of the Ray cluster.")
 @option("--gpus", type=click.IntRange(min=0), default=0, help="GPUs of each node of the job.")
-@option("--name", default="train", show_default=True, help="Name of the job.")
+@option("--name", default="train", help="Name of the job.")
 @option("--image", default="", help="Image for the pods of the job.")
 @argument("program", nargs=-1, required=True, metavar="PROGRAM [ARGUMENTS]...")
 @config_option

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from .group import argument, option
-from .texts import BuildText, LayoutsText, OptionText, TargetText
+from .texts import BuildText, LayoutsText, MeshText, OptionText, TargetText
 
 build_argument = argument("build", type=BuildText(), metavar="MODULE:BUILD")
 target_option = option(
@@ -31,12 +31,20 @@ batch_size_option = option(
     type=click.IntRange(1),
     help="Rows of the global batch.  [default: those of BUILD's batch]",
 )
-timeout_option = option(
-    "--timeout",
-    type=click.FloatRange(0, min_open=True),
-    default=3600.0,
-    help="Time limit for compiling, in seconds.",
-)
+
+
+def seconds_option(name: str, default: float, purpose: str) -> Any:
+    """A time limit; ``purpose`` is its help."""
+    seconds = click.FloatRange(0, min_open=True)
+    return option(name, type=seconds, default=default, help=purpose)
+
+
+timeout_option = seconds_option("--timeout", 3600.0, "Time limit for compiling, in seconds.")
+
+
+def mesh_option(purpose: str, required: bool = False) -> Any:
+    """``--mesh`` for one mesh; ``purpose`` is its help."""
+    return option("--mesh", type=MeshText(), required=required, metavar="MESH", help=purpose)
 
 
 def strategy_option(**taken: str) -> Any:

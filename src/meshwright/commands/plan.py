@@ -9,8 +9,15 @@ import click
 
 from .config import config_option
 from .group import Command, option, traceback_option
-from .options import batch_size_option, build_argument, target_option, timeout_option
-from .texts import BytesText, MeshText, NewFile
+from .options import (
+    batch_size_option,
+    build_argument,
+    mesh_option,
+    seconds_option,
+    target_option,
+    timeout_option,
+)
+from .texts import BytesText, NewFile
 
 if TYPE_CHECKING:
     from ..layouts.mesh import Mesh
@@ -20,12 +27,7 @@ if TYPE_CHECKING:
 @click.command(cls=Command, short_help="Choose mesh and layouts for a target, and say why.")
 @build_argument
 @target_option
-@option(
-    "--mesh",
-    type=MeshText(),
-    metavar="MESH",
-    help='Use this mesh: "data=4,model=2".  [default: the planner chooses]',
-)
+@mesh_option('Use this mesh: "data=4,model=2".  [default: the planner chooses]')
 @option(
     "--objective",
     type=click.Choice(["time", "memory"]),
@@ -45,12 +47,7 @@ if TYPE_CHECKING:
     default=0,
     help="Compile this many of the best plans and rank them by their dry runs.",
 )
-@option(
-    "--seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=10.0,
-    help="Search time limit in seconds.",
-)
+@seconds_option("--seconds", 10.0, "Search time limit in seconds.")
 @timeout_option
 @option(
     "--html", type=NewFile("the page"), metavar="FILE", help="Also write the alternatives as HTML."

@@ -11,8 +11,8 @@ import click
 
 from .config import config_option
 from .group import WORDS, Command, argument, option, traceback_option
-from .options import layout_option, strategy_option
-from .texts import BuildText, BytesText, MeshText, SizesText
+from .options import layout_option, mesh_option, strategy_option
+from .texts import BuildText, BytesText, SizesText
 
 if TYPE_CHECKING:
     from ..layouts.layout import Layout
@@ -33,21 +33,15 @@ _SECONDS = click.FloatRange(0, min_open=True)
     metavar="MODULE:BUILD",
     help="The function that builds the model, as for `meshwright dry-run`; not for .keras files.",
 )
-@option(
-    "--mesh",
-    type=MeshText(),
-    metavar="MESH",
-    help='The mesh to serve on: "model=4".  [default: one device]',
-)
+@mesh_option('The mesh to serve on: "model=4".  [default: one device]')
 @layout_option
 @strategy_option(layouts="--layout")
 @option("--name", help="Name of the model in URLs.  [default: that of the folder or file]")
-@option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@option("--host", default="127.0.0.1", help="Address to listen on.")
 @option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8000,
-    show_default=True,
     envvar="PORT",
     help="Port to listen on; 0 for any that is free. PORT in the environment sets it, too.",
 )
@@ -64,7 +58,7 @@ _SECONDS = click.FloatRange(0, min_open=True)
 )
 @option("--wait", type=click.FloatRange(0), help="Seconds that a batch waits for more rows.")
 @option("--queue-rows", type=click.IntRange(1), help="Rows that may wait; more are refused (429).")
-@option("--timeout", type=_SECONDS, default=60.0, show_default=True, help="Seconds of a request.")
+@option("--timeout", type=_SECONDS, default=60.0, help="Seconds of a request.")
 @option("--finite", is_flag=True, help="Refuse answers with NaN or infinity (500).")
 @option(
     "--precision",
@@ -76,7 +70,6 @@ _SECONDS = click.FloatRange(0, min_open=True)
     "--max-body",
     type=BytesText(),
     default="64MiB",
-    show_default=True,
     metavar="BYTES",
     help="Largest body of a request.",
 )
@@ -87,7 +80,6 @@ _SECONDS = click.FloatRange(0, min_open=True)
     "--drain",
     type=click.FloatRange(0),
     default=0.0,
-    show_default=True,
     help="Seconds to go on answering after SIGTERM, so that load balancers notice.",
 )
 @option("--telemetry", is_flag=True, help="Send traces by OpenTelemetry, as OTEL_* variables say.")
@@ -102,7 +94,6 @@ _SECONDS = click.FloatRange(0, min_open=True)
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=".",
-    show_default=True,
     help="The folder for --write.",
 )
 @option("--image", default="", help="The container image for --write.  [default: NAME:latest]")

@@ -11,7 +11,8 @@ import click
 
 from ..errors import LayoutError
 from .group import Command, option, traceback_option
-from .texts import MeshText, NewFile
+from .options import mesh_option
+from .texts import NewFile
 
 if TYPE_CHECKING:
     from ..display.drawing import Drawn
@@ -27,13 +28,7 @@ _ITEMSIZES = {
 
 
 @click.command(cls=Command, short_help="Draw tensors on a mesh.")
-@option(
-    "--mesh",
-    type=MeshText(),
-    required=True,
-    metavar="MESH",
-    help='The mesh: "batch=4,model=2".',
-)
+@mesh_option('The mesh: "batch=4,model=2".', required=True)
 @option(
     "--dims",
     "dims_texts",
