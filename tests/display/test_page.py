@@ -25,9 +25,9 @@ from models import shapes
 import meshwright as mw
 from meshwright.cli import main
 from meshwright.commands import planning as planning_commands
+from meshwright.display import figures
 from meshwright.display.drawing.canvas import text_width
 from meshwright.display.moments import COMPUTE, MEMORY, Span, moments_of, record
-from meshwright.display.page import plan as plan_pages
 from meshwright.display.page.layouts import alike
 from meshwright.display.page.memory import parts_of
 from meshwright.display.page.pictures import mesh_picture
@@ -317,6 +317,16 @@ def test_a_plan_has_the_name_of_its_model_and_says_how_sure_its_time_is():
     assert "h100:8" in text(ElementTree.fromstring(a_plan(name="").to_html()))
 
 
+@pytest.mark.parametrize("is_analytic", [False, True])
+def test_a_dry_run_says_how_sure_its_time_is(is_analytic):
+    seconds = replace(report().estimate, step_time_s=0.1)
+    run = replace(report(), estimate=seconds, not_compiled="so it is" if is_analytic else "")
+    near = "dry runs in the benchmarks: 34 ms to 91 ms"
+    near = near if is_analytic else "measured in the benchmarks: 74 ms to 145 ms"
+    assert f"estimated; {near}" in text(page(run))
+    assert near in str(run)
+
+
 def test_the_ranges_of_times_are_those_of_the_benchmarks():
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     models = json.loads((results / "plans.json").read_text()).values()
@@ -326,7 +336,7 @@ def test_the_ranges_of_times_are_those_of_the_benchmarks():
         for each in hands
         if each.get("step_time_s") and each.get("model_time_s")
     ]
-    low, high = plan_pages.OF_THE_MODEL
+    low, high = figures.OF_THE_MODEL
     assert sum(low <= ratio <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
     layouts = [
         each
@@ -334,7 +344,7 @@ def test_the_ranges_of_times_are_those_of_the_benchmarks():
         for each in run["layouts"]
     ]
     ratios = [statistics.mean(each["passes_s"]) / each["estimated_s"] for each in layouts]
-    low, high = plan_pages.OF_DRY_RUNS
+    low, high = figures.OF_DRY_RUNS
     assert sum(low <= round(ratio, 2) <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
 
 

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from ..planning.report import DryRun, Memory
     from ..targets.target import Target
 
+# How far times were off in the recorded benchmarks.
+# Times of dry runs over those of the planner's model: all layouts in results/plans.json.
+OF_THE_MODEL = (0.34, 0.91)
+# Times that were measured over those of dry runs, on calibrated CPUs: results/ranking.json.
+OF_DRY_RUNS = (0.74, 1.45)
 _ROUNDING = 1e-9  # of a step, below which a time is none
 _MEMORY = {  # what each figure of the memory is
     **dict.fromkeys(("parameters", "slots", "other state", "inputs"), "exact"),
@@ -42,9 +47,24 @@ def memory_figures(memory: Memory) -> list[Figure]:
     ]
 
 
-def time_figures(estimate: Estimate) -> list[Figure]:
-    """Where the time of a step goes, in seconds, and what it is worth."""
+def range_text(time_s: float, is_dry_run: bool) -> str:
+    """Where a step's time may lie, by how far such times were off in the benchmarks.
+
+    >>> range_text(0.1, is_dry_run=False)
+    'dry runs in the benchmarks: 34 ms to 91 ms'
+    """
+    low, high = OF_DRY_RUNS if is_dry_run else OF_THE_MODEL
+    who = "measured" if is_dry_run else "dry runs"
+    return f"{who} in the benchmarks: {seconds_text(low * time_s)} to {seconds_text(high * time_s)}"
+
+
+def time_figures(estimate: Estimate, is_dry_run: bool = True) -> list[Figure]:
+    """Where the time of a step goes, in seconds, and what it is worth; ``is_dry_run`` says whether
+    a compiled step was read, or the planner's model asked."""
     bound = f"bound by {estimate.bound_by}" if estimate.bound_by else ""
+    if estimate.step_time_s:
+        near = range_text(estimate.step_time_s, is_dry_run)
+        bound = f"{bound}; {near}" if bound else near
     flops = f"{flops_text(estimate.flops)} in one device"
     if estimate.recompute_flops:
         flops += f", {flops_text(estimate.recompute_flops)} of them computed again"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ...hlo.links import links_of
 from ...layouts.mesh import Mesh, axes_text
 from ...units import UNKNOWN, bytes_text, flops_text, seconds_text, share_text
-from ..figures import analytic_text, fit_text
+from ..figures import analytic_text, fit_text, range_text
 from ..text.beside import pair_title, row_cells
 from .boxes import boxes_section
 from .collectives import collectives_section
@@ -154,9 +154,10 @@ def _run_head(run: DryRun) -> Markup:
 def _run_figures(run: DryRun) -> list[tuple[str, str, str]]:
     memory = run.memory
     of = "" if memory.available_bytes is None else f"of {bytes_text(memory.available_bytes)}"
+    near = range_text(run.step_time_s, not run.is_analytic) if run.step_time_s else ""
     figures = [
         ("peak of a device", bytes_text(memory.peak_bytes), of),
-        ("time of a step", seconds_text(run.step_time_s), "estimated" if run.step_time_s else ""),
+        ("time of a step", seconds_text(run.step_time_s), f"estimated; {near}" if near else ""),
         ("MFU", share_text(run.mfu), "of the peak FLOP/s" if run.mfu is not None else ""),
         ("bound by", run.bound_by or UNKNOWN, ""),
         ("FLOPs of a device", flops_text(run.flops), "in a step"),

@@ -9,6 +9,7 @@ from ...layouts.layout import UNSHARDED
 from ...layouts.mesh import axes_text
 from ...planning.search.choices import pipeline_text, remat_text
 from ...units import bytes_text, seconds_text
+from ..figures import range_text
 from ..text.plan import micro_batches, schedule_text
 from .elements import Cell, Column, Part, element
 
@@ -17,11 +18,6 @@ if TYPE_CHECKING:
 
     from ...planning.search.plan import Option, Plan
 
-# How far times were off in the recorded benchmarks.
-# Times of dry runs over those of the planner's model: all layouts in results/plans.json.
-OF_THE_MODEL = (0.34, 0.91)
-# Times that were measured over those of dry runs, on calibrated CPUs: results/ranking.json.
-OF_DRY_RUNS = (0.74, 1.45)
 _PARTS = (("compute", "blue"), ("collectives", "orange"))
 
 
@@ -49,7 +45,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str, str]]:
     """The figures that people ask for first: name, value, and more about it."""
     chosen = plan.chosen
     is_dry_run, time_s = chosen.dry_run_time_s is not None, _time(chosen)
-    sure = "" if time_s is None else f"{_how(is_dry_run)}; {_range(time_s, is_dry_run)}"
+    sure = "" if time_s is None else f"{_how(is_dry_run)}; {range_text(time_s, is_dry_run)}"
     held = _how(chosen.dry_run_peak_bytes is not None)
     return [
         ("time of a step", seconds_text(time_s), sure),
@@ -107,17 +103,6 @@ def _every(plan: Plan) -> list[_Named]:
 
 def _how(is_dry_run: bool) -> str:
     return "by its dry run" if is_dry_run else "by the planner's model"
-
-
-def _range(time_s: float, is_dry_run: bool) -> str:
-    """Where a step's time may lie, by how far such times were off in the benchmarks.
-
-    >>> _range(0.1, is_dry_run=False)
-    'dry runs in the benchmarks: 34 ms to 91 ms'
-    """
-    low, high = OF_DRY_RUNS if is_dry_run else OF_THE_MODEL
-    who = "measured" if is_dry_run else "dry runs"
-    return f"{who} in the benchmarks: {seconds_text(low * time_s)} to {seconds_text(high * time_s)}"
 
 
 def _times(options: Sequence[_Named]) -> Markup | None:

@@ -38,7 +38,7 @@ def time_section(run: DryRun) -> dict[str, object] | None:
     columns = (Column("what"), Column("time", "num"), Column("which is"))
     rows = [
         (name, Cell(text, value or 0.0), meaning)
-        for name, value, text, meaning in time_figures(run.estimate)
+        for name, value, text, meaning in time_figures(run.estimate, not run.is_analytic)
     ]
     return {
         "missing": _missing(run.estimate, run.is_analytic) if moments is None else None,

@@ -72,7 +72,8 @@ def _title(text: str) -> Line:
 def _time(run: DryRun) -> Columns:
     estimate = run.estimate
     assert estimate is not None
-    rows = [(name, text, meaning) for name, _, text, meaning in time_figures(estimate)]
+    figures = time_figures(estimate, is_dry_run=not run.is_analytic)
+    rows = [(name, text, meaning) for name, _, text, meaning in figures]
     if run.fed is not None and run.samples_per_s:
         rows.append(("samples", f"{run.samples_per_s:,.0f} /s", f"{run.fed.rows:,} in a step"))
     if run.fed is not None and run.tokens_per_s:
