@@ -1,6 +1,6 @@
 """A program for ``test_served_by_processes.py``: serves on one mesh over all processes there are.
 
-``serving_group.py FOLDER``: rank 0 writes its answers to ``answers.npz``.
+``serving_group.py FOLDER [stages]``: rank 0 writes its answers to ``answers.npz``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ def build() -> keras.Model:
     return keras.Model(x, keras.layers.Dense(4, name="last")(h), name="small")
 
 
-def serve(run: Path, devices: Any = None) -> mw.Server:
-    layouts = {"hidden.*kernel": [None, "model"], "last.*kernel": ["model", None]}
-    strategy = mw.Sharded(mw.create_mesh({"batch": 2, "model": 2}, devices=devices), layouts)
+def serve(run: Path, devices: Any = None, by_stages: bool = False) -> mw.Server:
+    if by_stages:
+        mesh = mw.create_mesh({"stage": 2, "batch": 2}, devices=devices)
+        strategy = mw.Sharded(mesh, pipeline=mw.Pipeline("stage", micro_batches=2))
+    else:
+        layouts = {"hidden.*kernel": [None, "model"], "last.*kernel": ["model", None]}
+        strategy = mw.Sharded(mw.create_mesh({"batch": 2, "model": 2}, devices=devices), layouts)
     server = mw.Server(strategy=strategy, build=build, checkpoint=run, buckets=[4])
     server.load()
     return server
@@ -42,8 +46,8 @@ def answers_of(server: mw.Server, run: Path) -> dict[str, Any]:
     return {"versions": [each.version for each in answers], **outputs}
 
 
-def main(folder: Path) -> None:
-    server = serve(folder / "run")
+def main(folder: Path, by_stages: bool) -> None:
+    server = serve(folder / "run", by_stages=by_stages)
     if jax.process_index():
         server.work()
         return
@@ -52,4 +56,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] == ["stages"])

@@ -46,12 +46,14 @@ def port() -> int:
 
 @pytest.mark.alone
 @pytest.mark.full
-def test_two_processes_answer_as_one(folder: Path) -> None:
+@pytest.mark.parametrize("by_stages", [False, True], ids=["together", "stages"])
+def test_two_processes_answer_as_one(folder: Path, by_stages: bool) -> None:
     run = folder / "run"
-    with serve(run, jax.devices()[:4]) as server:
+    with serve(run, jax.devices()[:4], by_stages) as server:
         one = answers_of(server, run)
     (run / "step_2").rename(run / "later")
-    assert run_group([PROGRAM, str(folder)], GroupOptions(2, 2)) == 0
+    words = [PROGRAM, str(folder), *["stages"] * by_stages]
+    assert run_group(words, GroupOptions(2, 2)) == 0
     two = dict(np.load(folder / "answers.npz"))
     assert one.pop("versions") == list(two.pop("versions")) == ["1", "1", "1", "2"]
     for name, values in one.items():

@@ -194,11 +194,16 @@ class Checkpoints:
                 files.remove(old.directory)
 
 
-def restore_state(info: CheckpointInfo, like: TrainState, checkpointer: Any = None) -> TrainState:
-    """See :meth:`Checkpoints.restore`."""
+def restore_state(
+    info: CheckpointInfo,
+    like: TrainState,
+    checkpointer: Any = None,
+    whole: TrainState | None = None,
+) -> TrainState:
+    """See :meth:`Checkpoints.restore`; ``whole`` has all arrays, where ``like`` has some of them."""
     target, like = like, as_saved(info, like)
     wanted = describe(like)
-    check_same(info, wanted)
+    check_same(info, wanted if whole is None else describe(whole))
     leaves = [value for part in like for value in part.values()]
     by_key = {array.key: value for array, value in zip(wanted, leaves, strict=True)}
     restored = files.read(checkpointer or files.make_checkpointer(), info, by_key)

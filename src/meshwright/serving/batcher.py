@@ -1,4 +1,4 @@
-"""The queue before a model: one thread takes what waits, as much as fits a batch, and computes it.
+"""The queue before a model: one thread takes what waits, as much as fits a batch, and begins it.
 
 While a batch is computed, requests gather for the next, so batches grow with the load by
 themselves and an idle server answers at once (dynamic batching as in Clipper and Triton).
@@ -60,7 +60,7 @@ class Batcher:
 
     @property
     def rows_in_flight(self) -> int:
-        return sum(request.rows for request in self._running)
+        return sum(request.rows for request in self._running if not request.future.done())
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -104,7 +104,7 @@ class Batcher:
         while (batch := self._take()) is not None:
             if batch:
                 self._compute(batch)
-            self._running = []
+            self._running = [r for r in self._running if not r.future.done()]
 
     def _take(self) -> list[Request] | None:
         """The next batch, once there is one; ``None`` once the queue is closed and empty."""
@@ -126,8 +126,9 @@ class Batcher:
     def _started(self, batch: list[Request]) -> list[Request]:
         for request in batch:
             self._waiting.remove(request)
-        self._running = [r for r in batch if r.future.set_running_or_notify_cancel()]
-        return self._running
+        started = [r for r in batch if r.future.set_running_or_notify_cancel()]
+        self._running = self._running + started
+        return started
 
     def _left(self, request: Request) -> None:
         """A cancelled request leaves the queue."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +19,7 @@ from .requests import Request, stacked
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from .forward import Forward, Shape
-
-_TIMED = 3  # batches of each size, of which the fastest counts
+    from .forward import Forward
 
 
 class Batches:
@@ -37,20 +37,32 @@ class Batches:
         self.why_alone = forward.why_alone(sizes[-1])
         self.sizes = (1,) if self.why_alone else sizes
         self.outputs = forward.outputs()
+        self._last_end_s = 0.0  # of a batch
+        # Batches follow each other in a model of stages; what one answers waits for it elsewhere.
+        depth = options.in_flight or forward.depth
+        self._answering = ThreadPoolExecutor(1) if depth > 1 else None
+        self._room = threading.Semaphore(depth - 1)
 
     def compile(self, weights: Weights) -> None:
         """Compile every size, compute each once, and leave out large ones that are slower."""
-        from .forward import Shape, check_padding
+        from .forward import Shape
 
         forward, options = self.forward, self._options
         shapes = [Shape(rows, lengths) for rows in self.sizes for lengths in self._ahead()]
         forward.compile(shapes)
-        seconds = {shape: self._seconds(weights, shape) for shape in shapes}
+        seconds = {shape: forward.seconds(weights.state, shape) for shape in shapes}
         if not options.buckets and self.why_alone is None:
             longest = shapes[-1].lengths if shapes else ()
             by_rows = {s.rows: took for s, took in seconds.items() if s.lengths == longest}
             self.sizes = worthwhile(by_rows) or self.sizes
-        check_padding(forward, weights, options.lengths, options.pad_value)
+        if not forward.is_split:  # else once the others can answer
+            self.check(weights)
+
+    def check(self, weights: Weights) -> None:
+        """Raise :class:`~meshwright.ModelError` where padding changes what is computed."""
+        from .forward import check_padding
+
+        check_padding(self.forward, weights, self._options.lengths, self._options.pad_value)
 
     def _ahead(self) -> list[tuple[int, ...]]:
         """The lengths that are compiled ahead: those named, all ragged dims alike."""
@@ -59,27 +71,45 @@ class Batches:
             return [()]
         return [(length,) * count for length in self._options.lengths]
 
-    def _seconds(self, weights: Weights, shape: Shape) -> float:
-        """What a batch of zeros takes after the first time."""
-        zeros = [np.zeros(each.shape, each.dtype) for each in self.forward.shapes_of(shape)]
-        times = []
-        for _ in range(_TIMED + 1):
-            begin_s = time.perf_counter()
-            self.forward(weights.state, shape, zeros)
-            times.append(time.perf_counter() - begin_s)
-        return min(times[1:])
-
     def answer(self, requests: list[Request], weights: Weights) -> None:
-        """Answer the requests of one batch, all with these weights."""
+        """Answer the requests of one batch, all with these weights.
+
+        Of a model of stages it returns once there is room for one batch more.
+        """
+        try:
+            wait = self._begun(requests, weights)
+        except Exception as error:
+            self._fail(requests, error)
+            return
+        if self._answering is None:
+            self._finish(requests, weights, wait)
+            return
+
+        def finish() -> None:
+            self._finish(requests, weights, wait)
+            self._room.release()
+
+        self._answering.submit(finish)
+        self._room.acquire()
+
+    def close(self) -> None:
+        """Wait for the batches that are under way."""
+        if self._answering is not None:
+            self._answering.submit(lambda: None).result()
+        self.forward.close()
+
+    def computed(self, requests: list[Request], weights: Weights) -> list[np.ndarray]:
+        """The outputs for the rows of these requests, one after the other."""
+        return self._begun(requests, weights)()
+
+    def _finish(
+        self, requests: list[Request], weights: Weights, wait: Callable[[], list[np.ndarray]]
+    ) -> None:
         try:
             with naming_failures():
-                outputs = self.computed(requests, weights)
+                outputs = wait()
         except Exception as error:
-            fault = error if isinstance(error, MeshwrightError) else _failed(self._name, error)
-            if isinstance(error, ProcessError):
-                fault = NotReadyError(f"a process of the model has failed: {error}")
-            for request in requests:
-                request.fail(fault)
+            self._fail(requests, error)
             return
         begin = 0
         for request in requests:
@@ -88,16 +118,25 @@ class Batches:
             self._give(request, rows, weights.version)
             begin = end
 
-    def computed(self, requests: list[Request], weights: Weights) -> list[np.ndarray]:
-        """The outputs for the rows of these requests, one after the other."""
+    def _fail(self, requests: list[Request], error: Exception) -> None:
+        fault = error if isinstance(error, MeshwrightError) else _failed(self._name, error)
+        if isinstance(error, ProcessError):
+            fault = NotReadyError(f"a process of the model has failed: {error}")
+        for request in requests:
+            request.fail(fault)
+
+    def _begun(self, requests: list[Request], weights: Weights) -> Callable[[], list[np.ndarray]]:
+        """Begin what these requests need; what is returned waits for the outputs."""
         alone = self.why_alone is not None
         most = sum(request.rows for request in requests) if alone else self.sizes[-1]
         parts = [self._part(piece, weights, alone) for piece in _cut(requests, most)]
-        return (
-            parts[0] if len(parts) == 1 else [np.concatenate(p) for p in zip(*parts, strict=True)]
-        )
+        if len(parts) == 1:
+            return parts[0]
+        return lambda: [np.concatenate(p) for p in zip(*[p() for p in parts], strict=True)]
 
-    def _part(self, requests: list[Request], weights: Weights, alone: bool) -> list[np.ndarray]:
+    def _part(
+        self, requests: list[Request], weights: Weights, alone: bool
+    ) -> Callable[[], list[np.ndarray]]:
         from .forward import Shape
 
         count = sum(request.rows for request in requests)
@@ -105,9 +144,17 @@ class Batches:
         begin_s = time.perf_counter()
         arrays = stacked(requests, self.forward.inputs, size, self._options.pad_value)
         arrays = self.forward.source.filled(arrays, weights.rows)
-        outputs = self.forward(weights.state, Shape(size, requests[0].padded), arrays)
-        self._figures.batch(count, size, time.perf_counter() - begin_s)
-        return outputs if alone else [output[:count] for output in outputs]
+        shape = Shape(size, requests[0].padded)
+        wait = self.forward.begun(weights.state, shape, arrays, weights.version)
+
+        def outputs() -> list[np.ndarray]:
+            found = wait()
+            end_s = time.perf_counter()
+            self._figures.batch(count, size, end_s - max(begin_s, self._last_end_s))
+            self._last_end_s = end_s
+            return found if alone else [output[:count] for output in found]
+
+        return outputs
 
     def _give(self, request: Request, rows: Sequence[np.ndarray], version: str) -> None:
         named = dict(zip((spec.name for spec in self.outputs), rows, strict=True))

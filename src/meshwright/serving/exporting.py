@@ -74,10 +74,9 @@ def export(model: LoadedModel, folder: Path, format: str = "stablehlo") -> tuple
             f"model {model.name!r} has tables on parameter servers, which other programs cannot "
             "read: export the plain Keras model of it, strategy.export(model).save('plain.keras')."
         )
-    if model.source.mesh.size != 1:
+    if (size := model.source.whole_mesh.size) != 1:
         raise ServingError(
-            f"the model lies on {model.source.mesh.size} devices, and other programs know no mesh: "
-            "leave --mesh out."
+            f"the model lies on {size} devices, and other programs know no mesh: leave --mesh out."
         )
     if folder.exists() and any(folder.iterdir()):
         raise ServingError(f"{folder} is not empty. Name another folder by --to.")

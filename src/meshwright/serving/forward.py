@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,7 @@ from ..errors import ModelError
 from ..frontends.inputs import leaf_names
 from ..jaxprs.rows import RowsMixError, row_dims
 from ..launch.progress import inside
+from ..layouts.mesh import Mesh
 from ..program import TrainState
 from .api import TensorSpec
 from .requests import Lengths
@@ -24,10 +28,22 @@ from .weights import Weights
 
 _MOST_SHAPES = 64  # that are compiled when a request first has them; the oldest are forgotten
 _LENGTHS = (4, 6)  # two sizes of a ragged dim, to see which dims of outputs follow it
+_TIMED = 3  # batches of each size, of which the fastest counts
 
-# Two programs over several devices that are begun by two threads may begin in another order on
-# each device, and wait for each other for ever.
-_one_at_a_time = threading.Lock()
+_turns: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)  # by the id of a device
+
+
+@contextlib.contextmanager
+def turn(mesh: Mesh) -> Iterator[None]:
+    """The devices of a mesh for one program at a time.
+
+    Two programs over several devices that are begun by two threads may begin in another order on
+    each device, and wait for each other for ever.
+    """
+    with contextlib.ExitStack() as stack:
+        for number in sorted(device.id for device in mesh.devices or ()):
+            stack.enter_context(_turns[number])
+        yield
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,9 @@ class Forward:
     ``None`` where they leave each other alone, which is read from the traced function.
     """
 
+    depth = 1  # batches that are under way at once
+    is_split = False  # whether other processes compute a part of it that this one does not
+
     def __init__(self, source: Source) -> None:
         self.source = source
         self.before: Callable[[Shape, list[np.ndarray]], None] | None = None  # each batch
@@ -53,7 +72,7 @@ class Forward:
         self._compiled: OrderedDict[Shape, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         state = source.steps.state
-        self._state = TrainState(state.params, state.state, {}, {})
+        self.state = TrainState(state.params, state.state, {}, {})
         self.num_lengths = sum(size is None for spec in self.inputs for size in spec.shape[1:])
         self._some_lengths = (_LENGTHS[0],) * self.num_lengths
 
@@ -63,9 +82,19 @@ class Forward:
         return tuple(self._compiled)
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Whether the devices are CPUs."""
+        return self.source.mesh.platform == "cpu"
+
+    @property
+    def typical(self) -> Shape:
+        """A batch of any shape, by which the function is looked at."""
+        return Shape(self.source.mesh.size, self._some_lengths)
+
+    @property
     def shards(self) -> int:
         """Into how many pieces the rows of a batch are cut."""
-        like = self.shapes_of(Shape(self.source.mesh.size, self._some_lengths))
+        like = self.shapes_of(self.typical)
         layouts = self.source.steps.batch_layouts(self.source.batch(like), last=False)
         return max(layout.num_shards(0) for layout in jax.tree.leaves(layouts))
 
@@ -148,14 +177,29 @@ class Forward:
             self.compile([shape])
         compiled = self._compiled[shape]
         batch = self.source.batch([compiled.put(n, array) for n, array in enumerate(arrays)])
-        with _one_at_a_time:
+        with turn(self.source.mesh):
             if self.before is not None:
                 self.before(shape, arrays)
             with inside("step"):  # what a group waits in is watched by its agents
                 outputs = compiled.call(weights.params, weights.state, batch)
-                if compiled.is_on_cpu:
+                if self.is_on_cpu:
                     jax.block_until_ready(outputs)
         return [np.asarray(output) for output in jax.tree.leaves(outputs)]
+
+    def begun(
+        self, state: Any, shape: Shape, arrays: list[np.ndarray], version: str = ""
+    ) -> Callable[[], list[Any]]:
+        """Begin a batch, of weights of a version; what is returned gives its outputs."""
+        del version
+        return functools.partial(self, state, shape, arrays)
+
+    def close(self) -> None:
+        """End the threads that compute, if there are any; another batch begins them again."""
+
+    def seconds(self, state: Any, shape: Shape) -> float:
+        """What a batch of zeros takes after the first time."""
+        zeros = [np.zeros(each.shape, each.dtype) for each in self.shapes_of(shape)]
+        return fastest(lambda: self(state, shape, zeros))
 
     def memory(self, shape: Shape) -> Any:
         """What the compiler says of the memory that this shape takes."""
@@ -179,10 +223,10 @@ class Forward:
         return TrainState(params, state, {}, {})
 
     def _shapes_of_outputs(self, lengths: Lengths) -> Any:
-        batch = self._laid(Shape(self.source.mesh.size, lengths))
-        return jax.eval_shape(self._jitted, self._state.params, self._state.state, batch)
+        batch = self.laid(Shape(self.source.mesh.size, lengths))
+        return jax.eval_shape(self._jitted, self.state.params, self.state.state, batch)
 
-    def _laid(self, shape: Shape) -> Any:
+    def laid(self, shape: Shape) -> Any:
         batch = self.source.batch(self.shapes_of(shape))
         layouts = self.source.steps.batch_layouts(batch, last=True)
         return jax.tree.map(
@@ -194,14 +238,13 @@ class Forward:
         )
 
     def _lowered(self, shape: Shape) -> Any:
-        return self._jitted.lower(self._state.params, self._state.state, self._laid(shape))
+        return self._jitted.lower(self.state.params, self.state.state, self.laid(shape))
 
     def _keep(self, shape: Shape, call: Any) -> None:
-        shardings = [each.sharding for each in jax.tree.leaves(self._laid(shape))]
+        shardings = [each.sharding for each in jax.tree.leaves(self.laid(shape))]
         is_here = all(sharding.is_fully_addressable for sharding in shardings)
-        is_on_cpu = self.source.mesh.platform == "cpu"
         with self._lock:
-            self._compiled[shape] = _Compiled(call, shardings, is_here, is_on_cpu)
+            self._compiled[shape] = _Compiled(call, shardings, is_here)
             while len(self._compiled) > _MOST_SHAPES:
                 self._compiled.popitem(last=False)
 
@@ -211,11 +254,20 @@ class _Compiled:
     call: Any
     shardings: list[Any]
     is_here: bool  # every device is one of this process
-    is_on_cpu: bool
 
     def put(self, number: int, array: np.ndarray) -> Any:
         """An input on its devices; JAX itself does so on the way, where all are here."""
         return array if self.is_here else put(array, self.shardings[number])
+
+
+def fastest(function: Callable[[], Any]) -> float:
+    """The least seconds of a few calls after the first one."""
+    times = []
+    for _ in range(_TIMED + 1):
+        begin_s = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin_s)
+    return min(times[1:])
 
 
 def _bare(shape: Any) -> Any:

@@ -18,6 +18,7 @@ from ..errors import (
     CheckpointError,
     DeadlineError,
     MeshwrightError,
+    ModelError,
     ModelFailedError,
     NotReadyError,
     OverloadedError,
@@ -151,7 +152,7 @@ class LoadedModel:
             rows_in_flight=batcher.rows_in_flight if batcher else 0,
             bytes_by_device=bytes_by_device(weights.state) if weights else {},
             weights=described(weights.state) if weights else (),
-            mesh=dict(self.source.mesh.axes),
+            mesh=dict(self.source.whole_mesh.axes),
             **self._figures.snapshot(),
         )
 
@@ -192,22 +193,32 @@ class LoadedModel:
         batcher, follower = self._batcher, self._follower
         if batcher is not None:
             batcher.close()
+        if self._batches is not None:
+            self._batches.close()
         if follower is not None:
             follower.join()
         self._batcher = self._follower = None
 
     def _prepare(self) -> None:
         """Everything that is done once: weights, what is computed together, what is compiled."""
-        from .forward import Forward
-
         options = self.options
-        self.forward = Forward(self.source)
+        self.forward = self._forward_of(self.source)
         self._weights = self.first_weights()
         self._batches = Batches(self.forward, options, self.name, self._figures)
         self._batches.compile(self._weights)
         self.differences = self._compared_with_own()
         for difference in self.differences:
             self._figures.event(f"{options.precision}: {difference}")
+
+    @staticmethod
+    def _forward_of(source: Any) -> Any:
+        if source.stages is None:
+            from .forward import Forward
+
+            return Forward(source)
+        from .staged import StagedForward
+
+        return StagedForward(source)
 
     def first_weights(self) -> Weights:
         """The weights to begin with. Raises what :meth:`load` raises."""
@@ -221,6 +232,8 @@ class LoadedModel:
         """How far the sample's answers are from those of the source without conversion."""
         if self._sample is None or self._own is None:
             return ()
+        if self.forward.is_split:
+            raise ModelError("sample= is not supported by stages over several processes.")
         own = LoadedModel(self._own, replace(self.options, precision=None, follow_s=None),
                           checkpoint=self._checkpoint)  # fmt: skip
         own.load()
@@ -238,19 +251,38 @@ class LoadedModel:
     # Over several processes
 
     def lead(self, tell: Callable[..., None], number: int) -> None:
-        """Say each batch to the others before it is begun; this is their model ``number``."""
+        """Say each batch to the others before it is begun; this is their model ``number``.
+
+        Of a model of stages, give it to them. Raises :class:`~meshwright.ModelError` where padding
+        changes what is computed.
+        """
+
+        def give(word: dict[str, Any], arrays: list[np.ndarray], rank: int) -> None:
+            tell({**word, "do": "batch", "model": number}, arrays, rank)
 
         def say(shape: Any, arrays: list[np.ndarray]) -> None:
             assert self._computing is not None
             word = {"do": "batch", "model": number, "version": self._computing.version}
             tell({**word, "rows": shape.rows, "lengths": list(shape.lengths)}, arrays)
 
-        self.forward.before = say
+        if self.source.stages is None:
+            self.forward.before = say
+        else:
+            self.forward.lead(give)
         self._tell_restore = lambda info: tell(
             {"do": "restore", "model": number, "directory": str(info.directory)}
         )
+        if self.forward.is_split:
+            assert self._batches is not None
+            assert self._weights is not None
+            self._batches.check(self._weights)
 
-    def follow(self, word: dict[str, Any], arrays: list[np.ndarray]) -> None:
+    def follow(
+        self,
+        word: dict[str, Any],
+        arrays: list[np.ndarray],
+        reply: Callable[[dict[str, Any], list[np.ndarray]], None],
+    ) -> None:
         """Do what rank 0 says: compute a batch with it, or restore the weights of later ones."""
         from .forward import Shape
 
@@ -262,10 +294,19 @@ class LoadedModel:
         weights = self._weights
         if word["version"] != weights.version:
             weights = self._weights = self._restoring.result()
-        self.forward(weights.state, Shape(word["rows"], tuple(word["lengths"])), arrays)
+        if self.source.stages is None:
+            self.forward(weights.state, Shape(word["rows"], tuple(word["lengths"])), arrays)
+        else:
+            self.forward.follow(word, arrays, weights.state, reply)
+
+    def answered(self, word: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        """Another process has computed its stages of a batch."""
+        self.forward.answered(word, arrays)
 
     def lose(self, error: NotReadyError) -> None:
         """Another process is missing: what waits, and what is being computed, has no answer."""
+        if self.source.stages is not None:
+            self.forward.lose(error)
         if self._batcher is not None:
             self._batcher.fail(error)
 

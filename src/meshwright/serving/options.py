@@ -33,6 +33,7 @@ class ServeOptions:
     finite: bool = False
     precision: Precision | None = None
     follow_s: float | None = None  # seconds between looks at the run's checkpoints
+    in_flight: int | None = None  # batches under way in stages; None: one more than stages
 
     def __post_init__(self) -> None:
         faults = [
@@ -43,8 +44,8 @@ class ServeOptions:
         ]
         faults += [
             f"{name}={value!r}: expected a whole number, at least 1"
-            for name in ("max_rows", "queue_rows")
-            if not _is_size(value := getattr(self, name))
+            for name in ("max_rows", "queue_rows", "in_flight")
+            if not (_is_size(value := getattr(self, name)) or (name, value) == ("in_flight", None))
         ]
         faults += [
             f"{name}={value!r}: expected seconds, at least 0"

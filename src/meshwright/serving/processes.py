@@ -1,7 +1,8 @@
 """A model over several processes: rank 0 takes requests, and the others compute with it.
 
 What is computed together must be begun together, in the same order everywhere. So rank 0 says each
-batch, with its inputs, to all others before it begins it; they do nothing else. The words are JSON
+batch, with its inputs, to all others before it begins it; they do nothing else. In a model of
+stages rank 0 gives each batch to one process after the other, and these answer. The words are JSON
 and raw arrays over ZeroMQ, encrypted by keys that rank 0 makes and hands out through JAX's group.
 """
 
@@ -27,14 +28,19 @@ MISSING_S = 3.0  # without a sign of life; a batch may take longer, for another 
 _WELCOME_S = 60.0
 _ADDRESS_BYTES = 512
 
+Word = dict[str, Any]
+Hear = Callable[[Word, list[np.ndarray]], None]
+Do = Callable[[Word, list[np.ndarray], Hear], None]  # with what answers rank 0
+
 
 class Followers:
-    """The other processes, as rank 0 sees them; ``lost`` is called once when one is missing."""
+    """The other processes, as rank 0 sees them; ``lost`` is called once when one is missing, and
+    ``heard`` with what they answer."""
 
-    def __init__(self, lost: Callable[[NotReadyError], None]) -> None:
+    def __init__(self, lost: Callable[[NotReadyError], None], heard: Hear) -> None:
         import jax
 
-        self._lost = lost
+        self._lost, self._heard = lost, heard
         self._context = zmq.Context.instance()
         self._sending = threading.Lock()
         socket_ = self._context.socket(zmq.ROUTER)
@@ -43,7 +49,10 @@ class Followers:
         socket_.router_mandatory = True
         socket_.linger = 1000
         port = socket_.bind_to_random_port("tcp://*")
-        _shared_text(f"tcp://{socket.gethostname()}:{port} {public.decode()}")
+        self._answers = self._context.socket(zmq.PULL)
+        self._answers.curve_server, self._answers.curve_secretkey = True, secret
+        answers_port = self._answers.bind_to_random_port("tcp://*")
+        _shared_text(f"{socket.gethostname()} {port} {answers_port} {public.decode()}")
         self._socket = socket_
         self._seen = dict.fromkeys(range(1, jax.process_count()), 0.0)
         self._names: dict[int, str] = {}
@@ -53,14 +62,16 @@ class Followers:
             target=self._watch, name="meshwright-followers", daemon=True
         )
         self._watcher.start()
+        self._listener = threading.Thread(
+            target=self._listen, name="meshwright-answers", daemon=True
+        )
+        self._listener.start()
 
-    def tell(self, word: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Say a word to all of them. Raises :class:`NotReadyError` where one is gone."""
-        described = [[str(array.dtype), list(array.shape)] for array in arrays]
-        head = json.dumps({**word, "arrays": described}).encode()
-        frames = [head, *(np.ascontiguousarray(array).view(np.uint8).data for array in arrays)]
+    def tell(self, word: Word, arrays: Sequence[np.ndarray] = (), to: int | None = None) -> None:
+        """Say a word to all of them, or to one. Raises :class:`NotReadyError` where one is gone."""
+        frames = _frames(word, arrays)
         with self._sending:
-            for rank in self._seen:
+            for rank in self._seen if to is None else (to,):
                 try:
                     self._socket.send_multipart([str(rank).encode(), *frames])
                 except zmq.ZMQError as error:  # its connection is closed: its process has ended
@@ -86,9 +97,11 @@ class Followers:
         """Let the others end."""
         self._closing.set()
         self._watcher.join()
+        self._listener.join()
         with contextlib.suppress(NotReadyError):
             self.tell({"do": "end"})
         self._socket.close()
+        self._answers.close()
 
     def _wait_for_all(self) -> None:
         until_s = time.monotonic() + _WELCOME_S
@@ -118,25 +131,36 @@ class Followers:
                 self._lost(NotReadyError(f"a process of the model is missing: {text}."))
             is_lost = text is not None
 
+    def _listen(self) -> None:
+        while not self._closing.is_set():
+            if self._answers.poll(200):
+                self._heard(*_parsed(self._answers.recv_multipart()))
 
-def follow(do: Callable[[dict[str, Any], list[np.ndarray]], None]) -> None:
+
+def follow(do: Do) -> None:
     """Do what rank 0 says, until it says that this is the end."""
     import os
 
     import jax
 
-    address, key = _shared_text("").split()
+    host, port, answers_port, key = _shared_text("").split()
+    host = "127.0.0.1" if host == socket.gethostname() else host
     rank = jax.process_index()
     name = f"host {socket.gethostname()}, pid {os.getpid()}".encode()
     context = zmq.Context.instance()
-    connected = context.socket(zmq.DEALER)
-    connected.curve_serverkey = key.encode()
-    connected.curve_publickey, connected.curve_secretkey = zmq.curve_keypair()
+    connected, answers = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
     connected.identity = str(rank).encode()
-    connected.linger = 0
-    if address.startswith(f"tcp://{socket.gethostname()}:"):
-        address = f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
-    connected.connect(address)
+    for one, its in ((connected, port), (answers, answers_port)):
+        one.curve_serverkey = key.encode()
+        one.curve_publickey, one.curve_secretkey = zmq.curve_keypair()
+        one.linger = 0
+        one.connect(f"tcp://{host}:{its}")
+    answering = threading.Lock()
+
+    def reply(word: Word, arrays: list[np.ndarray]) -> None:
+        with answering:  # a socket belongs to one thread at a time
+            answers.send_multipart(_frames(word, arrays))
+
     local = f"inproc://meshwright-follower-{rank}"
     beats = context.socket(zmq.PULL)
     beats.bind(local)
@@ -144,7 +168,7 @@ def follow(do: Callable[[dict[str, Any], list[np.ndarray]], None]) -> None:
     threading.Thread(target=_beat, args=(local, ended), daemon=True).start()
     words = zmq.Poller()
     words.register(connected, zmq.POLLIN)
-    batches = _Doing(do)
+    batches = _Doing(do, reply)
     connected.send(name)
     # This thread talks; another one computes, so that a long batch is no silence.
     words.register(beats, zmq.POLLIN)
@@ -161,15 +185,16 @@ def follow(do: Callable[[dict[str, Any], list[np.ndarray]], None]) -> None:
         beats.close()
         connected.close()
     batches.finish()
+    answers.close()
 
 
 class _Doing:
     """The thread that does what rank 0 says, one after the other."""
 
-    def __init__(self, do: Callable[[dict[str, Any], list[np.ndarray]], None]) -> None:
+    def __init__(self, do: Do, reply: Hear) -> None:
         from queue import SimpleQueue
 
-        self._do = do
+        self._do, self._reply = do, reply
         self._words: Any = SimpleQueue()
         self._error: BaseException | None = None
         self.is_over = False
@@ -187,19 +212,30 @@ class _Doing:
     def _run(self) -> None:
         try:
             while True:
-                head, *data = self._words.get()
-                word = json.loads(head)
+                word, arrays = _parsed(self._words.get())
                 if word["do"] == "end":
                     return
-                arrays = [
-                    np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
-                    for raw, (dtype, shape) in zip(data, word["arrays"], strict=True)
-                ]
-                self._do(word, arrays)
+                self._do(word, arrays, self._reply)
         except BaseException as error:
             self._error = error
         finally:
             self.is_over = True
+
+
+def _frames(word: Word, arrays: Sequence[np.ndarray]) -> list[Any]:
+    described = [[str(array.dtype), list(array.shape)] for array in arrays]
+    head = json.dumps({**word, "arrays": described}).encode()
+    raw = (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)
+    return [head, *raw]
+
+
+def _parsed(frames: list[bytes]) -> tuple[Word, list[np.ndarray]]:
+    head, *data = frames
+    word = json.loads(head)
+    return word, [
+        np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
+        for raw, (dtype, shape) in zip(data, word["arrays"], strict=True)
+    ]
 
 
 def _beat(address: str, ended: threading.Event) -> None:

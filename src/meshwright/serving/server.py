@@ -186,7 +186,9 @@ class Server:
         The program of a group loads its server in every process; rank 0 then takes requests.
         """
         models = self._models
-        follow(lambda word, arrays: models[word["model"]].follow(word, arrays))
+        follow(lambda word, arrays, reply: models[word["model"]].follow(word, arrays, reply))
+        for model in models:
+            model.close()
 
     @property
     def _models(self) -> list[LoadedModel]:
@@ -197,7 +199,10 @@ class Server:
             for model in models:
                 model.lose(error)
 
-        self._followers = Followers(lost)
+        def heard(word: dict[str, Any], arrays: list[Any]) -> None:
+            models[word["model"]].answered(word, arrays)
+
+        self._followers = Followers(lost, heard)
         for number, model in enumerate(models):
             model.lead(self._followers.tell, number)
             model.missing = self._followers.missing

@@ -15,6 +15,7 @@ from ..frontends.inputs import Input, inputs_like
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..program import Program, TrainState
+from ..stages.pipeline import Pipeline
 from ..step.assemble import Assembly, assemble
 from .api import TensorSpec
 from .handover import Moved, handed_over
@@ -22,6 +23,7 @@ from .tables import ModelTables, OnServers, Rows, TableInputs, is_parameter_serv
 
 if TYPE_CHECKING:
     from .options import Precision
+    from .stage_cut import Stages
 
 Names = tuple[Mapping[str, str], Mapping[str, str]]  # path -> name in checkpoints: params, state
 
@@ -41,7 +43,7 @@ class Source:
     like: Any
     outputs: tuple[str, ...] = ()
     names: Names | None = None
-    values: Callable[[], TrainState] | None = None
+    values: Callable[[TrainState], TrainState] | None = None  # of these shapes, or more
     is_keras: bool = False
     saved_dtypes: Mapping[str, str] = field(default_factory=dict)
     floats: Source | None = None  # what ``convert`` makes the values of, where these are others
@@ -50,6 +52,8 @@ class Source:
     lasting: Any = None
     tables: TableInputs | None = None  # of a model with tables on parameter servers,
     live: OnServers | None = None  # whose values are those of the servers while it trains
+    stages: Stages | None = None  # that it is cut into; ``steps`` are those of the first one
+    only: Mapping[str, tuple[Any, ...]] | None = None  # what a stage reads: no other weights
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -89,10 +93,20 @@ class Source:
     def mesh(self) -> Mesh:
         return self.steps.placement.mesh
 
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh of all stages."""
+        return self.mesh if self.stages is None else self.stages.mesh
+
     # Weights. Whatever they come from, each device gets its piece and nothing else.
 
     def in_memory(self) -> tuple[TrainState, Moved]:
         """The values of the model, where serving wants them, in memory of their own."""
+        if self.stages is not None:
+            pairs = self._by_stage(lambda source: source.in_memory())
+            moved = [pair[1] for pair in pairs if pair is not None]
+            states: Any = tuple(pair and pair[0] for pair in pairs)
+            return states, Moved(sum(m.nbytes for m in moved), sum(m.seconds for m in moved))
         if self.floats is not None and self.convert is not None:
             state, moved = self.floats.in_memory()
             return self.convert(state), moved
@@ -107,16 +121,21 @@ class Source:
                 f"model {self.name!r} was built as shapes only: name the checkpoints that have its "
                 "values, checkpoint='runs/first'."
             )
-        state, moved = handed_over(self.values(), self.shapes)
+        shapes = self.shapes
+        state, moved = handed_over(self.values(shapes), shapes)
         return self._kept(state), moved
 
     def restored(self, info: CheckpointInfo) -> TrainState:
         """The values of a checkpoint. Raises :class:`~meshwright.CheckpointError`."""
+        if self.stages is not None:
+            states: Any = self._by_stage(lambda source: source.restored(info))
+            return states
         if self.floats is not None and self.convert is not None:
             return self.convert(self.floats.restored(info))
         names = {path: name for part in self.names or () for path, name in part.items()}
         saved = {array.key: array.dtype for array in info.arrays}
-        part = {i.path: p for p, i in self._infos()}
+        whole = replace(self, only=None)
+        part = {i.path: p for p, i in whole._infos()}
 
         def name_and_dtype(each: Any) -> tuple[str, Any]:
             path: str = each.path
@@ -125,7 +144,8 @@ class Source:
             rounded = saved.get(f"{part[each.path]}/{name}")
             return name, dtype if rounded is None or rounded != info.dtype else rounded
 
-        found = restore_state(info, self._shapes(name_and_dtype))
+        own, all_of_it = (source._shapes(name_and_dtype) for source in (self, whole))
+        found = restore_state(info, own, whole=all_of_it)
         paths = [{names.get(i.path, i.path): i.path for i in infos} for infos in self._parts()]
         params, state = ({paths[n][k]: v for k, v in found[n].items()} for n in (0, 1))
         return self._kept(TrainState(params, state, {}, {}))
@@ -154,8 +174,30 @@ class Source:
             state = state._replace(params={**state.params, **changed})
         return self.steps.storing.store(state)
 
+    def _by_stage(self, of: Callable[[Source], Any]) -> tuple[Any, ...]:
+        """Something of each stage; ``None`` for those of other processes."""
+        assert self.stages is not None
+        return tuple(of(stage.source) if stage.is_here else None for stage in self.stages.all)
+
+    @property
+    def stored(self) -> TrainState:
+        """Shapes of the weights as the forward pass takes them."""
+        state = self.steps.state
+        params, others = (
+            {info.path: of[info.path] for info in infos}
+            for of, infos in zip(state[:2], self._parts(), strict=True)
+        )
+        return TrainState(params, others, {}, {})
+
     def _parts(self) -> tuple[Any, Any]:
-        return self.steps.program.params, self.steps.program.state
+        program, only = self.steps.program, self.only
+        if only is None:
+            return program.params, program.state
+        params, state = (
+            tuple(info for info in infos if info.path in only[part])
+            for part, infos in (("params", program.params), ("state", program.state))
+        )
+        return params, state
 
     def _infos(self) -> list[tuple[str, Any]]:
         names = ("params", "state")
@@ -192,20 +234,49 @@ def source_of(
 
     Raises :class:`~meshwright.ModelError` for what cannot be served.
     """
-    make = None
+    make, values = None, None
     if build is not None:
         model, example = _built(build, example)
         make = functools.partial(_built_again, build, model)
     if isinstance(model, str | Path):
-        return _of_file(model, strategy, example, name, precision)
-    if isinstance(model, Program):
-        found = _of_program(model, _placement(strategy), example, precision)
-    elif params is not None:
-        program = _forward_program(model, params)
-        found = _of_program(program, _placement(strategy), example, precision)
-    else:
-        found = _of_keras(model, strategy, example, precision, make)
+        from ..frontends.keras.forward import load_file
+
+        path, name = model, name or Path(model).stem
+        model, values = load_file(path)
+        make = functools.partial(lambda: load_file(path)[0])
+    elif params is not None and not isinstance(model, Program):
+        model = _forward_program(model, params)
+
+    def on(strategy: Any) -> Source:
+        if isinstance(model, Program):
+            return _of_program(model, _placement(strategy), example, precision)
+        return _of_keras(model, strategy, example, precision, make, values)
+
+    pipeline = _pipeline_of(strategy)
+    found = on(strategy) if pipeline is None else _by_stages(strategy, pipeline, on, precision)
     return found if name is None else replace(found, name=name)
+
+
+def _pipeline_of(strategy: Any) -> Pipeline | None:
+    """The pipeline of a strategy or a plan, where its mesh has several stages."""
+    pipeline = getattr(getattr(strategy, "how", None), "pipeline", None)
+    if not isinstance(pipeline, Pipeline):
+        return None
+    mesh = strategy.mesh
+    return pipeline if pipeline.axis in mesh and mesh[pipeline.axis] > 1 else None
+
+
+def _by_stages(
+    strategy: Any, pipeline: Pipeline, on: Callable[[Any], Source], precision: Precision | None
+) -> Source:
+    """The source on the devices of each stage, cut there."""
+    from .stage_cut import cut, meshes_of
+
+    if precision == "int8":
+        raise ModelError("precision='int8' is not supported by stages. Use precision='bfloat16'.")
+    placement = _placement(strategy)
+    sources = [on(placement.on(part)) for part in meshes_of(placement.mesh, pipeline.axis)]
+    return cut(sources, placement.mesh, pipeline)
 
 
 def _built(build: Callable[[], Any], example: Any) -> tuple[Any, Any]:
@@ -273,7 +344,7 @@ def _of_keras(
         found.like,
         found.outputs,
         (found.names.of_parts[0], found.names.of_parts[1]),
-        (lambda: found.values(values)) if values is not None or has_values(model) else None,
+        (lambda _: found.values(values)) if values is not None or has_values(model) else None,
         is_keras=True,
         saved_dtypes={} if dtype is None else found.own_dtypes,
         make=make or fresh_copy(model),
@@ -282,7 +353,7 @@ def _of_keras(
     )
     if trains is not None:
         live = OnServers(trains, model, found.variables)
-        return replace(source, live=live, values=live.values)
+        return replace(source, live=live, values=lambda _: live.values())
     return _eight_bits(source, strategy, example) if precision == "int8" else source
 
 
@@ -329,16 +400,6 @@ def _eight_bits(floats: Source, strategy: Any, example: Any) -> Source:
     )
 
 
-def _of_file(
-    path: str | Path, strategy: Any, example: Any, name: str | None, precision: Precision | None
-) -> Source:
-    from ..frontends.keras.forward import load_file
-
-    model, values = load_file(path)
-    found = _of_keras(model, strategy, example, precision, lambda: load_file(path)[0], values)
-    return replace(found, name=name or Path(path).stem)
-
-
 def _of_program(
     program: Program, placement: Placement, example: Any, precision: Precision | None
 ) -> Source:
@@ -359,21 +420,20 @@ def _of_program(
     initial = program.initial
     steps = assemble(forward, replace(placement, strict=False))
 
-    def values() -> TrainState:
+    def values(like: TrainState) -> TrainState:
         import jax
 
         def weights() -> TrainState:
             whole = initial()
-            return TrainState(whole.params, whole.state, {}, {})
+            params, state = (
+                {path: of[path] for path in part}
+                for of, part in zip(whole[:2], like[:2], strict=True)
+            )
+            return TrainState(params, state, {}, {})
 
-        params, state = (
-            {each.path: placed[each.path].unpadded.sharding for each in infos}
-            for infos in (forward.params, forward.state)
-        )
-        shardings = TrainState(params, state, {}, {})
+        shardings = jax.tree.map(lambda shape: shape.sharding, like)
         return jax.jit(weights, out_shardings=shardings)()
 
-    placed = {each.info.path: each for each in steps.placed}
     return Source(program.name, steps, inputs_like(example), values=values)
 
 

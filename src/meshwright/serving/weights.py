@@ -15,11 +15,17 @@ class Weights:
     """The values that a batch is computed with; a batch has one of these from begin to end."""
 
     version: str
-    state: TrainState
+    state: Any  # a TrainState; of a model of stages one for each, None for those of other processes
     rows: Rows | None = None  # of tables on parameter servers
 
 
-def not_finite(state: TrainState) -> list[str]:
+def states_of(state: Any) -> list[TrainState]:
+    """The state of a model, or those of its stages in this process."""
+    states = [state] if isinstance(state, TrainState) else state
+    return [each for each in states if each is not None]
+
+
+def not_finite(state: Any) -> list[str]:
     """The parameters that hold NaN or infinity."""
     import jax
     import jax.numpy as jnp
@@ -28,11 +34,12 @@ def not_finite(state: TrainState) -> list[str]:
         floats = jnp.issubdtype(value.dtype, jnp.floating)
         return jnp.isfinite(value).all() if floats else jnp.array(True)
 
-    flags = jax.jit(lambda values: {p: is_finite(v) for p, v in values.items()})(state.params)
-    return [path for path, flag in flags.items() if not bool(flag)]
+    look = jax.jit(lambda values: {p: is_finite(v) for p, v in values.items()})
+    flags = [look(each.params) for each in states_of(state)]
+    return list(dict.fromkeys(path for of in flags for path, flag in of.items() if not bool(flag)))
 
 
-def bytes_by_device(state: TrainState) -> dict[str, int]:
+def bytes_by_device(state: Any) -> dict[str, int]:
     """The bytes of all arrays on each device of this process."""
     import jax
 
@@ -44,7 +51,7 @@ def bytes_by_device(state: TrainState) -> dict[str, int]:
     return found
 
 
-def described(state: TrainState) -> tuple[Weight, ...]:
+def described(state: Any) -> tuple[Weight, ...]:
     """Each array with its layout."""
     return tuple(
         Weight(
@@ -54,6 +61,7 @@ def described(state: TrainState) -> tuple[Weight, ...]:
             tuple(array.sharding.spec) + (None,) * (array.ndim - len(array.sharding.spec)),
             max(shard.data.nbytes for shard in array.addressable_shards),
         )
-        for part in state[:2]
+        for each in states_of(state)
+        for part in each[:2]
         for path, array in part.items()
     )
