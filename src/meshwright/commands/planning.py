@@ -243,7 +243,7 @@ def _strategy(case: Case, setup: Any) -> Any:
     try:
         if not isinstance(case.model, Program):
             return Sharded(setup.mesh, setup.layouts, **setup.options)
-        ways = {"accumulate", "remat", "sums"} & setup.options.keys()
+        ways = {"accumulate", "remat", "sums", "pipeline"} & setup.options.keys()
         own = {k: v for k, v in setup.options.items() if k not in ways}
         how = StepOptions(**{k: setup.options[k] for k in ways})
         return Sharded.from_placement(Placement.of(setup.mesh, setup.layouts, **own), how)

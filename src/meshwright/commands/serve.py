@@ -35,7 +35,12 @@ _SECONDS = click.FloatRange(0, min_open=True)
 )
 @mesh_option('The mesh to serve on: "model=4".  [default: one device]')
 @layout_option
-@strategy_option(layouts="--layout")
+@option(
+    "--pipeline",
+    metavar="AXIS",
+    help="Cut the model into stages over this axis of the mesh.",
+)
+@strategy_option(layouts="--layout", pipeline="--pipeline")
 @option("--name", help="Name of the model in URLs.  [default: that of the folder or file]")
 @option("--host", default="127.0.0.1", help="Address to listen on.")
 @option(

@@ -14,10 +14,13 @@ from ..errors import ServingError
 from ..extras import require
 from ..launch.join import join
 from ..layouts.mesh import Mesh
+from ..stages.pipeline import Pipeline
 from ..topology import make_cpu_devices
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
+
+_OF_STEPS = ("accumulate", "remat", "sums", "local")  # options that only training steps have
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Asked:
     mesh: Mesh | None = None
     layouts: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: str | None = None
     name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -151,7 +155,7 @@ def server_for(asked: Asked) -> Any:
         if asked.build is not None:
             raise ServingError(f"{asked.source} holds its model: leave --model out.")
         case = Case(None, None, asked.layouts, asked.options)
-        strategy = strategy_of(case, asked.mesh)
+        strategy = _strategy(asked, case)
         return Server(asked.source, strategy, name=asked.model_name, **_engine_options(asked))
     if asked.build is None:
         raise ServingError(
@@ -164,7 +168,7 @@ def server_for(asked: Asked) -> Any:
     return Server(
         build=lambda: case.model if case.batch is None else (case.model, case.batch),
         checkpoint=asked.source,
-        strategy=strategy_of(case, asked.mesh),
+        strategy=_strategy(asked, case),
         name=asked.model_name,
         **_engine_options(asked),
     )
@@ -187,6 +191,18 @@ def _make_devices(mesh: Mesh | None) -> None:
             f"the mesh has {size} device(s), and the {member.processes} processes of the group "
             f"have {len(jax.devices())}. Name a mesh of all of them: --mesh."
         )
+
+
+def _strategy(asked: Asked, case: Case) -> Any:
+    """The strategy of the case, by stages where that is asked for."""
+    if (axis := asked.pipeline) is not None:
+        if asked.mesh is None or axis not in asked.mesh:
+            size = "no mesh was given" if asked.mesh is None else f"the mesh is {asked.mesh}"
+            raise ServingError(f"--pipeline {axis}: {size}. Add the axis: --mesh {axis}=2.")
+        stages = Pipeline(axis, micro_batches=asked.mesh[axis])
+        kept = {name: v for name, v in case.options.items() if name not in _OF_STEPS}
+        case = replace(case, options={**kept, "pipeline": stages})
+    return strategy_of(case, asked.mesh)
 
 
 def strategy_of(case: Case, asked: Mesh | None) -> Any:

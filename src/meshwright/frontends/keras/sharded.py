@@ -130,7 +130,7 @@ class Sharded(LaidOut, Replicas):
         """The same layouts on another mesh, for :class:`~meshwright.Server`.
 
         ZeRO and accumulation are of training and left out; an axis that the mesh does not have
-        splits nothing there. ``mw.Server(model, strategy.serving(mesh))`` hands the weights of
+        splits nothing there, and a pipeline over such an axis is left out. ``mw.Server(model, strategy.serving(mesh))`` hands the weights of
         training over in memory, piece by piece.
 
         >>> import meshwright as mw
@@ -138,7 +138,10 @@ class Sharded(LaidOut, Replicas):
         >>> print(strategy.serving(mw.Mesh({"model": 4})).placement.layouts[0].layout)
         [unsharded, unsharded]
         """
-        return Sharded.from_placement(self.placement.serving(mesh))
+        pipeline = self.how.pipeline
+        if pipeline is not None and pipeline.axis not in mesh:
+            pipeline = None
+        return Sharded.from_placement(self.placement.serving(mesh), StepOptions(pipeline=pipeline))
 
     @property
     def unstaged(self) -> Sharded:

@@ -1,0 +1,128 @@
+"""A model served by two stages: batches that follow each other beside one batch at a time.
+
+``python benchmarks/serving_stages.py`` writes ``results/serving_stages.json``: stages in one
+process, whose virtual devices compute on one thread each, and in two processes, each of which has a
+core of its own. Both servers have the same weights on the same devices; they are loaded in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import numpy as np
+from report import machine, save
+
+BLOCKS, WIDTH, TOKENS, HEADS = 8, 256, 64, 4
+ROWS, CLIENTS, ROUNDS, ROUND_S = 8, 8, 7, 3.0
+WAYS = {"following": None, "one at a time": 1}  # batches in flight
+
+
+def build() -> Any:
+    """Blocks of attention and two dense layers, and a class."""
+    import keras
+    from keras import layers
+
+    keras.utils.set_random_seed(0)
+    x = keras.Input([TOKENS, WIDTH], name="x")
+    h: Any = x
+    for _ in range(BLOCKS):
+        y = layers.MultiHeadAttention(HEADS, WIDTH // HEADS)(h, h)
+        h = layers.LayerNormalization()(h + y)
+        y = layers.Dense(WIDTH)(layers.Dense(4 * WIDTH, "gelu")(h))
+        h = layers.LayerNormalization()(h + y)
+    return keras.Model(x, layers.Dense(2, name="class")(h[:, 0]), name="blocks")
+
+
+async def closed_loop(model: Any, batch: Any) -> float:
+    """Rows per second of clients that wait for their answers."""
+    begin_s, answered = time.perf_counter(), 0
+
+    async def client() -> None:
+        nonlocal answered
+        while time.perf_counter() - begin_s < ROUND_S:
+            await model.predict(batch)
+            answered += ROWS
+
+    await asyncio.gather(*[client() for _ in range(CLIENTS)])
+    return answered / (time.perf_counter() - begin_s)
+
+
+def measured(path: Path) -> None:
+    """What rank 0, or the only process, finds; the others compute with it."""
+    import jax
+
+    import meshwright as mw
+
+    if jax.process_count() > 1:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[jax.process_index()]})
+    model = build()
+    mesh = mw.create_mesh({"stage": 2}, devices=jax.devices()[:2])
+    strategy = mw.Sharded(mesh, batch=None, pipeline=mw.Pipeline("stage", micro_batches=2))
+    server = mw.Server()
+    for name, in_flight in WAYS.items():
+        server.add(model, strategy, name=name, buckets=[ROWS], in_flight=in_flight)
+    server.load()
+    if jax.process_index():
+        server.work()
+        return
+    batch = {"x": np.random.default_rng(0).random([ROWS, TOKENS, WIDTH]).astype("float32")}
+    difference = max(
+        float(np.abs(server.answer(batch, name=name).outputs["class"] - model(batch["x"])).max())
+        for name in WAYS
+    )
+    rows_per_s: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(ROUNDS):
+        for name, found in rows_per_s.items():
+            found.append(asyncio.run(closed_loop(server.model(name), batch)))
+    server.close()
+    fast, slow = rows_per_s.values()
+    path.write_text(
+        json.dumps(
+            {
+                "rows_per_s": {name: float(np.median(of)) for name, of in rows_per_s.items()},
+                "ratio": float(np.median(np.array(fast) / slow)),
+                "ratios": list(np.array(fast) / slow),
+                "largest_difference_from_one_device": difference,
+            }
+        )
+    )
+
+
+def main() -> None:
+    flags = os.environ.get("XLA_FLAGS", "")
+    one_thread = {**os.environ, "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen=false"}
+    words = {
+        "one process": [sys.executable],
+        "two processes": [sys.executable, "-m", "meshwright", "launch", "--processes", "2"],
+    }
+    record: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        for name, start in words.items():
+            subprocess.run([*start, __file__, str(path)], check=True, env=one_thread)
+            record[name] = json.loads(path.read_text())
+    record["machine"] = machine()
+    if "--dry" not in sys.argv:
+        save("serving_stages", record)
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and not sys.argv[1].startswith("--"):
+        if "MESHWRIGHT_RANK" not in os.environ:
+            import meshwright
+
+            meshwright.virtual_devices(2)
+        measured(Path(sys.argv[1]))
+    else:
+        main()

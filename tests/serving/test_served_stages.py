@@ -1,0 +1,145 @@
+"""A model cut into stages answers as on one device, and batches follow each other through them."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import meshwright as mw
+from meshwright.serving.forward import turn
+
+ROWS = np.random.default_rng(0).normal(size=[6, 8]).astype("float32")
+TOLERANCE = 2e-6
+
+
+def build(blocks: int = 3) -> keras.Model:
+    """Blocks that add to their input, and an embedding of it that the last layer reads, too."""
+    keras.utils.set_random_seed(3)
+    x = keras.Input([8], name="x")
+    h: Any = x
+    for number in range(blocks):
+        y = layers.Dense(8, "gelu", name=f"block_{number}")(h)
+        h = layers.LayerNormalization(name=f"norm_{number}")(h + y)
+    return keras.Model(x, layers.Dense(2, name="last")(h), name="stacked")
+
+
+def strategy(axes: dict[str, int], **pipeline: Any) -> mw.Sharded:
+    mesh = mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+    batch = "batch" if "batch" in axes else None
+    stages = mw.Pipeline("stage", micro_batches=2, **pipeline)
+    return mw.Sharded(mesh, batch=batch, pipeline=stages)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"stage": 2}, pytest.param({"batch": 2, "stage": 2}, marks=pytest.mark.full)], ids=str
+)
+def test_stages_answer_as_one_device_and_hold_their_own_weights(axes: dict[str, int]) -> None:
+    model = build()
+    expected = np.asarray(model(ROWS))
+    with mw.Server(model, strategy(axes), buckets=[4]) as server:
+        found = server.answer({"x": ROWS}).outputs["last"]
+        status = server.model("stacked").status()
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    held = status.bytes_by_device
+    whole = sum(4 * math.prod(weight.shape) for weight in model.weights)
+    assert sum(held.values()) == whole * axes.get("batch", 1)
+    assert max(held.values()) < 0.7 * whole
+    assert dict(status.mesh) == axes
+
+
+def test_the_next_batch_begins_while_a_later_stage_computes() -> None:
+    with mw.Server(build(), strategy({"stage": 2}), buckets=[1]) as server:
+        model: Any = server.model("stacked")
+        first, second = model.forward._parts
+        with turn(second.stage.source.mesh):  # the second stage waits
+            futures = [model._submitted({"x": ROWS[:1]}, None).future for _ in range(2)]
+            until_s = time.monotonic() + 60
+            while second._tasks.qsize() < 1:  # one is taken and waits for its turn, one is behind
+                assert time.monotonic() < until_s
+                time.sleep(0.01)
+            assert not any(future.done() for future in futures)
+            assert first._tasks.empty()
+        for future in futures:
+            np.testing.assert_array_equal(
+                future.result(60).outputs["last"], futures[0].result(60).outputs["last"]
+            )
+
+
+def test_cuts_of_training_and_weights_that_several_stages_read() -> None:
+    def forward(params: Any, x: Any) -> Any:
+        for name in ("one", "two", "three"):
+            x = jnp.tanh(x @ params[name]) * params["scale"]
+        return {"y": x, "of": x.sum(-1)}
+
+    rng = np.random.default_rng(1)
+    params: Any = {n: rng.normal(size=[8, 8]).astype("float32") for n in ("one", "two", "three")}
+    params["scale"] = np.float32(0.5)
+    expected = forward(params, ROWS)
+    how = strategy({"stage": 2}, cuts=["three"])
+    with mw.Server(forward, how, params=params, example=ROWS, name="f", buckets=[2]) as server:
+        answer = server.answer({"input": ROWS})
+        held = server.model("f").status().bytes_by_device
+    assert list(held.values()) == [2 * 256 + 4, 256 + 4]
+    for name, values in expected.items():
+        np.testing.assert_allclose(answer.outputs[name], values, atol=TOLERANCE)
+
+
+def test_a_checkpoint_is_read_by_stages_and_the_next_one_swapped_in(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    model = build()
+    values = {
+        path: [rng.normal(size=weight.shape).astype("float32") for weight in [variable] * 2]
+        for variable in model.weights
+        for path in [variable.path]
+    }
+    with mw.Checkpoints(tmp_path, keep=None) as checkpoints:
+        for step in (1, 2):
+            params = {path: both[step - 1] for path, both in values.items()}
+            checkpoints.save(step, mw.TrainState(params, {}, {}, {}))
+    second = tmp_path / "step_2"
+    second.rename(tmp_path / "later")
+    with mw.Server(
+        build=build, checkpoint=tmp_path, strategy=strategy({"stage": 2}), buckets=[4]
+    ) as server:
+        before = server.answer({"x": ROWS})
+        (tmp_path / "later").rename(second)
+        loaded: Any = server.model("stacked")
+        assert loaded.reload()
+        after = server.answer({"x": ROWS})
+    assert (before.version, after.version) == ("1", "2")
+    for number, answer in enumerate((before, after)):
+        for variable in model.weights:
+            variable.assign(values[variable.path][number])
+        np.testing.assert_allclose(answer.outputs["last"], model(ROWS), rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_served_by_stages_says_why() -> None:
+    with pytest.raises(mw.PipelineError, match="too few for 4 stages"):
+        mw.Server(build(0), strategy({"stage": 4}))
+    with pytest.raises(mw.ModelError, match="int8.*not supported by stages"):
+        mw.Server(build(), strategy({"stage": 2}), precision="int8")
+
+
+def test_an_error_of_a_stage_fails_its_batch_alone() -> None:
+    with mw.Server(build(), strategy({"stage": 2}), buckets=[1]) as server:
+        model: Any = server.model("stacked")
+        part = model.forward._parts[1]
+        computed = part.computed
+
+        def broken(*args: Any) -> Any:
+            part.computed = computed
+            raise RuntimeError("no memory")
+
+        part.computed = broken
+        with pytest.raises(mw.ModelFailedError, match="RuntimeError: no memory"):
+            server.answer({"x": ROWS[:1]})
+        assert server.answer({"x": ROWS[:1]}).version == "1"
