@@ -1,9 +1,10 @@
-"""Synchronous training in two processes of one core each: ours, XLA's own sums, PyTorch's DDP.
+"""Synchronous training in two processes of one core each: ours, other sums, and PyTorch's DDP.
 
-    python benchmarks/many_processes.py                      # about 8 minutes
+    python benchmarks/many_processes.py                      # about 10 minutes
     python benchmarks/many_processes.py --rounds 1 --dry --jobs mlp
 
-Both sides train the same models on rows of random numbers, 64 rows of each process in a step, with
+Gradients are summed in memory that both processes map ("ours"), as one vector through gloo, which
+uses TCP ("loopback"), and by XLA itself ("apart"); DDP sums through gloo. All sides train the same models on rows of random numbers, 64 rows of each process in a step, with
 SGD and momentum. A round runs every side once, each in fresh processes; ratios are taken within a
 round, of the fastest epochs. Ratios of the CPU time of rank 0 say more on a busy machine. Weak
 scaling is CPU seconds per row in one process over those in two.
@@ -26,7 +27,13 @@ from many_processes_jobs import JOBS
 from processes import SideFailed, ranks_together
 
 HERE = Path(__file__).parent
-SIDES = {"ours": 2, "apart": 2, "torch": 2, "ours alone": 1, "torch alone": 1}  # -> processes
+SIDES = {"ours": 2, "loopback": 2, "apart": 2, "torch": 2, "ours alone": 1, "torch alone": 1}
+PAIRS = (
+    ("ours", "loopback"),
+    ("ours", "apart"),
+    ("ours", "torch"),
+    ("ours alone", "torch alone"),
+)
 DENSE = {"ours ÷ apart": 1.5, "ours ÷ torch": 1.0}
 WANTED = {"mlp": DENSE | {"ours: CPU per row, alone ÷ in two": 0.9}, "deep": DENSE, "cnn": {}}
 
@@ -80,7 +87,7 @@ def summary(name: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the rounds of speeds and of the ratios within each."""
     sides = [side for side in SIDES if rounds[0][side]]
     ratios: dict[str, list[float]] = {}
-    for above, below in (("ours", "apart"), ("ours", "torch"), ("ours alone", "torch alone")):
+    for above, below in PAIRS:
         if below in sides:
             pairs = [(each[above], each[below]) for each in rounds]
             ratios[f"{above} ÷ {below}"] = [a["steps_per_s"] / b["steps_per_s"] for a, b in pairs]

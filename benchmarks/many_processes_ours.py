@@ -13,6 +13,9 @@ import time
 if hasattr(os, "sched_setaffinity"):  # before XLA counts its threads
     os.sched_setaffinity(0, {int(os.environ["RANK"]) % (os.cpu_count() or 1)})
 
+if sys.argv[2] == "loopback":
+    os.environ["MESHWRIGHT_SHARED_MEMORY"] = "0"
+
 import meshwright as mw
 
 mw.join()

@@ -119,3 +119,22 @@ def start_coordination_service(port: str, processes: int, shutdown_s: int) -> An
     finally:
         os.environ.pop(level)
         os.environ |= {} if before is None else {level: before}
+
+
+class GroupStore:
+    """Short texts that the processes of a group tell each other, through JAX's coordination.
+
+    JAX 0.10 has no public name for its client. ``get`` waits until the text is there.
+    """
+
+    def __init__(self, prefix: str, wait_s: float) -> None:
+        from jax._src import distributed
+
+        self._client: Any = distributed.global_state.client
+        self._prefix, self._wait_ms = prefix, max(1, round(wait_s * 1000))
+
+    def set(self, key: str, text: str) -> None:
+        self._client.key_value_set(f"{self._prefix}/{key}", text)
+
+    def get(self, key: str) -> str:
+        return self._client.blocking_key_value_get(f"{self._prefix}/{key}", self._wait_ms)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _compat
 from ..errors import ClusterError, ProcessError, TopologyError
 from ..topology import settle_cpu_pool
-from . import progress
+from . import neighbors, progress
 from .coordinator import HOSTED
 from .failure import Failure
 from .membership import COORDINATOR, Membership, membership
@@ -256,6 +256,7 @@ def _initialize(member: Membership, wait_s: float, is_hosted: bool) -> None:
         initialization_timeout=max(1, round(wait_s)),
         coordinator_bind_address=_UNUSED if is_hosted else None,
     )
+    neighbors.meet(member, wait_s)
 
 
 # The agent: the launcher of this host, or a companion of this process

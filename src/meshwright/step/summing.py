@@ -17,6 +17,7 @@ from ..errors import LayoutError, ModelError
 from ..layouts.placement import Placement
 from ..program import Arrays
 from .compressing import Compress
+from .host_sums import sum_on_host, sums_on_host
 
 Wire = Literal["float32", "bfloat16", "float16"]
 Op = Literal["sum", "adasum"]
@@ -183,6 +184,10 @@ def sum_within(
     pieces: Sequence[Any], mesh: Any, axes: tuple[str, ...], how: GradientSum
 ) -> list[Any]:
     """The sums of arrays of which each device along ``axes`` has one, for use in ``shard_map``."""
+    if how.op == "sum" and not how.is_narrow and sums_on_host(mesh, axes):
+        sums = sum_on_host(pieces)
+        if sums is not None:
+            return sums
     results: list[Any] = [None] * len(pieces)
     for bucket in _buckets(pieces, how.fusion_bytes):
         sums = _sum_of([pieces[i] for i in bucket], mesh, axes, how)
@@ -210,11 +215,10 @@ def _buckets(pieces: Sequence[Any], fusion_bytes: int) -> Iterator[list[int]]:
 def _sum_of(pieces: Sequence[Any], mesh: Any, axes: tuple[str, ...], how: GradientSum) -> list[Any]:
     """The sums of one bucket."""
     import jax
-    import jax.numpy as jnp
 
     if how.op == "adasum":
         return _adasum(pieces, mesh, axes)
-    flat = jnp.concatenate([piece.ravel() for piece in pieces])
+    flat = _joined(pieces)
     outer = tuple(axis for axis in axes if axis not in how.inner)
     if not how.inner or not outer:
         return _cut(_across(flat, mesh, axes, how.wire), pieces)
@@ -265,8 +269,7 @@ def _adasum(pieces: Sequence[Any], mesh: Any, axes: tuple[str, ...]) -> list[Any
     distance = 1
     while distance < count:
         pairs = [(i, i ^ distance) for i in range(count)]
-        flat = jnp.concatenate([piece.ravel() for piece in mine])
-        theirs = _cut(jax.lax.ppermute(flat, axes, pairs), mine)
+        theirs = _cut(jax.lax.ppermute(_joined(mine), axes, pairs), mine)
         mine = [_combined(a, b) for a, b in zip(mine, theirs, strict=True)]
         distance *= 2
     return [a.astype(piece.dtype) for a, piece in zip(mine, pieces, strict=True)]
@@ -279,6 +282,13 @@ def _combined(a: Any, b: Any) -> Any:
     dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
     tiny = jnp.finfo(jnp.float32).tiny
     return (1 - dot / (2 * aa + tiny)) * a + (1 - dot / (2 * bb + tiny)) * b
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    """Arrays as one flat vector."""
+    import jax.numpy as jnp
+
+    return jnp.concatenate([piece.ravel() for piece in pieces])
 
 
 def _cut(flat: Any, like: Sequence[Any]) -> list[Any]:

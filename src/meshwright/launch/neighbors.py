@@ -1,0 +1,249 @@
+"""Processes of one host that sum arrays in memory which all of them map.
+
+Gloo sends each byte through TCP on loopback: into the kernel, out of it, and into a buffer. Here a
+process writes what others need into shared memory once, and each sums a share of it, as NCCL and
+MPI do within a host. They wait for each other at Unix sockets, so a wait costs no CPU time, and the
+end of a process is an error in all others at once. Both are Linux's own: a name in the abstract
+space, which ends with its process and its network namespace, and a file without a name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import _compat
+from .membership import Membership
+
+SHARED_MEMORY = "MESHWRIGHT_SHARED_MEMORY"  # "0": processes of one host sum through gloo, too
+_BLOCK = 1 << 19  # bytes that are added at once
+_TOKEN = struct.Struct("=QQ")  # the number of the wait, and the bytes that are summed
+_LINE = 64  # bytes: no two processes write to one line of a cache
+_CONNECT_S = 10.0
+_KEY = "meshwright/neighbors"
+
+
+# Short copies keep Python's lock: to take it again beside a busy thread may last 5 ms.
+_move_short, _move_long = ctypes.PyDLL(None).memmove, ctypes.CDLL(None).memmove
+_move_short.argtypes = _move_long.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_SHORT = 4 << 20
+
+
+class Span(NamedTuple):
+    """Where an array lies in the memory of this process."""
+
+    address: int
+    nbytes: int
+
+
+class Neighbors:
+    """This process among those of its host: rank, sockets to the others, and the shared file."""
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int) -> None:
+        self.rank, self.count = rank, len(peers) + 1
+        self._peers, self._memory = peers, memory
+        self._rows: Any = None
+        self._number = 0
+
+    def sum(self, sources: Sequence[Span], targets: Sequence[Span]) -> None:
+        """Write the sums of float32 arrays over all processes; a source may be its own target.
+
+        One process adds each share, so all get the same bits. Raises ``ConnectionError`` when
+        another process has ended, or sums something else.
+        """
+        import numpy as np
+
+        nbytes = sum(span.nbytes for span in sources)
+        share = -(-nbytes // (self.count * _LINE)) * _LINE
+        rows = self._shared(share * self.count)
+        own, total = rows[self.rank], rows[self.count]
+        others = [row for i, row in enumerate(rows[: self.count]) if i != self.rank]
+        first, last = min(self.rank * share, nbytes), min((self.rank + 1) * share, nbytes)
+        for cut in ((0, first), (last, nbytes)):
+            _gather(sources, own, *cut)
+        self._wait(nbytes)
+        for start in range(first, last, _BLOCK):  # which stays in the cache
+            stop = min(start + _BLOCK, last)
+            _gather(sources, total, start, stop)
+            block = total[start:stop].view("f")
+            for row in others:
+                np.add(block, row[start:stop].view("f"), out=block)
+            _scatter(total, targets, start, stop)
+        self._wait(nbytes)
+        for cut in ((0, first), (last, nbytes)):
+            _scatter(total, targets, *cut)
+
+    def close(self) -> None:
+        """Leave the others."""
+        for peer in self._peers.values():
+            peer.close()
+        os.close(self._memory)
+
+    def _wait(self, nbytes: int) -> None:
+        """Return when all have come here: after ``log2`` of their number of exchanges."""
+        self._number += 1
+        token, distance = _TOKEN.pack(self._number, nbytes), 1
+        while distance < self.count:
+            self._peers[(self.rank + distance) % self.count].sendall(token)
+            sender = (self.rank - distance) % self.count
+            received = self._peers[sender].recv(_TOKEN.size, socket.MSG_WAITALL)
+            if len(received) < _TOKEN.size:
+                raise ConnectionError(f"rank {sender} ended while gradients were summed")
+            if received != token:
+                raise ConnectionError(
+                    f"rank {sender} sums {_TOKEN.unpack(received)[1]} bytes and rank {self.rank} "
+                    f"{nbytes}: their programs differ"
+                )
+            distance *= 2
+
+    def _shared(self, nbytes: int) -> Any:
+        """A row of bytes for each process, and one for the sum; the memory grows when it must."""
+        import numpy as np
+
+        if self._rows is None or self._rows.shape[1] < nbytes:
+            whole = nbytes * (self.count + 1)
+            if os.fstat(self._memory).st_size < whole:
+                os.ftruncate(self._memory, whole)
+            memory = np.frombuffer(mmap.mmap(self._memory, whole), np.uint8)
+            self._rows = memory.reshape(self.count + 1, nbytes)
+        return self._rows
+
+
+def _gather(spans: Sequence[Span], row: Any, start: int, stop: int) -> None:
+    """Copy a cut of arrays, as if they lay behind each other, into a row."""
+    place = row.ctypes.data
+    for address, offset, nbytes in _pieces(spans, start, stop):
+        _move(place + offset, address, nbytes)
+
+
+def _scatter(row: Any, spans: Sequence[Span], start: int, stop: int) -> None:
+    """The other way."""
+    place = row.ctypes.data
+    for address, offset, nbytes in _pieces(spans, start, stop):
+        _move(address, place + offset, nbytes)
+
+
+def _move(target: int, source: int, nbytes: int) -> None:
+    (_move_short if nbytes <= _SHORT else _move_long)(target, source, nbytes)
+
+
+def _pieces(spans: Sequence[Span], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Where the pieces of a cut are: their addresses, places in the cut's row, and bytes."""
+    offset = 0
+    for address, nbytes in spans:
+        first, last = max(start, offset), min(stop, offset + nbytes)
+        if first < last:
+            yield address + first - offset, first, last - first
+        offset += nbytes
+
+
+_neighbors: Neighbors | None = None
+
+
+def neighbors() -> Neighbors | None:
+    """The memory that this group shares; ``None`` if it lies on several hosts, or cannot."""
+    return _neighbors
+
+
+def meet(member: Membership, wait_s: float) -> None:
+    """Share memory with all processes of the group if they run on one host, and all of them can.
+
+    They ask each other through JAX's coordination service.
+    """
+    global _neighbors
+    if member.processes < 2:
+        return
+    store = _compat.GroupStore(_KEY, wait_s)
+    host = _host()
+    if member.rank == 0:
+        store.set("host", f"{host} {secrets.token_hex(16)}")
+    theirs, name = store.get("host").split(" ")
+    listener = _listener(name, member.rank) if host and theirs == host else None
+    try:
+        if _all_agree(store, "here", member, listener is not None) and listener is not None:
+            met = _connected(name, member, listener)
+            if _all_agree(store, "met", member, met is not None):
+                _neighbors = met
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _host() -> str:
+    """What processes that can reach each other's sockets have in common; empty where none can."""
+    if os.environ.get(SHARED_MEMORY) == "0" or not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/net').readlink()}/{os.getuid()}"
+    except OSError:
+        return ""
+
+
+def _all_agree(store: Any, what: str, member: Membership, own: bool) -> bool:
+    """Whether all processes say yes; rank 0 counts."""
+    store.set(f"{what}/{member.rank}", str(own))
+    if member.rank == 0:
+        answers = [store.get(f"{what}/{rank}") for rank in range(member.processes)]
+        store.set(what, str(all(answer == "True" for answer in answers)))
+    return store.get(what) == "True"
+
+
+def _listener(name: str, rank: int) -> socket.socket | None:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(_address(name, rank))
+    except OSError:
+        listener.close()
+        return None
+    listener.listen()
+    listener.settimeout(_CONNECT_S)
+    return listener
+
+
+def _address(name: str, rank: int) -> str:
+    return f"\0meshwright-{name}-{rank}"
+
+
+def _connected(name: str, member: Membership, listener: socket.socket) -> Neighbors | None:
+    """Connected to all others; rank 0 has made the memory."""
+    peers: dict[int, socket.socket] = {}
+    try:
+        for rank in range(member.rank):
+            peers[rank] = _reached(_address(name, rank), member.rank)
+        peers |= dict(_accepted(listener, member))
+        if member.rank == 0:
+            memory = os.memfd_create("meshwright")
+            for peer in peers.values():
+                socket.send_fds(peer, [b"m"], [memory])
+        else:
+            memory = socket.recv_fds(peers[0], 1, 1)[1][0]
+    except (OSError, IndexError):
+        for peer in peers.values():
+            peer.close()
+        return None
+    for peer in peers.values():
+        peer.settimeout(None)
+    return Neighbors(member.rank, peers, memory)
+
+
+def _reached(address: str, own: int) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX)
+    peer.settimeout(_CONNECT_S)
+    peer.connect(address)
+    peer.sendall(own.to_bytes(4, "big"))
+    return peer
+
+
+def _accepted(listener: socket.socket, member: Membership) -> Iterator[tuple[int, socket.socket]]:
+    for _ in range(member.rank + 1, member.processes):
+        peer, _ = listener.accept()
+        peer.settimeout(_CONNECT_S)
+        yield int.from_bytes(peer.recv(4, socket.MSG_WAITALL), "big"), peer
