@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from .agreement import Meeting
@@ -27,7 +26,6 @@ from .join import AGENT, AGREE, JOIN, MEETING, TELL, board_path, failure_path
 from .logs import LogPump
 from .membership import Membership
 from .nodes import Hub, Spoke
-from .private_folder import PrivateFolder
 from .processes import check_program, program
 from .progress import new_board, read_board
 from .signals import PATIENCE_S, PREEMPTED, Stopping, passing_on
@@ -92,22 +90,21 @@ class Group:
         self._options, self._share = options, start.share
         self._link: Hub | Spoke | None = None
         self._changing_until_s: float | None = None
-        self._folder = PrivateFolder()
-        self._logs = LogPump(show=True, remembered=60, folder=options.log_dir, to_stdout=True)
-        self._supervisor = Supervisor(self._logs, announces=False)
+        logs = LogPump(show=True, remembered=60, folder=options.log_dir, to_stdout=True)
+        self._supervisor = Supervisor(logs, announces=False)
+        self._folder = self._supervisor.folder.path
         self._meeting: Meeting | None = None
         self._coordinator: Coordinator | None = None
         try:
             total, first = self._share.total, self._share.first
-            self._meets_at = self._share.meeting or f"ipc://{self._folder.path / 'meeting'}"
+            self._meets_at = self._share.meeting or f"ipc://{self._folder / 'meeting'}"
             if first == 0:
                 keys = group_keys(self._meets_at)
                 self._meeting = Meeting(self._meets_at, total, options.join_s, keys)
                 self._coordinator = Coordinator(self._share.coordinator, total)
             self._places = {first + i: place for i, place in enumerate(start.places)}
             limits = Limits(options.stall_s, options.join_s)
-            path = self._folder.path
-            self._watch = Watch(self._places, total, path, self._supervisor, self._logs, limits)
+            self._watch = Watch(self._places, total, self._folder, self._supervisor, logs, limits)
             devices = device_variables(options.processes, options.devices, os.environ)
             for rank, place in self._places.items():
                 member = Membership(rank, total, self._share.coordinator, "launch", rank - first)
@@ -177,26 +174,18 @@ class Group:
                 self._meeting.close()
             if self._coordinator is not None:
                 self._coordinator.close()
-            self._logs.close(timeout_s=2.0)
-            self._folder.remove()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Starting
 
     def _start(self, member: Membership, arguments: Sequence[str], env: dict[str, str]) -> None:
-        folder = self._folder.path
-        new_board(board_path(folder, member.rank))
-        env = {**env, **member.variables(), JOIN: "1", AGENT: str(folder)}
+        new_board(board_path(self._folder, member.rank))
+        env = {**env, **member.variables(), JOIN: "1", AGENT: str(self._folder)}
         env |= {HOSTED: "1", MEETING: self._meets_at, AGREE: str(int(self._options.agree))}
         command = program(arguments, env)
         self._supervisor.start(task_of(member.rank), lambda _: command, None)
@@ -205,7 +194,7 @@ class Group:
 
     def _end(self, failure: Failure) -> None:
         """Tell all ranks, wait while they run their ``finally`` blocks, and end what is left."""
-        failure.write(failure_path(self._folder.path))
+        failure.write(failure_path(self._folder))
         for rank in self._watch.seen:
             if rank in self._watch.exit_codes():
                 continue
@@ -223,7 +212,7 @@ class Group:
             left = [rank for rank, seen in self._watch.seen.items() if rank not in codes]
             if not left:
                 break
-            boards = [read_board(board_path(self._folder.path, rank)) for rank in left]
+            boards = [read_board(board_path(self._folder, rank)) for rank in left]
             is_over = all(
                 board.is_over or self._watch.seen[rank].stopped_s
                 for rank, board in zip(left, boards, strict=True)

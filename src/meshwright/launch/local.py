@@ -17,7 +17,6 @@ from ..topology import virtual_device_variables
 from .joining import WORKER_DEVICES, cluster_variables, variables_of
 from .keys import Keys
 from .logs import LogPump
-from .private_folder import PrivateFolder
 from .processes import Command, own_module, program
 from .settings import TaskSettings
 from .spec import ClusterSpec, Task
@@ -86,13 +85,12 @@ class LocalCluster:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
-        self._folder = PrivateFolder()
+        self._supervisor = Supervisor(LogPump(show=logs))
+        self._folder = self._supervisor.folder.path
         self._keys = Keys.make()
         self._keys.save(self._keys_path)
         self._next_worker = workers
         self._spec = self._first_spec(workers, ps)
-        self._logs = LogPump(show=logs)
-        self._supervisor = Supervisor(self._logs)
         atexit.register(self._close_at_exit)
         try:
             for task in self._spec.tasks:
@@ -219,11 +217,7 @@ class LocalCluster:
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)
-        try:
-            self._supervisor.close(grace_s)
-        finally:
-            self._logs.close(timeout_s=1.0)
-            self._folder.remove()
+        self._supervisor.close(grace_s)
 
     def __enter__(self) -> Self:
         return self
@@ -248,10 +242,10 @@ class LocalCluster:
 
     @property
     def _keys_path(self) -> str:
-        return str(self._folder.path / "keys.json")
+        return str(self._folder / "keys.json")
 
     def _address(self, task: Task) -> str:
-        return f"ipc://{self._folder.path / f'{task.job}{task.index}'}"
+        return f"ipc://{self._folder / f'{task.job}{task.index}'}"
 
     def _first_spec(self, workers: int, ps: int) -> ClusterSpec:
         counts = {"chief": 1, "worker": workers, "ps": ps, "evaluator": int(bool(self._evaluator))}
@@ -272,7 +266,7 @@ class LocalCluster:
             task,
             self._spec,
             heartbeat_s=self._heartbeat_s,
-            snapshot_dir=str(self._folder.path / "snapshots"),
+            snapshot_dir=str(self._folder / "snapshots"),
             snapshot_every=self._snapshot_every,
             generation=generation,
         )

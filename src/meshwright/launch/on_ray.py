@@ -24,7 +24,6 @@ from .group_options import GroupOptions
 from .joining import variables_of
 from .keys import Keys
 from .logs import LogPump
-from .private_folder import PrivateFolder
 from .processes import free_port, own_module
 from .remote import Result, Work, attempts, run_part, values_of
 from .settings import TaskSettings
@@ -245,9 +244,7 @@ class TaskKeeper:
     """In an actor: keeps one worker or parameter server running."""
 
     def __init__(self) -> None:
-        self._folder = PrivateFolder()
-        self._logs = LogPump(show=True)
-        self._supervisor = Supervisor(self._logs)
+        self._supervisor = Supervisor(LogPump(show=True))
 
     def address(self) -> str:
         """A ``host:port`` of this node."""
@@ -259,9 +256,10 @@ class TaskKeeper:
 
         from ..topology import virtual_device_variables
 
-        path = self._folder.path / "keys.json"
+        folder = self._supervisor.folder.path
+        path = folder / "keys.json"
         keys.save(path)
-        snapshots = str(self._folder.path / "snapshots")
+        snapshots = str(folder / "snapshots")
 
         def command(generation: int) -> Any:
             this = replace(settings, generation=generation, snapshot_dir=snapshots)
@@ -275,8 +273,6 @@ class TaskKeeper:
     def stop(self) -> None:
         """End the task."""
         self._supervisor.close(2.0)
-        self._logs.close(timeout_s=2.0)
-        self._folder.remove()
 
 
 def _make_agent(ray: Any) -> Any:

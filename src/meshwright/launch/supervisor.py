@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import ClusterError, TaskError
 from .logs import LogPump
+from .private_folder import PrivateFolder
 from .processes import Child, Command, end_all
 from .spec import Task
 from .supervision import Event, Restarts, exit_text
@@ -38,10 +39,12 @@ class Supervisor:
     """The processes of some tasks, and a thread that watches over them.
 
     Everything that happens to them is an :class:`Event`; with ``announces`` what goes wrong is
-    also written among their lines.
+    also written among their lines. :attr:`folder` is their private folder; it and ``logs``, which
+    hold what they print, end with them.
     """
 
     def __init__(self, logs: LogPump, *, announces: bool = True) -> None:
+        self.folder = PrivateFolder()
         self._logs = logs
         self._announces = announces
         self._begun_s = time.monotonic()
@@ -131,6 +134,13 @@ class Supervisor:
 
     def close(self, grace_s: float) -> None:
         """End everything, all at the same time; what has not ended after ``grace_s`` is killed."""
+        try:
+            self._end(grace_s)
+        finally:
+            self._logs.close(timeout_s=2.0)
+            self.folder.remove()
+
+    def _end(self, grace_s: float) -> None:
         with self._lock:
             self._closing = True
         self._wake()
