@@ -6,7 +6,9 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -96,3 +98,22 @@ def _resident_bytes() -> int:
     if not _STATM.exists():
         return 0
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture
+def user_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], Path]]:
+    """Writes a module of the user's to the current folder, which it returns; forgotten later."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+
+    def write(name: str, text: str) -> Path:
+        (tmp_path / f"{name}.py").write_text(text)
+        return tmp_path
+
+    yield write
+    for name in {*sys.modules} - before:
+        if (tmp_path / f"{name}.py").exists():
+            del sys.modules[name]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 import optax
 from keras import layers
 
@@ -33,6 +34,21 @@ def shapes(*dims: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 def laid_out(mesh: mw.Mesh, dims: Any, specs: Any, dtype: Any = jnp.float32) -> Any:
     """An array that has no values, in a layout."""
     return jax.ShapeDtypeStruct(dims, dtype, sharding=mw.Layout(specs, mesh).sharding)
+
+
+class Batches(keras.utils.PyDataset):
+    """Sixteen rows at a time of two arrays, the last batch smaller."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // 16)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(16 * index, 16 * index + 16)
+        return self.x[rows], self.y[rows]
 
 
 def two_layers(io: int, hidden: int) -> keras.Model:

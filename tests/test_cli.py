@@ -443,14 +443,8 @@ RULE = ["--layout", "w:unsharded,model"]
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch):
-    """A folder with a module of the user's; forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "checked_job.py").write_text(JOB)
-    yield tmp_path
-    for name in [name for name in sys.modules if name.startswith("checked_")]:
-        del sys.modules[name]
+def job(user_module):
+    return user_module("checked_job", JOB)
 
 
 @pytest.mark.parametrize("place", ["checked_job:build", "checked_job.py:build"])

@@ -72,63 +72,57 @@ class Row:
         return SUBJECTS[self.subject]
 
 
+def classifier(name: str, inputs: keras.KerasTensor, *layers: keras.layers.Layer) -> keras.Model:
+    """Layers, and four classes at the end."""
+    output = keras.layers.Dense(4, name="output")
+    return keras.Sequential([inputs, *layers, output], name=name)
+
+
 def dense() -> keras.Model:
     layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input([12]),
-            layers.Dense(16, activation="relu", name="hidden"),
-            layers.Dropout(0.25),
-            layers.Dense(8, activation="tanh", name="middle"),
-            layers.Dense(4, name="output"),
-        ],
-        name="dense",
+    return classifier(
+        "dense",
+        keras.Input([12]),
+        layers.Dense(16, activation="relu", name="hidden"),
+        layers.Dropout(0.25),
+        layers.Dense(8, activation="tanh", name="middle"),
     )
 
 
 def images() -> keras.Model:
     layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input([8, 8, 3]),
-            layers.Conv2D(8, 3, padding="same", name="conv"),
-            layers.BatchNormalization(name="norm", momentum=0.8),
-            layers.ReLU(),
-            layers.MaxPooling2D(2),
-            layers.Conv2D(8, 3, strides=2, padding="same", activation="tanh", name="strided"),
-            layers.Flatten(),
-            layers.Dense(4, name="output"),
-        ],
-        name="images",
+    return classifier(
+        "images",
+        keras.Input([8, 8, 3]),
+        layers.Conv2D(8, 3, padding="same", name="conv"),
+        layers.BatchNormalization(name="norm", momentum=0.8),
+        layers.ReLU(),
+        layers.MaxPooling2D(2),
+        layers.Conv2D(8, 3, strides=2, padding="same", activation="tanh", name="strided"),
+        layers.Flatten(),
     )
 
 
 def wide() -> keras.Model:
     """Kernels large enough for ZeRO to share them out, a bias and a normalization that are not."""
     layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input([16]),
-            layers.Dense(192, activation="tanh", name="hidden"),
-            layers.BatchNormalization(name="norm", momentum=0.8),
-            layers.Dropout(0.25),
-            layers.Dense(64, activation="tanh", name="middle"),
-            layers.Dense(4, name="output"),
-        ],
-        name="wide",
+    return classifier(
+        "wide",
+        keras.Input([16]),
+        layers.Dense(192, activation="tanh", name="hidden"),
+        layers.BatchNormalization(name="norm", momentum=0.8),
+        layers.Dropout(0.25),
+        layers.Dense(64, activation="tanh", name="middle"),
     )
 
 
 def tokens() -> keras.Model:
     layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input([6], dtype="int32"),
-            layers.Embedding(16, 8, name="words"),
-            layers.LSTM(8, name="lstm"),
-            layers.Dense(4, name="output"),
-        ],
-        name="tokens",
+    return classifier(
+        "tokens",
+        keras.Input([6], dtype="int32"),
+        layers.Embedding(16, 8, name="words"),
+        layers.LSTM(8, name="lstm"),
     )
 
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from keras import callbacks, layers
+from models import Batches
 from oracle import OneDevice, classifier, largest_gap, made, sharded, train, weights
 
 draw = np.random.default_rng(9)
@@ -21,20 +22,9 @@ def build() -> keras.Model:
     return classifier(metrics=["accuracy"])
 
 
-class Batches(keras.utils.PyDataset):
-    """Three batches, the last one smaller."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> Any:
-        rows = slice(16 * index, 16 * index + 16)
-        return X[rows], Y[rows]
-
-
 def generator() -> Iterator[Any]:
     for _ in range(2):  # two epochs, and nothing left over
-        yield from (Batches()[index] for index in range(3))
+        yield from (Batches(X, Y)[index] for index in range(3))
 
 
 def tensorflow_dataset() -> Any:
@@ -44,7 +34,7 @@ def tensorflow_dataset() -> Any:
 
 DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "NumPy": lambda: {"x": X, "y": Y, "batch_size": 16},
-    "PyDataset": lambda: {"x": Batches()},
+    "PyDataset": lambda: {"x": Batches(X, Y)},
     "generator": lambda: {"x": generator(), "steps_per_epoch": 3},
     "tf.data": lambda: {"x": tensorflow_dataset()},
     "steps_per_epoch": lambda: {"x": X, "y": Y, "batch_size": 16, "steps_per_epoch": 2},
@@ -54,7 +44,7 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
         "validation_freq": 2,
     },
     "validation from a PyDataset": lambda: {
-        "x": X, "y": Y, "batch_size": 16, "validation_data": Batches(), "validation_steps": 2,
+        "x": X, "y": Y, "batch_size": 16, "validation_data": Batches(X, Y), "validation_steps": 2,
     },
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from models import Batches
 
 import meshwright as mw
 from meshwright.data import Ahead, HostRows, LocalBatch, Putter
@@ -148,15 +149,6 @@ def trained(data: dict[str, Any], mesh: dict[str, int], epochs: int = 2) -> kera
     return model
 
 
-class Batches(keras.utils.PyDataset):
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> Any:
-        rows = slice(16 * index, 16 * index + 16)
-        return X[rows], Y[rows]
-
-
 class SlowBatches(Batches):
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.005)
@@ -189,14 +181,14 @@ def torch_loader() -> Any:
 
 
 def generator() -> Any:
-    batches = Batches()
+    batches = Batches(X, Y)
     return (batches[index] for _ in range(2) for index in range(3))
 
 
 SOURCES: dict[str, Any] = {
     "NumPy": lambda: {"x": X, "y": Y, "batch_size": 16},
-    "PyDataset": lambda: {"x": Batches(), "shuffle": True},
-    "slow PyDataset": lambda: {"x": SlowBatches(), "shuffle": True},
+    "PyDataset": lambda: {"x": Batches(X, Y), "shuffle": True},
+    "slow PyDataset": lambda: {"x": SlowBatches(X, Y), "shuffle": True},
     "generator": lambda: {"x": generator(), "steps_per_epoch": 3, "shuffle": False},
     "grain.MapDataset": lambda: {"x": grain_map(), "shuffle": False},
     "grain.IterDataset": lambda: {"x": grain_map().to_iter_dataset(), "shuffle": False},
@@ -232,7 +224,7 @@ def test_local_rows_of_the_only_process_are_all_rows() -> None:
     model = trained(data, {"batch": 8}, epochs=1)
     assert float(np.asarray(model.times).sum()) == 32
     with pytest.raises(mw.BatchError, match=r"12 rows of this process do not divide over its"):
-        trained({"x": mw.LocalRows(Odd()), "shuffle": False}, {"batch": 8}, epochs=1)
+        trained({"x": mw.LocalRows(Odd(X, Y)), "shuffle": False}, {"batch": 8}, epochs=1)
 
 
 class Odd(Batches):

@@ -86,14 +86,6 @@ WRONG_TF_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize(("variables", "said"), WRONG_TF_CONFIGS.values(), ids=WRONG_TF_CONFIGS)
-def test_a_tf_config_that_is_not_right_is_refused_by_name(variables, said):
-    with pytest.raises(ClusterError) as caught:
-        TFConfigResolver(variables)
-    assert said in str(caught.value)
-    assert "TF_CONFIG" in str(caught.value)
-
-
 NODE_LISTS = {
     "n01": ["n01"],
     "n[01-02]": ["n01", "n02"],
@@ -250,11 +242,22 @@ WRONG_PODS = {
 }
 
 
-@pytest.mark.parametrize(("variables", "said"), WRONG_PODS.values(), ids=WRONG_PODS)
-def test_a_pod_that_is_not_right_is_refused_by_name(variables, said):
+@pytest.mark.parametrize(
+    ("resolver", "variables", "said"),
+    [
+        pytest.param(resolver, variables, said, id=f"{resolver.__name__}: {name}")
+        for resolver, wrong in (
+            (TFConfigResolver, WRONG_TF_CONFIGS),
+            (KubernetesResolver, WRONG_PODS),
+        )
+        for name, (variables, said) in wrong.items()
+    ],
+)
+def test_variables_that_are_not_right_are_refused_by_name(resolver, variables, said):
     with pytest.raises(ClusterError) as caught:
-        KubernetesResolver(variables)
+        resolver(variables)
     assert said in str(caught.value)
+    assert resolver is not TFConfigResolver or "TF_CONFIG" in str(caught.value)
 
 
 def test_meshwrights_own_variables_come_first():

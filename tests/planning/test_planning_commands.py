@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -73,13 +72,8 @@ def run(*arguments):
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch):
-    """A folder with a module of the user's; forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "planned_job.py").write_text(JOB)
-    yield tmp_path
-    sys.modules.pop("planned_job", None)
+def job(user_module):
+    return user_module("planned_job", JOB)
 
 
 @pytest.fixture

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import asynccontextmanager
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import uvicorn
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[int]:
+    """The port of a server of this process that runs the app, for clients that need a socket."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join()
 
 
 @dataclass

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import uvicorn
-from http_calls import call
+from http_calls import call, listening
 from http_models import KERNEL, Linear, Shelf
 
 from meshwright.serving.http.app import serving_app
@@ -23,14 +20,8 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    server = uvicorn.Server(uvicorn.Config(serving_app(Shelf(Linear())), port=0))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join()
+    with listening(serving_app(Shelf(Linear()))) as port:
+        yield port
 
 
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])

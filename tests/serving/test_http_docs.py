@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import uvicorn
+from http_calls import listening
 from http_models import Linear, Shelf
 
 from meshwright.serving.http.app import serving_app
@@ -26,15 +24,8 @@ ANSWER = np.array([[1, 2, 3, 4]]) @ np.linspace(-1, 1, 12).reshape(4, 3)
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    app = serving_app(Shelf(Linear("sums")))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join()
+    with listening(serving_app(Shelf(Linear("sums")))) as port:
+        yield port
 
 
 def test_there_are_lines():
