@@ -271,3 +271,28 @@ def test_the_command_takes_the_model_and_keeps_it_apart_from_compilers(tmp_path,
     compiled = run("cpu:8", "--check", "model.json")
     assert compiled.exit_code == 0, compiled.output
     assert "written by the analytic model alone, this is of a compiled step" in compiled.stdout
+
+
+def test_what_nothing_reads_of_a_derivative_holds_nothing_where_blocks_are_computed_again():
+    """Those of a softmax's maximum: taken to run last, they held the scores of all blocks."""
+
+    def loss(params, x):
+        for number, w in enumerate(params):
+            with jax.named_scope(f"block_{number}"):
+                x = mw.block_output(x + jax.nn.softmax(x @ w) @ w.T)
+        return jnp.sum(x.astype("float32"))
+
+    built = mw.jax_program(loss, [shape(256, 2048)] * 6, optax.sgd(0.1)), shape(4096, 256)
+    peaks = {
+        remat: mw.dry_run(
+            *built,
+            strategy=mw.Sharded.from_placement(
+                mw.Placement.of(mw.Mesh({"batch": 4})), mw.StepOptions(remat=remat)
+            ),
+            target="v5e:2x2",
+            compile=False,
+        ).memory.peak_bytes
+        for remat in ("none", "block")
+    }
+    scores = 4096 // 4 * 2048 * 4
+    assert peaks["block"] < peaks["none"] - scores

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .. import _compat
 from ..errors import MeshError, ModelError
 from ..jaxprs.factors import Dim, Dims, Factor, label
 from ..jaxprs.names import Argument, Created, Labels, families_of, names_of
@@ -29,7 +30,10 @@ def graph_of_step(described: AbstractStep) -> Graph:
 
 
 def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
-    """The step as it is traced, what its arguments are, and how many of them it gives back."""
+    """The step as it is traced, what its arguments are, and how many of them it gives back.
+
+    Without equations whose results nothing reads: derivatives leave some, and compilers drop them.
+    """
     import jax
 
     mesh = described.placement.mesh
@@ -48,7 +52,8 @@ def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
     state = [by_path[path[-1].key] for path, _ in jax.tree.leaves_with_path(described.state)]
     leaves = jax.tree.leaves_with_path(described.batch)
     inputs = [Argument(input_path(path), "input") for path, _ in leaves]
-    return traced.jaxpr, [*state, *inputs], len(state)
+    needed = traced.jaxpr.replace(jaxpr=_compat.without_dead_code(traced.jaxpr))
+    return needed, [*state, *inputs], len(state)
 
 
 def input_path(path: Any) -> str:
