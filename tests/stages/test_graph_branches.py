@@ -50,7 +50,7 @@ DIMS = {
 
 
 def inception_loss(params: Any, batch: Any) -> Any:
-    """Two blocks of branches; one weight scales branches of both devices."""
+    """Two blocks of branches; one weight scales branches of both devices; a penalty on kernels."""
     x = jax.nn.relu(conv(batch["x"], params["stem"]))
     pooled = (x + jnp.roll(x, 1, 1)) / 2
     x = jnp.concatenate(
@@ -66,7 +66,8 @@ def inception_loss(params: Any, batch: Any) -> Any:
     branches = [conv(x, params["b/one"]) * params["scale"], conv(reduced, params["b/three"])]
     x = jnp.concatenate(branches, -1).mean((1, 2))
     found = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["y"])
-    return found.mean()
+    penalty = sum((params[name] ** 2).sum() for name in DIMS)
+    return found.mean() + 1e-2 * penalty
 
 
 def inception(optimizer: Any = KEEPS_GRADIENTS) -> mw.Program:

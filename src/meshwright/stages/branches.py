@@ -212,6 +212,7 @@ class _Finder:
             groups[device] += branch
             times[device] += self._flops(branch)
         groups = [sorted(group + self._of_weights(group)) for group in groups]
+        groups = [sorted(group + self._penalties(group)) for group in groups]
         line = self._line
         inside = [{v for k in of for v in line.eqns[line.order[k]].outvars} for of in groups]
         within = set(itertools.chain(*groups))
@@ -230,14 +231,38 @@ class _Finder:
 
     def _of_weights(self, group: Sequence[int]) -> list[int]:
         """What is computed from weights alone and read in this group and in no other."""
+        return sorted(self._weights_for(group) - self._weights_for(self._acts_outside(group)))
 
-        def read_by(of: Sequence[int]) -> set[int]:
-            found, waiting = set[int](), list(of)
-            while waiting:
-                new = {self._weights[v] for v in self._inputs[waiting.pop()] if v in self._weights}
-                waiting += new - found
-                found |= new
-            return found
+    def _penalties(self, group: Sequence[int]) -> list[int]:
+        """Numbers that are computed from weights of this group alone, as regularizers' are: where
+        they are read after the join, the weights need not be."""
+        outside = self._acts_outside(group)
+        outside += self._weights_for(outside)
+        others = {v for k in outside for v in self._inputs[k]}
+        own = {v for k in group for v in self._inputs[k] if v not in others}
+        eqns, order, within = self._line.eqns, self._line.order, set(group)
+        taken, numbers = list[int](), list[int]()
+        for k in sorted({*self._weights.values()} - within - set(outside)):
+            made = eqns[order[k]].outvars
+            if own.issuperset(self._inputs[k]):
+                own.update(made)
+                taken.append(k)
+                numbers += [k] if all(v.aval.size == 1 for v in made) else []
+        wanted = {*numbers, *(self._weights_for(numbers) & {*taken})}
+        read = {v for k in {*self._weights.values()} - wanted for v in self._inputs[k]}
+        read.update(self._line.crossing(len(order)))
+        leaves = [v for k in wanted for v in eqns[order[k]].outvars if v in read]
+        return sorted(wanted) if all(v.aval.size == 1 for v in leaves) else []
 
-        others = [k for k in self._acts if k not in set(group)]
-        return sorted(read_by(group) - read_by(others))
+    def _acts_outside(self, group: Sequence[int]) -> list[int]:
+        within = set(group)
+        return [k for k in self._acts if k not in within]
+
+    def _weights_for(self, group: Sequence[int]) -> set[int]:
+        """What is computed from weights alone, of all that these equations need."""
+        found, waiting = set[int](), list(group)
+        while waiting:
+            new = {self._weights[v] for v in self._inputs[waiting.pop()] if v in self._weights}
+            waiting += new - found
+            found |= new
+        return found

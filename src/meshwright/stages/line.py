@@ -64,7 +64,8 @@ class Line:
         reads = [k for k, n in enumerate(order) if deps.is_weight_reader(n)]
         if not reads:
             raise PipelineError("the loss reads no parameter, so there is nothing to cut.")
-        return cls(traced, tuple(order[: reads[-1] + 1]), tuple(statistics), tuple(counted))
+        end = deps.first_use(order, reads[-1])
+        return cls(traced, tuple(order[: end + 1]), tuple(statistics), tuple(counted))
 
     # What the line reads and what crosses a cut
 
@@ -271,6 +272,14 @@ class _Reach:
 
     def is_weight_reader(self, number: int) -> bool:
         return not self._params.isdisjoint(variables(self.eqns[number].invars))
+
+    def first_use(self, order: Sequence[int], position: int) -> int:
+        """A position, or where what is made there of weights alone is first read."""
+        for at in range(position, len(order)):
+            eqn = self.eqns[order[at]]
+            if not self._of_batch.isdisjoint(variables(eqn.invars)):
+                return at if all(map(_is_inexact, eqn.outvars)) else position
+        return position
 
     def weights_late(self, main: Sequence[int]) -> list[int]:
         """With what depends on weights alone just before the first use of these weights."""

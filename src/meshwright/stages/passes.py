@@ -301,9 +301,10 @@ class Passes:
 def plus(grads: list[Any], repeat: Any, number: Any, more: list[Any]) -> list[Any]:
     """Gradients of stages with those of one block more."""
     import jax
+    import jax.numpy as jnp
 
-    def of(grad: Any, more: Any) -> Any:
-        place = repeat, number, *[0] * more.ndim
+    def of(grad: Any, more: Any) -> Any:  # where x64 is on, a literal 0 would be an int64
+        place = [jnp.asarray(at, "int32") for at in (repeat, number, *[0] * more.ndim)]
         before = jax.lax.dynamic_slice(grad, place, (1, 1, *more.shape))
         return jax.lax.dynamic_update_slice(grad, before + more[None, None], place)
 
