@@ -3,11 +3,12 @@
     python benchmarks/many_processes.py                      # about 10 minutes
     python benchmarks/many_processes.py --rounds 1 --dry --jobs mlp
 
-Gradients are summed in memory that both processes map ("ours"), as one vector through gloo, which
-uses TCP ("loopback"), and by XLA itself ("apart"); DDP sums through gloo. All sides train the same models on rows of random numbers, 64 rows of each process in a step, with
-SGD and momentum. A round runs every side once, each in fresh processes; ratios are taken within a
-round, of the fastest epochs. Ratios of the CPU time of rank 0 say more on a busy machine. Weak
-scaling is CPU seconds per row in one process over those in two.
+Both programs train the same models on rows of random numbers, 64 rows of each process in a step,
+with SGD and momentum. "ours" sums gradients in memory that both processes map, "loopback" as one
+vector through gloo, which uses TCP, "apart" as XLA does; DDP sums through gloo. A round runs every
+side once, each in fresh processes; ratios are taken within a round, of the fastest epochs. Ratios
+of the CPU time of rank 0 say more on a busy machine. Weak scaling is CPU seconds per row in one
+process over those in two.
 Writes ``benchmarks/results/many_processes.json``, but not with ``--dry``.
 """
 

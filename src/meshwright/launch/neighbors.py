@@ -81,21 +81,27 @@ class Neighbors:
             _scatter(total, targets, *cut)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the others. Twice does no harm."""
         for peer in self._peers.values():
             peer.close()
-        os.close(self._memory)
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
 
     def _wait(self, nbytes: int) -> None:
         """Return when all have come here: after ``log2`` of their number of exchanges."""
         self._number += 1
         token, distance = _TOKEN.pack(self._number, nbytes), 1
         while distance < self.count:
-            self._peers[(self.rank + distance) % self.count].sendall(token)
+            receiver = (self.rank + distance) % self.count
             sender = (self.rank - distance) % self.count
-            received = self._peers[sender].recv(_TOKEN.size, socket.MSG_WAITALL)
+            try:
+                self._peers[receiver].sendall(token)
+                received = self._peers[sender].recv(_TOKEN.size, socket.MSG_WAITALL)
+            except OSError as error:
+                raise _ended(receiver if isinstance(error, BrokenPipeError) else sender) from error
             if len(received) < _TOKEN.size:
-                raise ConnectionError(f"rank {sender} ended while gradients were summed")
+                raise _ended(sender)
             if received != token:
                 raise ConnectionError(
                     f"rank {sender} sums {_TOKEN.unpack(received)[1]} bytes and rank {self.rank} "
@@ -114,6 +120,10 @@ class Neighbors:
             memory = np.frombuffer(mmap.mmap(self._memory, whole), np.uint8)
             self._rows = memory.reshape(self.count + 1, nbytes)
         return self._rows
+
+
+def _ended(rank: int) -> ConnectionError:
+    return ConnectionError(f"rank {rank} has ended while gradients were summed")
 
 
 def _gather(spans: Sequence[Span], row: Any, start: int, stop: int) -> None:
