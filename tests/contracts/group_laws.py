@@ -121,7 +121,7 @@ def input_law(row: Any) -> None:
 
 def shard_law(row: Any) -> None:
     """Rows that are dealt out train as one device's, the rest that does not divide too; gradients
-    go as one flat vector."""
+    go as one flat vector, and compressed they train as on two devices of one process."""
     import jax
     from oracle import OneDevice, made, weights
 
@@ -140,6 +140,30 @@ def shard_law(row: Any) -> None:
     sums = [line for line in text.splitlines() if " all-reduce(" in line]
     assert sum(f"f32[{6 * 5 + 5 + 5 * 2 + 2}]" in line for line in sums) == 1, sums
     assert jax.process_count() == 2
+
+    across = [next(d for d in jax.devices() if d.process_index == rank) for rank in range(2)]
+    for how in (mw.PowerSGD(rank=1), mw.TopK(0.25)):
+        both = [compressed(how, devices, x, y) for devices in (across, jax.local_devices()[:2])]
+        agree_on(*both)
+
+
+def compressed(how: Any, devices: Any, x: Any, y: Any) -> dict[str, Any]:
+    """The parameters after some steps whose gradients are compressed."""
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch[0] @ params["w"] + params["b"] - batch[1]) ** 2)
+
+    first = {"w": np.ones([6, 2], "f"), "b": np.zeros([2], "f")}
+    placement = mw.Placement.of(mw.create_mesh({"batch": 2}, devices=devices))
+    options = mw.StepOptions(sums=mw.GradientSum(compress=how))
+    trainer = mw.Trainer(mw.jax_program(loss, first, optax.sgd(0.1)), placement, options)
+    state = trainer.init()
+    for at in (0, 8, 16, 24):
+        state, _ = trainer.step(state, trainer.put((x[at : at + 8], y[at : at + 8])))
+    return {name: np.asarray(value) for name, value in state.params.items()}
 
 
 def agree_on(actual: Any, expected: Any) -> None:

@@ -181,6 +181,26 @@ def test_invalid_choices_are_listed_together() -> None:
         mw.GradientSum(op="adasum", inner="local")
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mw.TopK("0.1"), r"TopK\(share\) must be > 0 and <= 1; received '0\.1'"),
+        (lambda: mw.TopK(None), r"TopK\(share\) must be > 0 and <= 1; received None"),
+        (lambda: mw.PowerSGD(2.0), r"PowerSGD\(rank\) must be 1 or more; received 2\.0"),
+        (lambda: mw.GradientSum(compress=0.1), r"compress must be mw\.PowerSGD.*; received 0\.1"),
+        (
+            lambda: mw.Pipeline("stage", 4, cuts=7),
+            "cuts must be a list of layers' paths; received 7",
+        ),
+        (lambda: mw.Pipeline("stage", 4, cuts="a"), "cuts must be a list of .*; received 'a'"),
+        (lambda: mw.Pipeline("stage", 4, cuts=[1]), r"cuts must be a list of .*; received \[1\]"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(mw.MeshwrightError, match=message):
+        make()
+
+
 # Compressed, with error feedback
 
 COMPRESSIONS = [mw.PowerSGD(rank=2), mw.TopK(0.05)]
