@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 import meshwright as mw  # before Keras: it settles KERAS_BACKEND=jax
-from meshwright.layouts.placement import Placed
+from meshwright.layouts.params import Placed
 from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.dry_run import DryRun, dry_run
 from meshwright.planning.graph import Graph

@@ -60,7 +60,7 @@ from .layouts.layout import Layout as Layout
 from .layouts.layout_map import LayoutMap as LayoutMap
 from .layouts.mesh import Mesh as Mesh
 from .layouts.mesh import create_mesh as create_mesh
-from .layouts.placement import ParamInfo as ParamInfo
+from .layouts.params import ParamInfo as ParamInfo
 from .layouts.placement import Placement as Placement
 from .lazy import lazily as _lazily
 from .topology import settle_cpu_pool as _settle_cpu_pool

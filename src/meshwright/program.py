@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from .layouts.dim_names import DimNames
-from .layouts.placement import ParamInfo, Placement
+from .layouts.params import ParamInfo
+from .layouts.placement import Placement
 
 Arrays = dict[str, Any]  # path -> jax.Array
 Batch = Any  # a pytree; Keras' is (inputs, targets, sample weights), shorter where parts are absent

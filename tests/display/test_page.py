@@ -40,7 +40,7 @@ from meshwright.hlo.links import AxisLink
 from meshwright.hlo.schedule import Clock, run
 from meshwright.hlo.text import Array
 from meshwright.hlo.traffic import Transfer
-from meshwright.layouts.placement import ParamInfo, Placed
+from meshwright.layouts.params import ParamInfo, Placed
 from meshwright.planning import Target
 from meshwright.planning.dry_run import DryRun, Memory, dry_run
 from meshwright.planning.search.plan import Option, Plan, Reason

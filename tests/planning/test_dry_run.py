@@ -22,7 +22,7 @@ from meshwright.hlo.collectives import Collective
 from meshwright.hlo.origins import Origin
 from meshwright.hlo.remedies import remedy
 from meshwright.hlo.text import Array
-from meshwright.layouts.placement import ParamInfo, Placed
+from meshwright.layouts.params import ParamInfo, Placed
 from meshwright.planning import Compiled, Target, compile_step
 from meshwright.planning.dry_run import DryRun, Memory, dry_run
 from meshwright.targets.hardware import Hardware

@@ -17,7 +17,7 @@ from small_graphs import Builder, mlp, transformer
 
 import meshwright as mw
 from meshwright.errors import CompileError, PlanError
-from meshwright.layouts.placement import ParamInfo
+from meshwright.layouts.params import ParamInfo
 from meshwright.planning import compile_ahead
 from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.estimate import estimate

@@ -11,7 +11,8 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import LayoutError, PlacementError
-from meshwright.layouts.placement import ParamInfo, Placement
+from meshwright.layouts.params import ParamInfo
+from meshwright.layouts.placement import Placement
 from meshwright.step.storing import Stored, Storing
 
 MESH = mw.Mesh({"batch": 2, "model": 4})

@@ -17,7 +17,8 @@ import numpy as np
 from .. import _compat
 from ..errors import BatchError, LayoutError, ModelError
 from ..jaxprs.edits import equations
-from ..layouts.placement import ParamInfo, Placement
+from ..layouts.params import ParamInfo
+from ..layouts.placement import Placement
 from ..program import Program, TrainState
 from ..run import Trainer
 from ..step.options import StepOptions

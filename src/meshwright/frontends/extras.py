@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ModelError
-from ..layouts.placement import ParamInfo, Role
+from ..layouts.params import ParamInfo, Role
 from ..program import Arrays, Batch, TrainState
 from ..step.padding import rows_of
 

@@ -13,7 +13,8 @@ import jax
 from ..errors import DimError, ModelError
 from ..layouts.dim_names import DimNames, dims
 from ..layouts.dim_rules import text_of
-from ..layouts.placement import ParamInfo, Placement
+from ..layouts.params import ParamInfo
+from ..layouts.placement import Placement
 from ..named.array import NamedArray, named
 from ..named.rules import bound, no_rules, rules
 from ..program import Program

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ..layouts.dim_names import DimNames
-from ..layouts.placement import ParamInfo, Role
+from ..layouts.params import ParamInfo, Role
 from ..program import Arrays
 
 

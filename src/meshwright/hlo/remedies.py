@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ..layouts.layout import UNSHARDED
-from ..layouts.placement import Placed, Placement
+from ..layouts.params import Placed
+from ..layouts.placement import Placement
 from .collectives import Collective
 from .origins import Origin
 

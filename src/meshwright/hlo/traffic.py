@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..jaxprs.lines import SourceLine, number_in
-from ..layouts.placement import Placed, Placement
+from ..layouts.params import Placed
+from ..layouts.placement import Placement
 from ..merging import grouped, pattern, without_numbers
 from .collectives import Collective
 from .origins import origins_of

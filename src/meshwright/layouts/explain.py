@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..views import Viewable
 from .mesh import Mesh
-from .placement import Placed
+from .params import Placed
 
 if TYPE_CHECKING:
     from ..stages.staged import StageShare

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-from ..errors import BatchError, DimError, LayoutError, MeshError, PlacementError
-from ..merging import merged
+from ..errors import BatchError, LayoutError, MeshError
 from .dim_names import DimNames
 from .dim_rules import DimRules, RulesLike
-from .layout import MATCH, UNSHARDED, Layout, Spec
-from .layout_map import Given, LayoutMap, PathLayout, find_layout, names_exactly
+from .layout import UNSHARDED, Layout, Spec
+from .layout_map import Given, LayoutMap, PathLayout, find_layout
 from .mesh import Mesh
+from .params import ParamInfo, Placed
 from .placement_arguments import (
+    MATCHES_NOTHING,
     BatchAxes,
     BatchLike,
     as_axes,
@@ -29,95 +30,16 @@ from .placement_arguments import (
     on_axes_of,
     rules_faults,
 )
-from .zero import check_level, share_out
+from .placing import place
+from .zero import check_level
 
 Unmatched = Literal["warn", "error", "replicate"]
-Role = Literal["parameter", "state", "slot", "seed", "metric"]
 
-_BY_LAYER = "the layer's own argument"
-_PADDING = "A layout with pad=True pads such a weight where a step stores it, and only there."
-_MATCHES_NOTHING = (
-    "MATCH keeps the layout that a dim has, and here it has none yet; name an axis, or leave the "
-    "dim UNSHARDED."
-)
 
 _PADS_WEIGHTS = (
     "pad=True is for weights. Batches are padded by themselves, and activations that do not divide "
     "are kept whole; leave pad out."
 )
-
-
-class Follows(NamedTuple):
-    """A variable whose dims are some of another one's, as a kernel's scales are.
-
-    ``spellings`` and ``asked`` are those of the other one, which was built with ``dims``; ``along``
-    says which of them each dim of this variable is, ``None`` for one that it has alone.
-    """
-
-    path: str
-    spellings: tuple[str, ...]
-    dims: tuple[int, ...]
-    along: tuple[int | None, ...]
-    asked: Layout | None = None
-
-
-@dataclass(frozen=True)
-class ParamInfo:
-    """What is known of one variable without its value.
-
-    ``path`` is its name inside its model and unique there; ``spellings`` are all the paths that a
-    rule may name it by (Keras' path, the path of layer names, the path of attributes). ``dims`` is
-    its size per dim, ``dtype`` its type and ``itemsize`` the bytes of one element. ``role`` is
-    ``"parameter"``, ``"slot"``, ``"state"`` or ``"metric"``. ``owner`` is, for a slot, the path of
-    its parameter. ``lasting`` is the path that it has again when its model is built again.
-    ``asked`` is the layout that an argument of its layer gives, ``names`` the names of its dims,
-    and ``follows`` the kernel whose rule it follows where it has none of its own.
-
-    >>> info = ParamInfo("hidden/kernel", ("hidden/kernel",), (784, 128), "float32", itemsize=4)
-    >>> info.role, info.dims
-    ('parameter', (784, 128))
-    """
-
-    path: str
-    spellings: tuple[str, ...]
-    dims: tuple[int, ...]
-    dtype: str
-    itemsize: int
-    role: Role = "parameter"
-    owner: str | None = None  # for a slot: the path of its parameter
-    lasting: str | None = None  # the path that it has again when its model is built again
-    asked: Layout | None = None  # the layout that the model itself asks for, in a layer's argument
-    names: DimNames | None = None  # of its dims, where the model itself names them
-    follows: Follows | None = None  # the kernel that it belongs to, where it has no rule of its own
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole variable."""
-        return math.prod(self.dims) * self.itemsize
-
-
-class Placed(NamedTuple):
-    """A variable with the layout that it gets and the reason why."""
-
-    info: ParamInfo
-    layout: Layout
-    reason: str
-    names: DimNames | None = None  # of its dims, where they are named
-
-    @property
-    def stored_dims(self) -> tuple[int, ...]:
-        """Its dims as a training step stores it: larger where the layout pads it."""
-        return self.layout.stored_dims(self.info.dims)
-
-    @property
-    def unpadded(self) -> Layout:
-        """How it lies with its own dims: whole along those that do not divide."""
-        return self.layout.fitting(self.info.dims) if self.layout.pad else self.layout
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes that one device of the mesh holds while it trains."""
-        return self.layout.shard_bytes(self.stored_dims, self.info.itemsize)
 
 
 @dataclass(frozen=True)
@@ -164,7 +86,7 @@ class Placement:
         arrays = [(f"the layout of input {key!r}", layout) for key, layout in self.inputs]
         arrays += [(f"the layout of target {key!r}", layout) for key, layout in self.targets]
         outputs = [(f"activation {entry.pattern!r}", entry.layout) for entry in self.activations]
-        faults = [f"{what}: {_MATCHES_NOTHING}" for what, x in weights + arrays if holds_match(x)]
+        faults = [f"{what}: {MATCHES_NOTHING}" for what, x in weights + arrays if holds_match(x)]
         faults += rules_faults(self.rules, self.mesh)
         for what, asked in weights:  # rules are checked later, with the variables' sizes
             if isinstance(asked, Layout) or self.rules is None:
@@ -299,117 +221,7 @@ class Placement:
 
         Raises one :class:`PlacementError` that lists every variable whose layout does not fit.
         """
-        infos = list(infos)
-        ruled: dict[ParamInfo, Placed] = {}
-        faults: list[str] = []
-        could_be_padded = False
-        for info in dict.fromkeys(i for i in infos if i.role != "slot"):
-            try:
-                ruled[info] = self._place_one(info)
-                faults_here = _faults_of(ruled[info])
-                could_be_padded |= ruled[info].layout.rank == len(info.dims) and bool(faults_here)
-            except _NamedDimsError as error:
-                faults_here = [str(error)]
-            except LayoutError as error:
-                faults_here = [f"{_opening(info, info.asked, _BY_LAYER)}: {error}"]
-            if faults_here:
-                faults.append("\n".join(faults_here))
-        if faults:
-            raise PlacementError(
-                f"{len(faults)} variable(s) cannot be laid out on the mesh "
-                f"({self.mesh.axes_text}); nothing was allocated.\n"
-                + "\n".join(merged(faults) + [_PADDING] * could_be_padded)
-            )
-        owners = {info.path: placed for info, placed in ruled.items()}
-        if self.zero == 3:
-            ruled = {info: self._shared_out(placed) for info, placed in ruled.items()}
-        return [ruled.get(info) or self._slot(info, owners) for info in infos]
-
-    def _place_one(self, info: ParamInfo) -> Placed:
-        replicated = Layout.replicated(self.mesh, len(info.dims))
-        if info.role in ("seed", "metric"):
-            return Placed(info, replicated, f"{info.role}: replicated")
-        entry = find_layout(self.layouts, info.spellings)
-        kernel = info.follows
-        if kernel is not None and entry in (None, find_layout(self.layouts, kernel.spellings)):
-            return self._following(info, kernel)
-        if info.asked is not None:
-            return _padded(info, self._asked(info, entry), _BY_LAYER)
-        if entry is not None:
-            reason = f"layout '{entry.pattern}'"
-            if isinstance(entry.layout, DimNames):
-                return self._by_names(info, entry.layout, reason)
-            return _padded(info, entry.layout.on(self.mesh), reason)
-        if info.names is not None and self.rules is not None:
-            return self._by_names(info, info.names)
-        return Placed(info, replicated, "no layout: replicated", info.names)
-
-    def _by_names(self, info: ParamInfo, names: DimNames, rule: str = "") -> Placed:
-        """Where a variable lies whose dims have names. Raises if that cannot be."""
-        assert self.rules is not None
-        try:
-            dims = names.of(info.dims)
-            bound = None if names.pad else self.mesh
-            self.rules.layout(dims, bound, "the variable")
-        except (DimError, LayoutError) as error:
-            whose = f", dims [{names}] by {rule}" if rule else ""
-            lines = str(error).splitlines()
-            raise _NamedDimsError(
-                "\n".join(f"  {info.path} {info.dims}{whose}: {line}" for line in lines)
-            ) from None
-        splitting = [f"{n}:{'+'.join(a)}" for n in names.names if (a := self.rules.axes(n))]
-        reason = ", ".join([rule] * bool(rule) + splitting) or "no rule for its dims: replicated"
-        placed = _padded(info, names.layout(self.rules).on(self.mesh), reason)
-        return placed._replace(names=names)
-
-    def _following(self, info: ParamInfo, kernel: Follows) -> Placed:
-        """Where a variable lies as its kernel does, whole along dims that do not divide."""
-        whole = replace(
-            info, dims=kernel.dims, spellings=kernel.spellings, asked=kernel.asked, follows=None
-        )
-        placed = self._place_one(whole)
-        layout = placed.layout
-        if layout.rank != len(kernel.dims):  # a fault of the layout, which is listed for the kernel
-            replicated = Layout.replicated(self.mesh, len(info.dims))
-            return placed if kernel.path == info.path else Placed(info, replicated, placed.reason)
-        specs = [UNSHARDED if dim is None else layout.specs[dim] for dim in kernel.along]
-        layout = Layout(specs, self.mesh).fitting(info.dims)
-        whose = "packed" if kernel.path == info.path else f"as {kernel.path}"
-        return Placed(info, layout, f"{placed.reason}, {whose}")
-
-    def _slot(self, info: ParamInfo, owners: Mapping[str, Placed]) -> Placed:
-        owner = owners.get(info.owner or "")
-        if owner is not None and owner.info.dims == info.dims:
-            slot = Placed(info, owner.layout, f"slot of {owner.info.path}", owner.names)
-        elif info.asked is not None:
-            return Placed(info, info.asked.on(self.mesh), "slot: a row for each device")
-        elif info.names is not None and self.rules is not None:
-            slot = self._by_names(info, info.names)  # a part of its parameter, such as its rows
-        else:
-            return Placed(info, Layout.replicated(self.mesh, len(info.dims)), "slot: replicated")
-        return self._shared_out(slot) if self.zero else slot
-
-    def _shared_out(self, placed: Placed) -> Placed:
-        """What ZeRO makes of a parameter or a slot; the reason says so either way."""
-        if placed.info.role not in ("parameter", "slot"):
-            return placed
-        layout = share_out(placed.layout, placed.stored_dims, self.batch_axes)
-        says = f"zero={self.zero}" + ("" if layout else ": small, or no dim divides")
-        return placed._replace(layout=layout or placed.layout, reason=f"{placed.reason}, {says}")
-
-    def _asked(self, info: ParamInfo, entry: PathLayout | None) -> Layout:
-        """The layer's own layout. It beats a pattern; one that is this very path contradicts it."""
-        assert info.asked is not None
-        if entry is not None and names_exactly(entry.pattern, info.spellings):
-            asked = self.layout(entry.layout).unbound()
-            if asked != info.asked.unbound():
-                raise LayoutError(
-                    f"the variable is laid out twice: layout {entry.pattern!r} names this very "
-                    f"path and gives {asked}. Keep one of the two."
-                )
-        if MATCH in info.asked.specs:
-            raise LayoutError(_MATCHES_NOTHING)
-        return info.asked.on(self.mesh)
+        return place(self, infos)
 
     # Inputs, targets, activations
 
@@ -500,32 +312,6 @@ class Placement:
         except LayoutError as error:
             return [f"{what}: {error}"]
         return []
-
-
-class _NamedDimsError(LayoutError):
-    """A variable's named dims that the rules cannot lay out, in whole lines."""
-
-
-def _padded(info: ParamInfo, layout: Layout, reason: str) -> Placed:
-    """The variable in this layout, which says that it pads only where something is padded."""
-    if not layout.pad or layout.rank != len(info.dims):
-        return Placed(info, layout, reason)
-    stored = layout.stored_dims(info.dims)
-    if stored == info.dims:
-        return Placed(info, Layout(layout.specs, layout.mesh), reason)
-    return Placed(info, layout, f"{reason}, stored as {'x'.join(map(str, stored))}")
-
-
-def _faults_of(placed: Placed) -> list[str]:
-    opening = _opening(placed.info, placed.layout, placed.reason)
-    fits = placed.layout.rank == len(placed.info.dims)
-    dims = placed.stored_dims if fits else placed.info.dims
-    return [f"{opening}: {fault}" for fault in placed.layout.faults(dims, "the variable")]
-
-
-def _opening(info: ParamInfo, layout: Layout | None, reason: str) -> str:
-    specs = "" if layout is None else f", {layout.unbound()} by {reason}"
-    return f"  {info.path} {info.dims}{specs}"
 
 
 def _batch_fault(rows: int, layout: Layout) -> str:

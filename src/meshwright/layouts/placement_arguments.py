@@ -15,6 +15,10 @@ from .mesh import Mesh
 
 BatchAxes = str | tuple[str, ...] | None
 BatchLike = BatchAxes | list[str] | EllipsisType  # ... is "batch", or what the rules say of it
+MATCHES_NOTHING = (
+    "MATCH keeps the layout that a dim has, and here it has none yet; name an axis, or leave the "
+    "dim UNSHARDED."
+)
 
 
 def batch_by(rules: DimRules | None, batch: Any) -> Any:

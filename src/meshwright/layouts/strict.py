@@ -16,7 +16,8 @@ from ..merging import merged
 from ..warn import warn
 from .dim_names import ANY, DimNames
 from .layout_map import PathLayout, find_layout, finds
-from .placement import ParamInfo, Placed, Placement
+from .params import ParamInfo, Placed
+from .placement import Placement
 
 LARGE_BYTES = 1 << 20
 _NEAREST = 3

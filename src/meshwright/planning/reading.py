@@ -11,7 +11,7 @@ from ..hlo.peak import LiveTensor, alive_at_peak
 from ..hlo.text import parse
 from ..hlo.traffic import transfers
 from ..jaxprs.flops import least_flops, model_flops
-from ..layouts.placement import Placed
+from ..layouts.params import Placed
 from ..program import TrainState
 from ..targets import gpu
 from ..targets.hardware import Hardware

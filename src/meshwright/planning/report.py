@@ -10,7 +10,7 @@ from ..errors import DataError
 from ..files import write
 from ..hlo.peak import LiveTensor
 from ..hlo.traffic import Transfer
-from ..layouts.placement import Placed
+from ..layouts.params import Placed
 from ..targets.hardware import Hardware
 from ..targets.target import Target
 from ..views import Viewable, view_of

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from ..errors import PipelineError
-from ..layouts.placement import ParamInfo
+from ..layouts.params import ParamInfo
 from ..warn import warn
 from .line import Line
 

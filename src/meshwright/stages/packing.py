@@ -15,7 +15,8 @@ from typing import Any
 
 from ..errors import PipelineError
 from ..layouts.layout import UNSHARDED, Layout
-from ..layouts.placement import ParamInfo, Placed, Placement
+from ..layouts.params import ParamInfo, Placed
+from ..layouts.placement import Placement
 from ..program import Arrays, Program, TrainState
 from .by_stage import ByStage, Piece, from_row, packed_row
 from .stacking import Stacking, asking, by_part, shapes_of, spread_over

@@ -14,7 +14,8 @@ from typing import Any
 
 from ..errors import PipelineError
 from ..layouts.layout import Layout
-from ..layouts.placement import ParamInfo, Placed, Placement
+from ..layouts.params import ParamInfo, Placed
+from ..layouts.placement import Placement
 from ..layouts.zero import share_out
 from ..program import Arrays, Program, TrainState
 from .alike import Families, Places, alike

@@ -34,7 +34,8 @@ from ..jaxprs.edits import edited
 from ..layouts.explain import Explanation
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
-from ..layouts.placement import Placed, Placement
+from ..layouts.params import Placed
+from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
 from ..stages.branched import Branched
 from ..stages.branches import Branches

@@ -16,7 +16,8 @@ from typing import Any
 
 from ..errors import ClusterError, ModelError
 from ..layouts.layout import Layout
-from ..layouts.placement import ParamInfo, Placement
+from ..layouts.params import ParamInfo
+from ..layouts.placement import Placement
 from ..program import Arrays, Program, TrainState
 
 UNSENT = "unsent_gradients"  # the slot: a row for each device, of all parameters one behind another

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import BatchError, ClusterError
-from ..layouts.placement import ParamInfo, Placement
+from ..layouts.params import ParamInfo
+from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .gradient import Gradient
 from .summing import PLAIN_SUM, refuse_split, sum_within

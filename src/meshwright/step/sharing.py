@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..layouts.placement import ParamInfo, Placement
+from ..layouts.params import ParamInfo
+from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..layouts.layout import Layout
-from ..layouts.placement import ParamInfo, Placement
+from ..layouts.params import ParamInfo
+from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
 from .stretches import GATHERED
 

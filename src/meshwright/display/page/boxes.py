@@ -20,7 +20,7 @@ from .layers import PAINTS, passes
 if TYPE_CHECKING:
     from ...hlo.costs import LayerCost
     from ...hlo.traffic import Transfer
-    from ...layouts.placement import Placed
+    from ...layouts.params import Placed
     from ...planning.report import DryRun
 
 _MOST = 400  # boxes; larger models are shown by their tables

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...layouts.layout import Layout
-from ...layouts.placement import Placed
+from ...layouts.params import Placed
 from ...merging import grouped, pattern, without_numbers
 from ...units import bytes_text
 from ..drawing import Drawn
@@ -52,7 +52,7 @@ def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
     """Variables grouped by equal layout and block, those with most bytes in a device first.
 
     >>> from meshwright import Layout, Mesh
-    >>> from meshwright.layouts.placement import ParamInfo
+    >>> from meshwright.layouts.params import ParamInfo
     >>> lies = Layout(["model"], Mesh({"model": 2}))
     >>> paths = ("block_0/bias", "block_1/bias", "bias")
     >>> found = alike(Placed(ParamInfo(p, (p,), (4,), "float32", 4), lies, "rule") for p in paths)

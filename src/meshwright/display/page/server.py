@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...layouts.layout import Layout
 from ...layouts.mesh import Mesh, axes_text
-from ...layouts.placement import ParamInfo, Placed
+from ...layouts.params import ParamInfo, Placed
 from ...units import bytes_text, seconds_text, share_text
 from .document import page_of
 from .elements import Cell, Column, Part, element

@@ -10,7 +10,7 @@ from .ticks import tick_table_text
 
 if TYPE_CHECKING:
     from ...layouts.explain import Explanation
-    from ...layouts.placement import Placed
+    from ...layouts.params import Placed
     from ...stages.staged import StageShare
 
 _STAGE_HEADINGS = ("stage", "has", "FLOPs")

@@ -13,7 +13,8 @@ from ... import _compat
 from ...data import put
 from ...errors import ModelError, TopologyError
 from ...layouts.mesh import Mesh
-from ...layouts.placement import ParamInfo, Placed, Placement
+from ...layouts.params import ParamInfo, Placed
+from ...layouts.placement import Placement
 from ...layouts.strict import inspect, refuse_idle_layouts, unnamed
 from ...step.options import StepOptions
 from ...step.summing import GradientSum, refuse_split

@@ -15,7 +15,8 @@ from jax.core import Tracer
 from ... import _compat
 from ...arrays import relayout
 from ...layouts.layout import UNSHARDED, Layout
-from ...layouts.placement import Placed, Placement
+from ...layouts.params import Placed
+from ...layouts.placement import Placement
 from ...step.remat import block_output
 from ...step.spatial import guard, is_safe
 from .batches import putter

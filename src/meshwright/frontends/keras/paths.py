@@ -20,7 +20,7 @@ import numpy as np
 
 from ... import _compat
 from ...layouts.layout import Layout
-from ...layouts.placement import Follows, ParamInfo, Role
+from ...layouts.params import Follows, ParamInfo, Role
 from .quantized import companions
 
 Named = Callable[[Any], Iterator[tuple[str, Any]]]  # the layers that a model knows by name

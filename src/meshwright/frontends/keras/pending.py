@@ -22,7 +22,7 @@ import numpy as np
 from ... import _compat
 from ...data import put
 from ...jaxprs.edits import edited
-from ...layouts.placement import Placed
+from ...layouts.params import Placed
 
 Place = Callable[[list[Any], list[keras.Model]], list[Placed]]
 

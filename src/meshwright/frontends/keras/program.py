@@ -15,7 +15,8 @@ import keras
 
 from ... import _compat
 from ...errors import ModelError
-from ...layouts.placement import ParamInfo, Placement
+from ...layouts.params import ParamInfo
+from ...layouts.placement import Placement
 from ...program import Arrays, Aux, Batch, Logs, Program, TrainState
 from ...stages.stacking import Stacking
 from ...step.assemble import Assembly, assemble

@@ -13,7 +13,8 @@ import numpy as np
 from ...errors import LayoutError
 from ...hlo.groups import Axes
 from ...layouts.mesh import Mesh
-from ...layouts.placement import Placed, Placement
+from ...layouts.params import Placed
+from ...layouts.placement import Placement
 from ...merging import merged
 from ...program import Batch, Program
 from ...step.options import StepOptions

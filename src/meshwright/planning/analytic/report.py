@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import LayoutError, TargetError
-from ...layouts.placement import Placed, Placement
+from ...layouts.params import Placed
+from ...layouts.placement import Placement
 from ...program import Batch
 from ...targets.hardware import Hardware
 from ...targets.target import Target

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...jaxprs.repeats import LEAST, NO_RUN, Run, repeated
 from ...jaxprs.scopes import layer_of
-from ...layouts.placement import ParamInfo, Placed
+from ...layouts.params import ParamInfo, Placed
 from ...program import Arrays, Aux, Batch, Program, TrainState
 from ..abstract_step import AbstractStep
 from .traced import TracedLoss, evaluated, shortened, traced, training_loss

@@ -20,7 +20,8 @@ from ...frontends.keras.program import KerasVariables, steps_of
 from ...frontends.keras.rowwise import RowWise
 from ...layouts.layout_map import find_layout
 from ...layouts.mesh import Mesh
-from ...layouts.placement import ParamInfo, Placed, Placement
+from ...layouts.params import ParamInfo, Placed
+from ...layouts.placement import Placement
 from ...layouts.strict import inspect
 from ...merging import merged
 from ...program import Batch, Program
