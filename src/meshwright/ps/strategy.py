@@ -9,20 +9,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..errors import ArrayError, ClusterError, MeshwrightError
+from ..errors import ArrayError, MeshwrightError
 from ..launch.addresses import to_bind
 from ..launch.cluster import Cluster, cluster_of
-from ..step.summing import GradientSum
 from .coordinator.dispatcher import Dispatcher, DispatcherSettings
 from .coordinator.guardian import Guardian
 from .coordinator.links import LocalLinks, SocketLinks
 from .coordinator.queue import StepQueue
 from .coordinator.saving import check_fits, names_in, restore_here, save_here
-from .options import InputOptions, Tables
+from .keras_training import KerasTraining
 from .server.core import ServerCore
 from .shared.client import Servers, checked_times, connect, connect_here
 from .shared.consistency import Async, Consistency, Stale, consistency_of, gradient_options
@@ -39,19 +38,16 @@ from .worker.gradients import (
     tell_optimizer,
     worker_strategy,
 )
+from .worker_strategy import checked_worker
 
 if TYPE_CHECKING:
-    from ..run.saver import Resume, SaveEvery
-    from ..step.local import Local
     from .coordinator.coordinator import ClusterCoordinator
-    from .training.compression import Compression
 
 T = TypeVar("T")
-_INPUT_OPTIONS, _TABLES = InputOptions(), Tables()
 _scopes: list[ParameterServer] = []
 
 
-class ParameterServer:
+class ParameterServer(KerasTraining):
     """Variables on parameter servers, changed by functions that run on workers.
 
     ``cluster`` is a ``LocalCluster``, a resolver, a ``ClusterSpec`` (or a pair of one and
@@ -194,141 +190,7 @@ class ParameterServer:
             self.coordinator_made.restarted(restarts)
         return done
 
-    # Training and checkpoints
-
-    def fit(
-        self,
-        model: Any,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        verbose: str | int = "auto",
-        callbacks: Any = None,
-        validation_split: float = 0.0,
-        validation_data: Any = None,
-        shuffle: bool = True,
-        class_weight: Mapping[int, float] | None = None,
-        sample_weight: Any = None,
-        initial_epoch: int = 0,
-        steps_per_epoch: int | None = None,
-        validation_steps: int | None = None,
-        validation_batch_size: int | None = None,
-        validation_freq: int | Sequence[int] = 1,
-        *,
-        checkpoint: str | Path | None = None,
-        save_every: SaveEvery = None,
-        keep: int | None = 3,
-        resume: Resume = "auto",
-        input_options: InputOptions = _INPUT_OPTIONS,
-        tables: Tables = _TABLES,
-        local: Local | None = None,
-        compression: str | Compression | None = None,
-    ) -> Any:
-        """Train a compiled Keras model, as it is, on the workers and servers; returns its History.
-
-        ``x`` is a function that makes a dataset of batches on every worker (it is given an
-        :class:`~meshwright.ps.InputContext`), a dataset that can be sent to them, or arrays with
-        ``y``, ``batch_size``, ``sample_weight`` and ``shuffle``. ``steps_per_epoch`` are the steps
-        of all workers together; it must be given for datasets that do not know their length.
-        ``validation_data`` is given like ``x``, or as ``(x, y)``; every element is counted once,
-        also when workers die. The other arguments up to ``validation_freq`` are those of
-        ``keras.Model.fit``; ``class_weight`` is not supported.
-
-        ``checkpoint`` is a directory that is written to after each epoch, or after ``save_every``
-        steps, and that the run goes on from (``resume``); it keeps the newest ``keep`` checkpoints.
-        ``input_options`` says how batches are dealt to workers, ``tables`` which Embedding layers
-        travel by rows, and what trains them. ``local`` is :class:`~meshwright.LocalSGD` or
-        :class:`~meshwright.DiLoCo`, ``compression`` how gradients are made smaller on their way:
-        ``"float16"``, ``"bfloat16"``, ``Half(...)`` or ``TopK(...)`` of :mod:`meshwright.ps`.
-
-        Raises :class:`~meshwright.ModelError` for a model, an optimizer, an argument or a callback
-        that cannot be used so, and :class:`~meshwright.DataError` where the data ends too soon.
-        """
-        from ..run.options import Data, Schedule, Validation
-        from ..run.saver import Saver
-        from .training.fitting import fit
-
-        return fit(
-            self,
-            model,
-            Data(x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight),
-            Validation(
-                validation_data,
-                validation_split,
-                validation_batch_size,
-                validation_steps,
-                validation_freq,
-            ),
-            Schedule(epochs, initial_epoch, callbacks, verbose),
-            lambda: Saver.of(checkpoint, save_every, keep, resume, repr(self)),
-            input_options=input_options,
-            tables=tables,
-            local=local,
-            compression=compression,
-        )
-
-    def evaluate(
-        self,
-        model: Any,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        verbose: str | int = "auto",
-        sample_weight: Any = None,
-        steps: int | None = None,
-        callbacks: Any = None,
-        return_dict: bool = True,
-        *,
-        tables: Tables = _TABLES,
-    ) -> Any:
-        """Loss and metrics over all batches, each counted once; the workers measure.
-
-        Data is given as to :meth:`fit`. Returns a dict, or with ``return_dict=False`` what
-        ``keras.Model.evaluate`` does. Nothing is drawn, whatever ``verbose`` says; ``callbacks``
-        are not supported. Raises :class:`~meshwright.DataError` where the data holds no batch.
-        """
-        from .. import _compat
-        from ..run.options import Data
-        from .training.callbacks import refuse_callbacks
-        from .training.fitting import evaluate
-
-        del verbose
-        refuse_callbacks("evaluate", callbacks)
-        logs = evaluate(self, model, Data(x, y, sample_weight, batch_size, steps), tables)
-        return logs if return_dict else _compat.in_metric_order(model, logs)
-
-    def predict(
-        self,
-        model: Any,
-        x: Any,
-        batch_size: int | None = None,
-        verbose: str | int = "auto",
-        steps: int | None = None,
-        callbacks: Any = None,
-        *,
-        tables: Tables = _TABLES,
-    ) -> Any:
-        """What a model returns for all inputs, in their order, as NumPy arrays.
-
-        The workers compute. ``x`` is given as to :meth:`fit`; of the batches of a dataset only the
-        inputs are taken. The model need not be compiled. Nothing is drawn, whatever ``verbose``
-        says; ``callbacks`` are not supported. Raises :class:`~meshwright.BatchError` where the data
-        holds no batch.
-        """
-        from ..run.options import Data
-        from .training.callbacks import refuse_callbacks
-        from .training.predicting import predict
-
-        del verbose
-        refuse_callbacks("predict", callbacks)
-        return predict(self, model, Data(x, batch_size=batch_size, steps=steps), tables)
-
-    def export(self, model: Any) -> Any:
-        """A plain Keras model of it: see :func:`meshwright.ps.training.keras_export_model`."""
-        from .training import plain_model
-
-        return plain_model(self, model)
+    # Checkpoints
 
     def save(self, directory: str | Path, step: int = 0) -> Path:
         """Wait for all scheduled functions, and let a worker write all variables and their slots.
@@ -556,69 +418,3 @@ def _begin(servers: Servers, queue: StepQueue) -> None:
             servers.ask(server, Message("round", {"round": number, "of": 0}))
     servers.clip_rounds()
     queue.begin_rounds(max(rounds) + 1)
-
-
-@runtime_checkable
-class _Layout(Protocol):
-    """``mw.Sharded`` and its kin; this room loads no Keras."""
-
-    mesh: Any
-
-    @property
-    def placement(self) -> Any: ...
-    @property
-    def how(self) -> Any: ...
-    def on(self, mesh: Any) -> Any: ...
-
-
-def checked_worker(worker: Any, cluster: Cluster) -> Any:
-    """The strategy of each worker over its own devices, on a mesh without any where those are away.
-
-    Raises :class:`~meshwright.errors.ClusterError` that lists all that cannot be done so.
-    """
-    if worker is None:
-        return None
-    if not isinstance(worker, _Layout):
-        raise ClusterError(
-            "worker must be mw.Sharded(mesh, layouts) or mw.DataParallel(mesh), the layout of the "
-            f"step over each worker's own devices; received {worker!r}."
-        )
-    size, num_devices = worker.mesh.size, cluster.worker_devices
-    faults = []
-    if num_devices is not None and num_devices != size:
-        faults.append(
-            f"worker={worker!r} lies on a mesh of {size} devices ({worker.mesh.axes_text}), and "
-            f"each worker of the cluster has {num_devices}. Start it with "
-            f"LocalCluster(worker_devices={size}), or make the mesh of {num_devices}."
-        )
-    if worker.how.accumulate != 1:
-        faults.append(
-            f"worker={worker!r} with accumulate={worker.how.accumulate}: a worker takes one batch "
-            "in a step. Leave it out, and give the optimizer gradient_accumulation_steps="
-            f"{worker.how.accumulate}: the servers accumulate."
-        )
-    if worker.how.local is not None:
-        faults.append(
-            f"worker={worker!r} with local={worker.how.local!r}: say it in fit(local=...), and the "
-            "worker's steps go to the servers so."
-        )
-    if worker.how.pipeline is not None:
-        faults.append(
-            f"worker={worker!r} with a pipeline: a worker's step is cut over its devices, and not "
-            "into stages. Leave it out, or train without parameter servers."
-        )
-    if isinstance(worker.how.sums, GradientSum):
-        faults.append(
-            f"worker={worker!r} with sums={worker.how.sums!r}: the servers sum what workers send. "
-            "Leave it out; compression= makes gradients smaller on their way."
-        )
-    here = cluster.spec is None
-    if here and worker.mesh.is_abstract:
-        faults.append(
-            f"worker={worker!r}: without a cluster this process is the worker, and the mesh "
-            f"({worker.mesh.axes_text}) has no devices. Make it with "
-            f"create_mesh({dict(worker.mesh.axes)!r})."
-        )
-    if faults:
-        raise ClusterError("\n".join(faults))
-    return worker if here or worker.mesh.is_abstract else worker.on(worker.mesh.abstract())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,8 @@ from ..wire.schema import ANY_MESSAGE, BEAT, TO_COORDINATOR, check
 from ..wire.values import unpack_value
 from ..worker.iterators import Asked, Given
 from .calls import Packer
-from .data import ElementSource
 from .guardian import Guardian
+from .judging import fits_worker, given_up, ran_dry, report, steps_to_recall
 from .links import Links
 from .members import Beats, Worker, silent
 from .queue import Step, StepQueue
@@ -28,7 +28,6 @@ from .sending import forgotten, messages_for, packed_elements
 
 _TICK_S = 0.05
 _PAUSE_S = 0.5
-_PATIENCE_S = 0.05  # a step waits so long behind another before an idle worker is given it
 _MOST_ATTEMPTS = 10  # of a step, before it is taken for what ends its workers
 
 
@@ -249,7 +248,7 @@ class Dispatcher:
         for step in steps:
             self._freed(step)
             if step.attempt >= _MOST_ATTEMPTS and not self.queue.error:
-                self._give_up(step, _given_up(step, task))
+                self._give_up(step, given_up(step, task))
         if all(worker.task != task for worker in self.workers.values()):
             for source in self.packer.sources.values():
                 source.leave(task)
@@ -325,7 +324,7 @@ class Dispatcher:
         return worker.window if isinstance(self.settings.consistency, Async | Stale) else 1
 
     def _fits(self, step: Step, name: str) -> bool:
-        return _fits_worker(self.packer.sources, step, self.workers[name].task)
+        return fits_worker(self.packer.sources, step, self.workers[name].task)
 
     def _fail_if_dry(self) -> None:
         """Every worker has run dry: the next step can be done by none."""
@@ -333,11 +332,11 @@ class Dispatcher:
         if step is None or self.queue.num_running or not self.workers:
             return
         if not any(self._fits(step, name) for name in self.workers):
-            self._give_up(step, _ran_dry(step))
+            self._give_up(step, ran_dry(step))
 
     def _recall(self, now_s: float) -> None:
         assert self.links is not None
-        wanted = _steps_to_recall(self.queue, self._sent_s, self._recalled, now_s)
+        wanted = steps_to_recall(self.queue, self._sent_s, self._recalled, now_s)
         for name, steps in wanted.items():
             self._recalled.update(step.number for step in steps)
             attempts = [[step.number, step.attempt] for step in steps]
@@ -448,7 +447,7 @@ class Dispatcher:
     def lines(self) -> list[str]:
         """What every task does."""
         waits_for = self.guardian.waits_for if self.guardian is not None else ""
-        return _report(self.queue, self.workers, waits_for, time.monotonic())
+        return report(self.queue, self.workers, waits_for, time.monotonic())
 
     def _freed(self, step: Step) -> None:
         self._recalled.discard(step.number)
@@ -481,64 +480,3 @@ _HANDLERS: dict[str, Callable[[Dispatcher, Worker, Message], None]] = {
     "alive": Dispatcher._alive,
     "leave": Dispatcher._leave,
 }
-
-
-def _report(
-    queue: StepQueue, workers: Mapping[str, Worker], waits_for: str, now_s: float
-) -> list[str]:
-    """How much is queued, what each worker does, and what else is waited for."""
-    lines = [f"{queue.num_queued} steps are queued, {queue.num_running} handed out"]
-    for worker in workers.values():
-        steps = list(queue.members[worker.name].steps.values())
-        names = dict.fromkeys(step.call.function.name for step in steps)
-        having = f"; has {len(steps)} steps ({', '.join(names)})" if steps else ""
-        lines.append(f"{worker.report(now_s)}{having}")
-    for member in queue.members.values():
-        if member.lost:
-            lines.append(f"{member.name} was declared dead, and is not fenced yet")
-    if waits_for:
-        lines.append(f"the coordinator waits for {waits_for}")
-    if not workers:
-        lines.append("there is no worker")
-    return lines
-
-
-def _steps_to_recall(
-    queue: StepQueue, sent_s: Mapping[int, float], recalled: Collection[int], now_s: float
-) -> dict[str, list[Step]]:
-    """Steps that wait behind a long one while a worker has nothing to do, by their workers.
-
-    After an error, everything that may not have begun.
-    """
-    wanted: dict[str, list[Step]] = {}
-    for step in queue.to_cancel() or queue.behind():
-        waited_s = now_s - sent_s.get(step.number, now_s)
-        patience_s = 0.0 if step.only_here else _PATIENCE_S
-        if waited_s >= patience_s and step.number not in recalled:
-            assert step.worker is not None
-            wanted.setdefault(step.worker, []).append(step)
-    return wanted
-
-
-def _fits_worker(sources: Mapping[str, ElementSource], step: Step, task: str) -> bool:
-    """Whether a worker has, as far as is known, elements for a step."""
-    own = [sources[key] for key in step.call.iterators]
-    return not any(source.passes_on and source.dry(task) for source in own)
-
-
-def _ran_dry(step: Step) -> ExhaustedError:
-    """The error of a step for which no worker has an element."""
-    return ExhaustedError(
-        f"the dataset has no more elements on any worker ({', '.join(step.call.iterators)}). "
-        "Schedule fewer steps, or repeat the dataset."
-    )
-
-
-def _given_up(step: Step, task: str) -> TaskError:
-    """The error of a step that has lost too many workers."""
-    return TaskError(
-        f"step {step.number} ({step.call.function.name}) was begun {step.attempt} times, and "
-        f"each time its worker was lost, the last time {task}. It may be what ends them: look "
-        "at what the workers print, and how much memory they need.",
-        task,
-    )
