@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
@@ -304,8 +305,6 @@ def test_a_mesh_may_be_a_text():
     ],
 )
 def test_what_is_no_model_and_no_batch(model, batch, error, said):
-    import keras
-
     if model is None:
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
@@ -562,6 +561,16 @@ def test_fsdp_is_verified_too():
     assert {each.zero for each in asked} <= {0, 1}
 
 
+def test_a_plan_that_splits_targets_of_a_keras_model_is_verified():
+    with mw.abstract():
+        model = keras.Sequential([keras.Input([256]), keras.layers.Dense(512)])
+        model.compile("adam", "mse")
+    batch = tuple(jax.ShapeDtypeStruct((8, width), "float32") for width in (256, 512))
+    plan = mw.plan(model, batch, target="cpu:4", hardware=CPU, verify=1)
+    assert dict(plan.layouts)["input/1"] == ((), ("model",))
+    assert plan.is_compiled
+
+
 def test_what_does_not_fit_by_its_dry_run_gives_way_to_what_holds_less():
     graph = mlp(1 << 18, 256, 1024)
     free = plan_step(graph, "h100:8", zero=(0, 3))
@@ -618,8 +627,6 @@ def test_where_only_slow_ones_fit_faster_ones_that_hold_less_are_looked_for():
 
 
 def test_a_plan_of_a_keras_model_trains_it():
-    import keras
-
     def build():
         keras.utils.set_random_seed(1)
         model = keras.Sequential(
@@ -660,8 +667,6 @@ def axes_of(spec):
 
 @pytest.mark.parametrize("is_built_first", [False, True])
 def test_a_plan_is_for_the_model_built_again_whatever_keras_calls_its_layers(is_built_first):
-    import keras
-
     def build():
         inner = keras.Sequential([keras.layers.Dense(512), keras.layers.Dense(64)])
         model = keras.Sequential([keras.Input([64]), inner, keras.layers.Dense(8)])
@@ -693,8 +698,6 @@ def test_a_plan_is_for_the_model_built_again_whatever_keras_calls_its_layers(is_
 
 
 def test_a_plan_for_another_model_is_an_error_of_a_few_lines():
-    import keras
-
     def build(prefix, blocks):
         names = [f"{prefix}_{i}" for i in range(blocks)]
         dense = [keras.layers.Dense(64, name=name) for name in names]

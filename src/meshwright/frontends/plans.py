@@ -178,6 +178,7 @@ def _report(
         part = whole.part(candidate.mesh.size)
     except TargetError:
         return NoReport()
+    candidate = replace(candidate, num_inputs=_num_inputs(model, batch))
     return dry_run(
         model,
         _micro_batch(batch, candidate.accumulate),
