@@ -19,6 +19,7 @@ from meshwright.planning.traced_graph import graph_of_step
 from meshwright.stages.table import table_of
 from meshwright.targets.hardware import hardware_of
 from meshwright.targets.target import Target
+from meshwright.units import bytes_text
 
 WIDTH, HIDDEN, WORDS, BLOCKS, TOKENS = 16, 64, 32, 8, 8
 SPLIT = {"up": [None, "model"], "down": ["model", None]}
@@ -45,14 +46,18 @@ def program_of(width=WIDTH, hidden=HIDDEN, words=WORDS):
     return mw.jax_program(loss, params, optax.adam(1e-3))
 
 
-def asked(mesh, micro_batches, schedule="1f1b", layouts=None, target="v5p:2x2x2", **more):
+def asked(
+    mesh, micro_batches, schedule="1f1b", layouts=None, target="v5p:2x2x2", hardware=None, **more
+):
     """An analytic dry run with two rows in each micro-batch of a device."""
     pipeline = mw.Pipeline("stage", micro_batches, schedule, **more)
     strategy = mw.Sharded(
         mw.Mesh(mesh), layouts, batch="data", unmatched="replicate", pipeline=pipeline
     )
     ids = shape(2 * mesh["data"] * micro_batches, TOKENS, dtype="int32")
-    return mw.dry_run(program_of(), ids, strategy=strategy, target=target, compile=False)
+    return mw.dry_run(
+        program_of(), ids, strategy=strategy, target=target, hardware=hardware, compile=False
+    )
 
 
 # Ticks
@@ -82,6 +87,20 @@ def test_transfers_are_waited_for_where_nothing_hides_them():
     passes = Passes(0, 1, 1, 1, 0, 0, 3, recomputes=0, waits_for_loss=False, skips=True)
     assert step_s(table, passes).waiting == 5 * (3 + 2) + 5 * (1 + 3)
     assert step_s(table, replace(passes, overlaps=False)).waiting == 10 * 2 * 3
+
+
+# Memory
+
+
+def test_the_largest_stage_of_a_step_that_does_not_fit_is_named_with_what_a_device_lacks():
+    small = replace(hardware_of(Target.of("v5p:2x2x2")), memory_bytes=20_000)
+    run = asked({"stage": 2, "data": 4}, 4, hardware=small)
+    assert run.fits is False
+    (note,) = (note for note in run.notes if "lacks" in note)
+    assert bytes_text(run.peak_bytes - 20_000) in note
+    nbytes = BLOCKS // 2 * 2 * WIDTH * HIDDEN * 4 * 3  # with two slots
+    assert f"stage 0: {bytes_text(nbytes)} of weights and slots" in note
+    assert "cuts=" in note
 
 
 # Sections

@@ -17,6 +17,7 @@ from .abstract_step import AbstractStep, HasSteps, abstract_step
 from .ahead import Compiled, compile_abstract
 from .blocks import Reduced, reduced
 from .faults import tracing
+from .pipelined.fitting import what_does_not_fit
 from .reading import extended, read, refused
 from .report import DryRun as DryRun
 from .report import Memory as Memory
@@ -62,7 +63,9 @@ def dry_run(
     report = replace(report, fed=fed(batch, step.how.batches))
     if (staged := step.staged) is None:
         return report
-    return replace(report, stages=staged.shares, ticks=staged.ticks)
+    report = replace(report, stages=staged.shares, ticks=staged.ticks)
+    note = what_does_not_fit(report)
+    return replace(report, notes=(*report.notes, note)) if note else report
 
 
 def _by_the_model(

@@ -31,6 +31,7 @@ from .staged import (
     over_stacks,
     shape_of,
     traced_of,
+    with_bytes,
 )
 
 
@@ -58,7 +59,7 @@ class Branched(Staged):
             packing,
             over_stacks(program, packing),
             recompute_blocks=False,
-            shares=shares,
+            shares=with_bytes(shares, packing),
             dealt=(),
         )
 

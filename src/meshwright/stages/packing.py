@@ -37,6 +37,13 @@ class Pack:
         """Paths of what is packed."""
         return tuple(piece.path for piece in self.pieces)
 
+    def bytes_by_stage(self, stages: int) -> list[int]:
+        """Bytes that each stage uses of its row."""
+        sizes = [0] * stages
+        for piece in self.pieces:
+            sizes[piece.stage] += piece.size * self.info.itemsize
+        return sizes
+
 
 @dataclass(frozen=True, eq=False)
 class Packing(Stacking):
@@ -109,6 +116,11 @@ class Packing(Stacking):
     def __bool__(self) -> bool:
         return True
 
+    def bytes_by_stage(self, stages: int) -> list[int]:
+        """Bytes of weights and slots that each stage has of its own, over all its devices."""
+        packs = [pack.bytes_by_stage(stages) for part in self.packs for pack in part.values()]
+        return [sum(sizes) for sizes in zip(*packs, strict=True)]
+
     def explained(self, placed: Sequence[Placed]) -> list[Placed]:
         """Placed variables of a step with the reasons that a reader knows."""
         packs = {p.info: p for part in self.packs for p in part.values()}
@@ -116,10 +128,7 @@ class Packing(Stacking):
         for each in placed:
             why = each.reason
             if (pack := packs.get(each.info)) is not None:
-                sizes = [0] * self.stages
-                for piece in pack.pieces:
-                    sizes[piece.stage] += piece.size * each.info.itemsize
-                kept = ", ".join(f"{size:,}" for size in sizes)
+                kept = ", ".join(f"{size:,}" for size in pack.bytes_by_stage(self.stages))
                 why = f"{len(pack.pieces)} arrays; bytes used in each row: {kept}"
             elif each.info.asked is not None:
                 why = "in no row"

@@ -115,6 +115,15 @@ class Stacking:
         stored = by_part(parts, placement)
         return cls(params, tuple(slots), tuple(map(tuple, parts)), stored, rest)
 
+    def bytes_by_stage(self, stages: int) -> list[int]:
+        """Bytes of weights and slots that each stage has of its own, over all its devices."""
+        sizes = [0] * stages
+        for stack in (*self.params, *self.slots):
+            of_one = stack.info.nbytes // len(stack.places)
+            for number, path in enumerate(stack.places):
+                sizes[number * stages // len(stack.places)] += of_one if path else 0
+        return sizes
+
     def explained(self, placed: Sequence[Placed]) -> list[Placed]:
         """Placed variables of a step with the reasons that a reader knows."""
         stacks = {each.info: each for each in (*self.params, *self.slots)}

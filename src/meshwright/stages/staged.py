@@ -26,8 +26,8 @@ from .unequal import UnequalRunner
 
 
 class StageShare(NamedTuple):
-    """What one stage has: its blocks, or the parameters that it reads, and its share of the forward
-    pass's FLOPs."""
+    """What one stage has: its blocks, or the parameters that it reads, its share of the forward
+    pass's FLOPs, and the bytes of the weights and slots that no other stage has."""
 
     stage: int
     blocks: tuple[int, ...]
@@ -36,6 +36,7 @@ class StageShare(NamedTuple):
     flops_share: float
     params: tuple[str, ...] = ()  # what a stage that differs reads
     kind: Literal["stage", "branches"] = "stage"
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,7 @@ class Staged:
             stacking,
             over_stacks(program, stacking),
             recompute_blocks,
-            shares=shares,
+            shares=with_bytes(shares, stacking),
             dealt=dealt,
             sent=tuple(var.aval for var in functions.enters),
             flops=flops,
@@ -381,6 +382,14 @@ def _shares(blocks: Blocks, deal: Deal) -> tuple[StageShare, ...]:
         flops = block * len(own) + before * is_first + after * is_last
         shares.append(StageShare(stage, own, is_first, is_last, flops / total))
     return tuple(shares)
+
+
+def with_bytes(shares: Sequence[StageShare], stacking: Stacking) -> tuple[StageShare, ...]:
+    """Stages with the bytes that each holds."""
+    sizes = stacking.bytes_by_stage(len(shares))
+    return tuple(
+        share._replace(held_bytes=nbytes) for share, nbytes in zip(shares, sizes, strict=True)
+    )
 
 
 def over_stacks(program: Program, stacking: Stacking) -> Program:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from ..drawing.ticks import tick_table_picture
-from ..text.explanation import stage_row
+from ..text.explanation import STAGE_HEADINGS, stage_row
 from .elements import Cell, Column, element
 
 if TYPE_CHECKING:
@@ -18,11 +18,12 @@ def stages_section(run: DryRun) -> dict[str, object] | None:
     """The section on stages, of a pipeline."""
     if run.ticks is None:
         return None
-    columns = (Column("stage"), Column("has", "words"), Column("FLOPs", "num"))
+    kinds = None, "words", "num", "num"
+    columns = [Column(*each) for each in zip(STAGE_HEADINGS, kinds, strict=True)]
     rows = []
     for share in run.stages:
-        name, has, text = stage_row(share)
-        rows.append((name, has, Cell(text, share.flops_share)))
+        name, has, flops, held = stage_row(share)
+        rows.append((name, has, Cell(flops, share.flops_share), Cell(held, share.held_bytes)))
     return {
         "picture": Markup(tick_table_picture(run.ticks)),
         "table": element(

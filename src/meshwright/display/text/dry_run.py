@@ -55,9 +55,10 @@ def dry_run_text(run: DryRun) -> Paragraphs:
         parts.append([_title("collectives of one step"), _transfers(run.collectives)])
     if run.estimate is not None:
         parts.append([_title("time of one step, estimated"), _time(run)])
-    if run.ticks is not None:
-        rows = [(name, text, has) for name, has, text in map(stage_row, run.stages)]
-        parts.append([_title(tick_table_title(run.ticks)), Columns(rows, right=(1,))])
+    if run.stages:
+        title = "branches" if run.ticks is None else tick_table_title(run.ticks)
+        rows = [(name, flops, held, has) for name, has, flops, held in map(stage_row, run.stages)]
+        parts.append([_title(title), Columns(rows, right=(1, 2))])
     if run.unexpected:
         rows = first_rows([(f"! {remedy}",) for remedy in remedies_of(run.unexpected)], _ROWS)
         parts.append([_title("unexpected, and what would remove it"), Columns(rows)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...units import share_text
+from ...units import bytes_text, share_text
 from .columns import Columns, Line, Paragraphs, paragraphs
 from .ticks import tick_table_text
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ...layouts.params import Placed
     from ...stages.staged import StageShare
 
-_STAGE_HEADINGS = ("stage", "has", "FLOPs")
+STAGE_HEADINGS = ("stage", "has", "FLOPs", "weights and slots")
 _HEADINGS = ("variable", "dims", "layout", "bytes per device", "why")
 
 
@@ -33,26 +33,29 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
     parts = [Line(head, "bold"), rule, body, rule, Line(foot, "bold")]
     if not explanation.stages:
         return paragraphs(*parts)
-    stages = Columns([_STAGE_HEADINGS, *map(stage_row, explanation.stages)], right=(2,))
+    stages = Columns([STAGE_HEADINGS, *map(stage_row, explanation.stages)], right=(2, 3))
     ticks = explanation.ticks
     more = ("", tick_table_text(ticks).parts) if ticks is not None else ()
     return paragraphs(*parts, "", stages, *more)
 
 
-def stage_row(share: StageShare) -> tuple[str, str, str]:
-    """A stage of a pipeline, what it has, and its share of the FLOPs."""
+def stage_row(share: StageShare) -> tuple[str, str, str, str]:
+    """A stage of a pipeline, what it has, its share of the FLOPs, and what only it holds."""
+    name = f"{share.kind} {share.stage}"
+    return name, _has(share), share_text(share.flops_share), bytes_text(share.held_bytes)
+
+
+def _has(share: StageShare) -> str:
     if not share.blocks:
         first, *_, last = (*share.params, *share.params) or ("no weights",) * 2
-        has = first if first == last else f"{first} to {last}"
-        return f"{share.kind} {share.stage}", has, share_text(share.flops_share)
+        return first if first == last else f"{first} to {last}"
     blocks = share.blocks
     first, last = min(blocks), max(blocks)
     in_turn = len(blocks) > 1 and last - first == len(blocks) - 1
     text = f"{first} to {last}" if in_turn else ", ".join(map(str, blocks))
     before = "what comes before, " * share.before
     after = ", what comes after" * share.after
-    has = f"{before}block{'s' * (len(blocks) > 1)} {text}{after}"
-    return f"stage {share.stage}", has, share_text(share.flops_share)
+    return f"{before}block{'s' * (len(blocks) > 1)} {text}{after}"
 
 
 def explanation_row(placed: Placed) -> tuple[str, ...]:
