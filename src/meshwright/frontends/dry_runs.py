@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..planning import dry_run as planned
-from ..planning.abstract_step import on_batch, unbound
 from ..planning.dry_run import DryRun
 from ..program import Batch, Program
-from ..step.assemble import Assembly, assemble
 from ..targets.hardware import Hardware, hardware_of
 from ..targets.target import Target, check_size
 
@@ -86,6 +83,7 @@ def dry_serve(
     strategy: Sharded | Placement,
     target: Target | str,
     rows: Sequence[int] = (1, 8, 32),
+    precision: Literal["bfloat16", "float16"] | None = None,
     hardware: Hardware | None = None,
     compile: bool = True,
     timeout_s: float = 3600.0,
@@ -96,9 +94,10 @@ def dry_serve(
     :class:`~meshwright.Program`; ``inputs`` are a batch of what goes in, of which shapes and dtypes
     matter. ``strategy`` is that of serving, see :meth:`~meshwright.Sharded.serving`; its mesh has
     as many devices as ``target``. The forward pass is compiled for each of ``rows``; with
-    ``compile=False``, and for GPUs where XLA for them is not installed, times are those of products
-    and of reading the weights, and the peak is that of weights and inputs. ``hardware`` takes the
-    place of what is known of the target's chips, and the compiler has ``timeout_s`` seconds. Raises
+    ``compile=False``, and for GPUs where XLA for them is not installed, times, collectives and the
+    peak are those of the planner's model, and bytes of weights are exact. ``precision`` is that of
+    a :class:`~meshwright.Server`. ``hardware`` takes the place of what is known of the target's
+    chips, and the compiler has ``timeout_s`` seconds. Raises
     :class:`~meshwright.TargetError` and :class:`~meshwright.CompileError`.
 
     >>> import jax, keras, meshwright as mw
@@ -110,32 +109,22 @@ def dry_serve(
     >>> report.weight_bytes, report.devices_for(rows_per_s=1000).devices
     (1152, 8)
     """
-    from ..planning.serving import ForwardStep, serving_report
+    from ..planning.serving import serving_report
+    from .forwards import Forwards
 
     target = Target.of(target)
     placement = strategy if isinstance(strategy, Placement) else strategy.placement
     check_size(placement.mesh, target)
-    steps = _forward_steps(model, inputs, strategy)
-
-    def batch(count: int) -> Any:
-        import jax
-
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), inputs)
-        return like if isinstance(model, Program) else (like,)
-
-    sized = [(count, on_batch(steps, batch(count), last=True)) for count in rows]
-    forward = [(count, ForwardStep.of(step)) for count, step in sized]
-    hardware = hardware or hardware_of(target)
-    return serving_report(forward, target, hardware, compile=compile, timeout_s=timeout_s)
-
-
-def _forward_steps(model: Any, inputs: Any, strategy: Any) -> Assembly:
-    if isinstance(model, Program):
-        placement = getattr(strategy, "placement", strategy)
-        return assemble(replace(model, slots=(), metrics=()), unbound(placement))
-    from .keras.forward import forward_of
-
-    return forward_of(strategy.on(strategy.mesh.abstract()), model, inputs).steps
+    forwards = Forwards(model, inputs, precision)
+    steps = forwards.steps(strategy)
+    return serving_report(
+        [(count, forwards.on(steps, count)) for count in rows],
+        target,
+        hardware or hardware_of(target),
+        compile=compile,
+        timeout_s=timeout_s,
+        graph_of=forwards.graph,
+    )
 
 
 def _ours(strategy: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import TargetError
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
-from ..planning.abstract_step import AbstractStep, abstract_step
+from ..planning.abstract_step import abstract_step
 from ..planning.dry_run import DryRun, dry_run, not_compiled
 from ..planning.faults import tracing
 from ..planning.pipelined.cutting import pipelines_of
@@ -21,8 +21,10 @@ from ..planning.search.solve import require_solver
 from ..planning.search.verification import NoReport, Report
 from ..planning.traced_graph import graph_of_step
 from ..program import Batch, Program
-from ..targets.hardware import Hardware
+from ..step.assemble import Assembly
+from ..targets.hardware import Hardware, hardware_of
 from ..targets.target import Target
+from .serving_plans import Aim, Question, plan_serving
 
 if TYPE_CHECKING:
     import keras
@@ -72,10 +74,12 @@ def plan(
     batch: Batch,
     *,
     target: Target | str,
-    objective: Objective = "time",
+    objective: Objective | Aim = "time",
     memory_limit: int | None = None,
     axes: Mesh | Mapping[str, int] | str | None = None,
     hardware: Hardware | None = None,
+    rows: Sequence[int] = (1, 8, 32),
+    precisions: Sequence[str] | None = None,
     verify: int = 0,
     blocks: Literal["auto", "whole", "few"] = "auto",
     limit_s: float = 10.0,
@@ -100,7 +104,18 @@ def plan(
     hold less; one that does not compile is left out, with a note. Where no compiler is here for a
     GPU target, nothing is compiled, and a note of the plan says so. Raises
     :class:`~meshwright.PlanError`, with the nearest miss and what would help, if nothing fits, and
-    :class:`~meshwright.CompileError` if nothing compiles. (Joint search of mesh and layouts after
+    :class:`~meshwright.CompileError` if nothing compiles.
+
+    With ``objective="latency"`` or ``"throughput"`` the forward pass alone is planned, for serving:
+    ``batch`` is then the inputs, as for :func:`~meshwright.dry_serve`. Layouts are chosen for the
+    least latency of the smallest batch of ``rows``, or for the most rows per second of the largest
+    where the target holds as many copies of the model as fit. ``plan.serving`` has the batches
+    worth compiling, the copies and the precision: of ``precisions`` (``"own"``, ``"bfloat16"``,
+    ``"float16"``; by default the model's own and bfloat16, the own alone on CPUs and for a
+    Program), a narrower one where that is 1.1 times as fast or nothing else fits.
+    :class:`~meshwright.Server` takes such a plan as its strategy, with its batches and precision.
+
+    (Joint search of mesh and layouts after
     Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 
     >>> import jax, keras, meshwright as mw
@@ -114,6 +129,19 @@ def plan(
     """
     require_solver()
     target = Target.of(target)
+    if objective == "latency" or objective == "throughput":
+        question = Question(
+            target=target,
+            aim=objective,
+            hardware=hardware or hardware_of(target),
+            rows=tuple(rows),
+            memory_limit=memory_limit,
+            axes=axes,
+            verify=verify,
+            limit_s=limit_s,
+            timeout_s=timeout_s,
+        )
+        return _of_serving(model, batch, question, precisions)
     described = abstract_step(model, batch, _strategy(model, Placement.of(_ONE_DEVICE)))
 
     def report_of(candidate: Decided) -> Report:
@@ -141,13 +169,26 @@ def plan(
         chosen = replace(
             chosen, notes=(*chosen.notes, f"nothing was compiled to verify it: {lacks}")
         )
-    decided: dict[str, Any] = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
-    decided |= {"num_inputs": _num_inputs(model, batch), "name": described.program.name}
-    decided["layouts"] = _lasting(chosen.layouts, described)
-    return Plan(**decided)
+    return _named(chosen, described, _num_inputs(model, batch))
 
 
-def _lasting(layouts: Sequence[tuple[str, Along]], described: AbstractStep) -> Any:
+def _of_serving(
+    model: Any, inputs: Any, question: Question, precisions: Sequence[str] | None
+) -> Plan:
+    chosen, forwards = plan_serving(model, inputs, question, precisions)
+    steps = forwards.steps(Placement.of(_ONE_DEVICE))
+    return _named(chosen, steps, None)
+
+
+def _named(decided: Decided, described: Assembly, num_inputs: int | None) -> Plan:
+    """The plan of a model, by the names that it and its variables keep."""
+    values: dict[str, Any] = {field.name: getattr(decided, field.name) for field in fields(decided)}
+    values |= {"num_inputs": num_inputs, "name": described.program.name}
+    values["layouts"] = _lasting(decided.layouts, described)
+    return Plan(**values)
+
+
+def _lasting(layouts: Sequence[tuple[str, Along]], described: Assembly) -> Any:
     """The layouts by paths that variables have again when their model is built again."""
     lasting = {entry.info.path: entry.info.lasting or entry.info.path for entry in described.placed}
     return tuple((lasting.get(path, path), along) for path, along in layouts)

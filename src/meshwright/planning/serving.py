@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,10 +13,12 @@ from ..targets.hardware import Hardware
 from ..targets.target import Target
 from ..units import bytes_text, seconds_text
 from .abstract_step import AbstractStep
-from .ahead import compile_abstract, trace
+from .ahead import compile_abstract
+from .analytic.report import report_of_graph
 from .dry_run import not_compiled
-from .reading import read, refused, sizes
-from .report import DryRun, Memory
+from .graph import Graph
+from .reading import read, refused
+from .report import DryRun
 
 _BUSY = 0.8  # of the time of a device that a load may take, for requests come unevenly
 _WAITS = 2  # batches that a request may wait for: the one before, and its own
@@ -164,17 +166,18 @@ def serving_report(
     *,
     compile: bool,
     timeout_s: float,
+    graph_of: Callable[[int], Graph],
 ) -> ServingReport:
-    """The report on the forward pass of batches of several sizes."""
+    """The report on the forward pass of batches of several sizes; ``graph_of`` gives the operations
+    of one, for the planner's model where nothing is compiled."""
     why = not_compiled(target, compile)
     batches = []
     for rows, step in steps:
         if why:
-            report, latency_s = _by_roofline(step, target, hardware, why)
+            report = report_of_graph(graph_of(rows), step, target, hardware, why)
         else:
             report = _compiled(step, target, hardware, timeout_s)
-            latency_s = report.step_time_s
-        batches.append(ServedBatch(rows, latency_s, report))
+        batches.append(ServedBatch(rows, report.step_time_s, report))
     _, first = steps[0]
     return ServingReport(first.program.name, target, first.placement.mesh.axes, tuple(batches))
 
@@ -184,42 +187,6 @@ def _compiled(step: ForwardStep, target: Target, hardware: Hardware, timeout_s: 
         return read(step, compile_abstract(step, target, timeout_s=timeout_s), hardware)
     except DoesNotFitError as error:
         return refused(step, target, hardware, error)
-
-
-def _by_roofline(
-    step: ForwardStep, target: Target, hardware: Hardware, why: str
-) -> tuple[DryRun, float | None]:
-    """Without a compiler: products at their peak, or each weight read once; nothing is sent."""
-    from ..jaxprs.flops import model_flops
-
-    known = sizes(step)
-    traced = trace(step.jitted, (step.state, step.batch), target)
-    flops = model_flops(traced.jaxpr)
-    dtypes = [each.info.dtype for each in step.placed if each.info.role == "parameter"]
-    peak = hardware.peak(max(set(dtypes), key=dtypes.count)) if dtypes else None
-    bandwidth = hardware.memory_bandwidth_bytes_per_s
-    latency_s = None
-    if flops is not None and peak and bandwidth:
-        held = known["parameter_bytes"] + known["state_bytes"] + known["input_bytes"]
-        latency_s = max(flops / step.placement.mesh.size / peak, held / bandwidth)
-    memory = Memory(
-        **known,
-        peak_bytes=sum(known.values()),
-        peak_is="weights and inputs; what lies between layers is not counted",
-        available_bytes=hardware.memory_bytes,
-    )
-    note = "times are those of products and of reading each weight once; collectives are left out"
-    report = DryRun(
-        name=step.program.name,
-        target=target,
-        axes=step.placement.mesh.axes,
-        memory=memory,
-        notes=(note,),
-        placed=step.placed,
-        hardware=hardware,
-        not_compiled=why,
-    )
-    return report, latency_s
 
 
 def _time(seconds: float | None) -> str:

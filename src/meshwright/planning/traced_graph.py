@@ -30,7 +30,8 @@ def graph_of_step(described: AbstractStep) -> Graph:
 
 
 def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
-    """The step as it is traced, what its arguments are, and how many of them it gives back.
+    """The step as it is traced, what its arguments are, and how many of them it gives back: the
+    state of a training step, and nothing of a forward pass.
 
     Without equations whose results nothing reads: derivatives leave some, and compilers drop them.
     """
@@ -53,7 +54,7 @@ def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
     leaves = jax.tree.leaves_with_path(described.batch)
     inputs = [Argument(input_path(path), "input") for path, _ in leaves]
     needed = traced.jaxpr.replace(jaxpr=_compat.without_dead_code(traced.jaxpr))
-    return needed, [*state, *inputs], len(state)
+    return needed, [*state, *inputs], len(state) if described.has_gradients else 0
 
 
 def input_path(path: Any) -> str:

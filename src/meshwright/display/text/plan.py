@@ -10,16 +10,25 @@ from ...units import bytes_text, seconds_text
 from .columns import Columns, Line, Paragraphs, paragraphs
 
 if TYPE_CHECKING:
-    from ...planning.search.plan import Option, Plan
+    from ...planning.search.plan import Option, Plan, Serving
 
 
 def plan_text(plan: Plan) -> Paragraphs:
     """The plan as a terminal shows it."""
     how = "compiled" if plan.is_compiled else "estimated, not compiled"
-    aim = f"least {plan.objective} by the constants of {plan.hardware}"
+    what, serving = "", plan.serving
+    aim = f"least {plan.objective}"
+    if serving is not None:
+        what, least = "serving on ", "most" if plan.objective == "throughput" else "least"
+        aim = f"{least} {plan.objective} in batches of {rows_text(serving.rows)}"
+    aim += f" by the constants of {plan.hardware}"
     return paragraphs(
-        Line(f"plan for {plan.target}, {how}: {aim}", "bold"),
-        _table(_columns(plan), plan.limit_bytes),
+        Line(
+            f"plan for {what}{plan.target}, {how}: {aim} by the constants of {plan.hardware}",
+            "bold",
+        ),
+        _table(_columns(plan), plan),
+        [] if serving is None else _batches(serving),
         [f"  {reason}" for reason in plan.why],
         [f"  note: {note}" for note in plan.notes],
     )
@@ -52,9 +61,54 @@ def schedule_text(option: Option) -> str:
     return f"{option.pipeline.schedule}{runs}{keeps}"
 
 
-def _table(columns: dict[str, Option], limit_bytes: int | None) -> Columns:
-    options = list(columns.values())
+def rows_text(count: int) -> str:
+    """
+    >>> rows_text(1), rows_text(8)
+    ('1 row', '8 rows')
+    """
+    return f"{count} row{'' if count == 1 else 's'}"
+
+
+def rate_text(rows_per_s: float | None) -> str:
+    """
+    >>> rate_text(1234.5), rate_text(None)
+    ('1,234/s', 'unknown')
+    """
+    if rows_per_s is None:
+        return "unknown"
+    return f"{rows_per_s:,.0f}/s" if rows_per_s >= 10 else f"{rows_per_s:.2g}/s"
+
+
+def _batches(serving: Serving) -> Columns:
+    """What is compiled, and what it takes."""
+    rows = [("batch", "latency", "rows of a copy", f"of {copies_text(serving.copies)}", "peak")]
+    for batch in serving.batches:
+        rate = batch.rows_per_s
+        rows.append(
+            (
+                rows_text(batch.rows),
+                seconds_text(batch.latency_s),
+                rate_text(rate),
+                rate_text(None if rate is None else serving.copies * rate),
+                bytes_text(batch.peak_bytes),
+            )
+        )
+    return Columns(rows)
+
+
+def copies_text(count: int) -> str:
+    """
+    >>> copies_text(1), copies_text(2)
+    ('1 copy', '2 copies')
+    """
+    return "1 copy" if count == 1 else f"{count} copies"
+
+
+def _table(columns: dict[str, Option], plan: Plan) -> Columns:
+    options, limit_bytes = list(columns.values()), plan.limit_bytes
     rows = [("", *columns)]
+    trains = plan.serving is None
+    pass_name = "step" if trains else "latency"
 
     def row(label: str, text: Callable[[Option], str]) -> None:
         rows.append((label, *map(text, options)))
@@ -66,17 +120,19 @@ def _table(columns: dict[str, Option], limit_bytes: int | None) -> Columns:
     row("mesh", lambda option: axes_text(option.axes))
     for family in dict.fromkeys(family for option in options for family, _ in option.rules):
         row(family, axes_of(family))
-    row("ZeRO", lambda option: str(option.zero))
-    row("micro-batches", lambda option: str(micro_batches(option)))
+    if trains:
+        row("ZeRO", lambda option: str(option.zero))
+        row("micro-batches", lambda option: str(micro_batches(option)))
     if any(option.pipeline is not None for option in options):
         row("schedule", schedule_text)
-    row("remat", lambda option: option.remat)
-    row("step", lambda option: seconds_text(option.time_s))
+    if trains:
+        row("remat", lambda option: option.remat)
+    row(pass_name, lambda option: seconds_text(option.time_s))
     row("compute", lambda option: seconds_text(option.compute_s))
     row("collectives", lambda option: seconds_text(option.communication_s))
     row("peak", lambda option: bytes_text(option.peak_bytes))
     if any(option.dry_run_time_s is not None for option in options):
-        row("dry run: step", lambda option: seconds_text(option.dry_run_time_s))
+        row(f"dry run: {pass_name}", lambda option: seconds_text(option.dry_run_time_s))
     if any(option.dry_run_peak_bytes is not None for option in options):
         row("dry run: peak", lambda option: bytes_text(option.dry_run_peak_bytes))
     if limit_bytes is not None:

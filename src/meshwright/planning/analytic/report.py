@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...errors import LayoutError, TargetError
@@ -12,6 +13,7 @@ from ...program import Batch
 from ...targets.hardware import Hardware
 from ...targets.target import Target
 from ..abstract_step import AbstractStep, HasSteps
+from ..graph import Graph
 from ..reading import sizes
 from ..report import DryRun, Memory
 from ..search.cost import cost_of
@@ -40,6 +42,13 @@ def report_of(
     the model does not know.
     """
     graph = graph_alone(model, batch, strategy, described)
+    return report_of_graph(graph, described, target, hardware, why)
+
+
+def report_of_graph(
+    graph: Graph, described: AbstractStep, target: Target, hardware: Hardware, why: str
+) -> DryRun:
+    """The same of a graph of the step as one device would take it."""
     try:
         assignment = assignment_of(graph, described, target, hardware)
     except LayoutError as error:
@@ -47,6 +56,8 @@ def report_of(
             f"{why}. Without a compiler only the planner's estimate is possible, and it failed for "
             f"{described.program.name!r}:\n{error}"
         ) from error
+    if not described.has_gradients:
+        assignment = replace(assignment, kept=())  # no variable gets a new value
     costs = operation_costs(assignment, described.placement)
     nbytes = sizes(described)
     return DryRun(

@@ -63,6 +63,42 @@ class Option:
         return Layouts(self.axes, self.rules, choices)
 
 
+class PlannedBatch(NamedTuple):
+    """A size of batch that is served: how long one takes, and what a device holds at most."""
+
+    rows: int
+    latency_s: float | None
+    peak_bytes: int | None
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """Rows per second of one copy of the model, batch after batch.
+
+        >>> PlannedBatch(8, 0.5, None).rows_per_s
+        16.0
+        """
+        return self.rows / self.latency_s if self.latency_s else None
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a plan serves: it was chosen for batches of ``rows`` rows.
+
+    The target has room for ``copies`` of the model, each on the mesh of the plan. ``precision`` is
+    as :class:`~meshwright.Server` takes it, and ``batches`` are those worth compiling.
+    """
+
+    rows: int
+    copies: int
+    precision: str | None
+    batches: tuple[PlannedBatch, ...]
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The rows of each batch."""
+        return tuple(batch.rows for batch in self.batches)
+
+
 class Reason(NamedTuple):
     """A choice of a plan, and what it changes beside the same plan without it.
 
@@ -89,7 +125,8 @@ class Plan(Viewable):
     what else fits, the best first, ``data_parallel`` is the batch over all devices and nothing
     else, and ``classics`` are the other layouts that are known by name, FSDP, tensor parallel and
     both together: :attr:`named` has all of these. Of those that fit none is faster by the model.
-    ``is_proven`` is false where the seconds ran out before all was looked at.
+    ``is_proven`` is false where the seconds ran out before all was looked at. ``serving`` is of
+    plans for latency and throughput.
 
     A plan is a value: equal plans decide alike, and :meth:`to_json` keeps all of it.
     """
@@ -110,6 +147,7 @@ class Plan(Viewable):
     is_proven: bool = True
     num_inputs: int | None = None
     classics: tuple[tuple[str, Option], ...] = ()
+    serving: Serving | None = None
 
     @property
     def named(self) -> dict[str, Option]:
@@ -269,10 +307,16 @@ def _values(read: Mapping[str, Any]) -> dict[str, Any]:
     values["runners_up"] = tuple(_option(saved) for saved in read["runners_up"])
     values["classics"] = tuple((name, _option(saved)) for name, saved in read.get("classics", []))
     values["why"] = tuple(Reason(choice, tuple(changes)) for choice, changes in read["why"])
+    if read.get("serving") is not None:
+        values["serving"] = _serving(read["serving"])
     values["data_parallel"] = None
     if read["data_parallel"] is not None:
         values["data_parallel"] = _option(read["data_parallel"])
     return values
+
+
+def _serving(read: Mapping[str, Any]) -> Serving:
+    return Serving(**{**read, "batches": tuple(PlannedBatch(*each) for each in read["batches"])})
 
 
 def _option(read: Mapping[str, Any]) -> Option:

@@ -1,0 +1,78 @@
+"""The forward pass of a model as shapes: for batches of any size, under any placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import ModelError
+from ..layouts.mesh import Mesh
+from ..layouts.placement import Placement
+from ..planning.abstract_step import on_batch, unbound
+from ..planning.faults import tracing
+from ..planning.graph import Graph
+from ..planning.serving import ForwardStep
+from ..planning.traced_graph import graph_of_step
+from ..program import Program
+from ..step.assemble import Assembly, assemble
+
+_ONE_DEVICE = Mesh({"batch": 1})
+
+
+@dataclass(frozen=True, eq=False)
+class Forwards:
+    """The forward pass of a Keras model or a Program, for batches of inputs like ``inputs``.
+
+    ``precision`` is the floating-point type that a Keras model is served in, its own where it is
+    ``None``. Raises :class:`~meshwright.ModelError` for a Program with a precision.
+    """
+
+    model: Any
+    inputs: Any
+    precision: str | None = None
+    graphs: dict[int, Graph] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.precision is not None and isinstance(self.model, Program):
+            raise ModelError(
+                f"precision={self.precision!r} is for Keras models; a Program computes in the type "
+                "of its params: cast them."
+            )
+
+    def steps(self, strategy: Any) -> Assembly:
+        """The steps under a strategy, or a placement, on a mesh without devices."""
+        placement = strategy if isinstance(strategy, Placement) else strategy.placement
+        if isinstance(self.model, Program):
+            return assemble(replace(self.model, slots=(), metrics=()), unbound(placement))
+        from .keras import Sharded
+        from .keras.forward import forward_of
+
+        if isinstance(strategy, Placement):
+            strategy = Sharded.from_placement(strategy)
+        abstract = strategy.on(strategy.mesh.abstract())
+        return forward_of(abstract, self.model, self.inputs, self.precision).steps
+
+    def batch(self, rows: int) -> Any:
+        """The shapes of a batch, as the forward pass takes it."""
+        import jax
+        import numpy as np
+
+        def shape(like: Any) -> Any:
+            dtype = like.dtype if hasattr(like, "dtype") else np.asarray(like).dtype
+            return jax.ShapeDtypeStruct((rows, *np.shape(like)[1:]), dtype)
+
+        like = jax.tree.map(shape, self.inputs)
+        return like if isinstance(self.model, Program) else (like,)
+
+    def on(self, steps: Assembly, rows: int) -> ForwardStep:
+        """The forward pass of a batch of so many rows."""
+        return ForwardStep.of(on_batch(steps, self.batch(rows), last=True))
+
+    def graph(self, rows: int) -> Graph:
+        """The operations of a batch of so many rows, as one device would do them."""
+        if rows not in self.graphs:
+            alone = Placement.of(_ONE_DEVICE, batch="batch", unmatched="replicate")
+            step = self.on(self.steps(alone), rows)
+            with tracing(step.program.name):
+                self.graphs[rows] = graph_of_step(step)
+        return self.graphs[rows]

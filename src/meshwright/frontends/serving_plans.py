@@ -1,0 +1,354 @@
+"""Plans for serving: mesh, layouts, precision and sizes of batches of the forward pass."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from ..errors import PlanError, TargetError
+from ..layouts.mesh import Mesh
+from ..planning.dry_run import not_compiled
+from ..planning.search.plan import Option, Plan, PlannedBatch, Reason, Serving
+from ..planning.search.planner import plan_step
+from ..planning.search.verification import DryRunOf, NoReport
+from ..planning.serving import ServingReport, serving_report
+from ..program import Program
+from ..targets.hardware import Hardware
+from ..targets.target import Target
+from ..units import bytes_text, seconds_text
+from .forwards import Forwards
+
+Aim = Literal["latency", "throughput"]
+AIMS = ("latency", "throughput")
+OWN = "own"  # the precision of the model itself
+
+_WORTH = 1.1  # times as fast as a wider type, which a narrower one must be
+_FREE = 1.1  # of the time of a batch, which a larger one may take before both are compiled
+_MORE = 1.02  # times the rows per second of a smaller batch, which a larger one must have
+_WORSE = 2  # counts of devices one after the other that are worse than fewer, before none is tried
+
+
+class _Served(NamedTuple):
+    """A plan of the forward pass in one precision."""
+
+    precision: str | None
+    forwards: Forwards
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of a plan for serving."""
+
+    target: Target
+    aim: Aim
+    hardware: Hardware
+    rows: tuple[int, ...]
+    memory_limit: int | None = None
+    axes: Mesh | Mapping[str, int] | str | None = None
+    verify: int = 0
+    limit_s: float = 10.0
+    timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not self.rows or any(rows < 1 for rows in self.rows):
+            faults.append(f"rows must be sizes of batches, 1 or more; received {self.rows!r}.")
+        if self.verify < 0:
+            faults.append(f"verify must be a number of plans, 0 or more; received {self.verify!r}.")
+        if faults:
+            raise PlanError("\n".join(faults))
+
+    @property
+    def planned_rows(self) -> int:
+        """The batch that layouts are chosen for."""
+        return min(self.rows) if self.aim == "latency" else max(self.rows)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What a device may hold."""
+        return self.hardware.memory_bytes if self.memory_limit is None else self.memory_limit
+
+    def copies(self, plan: Plan) -> int:
+        """How many copies of the model the target has room for."""
+        return self.target.num_devices // plan.chosen.num_devices
+
+    def rank(self, plan: Plan) -> float:
+        """Less is better: seconds of a batch, or seconds of a row with all copies at work."""
+        time_s = _time(plan.chosen)
+        if time_s is None:
+            return float("inf")
+        return time_s if self.aim == "latency" else time_s / self.copies(plan)
+
+
+def plan_serving(
+    model: Any, inputs: Any, question: Question, precisions: Sequence[str | None] | None
+) -> tuple[Plan, Forwards]:
+    """The best plan for serving a model, and its forward pass in the precision of the plan.
+
+    Raises :class:`~meshwright.PlanError` where nothing fits in any precision.
+    """
+    found, faults = list[_Served](), dict[str | None, PlanError]()
+    for precision in _precisions(model, question, precisions):
+        forwards = Forwards(model, inputs, precision)
+        try:
+            found.append(_Served(precision, forwards, _layouts(forwards, question)))
+        except PlanError as error:
+            faults[precision] = error
+    if not found:
+        raise PlanError(
+            "\n".join(f"{_named(precision)}: {error}" for precision, error in faults.items())
+            if len(faults) > 1
+            else str(next(iter(faults.values())))
+        )
+    best = functools.reduce(
+        lambda wider, other: (
+            other if question.rank(wider.plan) > _WORTH * question.rank(other.plan) else wider
+        ),
+        found,
+    )
+    report = _report(best.forwards, best.plan, question, compile=question.verify > 0)
+    batches, left_out = _worthwhile(report, question)
+    serving = Serving(question.planned_rows, question.copies(best.plan), best.precision, batches)
+    why = _why(best, found, faults, question)
+    notes = (*best.plan.notes, *left_out)
+    plan = replace(
+        best.plan,
+        target=str(question.target),
+        objective=question.aim,
+        serving=serving,
+        why=(*best.plan.why, *why),
+        notes=notes,
+    )
+    return plan, best.forwards
+
+
+def _precisions(
+    model: Any, question: Question, asked: Sequence[str | None] | None
+) -> tuple[str | None, ...]:
+    """Those to compare, wider types first.
+
+    CPUs compute in float32 whatever the type, so that fewer bits are not faster there.
+    """
+    if asked is not None:
+        unknown = [name for name in asked if name not in (None, OWN, "bfloat16", "float16")]
+        if unknown or not asked:
+            raise PlanError(
+                f"precisions must list one or more of {OWN!r}, 'bfloat16' and 'float16'; received "
+                f"{list(asked)!r}. For int8, plan a model after model.quantize('int8')."
+            )
+        return tuple(dict.fromkeys(None if name == OWN else name for name in asked))
+    narrow = not isinstance(model, Program) and question.target.platform != "cpu"
+    return (None, "bfloat16") if narrow else (None,)
+
+
+# Layouts
+
+
+def _layouts(forwards: Forwards, question: Question) -> Plan:
+    """The best layouts for the batch that is planned for."""
+    targets = list(_parts(question))
+    best, worse = None, 0
+    fault: PlanError | None = None
+    others = list[Option]()
+    for target in targets:
+        try:
+            plan = _searched(forwards, question, target, question.limit_s / len(targets))
+        except PlanError as error:
+            fault = error
+            continue
+        if best is None or question.rank(plan) < question.rank(best):
+            others += [] if best is None else [best.chosen]
+            best, worse = plan, 0
+            continue
+        others.append(plan.chosen)
+        worse += 1
+        if worse == _WORSE:
+            break
+    if best is None:
+        assert fault is not None
+        raise fault
+    ranked = sorted(
+        (*best.runners_up, *others),
+        key=lambda option: question.rank(replace(best, chosen=option)),
+    )
+    distinct = {
+        option.layouts: option for option in ranked if option.layouts != best.chosen.layouts
+    }
+    return replace(best, runners_up=tuple(distinct.values())[:2])
+
+
+def _parts(question: Question) -> Iterator[Target]:
+    """The devices that a copy may take: for throughput few first, as copies share no work."""
+    if question.aim == "throughput" and question.axes is None:
+        yield from reversed(tuple(_smaller(question.target)))
+    yield question.target
+
+
+def _smaller(target: Target) -> Iterator[Target]:
+    """Parts that divide a target, each half of the one before or so: of a TPU slice, slices.
+
+    >>> [str(part) for part in _smaller(Target.of("v5p:2x2x2"))]
+    ['v5p:1x2x2', 'v5p:1x1x2', 'v5p:1x1x1']
+    """
+    counts = range(target.num_devices - 1, 0, -1)
+    fewer = next((count for count in counts if _divides(target, count)), None)
+    if fewer is not None:
+        part = target.part(fewer)
+    elif target.platform == "tpu" and max(target.topology) % 2 == 0:
+        dim = target.topology.index(max(target.topology))
+        halved = [size // 2 if place == dim else size for place, size in enumerate(target.topology)]
+        part = replace(target, topology=tuple(halved))
+    else:
+        return
+    yield part
+    yield from _smaller(part)
+
+
+def _divides(target: Target, count: int) -> bool:
+    if target.num_devices % count:
+        return False
+    try:
+        target.part(count)
+    except TargetError:
+        return False
+    return True
+
+
+def _part(target: Target, count: int) -> Target | None:
+    """A part of so many devices; ``None`` where they are no target of their own."""
+    parts = (target, *_smaller(target))
+    return next((part for part in parts if part.num_devices == count), None)
+
+
+def _searched(forwards: Forwards, question: Question, target: Target, limit_s: float) -> Plan:
+    can_verify = question.verify and not not_compiled(target)
+    alone = {"batch": 1} if target.num_devices == 1 else None
+    return plan_step(
+        forwards.graph(question.planned_rows),
+        target,
+        memory_limit=question.memory_limit,
+        axes=question.axes or alone,
+        hardware=question.hardware,
+        zero=(0,),
+        accumulate=(1,),
+        remat=("none",),
+        limit_s=limit_s,
+        verify=question.verify,
+        dry_run_of=_dry_run_of(forwards, question, target) if can_verify else None,
+    )
+
+
+def _dry_run_of(forwards: Forwards, question: Question, whole: Target) -> DryRunOf:
+    def report(candidate: Plan) -> Any:
+        if _part(whole, candidate.mesh.size) is None:
+            return NoReport()
+        rows = (question.planned_rows,)
+        return _report(forwards, candidate, question, compile=True, rows=rows).batches[0].report
+
+    return report
+
+
+# Batches
+
+
+def _report(
+    forwards: Forwards,
+    plan: Plan,
+    question: Question,
+    *,
+    compile: bool,
+    rows: Iterable[int] | None = None,
+) -> ServingReport:
+    """The dry run of serving by a plan."""
+    steps = forwards.steps(plan.placement())
+    sizes = sorted(set(question.rows if rows is None else rows))
+    part = _part(question.target, plan.mesh.size)
+    return serving_report(
+        [(count, forwards.on(steps, count)) for count in sizes],
+        part or question.target,
+        question.hardware,
+        compile=compile and part is not None,
+        timeout_s=question.timeout_s,
+        graph_of=forwards.graph,
+    )
+
+
+def _worthwhile(
+    report: ServingReport, question: Question
+) -> tuple[tuple[PlannedBatch, ...], tuple[str, ...]]:
+    """The batches that are worth compiling, and why others are not."""
+    limit_bytes, planned = question.limit_bytes, question.planned_rows
+    batches = [PlannedBatch(b.rows, b.latency_s, b.report.peak_bytes) for b in report.batches]
+    kept, notes = list[PlannedBatch](), list[str]()
+    for batch, larger in itertools.zip_longest(batches, batches[1:]):
+        if batch.rows != planned and _is_over(batch, limit_bytes):
+            why = f"it takes {bytes_text(batch.peak_bytes)} of a device"
+        elif larger is not None and not _is_over(larger, limit_bytes) and _is_free(batch, larger):
+            why = (
+                f"it takes {seconds_text(batch.latency_s)}, and one of {larger.rows} "
+                f"{seconds_text(larger.latency_s)}"
+            )
+        elif kept and batch.rows != planned and _adds_nothing(batch, kept[-1]):
+            why = f"it answers no more rows per second than one of {kept[-1].rows}"
+        else:
+            kept.append(batch)
+            continue
+        notes.append(f"no batch of {batch.rows}: {why}")
+    return tuple(kept), tuple(notes)
+
+
+def _is_over(batch: PlannedBatch, limit_bytes: int | None) -> bool:
+    if batch.peak_bytes is None or limit_bytes is None:
+        return False
+    return batch.peak_bytes > limit_bytes
+
+
+def _adds_nothing(batch: PlannedBatch, smaller: PlannedBatch) -> bool:
+    if batch.rows_per_s is None or smaller.rows_per_s is None:
+        return False
+    return batch.rows_per_s <= _MORE * smaller.rows_per_s
+
+
+def _is_free(batch: PlannedBatch, larger: PlannedBatch) -> bool:
+    if batch.latency_s is None or larger.latency_s is None:
+        return False
+    return larger.latency_s <= _FREE * batch.latency_s
+
+
+# Why
+
+
+def _why(
+    best: _Served,
+    found: Sequence[_Served],
+    faults: Mapping[str | None, PlanError],
+    question: Question,
+) -> tuple[Reason, ...]:
+    """What the precision changes beside the others that were looked at."""
+    changes = []
+    for other in found:
+        if other is best:
+            continue
+        time_s, peak = _time(other.plan.chosen), other.plan.chosen.held_bytes
+        changes.append(
+            f"{_named(other.precision)} takes {seconds_text(time_s)} and {bytes_text(peak)} at "
+            f"best, on {_devices(other.plan.chosen.num_devices)}"
+        )
+    changes += [f"{_named(precision)} does not fit" for precision in faults]
+    return (Reason(f"precision {_named(best.precision)}", tuple(changes)),) if changes else ()
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def _named(precision: str | None) -> str:
+    return precision or "of the model"
+
+
+def _time(option: Option) -> float | None:
+    return option.time_s if option.dry_run_time_s is None else option.dry_run_time_s
