@@ -56,7 +56,7 @@ _SECONDS = click.FloatRange(0, min_open=True)
     "--buckets",
     type=SizesText(),
     metavar="ROWS,...",
-    help="Rows of the batches that are compiled: 1,8,32.  [default: powers of two]",
+    help="Rows of the batches that are compiled: 1,8,32.  [default: 1,2,4,8,12,16,24,32]",
 )
 @option(
     "--lengths", type=SizesText(), metavar="SIZES", help="Sizes that ragged dims are padded to."

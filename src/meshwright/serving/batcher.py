@@ -22,7 +22,7 @@ class Batcher:
     """Hands batches to ``compute``, in a thread of its own, which answers their requests.
 
     A batch has requests of one shape, the oldest first, ``max_rows`` rows at most unless one
-    request alone has more.
+    request alone has more; of those that would fit, ``rows_of_next`` may take fewer rows.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Batcher:
         wait_s: float = 0.0,
         alone: bool = False,
         name: str = "model",
+        rows_of_next: Callable[[int], int] = lambda waiting: waiting,
     ) -> None:
         self._compute = compute
         self._figures = figures
@@ -42,6 +43,7 @@ class Batcher:
         self._queue_rows = queue_rows
         self._wait_s = wait_s
         self._alone = alone
+        self._rows_of_next = rows_of_next
         self._waiting = Waiting()
         self._changed = threading.Condition()
         self._is_open = True
@@ -118,8 +120,11 @@ class Batcher:
                     self._changed.wait()
                     continue
                 age_s = time.monotonic() - batch[0].arrived_s
-                is_full = self._alone or sum(r.rows for r in batch) >= self._max_rows
+                rows = sum(request.rows for request in batch)
+                is_full = self._alone or rows >= self._max_rows
                 if is_full or age_s >= self._wait_s or not self._is_open:
+                    if (fewer := self._rows_of_next(rows)) < rows and len(batch) > 1:
+                        batch = self._waiting.batch(fewer)
                     return self._started(batch)
                 self._changed.wait(self._wait_s - age_s)
 

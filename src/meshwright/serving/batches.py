@@ -14,7 +14,7 @@ from ..errors import MeshwrightError, ModelFailedError, NotReadyError, ProcessEr
 from ..launch.join import naming_failures
 from .api import Answer
 from .figures import Figures
-from .options import ServeOptions, worthwhile
+from .options import ServeOptions, at_once, worthwhile
 from .requests import Request, stacked
 from .weights import Weights
 
@@ -37,6 +37,7 @@ class Batches:
         self.why_alone = forward.why_alone(sizes[-1])
         self.sizes = (1,) if self.why_alone else sizes
         self.outputs = forward.outputs()
+        self._at_once: tuple[int, ...] = ()  # by the rows that wait
         self._last_end_s = 0.0  # of a batch
         # Batches follow each other in a model of stages; what one answers waits for it elsewhere.
         depth = options.in_flight or forward.depth
@@ -55,6 +56,8 @@ class Batches:
             longest = shapes[-1].lengths if shapes else ()
             by_rows = {s.rows: took for s, took in seconds.items() if s.lengths == longest}
             self.sizes = worthwhile(by_rows) or self.sizes
+            if by_rows:
+                self._at_once = at_once({size: by_rows[size] for size in self.sizes})
         if not forward.is_split:  # else once the others can answer
             self.check(weights)
 
@@ -63,6 +66,10 @@ class Batches:
         from .forward import check_padding
 
         check_padding(self.forward, weights, self._options.lengths, self._options.pad_value)
+
+    def rows_of_next(self, waiting: int) -> int:
+        """How many rows the next batch takes, where so many, at most those of a batch, wait."""
+        return self._at_once[waiting] if waiting < len(self._at_once) else waiting
 
     def _ahead(self) -> list[tuple[int, ...]]:
         """The lengths that are compiled ahead: those named, all ragged dims alike."""

@@ -179,6 +179,7 @@ class LoadedModel:
             wait_s=self.options.wait_s,
             alone=self._batches.why_alone is not None,
             name=self.name,
+            rows_of_next=self._batches.rows_of_next,
         )
         has_newer = self._checkpoint is not None or self.source.live is not None
         if has_newer and self.options.follow_s is not None:

@@ -11,6 +11,7 @@ from ..errors import ModelError
 
 Precision = Literal["bfloat16", "float16", "int8"]
 _SLOWER = 1.1  # of the seconds of a row in a smaller batch, which a larger one may take
+_SAVES = 0.9  # of the seconds of one padded batch, which several smaller ones must stay below
 PRECISIONS = ("bfloat16", "float16", "int8")
 
 
@@ -24,7 +25,7 @@ class ServeOptions:
     """
 
     max_rows: int = 32
-    buckets: tuple[int, ...] = ()  # rows; empty: powers of two up to max_rows, while that is faster
+    buckets: tuple[int, ...] = ()  # rows; empty: up to max_rows, while larger ones are faster
     lengths: tuple[int, ...] = ()  # sizes that ragged dims are padded to; empty: as they come
     pad_value: float = 0  # what ragged dims are padded with
     wait_s: float = 0.0  # how long the oldest request waits for others while the devices are idle
@@ -73,7 +74,7 @@ class ServeOptions:
 
     def sizes(self, shards: int) -> tuple[int, ...]:
         """The rows of batches, each of which divides over the pieces of the batch."""
-        sizes = self.buckets or _powers(self.max_rows)
+        sizes = self.buckets or _rising(self.max_rows)
         return tuple(sorted({-(-size // shards) * shards for size in sizes}))
 
 
@@ -95,12 +96,40 @@ def worthwhile(seconds: Mapping[int, float]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _powers(largest: int) -> tuple[int, ...]:
+def at_once(seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """How many rows the next batch takes of those that wait, by their number.
+
+    ``seconds`` are those of a batch of each size. Rows are padded to the next size, unless smaller
+    batches one after the other take clearly less time: the first of them, the largest, is answered
+    sooner, too.
+
+    >>> at_once({1: 1.0, 4: 3.0, 8: 6.0})  # of 5 rows 4 and then 1, in 4 seconds rather than 6
+    (0, 1, 1, 3, 4, 4, 4, 7, 8)
     """
-    >>> _powers(12)
-    (1, 2, 4, 8, 12)
+    best, first = [0.0], [0]  # the least seconds for so many rows, and the largest batch of these
+    taken = [0]
+    for rows in range(1, max(seconds) + 1):
+        ways = [
+            (took + best[max(rows - size, 0)], -max(size, first[max(rows - size, 0)]))
+            for size, took in seconds.items()
+        ]
+        least, largest = min(ways)
+        best.append(least)
+        first.append(-largest)
+        padded = seconds[min(size for size in seconds if size >= rows)]
+        taken.append(min(rows, -largest) if least < _SAVES * padded else rows)
+    return tuple(taken)
+
+
+def _rising(largest: int) -> tuple[int, ...]:
+    """Powers of two, and from 8 on what is halfway between them, so that less is padded.
+
+    >>> _rising(32)
+    (1, 2, 4, 8, 12, 16, 24, 32)
     """
-    return (*(1 << n for n in range((largest - 1).bit_length())), largest)
+    powers = [1 << n for n in range(largest.bit_length())]
+    halfway = [3 * size // 2 for size in powers if size >= 8]
+    return tuple(size for size in sorted({*powers, *halfway, largest}) if size <= largest)
 
 
 def _is_size(value: Any) -> bool:

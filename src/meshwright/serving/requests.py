@@ -70,7 +70,6 @@ def checked(
         if array is not None:
             arrays.append(array)
     known = [spec.name for spec in specs]
-    known = [spec.name for spec in specs]
     faults += [
         f"input {name!r} is unknown; the inputs are {', '.join(known)}"
         for name in inputs

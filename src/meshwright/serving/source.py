@@ -55,7 +55,7 @@ class Source:
     stages: Stages | None = None  # that it is cut into; ``steps`` are those of the first one
     only: Mapping[str, tuple[Any, ...]] | None = None  # what a stage reads: no other weights
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The arrays that clients send, in order."""
         import jax

@@ -66,8 +66,9 @@ class Stages:
 def meshes_of(mesh: Mesh, axis: str) -> list[Mesh]:
     """The part of a mesh that each stage has: its axis stays, with one device.
 
-    >>> [part.devices for part in meshes_of(Mesh({"stage": 2, "model": 2}, "abcd"), "stage")]
-    [('a', 'b'), ('c', 'd')]
+    >>> from meshwright.layouts.mesh import create_mesh
+    >>> [part.axes for part in meshes_of(create_mesh({"stage": 2, "model": 4}), "stage")]
+    [(('stage', 1), ('model', 4)), (('stage', 1), ('model', 4))]
     """
     import numpy as np
 
