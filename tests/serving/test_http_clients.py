@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,12 +13,16 @@ import pytest
 from http_calls import call, listening
 from http_models import KERNEL, Linear, Shelf
 
+from meshwright.errors import ServingError
 from meshwright.serving.http.app import serving_app
+from meshwright.serving.http.limits import Limits
+from meshwright.serving.http.run import Listening
 from meshwright.serving.http.telemetry import traced
 
 pytestmark = [pytest.mark.targets, pytest.mark.alone]
 
 HOW = 'pip install -e ".[clients]"'
+KEY = "k" * 32
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
@@ -53,6 +61,88 @@ def test_triton_shows_why_a_request_is_refused(port):
     with pytest.raises(triton.InferenceServerException, match=r"expected shape \[rows, 4\]"):
         client.infer("linear", [tensor])
     client.close()
+
+
+@pytest.fixture(scope="module")
+def rpc_port() -> Iterator[int]:
+    pytest.importorskip("tritonclient.grpc", reason=HOW)
+    from meshwright.serving.http.rpc import with_rpc
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    slow = Linear("slow")
+    slow.gate = asyncio.Event()
+    app = serving_app(Shelf(Linear(), slow), keys=[KEY])
+    with_rpc(app, Listening(port=port), limits=Limits(body_bytes=1 << 16), keys=[KEY])
+    server = uvicorn.Server(uvicorn.Config(app, port=0))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield port
+    server.should_exit = True
+    thread.join()
+
+
+def test_triton_over_grpc(rpc_port):
+    triton = pytest.importorskip("tritonclient.grpc", reason=HOW)
+    key = {"authorization": f"Bearer {KEY}"}
+    with triton.InferenceServerClient(f"127.0.0.1:{rpc_port}") as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("linear", "1", headers=key)
+        about = client.get_model_metadata("linear", headers=key)
+        assert [tensor.shape for tensor in about.inputs] == [[-1, 4]]
+        tensor = triton.InferInput("x", list(X.shape), "FP32")
+        tensor.set_data_from_numpy(X)
+        answer = client.infer("linear", [tensor], request_id="mine", headers=key)
+        assert np.allclose(answer.as_numpy("y"), X @ KERNEL)
+        assert answer.get_response().id == "mine"
+        assert answer.get_response().model_version == "1"
+        wrong = triton.InferInput("x", [1, 3], "FP32")
+        wrong.set_data_from_numpy(np.zeros([1, 3], np.float32))
+        large = triton.InferInput("x", [8192, 4], "FP32")
+        large.set_data_from_numpy(np.zeros([8192, 4], np.float32))
+        for inputs, how, code, text in (
+            ([wrong], {"model_name": "linear"}, "INVALID_ARGUMENT", r"expected shape \[rows, 4\]"),
+            ([tensor], {"model_name": "other"}, "NOT_FOUND", "unknown model"),
+            ([tensor], {"model_name": "linear", "headers": {}}, "UNAUTHENTICATED", "API key"),
+            ([tensor], {"model_name": "slow", "timeout": 1000}, "DEADLINE_EXCEEDED", "in time"),
+            ([large], {"model_name": "linear"}, "RESOURCE_EXHAUSTED", "larger than max"),
+        ):
+            with pytest.raises(triton.InferenceServerException, match=text) as caught:
+                client.infer(inputs=inputs, **{"headers": key, **how})
+            assert caught.value.status() == f"StatusCode.{code}"
+
+
+def test_typed_contents_over_grpc(rpc_port):
+    """As clients send them that do not write raw bytes, such as grpcurl."""
+    grpc = pytest.importorskip("grpc", reason=HOW)
+    from tritonclient.grpc import service_pb2 as messages
+    from tritonclient.grpc import service_pb2_grpc as stubs
+
+    request = messages.ModelInferRequest(model_name="linear")
+    tensor = request.inputs.add(name="x", datatype="FP32", shape=[2, 4])
+    tensor.contents.fp32_contents.extend(X.ravel())
+    with grpc.insecure_channel(f"127.0.0.1:{rpc_port}") as channel:
+        stub = stubs.GRPCInferenceServiceStub(channel)
+        reply = stub.ModelInfer(request, metadata=[("x-api-key", KEY)], timeout=60)
+    found = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(2, 3)
+    assert np.allclose(found, X @ KERNEL)
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_lifespan(rpc_port):
+    from meshwright.serving.http.rpc import with_rpc
+
+    app = with_rpc(serving_app(Shelf(Linear())), Listening(port=rpc_port))
+
+    async def begun() -> None:
+        async with app.router.lifespan_context(app):
+            pass
+
+    with pytest.raises(ServingError, match="Choose another --grpc-port"):
+        asyncio.run(begun())
 
 
 def test_mlflow(port):

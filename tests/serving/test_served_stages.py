@@ -22,7 +22,7 @@ TOLERANCE = 2e-6
 
 
 def build(blocks: int = 3) -> keras.Model:
-    """Blocks that add to their input, and an embedding of it that the last layer reads, too."""
+    """Blocks that add to their input."""
     keras.utils.set_random_seed(3)
     x = keras.Input([8], name="x")
     h: Any = x
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_read_by_stages_and_the_next_one_swapped_in(tmp_path: Pa
 def test_what_cannot_be_served_by_stages_says_why() -> None:
     with pytest.raises(mw.PipelineError, match="too few for 4 stages"):
         mw.Server(build(0), strategy({"stage": 4}))
-    with pytest.raises(mw.ModelError, match="int8.*not supported by stages"):
+    with pytest.raises(mw.ModelError, match=r"int8.*not supported by stages"):
         mw.Server(build(), strategy({"stage": 2}), precision="int8")
 
 

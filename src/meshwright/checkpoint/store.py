@@ -200,7 +200,7 @@ def restore_state(
     checkpointer: Any = None,
     whole: TrainState | None = None,
 ) -> TrainState:
-    """See :meth:`Checkpoints.restore`; ``whole`` has all arrays, where ``like`` has some of them."""
+    """See :meth:`Checkpoints.restore`; ``whole`` has all arrays where ``like`` has some of them."""
     target, like = like, as_saved(info, like)
     wanted = describe(like)
     check_same(info, wanted if whole is None else describe(whole))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PLATFORMS = ("bentoml", "compose", "knative", "kserve", "kubeflow", "mlflow", "ray", "sagemaker")
 _FORMATS = ("stablehlo", "savedmodel", "onnx")
-_OF_THE_PLATFORM = ("host", "port", "fd", "platform", "folder", "image", "api_keys")
+_OF_THE_PLATFORM = ("host", "port", "grpc_port", "fd", "platform", "folder", "image", "api_keys")
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SECONDS = click.FloatRange(0, min_open=True)
 
@@ -49,6 +49,11 @@ _SECONDS = click.FloatRange(0, min_open=True)
     default=8000,
     envvar="PORT",
     help="Port to listen on; 0 for any that is free. PORT in the environment sets it, too.",
+)
+@option(
+    "--grpc-port",
+    type=click.IntRange(0, 65535),
+    help="Port for the Open Inference protocol over gRPC, too; 0 for any that is free.",
 )
 @option("--fd", type=click.IntRange(0), help="Listen on this open socket instead.")
 @option("--max-rows", type=click.IntRange(1), help="Rows of the largest batch.  [default: 32]")

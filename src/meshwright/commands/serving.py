@@ -20,6 +20,8 @@ from ..topology import make_cpu_devices
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from ..serving.http.run import Listening
+
 _OF_STEPS = ("accumulate", "remat", "sums", "local")  # options that only training steps have
 
 
@@ -36,6 +38,7 @@ class Asked:
     name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
     fd: int | None = None
     max_rows: int | None = None
     buckets: tuple[int, ...] | None = None
@@ -72,10 +75,15 @@ def run(asked: Asked) -> None:
     if member is not None and member.rank > 0:
         _follow(asked)
         return
-    from ..serving.http.run import Listening
     from ..serving.http.run import run as run_app
 
-    listening = Listening(
+    run_app(lambda: app_for(asked), _listening(asked))
+
+
+def _listening(asked: Asked) -> Listening:
+    from ..serving.http.run import Listening
+
+    return Listening(
         asked.host,
         asked.port,
         asked.fd,
@@ -84,7 +92,6 @@ def run(asked: Asked) -> None:
         asked.drain,
         asked.timeout,
     )
-    run_app(lambda: app_for(asked), listening)
 
 
 def _follow(asked: Asked) -> None:
@@ -109,7 +116,15 @@ def app_for(asked: Asked) -> Starlette:
         pending_bytes=max(Limits.pending_bytes, 2 * asked.max_body),
         request_s=asked.timeout,
     )
+    if asked.grpc_port is not None:
+        for module in ("grpc", "tritonclient.grpc"):
+            require(module, ServingError, "gRPC takes tritonclient and grpcio", "grpc")
     app = serving_app(server_for(asked), limits=limits, keys=keys)
+    if asked.grpc_port is not None:
+        from ..serving.http.rpc import with_rpc
+
+        listening = replace(_listening(asked), port=asked.grpc_port, fd=None)
+        with_rpc(app, listening, limits=limits, keys=keys)
     if asked.telemetry:
         from ..serving.http.telemetry import traced
 

@@ -130,8 +130,9 @@ class Sharded(LaidOut, Replicas):
         """The same layouts on another mesh, for :class:`~meshwright.Server`.
 
         ZeRO and accumulation are of training and left out; an axis that the mesh does not have
-        splits nothing there, and a pipeline over such an axis is left out. ``mw.Server(model, strategy.serving(mesh))`` hands the weights of
-        training over in memory, piece by piece.
+        splits nothing there, and a pipeline over such an axis is left out.
+        ``mw.Server(model, strategy.serving(mesh))`` hands the weights of training over in memory,
+        piece by piece.
 
         >>> import meshwright as mw
         >>> strategy = mw.Sharded(mw.create_mesh({"batch": 8}), {"kernel": [None, "batch"]}, zero=2)

@@ -47,6 +47,23 @@ def check_keys(keys: Iterable[str], place: str) -> None:
         )
 
 
+class Known:
+    """The keys that may ask, by their digests."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def refuse(self, authorization: str, key: str) -> None:
+        """Raise UnauthorizedError unless ``Bearer KEY``, or the key itself, is one of them."""
+        kind, _, bearer = authorization.partition(" ")
+        digest = _digest((bearer if kind.lower() == "bearer" else key).strip())
+        if not any(hmac.compare_digest(digest, known) for known in self._digests):
+            raise UnauthorizedError(
+                "this server asks for an API key. Send Authorization: Bearer KEY, or X-API-Key: "
+                "KEY."
+            )
+
+
 class ApiKeys:
     """ASGI middleware that asks for ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``.
 
@@ -55,26 +72,21 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._known = Known(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope) or self._knows(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-            return
-        error = UnauthorizedError(
-            "this server asks for an API key. Send Authorization: Bearer KEY, or X-API-Key: KEY."
-        )
-        await problem_response(error, scope)(scope, receive, send)
+        if scope["type"] == "http" and not self._is_open(scope):
+            headers = Headers(scope=scope)
+            try:
+                self._known.refuse(headers.get("authorization", ""), headers.get("x-api-key", ""))
+            except UnauthorizedError as error:
+                await problem_response(error, scope)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
     @staticmethod
     def _is_open(scope: Scope) -> bool:
         return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN
-
-    def _knows(self, headers: Headers) -> bool:
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        key = key if kind.lower() == "bearer" else headers.get("x-api-key", "")
-        digest = _digest(key.strip())
-        return any(hmac.compare_digest(digest, known) for known in self._digests)
 
 
 def _digest(key: str) -> bytes:

@@ -31,8 +31,8 @@ from .protocol import BoundedProtocol
 LOOPBACK = "127.0.0.1"
 _KEEP_ALIVE_S = 75  # longer than the idle time of common load balancers, so that they close first
 _BACKLOG = 2048
-# A thread that has computed a batch waits so long for the one that reads requests; Python's own 5 ms
-# are longer than many answers take.
+# A thread that has computed a batch waits so long for the one that reads requests; Python's own
+# 5 ms are longer than many answers take.
 _SWITCH_S = 0.0005
 _LEAST_DRAIN_S = 0.2  # for connections that were just accepted and not yet read
 

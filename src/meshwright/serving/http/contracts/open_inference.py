@@ -6,7 +6,7 @@ Binary tensors follow the JSON in the body, little-endian; a header says how lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -51,6 +51,24 @@ def read(
     refuse(faults)
     raws = _raw_parts(tensors, view[length:], faults)
     refuse(faults)
+    inputs = arrays_of(tensors, raws, specs, faults)
+    outputs = _outputs(head, parameters, limits, faults)
+    timeout_s = _timeout_s(parameters, faults)
+    identity = head.get("id", "")
+    if not isinstance(identity, str) or len(identity) > 256:
+        faults.append(f"id must be a string of at most 256 characters; received {short(identity)}.")
+    refuse(faults)
+    form = "binary" if parameters.get("binary_data_output") is True else ""
+    return Request(inputs, form, identity, outputs, timeout_s)
+
+
+def arrays_of(
+    tensors: Sequence[dict[str, Any]],
+    raws: Mapping[str, memoryview | None],
+    specs: Sequence[TensorSpec],
+    faults: list[str],
+) -> dict[str, Any]:
+    """The arrays of tensors: of ``name``, ``datatype``, ``shape`` and either ``data`` or bytes."""
     given = {tensor["name"]: tensor for tensor in tensors}
     if len(given) < len(tensors):
         faults.append("an input is named twice.")
@@ -61,14 +79,7 @@ def read(
         if spec.name in given
     }
     check_rows(inputs, faults)
-    outputs = _outputs(head, parameters, limits, faults)
-    timeout_s = _timeout_s(parameters, faults)
-    identity = head.get("id", "")
-    if not isinstance(identity, str) or len(identity) > 256:
-        faults.append(f"id must be a string of at most 256 characters; received {short(identity)}.")
-    refuse(faults)
-    form = "binary" if parameters.get("binary_data_output") is True else ""
-    return Request(inputs, form, identity, outputs, timeout_s)
+    return inputs
 
 
 def _header_length(text: str | None, total: int) -> int:
@@ -206,10 +217,7 @@ def _timeout_s(parameters: dict[str, Any], faults: list[str]) -> float | None:
 
 def write(request: Request, answer: Answer, model: str) -> Reply:
     """An answer; raises RequestError for outputs that the model does not have."""
-    unknown = [name for name in request.outputs if name not in answer.outputs]
-    if unknown:
-        names = ", ".join(map(repr, answer.outputs))
-        refuse([f"unknown output {short(unknown[0])}. The model's outputs are {names}."])
+    check_outputs(request.outputs, answer)
     wanted = request.outputs or dict.fromkeys(answer.outputs, request.form == "binary")
     tensors, raws = [], []
     for name, binary in wanted.items():
@@ -220,7 +228,7 @@ def write(request: Request, answer: Answer, model: str) -> Reply:
             "shape": list(array.shape),
         }
         if binary:
-            raws.append(_little_endian(array).tobytes())
+            raws.append(little_endian(array).tobytes())
             tensor["parameters"] = {"binary_data_size": len(raws[-1])}
         else:
             tensor["data"] = array.reshape(-1)
@@ -238,7 +246,15 @@ def write(request: Request, answer: Answer, model: str) -> Reply:
     return Reply(b"".join([text, *raws]), _BYTES, {HEADER: str(len(text))})
 
 
-def _little_endian(array: np.ndarray) -> np.ndarray:
+def check_outputs(names: Iterable[str], answer: Answer) -> None:
+    """Raise RequestError for outputs that the model does not have."""
+    if unknown := [name for name in names if name not in answer.outputs]:
+        known = ", ".join(map(repr, answer.outputs))
+        refuse([f"unknown output {short(unknown[0])}. The model's outputs are {known}."])
+
+
+def little_endian(array: np.ndarray) -> np.ndarray:
+    """The array as its bytes are sent, in a type that the protocol has a name for."""
     if array.dtype.name not in DATATYPES:  # float8 and the like have no name in this protocol
         array = array.astype(np.float32)
     return array.astype(dtype_of(array.dtype.name).newbyteorder("<"), copy=False)
