@@ -165,6 +165,25 @@ def test_cuts_are_found_by_time_and_warned_of_where_they_send_much() -> None:
         explained("w3")
 
 
+def test_two_equal_layers_among_many_others_do_not_decide_where_a_model_is_cut() -> None:
+    widths = [40, 44, 36, 48, 40, 8, 8, 8]
+    params = {
+        f"w{number}": np.ones(of, "float32") for number, of in enumerate(itertools.pairwise(widths))
+    }
+
+    def loss(params: Any, x: Any) -> Any:
+        activations = jnp.sin, jnp.cos, jnp.exp, jax.nn.sigmoid, jnp.arctan, jnp.tanh, jnp.tanh
+        for number, activation in enumerate(activations):
+            x = activation(x @ params[f"w{number}"])
+        return x.mean()
+
+    program = mw.jax_program(loss, params, optax.sgd(0.1), batch=np.ones([64, 40], "float32"))
+    placement = mw.Placement.of(mesh_of({"stage": 2}), batch=None)
+    options = mw.StepOptions(pipeline=mw.Pipeline("stage", 4))
+    stages = assemble(program, placement, options).explained.stages
+    assert max(stage.flops_share for stage in stages) < 0.6  # the equal two have 2 %
+
+
 def unet_of_layers() -> keras.Model:
     """As anybody writes it: batch statistics, dropout, a penalty, a norm over all gradients."""
     keras.utils.set_random_seed(0)

@@ -148,6 +148,11 @@ class Blocks:
         """Paths of the blocks' parameters: a row of one path per block."""
         return tuple(tuple(path for _, path in row) for row in self.own if row[0][0] == "params")
 
+    @property
+    def largest_flops(self) -> float:
+        """Floating-point operations of the largest equation, which no cut divides."""
+        return max(float(equation_flops(eqn) or 0) for eqn in self.traced.closed.jaxpr.eqns)
+
     @functools.cached_property
     def functions(self) -> Functions:
         """What the loss is made of."""

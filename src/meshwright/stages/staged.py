@@ -24,6 +24,8 @@ from .stacking import Stacking
 from .table import TickTable
 from .unequal import UnequalRunner
 
+_FAR_LESS = 0.6  # of the FLOPs of the busiest stage, below which stages differ rather
+
 
 class StageShare(NamedTuple):
     """What one stage has: its blocks, or the parameters that it reads, its share of the forward
@@ -290,10 +292,12 @@ def traced_of(
 def _cut(
     program: Program, traced: Traced, placement: Placement, pipeline: Pipeline
 ) -> Segments | tuple[Blocks, Deal]:
-    """Equal blocks if there are any, else stages that differ."""
+    """Equal blocks if there are any, else stages that differ; these too where few blocks are equal
+    and the others would leave one stage with most of the work."""
     try:
         blocks = _blocks(traced, placement, pipeline)
-        return blocks, _deal(program, blocks, placement, pipeline)
+        deal = _deal(program, blocks, placement, pipeline)
+        return _better(program, blocks, deal, placement, pipeline) or (blocks, deal)
     except PipelineError as error:
         try:
             return _segments(program, traced, placement, pipeline)
@@ -303,6 +307,22 @@ def _cut(
             raise PipelineError(
                 f"{error}\nNor can it be cut into stages that differ: {other}"
             ) from None
+
+
+def _better(
+    program: Program, blocks: Blocks, deal: Deal, placement: Placement, pipeline: Pipeline
+) -> Segments | None:
+    """Stages that differ, where the busiest has far less to do than that of equal blocks."""
+    before, block, after = flops = blocks.functions.flops
+    enough = _FAR_LESS * deal.tick_flops(flops)
+    even = (before + block * blocks.count + after) / deal.stages
+    if pipeline.cuts is not None or even >= enough or blocks.largest_flops >= enough:
+        return None
+    try:
+        segments = _segments(program, blocks.traced, placement, pipeline)
+    except PipelineError:
+        return None
+    return segments if max(segments.flops) < enough else None
 
 
 def _segments(
