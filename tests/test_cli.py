@@ -229,6 +229,12 @@ def test_doctor_finds_this_installation_usable():
     assert "All required packages are installed and work." in result.output
 
 
+def test_doctor_refuses_more_processes_than_the_cores_can_run():
+    result = run("doctor", "--processes", "100000")
+    assert result.exit_code == 2
+    assert "100000 processes on" in result.stderr
+
+
 def test_doctor_speaks_json():
     result = run("doctor", "--json")
     assert result.exit_code == 0

@@ -14,6 +14,8 @@ from .group import Command, option, traceback_option
 if TYPE_CHECKING:
     from .diagnosis import Diagnosis, Package
 
+_PER_CORE, _AT_LEAST = 4, 8  # processes that --processes may start
+
 
 @click.command(cls=Command, short_help="Report packages, devices, and what is missing.")
 @option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -38,6 +40,13 @@ def doctor(as_json: bool, processes: int | None) -> None:
         raise click.UsageError("--json: only valid without --processes.")
 
     diagnosis = examine()
+    most = max(_AT_LEAST, _PER_CORE * diagnosis.cores)
+    if processes and processes > most:
+        raise click.BadParameter(
+            f"{processes} processes on {diagnosis.cores} cores would measure how long they wait for "
+            f"a core, not their connections; at most {most} here.",
+            param_hint="--processes",
+        )
     if as_json:
         click.echo(json.dumps(diagnosis.as_dict(), indent=2))
     else:
