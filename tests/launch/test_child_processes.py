@@ -172,7 +172,7 @@ def test_no_child_is_left_when_its_parent_ends_by(then, number):
             assert all(map(is_there, pids))
             parent.send_signal(number)
         parent.wait(10)
-        assert within(2, all_gone(pids))
+        assert within(10, all_gone(pids))
     finally:
         parent.kill()
         parent.stdout.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import all_gone, within, write_fake_ssh
+from watching import all_gone, soon_enough, within, write_fake_ssh
 
 import meshwright as mw
 from meshwright import ClusterError
@@ -42,7 +42,8 @@ def test_a_group_trains_with_prefixed_lines_and_a_file_for_each_rank(tmp_path, c
     assert losses[0][1] == losses[1][1]
     assert "Gloo" not in out + err
     logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
-    assert all(re.fullmatch(r"loss \S+ 2 4\n", text) for text in logs), logs
+    assert all(re.search(r"^loss \S+ 2 4$", text, re.MULTILINE) for text in logs), logs
+    assert "Gloo" not in "".join(logs)
 
 
 @pytest.mark.alone
@@ -60,23 +61,26 @@ def test_a_group_trains_with_prefixed_lines_and_a_file_for_each_rank(tmp_path, c
 def test_the_others_learn_which_process_failed_and_where(
     tmp_path, capfd, how, fails, code, limit_s, says
 ):
-    assert grouped(tmp_path, how, fails) == code
-    out, err = capfd.readouterr()
-    seen = json.loads((tmp_path / "seen").read_text())
-    failed_at = json.loads((tmp_path / "failed").read_text())
-    assert seen["at"] - failed_at < limit_s
-    assert seen["rank"] == fails
-    assert (tmp_path / f"left{1 - fails}").exists()  # its ``finally`` block has run
-    assert re.search(rf"rank {fails} of 2 \(host \S+, pid {seen['pid']}\) {says}", seen["text"])
-    own = [line for line in err.splitlines() if line.startswith("meshwright launch: ")]
-    assert f"pid {seen['pid']}" in own[0]
-    assert "meshwright.errors.ProcessError" in out
-    if how in ("raise", "gil"):
-        assert "grouped.py" in seen["stack"]
-        assert "fail" in seen["stack"]
-    if how == "raise":
-        assert err.rstrip().endswith("OSError: a file of rows is damaged")
-    assert all_gone([seen["pid"]])()
+    def named_after_s(folder: Path) -> float:
+        assert grouped(folder, how, fails) == code
+        out, err = capfd.readouterr()
+        seen = json.loads((folder / "seen").read_text())
+        assert seen["rank"] == fails
+        assert (folder / f"left{1 - fails}").exists()  # its ``finally`` block has run
+        pid, text = seen["pid"], seen["text"]
+        assert re.search(rf"rank {fails} of 2 \(host \S+, pid {pid}\) {says}", text)
+        own = [line for line in err.splitlines() if line.startswith("meshwright launch: ")]
+        assert f"pid {pid}" in own[0]
+        assert "meshwright.errors.ProcessError" in out
+        if how in ("raise", "gil"):
+            assert "grouped.py" in seen["stack"]
+            assert "fail" in seen["stack"]
+        if how == "raise":
+            assert err.rstrip().endswith("OSError: a file of rows is damaged")
+        assert all_gone([pid])()
+        return seen["at"] - json.loads((folder / "failed").read_text())
+
+    assert soon_enough(limit_s, tmp_path, named_after_s)
 
 
 @pytest.mark.alone
@@ -106,18 +110,20 @@ def test_however_the_launcher_ends_nothing_is_left(tmp_path, number, code):
         pids = [int(out.readline().split()[1]) for _ in range(2)]
         process.send_signal(number)
         assert process.wait(20) == code
-    assert within(2.0, all_gone(pids))
+    assert within(10.0, all_gone(pids))
 
 
 @pytest.mark.alone
 def test_a_program_that_never_joins_is_named(tmp_path, capfd):
-    program = tmp_path / "train.py"
-    program.write_text("import time; time.sleep(100)")
-    began_s = time.monotonic()
-    assert run_group([str(program)], GroupOptions(2, join_s=1.0)) == 1
-    assert time.monotonic() - began_s < 5
-    assert "rank 0 of 2" in (err := capfd.readouterr().err)
-    assert "does the program import meshwright" in err
+    def named_after_s(folder: Path) -> float:
+        (program := folder / "train.py").write_text("import time; time.sleep(100)")
+        began_s = time.monotonic()
+        assert run_group([str(program)], GroupOptions(2, join_s=1.0)) == 1
+        assert "rank 0 of 2" in (err := capfd.readouterr().err)
+        assert "does the program import meshwright" in err
+        return time.monotonic() - began_s
+
+    assert soon_enough(5.0, tmp_path, named_after_s)
 
 
 def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch):
@@ -174,11 +180,14 @@ def test_a_section_that_has_taken_long_before_may_take_long_again():
 def test_a_board_costs_microseconds_and_keeps_its_end(tmp_path):
     new_board(tmp_path / "board")
     assert read_board(tmp_path / "board").section == "launch"
-    board, began_s = Board(tmp_path / "board"), time.perf_counter()
-    for _ in range(1000):
-        board.write("step")
-        board.write("input")
-    assert (time.perf_counter() - began_s) / 1000 < 25e-6  # 0.5 % of a step of 5 ms
+    board, took_s = Board(tmp_path / "board"), list[float]()
+    for _ in range(10):  # of which other programs disturb some
+        began_s = time.perf_counter()
+        for _ in range(100):
+            board.write("step")
+            board.write("input")
+        took_s.append((time.perf_counter() - began_s) / 100)
+    assert min(took_s) < 25e-6  # 0.5 % of a step of 5 ms
     board.write("exit")
     board.write("script")
     progress = read_board(tmp_path / "board")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import stat
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from watching import is_there, within
+from watching import is_there, soon_enough, within
 
 from meshwright import ClusterError, TaskError
 from meshwright.launch import Keys, Task
@@ -102,30 +103,37 @@ def test_closing_ends_every_task_and_twice_does_no_harm(make, tmp_path):
         cluster.add_worker()
 
 
-def test_closing_does_not_wait_for_tasks_that_are_deaf(make, tmp_path):
+def test_closing_does_not_wait_for_tasks_that_are_deaf(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.launch.local._GRACE_S", 30.0)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     cluster = make(1, 1, then=deaf)
     wait_for(tmp_path, "worker.0.0", "ps.0.0")
     begun_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt), cluster:
         raise KeyboardInterrupt
-    assert time.monotonic() - begun_s < 2.0
+    assert time.monotonic() - begun_s < 15.0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("job", ["ps", "worker"])
-def test_a_task_that_dies_is_started_again_within_a_second(make, tmp_path, job):
+def test_a_task_that_dies_is_started_again_within_a_second(make, tmp_path, tmp_path_factory, job):
     cluster = make(1, 1)
     wait_for(tmp_path, f"{job}.0.0")
-    killed_s = time.monotonic()
-    cluster.kill(f"{job}:0", signal.SIGKILL)
-    wait_until(lambda: cluster.generation(f"{job}:0") == 1)
-    assert time.monotonic() - killed_s < 1.0
-    pid = wait_for(tmp_path, f"{job}.0.1")[f"{job}.0.1"]
-    assert cluster.pid(f"{job}:0") == pid
-    assert what(cluster, f"{job}:0") == ["started", "died", "restarted"]
+    kills = itertools.count(1)
+
+    def started_again_after_s(_folder: Path) -> float:
+        number, killed_s = next(kills), time.monotonic()
+        cluster.kill(f"{job}:0", signal.SIGKILL)
+        wait_until(lambda: cluster.generation(f"{job}:0") == number)
+        took_s = time.monotonic() - killed_s
+        pid = wait_for(tmp_path, f"{job}.0.{number}")[f"{job}.0.{number}"]
+        assert cluster.pid(f"{job}:0") == pid
+        assert what(cluster, f"{job}:0") == ["started", *["died", "restarted"] * number]
+        return took_s
+
+    assert soon_enough(1.0, tmp_path_factory.mktemp("kills"), started_again_after_s)
     died = [event for event in cluster.events if event.what == "died"]
-    assert [(event.task, event.exit_code) for event in died] == [(Task(job, 0), -9)]
+    assert {(event.task, event.exit_code) for event in died} == {(Task(job, 0), -9)}
     assert 0 < died[0].time_s < PATIENCE_S
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from watching import LOSS
 
 PROGRAM = str(Path(__file__).parent / "grouped.py")
 
@@ -38,7 +39,7 @@ def mpirun(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
 def test_mpirun_starts_a_group(tmp_path):
     run = mpirun(tmp_path, "nothing")
     assert run.returncode == 0, run.stderr
-    assert len(re.findall(r"^loss \S+ 2 4$", run.stdout, re.MULTILINE)) == 2, run
+    assert len(re.findall(LOSS, run.stdout)) == 2, run
 
 
 def test_a_process_that_stops_is_named(tmp_path):

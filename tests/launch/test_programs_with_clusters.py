@@ -73,8 +73,8 @@ def test_no_task_is_left_after(begin, then, number, code, tracebacks, short):
     sent_s = time.monotonic()
     _, err = process.communicate(timeout=30)
     assert process.returncode == code, err
-    assert within(2, all_gone(pids))
-    assert time.monotonic() - sent_s < 5
+    assert within(10, all_gone(pids))
+    assert time.monotonic() - sent_s < 10
     assert err.count("Traceback") == tracebacks, err
     killed = code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV)
     assert Path(folder).parent == short

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+# What ``grouped.py`` prints last. Gloo prints parts of lines, so something may stand before it.
+LOSS = r"loss \S+ 2 4\b"
+
 
 def is_there(pid: int) -> bool:
     """Whether a process is running or stopped; one that has ended and is not noted is not."""
@@ -29,6 +32,19 @@ def all_gone(pids: Iterable[int]) -> Callable[[], bool]:
     """Tells whether none of these processes is there any more."""
     numbers = list(pids)
     return lambda: not any(map(is_there, numbers))
+
+
+def soon_enough(limit_s: float, folder: Path, once: Callable[[Path], float]) -> bool:
+    """Whether this takes less than so many seconds, of at most three times.
+
+    Such a bound is for a machine that does nothing else; what is too slow by itself is so each
+    time. Each time has a folder of its own.
+    """
+    for number in range(3):
+        (own := folder / f"time{number}").mkdir()
+        if once(own) < limit_s:
+            return True
+    return False
 
 
 _SSH = """#!/bin/sh
