@@ -66,7 +66,8 @@ def spans(arrays: Sequence[np.ndarray]) -> list[Span]:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("sizes", [(1,), (5, 0, 1000, 3), (300_000, 7, 300_001)])
-def test_all_get_the_same_sums_in_place_or_not(count, sizes):
+def test_all_get_the_same_sums_in_place_or_not(count, sizes, monkeypatch):
+    monkeypatch.setattr(neighbors, "_WINDOW", 1 << 20)
     draw = np.random.default_rng(count)
     values = [[draw.normal(size=size).astype("f") for size in sizes] for _ in range(count)]
     wanted = [sum(value[i].astype("d") for value in values) for i in range(len(sizes))]
@@ -83,6 +84,18 @@ def test_all_get_the_same_sums_in_place_or_not(count, sizes):
                 for total, first, right in zip(sums, targets[0], wanted, strict=True):
                     np.testing.assert_array_equal(total, first)
                     np.testing.assert_allclose(total, right, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_changing_sizes_follow_each_other():
+    def run(member: Neighbors) -> None:
+        for size in (10, 3000, 20, 100_000, 50, 100_001, 200_000, 7):
+            for _ in range(3):
+                values = np.full(size, member.rank + 1.0, "f")
+                member.sum(spans([values]), spans([values]))
+                np.testing.assert_array_equal(values, np.full(size, 6.0, "f"))
+
+    with group(3) as members:
+        assert in_threads([functools.partial(run, member) for member in members]) == [None] * 3
 
 
 def test_one_that_sums_something_else_or_ends_is_an_error_in_the_others():

@@ -43,8 +43,8 @@ def doctor(as_json: bool, processes: int | None) -> None:
     most = max(_AT_LEAST, _PER_CORE * diagnosis.cores)
     if processes and processes > most:
         raise click.BadParameter(
-            f"{processes} processes on {diagnosis.cores} cores would measure how long they wait for "
-            f"a core, not their connections; at most {most} here.",
+            f"{processes} processes on {diagnosis.cores} cores would measure how long they wait "
+            f"for a core, not their connections; at most {most} here.",
             param_hint="--processes",
         )
     if as_json:

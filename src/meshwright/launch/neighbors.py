@@ -23,8 +23,9 @@ from .. import _compat
 from .membership import Membership
 
 SHARED_MEMORY = "MESHWRIGHT_SHARED_MEMORY"  # "0": processes of one host sum through gloo, too
+_WINDOW = 32 << 20  # bytes that each process writes at once, so that the memory stays small
 _BLOCK = 1 << 19  # bytes that are added at once
-_TOKEN = struct.Struct("=QQ")  # the number of the wait, and the bytes that are summed
+_TOKEN = struct.Struct("=QQ")  # the number of the wait, and the bytes that are then summed
 _LINE = 64  # bytes: no two processes write to one line of a cache
 _CONNECT_S = 10.0
 _KEY = "meshwright/neighbors"
@@ -58,27 +59,36 @@ class Neighbors:
         One process adds each share, so all get the same bits. Raises ``ConnectionError`` when
         another process has ended, or sums something else.
         """
+        nbytes = sum(span.nbytes for span in sources)
+        for start in range(0, nbytes, _WINDOW):
+            self._sum_window(sources, targets, start, min(start + _WINDOW, nbytes))
+
+    def _sum_window(
+        self, sources: Sequence[Span], targets: Sequence[Span], start: int, stop: int
+    ) -> None:
+        """Sum a cut of the arrays, taken as if they lay behind each other."""
         import numpy as np
 
-        nbytes = sum(span.nbytes for span in sources)
-        share = -(-nbytes // (self.count * _LINE)) * _LINE
-        rows = self._shared(share * self.count)
+        share = -(-(stop - start) // (self.count * _LINE)) * _LINE
+        rows = self._shared(share * self.count, stop)
         own, total = rows[self.rank], rows[self.count]
         others = [row for i, row in enumerate(rows[: self.count]) if i != self.rank]
-        first, last = min(self.rank * share, nbytes), min((self.rank + 1) * share, nbytes)
-        for cut in ((0, first), (last, nbytes)):
-            _gather(sources, own, *cut)
-        self._wait(nbytes)
-        for start in range(first, last, _BLOCK):  # which stays in the cache
-            stop = min(start + _BLOCK, last)
-            _gather(sources, total, start, stop)
-            block = total[start:stop].view("f")
+        first = min(start + self.rank * share, stop)
+        last = min(first + share, stop)
+        for cut in ((start, first), (last, stop)):
+            _gather(sources, *cut, own[cut[0] - start :])
+        self._wait(stop)
+        for at in range(first, last, _BLOCK):  # which stays in the cache
+            end = min(at + _BLOCK, last)
+            place = slice(at - start, end - start)
+            _gather(sources, at, end, total[place])
+            block = total[place].view("f")
             for row in others:
-                np.add(block, row[start:stop].view("f"), out=block)
-            _scatter(total, targets, start, stop)
-        self._wait(nbytes)
-        for cut in ((0, first), (last, nbytes)):
-            _scatter(total, targets, *cut)
+                np.add(block, row[place].view("f"), out=block)
+            _scatter(total[place], targets, at, end)
+        self._wait(stop)
+        for cut in ((start, first), (last, stop)):
+            _scatter(total[cut[0] - start :], targets, *cut)
 
     def close(self) -> None:
         """Leave the others. Twice does no harm."""
@@ -88,10 +98,10 @@ class Neighbors:
             os.close(self._memory)
             self._memory = -1
 
-    def _wait(self, nbytes: int) -> None:
+    def _wait(self, stop: int) -> None:
         """Return when all have come here: after ``log2`` of their number of exchanges."""
         self._number += 1
-        token, distance = _TOKEN.pack(self._number, nbytes), 1
+        token, distance = _TOKEN.pack(self._number, stop), 1
         while distance < self.count:
             receiver = (self.rank + distance) % self.count
             sender = (self.rank - distance) % self.count
@@ -105,15 +115,16 @@ class Neighbors:
             if received != token:
                 raise ConnectionError(
                     f"rank {sender} sums {_TOKEN.unpack(received)[1]} bytes and rank {self.rank} "
-                    f"{nbytes}: their programs differ"
+                    f"{stop}: their programs differ"
                 )
             distance *= 2
 
-    def _shared(self, nbytes: int) -> Any:
+    def _shared(self, nbytes: int, stop: int) -> Any:
         """A row of bytes for each process, and one for the sum; the memory grows when it must."""
         import numpy as np
 
         if self._rows is None or self._rows.shape[1] < nbytes:
+            self._wait(stop)  # until none reads where rows have been
             whole = nbytes * (self.count + 1)
             if os.fstat(self._memory).st_size < whole:
                 os.ftruncate(self._memory, whole)
@@ -126,15 +137,15 @@ def _ended(rank: int) -> ConnectionError:
     return ConnectionError(f"rank {rank} has ended while gradients were summed")
 
 
-def _gather(spans: Sequence[Span], row: Any, start: int, stop: int) -> None:
-    """Copy a cut of arrays, as if they lay behind each other, into a row."""
+def _gather(spans: Sequence[Span], start: int, stop: int, row: Any) -> None:
+    """Copy a cut of arrays to the beginning of a row."""
     place = row.ctypes.data
     for address, offset, nbytes in _pieces(spans, start, stop):
         _move(place + offset, address, nbytes)
 
 
 def _scatter(row: Any, spans: Sequence[Span], start: int, stop: int) -> None:
-    """The other way."""
+    """Copy the beginning of a row to a cut of arrays."""
     place = row.ctypes.data
     for address, offset, nbytes in _pieces(spans, start, stop):
         _move(address, place + offset, nbytes)
@@ -145,12 +156,12 @@ def _move(target: int, source: int, nbytes: int) -> None:
 
 
 def _pieces(spans: Sequence[Span], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Where the pieces of a cut are: their addresses, places in the cut's row, and bytes."""
+    """The pieces of a cut: their addresses, where they lie within the cut, and their bytes."""
     offset = 0
     for address, nbytes in spans:
         first, last = max(start, offset), min(stop, offset + nbytes)
         if first < last:
-            yield address + first - offset, first, last - first
+            yield address + first - offset, first - start, last - first
         offset += nbytes
 
 
