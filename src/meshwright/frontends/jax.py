@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -113,51 +113,69 @@ def program_of(
     tree, slot_tree = tree_of(shapes), tree_of(slot_shapes)
     param_infos = tree.infos("parameter")
 
-    def initial() -> TrainState:
-        values = make()
-        slots = {**slot_tree.named(optimizer.init(values)), **zeros(extras.slots)}
-        return TrainState(tree.named(values), zeros(extras.state), slots, {})
-
-    def apply(values: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
-        del training  # a plain function has no modes
-        if forward is None:
-            raise ModelError(
-                "this program has no forward function: pass forward= where it is made."
-            )
-        return forward(tree.whole(values), inputs), state
-
-    def whole_loss(
-        values: Arrays, whole: TrainState, batch: Batch, training: bool
-    ) -> tuple[Any, Aux]:
-        result = loss(tree.whole(values), batch, **extras.values(whole, batch))
-        value, logs = result if isinstance(result, tuple) else (result, {})
-        state = extras.after_batch(whole.state, batch) if training else whole.state
-        return value, Aux(value, logs, state, whole.metrics)
-
-    def measure(metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
-        del batch
-        return metrics, {"loss": aux.loss, **aux.outputs}
-
-    def update(values: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
-        changes, new = optimizer.update(
-            tree.whole(grads), slot_tree.whole(slots), tree.whole(values)
-        )
-        moved = {path: values[path] + change for path, change in tree.named(changes).items()}
-        return moved, {**slot_tree.named(new), **extras.after_step(slots)}
-
+    functions = _Functions(loss, make, optimizer, forward, tree, slot_tree, extras)
     return Program(
         name=name,
         params=param_infos,
         state=extras.state,
         slots=(*slot_tree.infos("slot", param_infos), *extras.slots),
         metrics=(),
-        initial=initial,
-        forward=apply,
-        loss=whole_loss,
-        measure=measure,
-        update=update,
+        initial=functions.initial,
+        forward=functions.apply,
+        loss=functions.whole_loss,
+        measure=functions.measure,
+        update=functions.update,
         logs="of one batch",
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Functions:
+    """The functions of a :class:`Program` over arrays by path, by those over trees."""
+
+    loss: Callable[..., Any]
+    make: Callable[[], Params]
+    optimizer: Any
+    forward: Callable[[Params, Any], Any] | None
+    tree: Tree
+    slot_tree: Tree
+    extras: Extras
+
+    def initial(self) -> TrainState:
+        values = self.make()
+        slots = self.slot_tree.named(self.optimizer.init(values))
+        more, state = zeros(self.extras.slots), zeros(self.extras.state)
+        return TrainState(self.tree.named(values), state, {**slots, **more}, {})
+
+    def apply(
+        self, values: Arrays, state: Arrays, inputs: Any, training: bool
+    ) -> tuple[Any, Arrays]:
+        del training  # a plain function has no modes
+        if self.forward is None:
+            raise ModelError(
+                "this program has no forward function: pass forward= where it is made."
+            )
+        return self.forward(self.tree.whole(values), inputs), state
+
+    def whole_loss(
+        self, values: Arrays, whole: TrainState, batch: Batch, training: bool
+    ) -> tuple[Any, Aux]:
+        result = self.loss(self.tree.whole(values), batch, **self.extras.values(whole, batch))
+        value, logs = result if isinstance(result, tuple) else (result, {})
+        state = self.extras.after_batch(whole.state, batch) if training else whole.state
+        return value, Aux(value, logs, state, whole.metrics)
+
+    def measure(self, metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
+        del batch
+        return metrics, {"loss": aux.loss, **aux.outputs}
+
+    def update(self, values: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
+        tree, slot_tree = self.tree, self.slot_tree
+        changes, new = self.optimizer.update(
+            tree.whole(grads), slot_tree.whole(slots), tree.whole(values)
+        )
+        moved = {path: values[path] + change for path, change in tree.named(changes).items()}
+        return moved, {**slot_tree.named(new), **self.extras.after_step(slots)}
 
 
 def _makes_parameters(params: Any) -> bool:

@@ -164,17 +164,55 @@ def keras_program(
 
     It is traced inside of ``in_force()``: under the strategy whose layers' outputs it lays out.
     """
-    v = variables
+    functions = _Functions(model, variables)
     owns = functools.partial(_compat.has_own, model)
+    params, state, slots, metrics = (_infos(variables, part) for part in _parts(variables))
+    return Program(
+        name=model.name,
+        params=params,
+        state=state,
+        slots=slots,
+        metrics=metrics,
+        initial=functions.initial,
+        forward=functions.forward,
+        loss=functions.loss,
+        measure=functions.measure,
+        update=functions.update,
+        own_step=functions.own_step if owns("train_step") else None,
+        own_test_step=functions.own_test_step if owns("test_step") else None,
+        predict=functions.predict,
+        reduction=_reduction(model) if model.compiled else "mean",
+        label=labeller_of(model),
+        context=None if in_force is None else lambda placement, whole: in_force(),
+        example=example,
+    )
 
-    def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
+
+@dataclass(frozen=True, eq=False)
+class _Functions:
+    """The functions of a :class:`Program`, as Keras computes them without side effects."""
+
+    model: keras.Model
+    variables: KerasVariables
+
+    def initial(self) -> TrainState:
+        return read_state(self.variables)
+
+    def forward(
+        self, params: Arrays, state: Arrays, inputs: Any, training: bool
+    ) -> tuple[Any, Arrays]:
+        v = self.variables
         values = _ordered(v.params, params), _ordered(v.state, state)
+        how = _training(self.model, training)
         with unguarded():
-            called: Any = model.stateless_call(*values, inputs, **_training(model, training))
+            called: Any = self.model.stateless_call(*values, inputs, **how)
         outputs, new = called
         return outputs, _named(v.state, new)
 
-    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+    def loss(
+        self, params: Arrays, whole: TrainState, batch: Batch, training: bool
+    ) -> tuple[Any, Aux]:
+        model, v = self.model, self.variables
         x, y, weights = _unpack(batch.arrays if isinstance(batch, Padded) else batch)
         whole_batch = model.compute_loss_and_updates
         compute = loss_on_true_rows(model, batch) if isinstance(batch, Padded) else whole_batch
@@ -195,55 +233,38 @@ def keras_program(
         masked = outputs, masks or [None] * len(jax.tree.leaves(outputs))
         return value, Aux(unscaled, masked, _named(v.state, state), _named(v.metrics, metrics))
 
-    def measure(metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
+    def measure(self, metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
+        v = self.variables
         outputs, masks = aux.outputs
         _compat.set_masks(outputs, masks)
         logs, new = _compat.update_metrics(
-            model, _ordered(v.metrics, metrics), aux.loss, _unpack(batch), outputs
+            self.model, _ordered(v.metrics, metrics), aux.loss, _unpack(batch), outputs
         )
         return _named(v.metrics, new), logs
 
-    def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
-        new_params, new_slots = model.optimizer.stateless_apply(
+    def update(self, params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
+        v = self.variables
+        new_params, new_slots = self.model.optimizer.stateless_apply(
             _ordered(v.slots, slots), _ordered(v.params, grads), _ordered(v.params, params)
         )
         return _named(v.params, new_params), _named(v.slots, new_slots)
 
-    def predict(params: Arrays, state: Arrays, batch: Batch) -> Any:
+    def predict(self, params: Arrays, state: Arrays, batch: Batch) -> Any:
+        v = self.variables
         with unguarded():
             values = _ordered(v.params, params), _ordered(v.state, state)
-            outputs, _ = model.predict_step(values, batch)
+            outputs, _ = self.model.predict_step(values, batch)
         return outputs
 
-    def own_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-        logs, new = model.train_step(tuple(_lists(v, whole)), batch)
-        return _state(v, new), logs
+    def own_step(self, whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        logs, new = self.model.train_step(tuple(_lists(self.variables, whole)), batch)
+        return _state(self.variables, new), logs
 
-    def own_test_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-        params, state, _, metrics = _lists(v, whole)
-        logs, (params, state, metrics) = model.test_step((params, state, metrics), batch)
-        return _state(v, (params, state, [], metrics))._replace(slots=whole.slots), logs
-
-    params, state, slots, metrics = (_infos(v, part) for part in _parts(v))
-    return Program(
-        name=model.name,
-        params=params,
-        state=state,
-        slots=slots,
-        metrics=metrics,
-        initial=lambda: read_state(v),
-        forward=forward,
-        loss=loss,
-        measure=measure,
-        update=update,
-        own_step=own_step if owns("train_step") else None,
-        own_test_step=own_test_step if owns("test_step") else None,
-        predict=predict,
-        reduction=_reduction(model) if model.compiled else "mean",
-        label=labeller_of(model),
-        context=None if in_force is None else lambda placement, whole: in_force(),
-        example=example,
-    )
+    def own_test_step(self, whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        params, state, _, metrics = _lists(self.variables, whole)
+        logs, (params, state, metrics) = self.model.test_step((params, state, metrics), batch)
+        new = _state(self.variables, (params, state, [], metrics))
+        return new._replace(slots=whole.slots), logs
 
 
 def steps_of(

@@ -451,33 +451,6 @@ class Sharded(LaidOut, Replicas):
         return abstract_step(here, model, batch)
 
 
-class DataParallel(Sharded):
-    """Splits every batch over the devices, and with ``zero`` state too; variables are replicated.
-
-    :class:`Sharded` with an empty map: ``mesh``, ``batch``, ``zero``, ``accumulate``, ``remat``,
-    ``sums`` and ``local`` are the same, and so is what is raised.
-
-    >>> import meshwright as mw
-    >>> strategy = DataParallel(mw.create_mesh({"batch": 8}), zero=1)
-    >>> print(strategy.mesh, strategy.placement.zero)
-    batch=8 @ cpu:0-7 1
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        *,
-        batch: BatchLike = "batch",
-        zero: int = 0,
-        accumulate: int = 1,
-        remat: str = "none",
-        sums: Sums = None,
-        local: Local | None = None,
-    ) -> None:
-        options = {"accumulate": accumulate, "remat": remat, "sums": sums, "local": local}
-        super().__init__(mesh, batch=batch, zero=zero, **options)
-
-
 def layout_map_scope(layout_map: LayoutMap) -> contextlib.AbstractContextManager[Any]:
     """Lay out what is built inside by a map with a mesh (TensorFlow Keras' name for it).
 
