@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -75,14 +73,8 @@ def rpc_port() -> Iterator[int]:
     slow.gate = asyncio.Event()
     app = serving_app(Shelf(Linear(), slow), keys=[KEY])
     with_rpc(app, Listening(port=port), limits=Limits(body_bytes=1 << 16), keys=[KEY])
-    server = uvicorn.Server(uvicorn.Config(app, port=0))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield port
-    server.should_exit = True
-    thread.join()
+    with listening(app):
+        yield port
 
 
 def test_triton_over_grpc(rpc_port):
