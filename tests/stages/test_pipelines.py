@@ -15,6 +15,7 @@ from transfers import permutes
 
 import meshwright as mw
 from meshwright.equivalence.check import check
+from meshwright.stages import running
 
 TOLERANCE = 5e-6  # of the largest gradient
 
@@ -102,6 +103,22 @@ SPLIT = {"qkv": [None, "model"], "up": [None, "model"], "down": ["model", None]}
 )
 def test_a_step_by_stages_has_the_numbers_of_one_device(one_device, mesh, how, more):
     assert_same(stepped(program_of(8), mesh, how, **more), one_device)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ({"stage": 2, "data": 2}, piped("1f1b", recompute=False)),
+        ({"stage": 2}, piped("circular", repeats=2)),
+        ({"stage": 3}, piped("zero_bubble")),
+    ],
+    ids=["1f1b", "circular", "zero_bubble"],
+)
+def test_blocks_in_a_loop_have_the_numbers_of_one_device(one_device, monkeypatch, mesh, how):
+    """As those of an accelerator are, and of a CPU where a stage has many."""
+    monkeypatch.setattr(running, "_FEW_BLOCKS", 1)
+    assert_same(stepped(program_of(8), mesh, how), one_device)
 
 
 @pytest.mark.full

@@ -41,6 +41,7 @@ class Passes:
         self.own = Own(
             by_repeat(own.params), by_repeat(own.fixed), own.counted, by_repeat(own.taken)
         )
+        self._blocks = self._by_block() if setting.unrolls else None
         self._others, self._state, self.rest = others, state, rest
         self._shared, self._micros = shared, micros
         self.before = {path: others[path] for path in setting.functions.params_before}
@@ -48,6 +49,43 @@ class Passes:
 
     def _by_repeat(self, arrays: list[Any]) -> list[Any]:
         return [a.reshape(self._repeats, -1, *a.shape[1:]) for a in arrays]
+
+    def _by_block(self) -> list[Own]:
+        """The arrays of each block of a run, with a dim of repeats: cut apart before the loop over
+        ticks, for a CPU copies what it takes from a stack whenever it takes it."""
+        import jax
+
+        alone = self.own._replace(counted=[])
+        return [
+            jax.tree.map(lambda values, number=number: values[:, number], alone)
+            for number in range(self._setting.deal.most)
+        ]
+
+    # Gradients of the blocks' weights
+
+    def no_grads(self) -> Any:
+        """Zeros that :meth:`backward` and :meth:`weights` add to: a list by block where blocks are
+        unrolled, else with a dim of them."""
+        if self._blocks is None:
+            return [self._zeros_like(param, 2) for param in self.own.params]
+        return [[self._zeros_like(param, 1) for param in own.params] for own in self._blocks]
+
+    def _zeros_like(self, param: Any, dim: int) -> Any:
+        import jax.numpy as jnp
+
+        if self._setting.by_piece is None:
+            return jnp.zeros_like(param)
+        dims = *param.shape[:dim], self._setting.pieces, *param.shape[dim:]
+        return self._setting.laid(jnp.zeros(dims, param.dtype), dim)
+
+    def joined(self, grads: Any) -> list[Any]:
+        """The same by place, as parameters are stored; pieces of rows come first."""
+        import jax.numpy as jnp
+
+        if self._blocks is not None:
+            grads = [jnp.stack(by_block, 1) for by_block in zip(*grads, strict=True)]
+        grads = [grad.reshape(-1, *grad.shape[2:]) for grad in grads]
+        return grads if self._setting.by_piece is None else [g.swapaxes(0, 1) for g in grads]
 
     # What comes before and after the blocks
 
@@ -104,10 +142,10 @@ class Passes:
         return self._join(y)
 
     def forward(self, x: list[Any], micro: Any, repeat: Any) -> tuple[list[Any], Any]:
-        """The same, and what :meth:`backward` needs of it, with a dim of blocks in front."""
+        """The same, and what :meth:`backward` needs of it, by block."""
         read = self._read(micro)
 
-        def block(x: list[Any], own: Own, _: None) -> tuple[list[Any], Any]:
+        def block(x: list[Any], own: Own, _: Any) -> tuple[list[Any], Any]:
             params, rest = self._arguments(own, read)
             if self._setting.recompute_blocks:
                 return self._block(params, rest, x), (x, [])
@@ -118,14 +156,14 @@ class Passes:
         return self._join(y), kept
 
     def backward(
-        self, kept: Any, gradient: list[Any], grads: list[Any], micro: Any, repeat: Any
+        self, kept: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
     ) -> tuple[list[Any], Any]:
         """The gradient of a run's input, and ``grads`` with those of its weights; where the table
-        leaves these for later, what :meth:`weights` needs, with a dim of blocks in front."""
+        leaves these for later, what :meth:`weights` needs, by block."""
         read, splits = self._read(micro), self._setting.plan.table.splits_backward
 
         def block(gradient: list[Any], own: Own, of: Any) -> tuple[list[Any], Any]:
-            x, kept = of
+            ((x, kept),) = of
             params, rest = self._arguments(own, read)
             if self._setting.recompute_blocks:
                 _, kept = self._halves.forward(params, rest, x)
@@ -136,10 +174,10 @@ class Passes:
 
         own, gradient = self._of_run(micro, repeat), self._cut(gradient)
         into = None if splits else (grads, repeat)
-        gradient, found = self._over_blocks(block, gradient, own, kept, into, reverse=True)
+        gradient, found = self._over_blocks(block, gradient, own, (kept,), into, reverse=True)
         return self._join(gradient), found
 
-    def weights(self, kept: Any, cut: Any, grads: list[Any], micro: Any, repeat: Any) -> list[Any]:
+    def weights(self, kept: Any, cut: Any, grads: Any, micro: Any, repeat: Any) -> Any:
         """``grads`` with those of a run's weights."""
         read = self._read(micro)
 
@@ -156,7 +194,8 @@ class Passes:
         import jax
 
         def arguments() -> tuple[Any, Any, Any]:
-            own = jax.tree.map(lambda value: value[0], self._of_run(0, 0))
+            run = self._of_run(0, 0)
+            own = run[0] if self._blocks else jax.tree.map(lambda value: value[0], run)
             x = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self._functions.enters]
             return *self._arguments(own, self._read(0)), self._cut(x)
 
@@ -213,13 +252,24 @@ class Passes:
             for value, var in zip(values, variables, strict=True)
         ]
 
-    def _of_run(self, micro: Any, repeat: Any) -> Own:
-        """The arrays of a run's blocks, with a dim of blocks in front."""
+    def _of_run(self, micro: Any, repeat: Any) -> Any:
+        """The arrays of a run's blocks, by block."""
         import jax
 
         counted = self._by_repeat([values[micro] for values in self.own.counted])
-        arrays = self.own._replace(counted=counted)
+        if self._blocks is None:
+            arrays: Any = self.own._replace(counted=counted)
+        else:
+            arrays = [
+                own._replace(counted=[values[:, number] for values in counted])
+                for number, own in enumerate(self._blocks)
+            ]
+        repeat = self._repeat(repeat)
         return jax.tree.map(lambda values: values[repeat], arrays)
+
+    def _repeat(self, repeat: Any) -> Any:
+        """Which repeat: a constant where there is one, so that nothing is looked up."""
+        return repeat if self._repeats > 1 else 0
 
     def per_piece(self, params: list[Any]) -> list[Any]:
         """Parameters of a block with a dim of pieces in front, one of which a device has."""
@@ -246,14 +296,15 @@ class Passes:
         self,
         block: Callable[..., Any],
         carried: Any,
-        own: Own,
-        of: Any = None,
-        into: tuple[list[Any], Any] | None = None,
+        own: Any,
+        of: tuple[Any, ...] = (),
+        into: tuple[Any, Any] | None = None,
         reverse: bool = False,
     ) -> tuple[Any, Any]:
-        """One block after the other; ``own`` and ``of`` have a dim of blocks in front, as has what
-        they give: zeros from places that are left empty. ``into`` are gradients and a repeat that
-        it is added to instead, block by block: all of it would be as large as they are."""
+        """One block after the other; ``own``, all ``of`` and what they give are by block: lists
+        where blocks are unrolled, else arrays with a dim of blocks in front. Places that are left
+        empty give zeros. ``into`` are gradients and a repeat that it is added to instead, block by
+        block: all of it would be as large as they are."""
         import jax
         import jax.numpy as jnp
 
@@ -267,17 +318,29 @@ class Passes:
                 carried, found = self._unless_empty(block, carried, own, of)
             if into is None:
                 return (carried, grads), found
-            return (carried, plus(grads, repeat, number, found)), None
+            return (carried, self._added_to(grads, repeat, number, found)), None
 
-        most = self._setting.deal.most
-        by_block, carried = (jnp.arange(most), own, of), (carried, grads)
-        if most > 1:
-            (carried, grads), found = jax.lax.scan(place, carried, by_block, reverse=reverse)
+        most, state = self._setting.deal.most, (carried, grads)
+        if self._blocks is None:
+            by_block = jnp.arange(most), own, of
+            (carried, grads), found = jax.lax.scan(place, state, by_block, reverse=reverse)
         else:
-            first = jax.tree.map(lambda value: value[0], by_block)
-            (carried, grads), found = place(carried, first)
-            found = jax.tree.map(lambda value: value[None], found)
+            found = [None] * most
+            for number in range(most)[:: -1 if reverse else 1]:
+                here = tuple(values[number] for values in of)
+                state, found[number] = place(state, (number, own[number], here))
+            carried, grads = state
         return carried, found if into is None else grads
+
+    def _added_to(self, grads: Any, repeat: Any, number: Any, more: list[Any]) -> Any:
+        """Gradients of a stage with those of one block more."""
+        repeat = self._repeat(repeat)
+        if self._blocks is None:
+            return plus(grads, (repeat, number), more)
+        return [
+            plus(of_block, (repeat,), more) if place == number else of_block
+            for place, of_block in enumerate(grads)
+        ]
 
     def _unless_empty(
         self, block: Callable[..., Any], carried: Any, own: Own, of: Any
@@ -298,15 +361,16 @@ class Passes:
         return self._setting.known(params, state, rest, [leaf[micro] for leaf in self._micros])
 
 
-def plus(grads: list[Any], repeat: Any, number: Any, more: list[Any]) -> list[Any]:
-    """Gradients of stages with those of one block more."""
+def plus(grads: list[Any], place: tuple[Any, ...], more: list[Any]) -> list[Any]:
+    """Gradients with more at a place in their first dims."""
     import jax
     import jax.numpy as jnp
 
     def of(grad: Any, more: Any) -> Any:  # where x64 is on, a literal 0 would be an int64
-        place = [jnp.asarray(at, "int32") for at in (repeat, number, *[0] * more.ndim)]
-        before = jax.lax.dynamic_slice(grad, place, (1, 1, *more.shape))
-        return jax.lax.dynamic_update_slice(grad, before + more[None, None], place)
+        more = more.reshape(*[1] * len(place), *more.shape)
+        starts = [jnp.asarray(at, "int32") for at in (*place, *[0] * (more.ndim - len(place)))]
+        before = jax.lax.dynamic_slice(grad, starts, more.shape)
+        return jax.lax.dynamic_update_slice(grad, before + more, starts)
 
     return list(map(of, grads, more))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..program import Arrays, Logs, TrainState
@@ -18,6 +18,8 @@ from .plan import Row
 from .setting import Own, Rest, Setting
 from .ticks import Ticks
 
+_FEW_BLOCKS = 8  # of a run
+
 Taken = tuple[Arrays, Arrays, Arrays, Logs]  # gradients, state, metrics, logs
 
 
@@ -25,11 +27,13 @@ Taken = tuple[Arrays, Arrays, Arrays, Logs]  # gradients, state, metrics, logs
 class Runner:
     """The gradients of one step by a plan.
 
-    ``stacks`` are the paths of the stacked parameters, in the order of ``blocks.params``.
+    ``stacks`` are the paths of the stacked parameters, in the order of ``blocks.params``;
+    ``platform`` is the devices', if it is known.
     """
 
     setting: Setting
     stacks: tuple[str, ...]
+    platform: str | None
 
     def __call__(self, whole: TrainState, micros: Sequence[Any]) -> Taken:
         """Of a state with stacks, and the leaves of the batch as ``(micro-batches, rows, ...)``."""
@@ -123,11 +127,28 @@ class Runner:
             check_vma=False,
         )
 
-    def _passes(self, *values: Any) -> Passes:
-        return Passes(self.setting, *values)
+    def _passes(self, setting: Setting, *values: Any) -> Passes:
+        return Passes(setting, *values)
 
-    def _ticks(
+    def _ticks(self, *values: Any) -> Any:
+        """The loop, with the blocks of a run one by one on a CPU, if they are few.
+
+        A CPU copies every weight that it takes out of a stack; others read it where it lies, and
+        their compilers take long for many blocks.
+        """
+        import jax
+
+        taken = functools.partial(self._taken, self.setting)
+        if not 1 < self.setting.deal.most <= _FEW_BLOCKS:
+            return taken(*values)
+        apart = functools.partial(self._taken, replace(self.setting, unrolls=True))
+        if self.platform is None:
+            return jax.lax.platform_dependent(*values, cpu=apart, default=taken)
+        return (apart if self.platform == "cpu" else taken)(*values)
+
+    def _taken(
         self,
+        setting: Setting,
         own: Own,
         others: Arrays,
         state: tuple[Arrays, Arrays],
@@ -138,17 +159,11 @@ class Runner:
     ) -> Any:
         import jax
 
-        setting = self.setting
-        ticks = Ticks(setting, self._passes(own, others, state, rest, shared, micros))
+        passes = self._passes(setting, own, others, state, rest, shared, micros)
+        ticks = Ticks(setting, passes)
         last = ticks.first()
         for phase in setting.phases:
             part = Row(*(values[phase.first : phase.end] for values in rows))
             last, _ = jax.lax.scan(functools.partial(ticks.take, phase), last, part)
-        own_grads = [self._in_a_row(grad) for grad in last.own_grads]
         tops = last.grads_before, last.grads_after, last.metrics, last.logs
-        return own_grads, *jax.tree.map(lambda value: value[None], tops)
-
-    def _in_a_row(self, grad: Any) -> Any:
-        """Without the dim of repeats, which stands before that of a run's blocks; pieces first."""
-        grad = grad.reshape(-1, *grad.shape[2:])
-        return grad if self.setting.by_piece is None else grad.swapaxes(0, 1)
+        return passes.joined(last.own_grads), *jax.tree.map(lambda value: value[None], tops)

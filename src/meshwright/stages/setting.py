@@ -41,7 +41,8 @@ class Setting:
     the rows of a batch. ``by_piece`` are the blocks for the rows of one of those pieces, where rows
     leave each other alone: their gradients come with a dim of pieces in front, which is still to be
     summed over. With ``recompute`` a stage keeps its inputs alone, else what its blocks make; with
-    ``recompute_blocks`` of each block its input alone.
+    ``recompute_blocks`` of each block its input alone. With ``unrolls`` a run's blocks are written
+    out one by one, else they are a loop over their stack.
     """
 
     blocks: Blocks | Segments
@@ -53,6 +54,7 @@ class Setting:
     rows: tuple[str, ...]
     recompute: bool
     recompute_blocks: bool
+    unrolls: bool
     takes_mean: bool
     logs_of_one: bool
 

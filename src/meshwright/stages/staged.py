@@ -137,7 +137,7 @@ class Staged:
             raise self.is_other()
         setting = self._setting(blocks, deal, self._by_piece(blocks, micro))
         own = tuple(path for path in paths if path is not None)
-        return Runner(setting, own)(whole, micros)
+        return Runner(setting, own, placement.mesh.platform)(whole, micros)
 
     def _unequal(self, traced: Traced, cuts: tuple[int, ...]) -> Runner:
         segments, packing = Segments(Line.of(traced), cuts), self.stacking
@@ -145,7 +145,7 @@ class Staged:
         if segments.owner != packing.owner:
             raise self.is_other()
         setting = self._setting(segments, Deal(segments.count, 1, (1,) * segments.count), None)
-        return UnequalRunner(setting, (), packing, segments)
+        return UnequalRunner(setting, (), None, packing, segments)
 
     def is_other(self) -> PipelineError:
         """What is raised for a batch by which the program is another one."""
@@ -167,6 +167,7 @@ class Staged:
             rows=placement.batch_axes,
             recompute=pipeline.recomputes,
             recompute_blocks=self.recompute_blocks,
+            unrolls=deal.most == 1,
             takes_mean=self.whole.reduction == "mean",
             logs_of_one=self.whole.logs == "of one batch",
         )

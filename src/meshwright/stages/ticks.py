@@ -20,7 +20,7 @@ class Carry(NamedTuple):
     cuts: Any
     arriving: Any
     leaving: Any  # a gradient
-    own_grads: Any  # (repeats, blocks of a run, ...)
+    own_grads: Any  # of the blocks, as passes add to them
     grads_before: Any  # of parameters that are read before the blocks, and after them
     grads_after: Any
     metrics: Any
@@ -57,24 +57,16 @@ class Ticks:
         return Carry(
             inputs=buffers(plan.slots + 1),
             gradients=buffers(plan.gradient_slots + 1),
-            kept=self._buffers(plan.slots + 1, self._kept),
-            cuts=self._buffers(plan.cut_slots + 1, self._cuts),
+            kept=self._buffers(plan.slots + (not self._setting.skips), self._kept),
+            cuts=self._buffers(plan.cut_slots, self._cuts),
             arriving=self._nothing(),
             leaving=self._nothing(),
-            own_grads=[self._like_own(each) for each in passes.own.params],
+            own_grads=passes.no_grads(),
             grads_before=jax.tree.map(jnp.zeros_like, passes.before),
             grads_after=jax.tree.map(jnp.zeros_like, passes.after),
             metrics=passes.rest.metrics,
             logs=logs,
         )
-
-    def _like_own(self, param: Any) -> Any:
-        import jax.numpy as jnp
-
-        if self._setting.by_piece is None:
-            return jnp.zeros_like(param)
-        dims = *param.shape[:2], self._setting.pieces, *param.shape[2:]
-        return self._setting.laid(jnp.zeros(dims, param.dtype), 2)
 
     def _nothing(self) -> list[Any]:
         import jax.numpy as jnp
@@ -106,7 +98,7 @@ class Ticks:
         import jax.numpy as jnp
 
         return jax.tree.map(
-            lambda shape: self._by_piece(jnp.zeros(shape.shape, shape.dtype)), shapes
+            lambda shape: self._by_piece(jnp.zeros(shape.shape, shape.dtype), 0), shapes
         )
 
     def _buffers(self, count: int, shapes: Any) -> Any:
@@ -114,12 +106,16 @@ class Ticks:
         import jax.numpy as jnp
 
         def of(shape: Any) -> Any:
-            return self._by_piece(jnp.zeros((count, *shape.shape), shape.dtype), 2)
+            return self._by_piece(jnp.zeros((count, *shape.shape), shape.dtype), 1)
 
         return jax.tree.map(of, shapes)
 
-    def _by_piece(self, value: Any, dim: int = 1) -> Any:
-        return value if self._setting.by_piece is None else self._setting.laid(value, dim)
+    def _by_piece(self, value: Any, before: int) -> Any:
+        """With the pieces of rows, if any, over their devices; ``before`` them come as many dims,
+        and that of blocks where they are not apart."""
+        if self._setting.by_piece is None:
+            return value
+        return self._setting.laid(value, before + (not self._setting.unrolls))
 
     # One tick
 
@@ -164,21 +160,32 @@ class Ticks:
 
     def _forward(self, phase: Phase, carry: Carry, row: Row) -> tuple[Carry, list[Any]]:
         """The stage's result, beside what it keeps."""
-        import jax
+        import jax.numpy as jnp
 
-        keeps = not self._setting.recompute
-        x, y, kept = self._if(
-            row.forward >= 0,
-            lambda: self._result(carry, row),
-            lambda: (self._nothing(), self._nothing(), self._zeros(self._kept)),
-            phase.forward,
-        )
-        slot = jax.numpy.where(row.forward >= 0, row.forward_slot, self._setting.plan.slots)
-        carry = carry._replace(inputs=_put(carry.inputs, slot, x))
-        if keeps and phase.forward:
-            results = _put(carry.gradients, row.result_slot, y)
-            carry = carry._replace(kept=_put(carry.kept, slot, kept), gradients=results)
-        return carry, y
+        if not phase.forward:
+            return carry, self._nothing()
+        is_working = row.forward >= 0
+
+        def work() -> tuple[dict[str, Any], list[Any]]:
+            x, y, kept = self._result(carry, row)
+            slot = jnp.where(is_working, row.forward_slot, self._setting.plan.slots)
+            changed = {"inputs": _put(carry.inputs, slot, x)}
+            if not self._setting.recompute:
+                changed["kept"] = _put(carry.kept, slot, kept)
+                changed["gradients"] = _put(carry.gradients, row.result_slot, y)
+            return changed, y
+
+        # Buffers go through the branch, where they are written in place: else a stage with nothing
+        # to do would write as much as one that works. Stages that stay together do write it.
+        if not self._setting.skips:
+            changed, y = work()
+        else:
+            names = ("inputs",) if self._setting.recompute else ("inputs", "kept", "gradients")
+            unchanged = {name: getattr(carry, name) for name in names}
+            changed, y = self._setting.either(
+                is_working, work, lambda: (unchanged, self._nothing())
+            )
+        return carry._replace(**changed), y
 
     def _result(self, carry: Carry, row: Row) -> tuple[list[Any], list[Any], Any]:
         """What the stage begins with, what it makes of it, and what it keeps on the way."""
@@ -199,12 +206,10 @@ class Ticks:
 
     def _backward(self, phase: Phase, carry: Carry, row: Row) -> tuple[Carry, list[Any]]:
         """The gradient of what the stage began with, beside gradients, metrics and logs."""
-        import jax
-
-        results, gradient, cut = self._if(
+        results, gradient = self._if(
             row.backward >= 0,
             lambda: self._differentiated(carry, row),
-            lambda: (self._unchanged(carry), self._nothing(), self._zeros(self._cuts)),
+            lambda: (self._unchanged(carry), self._nothing()),
             phase.backward,
         )
         # What travels through a branch is copied there: of gradients as large as a vocabulary, no
@@ -215,12 +220,9 @@ class Ticks:
             lambda: carry.grads_before,
             phase.backward,
         )
-        if self._table.splits_backward:
-            slot = jax.numpy.where(row.backward >= 0, row.cut_slot, self._setting.plan.cut_slots)
-            carry = carry._replace(cuts=_put(carry.cuts, slot, cut))
         return carry._replace(**results), gradient
 
-    def _differentiated(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any], Any]:
+    def _differentiated(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
         micro, repeat = row.backward, row.backward_repeat
         arrived = _taken(carry.gradients, row.gradient_slot)
         if self._setting.recompute:
@@ -232,17 +234,16 @@ class Ticks:
             lambda: self._passes.at_loss(y, _results(carry), micro),
             lambda: (_results(carry), arrived),
         )
-        splits = self._table.splits_backward
         own = carry.own_grads
         gradient, found = self._passes.backward(kept, gradient, own, micro, repeat)
-        if splits:
-            return results, gradient, found
-        return results | {"own_grads": found}, gradient, ()
+        if self._table.splits_backward:
+            return results | {"cuts": _put(carry.cuts, row.cut_slot, found)}, gradient
+        return results | {"own_grads": found}, gradient
 
     def _unchanged(self, carry: Carry) -> dict[str, Any]:
-        """What a backward pass changes, gradients of weights among it unless they wait."""
-        own = {} if self._table.splits_backward else {"own_grads": carry.own_grads}
-        return _results(carry) | own
+        """What a backward pass changes: gradients of weights, or what they wait for."""
+        name = "cuts" if self._table.splits_backward else "own_grads"
+        return _results(carry) | {name: getattr(carry, name)}
 
     def _weights(self, phase: Phase, carry: Carry, row: Row) -> Carry:
         """With the gradients of weights that waited, if any did."""

@@ -94,7 +94,7 @@ class UnequalPasses(Passes):
         return self._switch(packed)
 
     def backward(
-        self, kept: Any, gradient: list[Any], grads: list[Any], micro: Any, repeat: Any
+        self, kept: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
     ) -> tuple[list[Any], Any]:
         """The gradient of a stage's input, and ``grads`` with those of its weights."""
 
@@ -108,7 +108,7 @@ class UnequalPasses(Passes):
             return x, self._rows(stage, grads)
 
         gradient, rows = self._switch(branch)
-        return gradient, plus(grads, repeat, 0, rows)
+        return gradient, [plus(grads[0], (0,), rows)]
 
     def _differentiated(self, stage: int, x: list[Any], micro: Any) -> tuple[list[Any], list[Any]]:
         """A stage's results, and what its gradients need beside its weights."""
@@ -206,5 +206,5 @@ class UnequalRunner(Runner):
         held, logs = jax.tree.map(lambda value: value[-1], (held, logs))
         return grads, {**state, **held["state"]}, held["metrics"], logs
 
-    def _passes(self, *values: Any) -> Passes:
-        return UnequalPasses(self.setting, self.packing, self.segments, *values)
+    def _passes(self, setting: Setting, *values: Any) -> Passes:
+        return UnequalPasses(setting, self.packing, self.segments, *values)
