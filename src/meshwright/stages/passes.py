@@ -158,9 +158,9 @@ class Passes:
     def backward(
         self, kept: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
     ) -> tuple[list[Any], Any]:
-        """The gradient of a run's input, and ``grads`` with those of its weights; where the table
-        leaves these for later, what :meth:`weights` needs, by block."""
-        read, splits = self._read(micro), self._setting.plan.table.splits_backward
+        """The gradient of a run's input, and ``grads`` with those of its weights; without
+        ``grads``, what :meth:`weights` needs, by block."""
+        read, splits = self._read(micro), grads is None
 
         def block(gradient: list[Any], own: Own, of: Any) -> tuple[list[Any], Any]:
             ((x, kept),) = of

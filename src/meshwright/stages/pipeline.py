@@ -116,9 +116,8 @@ class Pipeline:
             return [f"schedule must be one of {names}; received {self.schedule!r}{hint}"]
         if self.schedule == "zero_bubble" and self.recompute:
             return [
-                "recompute=True is not supported with schedule='zero_bubble': a backward pass that "
-                "computes its forward pass again takes twice as long, and its stages wait longer "
-                "than those of schedule='1f1b'. Leave it out."
+                "recompute=True is not supported with schedule='zero_bubble': gradients of weights "
+                "that wait read what a forward pass keeps. Leave it out, or use schedule='1f1b'."
             ]
         if self.schedule == "circular" and self.repeats == 1:
             return ["schedule='circular' needs repeats, the runs of blocks per stage, 2 or more."]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .table import Chunk, TickTable, Work
+from .table import LATE_WEIGHTS, Chunk, TickTable, Work
 
 NOTHING = -1
 
@@ -27,8 +27,8 @@ class Row(NamedTuple):
     backward_repeat: Any
     backward_slot: Any
     gradient_slot: Any  # of the gradient of its result
-    cut_slot: Any  # of what the gradients of weights need
-    weights: Any
+    cut_slot: Any  # of what the gradients of weights need, if they wait; else NOTHING
+    weights: Any  # those that waited, LATE_WEIGHTS in each tick
     weights_repeat: Any
     weights_slot: Any
     weights_cut_slot: Any
@@ -38,7 +38,8 @@ class Row(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Ticks from ``first`` to before ``end``, and in which directions stages work there."""
+    """Ticks from ``first`` to before ``end``, in which directions stages work there, and whether
+    on gradients of weights that waited."""
 
     first: int
     end: int
@@ -74,7 +75,7 @@ class TickPlan:
         Phase(first=10, end=12, forward=False, backward=True, weights=False)
         """
         kinds = self.rows.forward, self.rows.backward, self.rows.weights
-        works = [(of >= 0).any(1).tolist() for of in kinds]
+        works = [(of >= 0).reshape(len(of), -1).any(1).tolist() for of in kinds]
         phases, first = [], 0
         for kinds, ticks in itertools.groupby(zip(*works, strict=True)):
             end = first + len(list(ticks))
@@ -96,13 +97,19 @@ class TickPlan:
         )
         gradient_slots = max(1, gradient_slots)
         shape = (len(table.ticks), table.stages)
-        rows = Row(*(np.full(shape, NOTHING, np.int32) for _ in Row._fields))
+        late = {"weights", "weights_repeat", "weights_slot", "weights_cut_slot"}
+        rows = Row(
+            *(
+                np.full((*shape, LATE_WEIGHTS) if name in late else shape, NOTHING, np.int32)
+                for name in Row._fields
+            )
+        )
         rows.stage[:] = np.arange(table.stages)
-        rows.arriving[:], rows.cut_slot[:] = slots, cut_slots
+        rows.arriving[:] = slots
         rows.arriving_gradient[:] = rows.result_slot[:] = gradient_slots
         for tick, stage, work in table.works():
             chunk, at = work.chunk, (tick, stage)
-            slot, cut = inputs[stage][chunk], cuts[stage].get(chunk, cut_slots)
+            slot, cut = inputs[stage][chunk], cuts[stage].get(chunk, NOTHING)
             if work.kind == "forward":
                 rows.forward[at], rows.forward_repeat[at], rows.forward_slot[at] = *chunk, slot
                 if chunk in results[stage]:
@@ -111,9 +118,10 @@ class TickPlan:
                 rows.backward[at], rows.backward_repeat[at], rows.backward_slot[at] = *chunk, slot
                 rows.gradient_slot[at] = gradients[stage].get(chunk, gradient_slots)
                 rows.cut_slot[at] = cut
-            else:
-                rows.weights[at], rows.weights_repeat[at], rows.weights_slot[at] = *chunk, slot
-                rows.weights_cut_slot[at] = cut
+            elif cut != NOTHING:
+                here = (*at, int((rows.weights[at] != NOTHING).sum()))
+                rows.weights[here], rows.weights_repeat[here] = chunk
+                rows.weights_slot[here], rows.weights_cut_slot[here] = slot, cut
         for stage in stages:
             for chunk, slot in inputs[stage].items():
                 if (sender := table.before(stage, chunk)) is not None:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from ..views import Viewable, view_of
 
 Kind = Literal["forward", "backward", "weights"]
+LATE_WEIGHTS = 2  # gradients of weights that had to wait, at most in one tick
 _KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")  # as they follow each other in a tick
 
 
@@ -146,11 +147,12 @@ class TickTable(Viewable):
 
     def kept_cuts(self, stage: int) -> dict[Chunk, tuple[int, int]]:
         """The same of what gradients of weights wait for; none where they do not wait."""
-        return {
+        spans = {
             work.chunk: (self.when[stage, Work("backward", *work.chunk)], tick)
             for tick, where, work in self.works()
             if where == stage and work.kind == "weights"
         }
+        return {chunk: (first, last) for chunk, (first, last) in spans.items() if first < last}
 
     def _last_uses(self) -> dict[int, dict[Chunk, int]]:
         uses: dict[int, dict[Chunk, int]] = defaultdict(dict)
@@ -284,44 +286,29 @@ def _order(work: Work) -> int:
     return _KINDS.index(work.kind)
 
 
-# Zero bubble: one pass per tick, and the gradients of weights wherever nothing else can be done.
+# Zero bubble: 1F1B, with gradients of weights left for the ticks in which a stage has nothing else.
 
 
 def _zero_bubble(stages: int, micro_batches: int, _: int) -> tuple[Row, ...]:
-    """No stage keeps more than the first one of 1F1B does: 2 S - 1 inputs."""
-    done: list[Counter[Kind]] = [Counter() for _ in range(stages)]
-    ticks: list[Row] = []
-    while any(each["weights"] < micro_batches for each in done):
-        row = tuple(_next(stage, stages, micro_batches, done) for stage in range(stages))
-        for each, works in zip(done, row, strict=True):
-            each.update(work.kind for work in works)
-        ticks.append(row)
-    return tuple(ticks)
-
-
-def _next(
-    stage: int, stages: int, micro_batches: int, done: list[Counter[Kind]]
-) -> tuple[Work, ...]:
-    """What a stage does next: a gradient that others wait for, a new micro-batch, a gradient of
-    weights; micro-batches are taken in turn."""
-    mine = done[stage]
-    sent = micro_batches if stage == 0 else done[stage - 1]["forward"]
-    is_last = stage == stages - 1
-    returned = mine["forward"] if is_last else done[stage + 1]["backward"]
-    may_begin = (
-        mine["forward"] < sent
-        and mine["forward"] - mine["backward"] < stages - stage
-        and mine["forward"] - mine["weights"] < 2 * stages - 1
-    )
-    can: list[tuple[Kind, bool]] = [
-        ("backward", mine["backward"] < returned),
-        ("forward", may_begin),
-        ("weights", mine["weights"] < mine["backward"]),
-    ]
-    for kind, is_possible in can:
-        if is_possible:
-            return (Work(kind, mine[kind]),)
-    return ()
+    """A gradient of weights waits where it would make the tick longer: while other stages have no
+    backward pass yet, or no forward pass any more. What waits is done in the ticks after a stage's
+    last backward pass, two in each. No stage keeps more than the first one of 1F1B does."""
+    rows = [list(row) for row in _one_forward_one_backward(stages, micro_batches, 1)]
+    for stage in range(stages):
+        waiting = list[Work]()
+        for tick, row in enumerate(rows):
+            kinds = {work.kind: work.micro_batch for work in row[stage]}
+            if "backward" in kinds:
+                weights = Work("weights", kinds["backward"])
+                alone = tick < 2 * (stages - 1) or (tick >= micro_batches and "forward" in kinds)
+                if alone:
+                    waiting.append(weights)
+                else:
+                    row[stage] = *row[stage], weights
+            elif tick >= micro_batches + stages - 1:
+                row[stage] = tuple(waiting[:LATE_WEIGHTS])
+                del waiting[:LATE_WEIGHTS]
+    return tuple(map(tuple, rows))
 
 
 _SCHEDULES: dict[str, Callable[[int, int, int], tuple[Row, ...]]] = {

@@ -37,6 +37,7 @@ class Ticks:
     def __init__(self, setting: Setting, passes: Passes) -> None:
         self._setting, self._passes = setting, passes
         self._table = setting.plan.table
+        self._waits = setting.plan.cut_slots > 0  # gradients of weights
 
     # Carried
 
@@ -88,10 +89,10 @@ class Ticks:
         """The shapes of what gradients of weights wait for, if they do."""
         import jax
 
-        if not self._table.splits_backward:
+        if not self._waits:
             return ()
         kept, nothing = self._zeros(self._kept), self._nothing()
-        return jax.eval_shape(lambda: self._passes.backward(kept, nothing, [], 0, 0)[1])
+        return jax.eval_shape(lambda: self._passes.backward(kept, nothing, None, 0, 0)[1])
 
     def _zeros(self, shapes: Any) -> Any:
         import jax
@@ -130,7 +131,7 @@ class Ticks:
         )
         carry, y = self._forward(phase, carry, row)
         carry, gradient = self._backward(phase, carry, row)
-        carry = self._weights(phase, carry, row)
+        carry = self._late_weights(phase, carry, row)
         y, carry = _one_after_the_other((y, carry))
         return carry._replace(arriving=self._send(y, 1), leaving=gradient), None
 
@@ -234,28 +235,42 @@ class Ticks:
             lambda: self._passes.at_loss(y, _results(carry), micro),
             lambda: (_results(carry), arrived),
         )
-        own = carry.own_grads
-        gradient, found = self._passes.backward(kept, gradient, own, micro, repeat)
-        if self._table.splits_backward:
-            return results | {"cuts": _put(carry.cuts, row.cut_slot, found)}, gradient
-        return results | {"own_grads": found}, gradient
+        passes, own, cuts = self._passes, carry.own_grads, carry.cuts
+
+        def whole() -> tuple[list[Any], Any, Any]:
+            return *passes.backward(kept, gradient, own, micro, repeat), cuts
+
+        def without_weights() -> tuple[list[Any], Any, Any]:
+            x, cut = passes.backward(kept, gradient, None, micro, repeat)
+            return x, own, _put(cuts, row.cut_slot, cut)
+
+        x, own, cuts = (
+            self._if(row.cut_slot < 0, whole, without_weights) if self._waits else whole()
+        )
+        return results | {"own_grads": own, "cuts": cuts}, x
 
     def _unchanged(self, carry: Carry) -> dict[str, Any]:
-        """What a backward pass changes: gradients of weights, or what they wait for."""
-        name = "cuts" if self._table.splits_backward else "own_grads"
-        return _results(carry) | {name: getattr(carry, name)}
+        """What a backward pass changes."""
+        return _results(carry) | {"own_grads": carry.own_grads, "cuts": carry.cuts}
 
-    def _weights(self, phase: Phase, carry: Carry, row: Row) -> Carry:
+    def _late_weights(self, phase: Phase, carry: Carry, row: Row) -> Carry:
         """With the gradients of weights that waited, if any did."""
+        import jax
 
-        def added() -> list[Any]:
-            kept = _taken(carry.kept, row.weights_slot)
-            cut = _taken(carry.cuts, row.weights_cut_slot)
-            own = carry.own_grads
-            return self._passes.weights(kept, cut, own, row.weights, row.weights_repeat)
+        if not (self._waits and phase.weights):
+            return carry
 
-        grads = self._if(row.weights >= 0, added, lambda: carry.own_grads, phase.weights)
-        return carry._replace(own_grads=grads)
+        def take(grads: Any, at: tuple[Any, ...]) -> tuple[Any, None]:
+            micro, repeat, slot, cut_slot = at
+
+            def added() -> Any:
+                kept, cut = _taken(carry.kept, slot), _taken(carry.cuts, cut_slot)
+                return self._passes.weights(kept, cut, grads, micro, repeat)
+
+            return self._if(micro >= 0, added, lambda: grads), None
+
+        late = row.weights, row.weights_repeat, row.weights_slot, row.weights_cut_slot
+        return carry._replace(own_grads=jax.lax.scan(take, carry.own_grads, late)[0])
 
 
 def _one_after_the_other(values: Any) -> Any:

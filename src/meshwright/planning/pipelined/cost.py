@@ -351,7 +351,7 @@ def _kept(staging: Staging, made: int, products: int) -> int:
         return 0
     plan = staging.plan
     cuts = products if staging.table.splits_backward else 0
-    each = (plan.slots + 1) * made + (plan.cut_slots + 1) * cuts
+    each = (plan.slots + (not staging.skips)) * made + plan.cut_slots * cuts
     return each // staging.pipeline.repeats
 
 
