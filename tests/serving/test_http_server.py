@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_models import Linear, Shelf
 
-from meshwright.errors import ServingError
+from meshwright.errors import CheckpointError, ServingError
+from meshwright.serving.http.app import serving_app
 from meshwright.serving.http.run import Listening, run
 
 pytestmark = pytest.mark.alone
@@ -235,6 +237,16 @@ def test_it_listens_on_loopback_unless_it_is_asked_otherwise():
     assert Listening().host == "127.0.0.1"
     assert Listening().is_local
     assert not Listening(host="0.0.0.0").is_local
+
+
+def test_a_model_that_does_not_load_is_one_error_without_a_traceback(capfd):
+    class Unreadable(Shelf):
+        async def start(self) -> None:
+            raise CheckpointError("runs/m holds no complete checkpoint.")
+
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        run(lambda: serving_app(Unreadable(Linear())), Listening(port=0))
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded():

@@ -262,7 +262,10 @@ def _absent(directory: Path, step: int | None) -> str:
         return f"{directory} has no checkpoint of step {step}; it has those of steps {there}."
     half = [path.name for path in directory.iterdir() if is_leftover_name(path.name)]
     besides = f" {len(half)} was never finished: {half[0]}." if half else ""
-    return f"{directory} holds no complete checkpoint.{besides}"
+    return (
+        f"{directory} holds no complete checkpoint.{besides} Name the directory of a run that has "
+        "saved one, or one of its checkpoints."
+    )
 
 
 def _itemsize(dtype: str) -> int:

@@ -21,6 +21,8 @@ from .weights import Weights
 if TYPE_CHECKING:
     from .forward import Forward
 
+_LONGEST = 400  # characters of an error of others
+
 
 class Batches:
     """The forward pass in the sizes that were compiled.
@@ -208,7 +210,8 @@ def _cut(requests: list[Request], most: int) -> list[list[Request]]:
 
 def first_line(error: BaseException) -> str:
     """The first line of what an error says; of others' errors the rest is about their insides."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
 
 def _failed(name: str, error: Exception) -> ModelFailedError:

@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...errors import ServingError
+from ...errors import MeshwrightError, ServingError
 from .log import LOGGER, JsonLines
 from .protocol import BoundedProtocol
 
@@ -89,10 +89,21 @@ def run(make_app: Callable[[], Starlette], listening: Listening) -> None:
     )
     server = _Server(config, app, listening)
     app.state.address = address(listening, bound)
-    with bound:
-        server.run(sockets=[bound])
+    logging.getLogger("uvicorn").handlers[0].addFilter(lambda _: not _has_message(app))
+    try:
+        with bound:
+            server.run(sockets=[bound])
+    except SystemExit:  # of uvicorn, where the models do not start
+        if getattr(app.state, "failure", None) is None:
+            raise
     if (failure := getattr(app.state, "failure", None)) is not None:
         raise failure
+
+
+def _has_message(app: Starlette) -> bool:
+    """Whether the server ends by an error whose message says all, so that its traceback does not
+    belong in the log."""
+    return isinstance(getattr(app.state, "failure", None), MeshwrightError)
 
 
 def address(listening: Listening, bound: socket.socket) -> str:
