@@ -43,11 +43,11 @@ def sums_on_host(mesh: Any, axes: Sequence[str]) -> bool:
 def sum_on_host(arrays: Sequence[Any]) -> list[Any] | None:
     """The sums of arrays over all processes, for use in ``shard_map``.
 
-    ``None`` where a dtype, or this release of JAX, is not supported.
+    ``None`` where there is none, or a dtype or this release of JAX is not supported.
     """
     import jax
 
-    if any(array.dtype.name != "float32" for array in arrays) or not _is_registered():
+    if not arrays or any(a.dtype.name != "float32" for a in arrays) or not _is_registered():
         return None
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     in_place = {i: i for i in range(len(arrays))}
