@@ -13,9 +13,10 @@ from jax.extend.core import Literal, primitives
 from primitives import CASES, one, one_device
 
 from meshwright import _compat
-from meshwright.jaxprs import primitives as table
+from meshwright.jaxprs import link_rows
 from meshwright.jaxprs.edits import equations
-from meshwright.jaxprs.primitives import TABLE, How, Link, inner_jaxprs, links_of, opened, shape_of
+from meshwright.jaxprs.links import How, Link, Place
+from meshwright.jaxprs.primitives import TABLE, inner_jaxprs, links_of, opened, shape_of
 
 LEFT_OUT = """
     after_all all_gather all_to_all axis_index create_token dce_sink get pmax pmin ppermute
@@ -133,7 +134,7 @@ def may_change(
     eqn: Any,
     links: Sequence[Link],
     link: Link,
-    place: table.Place,
+    place: Place,
     result: int,
     index: int,
     where: np.ndarray,
@@ -209,11 +210,11 @@ def agrees(eqn: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "row"),
     [
-        ("cumsum", table.elementwise),
-        ("reshape", table.elementwise),
-        ("dot_general", table.batches(1)),
-        ("conv_general_dilated", table.itself),
-        ("gather", table.itself),
+        ("cumsum", link_rows.elementwise),
+        ("reshape", link_rows.elementwise),
+        ("dot_general", link_rows.batches(1)),
+        ("conv_general_dilated", link_rows.itself),
+        ("gather", link_rows.itself),
     ],
 )
 def test_a_row_that_promises_too_much_is_found(monkeypatch, name, row) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .factors import Dim, Dims, Factors, age, label, leaves
-from .primitives import TABLE, How, Link, Place, elementwise, links_of, shape_of
+from .link_rows import elementwise
+from .links import How, Link, Place
+from .primitives import TABLE, links_of, shape_of
 
 
 class Joins:

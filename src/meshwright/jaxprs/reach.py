@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .primitives import TABLE, How, Place, elementwise, inner_jaxprs, links_of, opened, shape_of
+from .link_rows import elementwise
+from .links import How, Place
+from .primitives import TABLE, inner_jaxprs, links_of, opened, shape_of
 from .united import United
 
 Cut = tuple[tuple[str, int], ...]  # axes that cut a dim together, each into how many pieces

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .primitives import OUTSIDE, How, Link, Place, inner_jaxprs, links_of, opened, shape_of
+from .links import How, Link, Place
+from .primitives import OUTSIDE, inner_jaxprs, links_of, opened, shape_of
 
 Dim = int | None  # the dim along which the large value goes on; None where both are equal
 

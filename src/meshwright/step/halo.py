@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..jaxprs.primitives import conv_places
+from ..jaxprs.link_rows import conv_places
 from ..layouts.mesh import Mesh
 
 Entry = tuple[str, ...]  # the axes that split a dim; none if it is whole

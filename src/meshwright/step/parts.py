@@ -18,7 +18,8 @@ from typing import Any
 
 from .. import _compat
 from ..jaxprs.edits import count_uses
-from ..jaxprs.primitives import How, links_of
+from ..jaxprs.links import How
+from ..jaxprs.primitives import links_of
 
 # What may stand between such a sum and the gradient: it does to each part what it does to the sum.
 _MOVES = ("convert_element_type", "reduce_sum", "reshape", "rev", "squeeze", "transpose")

@@ -24,7 +24,8 @@ from typing import Any
 from .. import _compat
 from ..errors import LayoutError
 from ..jaxprs import lines, reach
-from ..jaxprs.primitives import conv_places, inner_jaxprs, is_pointwise, opened
+from ..jaxprs.link_rows import conv_places
+from ..jaxprs.primitives import inner_jaxprs, is_pointwise, opened
 from ..jaxprs.reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
