@@ -106,6 +106,20 @@ def test_it_loads_in_silence_and_asks_for_nothing(opened):
     assert opened.locator("figure svg").count() >= 4
 
 
+def test_names_in_bars_are_seen_whole_or_not_at_all(opened):
+    script = """names => names.map(name => {
+        const own = name.getBoundingClientRect(), part = name.parentNode.getBoundingClientRect();
+        const isBelow = own.top >= part.bottom - 1;
+        const isInside = own.left >= part.left - 1 && own.right <= part.right + 1;
+        return isBelow ? "below" : isInside ? "inside" : "cut: " + name.innerText;
+    })"""
+    seen = []
+    for width in (320, 390, 1280):
+        opened.set_viewport_size({"width": width, "height": 900})
+        seen += opened.locator("#memory > figure > .bar .part b").evaluate_all(script)
+    assert {*seen} == {"below", "inside"}
+
+
 def test_an_evil_name_runs_nothing(opened, browser, tmp_path):
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     replace(report(), name=evil, notes=(evil,)).save(tmp_path / "evil.html")
