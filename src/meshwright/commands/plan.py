@@ -17,7 +17,7 @@ from .options import (
     target_option,
     timeout_option,
 )
-from .texts import BytesText, NewFile
+from .texts import BytesText, NewFile, SizesText
 
 if TYPE_CHECKING:
     from ..layouts.mesh import Mesh
@@ -30,9 +30,23 @@ if TYPE_CHECKING:
 @mesh_option('Use this mesh: "data=4,model=2".  [default: the planner chooses]')
 @option(
     "--objective",
-    type=click.Choice(["time", "memory"]),
+    type=click.Choice(["time", "memory", "latency", "throughput"]),
     default="time",
-    help="Minimize the time of a step, or the peak memory of a device.",
+    help="Minimize the time of a step or the peak memory of a device; or plan serving, for the "
+    "latency of the smallest batch of --rows or the throughput of the largest.",
+)
+@option(
+    "--rows",
+    type=SizesText(),
+    metavar="ROWS,...",
+    help="Sizes of the batches to serve.  [default: 1,8,32]",
+)
+@option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    type=click.Choice(["own", "bfloat16", "float16"]),
+    help="Serve in this type; repeat it to compare several.  [default: own and bfloat16]",
 )
 @option(
     "--memory-limit",
@@ -65,6 +79,8 @@ def plan(
     target: Target,
     mesh: Mesh | None,
     objective: str,
+    rows: tuple[int, ...] | None,
+    precisions: tuple[str, ...],
     memory_limit: int | None,
     batch_size: int | None,
     verify: int,
@@ -81,11 +97,16 @@ def plan(
     \b
     meshwright plan train:build --target h100:8
     meshwright plan train:build --target v5e:4x4 --memory-limit 14GiB --verify 3 --save plan.json
+    meshwright plan train:build --target h100:8 --objective latency --rows 1,8,32 --save serve.json
+
+    With the objectives latency and throughput the forward pass alone is planned, for
+    `meshwright serve --plan serve.json`.
     """
     from ..display.text.columns import print_text
     from ..files import write
-    from .planning import choose
+    from .planning import choose, serving_options
 
+    serving = serving_options(objective, rows, precisions, batch_size)
     decided = choose(
         build,
         target,
@@ -96,6 +117,7 @@ def plan(
         verify=verify,
         limit_s=seconds,
         timeout_s=timeout,
+        **serving,
     )
     print_text(decided)
     if html is not None:

@@ -13,7 +13,7 @@ from ..display.text.changes import changes_text
 from ..display.text.columns import Paragraphs
 from ..equivalence.cases import Case, case_of, setups
 from ..equivalence.finding import find_build
-from ..errors import BatchError, LayoutError, ModelError, TargetError
+from ..errors import BatchError, LayoutError, ModelError, PlanError, TargetError
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
@@ -22,6 +22,7 @@ from ..planning.changes import compare, notes
 from ..planning.compiler_process import watching
 from ..planning.dry_run import dry_run
 from ..planning.lock import Lock, lock_of
+from ..planning.search.request import AIMS
 from ..program import Program
 from ..targets.target import check_size
 from ..topology import virtual_devices
@@ -169,6 +170,25 @@ class _Progress:
             sys.stderr.write("\n")
 
 
+def serving_options(
+    objective: str, rows: Sequence[int] | None, precisions: Sequence[str], batch_size: int | None
+) -> dict[str, Any]:
+    """What :func:`meshwright.plan` takes for serving alone.
+
+    Raises :class:`~meshwright.PlanError` for options of the other kind of plans.
+    """
+    if objective in AIMS:
+        if batch_size is not None:
+            raise PlanError(f"--objective {objective} takes sizes of batches: use --rows.")
+        return {"rows": rows or (1, 8, 32), "precisions": precisions or None}
+    both = (("--rows", rows), ("--precision", precisions))
+    if wrong := [name for name, value in both if value]:
+        raise PlanError(
+            f"{' and '.join(wrong)} need a plan for serving: --objective latency or throughput."
+        )
+    return {}
+
+
 def choose(
     build: str,
     target: Target,
@@ -188,12 +208,15 @@ def choose(
         virtual_devices(1)
     case = built_case(build, {}, {})
     # What a CPU can do is not published, and without that no layout is faster than another.
-    measured = calibrate(target) if (target.platform, objective) == ("cpu", "time") else None
+    needs_times = target.platform == "cpu" and objective != "memory"
+    batch = _micro_batch(case.batches[0], batch_size, 1)
+    if objective in AIMS and not isinstance(case.model, Program) and isinstance(batch, tuple):
+        batch = batch[0]
     return plan(
         case.model,
-        _micro_batch(case.batches[0], batch_size, 1),
+        batch,
         target=target,
-        hardware=measured,
+        hardware=calibrate(target) if needs_times else None,
         objective=objective,
         axes=mesh,
         **how,

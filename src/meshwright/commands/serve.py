@@ -36,6 +36,12 @@ _SECONDS = click.FloatRange(0, min_open=True)
 @mesh_option('The mesh to serve on: "model=4".  [default: one device]')
 @layout_option
 @option(
+    "--plan",
+    type=_FILE,
+    metavar="FILE",
+    help="Mesh, layouts, batches and precision of a plan: meshwright plan --save.",
+)
+@option(
     "--pipeline",
     metavar="AXIS",
     help="Cut the model into stages over this axis of the mesh.",

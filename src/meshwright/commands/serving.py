@@ -20,6 +20,7 @@ from ..topology import make_cpu_devices
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from ..planning.search.plan import Plan
     from ..serving.http.run import Listening
 
 _OF_STEPS = ("accumulate", "remat", "sums", "local")  # options that only training steps have
@@ -34,6 +35,7 @@ class Asked:
     mesh: Mesh | None = None
     layouts: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    plan: Path | None = None
     pipeline: str | None = None
     name: str | None = None
     host: str = "127.0.0.1"
@@ -152,9 +154,15 @@ def write(
         tuple(words),
         version("meshwright"),
         image,
-        devices=asked.mesh.size if asked.mesh else 1,
+        devices=_mesh_size(asked),
     )
     return write_files(platform, deployment, folder)
+
+
+def _mesh_size(asked: Asked) -> int:
+    plan = _plan(asked)
+    mesh = asked.mesh if plan is None else plan.mesh
+    return mesh.size if mesh else 1
 
 
 def _require() -> None:
@@ -165,12 +173,13 @@ def server_for(asked: Asked) -> Any:
     """The server of the model, on a mesh that need not be that of its training."""
     from ..serving.server import Server
 
-    _make_devices(asked.mesh)
+    plan = _plan(asked)
+    _make_devices(asked.mesh if plan is None else plan.mesh)
     if asked.source.suffix == ".keras":
         if asked.build is not None:
             raise ServingError(f"{asked.source} holds its model: leave --model out.")
         case = Case(None, None, asked.layouts, asked.options)
-        strategy = _strategy(asked, case)
+        strategy = plan or _strategy(asked, case)
         return Server(asked.source, strategy, name=asked.model_name, **_engine_options(asked))
     if asked.build is None:
         raise ServingError(
@@ -183,10 +192,29 @@ def server_for(asked: Asked) -> Any:
     return Server(
         build=lambda: case.model if case.batch is None else (case.model, case.batch),
         checkpoint=asked.source,
-        strategy=_strategy(asked, case),
+        strategy=plan or _strategy(asked, case),
         name=asked.model_name,
         **_engine_options(asked),
     )
+
+
+def _plan(asked: Asked) -> Plan | None:
+    """The plan that is served by; it decides what these options say otherwise."""
+    if asked.plan is None:
+        return None
+    own = {
+        "--mesh": asked.mesh,
+        "--layout": asked.layouts,
+        "--option": asked.options,
+        "--pipeline": asked.pipeline,
+    }
+    if both := [name for name, value in own.items() if value]:
+        raise ServingError(
+            f"--plan {asked.plan} has mesh and layouts of its own: leave {', '.join(both)} out."
+        )
+    from ..planning.search.plan import Plan
+
+    return Plan.load(asked.plan)
 
 
 def _make_devices(mesh: Mesh | None) -> None:

@@ -16,7 +16,7 @@ from ..planning.pipelined.cutting import pipelines_of
 from ..planning.search.plan import Along
 from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import plan_step
-from ..planning.search.request import Objective
+from ..planning.search.request import Aim, Objective
 from ..planning.search.solve import require_solver
 from ..planning.search.verification import NoReport, Report
 from ..planning.traced_graph import graph_of_step
@@ -24,7 +24,7 @@ from ..program import Batch, Program
 from ..step.assemble import Assembly
 from ..targets.hardware import Hardware, hardware_of
 from ..targets.target import Target
-from .serving_plans import Aim, Question, plan_serving
+from .serving_plans import Question, plan_serving
 
 if TYPE_CHECKING:
     import keras

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import PlanError, TargetError
 from ..layouts.mesh import Mesh
 from ..planning.dry_run import not_compiled
 from ..planning.search.plan import Option, Plan, PlannedBatch, Reason, Serving
 from ..planning.search.planner import plan_step
+from ..planning.search.request import Aim
 from ..planning.search.verification import DryRunOf, NoReport
 from ..planning.serving import ServingReport, serving_report
 from ..program import Program
@@ -21,13 +23,12 @@ from ..targets.target import Target
 from ..units import bytes_text, seconds_text
 from .forwards import Forwards
 
-Aim = Literal["latency", "throughput"]
-AIMS = ("latency", "throughput")
 OWN = "own"  # the precision of the model itself
 
 _WORTH = 1.1  # times as fast as a wider type, which a narrower one must be
 _FREE = 1.1  # of the time of a batch, which a larger one may take before both are compiled
 _MORE = 1.02  # times the rows per second of a smaller batch, which a larger one must have
+_ROOM = 1.1  # times what a batch lacks, to look for a plan that has it
 _WORSE = 2  # counts of devices one after the other that are worse than fewer, before none is tried
 
 
@@ -110,7 +111,7 @@ def plan_serving(
         ),
         found,
     )
-    report = _report(best.forwards, best.plan, question, compile=question.verify > 0)
+    best, report = _fitting(best, question)
     batches, left_out = _worthwhile(report, question)
     serving = Serving(question.planned_rows, question.copies(best.plan), best.precision, batches)
     why = _why(best, found, faults, question)
@@ -124,6 +125,32 @@ def plan_serving(
         notes=notes,
     )
     return plan, best.forwards
+
+
+def _fitting(best: _Served, question: Question) -> tuple[_Served, ServingReport]:
+    """The plan, and its dry run of serving; where a batch does not fit, another plan that holds as
+    much less, if there is one."""
+    report = _of_all_rows(best, question)
+    limit, peaks = question.limit_bytes, [each.report.peak_bytes or 0 for each in report.batches]
+    if limit is None or max(peaks) <= limit:
+        return best, report
+    less = replace(question, memory_limit=limit - math.ceil(_ROOM * (max(peaks) - limit)))
+    try:
+        plan = _layouts(best.forwards, less)
+    except PlanError:
+        return best, report
+    other = best._replace(plan=replace(plan, limit_bytes=limit))
+    again = _of_all_rows(other, question)
+    fits = all((each.report.peak_bytes or 0) <= limit for each in again.batches)
+    return (other, again) if fits else (best, report)
+
+
+def _of_all_rows(served: _Served, question: Question) -> ServingReport:
+    """The dry run of the batches that are asked for, in sizes that a server rounds them to."""
+    shards = math.prod(dict(served.plan.axes)[axis] for axis in served.plan.batch)
+    sizes = {-(-rows // shards) * shards for rows in question.rows}
+    is_compiled = question.verify > 0
+    return _report(served.forwards, served.plan, question, compile=is_compiled, rows=sorted(sizes))
 
 
 def _precisions(
@@ -261,14 +288,13 @@ def _report(
     question: Question,
     *,
     compile: bool,
-    rows: Iterable[int] | None = None,
+    rows: Iterable[int],
 ) -> ServingReport:
     """The dry run of serving by a plan."""
     steps = forwards.steps(plan.placement())
-    sizes = sorted(set(question.rows if rows is None else rows))
     part = _part(question.target, plan.mesh.size)
     return serving_report(
-        [(count, forwards.on(steps, count)) for count in sizes],
+        [(count, forwards.on(steps, count)) for count in rows],
         part or question.target,
         question.hardware,
         compile=compile and part is not None,

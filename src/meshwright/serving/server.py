@@ -15,7 +15,7 @@ from .api import Answer, ServedModel
 from .model import LoadedModel
 from .options import ServeOptions
 from .processes import Followers, follow
-from .source import source_of
+from .source import planned, source_of
 from .versions import Versions
 
 
@@ -27,14 +27,15 @@ class Server:
     ``meshwright dry-run`` takes it; the model is built as shapes only, and its values come from
     ``checkpoint``, a run's directory or one checkpoint. ``strategy`` lays it out: a
     :class:`~meshwright.Sharded`, a :class:`~meshwright.Placement`, a :class:`~meshwright.Plan` or a
-    mesh; without one it lies on the first device. Each device reads its own pieces of the weights
-    and nothing else; slots are left out. With the :class:`~meshwright.ParameterServer` that trains
-    the model, weights and rows of tables are those of its servers. ``example`` is a batch of
-    inputs, of which shapes and dtypes are looked at, where the model does not say them. ``name`` is
-    that of the model, and ``version`` stands in each answer; without it, the step of the checkpoint
-    does. ``options`` are those of :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``,
-    ``buckets``, ``lengths``, ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``,
-    ``follow_s``.
+    mesh; without one it lies on the first device. A plan for latency or throughput also gives
+    ``buckets`` and ``precision``, unless ``options`` do. Each device reads its own pieces of
+    the weights and nothing else; slots are left out. With the
+    :class:`~meshwright.ParameterServer` that trains the model, weights and rows of tables are
+    those of its servers. ``example`` is a batch of inputs, of which shapes and dtypes are
+    looked at, where the model does not say them. ``name`` is that of the model, and ``version``
+    stands in each answer; without it, the step of the checkpoint does. ``options`` are those of
+    :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``, ``lengths``,
+    ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``.
 
     With ``precision`` ("bfloat16", "float16", or "int8" by Keras' quantization) parameters take
     fewer bits; ``sample``, inputs by name, is then answered in both types, and the ``differences``
@@ -106,7 +107,7 @@ class Server:
         so that the answers can be compared: :meth:`compared`. Loads it if the server has begun.
         Raises :class:`~meshwright.ModelError`.
         """
-        given = ServeOptions.of(options)
+        given = ServeOptions.of(planned(strategy, options))
         what = {"build": build, "params": params, "example": example, "name": name}
         source = source_of(model, strategy, **what, precision=given.precision)
         own = None

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import CheckpointInfo, restore_state
 from ..errors import ModelError
 from ..frontends.inputs import Input, inputs_like
-from ..layouts.mesh import Mesh
+from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
+from ..planning.search.plan import Plan
 from ..program import Program, TrainState
 from ..stages.pipeline import Pipeline
 from ..step.assemble import Assembly, assemble
@@ -459,13 +460,23 @@ def _placement(strategy: Any) -> Any:
         return strategy
     if hasattr(strategy, "placement") and not callable(strategy.placement):
         return strategy.placement
-    if hasattr(strategy, "axes"):  # a plan
-        from ..layouts.mesh import create_mesh
-
-        return strategy.placement(create_mesh(dict(strategy.axes)))
+    if isinstance(strategy, Plan):
+        size = strategy.mesh.size  # a copy may take fewer devices than there are
+        devices = jax.devices()[:size] if size < len(jax.devices()) else None
+        return strategy.placement(create_mesh(dict(strategy.axes), devices))
     raise ModelError(
         f"expected a mw.Sharded, a mw.Placement, a mw.Plan or a mesh; received {strategy!r}."
     )
+
+
+def planned(strategy: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a server, with the batches and the precision of a plan for serving."""
+    serving = strategy.serving if isinstance(strategy, Plan) else None
+    if serving is None:
+        return dict(options)
+    sized = options.keys() & {"buckets", "max_rows"}
+    sizes = {} if sized else {"buckets": serving.buckets, "max_rows": serving.buckets[-1]}
+    return {**sizes, "precision": serving.precision, **options}
 
 
 def _sharded(strategy: Any) -> Any:
@@ -476,4 +487,4 @@ def _sharded(strategy: Any) -> Any:
     return Sharded.from_placement(_placement(strategy))
 
 
-__all__ = ["Input", "Source", "source_of"]
+__all__ = ["Input", "Source", "planned", "source_of"]

@@ -20,7 +20,7 @@ from .layers import layers_section
 from .layouts import layouts_section
 from .memory import memory_section
 from .pictures import mesh_picture
-from .plan import fits, plan_axes, plan_figures, plan_layouts, plan_section
+from .plan import fits, plan_axes, plan_batches, plan_figures, plan_layouts, plan_section
 from .stages import stages_section
 from .timeline import time_section
 
@@ -81,10 +81,12 @@ def plan_page(plan: Plan) -> str:
         False: ("bad", f"✗ Does not fit into {limit}"),
         None: ("maybe", "? Fit unknown: device memory not known"),
     }[fits(plan.chosen, plan.limit_bytes)]
-    by = f", by the numbers of {plan.hardware}: the least {plan.objective}"
+    most = "most" if plan.objective == "throughput" else "least"
+    by = f", by the numbers of {plan.hardware}: the {most} {plan.objective}"
     head = element("head", "Meshwright plan", title, plan.target, by, [verdict], plan_figures(plan))
     sections = {
         "plan": plan_section(plan),
+        "batches": plan_batches(plan),
         "mesh": {"picture": mesh_picture(plan.mesh), "table": plan_axes(plan)},
         "layouts": plan_layouts(plan),
     }

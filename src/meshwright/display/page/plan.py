@@ -10,13 +10,13 @@ from ...layouts.mesh import axes_text
 from ...planning.search.choices import pipeline_text, remat_text
 from ...units import bytes_text, seconds_text
 from ..figures import range_text
-from ..text.plan import micro_batches, schedule_text
+from ..text.plan import copies_text, micro_batches, rate_text, rows_text, schedule_text
 from .elements import Cell, Column, Part, element
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from ...planning.search.plan import Option, Plan
+    from ...planning.search.plan import Option, Plan, Serving
 
 _PARTS = (("compute", "blue"), ("collectives", "orange"))
 
@@ -33,7 +33,7 @@ def plan_section(plan: Plan) -> dict[str, object]:
     options, limit = _every(plan), plan.limit_bytes
     return {
         "has_dry_runs": any(option.option.dry_run_time_s is not None for option in options),
-        "times": _times(options),
+        "times": _times(options, "step" if plan.serving is None else "batch"),
         "peaks": _peaks(options, limit),
         "table": _table(options, limit),
         "reasons": [element("path", str(reason)) for reason in plan.why if reason.changes],
@@ -47,6 +47,8 @@ def plan_figures(plan: Plan) -> list[tuple[str, str, str]]:
     is_dry_run, time_s = chosen.dry_run_time_s is not None, _time(chosen)
     sure = "" if time_s is None else f"{_how(is_dry_run)}; {range_text(time_s, is_dry_run)}"
     held = _how(chosen.dry_run_peak_bytes is not None)
+    if plan.serving is not None:
+        return _serving_figures(plan, plan.serving, sure, held)
     return [
         ("time of a step", seconds_text(time_s), sure),
         ("peak of a device", bytes_text(chosen.held_bytes), held),
@@ -55,6 +57,56 @@ def plan_figures(plan: Plan) -> list[tuple[str, str, str]]:
         ("micro-batches", str(micro_batches(chosen)), schedule_text(chosen).strip("-")),
         ("remat", chosen.remat, ""),
     ]
+
+
+def _serving_figures(
+    plan: Plan, serving: Serving, sure: str, held: str
+) -> list[tuple[str, str, str]]:
+    chosen, rows = plan.chosen, rows_text(serving.rows)
+    time_s = _time(chosen)
+    rate = None if not time_s else serving.copies * serving.rows / time_s
+    return [
+        (f"latency of {rows}", seconds_text(time_s), sure),
+        ("rows of the target", rate_text(rate), copies_text(serving.copies)),
+        ("peak of a device", bytes_text(chosen.held_bytes), held),
+        ("devices of a copy", f"{chosen.num_devices:,}", f"mesh {axes_text(plan.axes, ' × ')}"),
+        ("precision", serving.precision or "of the model", ""),
+        ("batches", ", ".join(map(str, serving.buckets)), "rows that are compiled for"),
+    ]
+
+
+def plan_batches(plan: Plan) -> dict[str, object] | None:
+    """The section on the batches that a plan serves; ``None`` for plans of training."""
+    serving = plan.serving
+    if serving is None:
+        return None
+    whole = max((batch.latency_s or 0.0 for batch in serving.batches), default=0.0) or 1.0
+    bars, rows = [], []
+    for batch in serving.batches:
+        name, latency_s, rate = rows_text(batch.rows), batch.latency_s or 0.0, batch.rows_per_s
+        text = seconds_text(batch.latency_s)
+        part = Part("latency", latency_s, text, "blue")
+        bars.append((name, element("bar", [part], whole, f"latency of {name}"), text))
+        target_rate = None if rate is None else serving.copies * rate
+        rows.append(
+            (
+                Cell(f"{batch.rows:,}", batch.rows),
+                Cell(text, latency_s),
+                Cell(rate_text(rate), rate or 0.0),
+                Cell(rate_text(target_rate), target_rate or 0.0),
+                Cell(bytes_text(batch.peak_bytes), batch.peak_bytes or 0),
+            )
+        )
+    columns = (
+        Column("rows", "num"),
+        Column("latency", "num"),
+        Column("rows of a copy", "num"),
+        Column(f"of {copies_text(serving.copies)}", "num"),
+        Column("peak", "num"),
+    )
+    caption = "The batches that are compiled, by themselves: without queue and network"
+    table = element("table", "batches-table", caption, columns, rows)
+    return {"charts": [element("chart", "Latency of a batch", bars), table]}
 
 
 def plan_axes(plan: Plan) -> Markup:
@@ -105,8 +157,8 @@ def _how(is_dry_run: bool) -> str:
     return "by its dry run" if is_dry_run else "by the planner's model"
 
 
-def _times(options: Sequence[_Named]) -> Markup | None:
-    """How long a step takes, all on one scale; none where no times are known."""
+def _times(options: Sequence[_Named], what: str) -> Markup | None:
+    """How long a step or batch takes, all on one scale; none where no times are known."""
     whole = max((alternative.option.time_s or 0.0 for alternative in options), default=0.0) or 1.0
     rows = []
     for name, option in options:
@@ -120,7 +172,7 @@ def _times(options: Sequence[_Named]) -> Markup | None:
             if option.dry_run_time_s is not None:
                 text += f"; dry run: {seconds_text(option.dry_run_time_s)}"
             rows.append((name, element("bar", parts, whole, f"time of {name}"), text))
-    return element("chart", "Time of one step", rows, _PARTS) if rows else None
+    return element("chart", f"Time of one {what}", rows, _PARTS) if rows else None
 
 
 def _peaks(options: Sequence[_Named], limit: int | None) -> Markup:
@@ -144,7 +196,7 @@ def _table(options: Sequence[_Named], limit: int | None) -> Markup:
         Column("mesh", "words"),
         Column("split", "words"),
         Column("and", "words"),
-        Column("step", "num"),
+        Column("time", "num"),
         Column("collectives", "num"),
         Column("peak", "num"),
         Column("fits", "word"),

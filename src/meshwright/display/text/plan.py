@@ -21,12 +21,9 @@ def plan_text(plan: Plan) -> Paragraphs:
     if serving is not None:
         what, least = "serving on ", "most" if plan.objective == "throughput" else "least"
         aim = f"{least} {plan.objective} in batches of {rows_text(serving.rows)}"
-    aim += f" by the constants of {plan.hardware}"
+    constants = f"the constants of {plan.hardware}"
     return paragraphs(
-        Line(
-            f"plan for {what}{plan.target}, {how}: {aim} by the constants of {plan.hardware}",
-            "bold",
-        ),
+        Line(f"plan for {what}{plan.target}, {how}: {aim} by {constants}", "bold"),
         _table(_columns(plan), plan),
         [] if serving is None else _batches(serving),
         [f"  {reason}" for reason in plan.why],
