@@ -152,6 +152,22 @@ def test_a_plan_serves_with_its_mesh_batches_and_precision(tmp_path: Path) -> No
         assert {weight.dtype for weight in served.status().weights} == {"float32"}
 
 
+def test_kernels_of_eight_bits_are_laid_out_by_the_plan() -> None:
+    model = dense(4096)
+    for name in ("up", "down"):
+        model.get_layer(name).quantize("int8")
+    options: dict[str, Any] = {"hardware": FAST, "rows": (1,), "precisions": ["own"]}
+    plan = mw.plan(model, ROW, target="cpu:8", objective="latency", **options)
+    assert plan.mesh.size == 8
+    assert plan.serving is not None
+    (batch,) = plan.serving.batches
+    assert batch.peak_bytes == pytest.approx(plan.chosen.peak_bytes, rel=0.01)  # not whole
+    with mw.Server(model, plan) as server:
+        held = server.model("small").status().bytes_by_device
+    whole = sum(weight.value.nbytes for weight in model.weights)
+    assert max(held.values()) < whole / 7
+
+
 BUILD = """
 import jax, keras
 def build():

@@ -65,11 +65,11 @@ class Forwards:
         return like if isinstance(self.model, Program) else (like,)
 
     def on(self, steps: Assembly, rows: int) -> ForwardStep:
-        """The forward pass of a batch of so many rows."""
+        """The forward pass of a batch of this size."""
         return ForwardStep.of(on_batch(steps, self.batch(rows), last=True))
 
     def graph(self, rows: int) -> Graph:
-        """The operations of a batch of so many rows, as one device would do them."""
+        """The operations of a batch of this size, as one device would do them."""
         if rows not in self.graphs:
             alone = Placement.of(_ONE_DEVICE, batch="batch", unmatched="replicate")
             step = self.on(self.steps(alone), rows)

@@ -42,7 +42,7 @@ class _Served(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of a plan for serving."""
+    """The request for a plan that serves."""
 
     target: Target
     aim: Aim
@@ -246,7 +246,7 @@ def _divides(target: Target, count: int) -> bool:
 
 
 def _part(target: Target, count: int) -> Target | None:
-    """A part of so many devices; ``None`` where they are no target of their own."""
+    """A part with this number of devices; ``None`` where no target has it."""
     parts = (target, *_smaller(target))
     return next((part for part in parts if part.num_devices == count), None)
 

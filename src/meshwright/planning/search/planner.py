@@ -28,6 +28,7 @@ from .choices import (
 )
 from .classics import Classics, classics
 from .compact import Compact
+from .facts import facts_of
 from .infeasible import no_plan, none_in_time
 from .plain_layouts import plainer
 from .plan import Option, Plan, Reason
@@ -356,16 +357,17 @@ def _option_of(found: Candidate | Found, time_s: float | None) -> Option:
 
 
 def _layouts(problem: Compact, layouts: Layouts) -> tuple[tuple[str, Any], ...]:
-    """The axes of each dim of every parameter and input."""
+    """The axes of each dim of every parameter and input; of a forward pass also of state that is
+    split, as kernels of eight bits are."""
     along = [layouts.of(unit.family) for unit in problem.units]
-    return tuple(
-        (
-            tensor.path,
-            tuple(() if dim is None else along[problem.unit_of[dim]] for dim in tensor.dims),
-        )
-        for tensor in problem.graph.tensors
-        if tensor.role in ("parameter", "input")
-    )
+    is_forward = not facts_of(problem.graph).has_backward
+    lies = []
+    for tensor in problem.graph.tensors:
+        of_dims = tuple(() if dim is None else along[problem.unit_of[dim]] for dim in tensor.dims)
+        is_split_state = is_forward and tensor.role == "state" and any(of_dims)
+        if tensor.role in ("parameter", "input") or is_split_state:
+            lies.append((tensor.path, of_dims))
+    return tuple(lies)
 
 
 def _notes(

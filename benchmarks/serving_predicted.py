@@ -1,0 +1,90 @@
+"""Throughput of each size of batch, as planned after ``mw.calibrate`` and as a server measures it.
+
+``python benchmarks/serving_predicted.py`` writes ``results/serving_predicted.json``. The machine is
+calibrated right before each model is planned and run, since what else runs counts in both. Batches
+are full, one after the other, on one device. Predictions are those of the compiled dry run and of
+the planner's model, which is all that there is without a compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import jax
+import keras
+import numpy as np
+import serving
+from report import machine, save
+
+import meshwright as mw
+
+ROWS = (1, 8, 32)
+SECONDS = 6.0
+ASKED = 0.25  # of the measured throughput, that the prediction may be off
+
+
+def predicted(build: Callable[[], keras.Model], compile: bool) -> dict[int, float | None]:
+    """Rows per second by size of batch."""
+    with mw.abstract():
+        model = build()
+    (tensor,) = model.inputs
+    row = jax.ShapeDtypeStruct((1, *tensor.shape[1:]), tensor.dtype)
+    report = mw.dry_serve(
+        model,
+        row,
+        strategy=mw.Placement.of(mw.Mesh({"batch": 1}), batch="batch", unmatched="replicate"),
+        target="cpu:1",
+        rows=ROWS,
+        hardware=mw.calibrate("cpu:1"),
+        compile=compile,
+    )
+    return {batch.rows: batch.rows_per_s for batch in report.batches}
+
+
+def measured(build: Callable[[], keras.Model]) -> dict[int, float]:
+    """The same of a server that answers full batches."""
+    model = build()
+    with mw.Server(model, buckets=ROWS) as server:
+        served: Any = server.model(model.name)
+        row = serving.one_row(served)
+        full = [{name: np.repeat(x, n, axis=0) for name, x in row.items()} for n in ROWS]
+        calls = [lambda rows=rows: served.answer(rows) for rows in full]
+        seconds = serving.in_turn(*calls, seconds=SECONDS)
+    return {n: n / taken for n, taken in zip(ROWS, seconds, strict=True)}
+
+
+def compared(build: Callable[[], keras.Model]) -> list[dict[str, Any]]:
+    compiled, found = predicted(build, compile=True), measured(build)
+    modelled = predicted(build, compile=False)
+    name = build().name
+    return [
+        {
+            "model": name,
+            "rows": n,
+            "measured_rows_per_s": found[n],
+            "compiled_rows_per_s": compiled[n],
+            "modelled_rows_per_s": modelled[n],
+            "compiled_over_measured": (compiled[n] or 0.0) / found[n],
+            "modelled_over_measured": (modelled[n] or 0.0) / found[n],
+        }
+        for n in ROWS
+    ]
+
+
+def main() -> None:
+    rows = [row for build in (serving.convolutional, serving.bert) for row in compared(build)]
+    off = [abs(row["compiled_over_measured"] - 1) for row in rows]
+    record = {"asked": ASKED, "largest_error": max(off), "rows": rows, "machine": machine()}
+    if "--dry" not in sys.argv:
+        save("serving_predicted", record)
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()
