@@ -141,7 +141,7 @@ def test_transfers_between_stages_are_those_of_the_table(schedule, more):
     (sent,) = [c for c in report.collectives if c.kind == "collective-permute"]
     assert sent.axes == ("stage",)
     assert sent.bytes_per_device == 2 * TOKENS * WIDTH * 4
-    assert sent.count == 2 * len(report.ticks.ticks)
+    assert sent.count == (1 if schedule == "gpipe" else 2) * len(report.ticks.ticks)
     assert [share.stage for share in report.stages] == [0, 1, 2, 3]
 
 
@@ -198,7 +198,7 @@ def planned(network_bytes_per_s, **more):
 @pytest.mark.full
 def test_a_pipeline_is_chosen_where_the_network_is_slow_and_only_there():
     slow, fast = planned(1.5e10), planned(1e12)
-    assert slow.axes[0] == ("stage", 2)
+    assert slow.axes[0][0] == "stage"
     assert slow.how.pipeline == slow.chosen.pipeline
     assert slow.chosen.time_s < min(o.time_s for o in slow.named.values())
     assert slow.mesh.size == 8

@@ -83,6 +83,15 @@ class TickPlan:
             first = end
         return phases
 
+    def loops(self, skips: bool) -> list[Phase]:
+        """The loops of a step: one where stages may skip what they have no work for and some tick
+        has work in both directions, else one for each of :meth:`phases`."""
+        phases = self.phases()
+        if not skips or not any(phase.forward and phase.backward for phase in phases):
+            return phases
+        weights = any(phase.weights for phase in phases)
+        return [Phase(0, len(self.table.ticks), forward=True, backward=True, weights=weights)]
+
     @classmethod
     def of(cls, table: TickTable, keeps_results: bool = False) -> TickPlan:
         """The plan of a table; ``keeps_results`` where what comes after the blocks is not computed

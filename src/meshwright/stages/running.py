@@ -162,7 +162,7 @@ class Runner:
         passes = self._passes(setting, own, others, state, rest, shared, micros)
         ticks = Ticks(setting, passes)
         last = ticks.first()
-        for phase in setting.phases:
+        for phase in setting.plan.loops(setting.skips):
             part = Row(*(values[phase.first : phase.end] for values in rows))
             last, _ = jax.lax.scan(functools.partial(ticks.take, phase), last, part)
         tops = last.grads_before, last.grads_after, last.metrics, last.logs

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..program import Arrays
 from .deal import Deal
 from .parts import Blocks, Traced
-from .plan import Phase, TickPlan
+from .plan import TickPlan
 from .segments import Segments
 
 
@@ -110,13 +110,6 @@ class Setting:
         if self.skips:
             return jax.lax.cond(holds, yes, no)
         return jax.tree.map(lambda a, b: jax.numpy.where(holds, a, b), yes(), no())
-
-    @property
-    def phases(self) -> list[Phase]:
-        """The loops of a step: one where stages skip what they have no work for, else several."""
-        splits = self.plan.table.splits_backward
-        whole = Phase(0, len(self.plan.table.ticks), forward=True, backward=True, weights=splits)
-        return [whole] if self.skips else self.plan.phases()
 
     @property
     def pieces(self) -> int:

@@ -123,7 +123,7 @@ class Ticks:
     def take(self, phase: Phase, carry: Carry, rows: Row) -> tuple[Carry, None]:
         """The passes of one tick."""
         row = Row(*(value[0] for value in rows))  # of this stage
-        back = self._send(carry.leaving, -1)
+        back = self._send(carry.leaving, -1) if phase.backward else carry.leaving
         back, inputs = _one_after_the_other((back, carry.inputs))
         carry = carry._replace(
             inputs=_put(inputs, row.arriving, carry.arriving),
@@ -133,7 +133,8 @@ class Ticks:
         carry, gradient = self._backward(phase, carry, row)
         carry = self._late_weights(phase, carry, row)
         y, carry = _one_after_the_other((y, carry))
-        return carry._replace(arriving=self._send(y, 1), leaving=gradient), None
+        arriving = self._send(y, 1) if phase.forward else carry.arriving
+        return carry._replace(arriving=arriving, leaving=gradient), None
 
     def _if(
         self, holds: Any, yes: Callable[[], Any], no: Callable[[], Any], ever: bool = True
@@ -207,12 +208,15 @@ class Ticks:
 
     def _backward(self, phase: Phase, carry: Carry, row: Row) -> tuple[Carry, list[Any]]:
         """The gradient of what the stage began with, beside gradients, metrics and logs."""
-        results, gradient = self._if(
-            row.backward >= 0,
-            lambda: self._differentiated(carry, row),
-            lambda: (self._unchanged(carry), self._nothing()),
-            phase.backward,
-        )
+        if self._waits and phase.backward:
+            results, gradient = self._in_halves(carry, row)
+        else:
+            results, gradient = self._if(
+                row.backward >= 0,
+                lambda: self._differentiated(carry, row),
+                lambda: (_results(carry) | {"own_grads": carry.own_grads}, self._nothing()),
+                phase.backward,
+            )
         # What travels through a branch is copied there: of gradients as large as a vocabulary, no
         # more than this branch adds to.
         results["grads_before"] = self._if(
@@ -235,23 +239,33 @@ class Ticks:
             lambda: self._passes.at_loss(y, _results(carry), micro),
             lambda: (_results(carry), arrived),
         )
-        passes, own, cuts = self._passes, carry.own_grads, carry.cuts
+        own = carry.own_grads
+        gradient, own = self._passes.backward(kept, gradient, own, micro, repeat)
+        return results | {"own_grads": own}, gradient
 
-        def whole() -> tuple[list[Any], Any, Any]:
-            return *passes.backward(kept, gradient, own, micro, repeat), cuts
-
-        def without_weights() -> tuple[list[Any], Any, Any]:
-            x, cut = passes.backward(kept, gradient, None, micro, repeat)
-            return x, own, _put(cuts, row.cut_slot, cut)
-
-        x, own, cuts = (
-            self._if(row.cut_slot < 0, whole, without_weights) if self._waits else whole()
+    def _in_halves(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
+        """The same where some gradients of weights wait. Branches stand side by side: what a branch
+        within another one passes on is copied."""
+        micro, repeat = row.backward, row.backward_repeat
+        works, waits = row.backward >= 0, row.cut_slot >= 0
+        arrived, own = _taken(carry.gradients, row.gradient_slot), carry.own_grads
+        results, gradient = self._if(
+            works & self._is_last(row.stage, repeat),
+            lambda: self._passes.at_loss(arrived, _results(carry), micro),
+            lambda: (_results(carry), arrived),
         )
-        return results | {"own_grads": own, "cuts": cuts}, x
 
-    def _unchanged(self, carry: Carry) -> dict[str, Any]:
-        """What a backward pass changes."""
-        return _results(carry) | {"own_grads": carry.own_grads, "cuts": carry.cuts}
+        def taken(grads: Any) -> tuple[list[Any], Any]:
+            kept = _taken(carry.kept, row.backward_slot)
+            return self._passes.backward(kept, gradient, grads, micro, repeat)
+
+        def half() -> tuple[list[Any], Any]:
+            x, cut = taken(None)
+            return x, _put(carry.cuts, row.cut_slot, cut)
+
+        x, own = self._if(works & ~waits, lambda: taken(own), lambda: (gradient, own))
+        x, cuts = self._if(waits, half, lambda: (x, carry.cuts))
+        return results | {"own_grads": own, "cuts": cuts}, x
 
     def _late_weights(self, phase: Phase, carry: Carry, row: Row) -> Carry:
         """With the gradients of weights that waited, if any did."""

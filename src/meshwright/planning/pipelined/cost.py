@@ -64,12 +64,11 @@ class Staging:
     @property
     def permutes(self) -> int:
         """How many transfers to a neighbour one device takes part in, of each array that is passed
-        on: two each tick. Nothing needs what the last tick sends forward: it is left out where
-        that tick is a loop of its own."""
+        on: in every tick of a loop one in each direction in which its stages work."""
         if self.stages == 1:
             return 0
-        last = self.plan.phases()[-1]
-        return 2 * len(self.table.ticks) - (not self.skips and last.end - last.first == 1)
+        loops = self.plan.loops(self.skips)
+        return sum((of.end - of.first) * (of.forward + of.backward) for of in loops)
 
 
 @dataclass
