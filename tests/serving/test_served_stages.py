@@ -93,6 +93,28 @@ def test_cuts_of_training_and_weights_that_several_stages_read() -> None:
         np.testing.assert_allclose(answer.outputs[name], values, atol=TOLERANCE)
 
 
+def test_a_tied_embedding_is_held_by_both_stages_and_never_sent() -> None:
+    def forward(params: Any, ids: Any) -> Any:
+        x = params["embed"][ids]
+        for number in range(2):
+            x = x + jnp.tanh(x @ params[f"w{number}"])
+        return x @ params["embed"].T
+
+    rng = np.random.default_rng(4)
+    params: Any = {"embed": rng.normal(size=[32, 8]).astype("float32")}
+    params |= {f"w{n}": rng.normal(size=[8, 8]).astype("float32") for n in range(2)}
+    ids = rng.integers(0, 32, [2, 5]).astype("int32")
+    how = strategy({"stage": 2}, cuts=["w1"])
+    with mw.Server(forward, how, params=params, example=ids, name="f", buckets=[2]) as server:
+        model: Any = server.model("f")
+        answer = model.answer({"input": ids})
+        (compiled,) = model.forward._parts[1].compiled.values()
+        held = model.status().bytes_by_device
+    np.testing.assert_allclose(answer.outputs["output"], forward(params, ids), rtol=1e-5, atol=1e-5)
+    assert [like.shape for like in compiled.entering] == [(2, 5, 8)]
+    assert set(held.values()) == {4 * (32 * 8 + 8 * 8)}
+
+
 def test_a_checkpoint_is_read_by_stages_and_the_next_one_swapped_in(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     model = build()

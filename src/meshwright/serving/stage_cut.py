@@ -158,7 +158,9 @@ def line_of(forward: Forward, shape: Shape) -> Line:
 class Segments:
     """The stages of a line, each as a function of what it reads.
 
-    Where it is cut follows from ``begins``, so that batches of all sizes are cut alike.
+    Where it is cut follows from ``begins``, so that batches of all sizes are cut alike. What is
+    computed from weights alone, as the transpose of a tied embedding, is not sent: each stage that
+    needs it has these weights.
     """
 
     def __init__(self, line: Line, begins: Sequence[Paths]) -> None:
@@ -170,9 +172,9 @@ class Segments:
                 "the model computes its layers in another order for batches of another size, which "
                 "is not supported by stages. Serve it without a pipeline."
             )
-        outputs = list(line.traced.logs.values())
-        ends = (0, *at)
-        self.boundaries = [*(line.crossing(place) for place in ends), outputs]
+        sent = _of_batch(line)
+        crossing = ([var for var in line.crossing(place) if var in sent] for place in (0, *at))
+        self.boundaries = [*crossing, list(line.traced.logs.values())]
 
     def reads(self, stage: int) -> dict[str, tuple[Any, ...]]:
         """What a stage reads, by part: paths of parameters and state, numbers of batch leaves."""
@@ -199,3 +201,12 @@ class Segments:
         atoms = itertools.chain(leaves, *(line.eqns[number].invars for number in numbers))
         read = {atom for atom in atoms if not hasattr(atom, "val")} - set(enters)
         return {var: key for var, key in line.traced.arguments.items() if var in read}
+
+
+def _of_batch(line: Line) -> set[Any]:
+    """What is computed from the batch."""
+    found = {var for var, (part, _) in line.traced.arguments.items() if part == "batch"}
+    for eqn in line.eqns:
+        if any(atom in found for atom in eqn.invars if not hasattr(atom, "val")):
+            found.update(eqn.outvars)
+    return found
