@@ -1,8 +1,9 @@
 """A model served by two stages: batches that follow each other beside one batch at a time.
 
-``python benchmarks/serving_stages.py`` writes ``results/serving_stages.json``: stages in one
-process, whose virtual devices compute on one thread each, and in two processes, each of which has a
-core of its own. Both servers have the same weights on the same devices; they are loaded in turn.
+``python benchmarks/serving_stages.py`` writes ``results/serving_stages.json``: stages in two
+processes, each with a core of its own, as machines have, and in one process, whose virtual devices
+share all cores, so that one stage alone keeps them busy. Both servers have the same weights on the
+same devices; they are loaded in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from report import machine, save
 
 BLOCKS, WIDTH, TOKENS, HEADS = 8, 256, 64, 4
-ROWS, CLIENTS, ROUNDS, ROUND_S = 8, 8, 7, 3.0
+ROWS, CLIENTS, ROUNDS, ROUND_S = 8, 8, 5, 2.0
 WAYS = {"following": None, "one at a time": 1}  # batches in flight
 
 
@@ -63,8 +64,6 @@ def measured(path: Path) -> None:
 
     import meshwright as mw
 
-    if jax.process_count() > 1:
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[jax.process_index()]})
     model = build()
     mesh = mw.create_mesh({"stage": 2}, devices=jax.devices()[:2])
     strategy = mw.Sharded(mesh, batch=None, pipeline=mw.Pipeline("stage", micro_batches=2))
@@ -99,8 +98,6 @@ def measured(path: Path) -> None:
 
 
 def main() -> None:
-    flags = os.environ.get("XLA_FLAGS", "")
-    one_thread = {**os.environ, "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen=false"}
     words = {
         "one process": [sys.executable],
         "two processes": [sys.executable, "-m", "meshwright", "launch", "--processes", "2"],
@@ -109,7 +106,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         for name, start in words.items():
-            subprocess.run([*start, __file__, str(path)], check=True, env=one_thread)
+            subprocess.run([*start, __file__, str(path)], check=True)
             record[name] = json.loads(path.read_text())
     record["machine"] = machine()
     if "--dry" not in sys.argv:
@@ -119,7 +116,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] and not sys.argv[1].startswith("--"):
-        if "MESHWRIGHT_RANK" not in os.environ:
+        if (rank := os.environ.get("MESHWRIGHT_RANK")) is not None:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[int(rank)]})  # before any thread of JAX begins
+        else:
             import meshwright
 
             meshwright.virtual_devices(2)
