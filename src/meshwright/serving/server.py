@@ -27,15 +27,16 @@ class Server:
     ``meshwright dry-run`` takes it; the model is built as shapes only, and its values come from
     ``checkpoint``, a run's directory or one checkpoint. ``strategy`` lays it out: a
     :class:`~meshwright.Sharded`, a :class:`~meshwright.Placement`, a :class:`~meshwright.Plan` or a
-    mesh; without one it lies on the first device. A plan for latency or throughput also gives
-    ``buckets`` and ``precision``, unless ``options`` do. Each device reads its own pieces of
-    the weights and nothing else; slots are left out. With the
-    :class:`~meshwright.ParameterServer` that trains the model, weights and rows of tables are
-    those of its servers. ``example`` is a batch of inputs, of which shapes and dtypes are
-    looked at, where the model does not say them. ``name`` is that of the model, and ``version``
-    stands in each answer; without it, the step of the checkpoint does. ``options`` are those of
-    :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``, ``lengths``,
-    ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``.
+    mesh; without one it lies on the first device, and one with a :class:`~meshwright.Pipeline` is
+    served by stages. A plan for latency or throughput also gives ``buckets`` and ``precision``,
+    unless ``options`` do. Each device reads its own pieces of the weights and nothing else; slots
+    are left out. With the :class:`~meshwright.ParameterServer` that trains the model, weights and
+    rows of tables are those of its servers. ``example`` is a batch of inputs, of which shapes and
+    dtypes are looked at, where the model does not say them. ``name`` is that of the model, and
+    ``version`` stands in each answer; without it, the step of the checkpoint does. ``options`` are
+    those of :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``,
+    ``lengths``, ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``,
+    ``in_flight``.
 
     With ``precision`` ("bfloat16", "float16", or "int8" by Keras' quantization) parameters take
     fewer bits; ``sample``, inputs by name, is then answered in both types, and the ``differences``
