@@ -49,6 +49,14 @@ PHRASES = (
     r"is asked of\b",
     r"lies? so\b",
     r"gone on\b",
+    r"tells? of\b",
+    r"tells whether\b",
+    r"in the midst\b",
+    r"does no harm\b",
+    r"of which nothing\b",
+    r"all the same\b",
+    r"(is|are) taken for\b",
+    r"by none\b",
 )
 FOUND = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)
 

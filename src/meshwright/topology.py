@@ -31,7 +31,7 @@ _FLAGS = "XLA_FLAGS"
 def virtual_devices(count: int) -> None:
     """Make ``count`` CPU devices in this process; safe on a machine with fewer cores.
 
-    To be called before JAX is first used (``import jax`` alone does no harm). If
+    To be called before JAX is first used (``import jax`` alone is safe). If
     ``JAX_PLATFORMS`` is not set, the CPU becomes JAX's only platform in this process, so that the
     devices are also found on a machine with an accelerator. Raises :class:`TopologyError` if
     JAX's devices exist already, and for a count below one.

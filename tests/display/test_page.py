@@ -32,6 +32,7 @@ from meshwright.display.page.layouts import alike
 from meshwright.display.page.memory import parts_of
 from meshwright.display.page.pictures import mesh_picture
 from meshwright.display.page.timeline import SLOTS, slots_of
+from meshwright.frontends.dry_runs import dry_run
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.hlo import traffic
 from meshwright.hlo.collectives import Collective
@@ -42,7 +43,7 @@ from meshwright.hlo.text import Array
 from meshwright.hlo.traffic import Transfer
 from meshwright.layouts.params import ParamInfo, Placed
 from meshwright.planning import Target
-from meshwright.planning.dry_run import DryRun, Memory, dry_run
+from meshwright.planning.dry_run import DryRun, Memory
 from meshwright.planning.search.plan import Option, Plan, Reason
 from meshwright.targets.hardware import Hardware, Link
 

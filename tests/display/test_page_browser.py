@@ -15,8 +15,9 @@ import pytest
 from keras import layers
 
 import meshwright as mw
+from meshwright.frontends.dry_runs import dry_run
 from meshwright.frontends.keras.abstract import abstract
-from meshwright.planning.dry_run import DryRun, dry_run
+from meshwright.planning.dry_run import DryRun
 from meshwright.serving.api import Histogram, ModelStatus, TensorSpec, Weight
 from meshwright.serving.http.overview import Overview, Served
 from meshwright.targets.hardware import Hardware, Link

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from keras_script import SETTING
 from watching import all_gone, soon_enough, within, write_fake_ssh
 
 import meshwright as mw
@@ -220,23 +221,20 @@ def test_a_board_that_is_being_written_is_never_read_as_empty(tmp_path):
     assert seen <= {("launch", True, 0), ("step", True, writer.pid)}
 
 
-KERAS = """
+KERAS = (
+    SETTING
+    + """
 import os, signal, sys
-import meshwright as mw, keras, jax, numpy as np
-strategy = mw.Sharded(mw.create_mesh({"batch": -1}))
-with strategy.scope():
-    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4)])
-    model.compile("sgd", "mse")
 
 class Preempt(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 1 and jax.process_index() == 0:
             os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
 
-x, y = np.ones([64, 8], "float32"), np.ones([64, 4], "float32")
-options = {"checkpoint": sys.argv[1], "callbacks": [Preempt()]}
-strategy.fit(model, x, y, batch_size=16, epochs=10**6, verbose=2, **options)
+strategy.fit(model, x, y, batch_size=16, epochs=10**6, verbose=2,
+             checkpoint=sys.argv[1], callbacks=[Preempt()])
 """
+)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from keras_script import SETTING
 from slurm_cluster import SlurmCluster, missing
 from test_joining_by_hand import PROGRAM as PARAMETER_SERVER_PROGRAM
 from watching import LOSS, soon_enough
@@ -70,13 +71,10 @@ def test_tasks_of_a_step_are_servers_workers_and_the_chief(cluster, tmp_path):
     assert "15.0\n" in run.stdout, run.stderr
 
 
-TRAIN = """
+TRAIN = (
+    SETTING
+    + """
 import os, sys
-import meshwright as mw, keras, jax, numpy as np
-strategy = mw.Sharded(mw.create_mesh({"batch": -1}))
-with strategy.scope():
-    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4)])
-    model.compile("sgd", "mse")
 
 class Mark(keras.callbacks.Callback):
     left = 3  # epochs, once the job is run again
@@ -86,11 +84,11 @@ class Mark(keras.callbacks.Callback):
         if jax.process_index() == 0:
             print(f"epoch {epoch} of run {os.environ.get('SLURM_RESTART_COUNT', 0)}", flush=True)
 
-x, y = np.ones([64, 8], "float32"), np.ones([64, 4], "float32")
 strategy.fit(model, x, y, batch_size=16, epochs=10**6, verbose=0,
              checkpoint=sys.argv[1], callbacks=[Mark()])
 print("done", flush=True)
 """
+)
 
 
 def test_a_preempted_job_saves_is_requeued_and_goes_on(cluster, tmp_path):

@@ -12,11 +12,12 @@ import optax
 import pytest
 
 import meshwright as mw
+from meshwright.frontends.dry_runs import dry_run
 from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.blocks import Blocks, reduced
 from meshwright.planning.blocks import extended as extending
 from meshwright.planning.blocks.heights import Height, Heights, peak_with
-from meshwright.planning.dry_run import DryRun, dry_run
+from meshwright.planning.dry_run import DryRun
 from meshwright.planning.lock import Lock, lock_of
 from meshwright.step.assemble import assemble
 from meshwright.step.options import StepOptions

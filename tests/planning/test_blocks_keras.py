@@ -10,7 +10,8 @@ import pytest
 from keras import layers
 
 import meshwright as mw
-from meshwright.planning.dry_run import DryRun, dry_run
+from meshwright.frontends.dry_runs import dry_run
+from meshwright.planning.dry_run import DryRun
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

@@ -17,6 +17,7 @@ from keras import layers
 from models import looped, shapes, two_layers
 
 import meshwright as mw
+from meshwright.frontends.dry_runs import dry_run
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.hlo.collectives import Collective
 from meshwright.hlo.origins import Origin
@@ -24,7 +25,7 @@ from meshwright.hlo.remedies import remedy
 from meshwright.hlo.text import Array
 from meshwright.layouts.params import ParamInfo, Placed
 from meshwright.planning import Compiled, Target, compile_step
-from meshwright.planning.dry_run import DryRun, Memory, dry_run
+from meshwright.planning.dry_run import DryRun, Memory
 from meshwright.targets.hardware import Hardware
 
 AXES = {"batch": 4, "model": 2}

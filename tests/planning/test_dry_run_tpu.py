@@ -11,8 +11,9 @@ from models import shapes
 from optax import adam
 
 import meshwright as mw
+from meshwright.frontends.dry_runs import dry_run
 from meshwright.frontends.keras.abstract import abstract
-from meshwright.planning.dry_run import DryRun, dry_run
+from meshwright.planning.dry_run import DryRun
 
 pytestmark = pytest.mark.targets
 

@@ -16,9 +16,10 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.commands import planning as planning_commands
+from meshwright.frontends.dry_runs import dry_run
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.planning.changes import compare, notes, worse
-from meshwright.planning.dry_run import DryRun, dry_run
+from meshwright.planning.dry_run import DryRun
 from meshwright.planning.lock import (
     COMPILED,
     EXACT,

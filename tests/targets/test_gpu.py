@@ -14,11 +14,12 @@ from keras import layers
 from models import shapes
 
 import meshwright as mw
+from meshwright.frontends.dry_runs import dry_run
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.hlo.costs import Costs, Operation, read_costs
 from meshwright.hlo.text import parse
 from meshwright.planning import Target, compile_ahead, compiler_process
-from meshwright.planning.dry_run import DryRun, dry_run
+from meshwright.planning.dry_run import DryRun
 from meshwright.targets import gpu
 from meshwright.targets.hardware import hardware_of
 

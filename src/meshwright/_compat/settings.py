@@ -66,7 +66,7 @@ def keras_splits_attention() -> Iterator[None]:
     """Let Keras compute attention without its kernel for TPUs, which XLA cannot cut over a mesh.
 
     Keras 3.15 takes it by itself where the first device is a TPU (``backend/jax/nn.py``). A layer
-    that was given ``flash_attention=True`` has it all the same, and XLA's refusal.
+    that was given ``flash_attention=True`` still gets it, and XLA's refusal.
     """
     nn: Any = sys.modules.get("keras.src.backend.jax.nn")
     real = getattr(nn, "_can_use_flash_attention", None)

@@ -112,7 +112,7 @@ def make_checkpointer() -> Any:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; whenever this is cut short, no broken one is taken for complete."""
+    """Remove a checkpoint; whenever this is cut short, no broken one counts as complete."""
     import shutil
 
     if path.suffix != ".removed":

@@ -14,13 +14,13 @@ from ..display.text.columns import Paragraphs
 from ..equivalence.cases import Case, case_of, setups
 from ..equivalence.finding import find_build
 from ..errors import BatchError, LayoutError, ModelError, PlanError, TargetError
+from ..frontends.dry_runs import dry_run
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
 from ..planning import Target
 from ..planning.changes import compare, notes
 from ..planning.compiler_process import watching
-from ..planning.dry_run import dry_run
 from ..planning.lock import Lock, lock_of
 from ..planning.search.request import AIMS
 from ..program import Program

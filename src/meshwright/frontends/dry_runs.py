@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
-from ..planning import dry_run as planned
-from ..planning.dry_run import DryRun
+from ..planning.dry_run import Blocks, DryRun, dry_run_of
 from ..program import Batch, Program
 from ..targets.hardware import Hardware, hardware_of
 from ..targets.target import Target, check_size
@@ -32,7 +31,7 @@ def dry_run(
     target: Target | str,
     mesh: Mesh | Mapping[str, int] | None = None,
     hardware: Hardware | None = None,
-    blocks: Literal["auto", "whole", "few"] = "auto",
+    blocks: Blocks = "auto",
     compile: bool = True,
     timeout_s: float = 3600.0,
 ) -> DryRun:
@@ -63,17 +62,11 @@ def dry_run(
     >>> report.parameter_bytes == 4 * (64 * 16 + 32)
     True
     """
-    return planned.dry_run(
-        model,
-        batch,
-        strategy=_ours(strategy),
-        target=target,
-        mesh=mesh,
-        hardware=hardware,
-        blocks=blocks,
-        compile=compile,
-        timeout_s=timeout_s,
-    )
+    target, ours = Target.of(target), _ours(strategy)
+    if mesh is not None:
+        ours = ours.on(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
+    hardware = hardware or hardware_of(target)
+    return dry_run_of(model, batch, ours, target, hardware, blocks, compile, timeout_s)
 
 
 def dry_serve(

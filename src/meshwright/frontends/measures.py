@@ -35,12 +35,11 @@ def measure(
     Raises :class:`~meshwright.TopologyError` for a mesh without devices and
     :class:`~meshwright.ModelError` for a model whose step is not compiled.
 
-    >>> import keras, numpy as np, meshwright as mw
-    >>> strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
-    >>> with strategy.scope():
-    ...     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-    ...     model.compile("sgd", "mse")
-    >>> batch = np.ones([16, 4], "float32"), np.ones([16, 1], "float32")
+    >>> import numpy as np, optax, meshwright as mw
+    >>> def loss(params, batch):
+    ...     return ((batch @ params["w"]) ** 2).mean()
+    >>> model = mw.jax_program(loss, {"w": np.ones([4, 1], "float32")}, optax.sgd(0.1))
+    >>> batch, strategy = np.ones([16, 4], "float32"), mw.Placement.of(mw.create_mesh({"batch": 8}))
     >>> report = mw.dry_run(model, batch, strategy=strategy, target="cpu:8")
     >>> report.beside(mw.measure(model, batch, strategy=strategy, steps=3)).row("parameters").ratio
     1.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..errors import TargetError
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
 from ..planning.abstract_step import abstract_step
-from ..planning.dry_run import DryRun, dry_run, not_compiled
+from ..planning.dry_run import Blocks, DryRun, dry_run_of, not_compiled
 from ..planning.faults import tracing
 from ..planning.pipelined.cutting import pipelines_of
 from ..planning.search.plan import Along
@@ -81,7 +81,7 @@ def plan(
     rows: Sequence[int] = (1, 8, 32),
     precisions: Sequence[str] | None = None,
     verify: int = 0,
-    blocks: Literal["auto", "whole", "few"] = "auto",
+    blocks: Blocks = "auto",
     limit_s: float = 10.0,
     timeout_s: float = 3600.0,
 ) -> Plan:
@@ -212,7 +212,7 @@ def _num_inputs(model: Any, batch: Batch) -> int | None:
 
 def _report(
     model: Any, batch: Batch, candidate: Decided, whole: Target, hardware: Hardware | None,
-    blocks: Literal["auto", "whole", "few"], timeout_s: float,
+    blocks: Blocks, timeout_s: float,
 ) -> DryRun | Report:  # fmt: skip
     """The dry run of one candidate; :class:`NoReport` where its devices do not form a TPU slice."""
     try:
@@ -220,15 +220,9 @@ def _report(
     except TargetError:
         return NoReport()
     candidate = replace(candidate, num_inputs=_num_inputs(model, batch))
-    return dry_run(
-        model,
-        _micro_batch(batch, candidate.accumulate),
-        strategy=_strategy(model, candidate.placement(), candidate.how),
-        target=part,
-        hardware=hardware,
-        blocks=blocks,
-        timeout_s=timeout_s,
-    )
+    strategy = _strategy(model, candidate.placement(), candidate.how)
+    micro, hardware = _micro_batch(batch, candidate.accumulate), hardware or hardware_of(part)
+    return dry_run_of(model, micro, strategy, part, hardware, blocks, True, timeout_s)
 
 
 def _micro_batch(batch: Batch, count: int) -> Batch:

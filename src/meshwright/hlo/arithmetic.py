@@ -37,7 +37,7 @@ class Work:
     heaviest: Instruction | None = None
     heaviest_flops: float = 0.0
     dtype: str = ""
-    uncounted: tuple[str, ...] = ()  # kernels written by hand, of which nothing is known
+    uncounted: tuple[str, ...] = ()  # kernels written by hand, whose work is unknown
 
     def __add__(self, other: Work) -> Work:
         heavier = max(self, other, key=lambda work: work.heaviest_flops)

@@ -43,7 +43,7 @@ class Origin:
 
 
 def origins_of(op_name: str) -> tuple[Origin, ...]:
-    """The places in the model that an ``op_name`` tells of, each once.
+    """The places in the model that an ``op_name`` names, each once.
 
     >>> origins_of("jit(traced)/transpose(jvp(block))/query/abc,cd->abd/dot_general")
     (Origin(path='block/query', phase='backward'),)

@@ -22,7 +22,7 @@ class Joins:
     ``ins`` are the dims of the operands, and ``tensors`` their numbers, in the order in which
     they were made: a gradient comes after the value that it is of. ``backward`` says whether this
     is of the backward pass. ``summed`` and ``whole`` are dims, and ``joints`` say of an operand, by
-    place, that a dim of it is taken for another one.
+    place, that a dim of it is treated as another one.
     """
 
     def __init__(

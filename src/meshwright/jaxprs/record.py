@@ -39,7 +39,7 @@ class Tensor(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """An array, by place, of which a dim is taken for another one."""
+    """An array, by place, of which a dim is treated as another one."""
 
     tensor: int
     given: Dim

@@ -350,7 +350,7 @@ def _raise_process_error(_number: int, _frame: Any) -> None:
 
 
 def _raise_again(before: Any, unraisable: Any) -> None:
-    """What was raised in the midst of a collection of garbage is lost: raise it once more."""
+    """What was raised during a collection of garbage is lost: raise it once more."""
     if isinstance(unraisable.exc_value, ProcessError):
         signal.raise_signal(TELL)
     else:

@@ -211,7 +211,7 @@ class LocalCluster:
     def close(self, grace_s: float = _GRACE_S) -> None:
         """End every task; those that have not ended after ``grace_s`` are killed.
 
-        With 0 they are not asked first. Twice does no harm.
+        With 0 they are not asked first. Safe to call twice.
         """
         if self._closed or self._process != os.getpid():  # a fork of the chief owns nothing
             return

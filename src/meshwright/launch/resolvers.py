@@ -198,7 +198,7 @@ class KubernetesResolver(SimpleResolver):
 def resolve(environment: Environment | None = None) -> ClusterResolver:
     """The resolver for this environment: Meshwright's variables, TF_CONFIG, Kubernetes, Slurm.
 
-    Raises :class:`~meshwright.errors.ClusterError` where none applies, and tells which variables
+    Raises :class:`~meshwright.errors.ClusterError` where none applies, and lists which variables
     it looked for.
     """
     variables = os.environ if environment is None else environment

@@ -18,7 +18,7 @@ from .supervision import Event, Restarts, exit_text
 
 _TRY_AGAIN_S = 1.0
 _AFTER_STOP_S = 0.2
-_LOOK_EVERY_S = 0.1  # where the system does not tell of a process's end
+_LOOK_EVERY_S = 0.1  # where the system does not report a process's end
 
 
 @dataclass

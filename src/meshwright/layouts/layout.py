@@ -328,7 +328,7 @@ class Layout(Viewable):
 
     @classmethod
     def from_string(cls, text: str) -> Layout:
-        """Read what ``str(layout)`` wrote; :meth:`Mesh.from_string` tells which mesh comes back.
+        """Read what ``str(layout)`` wrote; :meth:`Mesh.from_string` explains which mesh comes back.
 
         >>> Layout.from_string("[batch+model, unsharded] on batch=4, model=2").num_shards(0)
         8

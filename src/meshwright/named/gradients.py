@@ -111,7 +111,7 @@ def remat(
 ) -> Callable[..., Any]:
     """The function, with what is inside it computed again in the backward pass, and not kept.
 
-    ``policy`` says what is kept all the same: one of ``jax.checkpoint_policies`` that takes no
+    ``policy`` says what is still kept: one of ``jax.checkpoint_policies`` that takes no
     arguments, by name, or any policy. Raises :class:`ModelError` for another name. (Chen et al.
     2016; Mesh-TensorFlow's ``recompute_grad``, on ``jax.checkpoint``.)
     """

@@ -18,23 +18,12 @@ import numpy as np
 
 from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
+from . import windowed
 from .array import NamedArray, as_named, position
 from .operation import operation
 from .reductions import reduce_mean
 from .rules import BoundRules, in_force
-from .windowed import (
-    Along,
-    Numbers,
-    Padding,
-    along,
-    by_device,
-    check_fits,
-    counts,
-    laid_along,
-    laying,
-    per_dim,
-    reached,
-)
+from .windowed import Along, Numbers, Padding
 
 Windows = DimsLike | Mapping[str, int]  # "h:2 w:3": how many elements of each dim
 
@@ -96,7 +85,7 @@ def pool(
             "leaves a rest. Use a window that divides the dim; max_pool and avg_pool drop the rest."
         )
     placed = _alongside(x, sizes, sizes, dict.fromkeys(sizes, "VALID"), "pool")
-    laid_along(placed, (), "pool", padded=False)
+    windowed.laid_along(placed, (), "pool", padded=False)
     inner = {name: _unused(f"{name}_window", x.dims) for name in sizes}
     dims = [
         part
@@ -158,13 +147,13 @@ def _pooled(
             "becomes of a window: pool(x, windows, reduce=reduce_any)."
         )
     sizes = _sizes(x, windows, what)
-    steps = sizes if strides is None else counts(strides, list(sizes), f"{what}: strides")
-    around = per_dim(padding, list(sizes), f"{what}: padding")
+    steps = sizes if strides is None else windowed.counts(strides, list(sizes), f"{what}: strides")
+    around = windowed.per_dim(padding, list(sizes), f"{what}: padding")
     placed = _alongside(x, sizes, steps, around, what)
-    placed = laid_along(placed, (), what, padded=kind is not _Kind.FIRST)
+    placed = windowed.laid_along(placed, (), what, padded=kind is not _Kind.FIRST)
     results = {one.dim.name: one.results for one in placed}
     out = tuple(dim.resized(results.get(dim.name, dim.size)) for dim in x.dims)
-    return NamedArray(_run(x.array, _Plan(kind, x.dims, out, placed, laying())), out)
+    return NamedArray(_run(x.array, _Plan(kind, x.dims, out, placed, windowed.laying())), out)
 
 
 def _sizes(x: NamedArray, windows: Windows, what: str) -> dict[str, int]:
@@ -180,7 +169,7 @@ def _sizes(x: NamedArray, windows: Windows, what: str) -> dict[str, int]:
             f"{what}: x [{text_of(x.dims)}] has no dim {', '.join(map(repr, unknown))}. "
             "Windows are of the form 'h:2 w:2'."
         )
-    return counts(dims, list(dims), f"{what}: windows")
+    return windowed.counts(dims, list(dims), f"{what}: windows")
 
 
 def _alongside(
@@ -188,7 +177,7 @@ def _alongside(
     what: str,
 ) -> list[Along]:  # fmt: skip
     """How the windows lie along each dim."""
-    placed = [along(x.dim(n), sizes[n], steps[n], 1, padding[n]) for n in sizes]
+    placed = [windowed.along(x.dim(n), sizes[n], steps[n], 1, padding[n]) for n in sizes]
     if wide := [one for one in placed if max(one.window.padding) >= one.window.size]:
         raise DimError(
             "\n".join(
@@ -197,7 +186,7 @@ def _alongside(
                 for one in wide
             )
         )
-    check_fits(placed, what)
+    windowed.check_fits(placed, what)
     if rules := in_force():
         rules.layout(x.dims, f"operand of {what}")
     return placed
@@ -220,7 +209,7 @@ def _unused(name: str, dims: Sequence[Dim]) -> str:
 @functools.partial(jax.jit, static_argnames="plan")
 def _run(x: Any, plan: _Plan) -> Any:
     here = functools.partial(_here, plan=plan)
-    y = by_device(here, plan.bound, [plan.x], plan.out)(x)
+    y = windowed.by_device(here, plan.bound, [plan.x], plan.out)(x)
     return y if plan.kind is not _Kind.MEAN else _divided(y, plan, jnp.result_type(x, 1.0))
 
 
@@ -232,7 +221,7 @@ def _here(x: Any, plan: _Plan) -> Any:
     around, sizes, steps = [(0, 0)] * x.ndim, [1] * x.ndim, [1] * x.ndim
     for one in plan.along:
         at = position(plan.x, one.dim)
-        x, around[at], _ = reached(x, at, one, fill)
+        x, around[at], _ = windowed.reached(x, at, one, fill)
         sizes[at], steps[at] = one.window.size, one.window.stride
     if plan.kind is _Kind.LARGEST:
         return jax.lax.reduce_window(x, fill, jax.lax.max, sizes, steps, around)
@@ -243,7 +232,7 @@ def _here(x: Any, plan: _Plan) -> Any:
 def _first(x: Any, plan: _Plan) -> Any:
     for one in plan.along:
         at = position(plan.x, one.dim)
-        x, _, _ = reached(x, at, one, np.zeros((), x.dtype)[()])
+        x, _, _ = windowed.reached(x, at, one, np.zeros((), x.dtype)[()])
         x = jax.lax.slice_in_dim(x, 0, None, one.window.stride, at)
     return x
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import DataError, DoesNotFitError
-from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..program import Batch
 from ..targets import gpu
-from ..targets.hardware import Hardware, hardware_of
+from ..targets.hardware import Hardware
 from ..targets.target import Target, check_size
 from .abstract_step import AbstractStep, HasSteps, abstract_step
 from .ahead import Compiled, compile_abstract
@@ -22,6 +20,8 @@ from .reading import extended, read, refused
 from .report import DryRun as DryRun
 from .report import Memory as Memory
 from .throughput import fed
+
+Blocks = Literal["auto", "whole", "few"]
 
 _ON_THE_CHIP = (
     "all blocks were compiled: with one and two of them so little is held that most of it lies in "
@@ -35,23 +35,11 @@ _WORTH_IT = 16
 _WORTH_IT_ON_GPUS = 64
 
 
-def dry_run(
-    model: Any,
-    batch: Batch,
-    *,
-    strategy: HasSteps | Placement,
-    target: Target | str,
-    mesh: Mesh | Mapping[str, int] | None = None,
-    hardware: Hardware | None = None,
-    blocks: Literal["auto", "whole", "few"] = "auto",
-    compile: bool = True,
-    timeout_s: float = 3600.0,
-) -> DryRun:
+def dry_run_of(
+    model: Any, batch: Batch, strategy: HasSteps | Placement, target: Target, hardware: Hardware,
+    blocks: Blocks, compile: bool, timeout_s: float,
+) -> DryRun:  # fmt: skip
     """What :func:`meshwright.dry_run` says, of strategies that describe their step."""
-    target = Target.of(target)
-    hardware = hardware or hardware_of(target)
-    if mesh is not None:
-        strategy = strategy.on(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
     _check_devices(strategy, target)
     step = abstract_step(model, batch, strategy)
     if why := not_compiled(target, compile):

@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
 
 def events_in(folder: Path) -> Iterator[Event]:
-    """The instructions that the trace in a folder tells of.
+    """The instructions that the trace in a folder holds.
 
     For CPUs all devices are in one plane and each event names its own; an accelerator has a plane
     for itself, of which the line of instructions (not those of steps and of whole programs) counts.
@@ -51,7 +51,7 @@ def collectives_seen(
 ) -> tuple[SeenCollective, ...] | None:
     """The collectives of a compiled step, ``text``, in the trace of several runs of it.
 
-    ``None`` where the step has some and the trace tells of none.
+    ``None`` where the step has some and the trace holds none.
 
     >>> text = '''HloModule jit_step
     ... ENTRY %main (p: f32[4]) -> f32[4] {

@@ -55,7 +55,7 @@ class ParameterServer(KerasTraining):
     ``partitioner`` cuts variables into shards, ``placement`` puts each on the server with the
     fewest ``"bytes"``, or ``"round_robin"``. ``consistency`` is ``"async"``, ``"sync"``,
     ``Stale(bound)`` or ``Backup(spare)``. With ``at_least_once=True`` changes are sent at once,
-    and are made twice where a function had to be run twice. A worker of which nothing is heard
+    and are made twice where a function had to be run twice. A worker that is silent
     for ``dead_after_s`` is declared dead, and its work given to others. ``worker`` is the strategy
     by which ``fit`` lays a step out over the devices of each worker, ``mw.Sharded(mesh, rules)``;
     without it one device computes. Servers are waited for ``timeout_s`` at first. This process
@@ -138,7 +138,7 @@ class ParameterServer(KerasTraining):
     def create(
         self, spec: VariableSpec, init: Mapping[str, Any], value: np.ndarray | None = None
     ) -> bool:
-        """Make a variable as this spec says; tells whether it was not there before.
+        """Make a variable as this spec says; returns whether it was not there before.
 
         What was made is made again on a server that has lost it.
         """

@@ -63,11 +63,11 @@ def _counted(settings: TaskSettings, variables: Mapping[str, str]) -> TaskSettin
 def _do(settings: TaskSettings) -> None:
     module, name = _ENTRIES[settings.task.job]
     entry: Callable[[TaskSettings], None] = getattr(importlib.import_module(module), name)
-    # Not before: SystemExit in the midst of an import comes out as that import's error.
+    # Not before: SystemExit during an import comes out as that import's error.
     signal.signal(signal.SIGTERM, _end)
     try:
         entry(settings)
-    except KeyboardInterrupt:  # the chief tells of it, and not each task
+    except KeyboardInterrupt:  # the chief reports it, and not each task
         raise SystemExit(_INTERRUPTED) from None
 
 
@@ -83,7 +83,7 @@ def main() -> None:
         lines = [str(error), *getattr(error, "__notes__", ())]
         raise SystemExit("Error: " + "\n".join(lines)) from None
     raise SystemExit(
-        "Error: no variable tells which server or worker this is. `meshwright launch` starts a "
+        "Error: no variable says which server or worker this is. `meshwright launch` starts a "
         "cluster on this machine."
     )
 

@@ -67,7 +67,7 @@ class NotFinite:
 
 
 def look(program: Program, state: TrainState, batch: Batch) -> NotFinite:
-    """Take the gradient again and tell what is not finite, and where that began.
+    """Take the gradient again and report what is not finite, and where that began.
 
     Of several processes none has all the numbers: inputs and operations are then left out.
     """

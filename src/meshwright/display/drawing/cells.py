@@ -121,13 +121,13 @@ def arrange(
     grid: Grid,
     width: float,
     height: float,
-    widest: float = 40.0,
-    highest: float = 28.0,
+    widest: float,
+    highest: float,
     most_stacks: int = MOST_PLANES,
 ) -> Arrangement:
     """The arrangement with the largest cells that fits a box; cells are never larger than asked.
 
-    >>> fitted = arrange(Grid.full(1, 4, 2), width=160, height=100)
+    >>> fitted = arrange(Grid.full(1, 4, 2), width=160, height=100, widest=40, highest=28)
     >>> fitted.cell_width, fitted.cell_height, fitted.width, fitted.height
     (40.0, 25.0, 80.0, 100.0)
     """

@@ -86,7 +86,7 @@ class Epochs:
         return self._epochs.num_batches
 
     def first_batch(self) -> Any:
-        """A batch to build the model for; the first epoch has it all the same."""
+        """A batch to build the model for; the first epoch still has it."""
         rest = self._epoch()
         for batch in rest:
             if self._is_one_shot:
@@ -200,7 +200,7 @@ class Epochs:
         return laid_out
 
     def _divide(self, odd: _Odd) -> tuple[Any, str]:
-        """The batch on the mesh all the same, and what to say if more come after it."""
+        """The batch on the mesh nevertheless, and what to say if more come after it."""
         rows, padded = row_count(odd.batch), self._put.padded_rows(odd.batch)
         predicts = self._kind == "predict"
         if predicts and rows < self._rows_of_full:

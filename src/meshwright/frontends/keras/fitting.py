@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import keras
@@ -105,18 +105,15 @@ def evaluate(
     strategy: Sharded, model: keras.Model, data: Data, verbose: str | int, callbacks: Any
 ) -> Logs:
     """See :meth:`Sharded.evaluate`; what it measures, by name."""
-    check_compiled(model)
-    epochs, variables, functions, callbacks = _prepared(
-        strategy, model, data, verbose, callbacks, "test"
-    )
-    step = functions.test
+    over = _Pass.of(strategy, model, data, verbose, callbacks, "test")
+    step, callbacks = over.functions.test, over.callbacks
     model.stop_evaluating = False
     model.reset_metrics()
     callbacks.on_test_begin()
-    state, logs, backlog = read_state(variables), None, Backlog()
+    state, logs, backlog = read_state(over.variables), None, Backlog()
     begins = listen(callbacks, "on_test_batch_begin")
     ends = listen(callbacks, "on_test_batch_end")
-    for number, batch in epochs.batches():
+    for number, batch in over.epochs.batches():
         if begins:
             callbacks.on_test_batch_begin(number)
         new, metrics, logs = step(state, batch)
@@ -128,7 +125,7 @@ def evaluate(
             break
     if logs is None:
         raise BatchError("there is nothing to evaluate: the data holds no batch.")
-    write_state(variables, state)
+    write_state(over.variables, state)
     result = on_host(logs)
     callbacks.on_test_end(result)
     return result
@@ -138,17 +135,14 @@ def predict(
     strategy: Sharded, model: keras.Model, data: Data, verbose: str | int, callbacks: Any
 ) -> Any:
     """See :meth:`Sharded.predict`."""
-    check_model(model)
-    epochs, variables, functions, callbacks = _prepared(
-        strategy, model, data, verbose, callbacks, "predict"
-    )
-    step = functions.predict
+    over = _Pass.of(strategy, model, data, verbose, callbacks, "predict")
+    step, callbacks = over.functions.predict, over.callbacks
     model.stop_predicting = False
     callbacks.on_predict_begin()
-    state = read_state(variables)
+    state = read_state(over.variables)
     under_way: deque[Any] = deque()
     outputs: list[Any] = []
-    for number, batch in epochs.batches():
+    for number, batch in over.epochs.batches():
         callbacks.on_predict_batch_begin(number)
         under_way.append(_predicted(step, state, batch))
         callbacks.on_predict_batch_end(number, {"outputs": under_way[-1]})
@@ -163,30 +157,38 @@ def predict(
     return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
 
-def _prepared(
-    strategy: Sharded,
-    model: keras.Model,
-    data: Data,
-    verbose: str | int,
-    callbacks: Any,
-    kind: Kind,
-) -> tuple[Epochs, KerasVariables, Functions, keras.callbacks.CallbackList]:
-    """All that a pass over the data needs; raises for invalid arguments before any work."""
-    check_options(
-        batch_size=data.batch_size, verbose=verbose, steps=data.steps, callbacks=callbacks
-    )
-    check_data(model, data, kind)
-    strategy = strategy.unstaged
-    epochs = Epochs(strategy.placement, model, data, kind)
-    variables = strategy.prepare(model, epochs.first_batch, forward_only=kind == "predict")
-    functions = functions_of(strategy, model, variables)
-    epochs.pad_where(functions.row_wise)
-    return (
-        epochs,
-        variables,
-        functions,
-        callback_list(model, callbacks, verbose, steps=epochs.num_batches),
-    )
+class _Pass(NamedTuple):
+    """All that one pass over data needs."""
+
+    epochs: Epochs
+    variables: KerasVariables
+    functions: Functions
+    callbacks: keras.callbacks.CallbackList
+
+    @classmethod
+    def of(
+        cls,
+        strategy: Sharded,
+        model: keras.Model,
+        data: Data,
+        verbose: str | int,
+        callbacks: Any,
+        kind: Kind,
+    ) -> _Pass:
+        """To evaluate or to predict; raises for invalid arguments before any work."""
+        predicts = kind == "predict"
+        (check_model if predicts else check_compiled)(model)
+        check_options(
+            batch_size=data.batch_size, verbose=verbose, steps=data.steps, callbacks=callbacks
+        )
+        check_data(model, data, kind)
+        strategy = strategy.unstaged
+        epochs = Epochs(strategy.placement, model, data, kind)
+        variables = strategy.prepare(model, epochs.first_batch, forward_only=predicts)
+        functions = functions_of(strategy, model, variables)
+        epochs.pad_where(functions.row_wise)
+        listed = callback_list(model, callbacks, verbose, steps=epochs.num_batches)
+        return cls(epochs, variables, functions, listed)
 
 
 def _predicted(step: Any, state: TrainState, batch: Any) -> Any:

@@ -299,7 +299,7 @@ def loss_metrics(model: keras.Model, variables: KerasVariables) -> tuple[str, ..
 
 
 def _reduction(model: keras.Model) -> Literal["mean", "sum"]:
-    """Whether the model's losses are sums; a mixture is taken for a mean."""
+    """Whether the model's losses are sums; a mixture counts as a mean."""
     return "sum" if set(_compat.loss_reductions(model)) == {"sum"} else "mean"
 
 

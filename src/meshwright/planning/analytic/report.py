@@ -1,4 +1,4 @@
-"""The dry run of a step of which nothing is compiled."""
+"""The dry run of a step without compiling anything."""
 
 from __future__ import annotations
 

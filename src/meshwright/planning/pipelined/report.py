@@ -1,4 +1,4 @@
-"""The dry run of a pipeline of which nothing is compiled."""
+"""The dry run of a pipeline without compiling anything."""
 
 from __future__ import annotations
 

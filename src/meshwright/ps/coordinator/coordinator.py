@@ -109,7 +109,7 @@ class ClusterCoordinator:
 
         Raises that error at once, while other functions may still run, and
         :class:`~meshwright.errors.UnreachableError`
-        after ``timeout_s``, which tells what every task does.
+        after ``timeout_s``, which lists what every task does.
         """
         with self._changed:
             self._wait_until_idle(timeout_s)

@@ -28,7 +28,7 @@ from .sending import forgotten, messages_for, packed_elements
 
 _TICK_S = 0.05
 _PAUSE_S = 0.5
-_MOST_ATTEMPTS = 10  # of a step, before it is taken for what ends its workers
+_MOST_ATTEMPTS = 10  # of a step, before it is blamed for the end of its workers
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class Dispatcher:
         return fits_worker(self.packer.sources, step, self.workers[name].task)
 
     def _fail_if_dry(self) -> None:
-        """Every worker has run dry: the next step can be done by none."""
+        """Every worker has run dry: no worker can do the next step."""
         step = self.queue.next_step()
         if step is None or self.queue.num_running or not self.workers:
             return

@@ -9,7 +9,7 @@ from .data import ElementSource
 from .members import Worker
 from .queue import Step, StepQueue
 
-_PATIENCE_S = 0.05  # a step waits so long behind another before an idle worker is given it
+_PATIENCE_S = 0.05  # wait of a step behind another before an idle worker gets it
 
 
 def report(

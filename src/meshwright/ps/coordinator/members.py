@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MOST_FUNCTIONS = 256  # that a worker keeps
-_AHEAD_S = 0.01  # a worker is given as many steps ahead as take about so long
+_AHEAD_S = 0.01  # a worker is given as many steps ahead as take about that time
 _WINDOW = (2, 32)  # least and most of them
 _LEARNING = 0.2  # how fast the measured time per step follows
 _LOST_BEATS = 3  # that say nothing yet
@@ -34,7 +34,7 @@ class Worker:
     broken_rounds: int = 0  # how many of them it was told
 
     def heard(self, now_s: float, head: dict[str, Any] | None = None) -> None:
-        """Something came from it; ``head`` tells what it does."""
+        """Something came from it; ``head`` describes what it does."""
         self.heard_s = now_s
         if head is not None:
             self.what, self.step = head["what"], head["step"]
@@ -86,13 +86,13 @@ class Worker:
 
 
 def silent(workers: list[Worker], now_s: float, dead_after_s: float) -> list[Worker]:
-    """The workers of which nothing was heard for so long."""
+    """The workers that have been silent for too long."""
     return [worker for worker in workers if now_s - worker.heard_s > dead_after_s]
 
 
 @dataclass(frozen=True)
 class Silent:
-    """A server's process of which nothing has been heard for so long."""
+    """A server's process that has been silent for too long."""
 
     task: str
     pid: int

@@ -63,7 +63,7 @@ class Fences:
         self.fenced = set(fenced)
 
     def add(self, incarnation: str) -> bool:
-        """Fence an incarnation; tells whether it was not fenced before."""
+        """Fence an incarnation; returns whether it was not fenced before."""
         new = incarnation not in self.fenced
         self.fenced.add(incarnation)
         return new

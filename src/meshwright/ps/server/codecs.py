@@ -17,7 +17,7 @@ from ...errors import ArrayError
 def decode_gradient(
     codec: str | None, arrays: Sequence[np.ndarray], shape: tuple[int, ...]
 ) -> np.ndarray:
-    """The gradient of ``shape`` that these arrays tell of.
+    """The gradient of ``shape`` that these arrays hold.
 
     ``None``: one array as it is. ``"float16"``: one array of them. ``"bfloat16"``: one array of
     their bits, as ``uint16``. ``"topk"``: places in the flat array (integers), and values there.

@@ -22,7 +22,7 @@ class Group:
 
     ``rate`` is a learning rate that was set while training, and goes before the optimizer's own.
     ``no_decay`` are variables whose weights do not decay; ``compensated``: the server keeps for
-    every peer what it last read of these variables (DC-ASGD). ``wholes`` tells of a shard which
+    every peer what it last read of these variables (DC-ASGD). ``wholes`` describes a shard which
     variable it is a part of.
     """
 
@@ -66,7 +66,7 @@ class Groups:
         """Give variables their optimizer, as the head of an ``optimizer`` message says.
 
         The same again changes nothing and keeps all slots, so that it may be sent after a restart;
-        tells whether it was new to any of them. Raises :class:`~meshwright.errors.ModelError` for
+        returns whether it was new to any of them. Raises :class:`~meshwright.errors.ModelError` for
         an optimizer that does not run here, or variables that have another, and
         :class:`~meshwright.errors.TaskError` for unknown names.
         """

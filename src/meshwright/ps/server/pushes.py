@@ -16,7 +16,7 @@ from .updates import Checked, check_updates
 
 
 def push(state: State, peer: str, message: Message) -> dict[str, Any]:
-    """Apply a push, and tell what became of it, as the head of the answer.
+    """Apply a push, and report the outcome, as the head of the answer.
 
     ``applied`` is False for a step that was applied before (``duplicate``), and where all that it
     brings comes too late for its round (``dropped``). ``version`` is the one at which the step

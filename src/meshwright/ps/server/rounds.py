@@ -145,7 +145,7 @@ def restored(
     held: Sequence[tuple[int, int, Gradient]],
     last: Mapping[str, float],
 ) -> Rounds:
-    """The rounds that a snapshot tells of."""
+    """The rounds that a snapshot holds."""
     rounds = Rounds(applied)
     rounds.last = dict(last)
     gradients: Mapping[tuple[int, int], list[Gradient]] = {
@@ -169,7 +169,7 @@ class Due:
 
 
 def due_of(groups: Groups, means: list[Gradient]) -> Due:
-    """What a server tells of the mean of a round."""
+    """What a server reports of the mean of a round."""
     squares: Squares = {}
     for gradient in means:
         group = _group(groups, gradient)

@@ -47,7 +47,7 @@ class Saver:
             self._fences.unlink(missing_ok=True)
 
     def restore(self) -> bool:
-        """Take the state of the last snapshot, and the fences; tells whether there was one."""
+        """Take the state of the last snapshot, and the fences; returns whether there was one."""
         state = self._core.state
         exists = self.path is not None and self.path.exists()
         if self.path is not None and exists:

@@ -128,7 +128,7 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
 
 
 def restore(snapshot: Snapshot, generation: int = 0, memory_bytes: int | None = None) -> State:
-    """The state that a snapshot tells of, in its arrays."""
+    """The state that a snapshot holds, in its arrays."""
     head, arrays = snapshot.head, iter(snapshot.arrays)
     state = State(head["task"], generation, memory_bytes)
     for head_of in head["shards"]:

@@ -63,7 +63,7 @@ class Store:
         init: Mapping[str, Any],
         arrays: Sequence[np.ndarray],
     ) -> bool:
-        """Make a variable, unless it is there with the same shape and dtype; tells whether."""
+        """Make a variable, unless it exists with this shape and dtype; returns whether it did."""
         kind = _dtype(name, dtype)
         if name in self._shards:
             self._check_same(name, tuple(shape), kind, init)

@@ -132,7 +132,7 @@ class Servers:
         value: np.ndarray | None = None,
         only: int | None = None,
     ) -> bool:
-        """Make a variable, each shard on its server; tells whether it was not there before.
+        """Make a variable, each shard on its server; returns whether it was not there before.
 
         ``init`` is how values are made, as servers know it; with ``"value"``, ``value`` is cut
         into shards. ``only`` names one server, where the others have theirs.

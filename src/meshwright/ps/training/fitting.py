@@ -30,6 +30,7 @@ from .compression import compression as compression_of
 from .feed import Feed, feed_of
 from .model_cache import served
 from .progress import WorkerRates
+from .server_variables import Subject
 from .shards import MeasureShard, num_shards, validate
 from .signature import Signature
 from .steps import ServerSteps
@@ -66,14 +67,9 @@ def fit(
     held_out = None if validation.data is None else _held_out(validation, workers)
     callbacks = checked_callbacks(model, schedule, feed.steps)
     saves = saver()
-    of_model = served(
-        strategy,
-        model,
-        [*feed.examples, *_of_other_shapes(held_out, feed)],
-        tables,
-        local=local,
-        any_rows=not (feed.alike and (held_out is None or held_out.alike)),
-    )
+    examples = [*feed.examples, *_of_other_shapes(held_out, feed)]
+    any_rows = not (feed.alike and (held_out is None or held_out.alike))
+    of_model = served(Subject(strategy, model, examples, tables), local, any_rows)
     progress = None
     if schedule.verbose:
         rows, every = Signature.of(feed.examples[0]).rows, local.every if local else 1
@@ -101,7 +97,7 @@ def evaluate(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> L
     check_compiled(model)
     workers = strategy.num_workers
     feed = feed_of(data, num_workers=workers)
-    of_model = served(strategy, model, feed.examples, tables, any_rows=not feed.alike)
+    of_model = served(Subject(strategy, model, feed.examples, tables), any_rows=not feed.alike)
     of_model.put_values()
     step = of_model.step(uuid.uuid4().hex, None, fresh=False)
     measure = MeasureShard(step, feed.maker, num_shards(workers, data.steps), data.steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -10,35 +10,25 @@ import keras
 from ... import _compat
 from ...errors import ModelError
 from ...step.local import Local
-from ..options import Tables
 from ..shared.variables import Variable
+from .server_variables import Subject
 from .serving import Served
-from .signature import Signature
 
 _MOST_KEPT = 4  # exports of one model: for fit, evaluate and predict, and one for other data
 
 
-def served(
-    strategy: Any,
-    model: keras.Model,
-    batches: Sequence[Any],
-    tables: Tables,
-    *,
-    local: Local | None = None,
-    any_rows: bool = True,
-) -> Served:
-    """The model on this strategy's servers; what was exported before is used again."""
-    signatures, optimizer = tuple(map(Signature.of, batches)), repr(tables.optimizer)
-    asked = ("fit", signatures, tables.embeddings, local, any_rows, optimizer)
-    return kept(
-        strategy, model, asked, lambda: Served(strategy, model, batches, tables, local, any_rows)
-    )
+def served(subject: Subject, local: Local | None = None, any_rows: bool = True) -> Served:
+    """The model on its strategy's servers; what was exported before is used again."""
+    tables = subject.tables
+    asked = ("fit", tables.embeddings, local, any_rows, repr(tables.optimizer))
+    return kept(subject, asked, lambda: Served(subject, local, any_rows))
 
 
-def kept(strategy: Any, model: keras.Model, asked: Any, make: Callable[[], Any]) -> Any:
-    """What was made of a model for this strategy, unless it was compiled again since."""
+def kept(subject: Subject, asked: Any, make: Callable[[], Any]) -> Any:
+    """What was made of a model for its strategy, unless it was compiled again since."""
+    model, strategy = subject.model, subject.strategy
     cached: dict[Any, tuple[tuple[Any, ...], Any]] = model.__dict__.setdefault(_KEPT, {})
-    key = (id(strategy), asked)
+    key = (id(strategy), subject.signatures, asked)
     token = _compat.compile_token(model)
     if key in cached:
         before, present = cached.pop(key)

@@ -7,7 +7,6 @@ with, and none is made.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,9 +26,8 @@ from .embeddings import KerasLookups, building
 from .export import export_step
 from .feed import feed_of
 from .model_cache import kept
-from .server_variables import OnServers, layout_on_workers
+from .server_variables import OnServers, Subject, layout_on_workers
 from .shards import PredictShard, inputs_of, num_shards
-from .signature import Signature
 from .worker_step import TrainStep
 
 
@@ -39,10 +37,9 @@ def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> An
     workers = strategy.num_workers
     feed = feed_of(data, num_workers=workers)
     batches = [inputs_of(example) for example in feed.examples]
-    asked = ("predict", tuple(map(Signature.of, batches)), tables.embeddings, feed.alike)
-    of_model = kept(
-        strategy, model, asked, lambda: Predicted(strategy, model, batches, tables, feed.alike)
-    )
+    subject = Subject(strategy, model, batches, tables)
+    asked = ("predict", tables.embeddings, feed.alike)
+    of_model = kept(subject, asked, lambda: Predicted(subject, feed.alike))
     of_model.put_values()
     count = num_shards(workers, data.steps)
     shards = PredictShard(of_model.step(), feed.maker, count, data.steps)
@@ -59,23 +56,17 @@ def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> An
 class Predicted(OnServers):
     """A model's forward pass, exported for the workers of a strategy, and its variables there.
 
-    They are those that :class:`~.serving.Served` trains. ``batches`` hold the inputs alone.
+    They are those that :class:`~.serving.Served` trains. The batches hold the inputs alone.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        model: keras.Model,
-        batches: Sequence[Any],
-        tables: Tables,
-        alike: bool,
-    ) -> None:
+    def __init__(self, subject: Subject, alike: bool) -> None:
+        strategy, model, batches = subject.strategy, subject.model, subject.batches
         self._tree: Any = None  # how outputs are nested, known once the model is traced
         with building():
             if not _compat.is_built(model):
                 _compat.build_forward(model, batches[0][0])
         variables = KerasVariables.of(model)
-        lookups = KerasLookups(model, variables, tables.embeddings)
+        lookups = KerasLookups(model, variables, subject.tables.embeddings)
         exported = export_step(
             self._program(model, variables),
             batches,

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...frontends.keras.program import KerasVariables
+from ..options import Tables
 from ..shared.placing import VariableSpec, placed
 from ..worker.updates import Update
 from .embeddings import KerasLookups
 from .exported import Exported
+from .signature import Signature
 from .worker_layout import WorkerLayout, worker_layout
 from .worker_step import Specs
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A Keras model under a strategy, which makes variables and lends its servers.
+
+    ``batches`` are one of each shape that is known beforehand.
+    """
+
+    strategy: Any
+    model: Any
+    batches: Sequence[Any]
+    tables: Tables
+
+    @property
+    def signatures(self) -> tuple[Signature, ...]:
+        """Those of the batches."""
+        return tuple(map(Signature.of, self.batches))
 
 
 class ServerVariables:

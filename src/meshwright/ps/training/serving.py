@@ -17,7 +17,6 @@ from ...errors import ModelError
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Logs
 from ...step.local import Local
-from ..options import Tables
 from ..shared.client import Servers
 from ..shared.consistency import Backup, Sync, gradient_options
 from ..shared.placing import VariableSpec
@@ -28,7 +27,7 @@ from .embeddings import KerasLookups, building
 from .export import export_step, shapes
 from .metrics import base_of, check_metrics, logs_of
 from .optimizers import TakenApart, clip_of, rate_of, table_optimizers, take_apart
-from .server_variables import OnServers, layout_on_workers
+from .server_variables import OnServers, Subject, layout_on_workers
 from .worker_step import TrainStep
 
 # The optimizer of state that moves: a step's move is a gradient, and is gone as it is.
@@ -38,19 +37,12 @@ _AS_IT_IS = {"class_name": "SGD", "config": {"learning_rate": 1.0}}
 class Served(OnServers):
     """One model and its variables on the servers of one strategy.
 
-    ``strategy`` makes variables and lends its servers. ``batches`` are one of each shape that is
-    known beforehand. Raises :class:`~meshwright.ModelError` for what cannot be trained so.
+    Raises :class:`~meshwright.ModelError` for what cannot be trained so.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        model: keras.Model,
-        batches: Sequence[Any],
-        tables: Tables,
-        local: Local | None = None,
-        any_rows: bool = True,
-    ) -> None:
+    def __init__(self, subject: Subject, local: Local | None = None, any_rows: bool = True) -> None:
+        strategy, model = subject.strategy, subject.model
+        batches, tables = subject.batches, subject.tables
         self._local = local
         with building():
             _compat.build_for(model, batches[0])
@@ -170,7 +162,7 @@ class Served(OnServers):
         )
 
     def put_changed(self) -> bool:
-        """Give the servers what a callback has changed in the model since; tells whether it has."""
+        """Give the servers what a callback has changed in the model; returns whether it has."""
         self._put_rate()
         changed = [
             self._assign(path, spec)

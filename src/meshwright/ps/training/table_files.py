@@ -155,7 +155,7 @@ class _Places:
         )
 
     def fill(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Put the rows of these ids into ``rows``; tells which of them there are."""
+        """Put the rows of these ids into ``rows``; returns which of them exist."""
         near = np.searchsorted(self.ids, ids)
         present = near < len(self.ids)
         present[present] = self.ids[near[present]] == ids[present]

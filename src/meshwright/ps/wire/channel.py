@@ -10,7 +10,7 @@ from .message import Message
 class Channel(Protocol):
     """How a task speaks with one server; not for several threads at once.
 
-    An answer of kind ``"error"`` is raised by ``wait`` as the error that it tells of, see
+    An answer of kind ``"error"`` is raised by ``wait`` as the error that it describes, see
     :mod:`meshwright.ps.wire.failures`. A message's head goes with one more entry, ``"id"``, its
     number. The arrays of a message are not to be written to, nor those that were sent before the
     answer has come.
@@ -50,5 +50,5 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of sockets and shared memory; twice does no harm."""
+        """Release sockets and shared memory; safe to call twice."""
         ...

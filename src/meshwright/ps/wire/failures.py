@@ -52,12 +52,12 @@ def failure(error: BaseException, task: str = "") -> Message:
 
 
 def raise_failure(message: Message) -> NoReturn:
-    """Raise the error that a message tells of, with the remote traceback as a note."""
+    """Raise the error that a message describes, with the remote traceback as a note."""
     raise rebuilt(message)
 
 
 def rebuilt(message: Message) -> Exception:
-    """The error that a message of kind ``"error"`` tells of, to be raised or kept.
+    """The error that a message of kind ``"error"`` describes, to be raised or kept.
 
     Its notes are those that it had, and then the remote traceback. Whatever the message holds,
     this returns an error.

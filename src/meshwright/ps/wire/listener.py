@@ -75,7 +75,7 @@ class Listener:
         messages: list[tuple[bytes, Message]] = []
         try:
             self._take_next(0, messages)
-            if timeout_ms == 0:  # somebody else waits for this socket: let him do so but once
+            if timeout_ms == 0:  # another thread waits for this socket: it should wake only once
                 while len(messages) < _MOST_AT_ONCE:
                     self._take_next(NOBLOCK, messages)
         except zmq.Again:
@@ -106,7 +106,7 @@ class Listener:
         return True
 
     def close(self) -> None:
-        """Let go of the address; twice does no harm. Answers on their way have a second to go."""
+        """Release the address; safe to call twice. Answers on their way have a second to go."""
         if self._context.closed:
             return
         self._router.close(linger=1000)

@@ -110,7 +110,7 @@ class Shared:
         return self._probe.owner_is_gone()
 
     def close(self) -> None:
-        """Let go of all segments; twice does no harm, and arrays that are held stay."""
+        """Release all segments; safe to call twice, and arrays that are held stay."""
         for segment in (self._probe, *self._peers, *self._filled.segments):
             segment.close()
 
@@ -203,7 +203,7 @@ class Space:
         return None
 
     def give(self, start: int) -> None:
-        """Free the block that starts here; one that is not taken does no harm."""
+        """Free the block that starts here; one that is not taken is ignored."""
         stop = self._taken.pop(start, None)
         if stop is None:
             return

@@ -69,7 +69,7 @@ class _Life:
         self._session: str | None = None
 
     def live(self) -> bool:
-        """Work; tells whether to join again, as a new incarnation."""
+        """Work; returns whether to join again, as a new incarnation."""
         try:
             while not self._stopped and not self._orphaned() and not self._ending.asked:
                 if self._heartbeat.unwelcome:
@@ -228,7 +228,7 @@ def elements_of(packed: Any) -> list[Any]:
 class Ending(contextlib.AbstractContextManager["Ending"]):
     """Notes SIGTERM; what has not ended soon after it is ended where it stands.
 
-    An exception out of the handler might come in the midst of anything: an import, a callback of
+    An exception out of the handler might come during anything: an import, a callback of
     JAX, which would print it.
     """
 

@@ -100,7 +100,7 @@ class Runner:
         return len(self._open) + len(self._failed)
 
     def learn(self, message: Message) -> bool:
-        """Take in what the coordinator tells of functions and datasets; whether it was that.
+        """Take in what the coordinator says of functions and datasets; whether it was that.
 
         A function is unpacked with the first call that wants it.
         """
@@ -152,7 +152,7 @@ class Runner:
             self.doing = Doing("waits for work", None, time.monotonic())
 
     def settle(self) -> list[Message]:
-        """Wait for the servers, and tell of all steps that have run since the last time.
+        """Wait for the servers, and report all steps that have run since the last time.
 
         Raises :class:`Fenced` where a server says that this worker was declared dead.
         """
