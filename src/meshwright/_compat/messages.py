@@ -56,8 +56,8 @@ def memory_in(words: str) -> tuple[int | None, int | None]:
         r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
     )
     for pattern in patterns:
-        if found := re.search(pattern, words):
-            used, unit, there, its_unit = found.groups()
+        if sizes := re.search(pattern, words):
+            used, unit, there, its_unit = sizes.groups()
             return _bytes(used, unit), _bytes(there, its_unit)
     return None, None
 

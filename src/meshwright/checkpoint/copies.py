@@ -56,15 +56,15 @@ class Copies:
                 return MemoryInfo(info, key, pieces)
         return None
 
-    def restore(self, found: MemoryInfo, like: TrainState) -> TrainState:
+    def restore(self, copy: MemoryInfo, like: TrainState) -> TrainState:
         """The state of a copy, laid out as ``like``; see :meth:`Checkpoints.restore`."""
-        target, like = like, as_saved(found.info, like)
-        check_same(found.info, describe(like))
-        here = PieceReader(self._memory, self._run, found.key)
+        target, like = like, as_saved(copy.info, like)
+        check_same(copy.info, describe(like))
+        here = PieceReader(self._memory, self._run, copy.key)
 
         def one(part: str, path: str, value: Any) -> Any:
             key = f"{part}/{path}"
-            return laid_out(self._whole(key, value, found, here), value)
+            return laid_out(self._whole(key, value, copy, here), value)
 
         parts = zip(PARTS, like, strict=True)
         state = TrainState(
@@ -72,16 +72,16 @@ class Copies:
         )
         return spread_again(state, target)
 
-    def _whole(self, key: str, like: Any, found: MemoryInfo, here: PieceReader) -> Any:
+    def _whole(self, key: str, like: Any, copy: MemoryInfo, here: PieceReader) -> Any:
         """An array of the copy on this host, with what only other hosts hold."""
         import numpy as np
         from jax.experimental import multihost_utils
 
-        saved = next(array for array in found.info.arrays if array.key == key)
+        saved = next(array for array in copy.info.arrays if array.key == key)
         whole = np.empty(saved.dims, like.dtype)
-        for box in sorted({box for pieces in found.pieces.values() for box in pieces.get(key, ())}):
+        for box in sorted({box for pieces in copy.pieces.values() for box in pieces.get(key, ())}):
             at = tuple(slice(begin, end) for begin, end in box)
-            holders = [rank for rank in found.pieces if box in found.pieces[rank].get(key, ())]
+            holders = [rank for rank in copy.pieces if box in copy.pieces[rank].get(key, ())]
             value = here.read(key, box)
             if not set(self._hosts.leaders) <= set(holders):
                 sent = np.empty(whole[at].shape, whole.dtype) if value is None else value

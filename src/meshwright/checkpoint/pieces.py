@@ -47,10 +47,10 @@ def oldest(memory: Path, place: int, run: str) -> Path:
     """The piece of this rank that is needed least."""
 
     def age(path: Path) -> tuple[int, int]:
-        found = _header(path)
-        if found is None or found[0]["run"] != run:
+        header = _header(path)
+        if header is None or header[0]["run"] != run:
             return (-1, -1)
-        step, generation = found[0]["key"]
+        step, generation = header[0]["key"]
         return (step, generation)
 
     return min((memory / piece_name(place, piece) for piece in range(PIECES)), key=age)
@@ -58,9 +58,9 @@ def oldest(memory: Path, place: int, run: str) -> Path:
 
 def _headers(memory: Path, run: str) -> Iterator[tuple[Path, dict[str, Any], int]]:
     for path in sorted(memory.iterdir()):
-        found = _header(path)
-        if found is not None and found[0]["run"] == run:
-            yield path, *found
+        header = _header(path)
+        if header is not None and header[0]["run"] == run:
+            yield path, *header
 
 
 Held = dict[tuple[int, int], tuple[str, dict[str, list[Box]]]]  # record and boxes, by key

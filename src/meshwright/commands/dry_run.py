@@ -165,13 +165,13 @@ def dry_run(
         compile=not no_compile,
     )
     if serve:
-        found = run_serving(asked, rows or (1, 8, 32), timeout)
-        print_text(found)
+        serving = run_serving(asked, rows or (1, 8, 32), timeout)
+        print_text(serving)
         if qps is not None:
-            print_text(found.devices_for(qps, None if p99_ms is None else p99_ms / 1e3))
-        if price is not None and (costs := found.price_per_million(price)) is not None:
+            print_text(serving.devices_for(qps, None if p99_ms is None else p99_ms / 1e3))
+        if price is not None and (costs := serving.price_per_million(price)) is not None:
             print_text(f"a million rows cost {costs:.4g}")
-        raise SystemExit(1 if found.fits is False else 0)
+        raise SystemExit(1 if serving.fits is False else 0)
     here = run_here(asked, timeout, html) if measure else (run(asked, timeout, html), None)
     report, beside = here
     shown: list[object] = [report]

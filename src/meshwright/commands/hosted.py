@@ -55,20 +55,20 @@ class _Pyfunc:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _arrays(given: Any, specs: Sequence[Any]) -> dict[str, Any]:
+def _arrays(inputs: Any, specs: Sequence[Any]) -> dict[str, Any]:
     """Arrays by name: columns of a data frame are inputs, or the elements of the only one."""
     import numpy as np
 
     names = [spec.name for spec in specs]
-    if hasattr(given, "columns") and not set(names) & set(given.columns):
-        given = given.to_numpy()
-    if hasattr(given, "columns"):
-        given = {name: np.array(given[name].tolist()) for name in given.columns}
-    if not isinstance(given, Mapping):
-        given = {names[0]: np.asarray(given)}
+    if hasattr(inputs, "columns") and not set(names) & set(inputs.columns):
+        inputs = inputs.to_numpy()
+    if hasattr(inputs, "columns"):
+        inputs = {name: np.array(inputs[name].tolist()) for name in inputs.columns}
+    if not isinstance(inputs, Mapping):
+        inputs = {names[0]: np.asarray(inputs)}
     arrays = {}
     for spec in specs:
-        if spec.name in given:
-            array = np.asarray(given[spec.name])
+        if spec.name in inputs:
+            array = np.asarray(inputs[spec.name])
             arrays[spec.name] = array.astype(spec.dtype, casting="same_kind")
-    return {**given, **arrays}
+    return {**inputs, **arrays}

@@ -59,8 +59,8 @@ def groups_between_slices(text: str, axes: Axes) -> Groups:
         devices = range(int(result[2]), int(result[3]) + 1)
         members = [[(i - 1, device) for i in _numbers(result[1])] for device in devices]
     else:
-        found = re.findall(r"\{(\d+(?:(?:,|->)\d+)+)\}", text)
-        members = [[(i // 100_000 - 1, i % 100_000) for i in _numbers(group)] for group in found]
+        groups = re.findall(r"\{(\d+(?:(?:,|->)\d+)+)\}", text)
+        members = [[(i // 100_000 - 1, i % 100_000) for i in _numbers(group)] for group in groups]
     slices = 1 + max((index for group in members for index, _ in group), default=0)
     sizes = [size for _, size in axes]
     spans = across_slices(sizes, slices)

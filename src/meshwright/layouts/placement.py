@@ -170,8 +170,8 @@ class Placement:
         (None, '[unsharded, model]')
         """
 
-        def fitting(given: Given) -> Given:
-            return on_axes_of(mesh, given) if isinstance(given, Layout) else given
+        def fitting(layout: Given) -> Given:
+            return on_axes_of(mesh, layout) if isinstance(layout, Layout) else layout
 
         def by_path(entries: tuple[PathLayout, ...]) -> tuple[PathLayout, ...]:
             return tuple(entry._replace(layout=fitting(entry.layout)) for entry in entries)
@@ -186,7 +186,7 @@ class Placement:
             mesh=mesh,
             layouts=by_path(self.layouts),
             batch=axes[0] if len(axes) == 1 else axes or None,
-            inputs=tuple((key, fitting(given)) for key, given in self.inputs),
+            inputs=tuple((key, fitting(layout)) for key, layout in self.inputs),
             targets=(),
             activations=by_path(self.activations),
             zero=0,

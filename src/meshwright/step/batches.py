@@ -82,7 +82,7 @@ def _whole_rows(placement: Placement) -> Placement:
     """The same placement with the first dim of every input and target whole."""
 
     def whole(layouts: tuple[tuple[str | int, Given], ...]) -> Any:
-        return tuple((key, _whole_first(given)) for key, given in layouts)
+        return tuple((key, _whole_first(layout)) for key, layout in layouts)
 
     return replace(
         placement,
@@ -93,5 +93,5 @@ def _whole_rows(placement: Placement) -> Placement:
     )
 
 
-def _whole_first(given: Given) -> Given:
-    return given.whole(0) if isinstance(given, DimNames) else Layout([None, *given.specs[1:]])
+def _whole_first(layout: Given) -> Given:
+    return layout.whole(0) if isinstance(layout, DimNames) else Layout([None, *layout.specs[1:]])

@@ -194,11 +194,7 @@ def _summed(values: Mapping[Any, Any], axes: tuple[str, ...]) -> dict[Any, Any]:
 
 def _like(flat: Any, values: Mapping[Any, Any]) -> dict[Any, Any]:
     """A vector as arrays of these names and shapes."""
-    found, start = {}, 0
-    for name, value in values.items():
-        found[name] = flat[start : start + value.size].reshape(value.shape)
-        start += value.size
-    return found
+    return _cut(flat, [(name, value.shape) for name, value in values.items()])
 
 
 @dataclass(frozen=True)
@@ -215,14 +211,14 @@ class _Form:
     @functools.cached_property
     def thin(self) -> dict[str, tuple[int, int]]:
         """The dims of the second factor of every matrix that travels as two."""
-        rank, found = self.rank, {}
+        rank, thin = self.rank, {}
         for path, dims in self.dims:
             if rank is None or len(dims) < 2:
                 continue
             rows, columns = math.prod(dims[:-1]), dims[-1]
             if rank * (rows + columns) < rows * columns:
-                found[path] = (columns, rank)
-        return found
+                thin[path] = (columns, rank)
+        return thin
 
     @property
     def size(self) -> int:
@@ -261,10 +257,11 @@ class _Form:
         return jnp.concatenate([value.ravel() for value in ordered])
 
 
-def _cut(row: Any, dims: Any) -> Arrays:
-    found, start = {}, 0
-    for path, shape in dims:
+def _cut(row: Any, dims: Any) -> dict[Any, Any]:
+    """A vector, cut into arrays of these names and dims."""
+    arrays, start = {}, 0
+    for name, shape in dims:
         size = math.prod(shape)
-        found[path] = row[start : start + size].reshape(shape)
+        arrays[name] = row[start : start + size].reshape(shape)
         start += size
-    return found
+    return arrays

@@ -127,7 +127,7 @@ def arrange(
 ) -> Arrangement:
     """The arrangement with the largest cells that fits a box; cells are never larger than asked.
 
-    >>> fitted = arrange(Grid.full(1, 4, 2), width=160, height=100, widest=40, highest=28)
+    >>> fitted = arrange(Grid.full(1, 4, 2), width=160, height=100, widest=40.0, highest=28.0)
     >>> fitted.cell_width, fitted.cell_height, fitted.width, fitted.height
     (40.0, 25.0, 80.0, 100.0)
     """

@@ -51,8 +51,8 @@ class _Box:
             without_numbers(self.name),
             self.flops,
             self.bytes_per_device,
-            tuple((without_numbers(each.info.path), each.layout) for each in self.arrays),
-            tuple((each.kind, each.axes, each.bytes_per_step) for each in self.transfers),
+            tuple((without_numbers(one.info.path), one.layout) for one in self.arrays),
+            tuple((one.kind, one.axes, one.bytes_per_step) for one in self.transfers),
             tuple(box.key for box in self.inside.values()),
         )
 
@@ -72,12 +72,12 @@ def _boxes(
     placed: Iterable[Placed], layers: Iterable[LayerCost], transfers: Iterable[Transfer]
 ) -> _Box:
     whole = _Box("")
-    for each in placed:
-        path = each.info.owner or each.info.path  # slots belong to the layer of their parameter
+    for one in placed:
+        path = one.info.owner or one.info.path  # slots belong to the layer of their parameter
         *_, last = boxes = list(whole.at(path.split("/")[:-1]))
-        last.arrays.append(each)
+        last.arrays.append(one)
         for box in boxes:
-            box.bytes_per_device += each.bytes_per_device
+            box.bytes_per_device += one.bytes_per_device
     for layer in layers:
         for box in whole.at(_parts(layer.layer)):
             box.flops = tuple(a + b for a, b in zip(box.flops, passes(layer), strict=True))
@@ -95,7 +95,7 @@ def _parts(path: str) -> list[str]:
 
 def _shown(box: _Box, whole: float, times: int = 1) -> Iterator[dict[str, Any]]:
     """What is in a box, as the template takes it; equal layers are one, with the figures of all."""
-    for alike in grouped(box.inside.values(), lambda each: each.key):
+    for alike in grouped(box.inside.values(), lambda one: one.key):
         first, count = alike[0], times * len(alike)
         flops, nbytes = count * sum(first.flops), count * first.bytes_per_device
         parts = [
@@ -105,24 +105,24 @@ def _shown(box: _Box, whole: float, times: int = 1) -> Iterator[dict[str, Any]]:
         sizes = [f"{flops_text(flops)}, {share_text(flops / whole)}"] if flops else []
         sizes += [f"{bytes_text(nbytes)} of state"] if nbytes else []
         yield {
-            "name": pattern([each.name for each in alike]),
+            "name": pattern([one.name for one in alike]),
             "count": len(alike),
             "sizes": sizes,
             "bar": element("bar", parts, whole, "FLOPs") if flops else None,
-            "arrays": [_array(each) for each in first.arrays if each.info.role != "slot"],
+            "arrays": [_array(one) for one in first.arrays if one.info.role != "slot"],
             "transfers": [_transfer(some, count) for some in _alike(first.transfers)],
             "inside": list(_shown(first, whole, count)),
         }
 
 
-def _array(each: Placed) -> tuple[str, str, str]:
-    info = each.info
+def _array(one: Placed) -> tuple[str, str, str]:
+    info = one.info
     what = f"{info.dtype} {dims_text(info.dims)}"
-    return info.path.rpartition("/")[2], what, specs_text(each.layout)
+    return info.path.rpartition("/")[2], what, specs_text(one.layout)
 
 
 def _alike(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
-    return grouped(transfers, lambda each: (each.kind, each.axes, each.is_unexpected))
+    return grouped(transfers, lambda one: (one.kind, one.axes, one.is_unexpected))
 
 
 def _transfer(some: Sequence[Transfer], count: int) -> str:

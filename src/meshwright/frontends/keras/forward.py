@@ -228,7 +228,7 @@ def _no_file(path: Path) -> str:
             f"function that builds their model: Server(build=build, checkpoint={str(path)!r})."
         )
     folder = path.parent
-    beside = sorted(each.name for each in folder.glob("*.keras")) if folder.is_dir() else []
+    beside = sorted(file.name for file in folder.glob("*.keras")) if folder.is_dir() else []
     listed = f"{folder} has {', '.join(beside)}" if beside else f"{folder} has no .keras file"
     return f"there is no file {path}: {listed}. Name a model that model.save('name.keras') wrote."
 
