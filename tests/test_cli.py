@@ -298,7 +298,7 @@ def test_doctor_knows_every_requirement_and_extra_of_the_package():
     assert {"ortools", "orbax-checkpoint", "grain", "optax"} <= names
     extras = {package.extra for package in packages if package.extra}
     training = {"grain", "parquet", "optax", "tpu", "cuda", "plan", "checkpoint"}
-    assert extras == {*training, "serve", "telemetry", "ray", "spark"}
+    assert extras == {*training, "serve", "grpc", "telemetry", "ray", "spark"}
     assert all(package.purpose for package in packages)
 
 

@@ -39,6 +39,7 @@ _PURPOSES = {  # of distributions that are required, and of extras
     "plan": "the solver of mw.plan",
     "serve": "the HTTP server of models",
     "telemetry": "traces of requests by OpenTelemetry",
+    "grpc": "serving over gRPC",
     "tpu": "TPUs, and compiling for absent ones",
     "cuda": "NVIDIA GPUs, and compiling for absent ones",
     "ray": "processes on a Ray cluster (mw.RayLauncher)",

@@ -70,7 +70,7 @@ class Batches:
         check_padding(self.forward, weights, self._options.lengths, self._options.pad_value)
 
     def rows_of_next(self, waiting: int) -> int:
-        """How many rows the next batch takes, where so many, at most those of a batch, wait."""
+        """How many rows the next batch takes of those that wait and would fit into one."""
         return self._at_once[waiting] if waiting < len(self._at_once) else waiting
 
     def _ahead(self) -> list[tuple[int, ...]]:

@@ -151,8 +151,8 @@ def line_of(forward: Forward, shape: Shape) -> Line:
     of_state = {path: next(invars) for path in sorted(state)}
     arguments |= {var: ("state", path) for path, var in of_state.items()}
     arguments |= {var: ("batch", number) for number, var in enumerate(invars)}
-    outputs = dict(enumerate(closed.jaxpr.outvars))
-    return Line.of(Traced(closed, arguments, outputs[0], of_state, {}, outputs))
+    outputs = {str(number): var for number, var in enumerate(closed.jaxpr.outvars)}
+    return Line.of(Traced(closed, arguments, outputs["0"], of_state, {}, outputs))
 
 
 class Segments:

@@ -90,9 +90,9 @@ class StagedForward(Forward):
     def __call__(self, weights: Any, shape: Shape, arrays: list[Any]) -> list[Any]:
         return self.begun(weights, shape, arrays)()
 
-    def seconds(self, states: States, shape: Shape) -> float:
+    def seconds(self, state: States, shape: Shape) -> float:
         """What the slowest stage of this process takes for a batch of zeros."""
-        return max(part.seconds(states[part.stage.number], shape) for part in self._parts)
+        return max(part.seconds(state[part.stage.number], shape) for part in self._parts)
 
     def close(self) -> None:
         """End the threads of the stages; another batch begins them again."""
@@ -281,7 +281,7 @@ class _Part:
         return lowered, reads["batch"], tuple(entering)
 
     def _crossing(self, aval: Any, shape: Shape) -> Any:
-        """What crosses a cut, as it lies on the devices of a stage: over rows, or whole."""
+        """The shape and layout of a value that crosses a cut: split by rows, or whole."""
         placement = self._forward.source.steps.placement
         by_rows = (
             aval.ndim and aval.shape[0] == shape.rows and not shape.rows % placement.batch_shards

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 from starlette.applications import Starlette
-from tritonclient.grpc import service_pb2 as messages
+from tritonclient.grpc import service_pb2
 from tritonclient.grpc import service_pb2_grpc as stubs
 
 from ...errors import MeshwrightError, OverloadedError, RequestError, ServingError
@@ -27,6 +27,7 @@ from .log import LOGGER
 from .problems import refuse, short, status_of
 from .run import Listening, is_draining
 
+messages: Any = service_pb2  # whose classes are made at run time
 _CODES = {  # by the status that HTTP has for an error
     401: grpc.StatusCode.UNAUTHENTICATED,
     404: grpc.StatusCode.NOT_FOUND,
