@@ -262,28 +262,58 @@ def test_fit_needs_no_line_and_no_seed_and_sigterm_saves_and_ends_with_75(
 # Several hosts: launchers that meet
 
 
-def nodes(folder: Path, how: str) -> list[tuple[int, str, str]]:
-    """Two launchers of one rank each, as on two hosts: exit code, stdout and stderr of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+def node(address: str, *arguments: str) -> subprocess.Popen[str]:
+    """A launcher of one rank, as on one of two hosts."""
     options = ["--processes", "1", "--devices", "2", "--nodes", "2", "--rendezvous", address]
     command = [sys.executable, "-m", "meshwright.cli", "launch", *options, "--stall-timeout", "2"]
-    started = [
-        subprocess.Popen(
-            [*command, PROGRAM, str(folder), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    return subprocess.Popen(
+        [*command, PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def listens(address: str) -> bool:
+    """Whether something listens at this address; a connection would be taken for a host."""
+    local = f":{int(address.rpartition(':')[2]):04X} "
+    lines = Path("/proc/net/tcp").read_text().splitlines()
+    return any(local in line and line.split()[3] == "0A" for line in lines)
+
+
+def nodes(folder: Path, how: str) -> list[tuple[int, str, str]]:
+    """Two launchers of one rank each, as on two hosts: exit code, stdout and stderr of each."""
+    address = free_address()
+    started = [node(address, str(folder), how) for _ in range(2)]
     try:
         output = [process.communicate(timeout=120) for process in started]
     finally:
         for process in started:
             process.kill()
     return [(p.returncode, *texts) for p, texts in zip(started, output, strict=True)]
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_ranks_of_other_hosts_learn_that_the_host_of_rank_0_is_lost(tmp_path):
+    # JAX's coordination service ends with it, and would end these ranks without a word.
+    address = free_address()
+    with node(address, str(tmp_path), "goes on", "0") as hub:
+        assert within(60, lambda: listens(address))
+        with node(address, str(tmp_path), "goes on", "0") as other:
+            try:
+                assert within(90, (tmp_path / "training").exists)
+                hub.kill()  # and with it its rank
+                out, err = other.communicate(timeout=60)
+            finally:
+                hub.kill()
+                other.kill()
+    assert (tmp_path / "left1").exists(), out + err  # its ``finally`` block has run
+    assert json.loads((tmp_path / "seen").read_text())["rank"] == 0
+    assert re.search(r"rank 0 of 2 \(host \S+\) is out of reach", err)
 
 
 @pytest.mark.alone

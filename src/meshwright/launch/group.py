@@ -22,12 +22,13 @@ from .elastic import failures_text
 from .failure import Failure
 from .ground import End, Ground, Start
 from .group_options import GroupOptions
-from .join import AGENT, AGREE, JOIN, MEETING, TELL, board_path, failure_path
+from .join import AGENT, AGREE, JOIN, MEETING, TELL, board_path, failure_path, lost_path
 from .logs import LogPump
 from .membership import Membership
 from .nodes import Hub, Spoke
 from .processes import check_program, program
 from .progress import new_board, read_board
+from .relay import RELAY, Relay
 from .signals import PATIENCE_S, PREEMPTED, Stopping, passing_on
 from .stalls import Limits
 from .supervisor import Supervisor
@@ -95,6 +96,7 @@ class Group:
         self._folder = self._supervisor.folder.path
         self._meeting: Meeting | None = None
         self._coordinator: Coordinator | None = None
+        self._relay: Relay | None = None
         try:
             total, first = self._share.total, self._share.first
             self._meets_at = self._share.meeting or f"ipc://{self._folder / 'meeting'}"
@@ -102,6 +104,8 @@ class Group:
                 keys = group_keys(self._meets_at)
                 self._meeting = Meeting(self._meets_at, total, options.join_s, keys)
                 self._coordinator = Coordinator(self._share.coordinator, total)
+            else:
+                self._relay = Relay(self._share.coordinator, lost_path(self._folder))
             self._places = {first + i: place for i, place in enumerate(start.places)}
             limits = Limits(options.stall_s, options.join_s)
             self._watch = Watch(self._places, total, self._folder, self._supervisor, logs, limits)
@@ -174,6 +178,8 @@ class Group:
                 self._meeting.close()
             if self._coordinator is not None:
                 self._coordinator.close()
+            if self._relay is not None:
+                self._relay.close()
 
     def __enter__(self) -> Self:
         return self
@@ -187,6 +193,8 @@ class Group:
         new_board(board_path(self._folder, member.rank))
         env = {**env, **member.variables(), JOIN: "1", AGENT: str(self._folder)}
         env |= {HOSTED: "1", MEETING: self._meets_at, AGREE: str(int(self._options.agree))}
+        if self._relay is not None:
+            env[RELAY] = self._relay.address
         command = program(arguments, env)
         self._supervisor.start(task_of(member.rank), lambda _: command, None)
 

@@ -29,6 +29,7 @@ from .coordinator import HOSTED
 from .failure import Failure
 from .membership import COORDINATOR, Membership, membership
 from .processes import free_port
+from .relay import RELAY
 
 if TYPE_CHECKING:
     from .agreement import Attendance, Facts, Meeting
@@ -47,6 +48,7 @@ _UNUSED = "127.0.0.1:0"
 _ASK_EVERY_S = 0.5
 _TAKEN_S = 5.0  # another rank 0 would answer at once
 _WORD_S = 1.0  # for an agent to say why a collective has failed
+_WORD_OF_HOSTS_S = 15.0  # where the host of rank 0 may be lost, which agents see by its silence
 
 _joined: Membership | None = None
 _attendance: Attendance | None = None
@@ -250,7 +252,7 @@ def _initialize(member: Membership, wait_s: float, is_hosted: bool) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX gives rank 0 a service in any case: where an agent has the real one, nothing meets there.
     jax.distributed.initialize(
-        member.coordinator,
+        os.environ.pop(RELAY, "") or member.coordinator,
         num_processes=member.processes,
         process_id=member.rank,
         initialization_timeout=max(1, round(wait_s)),
@@ -343,6 +345,11 @@ def failure_path(folder: Path) -> Path:
     return folder / "failure.json"
 
 
+def lost_path(folder: Path) -> Path:
+    """The file that is there once the connection to JAX's service is lost."""
+    return folder / "lost"
+
+
 def _raise_process_error(_number: int, _frame: Any) -> None:
     failure = None if _agent is None else Failure.read(failure_path(_agent))
     if failure is not None and not progress.is_over():
@@ -374,9 +381,10 @@ def naming_failures() -> Iterator[None]:
 def _failure_soon() -> Failure | None:
     if _agent is None:
         return None
-    until_s = time.monotonic() + _WORD_S
+    began_s = time.monotonic()
     while (failure := Failure.read(failure_path(_agent))) is None:
-        if time.monotonic() > until_s:
+        patience_s = _WORD_OF_HOSTS_S if lost_path(_agent).exists() else _WORD_S
+        if time.monotonic() > began_s + patience_s:
             return None
         time.sleep(0.02)
     return failure
