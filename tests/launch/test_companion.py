@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -57,17 +58,20 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return [(p.returncode, text) for p, text in zip(processes, output, strict=True)]
 
 
-def companions_of(pids: list[int]) -> list[str]:
-    """Command lines of the agents of these ranks that are still there."""
+def companions_of(pids: list[int]) -> list[tuple[int, str]]:
+    """The agents of these ranks that are still there: their numbers and command lines."""
     names = [f'"pid": {pid},' for pid in pids]
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            commands.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            commands.append((int(path.parent.name), command))
         except OSError:
             continue
     return [
-        c for c in commands if "meshwright.launch.companion" in c and any(n in c for n in names)
+        (pid, command)
+        for pid, command in commands
+        if "meshwright.launch.companion" in command and any(name in command for name in names)
     ]
 
 
@@ -102,6 +106,26 @@ def test_ranks_that_others_start_learn_which_failed_and_where(tmp_path, how, fai
         return seen["at"] - json.loads((folder / "failed").read_text())
 
     assert soon_enough(limit_s, tmp_path, named_after_s)
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_a_rank_learns_that_the_host_of_rank_0_is_lost_with_its_agent(tmp_path):
+    # JAX's coordination service ends with it, and would end this rank without a word.
+    processes = started([PROGRAM, str(tmp_path), "goes on", "0"])
+    try:
+        assert within(90, (tmp_path / "training").exists)
+        agents = [pid for pid, _ in companions_of([processes[0].pid])]
+        for pid in (*agents, processes[0].pid):
+            os.kill(pid, signal.SIGKILL)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    (_, (_, text)) = ended(processes)
+    assert len(agents) == 1
+    assert (tmp_path / "left1").exists(), text  # its ``finally`` block has run
+    assert json.loads((tmp_path / "seen").read_text())["rank"] == 0
 
 
 @pytest.mark.alone

@@ -30,6 +30,7 @@ from .failure import Failure
 from .nodes import Hub, Spoke
 from .processes import own_module
 from .progress import Progress, read_board
+from .relay import Relay
 from .stalls import Limits, Seen, Stall, stalls
 
 _LOOK_EVERY_S = 0.1
@@ -44,7 +45,10 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # they are for the ra
 
 @dataclass(frozen=True)
 class Charge:
-    """The rank to watch, the folder in which they meet, and the group's ``host:port`` addresses."""
+    """The rank to watch, the folder in which they meet, and the group's ``host:port`` addresses.
+
+    ``relay`` is the number of the socket at which the rank reaches the coordinator, if any.
+    """
 
     rank: int
     processes: int
@@ -53,10 +57,11 @@ class Charge:
     hub: str
     coordinator: str
     stall_s: float
+    relay: int | None = None
 
 
 def start(charge: Charge) -> None:
-    """Start the companion of this process."""
+    """Start the companion of this process; it takes the socket over."""
     command = own_module(["-m", __name__, json.dumps(asdict(charge))], {})
     subprocess.Popen(
         command.argv,
@@ -64,6 +69,7 @@ def start(charge: Charge) -> None:
         stdin=subprocess.DEVNULL,
         stdout=2,  # its messages come beside the rank's own
         start_new_session=True,
+        pass_fds=() if charge.relay is None else (charge.relay,),
     )
 
 
@@ -202,21 +208,24 @@ def main(text: str) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     charge = Charge(**json.loads(text))
-    coordinator = None
+    serves: Coordinator | Relay | None = None
     try:
-        if charge.rank == 0:
-            coordinator = Coordinator(charge.coordinator, charge.processes)
+        if charge.relay is not None:
+            lost = join.lost_path(Path(charge.folder))
+            serves = Relay(charge.coordinator, lost, socket.socket(fileno=charge.relay))
+        elif charge.rank == 0:
+            serves = Coordinator(charge.coordinator, charge.processes)
         with contextlib.closing(_link(charge)) as link:
             Companion(charge, link).watch()
     except (ClusterError, zmq.ZMQError) as error:
         if os.getppid() == charge.pid:  # a rank that has ended needs no agent
             reason = f"rank {charge.rank} trains without an agent: {error}"
             print(f"meshwright: {reason}", file=sys.stderr, flush=True)
-        while coordinator is not None and os.getppid() == charge.pid:
+        while serves is not None and os.getppid() == charge.pid:
             time.sleep(_LOOK_EVERY_S)  # without it JAX would end every rank
     finally:
-        if coordinator is not None:
-            coordinator.close()
+        if serves is not None:
+            serves.close()
         shutil.rmtree(charge.folder, ignore_errors=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import importlib.metadata
@@ -275,7 +276,13 @@ def _start_agent(member: Membership, hub: str) -> None:
     _follow_agent(member, _folder.path)
     stall_s = _seconds(STALL, 10.0)
     place = (member.rank, member.processes, os.getpid(), str(_folder.path))
-    companion.start(companion.Charge(*place, hub, member.coordinator, stall_s))
+    charge = companion.Charge(*place, hub, member.coordinator, stall_s)
+    if member.rank == 0:
+        companion.start(charge)
+        return
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        companion.start(dataclasses.replace(charge, relay=listener.fileno()))
+        os.environ[RELAY] = f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def _seconds(name: str, otherwise: float) -> float:

@@ -1,8 +1,8 @@
-"""Connections of this host's ranks to JAX's coordination service, by way of their launcher.
+"""Connections of a rank to JAX's coordination service, by way of its agent.
 
-JAX ends a process that loses the service, without its ``finally`` blocks. Where the service's host
-is lost, the launcher keeps the ranks' ends of the connections open: so they are told which host it
-was, as for any other, and JAX would miss its heartbeats only after 100 s.
+JAX ends a process that loses the service, without its ``finally`` blocks. Where the host of the
+service is lost, the agent keeps the rank's end of the connections open, and names that host to it
+as it does any other. JAX would miss its own heartbeats only after 100 s.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _CONNECT_S = 5.0
 class Relay:
     """Listens on loopback, and passes bytes on to ``target``, ``host:port``, and back.
 
-    ``lost`` is a file that is made when the target ends a connection.
+    ``lost`` is a file that is made when the target ends a connection. ``listener`` is a socket that
+    listens already.
     """
 
-    def __init__(self, target: str, lost: Path) -> None:
+    def __init__(self, target: str, lost: Path, listener: socket.socket | None = None) -> None:
         host, _, port = target.rpartition(":")
         self._target, self._lost = (host.strip("[]"), int(port)), lost
         self._lock, self._open = threading.Lock(), list[socket.socket]()
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = listener or socket.create_server(("127.0.0.1", 0))
         self._start(self._accept)
 
     @property
