@@ -270,7 +270,6 @@ def test_dropout_draws_what_accumulated_micro_batches_draw():
             {"layouts": SPLIT},
             "not supported beside axis 'model'",
         ),
-        (program_of(4), {"stage": 2}, piped(), {"rules": "rows:stage"}, "rules= is not supported"),
         (replace(program_of(4), example=None), {"stage": 2}, piped(), {}, "needs an example"),
     ],
 )

@@ -421,16 +421,36 @@ def evaluated(
 
 
 def _result(eqn: Any, read: list[Any]) -> list[Any]:
-    """Of one equation; a layout names the axes that are left to XLA, whatever mesh it came with."""
+    """Of one equation, in the mesh of the context, whatever mesh it was traced in.
+
+    A layout names the axes that are left to XLA. It is left out where there is no mesh, as where
+    rows alone are looked at.
+    """
     import jax
 
+    if eqn.primitive.name == "jit" and _names_a_mesh(eqn):
+        return _called(eqn.params["jaxpr"], read)
     if eqn.primitive.name != "sharding_constraint":
+        if eqn.params.get("sharding") is not None:  # that of an operand that has a layout
+            eqn = eqn.replace(params={**eqn.params, "sharding": None})
         return _compat.evaluate(eqn, read)
+    if jax.sharding.get_abstract_mesh().empty:
+        return read
     spec = jax.sharding.PartitionSpec
     free = eqn.params["unconstrained_dims"]
     lies = [*eqn.params["sharding"].spec, *[None] * read[0].ndim][: read[0].ndim]
     lies = [spec.UNCONSTRAINED if dim in free else axes for dim, axes in enumerate(lies)]
     return [jax.lax.with_sharding_constraint(read[0], spec(*lies))]
+
+
+def _names_a_mesh(eqn: Any) -> bool:
+    """Whether results are typed by a mesh, as behind a layout, which a call would keep."""
+    return any(not var.aval.sharding.mesh.empty for var in eqn.outvars)
+
+
+def _called(closed: Any, read: list[Any]) -> list[Any]:
+    known = dict(zip(closed.jaxpr.invars, read, strict=True))
+    return evaluated(closed, closed.jaxpr.eqns, closed.jaxpr.outvars, known)
 
 
 def _split(signs: Any, chains: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -42,7 +42,8 @@ class Setting:
     leave each other alone: their gradients come with a dim of pieces in front, which is still to be
     summed over. With ``recompute`` a stage keeps its inputs alone, else what its blocks make; with
     ``recompute_blocks`` of each block its input alone. With ``unrolls`` a run's blocks are written
-    out one by one, else they are a loop over their stack.
+    out one by one, else they are a loop over their stack. ``by_rules`` is whether operations are
+    laid out by rules for named dims.
     """
 
     blocks: Blocks | Segments
@@ -57,6 +58,7 @@ class Setting:
     unrolls: bool
     takes_mean: bool
     logs_of_one: bool
+    by_rules: bool
 
     @property
     def functions(self) -> Any:
@@ -107,6 +109,10 @@ class Setting:
         """One of two results; both are computed where devices must stay together."""
         import jax
 
+        if self.skips and self.by_rules:
+            # XLA refuses branches whose results ask for different layouts.
+            barrier = jax.lax.optimization_barrier
+            return jax.lax.cond(holds, lambda: barrier(yes()), lambda: barrier(no()))
         if self.skips:
             return jax.lax.cond(holds, yes, no)
         return jax.tree.map(lambda a, b: jax.numpy.where(holds, a, b), yes(), no())

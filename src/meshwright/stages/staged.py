@@ -170,6 +170,7 @@ class Staged:
             unrolls=deal.most == 1,
             takes_mean=self.whole.reduction == "mean",
             logs_of_one=self.whole.logs == "of one batch",
+            by_rules=placement.rules is not None,
         )
 
     def _by_piece(self, blocks: Blocks, micro: Batch) -> Blocks | None:
@@ -182,8 +183,12 @@ class Staged:
         less = tree.unflatten([shape_of((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
         try:
             whole = abstract_of(self.whole)
-            count = self.pipeline.micro_batches
-            traced = traced_of(self.whole, self.placement, count, whole, less, in_context=True)
+            count, placement = self.pipeline.micro_batches, self.placement
+            if placement.rules is not None:  # the rows of a piece are not split further
+                free = [axis for axis, _ in placement.mesh.axes if axis not in placement.batch_axes]
+                placement = replace(placement, rules=placement.rules.on(free), batch=None)
+            ruled = placement.rules is not None
+            traced = traced_of(self.whole, placement, count, whole, less, in_context=not ruled)
             few = _blocks(traced, self.placement, self.pipeline)
         except PipelineError:  # of another form for so few rows
             return None
@@ -229,12 +234,6 @@ def _check(program: Program, placement: Placement, pipeline: Pipeline) -> None:
             f"schedule='zero_bubble' is not supported beside axis {min(beside)!r}, which splits "
             "more than the rows of a batch: stages then compute all three kinds of passes in every "
             "tick, and discard what they have no work for. Use schedule='1f1b'."
-        )
-    if placement.rules is not None:
-        faults.append(
-            "rules= is not supported with a pipeline: they lay out every operation over the whole "
-            "mesh, and a stage has a part of it. Lay parameters out by their paths, layouts=, and "
-            "the batch by batch=."
         )
     if faults:
         raise PipelineError("\n".join(faults))

@@ -83,6 +83,9 @@ def assemble(
         program = with_unsent(program, placement, how.compress)
     if how.pipeline is None:
         return Assembly(program, placement, how, losses)
+    if placement.rules is not None:  # "layers:stage" says what the stages split
+        beside = [axis for axis, _ in placement.mesh.axes if axis != how.pipeline.axis]
+        placement = replace(placement, rules=placement.rules.on(beside))
     plain = Assembly(program, placement, replace(how, pipeline=None))
     staged = _staged(plain.guarded, placement, how.pipeline, how.remat == "block")
     return Assembly(staged.program, placement, how, losses, staged)
