@@ -36,7 +36,7 @@ PAIRS = {  # speed of one over that of another, and what is wanted
     ("zero_bubble", "one device"): None,
     ("1f1b", "data"): None,
     ("1f1b", "1f1b, recomputed"): None,
-    ("zero_bubble", "1f1b"): None,
+    ("zero_bubble", "1f1b"): 1.0,
     ("gpipe", "torch gpipe"): 1.0,
     ("1f1b", "torch 1f1b"): 1.0,
     ("one device", "torch one device"): None,
