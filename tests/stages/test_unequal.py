@@ -184,6 +184,26 @@ def test_two_equal_layers_among_many_others_do_not_decide_where_a_model_is_cut()
     assert max(stage.flops_share for stage in stages) < 0.6  # the equal two have 2 %
 
 
+def test_what_needs_equal_blocks_is_refused_with_a_way_out_and_a_loop_is_warned_of() -> None:
+    def cut(program: mw.Program, mesh: dict[str, int], **more: Any) -> None:
+        placement = mw.Placement.of(mesh_of(mesh), batch="data" if "data" in mesh else None, **more)
+        assemble(program, placement, mw.StepOptions(pipeline=mw.Pipeline("stage", 4)))
+
+    with pytest.raises(mw.PipelineError, match=r"axis 'model' splits .* batch=\['data', 'model'\]"):
+        cut(unet(), {"stage": 2, "data": 2, "model": 2})
+    with pytest.raises(mw.PipelineError, match=r"zero=1 needs equal blocks; leave it out: each"):
+        cut(unet(), {"stage": 2, "data": 2}, zero=1)
+
+    def loop(params: Any, x: Any) -> Any:
+        x = jnp.sin(x @ params["first"])
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0].mean()
+
+    params = {"first": np.ones([4, 4], "float32"), "layers": np.ones([8, 4, 4], "float32")}
+    program = mw.jax_program(loop, params, optax.sgd(0.1), batch=np.ones([8, 4], "float32"))
+    with pytest.warns(mw.MeshwrightWarning, match=r"89% of .* in one loop .* one after the other"):
+        cut(program, {"stage": 2})
+
+
 def unet_of_layers() -> keras.Model:
     """As anybody writes it: batch statistics, dropout, a penalty, a norm over all gradients."""
     keras.utils.set_random_seed(0)

@@ -11,7 +11,9 @@ from ..layouts.params import ParamInfo
 from ..warn import warn
 from .line import Line
 
-_MUCH = 2.0  # times the bytes of the best cuts, above which a cut is warned of
+_MUCH = 2.0  # times what it could be, above which a cut or a stage is warned of
+_MOST = 0.75  # of the FLOPs in one loop, above which it is warned of
+_LOOPS = ("scan", "while")
 
 
 def matched(cut: str, params: Sequence[ParamInfo]) -> set[str]:
@@ -98,6 +100,19 @@ def line_cuts(
                 f"than {least:,.0f} are sent if the model is cut before {layers}."
             )
     return tuple(at)
+
+
+def warn_of_loop(line: Line, stages: int) -> None:
+    """Warn where one loop, which no cut divides, has far more than a stage's share of the FLOPs."""
+    total, _ = line.costs
+    loops = [k for k, n in enumerate(line.order) if line.eqns[n].primitive.name in _LOOPS]
+    largest = max((float(total[k + 1] - total[k]) for k in loops), default=0.0)
+    share = largest / (float(total[-1]) or 1.0)
+    if share > _MUCH / stages or share > _MOST:
+        warn(
+            f"{share:.0%} of the model's FLOPs are in one loop (lax.scan), which is not divided "
+            f"between {stages} stages. If it runs over layers, write them one after the other."
+        )
 
 
 def _within(cut: str, path: str) -> bool:

@@ -10,7 +10,7 @@ from ..errors import BatchError, PipelineError
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .apart import apart
-from .cuts import line_cuts, sizes_of
+from .cuts import line_cuts, sizes_of, warn_of_loop
 from .deal import Deal
 from .line import Line
 from .packing import Packing
@@ -335,14 +335,19 @@ def _segments(
     beside -= {pipeline.axis, *placement.batch_axes}
     if beside:
         faults.append(
-            f"axis {min(beside)!r} splits more than the rows of a batch, which needs equal blocks."
+            f"axis {min(beside)!r} splits more than the rows of a batch, which needs equal blocks. "
+            f"Give it to the batch, batch={[*placement.batch_axes, min(beside)]!r}."
         )
     if placement.zero:
-        faults.append(f"zero={placement.zero} needs equal blocks; leave it out.")
+        faults.append(
+            f"zero={placement.zero} needs equal blocks; leave it out: each stage holds the slots "
+            "of its own weights alone."
+        )
     if faults:
         raise PipelineError(" ".join(faults))
     line, on_cpu = Line.of(traced), placement.mesh.platform == "cpu"
     if pipeline.cuts is None:
+        warn_of_loop(line, stages)
         return Segments(line, tuple(line.best_cuts(stages, on_cpu)))
     if len(pipeline.cuts) != stages - 1:
         raise PipelineError(
