@@ -40,8 +40,17 @@ class Branched(Staged):
     """A program whose branches are dealt to the devices of an axis, under a placement."""
 
     @classmethod
-    def by_branch(cls, program: Program, placement: Placement, branches: Branches) -> Branched:
-        """Raises :class:`~meshwright.PipelineError` with the reason where it has none."""
+    def by_branch(
+        cls,
+        program: Program,
+        placement: Placement,
+        branches: Branches,
+        guarded: Program | None = None,
+    ) -> Branched:
+        """With the steps of ``guarded``, if that is given, where branches are not dealt.
+
+        Raises :class:`~meshwright.PipelineError` with the reason where it has none.
+        """
         _check(program, placement, branches)
         traced = traced_of(program, placement, 1, abstract_of(program), program.example)
         forks = Forks.of(Line.of(traced), placement.mesh[branches.axis])
@@ -57,7 +66,7 @@ class Branched(Staged):
             placement,
             Pipeline(branches.axis, 1, "gpipe"),
             packing,
-            over_stacks(program, packing),
+            over_stacks(guarded or program, packing),
             recompute_blocks=False,
             shares=with_bytes(shares, packing),
             dealt=(),

@@ -433,7 +433,7 @@ def _result(eqn: Any, read: list[Any]) -> list[Any]:
     if eqn.primitive.name != "sharding_constraint":
         if eqn.params.get("sharding") is not None:  # that of an operand that has a layout
             eqn = eqn.replace(params={**eqn.params, "sharding": None})
-        return _compat.evaluate(eqn, read)
+        return _in_this_mesh(eqn, _compat.evaluate(eqn, read))
     if jax.sharding.get_abstract_mesh().empty:
         return read
     spec = jax.sharding.PartitionSpec
@@ -441,6 +441,22 @@ def _result(eqn: Any, read: list[Any]) -> list[Any]:
     lies = [*eqn.params["sharding"].spec, *[None] * read[0].ndim][: read[0].ndim]
     lies = [spec.UNCONSTRAINED if dim in free else axes for dim, axes in enumerate(lies)]
     return [jax.lax.with_sharding_constraint(read[0], spec(*lies))]
+
+
+def _in_this_mesh(eqn: Any, results: list[Any]) -> list[Any]:
+    """Results of an equation. Raises :class:`PipelineError` where they are typed by another mesh,
+    as a function with its own gradient is that reads what has a layout."""
+    import jax
+
+    mesh = jax.sharding.get_abstract_mesh()
+    types = [jax.typeof(result).sharding.mesh for result in results]
+    if not mesh.empty and any(not each.empty and each != mesh for each in types):
+        raise PipelineError(
+            f"{eqn.primitive.name} reads a value that is laid out inside of the model, which is "
+            "not supported in a stage. Lay weights out by their paths, layouts=, in place of "
+            "rules= or activations=, or leave out the axes beside the stages' and the batch's."
+        )
+    return results
 
 
 def _names_a_mesh(eqn: Any) -> bool:

@@ -45,10 +45,11 @@ class StageShare(NamedTuple):
 class Staged:
     """A program cut into the stages of a pipeline under a placement.
 
-    ``whole`` is the program over variables by their own paths, with right numbers however arrays
-    are split; ``program`` is the same over stacks. ``sent`` has the shapes of what a stage passes
-    on of a micro-batch of the example, ``flops`` those of its forward pass before the blocks, in
-    one block, and after them; of stages that differ, all are the slowest one's.
+    ``whole`` is the program over variables by their own paths, with right numbers as arrays are
+    split in a stage; ``program`` is the same over stacks, with right numbers outside of stages.
+    ``sent`` has the shapes of what a stage passes on of a micro-batch of the example, ``flops``
+    those of its forward pass before the blocks, in one block, and after them; of stages that
+    differ, all are the slowest one's.
     """
 
     whole: Program
@@ -69,8 +70,12 @@ class Staged:
         placement: Placement,
         pipeline: Pipeline,
         recompute_blocks: bool = False,
+        guarded: Program | None = None,
     ) -> Staged:
-        """Raises :class:`PipelineError` with the reason where the program cannot be cut."""
+        """With the steps of ``guarded``, if that is given, where no stages are taken.
+
+        Raises :class:`PipelineError` with the reason where the program cannot be cut.
+        """
         _check(program, placement, pipeline)
         assert program.example is not None
         micro = _micro(program.example, pipeline.micro_batches)
@@ -91,7 +96,7 @@ class Staged:
             placement,
             pipeline,
             stacking,
-            over_stacks(program, stacking),
+            over_stacks(guarded or program, stacking),
             recompute_blocks,
             shares=with_bytes(shares, stacking),
             dealt=dealt,

@@ -41,6 +41,7 @@ from ..stages.branched import Branched
 from ..stages.branches import Branches
 from ..stages.pipeline import Pipeline
 from ..stages.running import Taken
+from ..stages.setting import runs_alone
 from ..stages.stacking import Stacking
 from ..stages.staged import Staged
 from .accumulate import accumulating_step
@@ -87,16 +88,23 @@ def assemble(
         beside = [axis for axis, _ in placement.mesh.axes if axis != how.pipeline.axis]
         placement = replace(placement, rules=placement.rules.on(beside))
     plain = Assembly(program, placement, replace(how, pipeline=None))
-    staged = _staged(plain.guarded, placement, how.pipeline, how.remat == "block")
+    staged = _staged(program, plain.guarded, placement, how.pipeline, how.remat == "block")
     return Assembly(staged.program, placement, how, losses, staged)
 
 
 def _staged(
-    program: Program, placement: Placement, how: Pipeline | Branches, by_block: bool
+    program: Program,
+    guarded: Program,
+    placement: Placement,
+    how: Pipeline | Branches,
+    by_block: bool,
 ) -> Staged:
+    """Inside of a stage rows of the batch alone may be split, which needs no guard."""
+    alone = runs_alone(dict(placement.mesh.axes), how.axis, placement.batch_axes)
+    whole = program if alone else guarded
     if isinstance(how, Branches):
-        return Branched.by_branch(program, placement, how)
-    return Staged.of(program, placement, how, by_block)
+        return Branched.by_branch(whole, placement, how, guarded)
+    return Staged.of(whole, placement, how, by_block, guarded)
 
 
 @dataclass(frozen=True, eq=False)
