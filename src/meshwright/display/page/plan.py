@@ -33,7 +33,7 @@ def plan_section(plan: Plan) -> dict[str, object]:
     options, limit = _every(plan), plan.limit_bytes
     return {
         "has_dry_runs": any(option.option.dry_run_time_s is not None for option in options),
-        "times": _times(options, "step" if plan.serving is None else "batch"),
+        "times": _times(options, plan),
         "peaks": _peaks(options, limit),
         "table": _table(options, limit),
         "reasons": [element("path", str(reason)) for reason in plan.why if reason.changes],
@@ -48,7 +48,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str, str]]:
     sure = "" if time_s is None else f"{_how(is_dry_run)}; {range_text(time_s, is_dry_run)}"
     held = _how(chosen.dry_run_peak_bytes is not None)
     if plan.serving is not None:
-        return _serving_figures(plan, plan.serving, sure, held)
+        return _serving_figures(plan, plan.serving, _how(is_dry_run), held)
     return [
         ("time of a step", seconds_text(time_s), sure),
         ("peak of a device", bytes_text(chosen.held_bytes), held),
@@ -63,11 +63,9 @@ def _serving_figures(
     plan: Plan, serving: Serving, sure: str, held: str
 ) -> list[tuple[str, str, str]]:
     chosen, rows = plan.chosen, rows_text(serving.rows)
-    time_s = _time(chosen)
-    rate = None if not time_s else serving.copies * serving.rows / time_s
     return [
-        (f"latency of {rows}", seconds_text(time_s), sure),
-        ("rows of the target", rate_text(rate), copies_text(serving.copies)),
+        (f"latency of {rows}", seconds_text(_time(chosen)), sure),
+        ("rows of the target", rate_text(plan.rows_per_s(chosen)), copies_text(serving.copies)),
         ("peak of a device", bytes_text(chosen.held_bytes), held),
         ("devices of a copy", f"{chosen.num_devices:,}", f"mesh {axes_text(plan.axes, ' × ')}"),
         ("precision", serving.precision or "of the model", ""),
@@ -157,7 +155,7 @@ def _how(is_dry_run: bool) -> str:
     return "by its dry run" if is_dry_run else "by the planner's model"
 
 
-def _times(options: Sequence[_Named], what: str) -> Markup | None:
+def _times(options: Sequence[_Named], plan: Plan) -> Markup | None:
     """How long a step or batch takes, all on one scale; none where no times are known."""
     whole = max((alternative.option.time_s or 0.0 for alternative in options), default=0.0) or 1.0
     rows = []
@@ -171,7 +169,10 @@ def _times(options: Sequence[_Named], what: str) -> Markup | None:
             text = f"{seconds_text(option.time_s)}, {seconds_text(option.compute_s)} of it compute"
             if option.dry_run_time_s is not None:
                 text += f"; dry run: {seconds_text(option.dry_run_time_s)}"
+            if plan.serving is not None:
+                text += f"; {rate_text(plan.rows_per_s(option))} of all copies"
             rows.append((name, element("bar", parts, whole, f"time of {name}"), text))
+    what = "step" if plan.serving is None else "batch"
     return element("chart", f"Time of one {what}", rows, _PARTS) if rows else None
 
 

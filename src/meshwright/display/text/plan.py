@@ -127,6 +127,8 @@ def _table(columns: dict[str, Option], plan: Plan) -> Columns:
     row(pass_name, lambda option: seconds_text(option.time_s))
     row("compute", lambda option: seconds_text(option.compute_s))
     row("collectives", lambda option: seconds_text(option.communication_s))
+    if not trains:
+        row("of all copies", lambda option: rate_text(plan.rows_per_s(option)))
     row("peak", lambda option: bytes_text(option.peak_bytes))
     if any(option.dry_run_time_s is not None for option in options):
         row(f"dry run: {pass_name}", lambda option: seconds_text(option.dry_run_time_s))

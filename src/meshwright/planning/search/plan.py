@@ -161,6 +161,14 @@ class Plan(Viewable):
         times = self.chosen.dry_run_time_s, self.chosen.dry_run_peak_bytes
         return any(time is not None for time in times)
 
+    def rows_per_s(self, option: Option) -> float | None:
+        """Of a plan that serves: what copies of an option on all devices answer together."""
+        time_s = option.time_s if option.dry_run_time_s is None else option.dry_run_time_s
+        if self.serving is None or not time_s:
+            return None
+        copies = self.serving.copies * self.chosen.num_devices // option.num_devices
+        return max(1, copies) * self.serving.rows / time_s
+
     @property
     def axes(self) -> Axes:
         """``(name, size)`` of the axes of the mesh."""
