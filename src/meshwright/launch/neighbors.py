@@ -91,7 +91,7 @@ class Neighbors:
             _scatter(total[cut[0] - start :], targets, *cut)
 
     def close(self) -> None:
-        """Leave the others. Twice does no harm."""
+        """Leave the others; may be called again."""
         for peer in self._peers.values():
             peer.close()
         if self._memory >= 0:
@@ -124,7 +124,7 @@ class Neighbors:
         import numpy as np
 
         if self._rows is None or self._rows.shape[1] < nbytes:
-            self._wait(stop)  # until none reads where rows have been
+            self._wait(stop)  # until no process reads the rows as they were
             whole = nbytes * (self.count + 1)
             if os.fstat(self._memory).st_size < whole:
                 os.ftruncate(self._memory, whole)

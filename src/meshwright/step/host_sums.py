@@ -9,6 +9,7 @@ collective of XLA can never be behind one of ours in one process and before it i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -188,8 +189,9 @@ def _flush_denormals() -> None:
     """Let this thread compute as XLA's do: the rest of a program may run in it."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return
-    libm = ctypes.CDLL(None)
     state = (ctypes.c_uint32 * 8)()  # fenv_t: seven words of the x87, then MXCSR
-    if libm.fegetenv(state) == 0:
-        state[7] |= 0x8040  # flush to zero, and denormals are zeros
-        libm.fesetenv(state)
+    with contextlib.suppress(AttributeError):  # a C library without it
+        libc = ctypes.CDLL(None)
+        if libc.fegetenv(state) == 0:
+            state[7] |= 0x8040  # flush to zero, and denormals are zeros
+            libc.fesetenv(state)
