@@ -91,7 +91,7 @@ class Neighbors:
             _scatter(total[cut[0] - start :], targets, *cut)
 
     def close(self) -> None:
-        """Leave the others; may be called again."""
+        """Leave the others. Safe to call twice."""
         for peer in self._peers.values():
             peer.close()
         if self._memory >= 0:
