@@ -78,15 +78,22 @@ def classifier(name: str, inputs: keras.KerasTensor, *layers: keras.layers.Layer
     return keras.Sequential([inputs, *layers, output], name=name)
 
 
-def dense() -> keras.Model:
+def mlp(
+    name: str, inputs: int, hidden: int, middle: int, activation: str, *norms: keras.layers.Layer
+) -> keras.Model:
     layers = keras.layers
     return classifier(
-        "dense",
-        keras.Input([12]),
-        layers.Dense(16, activation="relu", name="hidden"),
+        name,
+        keras.Input([inputs]),
+        layers.Dense(hidden, activation=activation, name="hidden"),
+        *norms,
         layers.Dropout(0.25),
-        layers.Dense(8, activation="tanh", name="middle"),
+        layers.Dense(middle, activation="tanh", name="middle"),
     )
+
+
+def dense() -> keras.Model:
+    return mlp("dense", 12, 16, 8, "relu")
 
 
 def images() -> keras.Model:
@@ -105,15 +112,8 @@ def images() -> keras.Model:
 
 def wide() -> keras.Model:
     """Kernels large enough for ZeRO to share them out, a bias and a normalization that are not."""
-    layers = keras.layers
-    return classifier(
-        "wide",
-        keras.Input([16]),
-        layers.Dense(192, activation="tanh", name="hidden"),
-        layers.BatchNormalization(name="norm", momentum=0.8),
-        layers.Dropout(0.25),
-        layers.Dense(64, activation="tanh", name="middle"),
-    )
+    norm = keras.layers.BatchNormalization(name="norm", momentum=0.8)
+    return mlp("wide", 16, 192, 64, "tanh", norm)
 
 
 def tokens() -> keras.Model:

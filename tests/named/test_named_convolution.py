@@ -75,15 +75,15 @@ def image(
     dilation: Sequence[int] = (1, 1),
     padding: Any = "SAME",
     dims: Sequence[str] = (IMAGE, KERNEL),
+    is_transposed: bool = False,
     **how: Any,
 ) -> Case:
     """A convolution of images; ``pads`` are worked out by hand."""
+    conv, oracle = (c.conv2d_transposed, laid_down) if is_transposed else (c.conv2d, looped)
     return Case(
         f"{name}, {split}".removesuffix(", "),
-        lambda x, k: c.conv2d(
-            x, k, "h:fh w:fw", strides=strides, dilation=dilation, padding=padding
-        ),
-        lambda x, k: looped(x, k, TWO, pads, strides, dilation),
+        lambda x, k: conv(x, k, "h:fh w:fw", strides=strides, dilation=dilation, padding=padding),
+        lambda x, k: oracle(x, k, TWO, pads, strides, dilation),
         dims,
         split.split(),
         slopes=(0, 1),
@@ -170,16 +170,8 @@ def transposed(
     kernel: str,
     x: str = "batch:8 h:8 w:4 io:4",
 ) -> Case:
-    return Case(
-        f"transposed {name}, {split}".removesuffix(", "),
-        lambda x, k: c.conv2d_transposed(
-            x, k, "h:fh w:fw", strides=strides, dilation=dilation, padding=padding
-        ),
-        lambda x, k: laid_down(x, k, TWO, cuts, strides, dilation),
-        (x, kernel),
-        split.split(),
-        slopes=(0, 1),
-    )
+    name, dims = f"transposed {name}", (x, kernel)
+    return image(name, split, cuts, strides, dilation, padding, dims, is_transposed=True)
 
 
 TRANSPOSED = [

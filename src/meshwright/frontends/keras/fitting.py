@@ -106,7 +106,7 @@ def evaluate(
 ) -> Logs:
     """See :meth:`Sharded.evaluate`; what it measures, by name."""
     over = _Pass.of(strategy, model, data, verbose, callbacks, "test")
-    step, callbacks = over.functions.test, over.callbacks
+    callbacks = over.callbacks
     model.stop_evaluating = False
     model.reset_metrics()
     callbacks.on_test_begin()
@@ -116,7 +116,7 @@ def evaluate(
     for number, batch in over.epochs.batches():
         if begins:
             callbacks.on_test_batch_begin(number)
-        new, metrics, logs = step(state, batch)
+        new, metrics, logs = over.functions.test(state, batch)
         backlog.add(logs)
         state = state._replace(state=new, metrics=metrics)
         if ends:
