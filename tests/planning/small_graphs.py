@@ -60,8 +60,10 @@ class Builder:
         )
         return result
 
-    def dot(self, operands: str, result: str, dims: str, summed: str, path: str = "") -> str:
-        return self.add("dot_general", operands, result, dims, path, summed=summed)
+    def dot(
+        self, operands: str, result: str, dims: str, summed: str, path: str = "", **more
+    ) -> str:
+        return self.add("dot_general", operands, result, dims, path, summed=summed, **more)
 
     def adam(self, path: str) -> None:
         """The update of a parameter whose gradient is ``path + "'"``."""
@@ -148,16 +150,10 @@ def _block(b: Builder, n: int) -> None:
     b.tensor(f"{at}w1", f"d_model {f}", "parameter")
     b.tensor(f"{at}w2", f"{f} d_model", "parameter")
     b.dot(f"x{n} {at}wq", f"{at}q", f"batch length {h} {k}", "d_model", f"{at}attention/q")
+    keys = [(f"x{n}", "length", "keys")]
     for name in ("k", "v"):
-        b.add(
-            "dot_general",
-            f"x{n} {at}w{name}",
-            f"{at}{name}",
-            f"batch keys {h} {k}",
-            f"{at}attention/{name}",
-            summed="d_model",
-            joints=[(f"x{n}", "length", "keys")],
-        )
+        of, dims = f"{at}attention/{name}", f"batch keys {h} {k}"
+        b.dot(f"x{n} {at}w{name}", f"{at}{name}", dims, "d_model", of, joints=keys)
     b.dot(f"{at}q {at}k", f"{at}s", f"batch {h} length keys", k, f"{at}attention/s")
     b.add("exp", f"{at}s", f"{at}e", f"batch {h} length keys", f"{at}attention/e")
     b.add("reduce_sum", f"{at}e", f"{at}z", f"batch {h} length", f"{at}attention/z", summed="keys")
@@ -190,16 +186,10 @@ def _block_backward(b: Builder, n: int) -> None:
     b.dot(f"{at}s' {at}q", f"{at}k'", f"batch keys {h} {k}", "length", f"{at}attention/s")
     b.dot(f"x{n} {at}q'", f"{at}wq'", f"d_model {h} {k}", rows, f"{at}attention/q")
     b.dot(f"{at}q' {at}wq", f"{at}x0'", f"{rows} d_model", f"{h} {k}", f"{at}attention/q")
+    keys = [(f"x{n}", "length", "keys")]
     for i, name in enumerate("kv"):
-        b.add(
-            "dot_general",
-            f"x{n} {at}{name}'",
-            f"{at}w{name}'",
-            f"d_model {h} {k}",
-            f"{at}attention/{name}",
-            summed="batch keys",
-            joints=[(f"x{n}", "length", "keys")],
-        )
+        of, dims = f"{at}attention/{name}", f"d_model {h} {k}"
+        b.dot(f"x{n} {at}{name}'", f"{at}w{name}'", dims, "batch keys", of, joints=keys)
         b.dot(
             f"{at}{name}' {at}w{name}",
             f"{at}xk{i}'",

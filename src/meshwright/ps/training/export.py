@@ -122,14 +122,7 @@ class _Exporter:
     def code(self, batch: Any) -> Code:
         """The step for batches of these shapes."""
         leaves, tree = jax.tree.flatten(batch)
-        ids: bytes = b""
-        looked_up: list[Any] = []
-        at: tuple[int | None, ...] = ()
-        if self._parts.tables:
-            looking = self._looking(tree)
-            looked_up = jax.eval_shape(looking, leaves)
-            at = _as_they_are(looking, leaves)
-            ids = self._export(looking, (leaves,))
+        ids, looked_up, at = self._look_up(tree, leaves)
         positions = [jax.ShapeDtypeStruct(ids_of.shape, jnp.int32) for ids_of in looked_up]
         rows = self._rows(looked_up, batch)
         functions, parts, layout = self._functions, self._parts, self._layout
@@ -172,6 +165,16 @@ class _Exporter:
         to_push = layout and (shardings, layout.returned(parts))
         gradients = self._export(unflattened(functions.gradients), arguments, to_push)
         return Code(gradients, measures, ids, at, filling=filling)
+
+    def _look_up(
+        self, tree: Any, leaves: list[Any]
+    ) -> tuple[bytes, list[Any], tuple[int | None, ...]]:
+        """What finds the ids of a batch, their shapes, and which leaves of the batch they are."""
+        if not self._parts.tables:
+            return b"", [], ()
+        looking = self._looking(tree)
+        looked_up = jax.eval_shape(looking, leaves)
+        return self._export(looking, (leaves,)), looked_up, _as_they_are(looking, leaves)
 
     def open_code(self, signature: Signature, batch: Any, multiple: int) -> tuple[Code | None, str]:
         """The step for any number of rows that is such a multiple, or why there is none."""
