@@ -125,6 +125,30 @@ def test_a_checkpoint_goes_on_as_other_stages_and_as_none(tmp_path: Any) -> None
             np.testing.assert_allclose(getattr(found, part)[path], expected, atol=1e-5)
 
 
+@pytest.mark.full
+def test_strided_depthwise_convolutions_beside_a_batch_axis_have_the_gradients_of_one_device() -> (
+    None
+):
+    draw = np.random.default_rng(2)
+    dims = {"stem": (3, 3, 2, 4), "deep": (3, 3, 1, 4), "out": (1, 1, 4, 3)}
+    params = {name: (0.3 * draw.normal(size=of)).astype("float32") for name, of in dims.items()}
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = jax.nn.relu(conv(batch["x"], params["stem"]))
+        x = jax.lax.conv_general_dilated(
+            x, params["deep"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=4,
+        )  # fmt: skip
+        found = conv(jax.nn.silu(x), params["out"])
+        return ((found - batch["y"][:, ::2, ::2]) ** 2).mean()
+
+    def program() -> mw.Program:
+        return mw.jax_program(loss, params, KEEPS_GRADIENTS, batch=images())
+
+    found = stepped(program(), {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
+    assert_same(found, stepped(program(), {"data": 1}))
+
+
 def test_each_stage_holds_its_own_weights_in_its_row_alone() -> None:
     placement = mw.Placement.of(mesh_of({"stage": 3}), batch=None)
     options = mw.StepOptions(pipeline=mw.Pipeline("stage", 4, cuts=["middle", "up"]))
