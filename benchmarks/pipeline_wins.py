@@ -1,10 +1,10 @@
 """Where a pipeline wins and where it does not: plans whose best options are compiled.
 
-``python benchmarks/pipeline_wins.py [NAME ...]`` adds to ``results/pipeline_wins.json``. Each pair of
-a GPT and a target is planned with ``verify=1``: the best plan by the model, the same with less ZeRO,
-data parallel, FSDP and the best pipeline are compiled for the target and ranked by their dry runs.
-Small batches of large layers on slices of few chips are where gathers of weights between slices
-take longer than a pipeline is idle; large batches, and one slice, are where they do not.
+``python benchmarks/pipeline_wins.py [NAME ...]`` adds to ``results/pipeline_wins.json``. Each pair
+of a GPT and a target is planned with ``verify=1``: the best plan by the model, the same with less
+ZeRO, data parallel, FSDP and the best pipeline are compiled for the target and ranked by their dry
+runs. Small batches of large layers on slices of few chips are where gathers of weights between
+slices take longer than a pipeline is idle; large batches, and one slice, are where they do not.
 """
 
 from __future__ import annotations
