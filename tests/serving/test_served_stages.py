@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,22 @@ def test_what_cannot_be_served_by_stages_says_why() -> None:
         mw.Server(build(0), strategy({"stage": 4}))
     with pytest.raises(mw.ModelError, match=r"int8.*not supported by stages"):
         mw.Server(build(), strategy({"stage": 2}), precision="int8")
+
+
+def test_a_batch_is_a_step_of_each_process_so_agents_start_a_lost_group_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sections = list[str]()
+
+    @contextlib.contextmanager
+    def inside(section: str) -> Iterator[None]:
+        sections.append(section)
+        yield
+
+    with mw.Server(build(), strategy({"stage": 2}), buckets=[1]) as server:
+        monkeypatch.setattr("meshwright.serving.staged.inside", inside)
+        server.answer({"x": ROWS[:1]})
+    assert sections == ["step"]
 
 
 def test_an_error_of_a_stage_fails_its_batch_alone() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from ..errors import MeshwrightError, ModelFailedError
+from ..launch.progress import inside
 from ..program import TrainState
 from .forward import Forward, Shape, fastest, turn
 from .source import Source
@@ -56,7 +57,10 @@ class StagedForward(Forward):
         self._stages: Stages = source.stages
         self.depth = len(self._stages.all) + 1  # one computed in each stage, one that is ready
         self.is_split = not self._stages.are_here
-        self._parts = [_Part(stage, Forward(stage.source)) for stage in self._stages.here]
+        self._parts = [
+            _Part(stage, Forward(stage.source), is_first=number == 0)
+            for number, stage in enumerate(self._stages.here)
+        ]
         self._under_way: dict[int, Task] = {}
         self._numbers = 0
         self._lock_of_tasks = threading.Lock()
@@ -199,8 +203,9 @@ class _Compiled:
 class _Part:
     """One stage of this process, and its thread."""
 
-    def __init__(self, stage: Stage, forward: Forward) -> None:
+    def __init__(self, stage: Stage, forward: Forward, is_first: bool) -> None:
         self.stage = stage
+        self._is_first = is_first  # of those in this process
         self.compiled: dict[Shape, _Compiled] = {}
         self._forward = forward
         self._tasks: SimpleQueue[tuple[Task, Callable[[], None]] | None] = SimpleQueue()
@@ -242,7 +247,9 @@ class _Part:
             jax.device_put(value, like.sharding)
             for value, like in zip(entering, compiled.entering, strict=True)
         ]
-        with turn(self._forward.source.mesh):
+        # The agents of a group count steps, of one thread in each process.
+        step = inside("step") if self._is_first else nullcontext()
+        with turn(self._forward.source.mesh), step:
             passed = compiled.call(state.params, state.state, of_batch, entering)
             if self._forward.is_on_cpu:
                 jax.block_until_ready(passed)
