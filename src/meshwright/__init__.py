@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from .launch.resolvers import TFConfigResolver as TFConfigResolver
     from .launch.spec import ClusterSpec as ClusterSpec
     from .planning.dry_run import DryRun as DryRun
+    from .planning.goals import ServingGoal as ServingGoal
     from .planning.measurement import Measured as Measured
     from .planning.serving import ServingReport as ServingReport
     from .program import Program as Program
@@ -173,6 +174,7 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("Plan", "plan"), "frontends.plans"),
     "calibrate": "targets.calibrate",
     "Measured": "planning.measurement",
+    "ServingGoal": "planning.goals",
     "ServingReport": "planning.serving",
     "measure": "frontends.measures",
     **dict.fromkeys(("Program", "TrainState"), "program"),

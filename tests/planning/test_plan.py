@@ -277,7 +277,7 @@ def test_a_mesh_too_large_is_refused():
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
-        ({"objective": "speed"}, "objective must be 'time' .* received 'speed'"),
+        ({"objective": "speed"}, "objective must be 'time', .* received 'speed'"),
         ({"memory_limit": 0}, "memory_limit must be 1 byte or more; received 0"),
         ({"verify": -1}, "verify must be .* received -1"),
         (

@@ -52,9 +52,10 @@ def large() -> mw.Program:
 def test_latency_splits_what_is_read_and_throughput_copies_it() -> None:
     batch = jax.ShapeDtypeStruct((1, 64), "bfloat16")
     program, held = large(), 2 * 2 * 64 * (1 << 20)
-    how: dict[str, Any] = {"target": "h100:8", "rows": (1, 2, 64)}
-    one = mw.plan(program, batch, objective="latency", **how)
-    many = mw.plan(program, batch, objective="throughput", **how)
+    one, many = (
+        mw.plan(program, batch, target="h100:8", objective=mw.ServingGoal(aim, (1, 2, 64)))
+        for aim in ("latency", "throughput")
+    )
     assert one.serving is not None
     assert many.serving is not None
     assert (one.mesh.size, one.serving.copies, one.serving.rows) == (8, 1, 1)
@@ -88,7 +89,12 @@ def test_latency_splits_what_is_read_and_throughput_copies_it() -> None:
 
 def test_a_narrower_type_is_chosen_where_it_is_faster_or_alone_fits() -> None:
     own, both = (
-        mw.plan(shapes(), ROW, target="h100:1", objective="latency", precisions=precisions)
+        mw.plan(
+            shapes(),
+            ROW,
+            target="h100:1",
+            objective=mw.ServingGoal("latency", precisions=precisions),
+        )
         for precisions in (("own",), None)
     )
     assert own.serving is not None
@@ -100,19 +106,20 @@ def test_a_narrower_type_is_chosen_where_it_is_faster_or_alone_fits() -> None:
     )
     limit = both.serving.batches[0].peak_bytes
     assert limit is not None
-    how: dict[str, Any] = {"objective": "latency", "memory_limit": limit + 1024, "rows": (1,)}
-    least = mw.plan(shapes(), ROW, target="h100:1", **how)
+    goal = mw.ServingGoal("latency", rows=(1,))
+    least = mw.plan(shapes(), ROW, target="h100:1", objective=goal, memory_limit=limit + 1024)
     assert least.serving is not None
     assert least.serving.precision == "bfloat16"
     assert "of the model does not fit" in str(least)
     with pytest.raises(mw.PlanError, match=r"(?s)of the model: .*bfloat16: "):
         mw.plan(shapes(), ROW, target="h100:1", objective="latency", memory_limit=1000)
     with pytest.raises(mw.PlanError, match=r"(?s)precisions must list .*received \['int4'\]"):
-        mw.plan(shapes(), ROW, target="h100:1", objective="latency", precisions=["int4"])
+        mw.ServingGoal("latency", precisions=["int4"])
+    narrow = mw.ServingGoal("latency", [1], ["bfloat16"])
     with pytest.raises(mw.ModelError, match="is for Keras models"):
-        mw.plan(large(), ROW, target="h100:1", objective="latency", precisions=["bfloat16"])
+        mw.plan(large(), ROW, target="h100:1", objective=narrow)
     with pytest.raises(mw.PlanError, match="rows must be sizes of batches"):
-        mw.plan(shapes(), ROW, target="h100:1", objective="latency", rows=[0])
+        mw.ServingGoal("latency", rows=[0])
 
 
 def test_a_plan_serves_with_its_mesh_batches_and_precision(tmp_path: Path) -> None:
@@ -120,10 +127,8 @@ def test_a_plan_serves_with_its_mesh_batches_and_precision(tmp_path: Path) -> No
         shapes(),
         ROW,
         target="cpu:8",
-        objective="latency",
+        objective=mw.ServingGoal("latency", (2, 8), ["bfloat16"]),
         hardware=FAST,
-        rows=(2, 8),
-        precisions=["bfloat16"],
     )
     found.save(tmp_path / "serve.json")
     plan = mw.Plan.load(tmp_path / "serve.json")
@@ -156,8 +161,8 @@ def test_kernels_of_eight_bits_are_laid_out_by_the_plan() -> None:
     model = dense(4096)
     for name in ("up", "down"):
         model.get_layer(name).quantize("int8")
-    options: dict[str, Any] = {"hardware": FAST, "rows": (1,), "precisions": ["own"]}
-    plan = mw.plan(model, ROW, target="cpu:8", objective="latency", **options)
+    goal = mw.ServingGoal("latency", rows=(1,), precisions=["own"])
+    plan = mw.plan(model, ROW, target="cpu:8", objective=goal, hardware=FAST)
     assert plan.mesh.size == 8
     assert plan.serving is not None
     (batch,) = plan.serving.batches

@@ -104,20 +104,18 @@ def plan(
     """
     from ..display.text.columns import print_text
     from ..files import write
-    from .planning import choose, serving_options
+    from .planning import choose, objective_of
 
-    serving = serving_options(objective, rows, precisions, batch_size)
     decided = choose(
         build,
         target,
         mesh,
         batch_size,
-        objective,
+        objective_of(objective, rows, precisions, batch_size),
         memory_limit=memory_limit,
         verify=verify,
         limit_s=seconds,
         timeout_s=timeout,
-        **serving,
     )
     print_text(decided)
     if html is not None:

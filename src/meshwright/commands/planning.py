@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from .. import _compat
 from ..display.text.changes import changes_text
@@ -21,8 +21,8 @@ from ..layouts.placement import Placement
 from ..planning import Target
 from ..planning.changes import compare, notes
 from ..planning.compiler_process import watching
+from ..planning.goals import AIMS, Aim, ServingGoal
 from ..planning.lock import Lock, lock_of
-from ..planning.search.request import AIMS
 from ..program import Program
 from ..targets.target import check_size
 from ..topology import virtual_devices
@@ -170,23 +170,23 @@ class _Progress:
             sys.stderr.write("\n")
 
 
-def serving_options(
+def objective_of(
     objective: str, rows: Sequence[int] | None, precisions: Sequence[str], batch_size: int | None
-) -> dict[str, Any]:
-    """What :func:`meshwright.plan` takes for serving alone.
+) -> Any:
+    """What :func:`meshwright.plan` takes as its objective.
 
     Raises :class:`~meshwright.PlanError` for options of the other kind of plans.
     """
     if objective in AIMS:
         if batch_size is not None:
             raise PlanError(f"--objective {objective} takes sizes of batches: use --rows.")
-        return {"rows": rows or (1, 8, 32), "precisions": precisions or None}
+        return ServingGoal(cast(Aim, objective), rows or ServingGoal.rows, precisions or None)
     both = (("--rows", rows), ("--precision", precisions))
     if wrong := [name for name, value in both if value]:
         raise PlanError(
             f"{' and '.join(wrong)} need a plan for serving: --objective latency or throughput."
         )
-    return {}
+    return objective
 
 
 def choose(
@@ -210,8 +210,9 @@ def choose(
     # What a CPU can do is not published, and without that no layout is faster than another.
     needs_times = target.platform == "cpu" and objective != "memory"
     batch = _micro_batch(case.batches[0], batch_size, 1)
-    if objective in AIMS and not isinstance(case.model, Program) and isinstance(batch, tuple):
-        batch = batch[0]
+    if isinstance(objective, ServingGoal):
+        takes_inputs = not isinstance(case.model, Program) and isinstance(batch, tuple)
+        batch = batch[0] if takes_inputs else batch
     return plan(
         case.model,
         batch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import TargetError
 from ..layouts.mesh import Mesh, create_mesh
@@ -12,11 +12,12 @@ from ..layouts.placement import Placement
 from ..planning.abstract_step import abstract_step
 from ..planning.dry_run import Blocks, DryRun, dry_run_of, not_compiled
 from ..planning.faults import tracing
+from ..planning.goals import Aim, ServingGoal, goal_of
 from ..planning.pipelined.cutting import pipelines_of
 from ..planning.search.plan import Along
 from ..planning.search.plan import Plan as Decided
 from ..planning.search.planner import plan_step
-from ..planning.search.request import Aim, Objective
+from ..planning.search.request import Objective
 from ..planning.search.solve import require_solver
 from ..planning.search.verification import NoReport, Report
 from ..planning.traced_graph import graph_of_step
@@ -74,12 +75,10 @@ def plan(
     batch: Batch,
     *,
     target: Target | str,
-    objective: Objective | Aim = "time",
+    objective: Objective | Aim | ServingGoal = "time",
     memory_limit: int | None = None,
     axes: Mesh | Mapping[str, int] | str | None = None,
     hardware: Hardware | None = None,
-    rows: Sequence[int] = (1, 8, 32),
-    precisions: Sequence[str] | None = None,
     verify: int = 0,
     blocks: Blocks = "auto",
     limit_s: float = 10.0,
@@ -108,15 +107,13 @@ def plan(
 
     With ``objective="latency"`` or ``"throughput"`` the forward pass alone is planned, for serving:
     ``batch`` is then the inputs, as for :func:`~meshwright.dry_serve`. Layouts are chosen for the
-    least latency of the smallest batch of ``rows``, or for the most rows per second of the largest
-    where the target holds as many copies of the model as fit. ``plan.serving`` has the batches
-    worth compiling, the copies and the precision: of ``precisions`` (``"own"``, ``"bfloat16"``,
-    ``"float16"``; by default the model's own and bfloat16, the own alone on CPUs and for a
-    Program), a narrower one where that is 1.1 times as fast or nothing else fits.
-    :class:`~meshwright.Server` takes such a plan as its strategy, with its batches and precision.
+    least latency of the smallest batch, or for the most rows per second of the largest where the
+    target holds as many copies of the model as fit; a :class:`~meshwright.ServingGoal` in place of
+    the word says which batches and precisions. ``plan.serving`` has the batches worth compiling,
+    the copies and the precision: a narrower one where that is 1.1 times as fast or nothing else
+    fits. :class:`~meshwright.Server` takes such a plan as its strategy.
 
-    (Joint search of mesh and layouts after
-    Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
+    (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 
     >>> import jax, keras, meshwright as mw
     >>> with mw.abstract():
@@ -129,19 +126,18 @@ def plan(
     """
     require_solver()
     target = Target.of(target)
-    if objective == "latency" or objective == "throughput":
+    if (goal := goal_of(objective)) is not None:
         question = Question(
             target=target,
-            aim=objective,
+            goal=goal,
             hardware=hardware or hardware_of(target),
-            rows=tuple(rows),
             memory_limit=memory_limit,
             axes=axes,
             verify=verify,
             limit_s=limit_s,
             timeout_s=timeout_s,
         )
-        return _of_serving(model, batch, question, precisions)
+        return _of_serving(model, batch, question)
     described = abstract_step(model, batch, _strategy(model, Placement.of(_ONE_DEVICE)))
 
     def report_of(candidate: Decided) -> Report:
@@ -154,7 +150,7 @@ def plan(
     chosen = plan_step(
         graph,
         target,
-        objective=objective,
+        objective=cast(Objective, objective),
         memory_limit=memory_limit,
         axes=axes,
         hardware=hardware,
@@ -172,10 +168,8 @@ def plan(
     return _named(chosen, described, _num_inputs(model, batch))
 
 
-def _of_serving(
-    model: Any, inputs: Any, question: Question, precisions: Sequence[str] | None
-) -> Plan:
-    chosen, forwards = plan_serving(model, inputs, question, precisions)
+def _of_serving(model: Any, inputs: Any, question: Question) -> Plan:
+    chosen, forwards = plan_serving(model, inputs, question)
     steps = forwards.steps(Placement.of(_ONE_DEVICE))
     return _named(chosen, steps, None)
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from ..errors import PlanError, TargetError
 from ..layouts.mesh import Mesh
 from ..planning.dry_run import not_compiled
+from ..planning.goals import OWN, ServingGoal
 from ..planning.search.plan import Option, Plan, PlannedBatch, Reason, Serving
 from ..planning.search.planner import plan_step
-from ..planning.search.request import Aim
 from ..planning.search.verification import DryRunOf, NoReport
 from ..planning.serving import ServingReport, serving_report
 from ..program import Program
@@ -22,8 +22,6 @@ from ..targets.hardware import Hardware
 from ..targets.target import Target
 from ..units import bytes_text, seconds_text
 from .forwards import Forwards
-
-OWN = "own"  # the precision of the model itself
 
 _WORTH = 1.1  # times as fast as a wider type, which a narrower one must be
 _FREE = 1.1  # of the time of a batch, which a larger one may take before both are compiled
@@ -45,9 +43,8 @@ class Question:
     """The request for a plan that serves."""
 
     target: Target
-    aim: Aim
+    goal: ServingGoal
     hardware: Hardware
-    rows: tuple[int, ...]
     memory_limit: int | None = None
     axes: Mesh | Mapping[str, int] | str | None = None
     verify: int = 0
@@ -55,18 +52,15 @@ class Question:
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        faults = []
-        if not self.rows or any(rows < 1 for rows in self.rows):
-            faults.append(f"rows must be sizes of batches, 1 or more; received {self.rows!r}.")
         if self.verify < 0:
-            faults.append(f"verify must be a number of plans, 0 or more; received {self.verify!r}.")
-        if faults:
-            raise PlanError("\n".join(faults))
+            raise PlanError(
+                f"verify must be a number of plans, 0 or more; received {self.verify!r}."
+            )
 
     @property
     def planned_rows(self) -> int:
         """The batch that layouts are chosen for."""
-        return min(self.rows) if self.aim == "latency" else max(self.rows)
+        return min(self.goal.rows) if self.goal.aim == "latency" else max(self.goal.rows)
 
     @property
     def limit_bytes(self) -> int | None:
@@ -82,18 +76,16 @@ class Question:
         time_s = _time(plan.chosen)
         if time_s is None:
             return float("inf")
-        return time_s if self.aim == "latency" else time_s / self.copies(plan)
+        return time_s if self.goal.aim == "latency" else time_s / self.copies(plan)
 
 
-def plan_serving(
-    model: Any, inputs: Any, question: Question, precisions: Sequence[str | None] | None
-) -> tuple[Plan, Forwards]:
+def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, Forwards]:
     """The best plan for serving a model, and its forward pass in the precision of the plan.
 
     Raises :class:`~meshwright.PlanError` where nothing fits in any precision.
     """
     found, faults = list[_Served](), dict[str | None, PlanError]()
-    for precision in _precisions(model, question, precisions):
+    for precision in _precisions(model, question):
         forwards = Forwards(model, inputs, precision)
         try:
             found.append(_Served(precision, forwards, _layouts(forwards, question)))
@@ -119,7 +111,7 @@ def plan_serving(
     plan = replace(
         best.plan,
         target=str(question.target),
-        objective=question.aim,
+        objective=question.goal.aim,
         serving=serving,
         why=(*best.plan.why, *why),
         notes=notes,
@@ -148,26 +140,18 @@ def _fitting(best: _Served, question: Question) -> tuple[_Served, ServingReport]
 def _of_all_rows(served: _Served, question: Question) -> ServingReport:
     """The dry run of the batches that are asked for, in sizes that a server rounds them to."""
     shards = math.prod(dict(served.plan.axes)[axis] for axis in served.plan.batch)
-    sizes = {-(-rows // shards) * shards for rows in question.rows}
+    sizes = {-(-rows // shards) * shards for rows in question.goal.rows}
     is_compiled = question.verify > 0
     return _report(served.forwards, served.plan, question, compile=is_compiled, rows=sorted(sizes))
 
 
-def _precisions(
-    model: Any, question: Question, asked: Sequence[str | None] | None
-) -> tuple[str | None, ...]:
+def _precisions(model: Any, question: Question) -> tuple[str | None, ...]:
     """Those to compare, wider types first.
 
     CPUs compute in float32 whatever the type, so that fewer bits are not faster there.
     """
-    if asked is not None:
-        unknown = [name for name in asked if name not in (None, OWN, "bfloat16", "float16")]
-        if unknown or not asked:
-            raise PlanError(
-                f"precisions must list one or more of {OWN!r}, 'bfloat16' and 'float16'; received "
-                f"{list(asked)!r}. For int8, plan a model after model.quantize('int8')."
-            )
-        return tuple(dict.fromkeys(None if name == OWN else name for name in asked))
+    if (asked := question.goal.precisions) is not None:
+        return tuple(None if name == OWN else name for name in asked)
     narrow = not isinstance(model, Program) and question.target.platform != "cpu"
     return (None, "bfloat16") if narrow else (None,)
 
@@ -210,7 +194,7 @@ def _layouts(forwards: Forwards, question: Question) -> Plan:
 
 def _parts(question: Question) -> Iterator[Target]:
     """The devices that a copy may take: for throughput few first, as copies share no work."""
-    if question.aim == "throughput" and question.axes is None:
+    if question.goal.aim == "throughput" and question.axes is None:
         yield from reversed(tuple(_smaller(question.target)))
     yield question.target
 

@@ -112,7 +112,7 @@ def _check(objective: str, memory_limit: int | None, verify: int, remat: Sequenc
     faults = []
     if objective not in get_args(Objective):
         faults.append(
-            "objective must be 'time' (of a step) or 'memory' (peak bytes); received "
+            "objective must be 'time', 'memory', 'latency' or 'throughput'; received "
             f"{objective!r}."
         )
     if memory_limit is not None and memory_limit < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from ...hlo.groups import Axes
 from ...targets.hardware import Hardware
@@ -18,8 +18,6 @@ from .cost import cost_of, divides, masks_of
 from .setting import Setting, within_stages
 
 Objective = Literal["time", "memory"]  # of training steps
-Aim = Literal["latency", "throughput"]  # of serving
-AIMS = get_args(Aim)
 
 
 @dataclass(frozen=True)
