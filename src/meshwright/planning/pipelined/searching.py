@@ -141,17 +141,20 @@ def _scheduled(
     sent = tuple(round(nbytes * rows / count / pieces) for nbytes in cut.row_bytes)
     blocks, work = cut.count // size, None
     by_block = layouts.choices.remat == "block"
-    for pipeline in _schedules(count, size, blocks, by_block):
+    for pipeline in _schedules(count, size, blocks, by_block, is_skipping):
         staging = Staging(pipeline, size, blocks, short.block_paths, sent, is_skipping)
         work = work or StageWork.of(assignment, staging, sections)
         cost = pipeline_cost(assignment, staging, stage.target, stage.hardware, by_block, work)
         yield cost, pipeline
 
 
-def _schedules(count: int, size: int, blocks: int, by_block: bool) -> Iterator[Pipeline]:
+def _schedules(
+    count: int, size: int, blocks: int, by_block: bool, is_skipping: bool
+) -> Iterator[Pipeline]:
+    """Those that run; zero-bubble only where stages skip what they have no work for."""
     yield Pipeline(AXIS, count)
     yield Pipeline(AXIS, count, recompute=False)
-    if not by_block:
+    if is_skipping and not by_block:
         yield Pipeline(AXIS, count, "zero_bubble")
     yield Pipeline(AXIS, count, "gpipe")
     for repeats in _REPEATS:
