@@ -242,3 +242,11 @@ def test_the_page_shows_stages_and_ticks():
     assert "what comes before, block" in page
     many = asked({"stage": 4, "data": 2}, 64).to_html()
     assert len(many) < len(page) + 20_000  # drawn without numbers
+
+
+def test_zero_bubble_is_planned_only_where_stages_skip() -> None:
+    """Beside an axis that splits more than rows it is refused."""
+    from meshwright.planning.pipelined.searching import _schedules
+
+    kinds = [{p.schedule for p in _schedules(8, 2, 4, False, skips)} for skips in (True, False)]
+    assert kinds[0] - kinds[1] == {"zero_bubble"}
