@@ -229,9 +229,11 @@ def test_what_needs_equal_blocks_is_refused_with_a_way_out_and_a_loop_is_warned_
 
 
 def unet_of_layers() -> keras.Model:
-    """As anybody writes it: batch statistics, dropout, a penalty, a norm over all gradients."""
+    """As anybody writes it: constants that a layer makes from its variables when it is built, batch
+    statistics, dropout, a penalty, a norm over all gradients."""
     keras.utils.set_random_seed(0)
-    x = inputs = keras.Input([8, 8, 2])
+    inputs = keras.Input([8, 8, 2])
+    x = layers.Normalization(axis=-1)(inputs)
     skips = []
     for number, filters in enumerate([4, 6]):
         x = layers.Conv2D(filters, 3, padding="same", name=f"down{number}")(x)

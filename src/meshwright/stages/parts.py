@@ -55,7 +55,7 @@ class Traced:
             return value, dict(aux.state), dict(metrics), dict(logs)
 
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(whole, batch)
-        closed = _with_equal_constants_once(closed)
+        closed = _with_equal_constants_once(_with_constants_of_no_mesh(closed))
         invars = iter(closed.jaxpr.invars)
         tree = jax.tree.structure(whole)
         count = tree.num_leaves
@@ -74,6 +74,21 @@ def _is_traced(value: Any) -> bool:
     from jax.core import Tracer
 
     return isinstance(value, Tracer)
+
+
+def _with_constants_of_no_mesh(closed: Any) -> Any:
+    """The same, where what a layer has made from laid-out values, as Keras' ``Normalization`` its
+    mean, is a constant of any mesh: a stage computes in one of its own."""
+    import jax
+
+    def free(value: Any) -> Any:
+        lies = None if _is_traced(value) else getattr(value, "sharding", None)
+        if not isinstance(lies, jax.sharding.NamedSharding) or not lies.is_fully_replicated:
+            return value
+        is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.extended)
+        return value if is_key else np.asarray(value)
+
+    return closed.replace(consts=[free(value) for value in closed.consts])
 
 
 def _with_equal_constants_once(closed: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from ... import _compat
 from ...errors import ModelError
@@ -287,8 +288,19 @@ def steps_of(
         with strategy.in_force(model), ahead:
             yield
 
+    if strategy.how.pipeline is not None:
+        _take_constants_off_meshes(model)
     program = keras_program(model, variables, in_force, example)
     return assemble(program, strategy.placement, strategy.how, losses=losses)
+
+
+def _take_constants_off_meshes(model: keras.Model) -> None:
+    """Hold on the host what layers compute from their variables when they are built, as
+    ``Normalization`` does with its mean: a stage has a mesh of its own."""
+    for layer in _compat.layers_inside(model):
+        for name, value in list(vars(layer).items()):
+            if isinstance(value, jax.Array) and value.is_fully_replicated:
+                object.__setattr__(layer, name, np.asarray(value))
 
 
 def loss_metrics(model: keras.Model, variables: KerasVariables) -> tuple[str, ...]:
