@@ -8,14 +8,14 @@ from .commands.check import check
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.dry_run import dry_run
-from .commands.group import Group, traceback_option
+from .commands.group import HELP, Group, traceback_option
 from .commands.launch import launch
 from .commands.plan import plan
 from .commands.serve import serve
 from .commands.show import show
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Group, context_settings=HELP)
 @click.version_option(package_name="meshwright", prog_name="meshwright")
 @traceback_option
 def main() -> None:

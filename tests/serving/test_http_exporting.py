@@ -50,10 +50,10 @@ def test_stablehlo_runs_without_meshwright_for_any_number_of_rows(tmp_path):
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):
-    model = SimpleNamespace(source=SimpleNamespace(tables=None, mesh=mw.Mesh({"model": 2})))
+    model = SimpleNamespace(source=SimpleNamespace(tables=None, whole_mesh=mw.Mesh({"model": 2})))
     with pytest.raises(ServingError, match="leave --mesh out"):
         export(model, tmp_path)
-    model.source.mesh = mw.Mesh({"batch": 1})
+    model.source.whole_mesh = mw.Mesh({"batch": 1})
     (tmp_path / "file").touch()
     with pytest.raises(ServingError, match="is not empty"):
         export(model, tmp_path)

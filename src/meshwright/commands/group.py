@@ -16,6 +16,8 @@ _TRACEBACK_VARIABLE = "MESHWRIGHT_TRACEBACK"
 _FAULTS = "meshwright.faults"
 WORDS = "meshwright.words"  # of a command, as they were typed
 
+HELP = {"help_option_names": ["-h", "--help"]}
+
 
 class Group(click.Group):
     """Prints errors of Meshwright, and those of the user's code, without the program's own frames.
@@ -53,6 +55,11 @@ def _lines_of(error: Exception) -> list[str]:
 
 class Command(click.Command):
     """A command that reports all its invalid parameters at once; Click reports the first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Not left to the group: Click keeps the option that it makes at the first use.
+        self.context_settings.update(HELP)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[WORDS] = tuple(args)

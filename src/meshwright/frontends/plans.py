@@ -48,7 +48,8 @@ class Plan(Decided):
     a name, ``why`` has a line for each choice and ``notes`` what to know about the figures.
     ``layouts`` has the axes of each dim of parameters and inputs, by path; ``inputs`` are the
     paths of inputs and targets, the first ``num_inputs`` of them inputs, and ``batch`` the axes of
-    the rows. ``is_proven`` is false if the time limit ended the search.
+    the rows. ``is_proven`` is false if the time limit ended the search. ``serving``, of a plan for
+    latency or throughput, has its batches, copies and precision.
 
     >>> import jax, jax.numpy as jnp, optax, meshwright as mw
     >>> shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
