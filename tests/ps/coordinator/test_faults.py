@@ -282,7 +282,7 @@ def test_a_server_that_is_given_up_is_named_at_once_whatever_waits_for_it(option
 @pytest.mark.full
 def test_snapshots_that_cannot_be_written_are_told_and_a_fence_ends_no_server():
     with trained_on(2, 1, snapshot_every=10, dead_after_s=1.0) as (cluster, strategy, coordinator):
-        snapshots = cluster._folder.path / "snapshots"
+        snapshots = cluster._folder / "snapshots"
         total = strategy.variable(0, dtype="int64")
         wait_for_workers(coordinator, 2)
         wait_for(lambda: snapshots.exists())
@@ -313,7 +313,7 @@ def test_losses_never_lag_behind_what_is_read():
         total = strategy.variable(0)
         for by_a_worker in (False, True):
             total.assign(0)
-            wait_for(lambda: (cluster._folder.path / "snapshots" / "ps0.snapshot").exists())
+            wait_for(lambda: (cluster._folder / "snapshots" / "ps0.snapshot").exists())
             for _ in range(5):
                 coordinator.schedule(total.assign_add, args=(1,))
             coordinator.join(WAIT_S)

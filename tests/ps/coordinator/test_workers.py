@@ -142,4 +142,6 @@ def test_a_worker_that_is_told_to_end_finishes_what_it_does_and_leaves():
         assert total.read() == 60
         ends = [event for event in cluster.events if event.what in ("ended", "died")]
         assert [(event.what, event.exit_code) for event in ends] == [("ended", 0)]
-        assert not [line for line in cluster._logs.last_lines("worker:0") if "Traceback" in line]
+        assert not [
+            line for line in cluster._supervisor._logs.last_lines("worker:0") if "Traceback" in line
+        ]
