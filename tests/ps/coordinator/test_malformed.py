@@ -187,3 +187,13 @@ def test_a_worker_that_names_the_process_of_another_user_is_gone(monkeypatch) ->
     monkeypatch.setattr("os.kill", refuse)
     assert cluster.has_ended("worker:0", 1)
     assert not cluster.has_ended("worker:0", 5)
+
+
+def test_a_worker_that_joins_first_of_all_and_falls_silent_is_lost():
+    dispatcher = Dispatcher(DispatcherSettings(1, 1, Async(), 0.2, 0.5), Packer(), lambda *_: None)
+    links = ScriptedLinks()
+    head = {"task": "worker:0", "incarnation": "a", "pid": 1, "host": "h", "id": 1}
+    links.coming.append(("worker:0/a", Message("join", head)))
+    dispatcher.start(links, FencesAtOnce(dispatcher))
+    until(lambda: dispatcher.records.counts.workers_lost == 1)
+    dispatcher.stop(stop_workers=False)

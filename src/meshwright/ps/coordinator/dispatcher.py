@@ -72,13 +72,14 @@ class Dispatcher:
         self._lost_names: set[str] = set()
         self._closing = self._stop_workers = False
         self._sleeping = False
-        self._ticked_s = 0.0
+        self._ticked_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="meshwright-dispatcher", daemon=True)
 
     def start(self, links: Links, guardian: Guardian | None) -> None:
         """Begin to speak with workers."""
         self.links, self.guardian = links, guardian
         self.records.servers_can_die = guardian is not None
+        self._ticked_s = time.monotonic()
         self._thread.start()
 
     def stop(self, stop_workers: bool) -> None:
@@ -178,8 +179,8 @@ class Dispatcher:
             workers = list(self.workers.values())
             if pause_s > _PAUSE_S:  # this process was suspended and received nothing
                 for worker in workers:
-                    worker.heard_s += pause_s
-                self._beats.paused(pause_s)
+                    worker.paused(pause_s, now_s)
+                self._beats.paused(pause_s, now_s)
             for name, message in forgotten(self.packer, self.queue, self.workers.values()):
                 self.links.send(name, message)
             # Without a cluster the worker runs in this very thread, and is never silent.

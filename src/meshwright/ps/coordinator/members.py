@@ -40,6 +40,19 @@ class Worker:
             self.what, self.step = head["what"], head["step"]
             self.since_s = now_s - head["for_s"]
 
+    def paused(self, seconds: float, now_s: float) -> None:
+        """For this time nothing could be received, but for what came after it.
+
+        >>> worker = Worker("worker:0/a", "worker:0", "a", 71, "host", heard_s=1.0)
+        >>> worker.paused(30.0, now_s=40.0)
+        >>> worker.heard_s
+        31.0
+        >>> worker.paused(30.0, now_s=40.0)  # never later than now
+        >>> worker.heard_s
+        40.0
+        """
+        self.heard_s = min(self.heard_s + seconds, now_s)
+
     def measured(self, seconds: float) -> None:
         """A step took so long."""
         self.num_done += 1
@@ -124,10 +137,12 @@ class Beats:
         """A server's process has beaten, as it does every so often."""
         self._heard[task] = (pid, every_s, now_s)
 
-    def paused(self, seconds: float) -> None:
-        """For this time no beat could be received."""
-        kept = self._heard.items()
-        self._heard = {task: (pid, every_s, at_s + seconds) for task, (pid, every_s, at_s) in kept}
+    def paused(self, seconds: float, now_s: float) -> None:
+        """For this time no beat could be received, but for what came after it."""
+        self._heard = {
+            task: (pid, every_s, min(at_s + seconds, now_s))
+            for task, (pid, every_s, at_s) in self._heard.items()
+        }
 
     def silent(self, now_s: float, limit_s: float) -> list[Silent]:
         """Those that are silent for too long, each reported once until it beats again."""
