@@ -275,3 +275,15 @@ def test_batch_statistics_are_those_of_micro_batches_as_where_gradients_accumula
     assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
     for one, other in zip(model.variables, plain.variables, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=2e-5, err_msg=one.path)
+
+
+def test_stages_that_share_all_weights_have_the_gradients_of_one_device() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = jnp.sin(jnp.tanh(batch["x"] @ params["w"]) @ params["w"].T)
+        return jnp.square(x[..., :1] - batch["y"]).mean()
+
+    params = {"w": np.random.default_rng(1).normal(size=[2, 4]).astype("float32")}
+    program = mw.jax_program(loss, params, KEEPS_GRADIENTS, batch=images())
+    found = stepped(program, {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
+    one = mw.jax_program(loss, params, KEEPS_GRADIENTS, batch=images())
+    assert_same(found, stepped(one, {"data": 1}))

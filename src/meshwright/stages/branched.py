@@ -185,6 +185,7 @@ class _OnDevice:
         self._line, self._own, self._others = runner.forks.line, own, others
         self._trees: dict[tuple[int, int], Any] = {}  # by region and device
         self._packed: dict[int, Packed] = {}
+        self._rows = leaves[0].shape[0]
         values = {**rest._asdict(), "params": others, "batch": dict(enumerate(leaves))}
         self._known = {
             var: values[part][key]
@@ -234,8 +235,7 @@ class _OnDevice:
 
         devices = range(self._forks.devices)
         shapes = [jax.eval_shape(lambda d=d: differentiated(d)[1]) for d in devices]
-        rows = jax.tree.leaves(enters)[0].shape[0] if enters else 0
-        packed = self._packed[id(region)] = Packed(shapes, rows)
+        packed = self._packed[id(region)] = Packed(shapes, self._rows)
 
         def branch(device: int) -> tuple[list[Any], list[Any]]:
             y, leaves = differentiated(device)

@@ -89,7 +89,7 @@ class Packing(Stacking):
         groups: dict[tuple[str, str], list[tuple[ParamInfo, int]]] = {}
         for info, kind, stage in params + of_slots:
             groups.setdefault((kind, info.dtype), []).append((info, stage))
-        length = max(_longest(of, stages) for of in groups.values())
+        length = max((_longest(of, stages) for of in groups.values()), default=0)
         for (kind, dtype), of in groups.items():
             first = next(iter(packs.params), None)
             into = packs.params if kind == _WEIGHTS else packs.slots
@@ -119,7 +119,7 @@ class Packing(Stacking):
     def bytes_by_stage(self, stages: int) -> list[int]:
         """Bytes of weights and slots that each stage has of its own, over all its devices."""
         packs = [pack.bytes_by_stage(stages) for part in self.packs for pack in part.values()]
-        return [sum(sizes) for sizes in zip(*packs, strict=True)]
+        return [sum(sizes[stage] for sizes in packs) for stage in range(stages)]
 
     def explained(self, placed: Sequence[Placed]) -> list[Placed]:
         """Placed variables of a step with the reasons that a reader knows."""
@@ -169,7 +169,10 @@ class Packing(Stacking):
         return values
 
     def update(self, program: Program) -> Callable[..., tuple[Arrays, Arrays]]:
-        """The optimizer's step, by each stage for its own arrays."""
+        """The optimizer's step, by each stage for its own arrays; where all arrays are shared, by
+        all stages alike."""
+        if not self.packs.params:
+            return program.update
         of_params, of_slots = (
             {path: pack.pieces for path, pack in packs.items()}
             for packs in (self.packs.params, self.packs.slots)
