@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import replace
 
 import jax
@@ -10,14 +12,19 @@ import optax
 import pytest
 
 import meshwright as mw
+from meshwright.display.drawing.ticks import tick_table_picture
 from meshwright.frontends.plans import Plan
+from meshwright.hlo.costs import Costs, Loop, Operation
 from meshwright.hlo.links import Link
 from meshwright.planning.abstract_step import abstract_step
+from meshwright.planning.estimate import Turns, _taken
+from meshwright.planning.graph import GraphTensor
+from meshwright.planning.pipelined.cost import Staging, _is_cut
 from meshwright.planning.pipelined.sections import Section, sections_of
 from meshwright.planning.pipelined.ticking import Passes, step_s
 from meshwright.planning.traced_graph import graph_of_step
 from meshwright.stages.table import table_of
-from meshwright.targets.hardware import hardware_of
+from meshwright.targets.hardware import Hardware, hardware_of
 from meshwright.targets.target import Target
 from meshwright.units import bytes_text
 
@@ -36,11 +43,11 @@ def loss(params, ids):
     return jnp.mean((x @ params["last"]) ** 2)
 
 
-def program_of(width=WIDTH, hidden=HIDDEN, words=WORDS):
+def program_of(width=WIDTH, hidden=HIDDEN, words=WORDS, blocks=BLOCKS):
     block = {"up": shape(width, hidden), "down": shape(hidden, width)}
     params = {
         "first": shape(words, width),
-        "blocks": [dict(block) for _ in range(BLOCKS)],
+        "blocks": [dict(block) for _ in range(blocks)],
         "last": shape(width, words),
     }
     return mw.jax_program(loss, params, optax.adam(1e-3))
@@ -180,6 +187,81 @@ def test_a_model_axis_costs_what_is_computed_for_nothing():
     assert "micro-batches: 6 ticks" in str(split)
     assert split.step_time_s > 0
     assert 0 < split.mfu < 1
+
+
+GUESS = Hardware(
+    "guess",
+    (("float32", 1e9),),
+    memory_bandwidth_bytes_per_s=1e12,
+    links=(Link("shared", "switch", 1e10, 1e-6),),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])  # the first of two loops
+def test_a_compiled_step_takes_the_branches_that_its_stages_take(schedule):
+    """Of ten blocks on four stages."""
+    program, ids = program_of(width=32, words=256, blocks=10), shape(16, TOKENS, dtype="int32")
+    strategy = mw.Sharded(
+        mw.Mesh({"stage": 4, "data": 2}),
+        batch="data",
+        unmatched="replicate",
+        pipeline=mw.Pipeline("stage", 4, schedule),
+    )
+    how = {"strategy": strategy, "target": "cpu:8", "hardware": GUESS}
+    compiled = mw.dry_run(program, ids, **how).estimate
+    modelled = mw.dry_run(program, ids, **how, compile=False).estimate
+    block, head = 3 * 2 * 2 * 16 * TOKENS * 32 * HIDDEN, 3 * 2 * 16 * TOKENS * 32 * 256
+    for found in (compiled, modelled):
+        assert found.sums.own_flops * 8 == pytest.approx(10 * block + head)
+    assert compiled.compute_s == pytest.approx(modelled.step_time_s, rel=0.15)
+    assert compiled.step_time_s == pytest.approx(modelled.step_time_s, rel=0.15)
+    assert compiled.mfu == pytest.approx(modelled.mfu, rel=0.15)
+
+
+def test_a_loop_of_the_loss_that_runs_as_often_as_there_are_ticks_counts_whole():
+    work = Operation("dot", "dot", "", flops=8.0, count=5)
+    body = work, replace(work, is_chosen=True)
+    of_loss, of_ticks = (
+        Loop("while", 5, body, path) for path in ("jit(step)/while", "jit(step)/shard_map/while")
+    )
+    found = _taken(Costs((of_loss, of_ticks)), [Turns(5, 0.25)])
+    assert found.flops == 2 * 40 + 40 + 40 / 4
+
+
+def test_a_table_is_as_idle_and_as_wide_as_the_shares_of_its_stages_say():
+    report = asked({"stage": 4, "data": 2}, 8)
+    shares = [share.flops_share for share in report.stages]
+    assert max(shares) > 1.05 * min(shares)  # the last one has the head
+    idle = report.ticks.idle_share(of_stages=shares)
+    assert idle > report.ticks.idle_share()
+    assert f"idle {idle:.1%}" in str(report)
+    assert f"idle {idle:.1%}" in report.to_html()
+    widths = {
+        float(width)
+        for width in re.findall(
+            r'width="([\d.]+)" height="20', tick_table_picture(report.ticks, shares)
+        )
+    }
+    assert len(widths) == 2
+    busy = sum(shares) / 4 * report.ticks.time() / report.ticks.time(of_stages=shares)
+    assert 1 - idle == pytest.approx(busy * (1 - report.ticks.idle_share()))
+
+
+def test_what_is_of_a_block_is_told_by_its_path_and_the_rest_is_cut_where_it_divides():
+    tensor = functools.partial(GraphTensor, dims=(None, None), itemsize=4)
+    staging = Staging(mw.Pipeline("stage", 4), 4, 2, frozenset(["block/kernel"]), ())
+
+    def is_cut(shape, path, role="parameter", owner=""):
+        of = tensor(path, shape=shape, role=role, owner=owner)
+        return _is_cut(of, of.nbytes, staging)
+
+    assert is_cut((512, 512), "head/kernel")  # of the dims that a block's kernel has
+    assert is_cut((512, 512), "m/head/kernel", "slot", "head/kernel")
+    assert not is_cut((512, 512), "block/kernel")
+    assert not is_cut((512, 512), "m/block/kernel", "slot", "block/kernel")
+    assert not is_cut((511, 513), "head/kernel")
+    assert not is_cut((4, 4), "head/bias")
 
 
 # Plans

@@ -28,7 +28,8 @@ class Operation:
     elementwise work and what reductions take. ``count`` says how often one step runs it, ``None``
     where a loop does not tell. ``collectives`` begin with it. ``ends`` names the instruction that
     began what this one waits for. ``again`` is what the compiler itself runs a second time, to hold
-    less.
+    less. ``is_chosen`` is what stands in a branch of a conditional, and ``share`` the part of its
+    runs in which a device takes that branch, where it is known.
     """
 
     name: str
@@ -44,15 +45,17 @@ class Operation:
     collectives: tuple[Collective, ...] = ()
     ends: str = ""
     again: bool = False
+    is_chosen: bool = False
+    share: float = 1.0
 
     @property
     def bytes(self) -> int:
         return self.bytes_read + self.bytes_written
 
     @property
-    def times(self) -> int:
+    def times(self) -> float:
         """How often it counts: once, where it is unknown."""
-        return 1 if self.count is None else self.count
+        return self.share * (1 if self.count is None else self.count)
 
     @property
     def layer(self) -> str:
@@ -65,11 +68,22 @@ class Operation:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of a compiled step: what one run of its body does, in the order of the schedule."""
+    """A loop of a compiled step: what one run of its body does, in the order of the schedule.
+
+    ``path`` is that of its instruction. ``is_chosen`` and ``share`` are as those of an operation;
+    a share of the loop itself is that of the branches in its body.
+    """
 
     name: str
     trips: int | None
     body: tuple[Operation | Loop, ...]
+    path: str = ""
+    is_chosen: bool = False
+    share: float = 1.0
+
+    def taking(self, share: float) -> Loop:
+        """The loop with a share of what its body has in branches."""
+        return replace(self, share=share, body=tuple(_shared(self.body, share)))
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,7 @@ class Costs:
     @property
     def bytes(self) -> int:
         """Bytes that one step reads and writes in the memory of one device."""
-        return sum(operation.times * operation.bytes for operation in self.operations)
+        return round(sum(operation.times * operation.bytes for operation in self.operations))
 
     @functools.cached_property
     def layers(self) -> tuple[LayerCost, ...]:
@@ -204,7 +218,8 @@ class _Walk:
                 result.append(self._loop(instruction, inside, count))
             elif instruction.opcode == "conditional":
                 branches = [self._called(name, count) for name in instruction.called]
-                result += max(branches, key=_weight, default=())
+                taken = max(branches, key=_weight, default=())
+                result += (replace(item, is_chosen=True) for item in taken)
             elif instruction.opcode == "call":
                 name = instruction.attribute(r"to_apply=%([\w.\-]+)") or instruction.called[0]
                 result += self._called(name, count)
@@ -221,7 +236,8 @@ class _Walk:
             self.unknown_loops.append(without_number(op_name_of(instruction)) or instruction.name)
         times = None if trips is None or count is None else count * trips
         body = instruction.attribute(r"body=%([\w.\-]+)") or ""
-        return Loop(instruction.name, trips, self._called(body, times))
+        path = op_name_of(instruction)
+        return Loop(instruction.name, trips, self._called(body, times), path)
 
     def _operation(
         self, instruction: Instruction, inside: Computation, count: int | None
@@ -291,6 +307,18 @@ class _Walk:
                 fused = self.module.computations[name]
                 for part in fused.instructions:
                     yield from self._seen(part, fused, count, fusion or instruction)
+
+
+def _shared(
+    program: Iterable[Operation | Loop], share: float, is_inside: bool = False
+) -> Iterator[Operation | Loop]:
+    """A body with a share of all that is in its branches."""
+    for item in program:
+        is_chosen = is_inside or item.is_chosen
+        if isinstance(item, Loop):
+            yield replace(item, body=tuple(_shared(item.body, share, is_chosen)))
+        else:
+            yield replace(item, share=share) if is_chosen else item
 
 
 def _ending_last(result: list[Operation | Loop]) -> tuple[Operation | Loop, ...]:

@@ -8,7 +8,7 @@ start and a done runs beside what lies between them; every other one is waited f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..targets.hardware import Hardware
 from .collectives import Collective
@@ -88,10 +88,22 @@ def run(program: Sequence[Operation | Loop], clock: Clock) -> Times:
     timeline = _Timeline(clock, frozenset(e.ends for e in program if isinstance(e, Operation)))
     for item in program:
         if isinstance(item, Loop):
-            timeline.spent.add(run(item.body, clock), 1 if item.trips is None else item.trips)
+            trips = 1 if item.trips is None else item.trips
+            timeline.spent.add(run(item.body, clock), item.share * trips)
+            if item.share != 1.0:
+                timeline.spent.add(run(_unchosen(item.body), clock), (1.0 - item.share) * trips)
         else:
             timeline.issue(item)
     return timeline.spent
+
+
+def _unchosen(program: Sequence[Operation | Loop]) -> list[Operation | Loop]:
+    """A schedule without what stands in branches."""
+    return [
+        replace(item, body=tuple(_unchosen(item.body))) if isinstance(item, Loop) else item
+        for item in program
+        if not item.is_chosen
+    ]
 
 
 class _Timeline:

@@ -10,7 +10,7 @@ from .mesh import Mesh
 from .params import Placed
 
 if TYPE_CHECKING:
-    from ..stages.staged import StageShare
+    from ..stages.shares import StageShare
     from ..stages.table import TickTable
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -138,11 +139,25 @@ class Estimate(Viewable):
 
 
 class Turns(NamedTuple):
-    """Of a loop that runs ``times`` times and whose text has all branches: the ``share`` of them
-    that is taken."""
+    """Of a loop over the ticks of a pipeline, which runs ``times`` times and whose text has all
+    branches: the ``share`` of them that is taken."""
 
     times: int
     share: float
+
+
+_OF_STAGES = re.compile(r"(^|/)shard_map/(.*/)?while$")  # stages are taken by hand, and each loops
+
+
+def _taken(costs: Costs, turns: Sequence[Turns]) -> Costs:
+    """Costs with the branches that are taken in the loops over ticks, which come in this order."""
+    left, program = list(turns), []
+    for item in costs.program:
+        is_next = isinstance(item, Loop) and left and item.trips == left[0].times
+        if is_next and _OF_STAGES.search(item.path):
+            item = item.taking(left.pop(0).share)
+        program.append(item)
+    return replace(costs, program=tuple(program))
 
 
 def estimate(
@@ -152,7 +167,7 @@ def estimate(
     model_flops: float | None = None,
     least_flops: float | None = None,
     recomputes: bool = True,
-    turns: Turns | None = None,
+    turns: Sequence[Turns] = (),
 ) -> Estimate:
     """How long the step would take on such hardware, and why.
 
@@ -161,8 +176,8 @@ def estimate(
     leaves replicated work out and ``replicated_share`` says how much there is. ``least_flops`` are
     the fewest of them that a compiler can leave: a step with less was misread, and has no times
     (:attr:`Estimate.errors`). Unless ``model_flops`` ``recomputes``, it has nothing that is
-    computed again. Of a loop with ``turns``, a share is taken. Numbers that the hardware lacks are
-    never made up.
+    computed again. Of loops over ticks with ``turns``, a share is taken. Numbers that the hardware
+    lacks are never made up.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> from meshwright.planning import compile_ahead
@@ -175,16 +190,11 @@ def estimate(
     >>> found.flops, found.step_time_s, found.missing
     (32768.0, None, ('links.shared.bytes_per_s',))
     """
-    costs = read_costs(compiled.text, compiled.axes)
+    costs = _taken(read_costs(compiled.text, compiled.axes), turns)
     links = links_of(compiled.target, hardware, compiled.axes)
     clock = Clock(hardware, compiled.target.platform, links)
     missing = _missing(costs, clock)
-    times, flops, done = run(costs.program, clock), costs.flops, costs.done_flops
-    for loop in costs.program if turns else ():
-        if isinstance(loop, Loop) and turns is not None and loop.trips == turns.times:
-            times.add(run(loop.body, clock), (turns.share - 1.0) * turns.times)
-            left_out = (1.0 - turns.share) * replace(costs, program=(loop,)).flops
-            flops, done = flops - left_out, done - left_out
+    times = run(costs.program, clock)
     split = None if model_flops is None else model_flops / compiled.target.num_devices
     again = costs.recompute_flops / costs.flops if costs.flops and recomputes else 0.0
     own = (costs.flops if split is None else split) * (1.0 - again)
@@ -193,7 +203,7 @@ def estimate(
     summed = Estimate(
         target=compiled.target,
         hardware=hardware.name,
-        flops=flops,
+        flops=costs.flops,
         recompute_flops=costs.recompute_flops,
         bytes=costs.bytes,
         compute_s=_total(
@@ -216,7 +226,7 @@ def estimate(
         sums=Sums(
             own,
             split if recomputes else None,
-            done,
+            costs.done_flops,
             times,
             None if least_flops is None else least_flops / compiled.target.num_devices,
             sum(operation.times * operation.elements for operation in costs.operations),
@@ -245,7 +255,7 @@ def with_shares(estimate: Estimate) -> Estimate:
     )
 
 
-def _total(parts: Iterable[tuple[float | None, int]]) -> float | None:
+def _total(parts: Iterable[tuple[float | None, float]]) -> float | None:
     total = 0.0
     for time_s, times in parts:
         if time_s is None:
@@ -256,7 +266,7 @@ def _total(parts: Iterable[tuple[float | None, int]]) -> float | None:
 
 def _communication(costs: Costs, clock: Clock) -> tuple[tuple[tuple[str, ...], float | None], ...]:
     """Seconds of all collectives over each set of axes, the longest first."""
-    groups: dict[tuple[str, ...], list[tuple[float | None, int]]] = {}
+    groups: dict[tuple[str, ...], list[tuple[float | None, float]]] = {}
     for operation in costs.operations:
         for one in operation.collectives:
             if one.axes:
@@ -279,7 +289,7 @@ def _heaviest(costs: Costs, clock: Clock) -> tuple[Heavy, ...]:
                 phase=operation.phase,
                 count=operation.count,
                 flops=n * operation.flops,
-                bytes=n * operation.bytes,
+                bytes=round(n * operation.bytes),
                 time_s=n * time_s,
             )
         )

@@ -28,7 +28,7 @@ class GraphTensor:
 
     ``role`` is "parameter", "slot", "state", "input" or "activation" (gradients are activations).
     No dim appears twice in one tensor. ``twin`` is the place of an array before that has the same
-    value, as where a block is computed again.
+    value, as where a block is computed again. ``owner`` is the parameter that a slot belongs to.
     """
 
     path: str
@@ -37,6 +37,7 @@ class GraphTensor:
     itemsize: int
     role: str = "activation"
     twin: int | None = None
+    owner: str = ""
 
     @property
     def nbytes(self) -> int:

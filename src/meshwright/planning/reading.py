@@ -93,7 +93,7 @@ def read(
         model_flops=whole,
         least_flops=least,
         recomputes=staged is None,
-        turns=None if staged is None else turns_of(staged),
+        turns=() if staged is None else turns_of(staged),
     )
     return DryRun(
         name=described.program.name,

@@ -22,7 +22,7 @@ from .measurement import Measured
 from .throughput import Fed, Price, per_s, price
 
 if TYPE_CHECKING:
-    from ..stages.staged import StageShare
+    from ..stages.shares import StageShare
     from ..stages.table import TickTable
     from .search.plan import Plan
 

@@ -19,6 +19,7 @@ from .ahead import trace
 from .graph import Graph, GraphDim, GraphTensor, Joint, Operation
 
 _NEVER_SPLIT = ("seed", "metric")
+_PARTS = {"parameter": "params", "slot": "slots", "metric": "metrics"}  # by role
 
 
 def graph_of_step(described: AbstractStep) -> Graph:
@@ -44,13 +45,15 @@ def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
             f"laid out over {mesh.size} ({mesh.axes_text}). Use a mesh whose axes all have size 1."
         )
     traced = trace(described.jitted, (described.state, described.batch), Target.of("cpu:1"))
-    by_path = {}
+    by_path = {}  # and part: a slot may be called as its parameter is
     for order, placed in enumerate(described.placed):
         info, names = placed.info, placed.names or placed.info.names
-        by_path[info.path] = Argument(
+        part = _PARTS.get(info.role, "state")
+        by_path[part, info.path] = Argument(
             info.path, info.role, names.names if names else None, info.owner, order
         )
-    state = [by_path[path[-1].key] for path, _ in jax.tree.leaves_with_path(described.state)]
+    leaves = jax.tree.leaves_with_path(described.state)
+    state = [by_path[path[0].name, path[-1].key] for path, _ in leaves]
     leaves = jax.tree.leaves_with_path(described.batch)
     inputs = [Argument(input_path(path), "input") for path, _ in leaves]
     needed = traced.jaxpr.replace(jaxpr=_compat.without_dead_code(traced.jaxpr))
@@ -108,7 +111,7 @@ def unknown_kinds(graph: Graph) -> tuple[str, ...]:
 def _begin(record: Record, variables: Sequence[Any], arguments: Sequence[Argument]) -> list[Value]:
     """The arguments, joined already where a slot has an owner, or an author said so."""
     dims = [_dims(record, v, value) for v, value in zip(variables, arguments, strict=True)]
-    owners = {argument.path: place for place, argument in enumerate(arguments)}
+    owners = {a.path: place for place, a in enumerate(arguments) if a.role == "parameter"}
     named: dict[str, Dim] = {}
     values = []
     for place, argument in enumerate(arguments):
@@ -142,6 +145,7 @@ class _Assembled:
             for argument, value in zip(arguments, values, strict=True)
             if value.tensor is not None
         ]
+        self._owners = {place: argument.owner or "" for argument, place in self._arguments}
         used = [place for _, place in self._arguments]
         used += [place for done in record.done for place in (*done.operands, *done.results)]
         self._tensors = {place: number for number, place in enumerate(sorted(set(used)))}
@@ -174,7 +178,10 @@ class _Assembled:
         tensor: Tensor = self._record.tensors[place]
         dims = tuple(None if one is None else self._dims[one] for one in self._labels[place])
         twin = None if tensor.twin is None else self._tensors.get(tensor.twin)
-        return GraphTensor(tensor.path, dims, tensor.shape, tensor.itemsize, tensor.role, twin)
+        owner = self._owners.get(place, "")
+        return GraphTensor(
+            tensor.path, dims, tensor.shape, tensor.itemsize, tensor.role, twin, owner
+        )
 
     def _operation(self, done: Done) -> Operation:
         joints = [

@@ -22,16 +22,15 @@ from .pipeline import Pipeline
 from .running import Taken
 from .segments import Packed
 from .setting import laid_exactly
+from .shares import StageShare, with_bytes
 from .staged import (
     Staged,
-    StageShare,
     abstract_of,
     faults_of,
     leaves_of,
     over_stacks,
     shape_of,
     traced_of,
-    with_bytes,
 )
 
 

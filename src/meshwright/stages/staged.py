@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from ..errors import BatchError, PipelineError
 from ..layouts.placement import Placement
@@ -20,25 +20,12 @@ from .plan import TickPlan
 from .running import Runner, Taken
 from .segments import Segments
 from .setting import Setting, runs_alone
+from .shares import StageShare, equal_shares, unequal_shares, with_bytes
 from .stacking import Stacking
 from .table import TickTable
 from .unequal import UnequalRunner
 
 _FAR_LESS = 0.6  # of the FLOPs of the busiest stage, below which stages differ rather
-
-
-class StageShare(NamedTuple):
-    """What one stage has: its blocks, or the parameters that it reads, its share of the forward
-    pass's FLOPs, and the bytes of the weights and slots that no other stage has."""
-
-    stage: int
-    blocks: tuple[int, ...]
-    before: bool  # whether it computes what comes before the blocks
-    after: bool
-    flops_share: float
-    params: tuple[str, ...] = ()  # what a stage that differs reads
-    kind: Literal["stage", "branches"] = "stage"
-    held_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +71,12 @@ class Staged:
         cut = _cut(program, traced, placement, pipeline)
         if isinstance(cut, Segments):
             stacking: Stacking = Packing.by_owner(program, placement, pipeline.axis, cut.owner)
-            functions, dealt, shares = cut, cut.cuts, _unequal_shares(cut)
+            functions, dealt, shares = cut, cut.cuts, unequal_shares(cut)
             flops = 0.0, max(cut.flops), 0.0
         else:
             blocks, dealt = cut
             stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, dealt)
-            functions, shares = blocks.functions, _shares(blocks, dealt)
+            functions, shares = blocks.functions, equal_shares(blocks, dealt)
             flops = blocks.functions.flops
         return cls(
             program,
@@ -108,6 +95,12 @@ class Staged:
     def ticks(self) -> TickTable | None:
         """What each stage does at each tick of a step, where stages take turns."""
         return self.pipeline.table(self.placement.mesh[self.pipeline.axis])
+
+    @property
+    def skips(self) -> bool:
+        """Whether a stage leaves out what it has no work for."""
+        placement = self.placement
+        return runs_alone(dict(placement.mesh.axes), self.pipeline.axis, placement.batch_axes)
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is cut into micro-batches: not one that is smaller than the example and
@@ -386,40 +379,6 @@ def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipe
             f"{stages * repeats - 1} cuts; received {list(pipeline.cuts)}."
         )
     return Deal(stages, repeats, sizes)
-
-
-def _unequal_shares(segments: Segments) -> tuple[StageShare, ...]:
-    total = sum(segments.flops) or 1.0
-    return tuple(
-        StageShare(
-            stage,
-            (),
-            stage == 0,
-            stage == segments.count - 1,
-            flops / total,
-            tuple(segments.params[stage]),
-        )
-        for stage, flops in enumerate(segments.flops)
-    )
-
-
-def _shares(blocks: Blocks, deal: Deal) -> tuple[StageShare, ...]:
-    before, block, after = blocks.functions.flops
-    total = before + block * blocks.count + after or 1.0
-    shares = []
-    for stage in range(deal.stages):
-        is_first, is_last, own = stage == 0, stage == deal.stages - 1, deal.blocks_of(stage)
-        flops = block * len(own) + before * is_first + after * is_last
-        shares.append(StageShare(stage, own, is_first, is_last, flops / total))
-    return tuple(shares)
-
-
-def with_bytes(shares: Sequence[StageShare], stacking: Stacking) -> tuple[StageShare, ...]:
-    """Stages with the bytes that each holds."""
-    sizes = stacking.bytes_by_stage(len(shares))
-    return tuple(
-        share._replace(held_bytes=nbytes) for share, nbytes in zip(shares, sizes, strict=True)
-    )
 
 
 def over_stacks(program: Program, stacking: Stacking) -> Program:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -85,28 +85,48 @@ class TickTable(Viewable):
 
     # How long it takes
 
-    def time(self, forward: float = 1.0, backward: float = 1.0, weights: float = 1.0) -> float:
+    def time(
+        self,
+        forward: float = 1.0,
+        backward: float = 1.0,
+        weights: float = 1.0,
+        of_stages: Sequence[float] = (),
+    ) -> float:
         """How long a step takes, from the times of one micro-batch's passes through one stage.
 
         ``backward`` is the time of the gradients that are sent on, ``weights`` that of the weights'
-        gradients; the same unit goes in and comes out.
+        gradients; the same unit goes in and comes out. ``of_stages`` says of each stage how many
+        times as long its passes take; equally long by default.
 
         >>> table_of("gpipe", stages=4, micro_batches=16).time(1, 2, 0)
         57.0
         """
         costs = self._costs(forward, backward, weights)
-        return sum(max(sum(costs[w.kind] for w in works) for works in row) for row in self.ticks)
+        long = of_stages or (1.0,) * self.stages
+        return sum(
+            max(
+                times * sum(costs[work.kind] for work in works)
+                for times, works in zip(long, row, strict=True)
+            )
+            for row in self.ticks
+        )
 
     def idle_share(
-        self, forward: float = 1.0, backward: float = 1.0, weights: float = 1.0
+        self,
+        forward: float = 1.0,
+        backward: float = 1.0,
+        weights: float = 1.0,
+        of_stages: Sequence[float] = (),
     ) -> float:
         """The share of a step in which a device waits, on the average over all stages.
 
-        >>> round(table_of("zero_bubble", stages=4, micro_batches=16).idle_share(), 3)
-        0.059
+        >>> table = table_of("zero_bubble", stages=4, micro_batches=16)
+        >>> round(table.idle_share(), 3), round(table.idle_share(of_stages=[1, 1, 1, 2]), 3)
+        (0.059, 0.412)
         """
-        busy = self.micro_batches * (forward + backward + weights)
-        return 1 - busy / self.time(forward, backward, weights)
+        mean = sum(of_stages) / self.stages if of_stages else 1.0
+        busy = mean * self.micro_batches * (forward + backward + weights)
+        return 1 - busy / self.time(forward, backward, weights, of_stages)
 
     def _costs(self, forward: float, backward: float, weights: float) -> dict[Kind, float]:
         whole = backward if self.splits_backward else backward + weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..text.ticks import MARKS, tick_table_title
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _MARGIN, _NAMES, _HIGH = 24.0, 64.0, 24.0
 _WIDE, _NARROW = 22.0, 2.0  # of a pass
 _NUMBERED = 64  # passes of a stage, up to which each has its number
+_ROOM = 14.0  # of a number
 _HUES = {"forward": 0, "backward": 1, "weights": 2}  # pieces of the palette
 _LEGEND = {"forward": "forward", "backward": "backward", "weights": "gradients of weights"}
 
@@ -29,16 +31,21 @@ def tick_table_svg(table: TickTable) -> str:
     return _drawn(table, _WIDE, PAPER, RULE)
 
 
-def tick_table_picture(table: TickTable) -> str:
-    """The same for a page, without a paper of its own; of many ticks without numbers."""
-    starts = _starts(table, 1.0)
+def tick_table_picture(table: TickTable, of_stages: Sequence[float] = ()) -> str:
+    """The same for a page, without a paper of its own; of many ticks without numbers. A pass is as
+    wide as the share of the FLOPs that its stage has, if ``of_stages`` says them."""
+    starts = _starts(table, [1.0] * table.stages)
     wide = _WIDE if starts[-1] - starts[0] <= _NUMBERED else _NARROW
-    return _drawn(table, wide, "none", "none")
+    return _drawn(table, wide, "none", "none", of_stages)
 
 
-def _drawn(table: TickTable, wide: float, paper: str, rule: str) -> str:
+def _drawn(
+    table: TickTable, most: float, paper: str, rule: str, of_stages: Sequence[float] = ()
+) -> str:
     canvas = Canvas("ticks")
-    title = tick_table_title(table)
+    title = tick_table_title(table, of_stages)
+    largest = max(of_stages, default=0.0) or 1.0
+    wide = [most * share / largest for share in of_stages] or [most] * table.stages
     y = _MARGIN + 18
     canvas.text(_MARGIN, y, title, 15, font_weight=700, fill=INK)
     y += 14
@@ -46,7 +53,7 @@ def _drawn(table: TickTable, wide: float, paper: str, rule: str) -> str:
     for stage in range(table.stages):
         canvas.text(_MARGIN, y + 16, f"stage {stage}", 12, fill=SOFT)
         canvas.line([(_MARGIN + _NAMES, y + _HIGH), (starts[-1], y + _HIGH)], stroke=RULE)
-        _stage(canvas, table, stage, starts, y, wide)
+        _stage(canvas, table, stage, starts, y, wide[stage], most == _WIDE)
         y += _HIGH
     y, x = y + 24, _MARGIN
     for kind, text in _LEGEND.items():
@@ -59,29 +66,37 @@ def _drawn(table: TickTable, wide: float, paper: str, rule: str) -> str:
 
 
 def _stage(
-    canvas: Canvas, table: TickTable, stage: int, starts: list[float], y: float, wide: float
+    canvas: Canvas,
+    table: TickTable,
+    stage: int,
+    starts: list[float],
+    y: float,
+    wide: float,
+    is_numbered: bool,
 ) -> None:
     """The passes of one stage; those without numbers are one shape for each kind."""
     shapes: dict[str, list[list[Point]]] = defaultdict(list)
     for x, row in zip(starts, table.ticks, strict=False):
         for work in row[stage]:
-            if wide < _WIDE:
+            if not is_numbered:
                 low, high, right = y + 2, y + _HIGH - 2, x + wide
                 shapes[work.kind].append([(x, low), (right, low), (right, high), (x, high)])
             else:
                 colours = paint(_HUES[work.kind], 8)
-                canvas.rect(x, y + 2, wide - 1, _HIGH - 4, rx=2, fill=colours.fill)
-                canvas.text(x + 3, y + 16, str(work.micro_batch), 10, fill=colours.ink)
+                canvas.rect(x, y + 2, max(1.0, wide - 1), _HIGH - 4, rx=2, fill=colours.fill)
+                if wide >= _ROOM:
+                    canvas.text(x + 3, y + 16, str(work.micro_batch), 10, fill=colours.ink)
             x += wide
     for kind, of_kind in shapes.items():
         canvas.polygons(of_kind, fill=paint(_HUES[kind], 8).fill)
 
 
-def _starts(table: TickTable, wide: float) -> list[float]:
-    """Where each tick begins, and where the last one ends."""
+def _starts(table: TickTable, wide: Sequence[float]) -> list[float]:
+    """Where each tick begins, and where the last one ends, by the widths of each stage's passes."""
     starts = [_MARGIN + _NAMES]
     for row in table.ticks:
-        starts.append(starts[-1] + wide * max(1, *map(len, row)))
+        widths = [len(works) * each for works, each in zip(row, wide, strict=True)]
+        starts.append(starts[-1] + max(min(wide), *widths))
     return starts
 
 

@@ -25,7 +25,9 @@ def stages_section(run: DryRun) -> dict[str, object] | None:
         name, has, flops, held = stage_row(share)
         rows.append((name, has, Cell(flops, share.flops_share), Cell(held, share.held_bytes)))
     return {
-        "picture": Markup(tick_table_picture(run.ticks)),
+        "picture": Markup(
+            tick_table_picture(run.ticks, [share.flops_share for share in run.stages])
+        ),
         "table": element(
             "table", "stages-table", "What each stage computes, forward", columns, rows, None
         ),

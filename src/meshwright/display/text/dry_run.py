@@ -56,7 +56,8 @@ def dry_run_text(run: DryRun) -> Paragraphs:
     if run.estimate is not None:
         parts.append([_title("time of one step, estimated"), _time(run)])
     if run.stages:
-        title = "branches" if run.ticks is None else tick_table_title(run.ticks)
+        shares = [share.flops_share for share in run.stages]
+        title = "branches" if run.ticks is None else tick_table_title(run.ticks, shares)
         rows = [(name, flops, held, has) for name, has, flops, held in map(stage_row, run.stages)]
         parts.append([_title(title), Columns(rows, right=(1, 2))])
     if run.unexpected:

@@ -11,7 +11,7 @@ from .ticks import tick_table_text
 if TYPE_CHECKING:
     from ...layouts.explain import Explanation
     from ...layouts.params import Placed
-    from ...stages.staged import StageShare
+    from ...stages.shares import StageShare
 
 STAGE_HEADINGS = ("stage", "has", "FLOPs", "weights and slots")
 _HEADINGS = ("variable", "dims", "layout", "bytes per device", "why")
@@ -35,7 +35,8 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
         return paragraphs(*parts)
     stages = Columns([STAGE_HEADINGS, *map(stage_row, explanation.stages)], right=(2, 3))
     ticks = explanation.ticks
-    more = ("", tick_table_text(ticks).parts) if ticks is not None else ()
+    shares = [share.flops_share for share in explanation.stages]
+    more = ("", tick_table_text(ticks, shares).parts) if ticks is not None else ()
     return paragraphs(*parts, "", stages, *more)
 
 

@@ -14,8 +14,9 @@ MARKS = {"forward": "F", "backward": "B", "weights": "W"}
 _MOST = 24  # ticks in a line
 
 
-def tick_table_text(table: TickTable) -> Paragraphs:
-    """Every tick of every stage, in blocks of lines that fit a page."""
+def tick_table_text(table: TickTable, of_stages: Sequence[float] = ()) -> Paragraphs:
+    """Every tick of every stage, in blocks of lines that fit a page; ``of_stages`` are the shares
+    of FLOPs."""
     rows: list[list[str]] = [[] for _ in range(table.stages)]
     for row in table.ticks:
         for cells, works in zip(rows, row, strict=True):
@@ -30,15 +31,16 @@ def tick_table_text(table: TickTable) -> Paragraphs:
     kinds = "F forward, B backward, W gradients of weights" if table.splits_backward else ""
     legend = kinds or "F forward, B backward"
     runs = "; the number after the point is the run of blocks" if table.repeats > 1 else ""
-    return paragraphs(Line(tick_table_title(table), "bold"), blocks, f"{legend}{runs}")
+    title = Line(tick_table_title(table, of_stages), "bold")
+    return paragraphs(title, blocks, f"{legend}{runs}")
 
 
-def tick_table_title(table: TickTable) -> str:
-    """The table in one line."""
+def tick_table_title(table: TickTable, of_stages: Sequence[float] = ()) -> str:
+    """The table in one line: what is idle as the shares of FLOPs of its stages have it."""
     runs = f", {table.repeats} runs of blocks each" if table.repeats > 1 else ""
     return (
         f"{table.schedule}: {table.stages} stages{runs}, {table.micro_batches} micro-batches, "
-        f"{len(table.ticks)} ticks, idle {table.idle_share():.1%}, "
+        f"{len(table.ticks)} ticks, idle {table.idle_share(of_stages=of_stages):.1%}, "
         f"at most {max(table.in_flight)} in flight"
     )
 

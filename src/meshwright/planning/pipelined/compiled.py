@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...stages.deal import Deal
+from ...stages.plan import TickPlan
 from ...stages.staged import Staged
+from ...stages.table import LATE_WEIGHTS, TickTable
 from ..estimate import Turns
 from .ticking import Passes, step_s, together
 
 
-def skips(staged: Staged) -> bool:
-    """Whether stages leave out what they have no work for: where XLA splits rows alone."""
-    placement = staged.placement
-    split = {axis for axis, size in placement.mesh.axes if size > 1}
-    return split <= {staged.pipeline.axis, *placement.batch_axes}
-
-
-def turns_of(staged: Staged) -> Turns | None:
-    """The share of its loop over ticks that a pipeline takes, where stages skip what they have no
-    work for: each tick is as long as its busiest stage, by FLOPs. ``None`` where none is skipped.
+def turns_of(staged: Staged) -> tuple[Turns, ...]:
+    """The share of its branches that each loop over ticks of a pipeline takes, where stages skip
+    what they have no work for: a tick is as long as its busiest stage, by FLOPs. Empty where none
+    is skipped.
     """
-    table, pipeline = staged.ticks, staged.pipeline
-    if table is None or not skips(staged):
-        return None
+    table = staged.ticks
+    if table is None or not staged.skips:
+        return ()
+    return tuple(_turns(staged, table))
+
+
+def _turns(staged: Staged, table: TickTable) -> Iterator[Turns]:
+    pipeline, passes = staged.pipeline, _passes(staged)
+    plan = TickPlan.of(table, keeps_results=not pipeline.recomputes)
+    for loop in plan.loops(skips=True):
+        part = replace(table, ticks=table.ticks[loop.first : loop.end])
+        every = len(part.ticks) * _written(part, passes)
+        yield Turns(len(part.ticks), step_s(part, passes).work / every if every else 1.0)
+
+
+def _written(part: TickTable, passes: Passes) -> float:
+    """FLOPs in the text of one tick: where some gradients of weights wait, it has a backward pass
+    with them and one without, and those that waited."""
+    every = sum(together(part, {work.kind for _, _, work in part.works()}, passes))
+    if not part.splits_backward:
+        return every
+    alone = passes.blocks_backward + passes.recomputes * passes.blocks_forward
+    return every + alone + LATE_WEIGHTS * passes.blocks_weights
+
+
+def _passes(staged: Staged) -> Passes:
+    """FLOPs of the passes through a stage."""
     before, block, after = staged.flops
-    run = block * max(1, *(len(share.blocks) for share in staged.shares))
-    passes = Passes(
+    most, filled = 1, tuple[float, ...]()
+    if isinstance(deal := staged.dealt, Deal):
+        most, filled = deal.most * deal.repeats, tuple(size / deal.most for size in deal.sizes)
+    run = block * most
+    return Passes(
         enter=before,
         blocks_forward=run,
         blocks_backward=run,
@@ -31,10 +58,8 @@ def turns_of(staged: Staged) -> Turns | None:
         at_loss=3 * after,
         at_input=3 * before,
         send=0.0,
-        recomputes=pipeline.recomputes + staged.recompute_blocks,
-        waits_for_loss=pipeline.recomputes,
+        recomputes=staged.pipeline.recomputes + staged.recompute_blocks,
+        waits_for_loss=staged.pipeline.recomputes,
         skips=True,
+        filled=filled,
     )
-    kinds = {work.kind for _, _, work in table.works()}
-    every = len(table.ticks) * sum(together(table, kinds, passes))
-    return Turns(len(table.ticks), step_s(table, passes).work / every if every else 1.0)

@@ -17,6 +17,7 @@ import numpy as np
 from ...hlo.collectives import Collective
 from ...hlo.links import collective_s, links_of
 from ...hlo.text import Array
+from ...layouts.zero import SMALL_ELEMENTS
 from ...stages.pipeline import Pipeline
 from ...stages.plan import TickPlan
 from ...stages.table import TickTable
@@ -24,7 +25,7 @@ from ...targets.hardware import Hardware
 from ...targets.target import Target
 from ..analytic.assignment import Assignment
 from ..analytic.operation_costs import CollectiveCost, DeviceWork, device_work
-from ..graph import Graph, Operation
+from ..graph import Graph, GraphTensor, Operation
 from ..search.terms import parameter_talks, resting_bytes
 from .sections import Name, Phase, Section, sections_of
 from .ticking import Passes, of_stage, step_s
@@ -40,7 +41,7 @@ class Staging:
     ``sent_bytes`` are those of each array that a stage passes on of a micro-batch, in one device.
     ``skips`` says whether a stage leaves out what it has no work for: else ticks in which stages
     have other kinds of work are loops of their own. ``filled`` is the share of its places for
-    blocks that each run has, where not all are.
+    blocks that each run has, where not all are, and ``count`` says how many blocks all stages have.
     """
 
     pipeline: Pipeline
@@ -50,6 +51,7 @@ class Staging:
     sent_bytes: tuple[int, ...]
     skips: bool = True
     filled: tuple[float, ...] = ()
+    count: int | None = None
 
     @functools.cached_property
     def table(self) -> TickTable:
@@ -300,13 +302,21 @@ def _others(assignment: Assignment, staging: Staging) -> list[int]:
 
 def _resting(assignment: Assignment, staging: Staging) -> int:
     """State and inputs of a device. What is not of a block lies in pieces over the stages."""
-    problem, whole = assignment.problem, 0
-    own = {t.shape for t in problem.graph.tensors if t.path in staging.block_paths}
-    for place, tensor in enumerate(problem.graph.tensors):
+    whole = 0
+    for place, tensor in enumerate(assignment.problem.graph.tensors):
         if tensor.role in _RESTING:
-            is_cut = tensor.role in ("parameter", "slot") and tensor.shape not in own
-            whole += _held(assignment, place) // (staging.stages if is_cut else 1)
+            held = _held(assignment, place)
+            whole += held // staging.stages if _is_cut(tensor, held, staging) else held
     return whole
+
+
+def _is_cut(tensor: GraphTensor, held: int, staging: Staging) -> bool:
+    """Whether an array, of which a device has ``held`` bytes, lies in pieces over the stages."""
+    of = {"parameter": tensor.path, "slot": tensor.owner}.get(tensor.role)
+    if of is None or of in staging.block_paths:
+        return False
+    divides = any(size % staging.stages == 0 for size in tensor.shape)
+    return divides and held > SMALL_ELEMENTS * tensor.itemsize
 
 
 def _held(assignment: Assignment, place: int) -> int:

@@ -21,7 +21,6 @@ from ..estimate import Estimate, with_shares
 from ..reading import sizes
 from ..report import DryRun, Memory
 from ..search.choices import Choices, remat_of
-from .compiled import skips
 from .cost import PipelineCost, Staging, pipeline_cost, sent_bytes
 from .sections import Section, sections_of
 
@@ -95,8 +94,9 @@ def staged_assignment(
         blocks=blocks,
         block_paths=frozenset(path for paths in repeats.blocks[:blocks] for path in paths),
         sent_bytes=sent_bytes(staged.sent, placement.batch_shards),
-        skips=skips(staged),
-        filled=tuple(size / most for size in deal.sizes) if skips(staged) else (),
+        skips=staged.skips,
+        count=deal.count,
+        filled=tuple(size / most for size in deal.sizes) if staged.skips else (),
     )
     return replace(assignment, choices=choices), staging
 
@@ -188,11 +188,12 @@ def _estimate(
 
 
 def _own_flops(assignment: Assignment, staging: Staging) -> float:
-    """FLOPs of the whole model, all stages together."""
+    """FLOPs of the whole model, all stages together; places that are left empty have none."""
     graph = assignment.problem.graph
     sections = sections_of(graph, staging.block_paths)
+    as_many = staging.stages if staging.count is None else staging.count / staging.blocks
     return sum(
-        operation.flops * operation.times * (staging.stages if section.name == "blocks" else 1)
+        operation.flops * operation.times * (as_many if section.name == "blocks" else 1)
         for operation, section in zip(graph.operations, sections, strict=True)
     )
 

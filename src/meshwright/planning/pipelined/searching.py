@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...stages.pipeline import Pipeline
+from ...stages.setting import runs_alone
 from ..analytic.assignment import Assignment
 from ..graph import Graph
 from ..search.branch_and_bound import search_for
@@ -135,7 +136,7 @@ def _scheduled(
     assignment = Assignment(problem, setting, choices, full, ())
     over = int(assignment.lay.batch[0])
     pieces = int(setting.size_of[over])
-    is_skipping = pieces * size == int(setting.size_of[-1])
+    is_skipping = runs_alone(dict(axes), AXIS, assignment.named(over))
     if rows % (count * pieces):
         return
     sent = tuple(round(nbytes * rows / count / pieces) for nbytes in cut.row_bytes)
