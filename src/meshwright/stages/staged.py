@@ -9,6 +9,8 @@ from typing import Any
 from ..errors import BatchError, PipelineError
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
+from ..units import bytes_text
+from ..warn import warn
 from .apart import apart
 from .cuts import line_cuts, sizes_of, warn_of_loop
 from .deal import Deal
@@ -111,6 +113,25 @@ class Staged:
             rows >= most or rows % (self.pipeline.micro_batches * self.placement.batch_shards) == 0
         )
 
+    def warn_of_none(self, rows: int) -> None:
+        """Say what a step costs that takes a batch without stages."""
+        kind = self.shares[0].kind
+        placed = self.placement.place(self.whole.params)
+        nbytes = 2 * sum(entry.bytes_per_device for entry in placed)
+        warn(
+            f"a batch of {rows} rows does not divide into {self._pieces_text}: its step takes no "
+            f"{kind if kind == 'branches' else 'stages'}. Each device gathers all weights and makes "
+            f"all gradients, {bytes_text(nbytes)}. If that is too much, leave the last rows of the "
+            "data out, or choose a batch size that divides the data."
+        )
+
+    @property
+    def _pieces_text(self) -> str:
+        count, pieces = self.pipeline.micro_batches, self.placement.batch_shards
+        micros = f"micro_batches={count}" if self.ticks else ""
+        over = f"{pieces} pieces of the batch" if pieces > 1 else ""
+        return " over ".join(filter(None, (micros, over)))
+
     def gradients(self, whole: TrainState, batch: Batch) -> Taken:
         """The gradients of a step of a state with stacks; inside a traced function.
 
@@ -206,10 +227,9 @@ class Staged:
         if rows % (count * pieces):
             below = rows // (count * pieces) * count * pieces
             nearest = " and ".join(str(n) for n in (below, below + count * pieces) if n)
-            over = f" over {pieces} pieces of the batch" if pieces > 1 else ""
             raise BatchError(
-                f"a batch of {rows} does not divide into micro_batches={count}{over}. The nearest "
-                f"sizes that do: {nearest}."
+                f"a batch of {rows} does not divide into {self._pieces_text}. The nearest sizes "
+                f"that do: {nearest}."
             )
         spec, axes = jax.sharding.PartitionSpec, self.placement.batch_axes
         mesh = self.placement.mesh.jax_mesh

@@ -51,7 +51,7 @@ from .gradient import Gradient, gradient
 from .local import DiLoCo, local_step, with_outer
 from .nan_guard import StandStill
 from .options import PLAIN, StepOptions
-from .padding import Padded
+from .padding import Padded, rows_of
 from .several import several, together
 from .sharing import Sharing, shared
 from .spatial import guarded
@@ -381,6 +381,7 @@ def _by_stages(staged: Staged, program: Program, sharing: Sharing, differentiate
     def gradients(whole: TrainState, batch: Batch) -> Taken:
         if not isinstance(batch, Padded) and staged.takes(batch):
             return staged.gradients(whole, batch)
+        staged.warn_of_none(rows_of(batch))
         aux, grads = differentiate(whole.params, whole, batch)
         return grads, aux.state, *program.measure(aux.metrics, aux, batch)
 
