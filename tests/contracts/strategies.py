@@ -52,6 +52,7 @@ class Row:
     inputs: Any = None
     zero: int = 0
     core: bool = False  # asked with more optimizers
+    pipeline: mw.Pipeline | mw.Branches | None = None
 
     @property
     def is_asked_all(self) -> bool:
@@ -65,7 +66,14 @@ class Row:
             for pattern, specs in self.layouts.items()
             if pattern.startswith(_LAYERS[self.subject])  # a rule that places nothing is an error
         }
-        return mw.Sharded(mesh, layouts, batch=self.batch, inputs=self.inputs, zero=self.zero)
+        return mw.Sharded(
+            mesh,
+            layouts,
+            batch=self.batch,
+            inputs=self.inputs,
+            zero=self.zero,
+            pipeline=self.pipeline,
+        )
 
     @property
     def of(self) -> Subject:
@@ -126,6 +134,45 @@ def tokens() -> keras.Model:
     )
 
 
+def chain() -> keras.Model:
+    """Eight equal blocks between two layers that differ, some of them kernels for ZeRO."""
+    layers = keras.layers
+    blocks = [layers.Dense(24, activation="tanh", name=f"block{n}") for n in range(8)]
+    return classifier(
+        "chain", keras.Input([12]), layers.Dense(24, activation="gelu", name="first"), *blocks
+    )
+
+
+def lines() -> keras.Model:
+    """Equal blocks over rows of several positions, which lie in pieces."""
+    layers = keras.layers
+    blocks = [layers.Dense(8, activation="tanh", name=f"block{n}") for n in range(4)]
+    first = layers.Dense(8, activation="gelu", name="first")
+    last = layers.GlobalAveragePooling1D()
+    return classifier("lines", keras.Input([6, 3]), first, *blocks, last)
+
+
+def levels() -> keras.Model:
+    """Layers of which no two are alike."""
+    layers = keras.layers
+    widths = (16, 20, 12, 24)
+    dense = [layers.Dense(w, activation="tanh", name=f"level{n}") for n, w in enumerate(widths)]
+    return classifier("levels", keras.Input([12]), *dense)
+
+
+def towers() -> keras.Model:
+    """Three branches between a layer that all of them read and one that reads all."""
+    layers = keras.layers
+    inputs = keras.Input([12])
+    first = layers.Dense(16, activation="tanh", name="first")(inputs)
+    made = [
+        layers.Dense(8, name=f"top{n}")(layers.Dense(w, activation="tanh", name=f"tower{n}")(first))
+        for n, w in enumerate((24, 16, 8))
+    ]
+    joined = layers.Concatenate(name="joined")(made)
+    return keras.Model(inputs, layers.Dense(4, name="output")(joined), name="towers")
+
+
 SUBJECTS = {
     "dense": Subject(dense, lambda draw, rows: draw.normal(size=[rows, 12])),
     "images": Subject(
@@ -138,6 +185,10 @@ SUBJECTS = {
         wide,
         lambda draw, rows: draw.normal(size=[rows, 16]),
     ),
+    "chain": Subject(chain, lambda draw, rows: draw.normal(size=[rows, 12])),
+    "lines": Subject(lines, lambda draw, rows: draw.normal(size=[rows, 6, 3])),
+    "levels": Subject(levels, lambda draw, rows: draw.normal(size=[rows, 12])),
+    "towers": Subject(towers, lambda draw, rows: draw.normal(size=[rows, 12])),
     "tokens": Subject(tokens, lambda draw, rows: draw.integers(0, 16, [rows, 6], "int32")),
 }
 
@@ -165,6 +216,10 @@ _LAYERS = {
     "wide": ("hidden", "middle", "output"),
     "images": ("conv", "strided", "output"),
     "tokens": ("words", "lstm", "output"),
+    "chain": ("first", "block", "output"),
+    "lines": ("first", "block", "output"),
+    "levels": ("level", "output"),
+    "towers": ("first", "tower", "top", "output"),
 }
 _VOCABULARY = {"words.embeddings": ["model", None]}
 _PADDED = {  # 12 and 4 over eight devices; test_padding_laws.py has more of these
@@ -218,6 +273,72 @@ STRATEGIES = [
         inputs=["batch", "rows", "cols", None],
         zero=3,
     ),
+]
+
+
+_BLOCKS = {"block.*kernel": [None, "model"], "block.*bias": ["model"]}
+
+
+def _piped(
+    name: str,
+    axes: dict[str, int],
+    pipeline: mw.Pipeline | mw.Branches,
+    subject: str = "chain",
+    layouts: dict[str, Any] | None = None,
+    **options: Any,
+) -> Row:
+    batch = "data" if "data" in axes else None
+    return Row(name, axes, subject, layouts or {}, batch, pipeline=pipeline, **options)
+
+
+# Every schedule with every number of stages that it has here, and each of them at least once
+# beside a data axis, a model axis, ZeRO and pieces of rows; not every pair of these.
+PIPELINES = [
+    _piped("stage2-gpipe-zero1", {"stage": 2, "data": 4}, mw.Pipeline("stage", 4, "gpipe"), zero=1),
+    _piped(
+        "stage4-gpipe-model",
+        {"stage": 4, "model": 2},
+        mw.Pipeline("stage", 4, "gpipe"),
+        layouts=_BLOCKS,
+    ),
+    _piped("stage8-gpipe", {"stage": 8}, mw.Pipeline("stage", 8, "gpipe", recompute=False)),
+    _piped(
+        "stage2-1f1b-model",
+        {"stage": 2, "data": 2, "model": 2},
+        mw.Pipeline("stage", 4),
+        layouts=_BLOCKS,
+    ),
+    _piped("stage4-1f1b-zero2", {"stage": 4, "data": 2}, mw.Pipeline("stage", 8), zero=2),
+    _piped("stage8-1f1b", {"stage": 8}, mw.Pipeline("stage", 16)),
+    _piped(
+        "stage2-circular-model",
+        {"stage": 2, "data": 2, "model": 2},
+        mw.Pipeline("stage", 4, "circular", 2),
+        layouts=_BLOCKS,
+    ),
+    _piped(
+        "stage4-circular-zero2",
+        {"stage": 4, "data": 2},
+        mw.Pipeline("stage", 8, "circular", 2),
+        zero=2,
+    ),
+    _piped(
+        "stage2-zero_bubble-zero1",
+        {"stage": 2, "data": 4},
+        mw.Pipeline("stage", 4, "zero_bubble"),
+        zero=1,
+    ),
+    _piped("stage4-zero_bubble", {"stage": 4, "data": 2}, mw.Pipeline("stage", 8, "zero_bubble")),
+    _piped("stage8-zero_bubble", {"stage": 8}, mw.Pipeline("stage", 8, "zero_bubble")),
+    _piped(
+        "stage2-1f1b-spatial",
+        {"stage": 2, "data": 2, "places": 2},
+        mw.Pipeline("stage", 4),
+        "lines",
+        inputs=["data", "places", None],
+    ),
+    _piped("stage2-unequal", {"stage": 2, "data": 4}, mw.Pipeline("stage", 4), "levels"),
+    _piped("branch2-towers", {"branch": 2, "data": 4}, mw.Branches("branch"), "towers"),
 ]
 
 

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from keras import optimizers
 from oracle import Native, OneDevice, compiled, largest_gap, made, weights
-from strategies import LAYOUTS, STRATEGIES, SUBJECTS, Row, rows
+from strategies import LAYOUTS, PIPELINES, STRATEGIES, SUBJECTS, Row, rows
+
+import meshwright as mw
 
 FULL_MARK = pytest.mark.full
 
@@ -80,8 +82,11 @@ def one_device(subject: str) -> Run:
 
 @functools.cache
 def sharded(name: str, way: str) -> Run:
-    row = next(row for row in STRATEGIES if row.name == name)
+    row = next(row for row in STRATEGIES + PIPELINES if row.name == name)
     strategy = row.strategy()
+    if row.pipeline is not None:  # the last ten rows take no stages, and it says so
+        with pytest.warns(mw.MeshwrightWarning, match=r"a batch of 10 rows .* takes no"):
+            return run(strategy, row.subject)
     return run(Native(strategy) if way == "native" else strategy, row.subject)
 
 
@@ -97,6 +102,9 @@ def _runs() -> list[Any]:
             always = row.name in ("model-dense",)
             marks = (group,) if always else (FULL_MARK, group)
             found.append(pytest.param(row, "native", id=f"{row.name}-native", marks=marks))
+    for row in PIPELINES:
+        marks = FULL_MARK, pytest.mark.xdist_group(row.name)
+        found.append(pytest.param(row, "strategy.fit", id=row.name, marks=marks))
     return found
 
 

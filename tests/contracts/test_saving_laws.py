@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from oracle import OneDevice, compiled, largest_gap, made, weights
-from strategies import LAYOUTS, Row, rows
+from strategies import LAYOUTS, PIPELINES, Row, rows
 
 import meshwright as mw
 from meshwright.testing import run_in_fresh_process
@@ -19,7 +19,16 @@ def _build(row: Row) -> Any:
     return compiled(row.of.build, lambda: keras.optimizers.SGD(0.05, momentum=0.9))
 
 
-@pytest.fixture(params=rows(always=("model-dense",), only=lambda row: row.name in LAYOUTS))
+_PIPED = [
+    pytest.param(row, id=row.name, marks=pytest.mark.full)
+    for row in PIPELINES
+    if row.name in ("stage4-1f1b-zero2", "stage2-unequal")
+]
+
+
+@pytest.fixture(
+    params=[*rows(always=("model-dense",), only=lambda row: row.name in LAYOUTS), *_PIPED]
+)
 def row(request: pytest.FixtureRequest) -> Row:
     return request.param
 

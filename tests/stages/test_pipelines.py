@@ -227,7 +227,7 @@ def test_a_smaller_last_batch_counts_as_it_does_without_stages():
     nbytes = 2 * sum(array.nbytes for array in jax.tree.leaves(small_transformer.params_of(4)))
     message = (
         rf"a batch of 6 rows .* micro_batches=4 over 2 pieces of the batch: its step takes no "
-        rf"stages. .* {bytes_text(nbytes)}\. If that is too much, leave the last rows of the data out"
+        rf"stages. .* {bytes_text(nbytes)}\. If that is too much, leave the last rows of the data"
     )
     with pytest.warns(mw.MeshwrightWarning, match=message) as said:
         found = trained({"stage": 2, "data": 2}, piped())

@@ -8,9 +8,10 @@ where it divides. Outside of a step every variable has its own path and its own 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import PipelineError
 from ..layouts.layout import Layout
@@ -152,11 +153,33 @@ class Stacking:
 
     def store(self, state: TrainState) -> TrainState:
         """The state as a step takes it; parts may lack some arrays."""
-        return _moved(self.stack, state, self.stored)
+        return self._moved("stack", state, self.stored)
 
     def restore(self, state: TrainState) -> TrainState:
         """The state with every array under its own path, in its own dims."""
-        return _moved(self.unstack, state, self.rest)
+        return self._moved("unstack", state, self.rest)
+
+    def _moved(
+        self, how: Literal["stack", "unstack"], state: TrainState, layouts: TrainState
+    ) -> TrainState:
+        """A state that is moved by a function that is compiled once for the arrays that it has."""
+        import jax
+
+        key = how, *map(frozenset, state)
+        if key not in self._movers:
+            function = getattr(self, how)
+            lies = TrainState(
+                *(
+                    {path: of[path].sharding for path in part}
+                    for part, of in zip(jax.eval_shape(function, state), layouts, strict=True)
+                )
+            )
+            self._movers[key] = jax.jit(function, out_shardings=lies)
+        return self._movers[key](state)
+
+    @functools.cached_property
+    def _movers(self) -> dict[Any, Any]:
+        return {}
 
     # Within traced functions
 
@@ -237,19 +260,6 @@ def shapes_of(infos: Sequence[ParamInfo]) -> Arrays:
     import jax.numpy as jnp
 
     return {info.path: jax.ShapeDtypeStruct(info.dims, jnp.dtype(info.dtype)) for info in infos}
-
-
-def _moved(function: Any, state: TrainState, layouts: TrainState) -> TrainState:
-    import jax
-
-    shapes = jax.eval_shape(function, state)
-    lies = TrainState(
-        *(
-            {path: of[path].sharding for path in part}
-            for part, of in zip(shapes, layouts, strict=True)
-        )
-    )
-    return jax.jit(function, out_shardings=lies)(state)
 
 
 def _stacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:

@@ -115,14 +115,14 @@ class Staged:
 
     def warn_of_none(self, rows: int) -> None:
         """Say what a step costs that takes a batch without stages."""
-        kind = self.shares[0].kind
+        kind = "branches" if self.ticks is None else "stages"
         placed = self.placement.place(self.whole.params)
         nbytes = 2 * sum(entry.bytes_per_device for entry in placed)
         warn(
             f"a batch of {rows} rows does not divide into {self._pieces_text}: its step takes no "
-            f"{kind if kind == 'branches' else 'stages'}. Each device gathers all weights and makes "
-            f"all gradients, {bytes_text(nbytes)}. If that is too much, leave the last rows of the "
-            "data out, or choose a batch size that divides the data."
+            f"{kind}. Each device gathers all weights and makes all gradients, "
+            f"{bytes_text(nbytes)}. If that is too much, leave the last rows of the data out, or "
+            "choose a batch size that divides the data."
         )
 
     @property

@@ -51,6 +51,7 @@ class LaidOut(_Distribution):
         self.how = how
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._inspected: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self._of_stages = how.stage_axes  # which no layout takes
         self._layer_spellings: dict[str, tuple[str, ...]] = {}  # of the model now being traced
         self._blocks: frozenset[str] = frozenset()  # of the same, Keras' paths
         if not placement.mesh.is_abstract:  # Keras' constructor asks JAX for its processes
@@ -186,7 +187,7 @@ class LaidOut(_Distribution):
         if model in self._inspected:
             return
         infos = self._all_infos([*self._models, model])
-        inspect(self.placement, infos, f"model {model.name!r}", self.how.stage_axes)
+        inspect(self.placement, infos, f"model {model.name!r}", self._of_stages)
         self._inspected.add(model)
 
     def _refuse_mistyped(self, models: list[keras.Model]) -> None:

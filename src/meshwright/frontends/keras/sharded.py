@@ -151,6 +151,7 @@ class Sharded(LaidOut, Replicas):
             return self
         plain = Sharded.from_placement(self.placement, replace(self.how, pipeline=None))
         plain._models, plain._inspected = self._models, self._inspected
+        plain._of_stages = self._of_stages
         return plain
 
     def __eq__(self, other: object) -> bool:
