@@ -31,7 +31,6 @@ import optax
 import meshwright as mw  # before Keras: it settles KERAS_BACKEND=jax
 from meshwright.layouts.params import Placed
 from meshwright.planning.abstract_step import abstract_step
-from meshwright.planning.dry_run import DryRun, dry_run
 from meshwright.planning.graph import Graph
 from meshwright.planning.search import Choices, cost
 from meshwright.planning.search.facts import batch_dim
@@ -259,11 +258,11 @@ CASES = {
 }  # fmt: skip
 
 
-def run(case: Case, blocks: Any) -> DryRun:
+def run(case: Case, blocks: Any) -> mw.DryRun:
     with mw.abstract():
         model = case.build()
     strategy = mw.Sharded(mw.Mesh(case.axes), case.rules or {}, **(case.how or {}))
-    return dry_run(model, case.batch, strategy=strategy, target=case.target, blocks=blocks)
+    return mw.dry_run(model, case.batch, strategy=strategy, target=case.target, blocks=blocks)
 
 
 def planned(case: Case) -> int | None:
@@ -325,7 +324,7 @@ def measured(case: Case) -> dict[str, Any]:
     }
 
 
-def counted(case: Case, whole: DryRun) -> dict[str, Any]:
+def counted(case: Case, whole: mw.DryRun) -> dict[str, Any]:
     """The planner's own figure beside that of the whole compile."""
     weights = sum(each.info.nbytes for each in whole.placed if each.info.role == "parameter")
     assert whole.compiled is not None
@@ -343,7 +342,7 @@ def ratio(one: float | None, other: float | None) -> float | None:
     return None if not one or not other else round(one / other, 4)
 
 
-def moved(run: DryRun) -> int:
+def moved(run: mw.DryRun) -> int:
     return sum(each.bytes_per_step or each.bytes_per_device for each in run.collectives)
 
 

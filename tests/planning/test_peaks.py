@@ -14,8 +14,13 @@ from meshwright.jaxprs.names import Argument
 from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.search import Choices, cost
 from meshwright.planning.search.buffers import buffers_on_cpu, buffers_on_tpu
+from meshwright.planning.search.compact import compact
+from meshwright.planning.search.cost import bytes_by_kind
 from meshwright.planning.search.facts import batch_dim
+from meshwright.planning.search.setting import setting_of
 from meshwright.planning.traced_graph import graph_of, graph_of_step
+from meshwright.targets.hardware import hardware_of
+from meshwright.targets.target import Target
 
 WIDTH, HEADS, VOCAB, LENGTH, ROWS = 128, 4, 512, 64, 64
 DATA = {"batch": 8}
@@ -88,7 +93,8 @@ def graph(program, batch):
 
 
 @pytest.mark.parametrize("name", ["computed again", "perceptron", *FULL])
-def test_the_planners_peak_is_the_compilers(name):
+def test_the_planners_peak_is_near_the_compilers(name):
+    """Within 5 %, or 10 % where an array is split both ways."""
     build, axes, layouts, how, off = CASES[name]
     program, batch = build()
     mesh = mw.Mesh(axes)
@@ -110,14 +116,43 @@ def test_the_planners_peak_is_the_compilers(name):
 @pytest.mark.full
 @pytest.mark.targets
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_peak_of_level_3_on_a_tpu_is_the_compilers(dtype):
+def test_the_peak_of_level_3_on_a_tpu_is_near_the_compilers(dtype):
     """Large kernels beside few rows: all of them at once would be most of the peak."""
-    program, batch = deep(16, dtype)
-    strategy = mw.Sharded(mw.Mesh({"batch": 4}), {}, unmatched="replicate", zero=3)
+    told, compiled = on_a_tpu(deep(16, dtype), zero=3)
+    assert 0.75 * compiled < told < 1.15 * compiled
+
+
+@pytest.mark.full
+@pytest.mark.targets
+def test_the_peak_of_micro_batches_on_a_tpu_is_near_the_compilers():
+    """The compiler converts all kernels before its loop; without them it would be 0.7."""
+    told, compiled = on_a_tpu(deep(16, "bfloat16", rows=4096), zero=2, accumulate=4)
+    assert 0.9 * compiled < told < 1.1 * compiled
+
+
+def on_a_tpu(built, **how):
+    """The peak by the planner's model, and that of the compiler."""
+    program, batch = built
+    strategy = mw.Sharded(mw.Mesh({"batch": 4}), {}, unmatched="replicate", **how)
     asked = {"strategy": strategy, "target": "v5e:2x2", "blocks": "whole"}
     told = mw.dry_run(program, batch, compile=False, **asked)
-    compiled = mw.dry_run(program, batch, **asked)
-    assert 0.75 * compiled.peak_bytes < told.peak_bytes < 1.15 * compiled.peak_bytes
+    return told.peak_bytes, mw.dry_run(program, batch, **asked).peak_bytes
+
+
+@pytest.mark.parametrize(("zero", "kept"), [(0, True), (2, True), (3, False)])
+def test_micro_batches_in_a_loop_keep_the_casts_of_parameters(zero, kept):
+    casts = 4 * 1024 * 1024 * 2  # of all kernels
+    assert cast_bytes("bfloat16", Choices(zero, accumulate=2)) == (casts if kept else 0)
+    assert cast_bytes("float32", Choices(zero, accumulate=2)) == 0
+    assert cast_bytes("bfloat16", Choices(zero)) == 0
+
+
+def cast_bytes(dtype, choices):
+    """What casts of parameters take at the peak."""
+    target = Target.of("v5p:2x2x2")
+    problem = compact(graph(*deep(4, dtype)), target.platform, target.kind)
+    setting = setting_of((("batch", 8),), target, hardware_of(target))
+    return bytes_by_kind(problem, setting, {problem.batch: 1}, choices).get("cast", 0)
 
 
 def deep(layers, dtype, width=1024, rows=64):

@@ -8,7 +8,7 @@ reader (``facts.py``), which is cautious.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,9 +44,38 @@ class Timeline:
     ahead: tuple[int, ...] = ()  # where micro-batches are that run beside this one
 
 
-def timeline_of(problem: Compact, zero: int, remat: Remat) -> Timeline:
-    """The timeline of a step on the platform that it was made small for."""
-    return _TIMELINES.get(problem.platform, _elsewhere)(problem, zero, remat)
+def timeline_of(problem: Compact, zero: int, remat: Remat, is_looped: bool = False) -> Timeline:
+    """The timeline of a step on the platform that it was made small for.
+
+    ``is_looped`` says that micro-batches are taken in turn, in a loop of the compiler's.
+    """
+    timeline = _TIMELINES.get(problem.platform, _elsewhere)(problem, zero, remat)
+    if is_looped and problem.platform == "tpu" and zero < 3:
+        return replace(timeline, lifetimes=(*timeline.lifetimes, *_before_the_loop(problem)))
+    return timeline
+
+
+def _before_the_loop(problem: Compact) -> Iterator[Lifetime]:
+    """Parameters in another type, which no micro-batch changes: XLA makes them before the loop, so
+    that they are there beside the parameters as long as it runs.
+
+    A loop of one micro-batch converts each where it is read, and keeps none.
+    """
+    graph, kinds = problem.graph, facts_of(problem.graph).kinds
+    source: dict[int, int] = {}
+    made: dict[tuple[int, int], int] = {}  # the cast of a parameter, by the bytes of an element
+    for operation in graph.operations:
+        for t in operation.results:
+            if kinds[t] != "cast":
+                continue
+            (operand,) = operation.operands
+            source[t] = source.get(operand, operand)
+            itemsize = graph.tensors[t].itemsize
+            if itemsize != graph.tensors[source[t]].itemsize:
+                made.setdefault((source[t], itemsize), t)
+    end = max(len(graph.operations) - 1, 0)
+    for t in made.values():
+        yield Lifetime(problem.piece_of[t], 0, end)
 
 
 def _elsewhere(problem: Compact, zero: int, remat: Remat) -> Timeline:

@@ -33,7 +33,7 @@ def alive(problem: Compact, choices: Choices) -> np.ndarray:
 def _alive(problem: Compact, remat: Remat, accumulate: int, zero: int) -> np.ndarray:
     on_cpu = problem.platform == "cpu"
     beside = accumulate if on_cpu else 1
-    result = _moments(problem, "none" if on_cpu else remat, zero, beside)
+    result = _moments(problem, "none" if on_cpu else remat, zero, beside, accumulate > 1)
     if accumulate == 1:
         return result
     sums = np.array([count for _, count in problem.parameters], result.dtype)
@@ -41,9 +41,9 @@ def _alive(problem: Compact, remat: Remat, accumulate: int, zero: int) -> np.nda
 
 
 @functools.lru_cache(maxsize=16)
-def _moments(problem: Compact, remat: Remat, zero: int, beside: int) -> np.ndarray:
+def _moments(problem: Compact, remat: Remat, zero: int, beside: int, is_looped: bool) -> np.ndarray:
     """How many of each piece are alive at each operation, equal moments once."""
-    timeline = timeline_of(problem, zero, remat)
+    timeline = timeline_of(problem, zero, remat, is_looped)
     changes = np.zeros((timeline.length + 1, len(problem.pieces)), np.int32)
     for life in timeline.lifetimes:
         changes[life.first, life.piece] += 1
