@@ -145,8 +145,8 @@ def dry_run(
     Without a compiler for GPUs, and with --no-compile, all figures come from the planner's analytic
     model, and the report says so.
 
-    Exits with status 0 if the step fits or if that is unknown, and with 1 if it does not fit or if
-    --check finds something worse.
+    Exits with status 0 if the step fits, may not fit or if that is unknown, and with 1 if it does
+    not fit or if --check finds something worse.
     """
     if no_cache:
         os.environ["MESHWRIGHT_CACHE"] = "off"

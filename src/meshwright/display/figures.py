@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..merging import grouped, pattern, short_list, without_numbers
+from ..planning.verdict import Verdict, error_text
 from ..units import bytes_text, flops_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 OF_THE_MODEL = (0.34, 0.91)
 # Times that were measured over those of dry runs, on calibrated CPUs: results/ranking.json.
 OF_DRY_RUNS = (0.74, 1.45)
+SIGNS: dict[Verdict | None, tuple[str, str]] = {  # of a verdict: a sign, and its kind on a page
+    "fits": ("✓", "good"),
+    "may not fit": ("?", "maybe"),
+    "does not fit": ("✗", "bad"),
+    None: ("?", "maybe"),
+}
+SETTLES = "verify=1 or --verify 1 settles it"  # that an estimated plan may not fit
 _ROUNDING = 1e-9  # of a step, below which a time is none
 _MEMORY = {  # what each figure of the memory is
     **dict.fromkeys(("parameters", "slots", "other state", "inputs"), "exact"),
@@ -137,11 +145,28 @@ def remedies_of(unexpected: Iterable[Transfer]) -> dict[str, list[Transfer]]:
 def fit_text(run: DryRun) -> str:
     """Whether a step fits."""
     free = run.memory.free_bytes
-    if run.fits is None:
-        return "fit unknown: device memory not known"
-    if run.fits:
-        return f"fits, with {bytes_text(free or 0)} to spare"
-    return "does not fit" + ("" if free is None else f", by {bytes_text(-free)}")
+    match run.verdict:
+        case None:
+            return "fit unknown: device memory not known"
+        case "fits":
+            return f"fits, with {bytes_text(free or 0)} to spare"
+        case "may not fit":
+            of = f"{bytes_text(run.peak_bytes)} of {bytes_text(run.memory.available_bytes)}"
+            return (
+                f"may not fit, {of} by the estimate; a compiled dry run settles it "
+                f"({error_text(run.target)})"
+            )
+        case "does not fit":
+            return "does not fit" + ("" if free is None else f", by {bytes_text(-free)}")
+
+
+def fits_text(verdict: Verdict | None) -> str:
+    """
+    >>> fits_text("fits"), fits_text("may not fit"), fits_text("does not fit"), fits_text(None)
+    ('yes', 'maybe', 'no', 'unknown')
+    """
+    words = {"fits": "yes", "may not fit": "maybe", "does not fit": "no"}
+    return "unknown" if verdict is None else words[verdict]
 
 
 def analytic_text(run: DryRun) -> str:

@@ -17,7 +17,7 @@ from .drawing import Drawn, Section, draw_svg
 from .drawing.ticks import tick_table_svg
 from .drawing.tiling import Tiling
 from .drawing.words import copies_text
-from .figures import memory_figures
+from .figures import SETTLES, memory_figures
 from .page.elements import macro, source
 from .text.equivalence import HEADINGS, closing, opening, rows_of, verdict
 from .text.explanation import explanation_row
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 200  # of a table; a notebook keeps all that it shows
 _FITS = {
-    True: ("good", "fits"),
-    False: ("bad", "does not fit"),
+    "fits": ("good", "fits"),
+    "may not fit": ("soft", "may not fit: a compiled dry run settles it"),
+    "does not fit": ("bad", "does not fit"),
     None: ("soft", "fit unknown: device memory not known"),
 }
 
@@ -107,7 +108,7 @@ def dry_run_view(run: DryRun) -> str:
     ]
     return _view(
         f"{run.name} on {run.target} ({axes_text(run.axes)}): ",
-        verdict=_FITS[run.fits],
+        verdict=_FITS[run.verdict],
         table=_table(("of one device", ""), rows, right=(1,)),
         notes=run.notes,
         text=str(run),
@@ -120,9 +121,11 @@ def plan_view(plan: Plan) -> str:
     options |= {"runner-up": plan.runners_up[0]} if plan.runners_up else {}
     options |= {"data parallel": plan.data_parallel} if plan.data_parallel else {}
     headings = ("", "mesh", "ZeRO", "micro-batches", "step", "peak")
-    mesh = axes_text(plan.axes)
+    mesh, may_not = axes_text(plan.axes), plan.verdict == "may not fit"
+    title = f"Plan for {plan.target}: {mesh}, ZeRO {plan.zero}, remat {plan.how.remat!r}"
     return _view(
-        f"Plan for {plan.target}: {mesh}, ZeRO {plan.zero}, remat {plan.how.remat!r}",
+        f"{title}: " if may_not else title,
+        verdict=("soft", f"may not fit, {SETTLES}") if may_not else None,
         table=_table(headings, [_option(*pair) for pair in options.items()], (4, 5)),
         reasons=[str(reason) for reason in plan.why],
         notes=plan.notes,

@@ -20,6 +20,7 @@ from .blocks import Blocks
 from .estimate import Estimate
 from .measurement import Measured
 from .throughput import Fed, Price, per_s, price
+from .verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
     from ..stages.shares import StageShare
@@ -86,8 +87,9 @@ class DryRun(Viewable):
     """What one training step would cost on a target; ``print`` it for tables.
 
     ``name`` is the model's, ``axes`` has the name and size of each axis of the mesh on the
-    ``target``. All bytes are those of one device. ``fits`` is ``None`` where the memory of a device
-    is not known. ``collectives`` are in the order in which they are issued. ``tensors`` are the
+    ``target``. All bytes are those of one device. ``verdict`` is ``"fits"``, ``"may not fit"`` or
+    ``"does not fit"``; ``fits`` is ``None`` where it may not, and where the memory of a device is
+    not known. ``collectives`` are in the order in which they are issued. ``tensors`` are the
     largest temporary arrays alive at the peak and ``alive_bytes`` is the sum of all, by our own
     reading of the schedule. ``refusal`` is what the compiler said of a step that does not fit, of
     which no more is known. ``estimate`` says how long the step would take, by the numbers of
@@ -135,12 +137,19 @@ class DryRun(Viewable):
         return bool(self.not_compiled)
 
     @property
-    def fits(self) -> bool | None:
-        """Whether a device has the memory for it."""
+    def verdict(self) -> Verdict | None:
+        """Whether a device has the memory for it: ``"may not fit"`` where nothing was compiled and
+        the estimate is too near the limit for its error; ``None`` where the memory is not known.
+        """
         if self.refusal:
-            return False
-        free = self.memory.free_bytes
-        return None if free is None else free >= 0
+            return "does not fit"
+        held, available = self.memory.peak_bytes, self.memory.available_bytes
+        return verdict_of(held, available, self.target, self.is_analytic)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a device has the memory for it; ``None`` where that is not known."""
+        return None if self.verdict in (None, "may not fit") else self.verdict == "fits"
 
     @property
     def peak_bytes(self) -> int | None:

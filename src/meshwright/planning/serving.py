@@ -154,8 +154,8 @@ class ServingReport:
             peak = each.report.peak_bytes
             held = "" if peak is None else f", {bytes_text(peak)} at the peak"
             rate = "" if each.rows_per_s is None else f", {each.rows_per_s:,.0f} rows/s"
-            fits = {True: ", fits", False: ", does not fit", None: ""}[each.report.fits]
-            lines.append(f"batch of {each.rows}: {_time(each.latency_s)}{rate}{held}{fits}")
+            verdict = f", {each.report.verdict}" if each.report.verdict else ""
+            lines.append(f"batch of {each.rows}: {_time(each.latency_s)}{rate}{held}{verdict}")
         return "\n".join(lines)
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from ...hlo.links import links_of
 from ...layouts.mesh import Mesh, axes_text
+from ...planning.verdict import error_text
+from ...targets.target import Target
 from ...units import UNKNOWN, bytes_text, flops_text, seconds_text, share_text
-from ..figures import analytic_text, fit_text, range_text
+from ..figures import SETTLES, SIGNS, analytic_text, fit_text, range_text
 from ..text.beside import pair_title, row_cells
 from .boxes import boxes_section
 from .collectives import collectives_section
@@ -20,7 +22,7 @@ from .layers import layers_section
 from .layouts import layouts_section
 from .memory import memory_section
 from .pictures import mesh_picture
-from .plan import fits, plan_axes, plan_batches, plan_figures, plan_layouts, plan_section
+from .plan import plan_axes, plan_batches, plan_figures, plan_layouts, plan_section
 from .stages import stages_section
 from .timeline import time_section
 
@@ -76,14 +78,16 @@ def plan_page(plan: Plan) -> str:
     """A plan as a page: its alternatives, its mesh and its layouts."""
     title = plan.name or f"A plan for {plan.target}"
     limit = bytes_text(plan.limit_bytes)
-    verdict = {
-        True: ("good", f"✓ Fits into {limit}"),
-        False: ("bad", f"✗ Does not fit into {limit}"),
-        None: ("maybe", "? Fit unknown: device memory not known"),
-    }[fits(plan.chosen, plan.limit_bytes)]
+    sign, kind = SIGNS[plan.verdict]
+    said = "Fit unknown: device memory not known"
+    if plan.verdict is not None:
+        said = f"{plan.verdict.capitalize()} into {limit}"
+    if plan.verdict == "may not fit":
+        said += f": {SETTLES}; {error_text(Target.of(plan.target))}"
     most = "most" if plan.objective == "throughput" else "least"
     by = f", by the numbers of {plan.hardware}: the {most} {plan.objective}"
-    head = element("head", "Meshwright plan", title, plan.target, by, [verdict], plan_figures(plan))
+    verdicts = [(kind, f"{sign} {said}")]
+    head = element("head", "Meshwright plan", title, plan.target, by, verdicts, plan_figures(plan))
     sections = {
         "plan": plan_section(plan),
         "batches": plan_batches(plan),
@@ -141,7 +145,7 @@ def _digest() -> str:
 
 
 def _run_head(run: DryRun) -> Markup:
-    sign, kind = {True: ("✓", "good"), False: ("✗", "bad"), None: ("?", "maybe")}[run.fits]
+    sign, kind = SIGNS[run.verdict]
     fit = fit_text(run)
     verdicts = [(kind, f"{sign} {fit[0].upper()}{fit[1:]}")]
     if run.is_analytic:

@@ -9,8 +9,14 @@ from ...layouts.layout import UNSHARDED
 from ...layouts.mesh import axes_text
 from ...planning.search.choices import pipeline_text, remat_text
 from ...units import bytes_text, seconds_text
-from ..figures import range_text
-from ..text.plan import copies_text, micro_batches, rate_text, rows_text, schedule_text
+from ..figures import SIGNS, fits_text, range_text
+from ..text.plan import (
+    copies_text,
+    micro_batches,
+    rate_text,
+    rows_text,
+    schedule_text,
+)
 from .elements import Cell, Column, Part, element
 
 if TYPE_CHECKING:
@@ -30,12 +36,12 @@ class _Named(NamedTuple):
 
 def plan_section(plan: Plan) -> dict[str, object]:
     """The section on what a plan decided, and against what."""
-    options, limit = _every(plan), plan.limit_bytes
+    options = _every(plan)
     return {
         "has_dry_runs": any(option.option.dry_run_time_s is not None for option in options),
         "times": _times(options, plan),
-        "peaks": _peaks(options, limit),
-        "table": _table(options, limit),
+        "peaks": _peaks(options, plan),
+        "table": _table(options, plan),
         "reasons": [element("path", str(reason)) for reason in plan.why if reason.changes],
         "notes": [element("path", note) for note in plan.notes],
     }
@@ -176,20 +182,22 @@ def _times(options: Sequence[_Named], plan: Plan) -> Markup | None:
     return element("chart", f"Time of one {what}", rows, _PARTS) if rows else None
 
 
-def _peaks(options: Sequence[_Named], limit: int | None) -> Markup:
+def _peaks(options: Sequence[_Named], plan: Plan) -> Markup:
     """What a device holds at most, by its dry run where there is one, beside what it has."""
+    limit = plan.limit_bytes
     whole = max(1, limit or 0, *(alternative.option.held_bytes for alternative in options))
     rows = []
     for name, option in options:
         peak = bytes_text(option.held_bytes)
         part = Part("peak", option.held_bytes, peak, "sky")
         bar = element("bar", [part], whole, f"memory of {name}", limit)
-        rows.append((name, bar, f"{peak}: too much" if fits(option, limit) is False else peak))
+        said = {"does not fit": ": too much", "may not fit": ": may not fit"}
+        rows.append((name, bar, peak + said.get(plan.verdict_of(option) or "", "")))
     line = "" if limit is None else f"; the line is the limit, {bytes_text(limit)}"
     return element("chart", f"Peak of one device{line}", rows)
 
 
-def _table(options: Sequence[_Named], limit: int | None) -> Markup:
+def _table(options: Sequence[_Named], plan: Plan) -> Markup:
     families = dict.fromkeys(family for _, option in options for family, _ in option.rules)
     columns = [
         Column("option", "name"),
@@ -203,15 +211,15 @@ def _table(options: Sequence[_Named], limit: int | None) -> Markup:
         Column("fits", "word"),
         Column("beside the chosen", "words"),
     ]
-    rows = [_row(alternative, options[0].option, families, limit) for alternative in options]
+    rows = [_row(alternative, options[0].option, families, plan) for alternative in options]
     return element("table", "plan-table", "The options side by side", columns, rows)
 
 
 def _row(
-    named: _Named, chosen: Option, families: dict[str, None], limit: int | None
+    named: _Named, chosen: Option, families: dict[str, None], plan: Plan
 ) -> tuple[Cell | str, ...]:
     name, option = named
-    is_fitting = fits(option, limit)
+    verdict = plan.verdict_of(option)
     return (
         name,
         Cell(str(option.num_devices), option.num_devices),
@@ -221,7 +229,7 @@ def _row(
         _figure(seconds_text, option.time_s, option.dry_run_time_s),
         Cell(seconds_text(option.communication_s), option.communication_s or 0.0),
         _figure(bytes_text, option.peak_bytes, option.dry_run_peak_bytes),
-        "unknown" if is_fitting is None else "✓ yes" if is_fitting else "✗ no",
+        f"{SIGNS[verdict][0]} {fits_text(verdict)}" if verdict else "unknown",
         "-" if option is chosen else ", ".join(_beside(option, chosen)) or "costs the same",
     )
 
@@ -273,8 +281,3 @@ def _beside(option: Option, chosen: Option) -> Iterator[str]:
 def _time(option: Option) -> float | None:
     """By the dry run where there is one."""
     return option.time_s if option.dry_run_time_s is None else option.dry_run_time_s
-
-
-def fits(option: Option, limit: int | None) -> bool | None:
-    """Whether an option fits, by its dry run where there is one; ``None`` where that is unknown."""
-    return None if limit is None else option.held_bytes <= limit

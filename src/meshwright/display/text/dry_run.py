@@ -10,6 +10,7 @@ from ...layouts.mesh import axes_text
 from ...merging import short_list
 from ...units import bytes_text
 from ..figures import (
+    SIGNS,
     analytic_text,
     axes_list,
     fit_text,
@@ -32,7 +33,7 @@ _ROWS = 12  # of a table
 
 def dry_run_text(run: DryRun) -> Paragraphs:
     """The report as a terminal shows it."""
-    good = {True: "bold green", False: "bold red", None: "bold"}[run.fits]
+    good = {"good": "bold green", "bad": "bold red", "maybe": "bold"}[SIGNS[run.verdict][1]]
     parts: list[Content] = [
         [Line(f"{run.name} on {run.target} ({axes_text(run.axes)}): {fit_text(run)}", good)]
     ]

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...layouts.mesh import axes_text
+from ...planning.verdict import error_text
+from ...targets.target import Target
 from ...units import bytes_text, seconds_text
+from ..figures import SETTLES, fits_text
 from .columns import Columns, Line, Paragraphs, paragraphs
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 def plan_text(plan: Plan) -> Paragraphs:
     """The plan as a terminal shows it."""
     how = "compiled" if plan.is_compiled else "estimated, not compiled"
+    if plan.verdict == "may not fit":
+        how += f", may not fit ({SETTLES})"
     what, serving = "", plan.serving
     aim = f"least {plan.objective}"
     if serving is not None:
@@ -27,8 +32,15 @@ def plan_text(plan: Plan) -> Paragraphs:
         _table(_columns(plan), plan),
         [] if serving is None else _batches(serving),
         [f"  {reason}" for reason in plan.why],
-        [f"  note: {note}" for note in plan.notes],
+        [f"  note: {note}" for note in (*plan.notes, *_doubts(plan))],
     )
+
+
+def _doubts(plan: Plan) -> list[str]:
+    """Why an option may not fit that is estimated to."""
+    if all(plan.verdict_of(option) != "may not fit" for option in _columns(plan).values()):
+        return []
+    return [f'"maybe" is within the error of estimates: {error_text(Target.of(plan.target))}']
 
 
 def _columns(plan: Plan) -> dict[str, Option]:
@@ -136,5 +148,5 @@ def _table(columns: dict[str, Option], plan: Plan) -> Columns:
         row("dry run: peak", lambda option: bytes_text(option.dry_run_peak_bytes))
     if limit_bytes is not None:
         fits = f"fits {bytes_text(limit_bytes)}"
-        row(fits, lambda option: "yes" if option.held_bytes <= limit_bytes else "no")
+        row(fits, lambda option: fits_text(plan.verdict_of(option)))
     return Columns(rows)

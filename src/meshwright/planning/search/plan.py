@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ...errors import PlanError
+from ...errors import PlanError, TargetError
 from ...files import write, wrong_kind
 from ...hlo.groups import Axes
 from ...layouts.layout import UNSHARDED
@@ -17,7 +17,9 @@ from ...layouts.mesh import Mesh
 from ...layouts.placement import Placement
 from ...stages.pipeline import Pipeline
 from ...step.options import StepOptions
+from ...targets.target import Target
 from ...views import Viewable
+from ..verdict import Verdict, verdict_of
 from .choices import DATA_PARALLEL, EVERY_REMAT, Choices, Layouts, Remat
 
 VERSION = 3
@@ -160,6 +162,21 @@ class Plan(Viewable):
         """Whether a compiler was asked about what was chosen, or the planner's model alone."""
         times = self.chosen.dry_run_time_s, self.chosen.dry_run_peak_bytes
         return any(time is not None for time in times)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether what was chosen fits: ``"may not fit"`` where it was not compiled and its
+        estimated peak is too near the limit, which ``verify=1`` settles."""
+        return self.verdict_of(self.chosen)
+
+    def verdict_of(self, option: Option) -> Verdict | None:
+        """The same of another option; ``None`` where the memory or the device is not known."""
+        is_estimate = option.dry_run_peak_bytes is None
+        try:
+            target = Target.of(self.target)
+        except TargetError:  # of a plan that was written elsewhere
+            return None
+        return verdict_of(option.held_bytes, self.limit_bytes, target, is_estimate)
 
     def rows_per_s(self, option: Option) -> float | None:
         """Of a plan that serves: what copies of an option on all devices answer together."""
