@@ -31,6 +31,7 @@ SAME: dict[str, Any] = {
     "epochs": 2,
     "devices": 2,
     "checkpoint": None,
+    "order": None,  # of the batches that a generator yields; None: arrays
 }
 
 
@@ -71,7 +72,9 @@ def train(how: Mapping[str, Any]) -> float:
     x, y = draw.random([how["rows"], 8], "float32"), draw.integers(0, 4, how["rows"])
     arrived_s = time.time()
     options = {"checkpoint": how["checkpoint"]} if how["checkpoint"] else {}
-    strategy.fit(
-        model, x, y, batch_size=how["batch_size"], epochs=how["epochs"], verbose=0, **options
-    )
+    data: dict[str, Any] = {"x": x, "y": y, "batch_size": how["batch_size"]}
+    if how["order"]:
+        batches = ((x[i : i + 8], y[i : i + 8]) for i in how["order"])
+        data = {"x": batches, "steps_per_epoch": 1}
+    strategy.fit(model, **data, epochs=how["epochs"], verbose=0, **options)
     return arrived_s

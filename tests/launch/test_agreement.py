@@ -90,6 +90,7 @@ def run(folder: Path, *changes: dict[str, Any]) -> list[tuple[str, str, float, f
                 ({"epochs": 3}, r"epochs: 0 to 2 on rank 0 .*, 0 to 3 on rank 1"),
                 ({"checkpoint": "elsewhere"}, r"checkpoint: none on rank 0"),
                 ({"versions": {"jaxlib": "0.9.0"}}, r"jaxlib: .* on rank 0 .*, 0\.9\.0 on rank 1"),
+                ({"order": [8, 0]}, r"first batch: \(8, 8\) float32 .* on rank 0 .* on rank 1"),
             ]
         ),
     ],
@@ -97,7 +98,7 @@ def run(folder: Path, *changes: dict[str, Any]) -> list[tuple[str, str, float, f
 def test_a_difference_is_one_error_on_all(tmp_path, changed, says):
     if "checkpoint" in changed:
         changed = {"checkpoint": str(tmp_path / "elsewhere")}
-    raised = run(tmp_path, {}, changed)
+    raised = run(tmp_path, {"order": [0, 8]} if "order" in changed else {}, changed)
     assert [kind for kind, *_ in raised] == ["AgreementError"] * 2, raised
     if "processes" not in changed:
         assert raised[0][1] == raised[1][1]

@@ -72,6 +72,11 @@ class HostRows:
     def __array__(self, *args: Any, **options: Any) -> Any:
         return np.asarray(self._read(self._numbers), *args)
 
+    @property
+    def numbers(self) -> Any:
+        """Which rows they are."""
+        return self._numbers
+
     def cycled(self, rows: int) -> HostRows:
         """``rows`` rows: these, repeated from the first one."""
         return HostRows(self._read, np.resize(self._numbers, rows), self._tail)

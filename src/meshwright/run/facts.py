@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checkpoint.randomness import read_randomness
+from ..data.fingerprint import fingerprint
 from ..program import TrainState
 
-_SAMPLED = 1 << 14  # elements of an array that its fingerprint is made of
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -26,24 +26,10 @@ def fields_text(value: Any) -> str:
     return json.dumps({name: _ADDRESS.sub("", text) for name, text in fields.items()})
 
 
-def arrays_text(value: Any) -> str | None:
-    """Shape, dtype and fingerprint of arrays on the host; ``None`` for any other data.
-
-    >>> arrays_text(np.zeros([2, 3], "float32"))
-    '(2, 3) float32 a3c1ca20'
-    >>> arrays_text("a dataset") is None
-    True
-    """
-    leaves = jax.tree.leaves(value)
-    if not leaves or not all(isinstance(leaf, np.ndarray) for leaf in leaves):
-        return None
-    return ", ".join(f"{leaf.shape} {leaf.dtype} {_fingerprint(leaf)}" for leaf in leaves)
-
-
 def weights_facts(state: TrainState) -> dict[str, str]:
     """Fingerprints of what this process holds of the weights; a shard that others hold is compared.
 
-    They are made of at most 16,384 elements of each shard, evenly spread.
+    They are made of about 16,384 elements of each shard, evenly spread.
     """
     facts = {}
     for path, array in {**state.params, **state.state}.items():
@@ -51,7 +37,7 @@ def weights_facts(state: TrainState) -> dict[str, str]:
             where = ", ".join(f"{s.start or 0}:{s.stop or ''}" for s in shard.index)
             name = f"weight {path}[{where}]"
             if name not in facts:
-                facts[name] = f"{tuple(array.shape)} {_fingerprint(np.asarray(shard.data))}"
+                facts[name] = f"{tuple(array.shape)} {fingerprint(np.asarray(shard.data))}"
     return facts
 
 
@@ -72,11 +58,3 @@ def seed_facts(more: Mapping[str, Any]) -> dict[str, str]:
 
 def _is_plain(array: Any) -> bool:
     return isinstance(array, jax.Array) and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
-
-
-def _fingerprint(array: np.ndarray) -> str:
-    every = max(1, array.size // _SAMPLED)
-    sample = array.flat[::every] if array.size else array
-    if array.dtype.hasobject:
-        return f"{zlib.crc32(repr(sample.tolist()).encode()):08x}"
-    return f"{zlib.crc32(np.ascontiguousarray(sample).tobytes()):08x}"

@@ -12,6 +12,7 @@ import jax
 
 from ..checkpoint import Checkpoints
 from ..data import Putter
+from ..data.fingerprint import noting_first
 from ..data.shard import reading_of
 from ..errors import ModelError, TopologyError
 from ..launch.join import agree, naming_failures
@@ -120,12 +121,15 @@ class Trainer:
 
     def steps(self, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
         """Train on one batch after another, waiting only for steps that were begun long ago."""
+        first: dict[str, str] = {}
         batches = reading_of(batches, self.placement)
+        if jax.process_count() > 1:
+            batches = noting_first(batches, first)
         laid_out, backlog = self.put.all_of(batches, alone_is_last=False), Backlog()
         entering("input")
         for number, batch in enumerate(self.how.for_steps(laid_out)):
             if number == 0:
-                agree("Trainer.steps", functools.partial(self._facts, state, batch))
+                agree("Trainer.steps", functools.partial(self._facts, state, batch, first))
             entering("step")
             with naming_failures():
                 state, logs = self.step(state, batch)
@@ -135,8 +139,9 @@ class Trainer:
             entering("input")
         entering("script")
 
-    def _facts(self, state: TrainState, batch: Any) -> dict[str, str]:
+    def _facts(self, state: TrainState, batch: Any, first: dict[str, str]) -> dict[str, str]:
         return {
+            **first,
             "mesh": repr(self.placement.mesh),
             "placement": fields_text(self.placement),
             "options": fields_text(self.how),

@@ -14,6 +14,7 @@ import numpy as np
 from ... import _compat
 from ...checkpoint import Position
 from ...data import Ahead, HostRows, LocalBatch, LocalRows, ShardedRows
+from ...data.fingerprint import noting_first
 from ...data.putter import row_count
 from ...data.shard import Group
 from ...errors import BatchError, DataError
@@ -79,6 +80,7 @@ class Epochs:
         self._warned = False
         self._ahead = Ahead()
         self._peeked: tuple[list[Any], Iterator[Any]] | None = None
+        self.first_facts: dict[str, str] = {}  # of the first batch that chunks() has read
 
     @property
     def num_batches(self) -> int | None:
@@ -147,6 +149,8 @@ class Epochs:
         """
         # Data that are read by their own position stand there already.
         host = itertools.islice(self._host(), 0 if self._sharded else skip, None)
+        if jax.process_count() > 1 and not self.first_facts:
+            host = noting_first(host, self.first_facts)
         groups = _groups(host, size_for, copy=not self._is_array)
         number, odd = skip, None
         with contextlib.closing(

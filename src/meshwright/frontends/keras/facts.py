@@ -11,7 +11,8 @@ import keras
 
 from ... import _compat
 from ...data import LocalRows, ShardedRows
-from ...run.facts import arrays_text, fields_text, seed_facts
+from ...data.fingerprint import arrays_text
+from ...run.facts import fields_text, seed_facts
 from ...run.options import Data, Schedule, Validation
 from ...run.saver import Saver
 

@@ -207,6 +207,7 @@ class KerasSteps(Steps):
         step = next(iter(how.for_steps(chunk)))
         return {
             "batches in one call (callbacks of batches make it fewer)": str(size),
+            **self.data.first_facts,
             **weights_facts(state),
             **step_facts(self.functions.train, state, step),
         }
