@@ -316,10 +316,12 @@ def notes_on(peers: Sequence[Peer], error_s: float) -> tuple[str, ...]:
         notes.append(
             f"clocks differ: {listed}. Timestamps of logs and files do, too; run NTP on the hosts."
         )
-    for name in _PACKAGES:
-        versions = dict.fromkeys(p.packages[name] for p in peers)
-        if len(versions) > 1:
-            notes.append(f"versions of {name} differ: {', '.join(versions)}.")
+    for name in ("Python", *_PACKAGES):
+        held = [(p.python if name == "Python" else p.packages[name], p) for p in peers]
+        ranks = {version: [p.rank for v, p in held if v == version] for version, _ in held}
+        if len(ranks) > 1:
+            listed = ", ".join(f"{v} on rank {', '.join(map(str, r))}" for v, r in ranks.items())
+            notes.append(f"versions of {name} differ: {listed}. Training refuses that.")
     if len({p.devices for p in peers}) > 1:
         notes.append("processes have different devices; a mesh needs as many on each.")
     return tuple(notes)
@@ -343,7 +345,7 @@ def main() -> None:
 
     Raises :class:`~meshwright.TopologyError` where it is in none.
     """
-    member = join()
+    member = join(agree=False)  # what differs is part of the report
     if member is None:
         raise TopologyError(
             "this process is in no group. Run `meshwright doctor --processes 2`, or "

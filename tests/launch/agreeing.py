@@ -32,6 +32,8 @@ SAME: dict[str, Any] = {
     "devices": 2,
     "checkpoint": None,
     "order": None,  # of the batches that a generator yields; None: arrays
+    "evaluates": None,  # with this batch size, after training
+    "agree": "1",
 }
 
 
@@ -44,6 +46,7 @@ def main(rank: int, address: str, folder: str, changed: Mapping[str, Any]) -> No
     error = None
     arrived_s = time.time()
     try:
+        os.environ["MESHWRIGHT_AGREE"] = how["agree"]
         mw.virtual_devices(how["devices"])
         versions = how.get("versions", {})
         if versions:
@@ -77,4 +80,7 @@ def train(how: Mapping[str, Any]) -> float:
         batches = ((x[i : i + 8], y[i : i + 8]) for i in how["order"])
         data = {"x": batches, "steps_per_epoch": 1}
     strategy.fit(model, **data, epochs=how["epochs"], verbose=0, **options)
+    if how["evaluates"]:
+        arrived_s = time.time()
+        strategy.evaluate(model, x, y, batch_size=how["evaluates"], verbose=0)
     return arrived_s

@@ -91,6 +91,8 @@ def run(folder: Path, *changes: dict[str, Any]) -> list[tuple[str, str, float, f
                 ({"checkpoint": "elsewhere"}, r"checkpoint: none on rank 0"),
                 ({"versions": {"jaxlib": "0.9.0"}}, r"jaxlib: .* on rank 0 .*, 0\.9\.0 on rank 1"),
                 ({"order": [8, 0]}, r"first batch: \(8, 8\) float32 .* on rank 0 .* on rank 1"),
+                ({"evaluates": 16}, r"batch size: 8 on rank 0 .*, 16 on rank 1"),
+                ({"rank": 0}, r"two processes have rank 0: host \S+, pid \d+, and host \S+, pid"),
             ]
         ),
     ],
@@ -98,7 +100,8 @@ def run(folder: Path, *changes: dict[str, Any]) -> list[tuple[str, str, float, f
 def test_a_difference_is_one_error_on_all(tmp_path, changed, says):
     if "checkpoint" in changed:
         changed = {"checkpoint": str(tmp_path / "elsewhere")}
-    raised = run(tmp_path, {"order": [0, 8]} if "order" in changed else {}, changed)
+    both = {"order": [0, 8], "evaluates": 8}
+    raised = run(tmp_path, {name: both[name] for name in changed if name in both}, changed)
     assert [kind for kind, *_ in raised] == ["AgreementError"] * 2, raised
     if "processes" not in changed:
         assert raised[0][1] == raised[1][1]
@@ -115,6 +118,18 @@ def test_processes_that_agree_train_and_another_number_of_devices_is_a_mesh_erro
         path.unlink()
     raised = run(tmp_path, {}, {"devices": 1})
     assert [kind for kind, *_ in raised] == ["MeshError"] * 2, raised
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_a_process_that_never_comes_is_named_and_one_switch_compares_nothing(tmp_path):
+    ((kind, text, arrived_s, raised_s),) = run(tmp_path, {"wait_s": 1})
+    assert kind == "ProcessError"
+    assert "rank 1 of 2 has not come within 1 s; rank 0 (host" in text
+    assert raised_s - arrived_s < 6
+    (tmp_path / "rank0.json").unlink()
+    without = {"agree": "0", "seed": 4}
+    assert [kind for kind, *_ in run(tmp_path, {"agree": "0"}, without)] == ["NoneType"] * 2
 
 
 # The meeting, without JAX

@@ -48,6 +48,18 @@ def test_a_group_trains_with_prefixed_lines_and_a_file_for_each_rank(tmp_path, c
 
 
 @pytest.mark.alone
+@pytest.mark.full
+def test_the_launcher_passes_on_that_nothing_is_compared(tmp_path, capfd):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import meshwright as mw\nfrom meshwright.launch.join import compared_member\n"
+        "print('compares', compared_member() is not None)\n"
+    )
+    assert run_group([str(program)], GroupOptions(2, 1, agree=False)) == 0
+    assert capfd.readouterr().out.count("compares False") == 2
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "fails", "code", "limit_s", "says"),
     [

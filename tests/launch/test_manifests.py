@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shlex
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +86,57 @@ def test_exit_code_75_and_eviction_do_not_count_as_failures():
         assert by_condition["onPodConditions"][0]["type"] == "DisruptionTarget"
 
 
-def test_a_script_for_sbatch_is_valid_bash_and_requeues_what_has_saved(tmp_path):
-    (tmp_path / "srun").write_text("#!/bin/sh\necho run $@\nexit $CODE\n")
+_SRUN = """#!/bin/bash
+echo run "$@"; shift; highest=0
+for task in $CODES; do
+  TASK=$task "$@"; code=$?; [ $code -gt $highest ] && highest=$code
+done
+exit $highest
+"""
+
+
+@pytest.mark.parametrize(
+    ("of_tasks", "code", "runs", "is_requeued"),
+    [
+        ("0 0", 0, 1, False),
+        ("75 75", 75, 1, True),
+        ("0 75", 75, 1, True),
+        ("1 75", 76, 3, False),  # srun gives the highest code, and one has failed
+        ("1 1", 76, 3, False),
+        ("137 75", 137, 3, False),
+    ],
+)
+def test_a_script_for_sbatch_requeues_only_what_has_saved(
+    tmp_path, of_tasks, code, runs, is_requeued
+):
+    (tmp_path / "srun").write_text(_SRUN)
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho scontrol $@\n")
-    for name in ("srun", "scontrol"):
+    (tmp_path / "train").write_text("#!/bin/sh\nexit $TASK\n")
+    for name in ("srun", "scontrol", "train"):
         (tmp_path / name).chmod(0o755)
     script = job(gpus=0, devices=2, max_restarts=2).write("slurm")
-    for code, runs, requeued in ((0, 1, False), (75, 1, True), (1, 3, False)):
-        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CODE": str(code), "SLURM_JOB_ID": "17"}
-        run = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
-        assert run.returncode == code
-        assert run.stdout.count("run --kill-on-bad-exit=0") == runs
-        assert ("scontrol requeue 17" in run.stdout) == requeued
+    script = script.replace(f"{sys.executable} train.py", "train")
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CODES": of_tasks, "SLURM_JOB_ID": "17"}
+    run = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert run.returncode == code, run
+    assert run.stdout.count("run --kill-on-bad-exit=0") == runs
+    assert ("scontrol requeue 17" in run.stdout) == is_requeued
+
+
+def test_a_task_of_slurm_that_gets_sigterm_ends_with_the_code_of_its_program():
+    script = Job(("-c", "import signal, sys; signal.pause()")).write("slurm")
+    (line,) = (line for line in script.splitlines() if line.strip().startswith("srun"))
+    program = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "print(flush=True)\nsignal.pause()"
+    )
+    command = [*shlex.split(line)[2:-1], program]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as task:
+        assert task.stdout is not None
+        task.stdout.readline()
+        os.killpg(task.pid, signal.SIGTERM)  # as Slurm does: all processes of the task
+        assert task.wait(10) == 75
 
 
 def test_invalid_jobs_are_refused_with_all_faults():
@@ -114,6 +157,31 @@ def test_the_command_prints_a_job_and_starts_nothing():
     result = CliRunner().invoke(main, ["launch", "--processes", "2", "--image", "a", "train.py"])
     assert result.exit_code == 2
     assert "--image: only valid with --write" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ray", "--processes", "2:8"], "--processes must be one number with --ray"),
+        (
+            ["--ray", "--processes", "2", "--hosts", "a,b", "--log-dir", "x", "--no-agree"],
+            "--hosts, --log-dir, --no-agree: not supported with --ray",
+        ),
+        (["--ray", "--processes", "2", "--nodes", "2"], "--nodes: not supported with --ray"),
+        (["--write", "slurm", "--stall-timeout", "3"], "--stall-timeout: not supported with"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(arguments, says):
+    result = CliRunner().invoke(main, ["launch", *arguments, "train.py"])
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
+
+
+def test_the_configuration_says_how_often_a_job_is_started_again(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text("[tool.meshwright.launch]\nmax-restarts = 7\n")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["launch", "--write", "slurm", "train.py"])
+    assert "seq 0 7" in result.output, result.output
 
 
 @pytest.mark.parametrize(

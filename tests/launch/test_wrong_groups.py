@@ -140,10 +140,11 @@ def test_clocks_and_versions_that_differ_are_noted():
     versions = {"jax": "0.10.2", "jaxlib": "0.10.2", "keras": "3.15.1", "meshwright": "0.1.0"}
     other = {**versions, "jax": "0.9.0"}
     here = Peer(0, "n01", 17, "3.11.7", versions, "1 cpu")
-    there = Peer(1, "n02", 18, "3.11.7", other, "2 cpu", clock_s=-90.5)
-    clocks, packages, devices = notes_on([here, there], error_s=0.01)
+    there = Peer(1, "n02", 18, "3.12.1", other, "2 cpu", clock_s=-90.5)
+    clocks, python, packages, devices = notes_on([here, there], error_s=0.01)
     assert "rank 1 (host n02) by -90.5 s" in clocks
     assert "NTP" in clocks
-    assert packages == "versions of jax differ: 0.10.2, 0.9.0."
+    assert python.startswith("versions of Python differ: 3.11.7 on rank 0, 3.12.1 on rank 1.")
+    assert packages.startswith("versions of jax differ: 0.10.2 on rank 0, 0.9.0 on rank 1.")
     assert "different devices" in devices
     assert notes_on([here, here], error_s=0.01) == ()

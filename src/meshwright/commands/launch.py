@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _PASSED_ON = ("devices", "log_dir", "stall_timeout", "join_timeout", "agree", "max_restarts")
 _OF_GROUPS = (*_PASSED_ON[:-1], "nodes", "rendezvous", "hosts", "host_discovery_script")
 _OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "worker_devices")
+_NOT_OF_RAY = ("nodes", "rendezvous", "hosts", "host_discovery_script", "log_dir", "agree")
+_NOT_OF_JOBS = (*_NOT_OF_RAY[1:], "stall_timeout", "join_timeout")  # the scheduler decides
 _RESTARTS_OF_TASKS = 10
 
 
@@ -139,13 +141,12 @@ def launch(
     """
     fixed = None if processes is None else processes[1]
     if options["write"]:
-        for name, value in (("--processes", processes), ("--nodes", options["nodes"])):
-            if value is not None and value[0] < value[1]:
-                raise click.UsageError(f"{name} must be one number with --write.", ctx)
+        _refuse_with(ctx, (*_NOT_OF_JOBS, *_OF_CLUSTERS, "ray"), "--write")
+        _check_one_number(ctx, "--write", processes, options["nodes"])
         click.echo(_job(ctx, program, fixed, options).write(options["write"]), nl=False)
         return
     if options["ray"]:
-        _run_on_ray(ctx, program, fixed, options)
+        _run_on_ray(ctx, program, processes, options)
         return
     _refuse_without(ctx, ("gpus", "name", "image"), "--write")
     other = _OF_GROUPS if processes is None else _OF_CLUSTERS
@@ -210,7 +211,8 @@ def _job(
     """The job that --write prints."""
     from ..launch.manifests import Job
 
-    restarts = {"max_restarts": options["max_restarts"]} if _is_typed(ctx, "max_restarts") else {}
+    asked = options["max_restarts"]
+    restarts = {} if asked is None else {"max_restarts": asked}
     return Job(
         program,
         options["nodes"][1],
@@ -224,20 +226,24 @@ def _job(
 
 
 def _run_on_ray(
-    ctx: click.Context, program: tuple[str, ...], processes: int | None, options: dict[str, Any]
+    ctx: click.Context,
+    program: tuple[str, ...],
+    processes: tuple[int, int] | None,
+    options: dict[str, Any],
 ) -> None:
     from ..launch.on_ray import RayLauncher
 
     _refuse_without(ctx, ("name", "image"), "--write")
+    _refuse_with(ctx, (*_NOT_OF_RAY, *_OF_CLUSTERS), "--ray")
     if processes is None:
         raise click.UsageError("--ray needs --processes N.", ctx)
+    _check_one_number(ctx, "--ray", processes)
     resources = {"CPU": 1, **({"GPU": options["gpus"]} if options["gpus"] else {})}
-    restarts = options["max_restarts"] if _is_typed(ctx, "max_restarts") else 0
     launcher = RayLauncher(
-        processes,
+        processes[1],
         resources,
         devices=options["devices"],
-        max_restarts=restarts,
+        max_restarts=options["max_restarts"] or 0,
         stall_s=options["stall_timeout"],
         join_s=options["join_timeout"],
     )
@@ -254,6 +260,27 @@ def _refuse_without(ctx: click.Context, names: tuple[str, ...], needed: str) -> 
     wrong = [of[name] for name in names if _is_typed(ctx, name)]
     if wrong:
         raise click.UsageError(f"{', '.join(wrong)}: only valid with {needed}.", ctx)
+
+
+def _refuse_with(ctx: click.Context, names: tuple[str, ...], chosen: str) -> None:
+    """Options of the command line that mean nothing beside another one."""
+    of = {str(p.name): p.opts[0] for p in ctx.command.params}
+    wrong = [
+        (of[n] if ctx.params[n] is not False else f"--no-{n}") for n in names if _is_typed(ctx, n)
+    ]
+    if wrong:
+        raise click.UsageError(f"{', '.join(wrong)}: not supported with {chosen}.", ctx)
+
+
+def _check_one_number(
+    ctx: click.Context,
+    chosen: str,
+    processes: tuple[int, int] | None,
+    nodes: tuple[int, int] = (1, 1),
+) -> None:
+    for name, value in (("--processes", processes), ("--nodes", nodes)):
+        if value is not None and value[0] < value[1]:
+            raise click.UsageError(f"{name} must be one number with {chosen}.", ctx)
 
 
 def _as_typed(ctx: click.Context, names: tuple[str, ...]) -> list[str]:

@@ -33,6 +33,16 @@ def to_bind(address: str) -> str:
     return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
 
 
+def to_listen(host: str) -> str:
+    """The interface for a listener that others reach by this host's name; ``""`` is all.
+
+    >>> to_listen("127.0.0.1"), to_listen("n01")
+    ('127.0.0.1', '')
+    """
+    name = "127.0.0.1" if host == "localhost" else host
+    return name if is_local(f"{host}:0") else ""
+
+
 def is_local(address: str) -> bool:
     """Whether no other host can reach a task there.
 

@@ -77,8 +77,11 @@ def _by_entry(name: str, values: dict[int, str], parties: Sequence[Party]) -> li
 def _object(value: str) -> dict[str, Any] | None:
     if not value.startswith("{"):
         return None
-    found = json.loads(value)
-    return found if isinstance(found, dict) else None
+    try:
+        entries = json.loads(value)
+    except ValueError:  # a dict of Python's
+        return None
+    return entries if isinstance(entries, dict) else None
 
 
 def _shared_out(values: dict[int, str], parties: Sequence[Party]) -> str:
@@ -144,16 +147,23 @@ class Meeting:
         with contextlib.closing(self._entrance):
             while not self._closed:
                 if self._socket.poll(_POLL_MS):
-                    sender, message = self._socket.recv_multipart()
-                    self._take(sender, msgpack.unpackb(message))
+                    self._hear()
                 for number, began_s in list(self._began_s.items()):
                     limit_s = self._wait_s if number == 0 else _LATER_ROUND_S
                     if time.monotonic() - began_s > limit_s:
                         self._refuse(number, self._missing(number, limit_s))
 
-    def _take(self, sender: bytes, said: dict[str, Any]) -> None:
-        party = Party(said["rank"], said["host"], said["pid"], said["facts"])
-        number = said["round"]
+    def _hear(self) -> None:
+        """Take the next message, and leave out what no process of a group has sent."""
+        received = self._entrance.receive()
+        if received is None:
+            return
+        sender, said = received
+        if _is_attendance(said):
+            party = Party(said["rank"], said["host"], said["pid"], said["facts"])
+            self._take(sender, party, said["round"], said["processes"])
+
+    def _take(self, sender: bytes, party: Party, number: int, processes: int) -> None:
         if self._error is not None:
             self._answer(sender, self._error)
             return
@@ -169,11 +179,8 @@ class Meeting:
                 f"and host {party.host}, pid {party.pid}. Each process needs a rank of its own."
             )
             self._refuse(number, {"text": text, "kind": "agreement"})
-        elif said["processes"] != self._processes:
-            text = (
-                f"processes: {self._processes} where the group meets, {said['processes']} on "
-                f"{party}"
-            )
+        elif processes != self._processes:
+            text = f"processes: {self._processes} where the group meets, {processes} on {party}"
             lines = [text]
             self._refuse(
                 number, {"text": disagreement(lines, self._processes), "kind": "agreement"}
@@ -274,6 +281,17 @@ class Attendance:
         if "text" in answer:
             raise _error(answer)
         return answer
+
+
+def _is_attendance(said: Mapping[str, Any]) -> bool:
+    """Whether a message is one of :meth:`Attendance.say`."""
+    facts = said.get("facts")
+    return (
+        all(isinstance(said.get(n), int) for n in ("rank", "pid", "round", "processes"))
+        and isinstance(said.get("host"), str)
+        and isinstance(facts, dict)
+        and all(isinstance(text, str) for text in facts.values())
+    )
 
 
 def _error(answer: dict[str, Any]) -> MeshwrightError:

@@ -24,6 +24,7 @@ import zmq
 
 from ..errors import ClusterError
 from . import join, outside
+from .addresses import to_listen
 from .coordinator import Coordinator
 from .doors import Entrance, group_keys
 from .failure import Failure
@@ -39,7 +40,6 @@ _GRACE_S = 5.0  # for the rank to run its ``finally`` blocks
 _AFTER_EXIT_S = 0.5  # a program that is over, and whose process only waits for others
 _PAUSE_S = 2.0  # this process itself was stopped: the scheduler has suspended the job, say
 _MEET_S = 60.0
-_SILENT_S = 10.0  # of another agent
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # they are for the rank, which may save
 
 
@@ -47,7 +47,8 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # they are for the ra
 class Charge:
     """The rank to watch, the folder in which they meet, and the group's ``host:port`` addresses.
 
-    ``relay`` is the number of the socket at which the rank reaches the coordinator, if any.
+    ``listener`` is the number of the socket at which rank 0's meets the others, and ``relay`` of
+    that at which another rank reaches the coordinator.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Charge:
     hub: str
     coordinator: str
     stall_s: float
+    listener: int | None = None
     relay: int | None = None
 
 
@@ -69,7 +71,7 @@ def start(charge: Charge) -> None:
         stdin=subprocess.DEVNULL,
         stdout=2,  # its messages come beside the rank's own
         start_new_session=True,
-        pass_fds=() if charge.relay is None else (charge.relay,),
+        pass_fds=[number for number in (charge.listener, charge.relay) if number is not None],
     )
 
 
@@ -192,13 +194,13 @@ class Companion:
 
 
 def _link(charge: Charge) -> Hub | Spoke:
-    if charge.rank:
-        link: Hub | Spoke = Spoke(charge.hub, False, _SILENT_S, charge.rank)
+    if charge.listener is None:
+        link: Hub | Spoke = Spoke(charge.hub, False, charge.stall_s, charge.rank)
     else:
-        host, _, port = charge.hub.rpartition(":")
+        host = charge.hub.rpartition(":")[0]
         entrance = Entrance(group_keys(charge.hub))
-        entrance.socket.bind(f"tcp://*:{port}")
-        link = Hub(entrance, host, charge.processes, charge.processes, _SILENT_S)
+        entrance.listen(socket.socket(fileno=charge.listener), to_listen(host) or "*")
+        link = Hub(entrance, host, charge.processes, charge.processes, charge.stall_s)
     link.meet(1, _MEET_S)
     return link
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -60,6 +61,22 @@ class Entrance:
         self.socket.linger = _LINGER_MS
         if keys is not None:
             secure_server(self.socket, keys)
+
+    def receive(self) -> tuple[bytes, dict[str, Any]] | None:
+        """The sender and its message; ``None`` for one of another form, as a stranger sends it."""
+        frames = self.socket.recv_multipart()
+        try:
+            sender, message = frames
+            said = msgpack.unpackb(message)
+        except (ValueError, msgpack.UnpackException):
+            return None
+        return (sender, said) if isinstance(said, dict) else None
+
+    def listen(self, listener: socket.socket, host: str) -> None:
+        """Listen where a socket listens already, which this takes over."""
+        port = listener.getsockname()[1]
+        self.socket.setsockopt(zmq.USE_FD, listener.detach())
+        self.socket.bind(f"tcp://{host}:{port}")
 
     def close(self) -> None:
         """Stop listening; what was sent last has a second to leave."""

@@ -26,14 +26,15 @@ from .. import _compat
 from ..errors import ClusterError, ProcessError, TopologyError
 from ..topology import settle_cpu_pool
 from . import neighbors, progress
+from .addresses import to_listen
 from .coordinator import HOSTED
 from .failure import Failure
 from .membership import COORDINATOR, Membership, membership
-from .processes import free_port
 from .relay import RELAY
 
 if TYPE_CHECKING:
     from .agreement import Attendance, Facts, Meeting
+    from .keys import Keys
     from .private_folder import PrivateFolder
 
 JOIN = "MESHWRIGHT_JOIN"  # set by the launcher: join when the package is imported
@@ -155,13 +156,19 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
     host, port = member.address
     address, by_rank_0 = address or f"tcp://{host}:{port + 1}", not address
     keys = group_keys(address)
-    is_taken = False
+    is_taken, listener = False, None
     if by_rank_0 and member.rank == 0:
-        tells = {_HUB: f"{host}:{free_port()}"} if watch else {}
+        listens_at = to_listen(host)
+        if watch:  # at a port that nobody else can take until the companion listens there
+            listener = socket.create_server((listens_at, 0))
+        tells = {} if listener is None else {_HUB: f"{host}:{listener.getsockname()[1]}"}
+        at = f"tcp://{listens_at or '*'}:{port + 1}"
         try:
-            _meeting = Meeting(f"tcp://*:{port + 1}", member.processes, wait_s, keys, tells)
+            _meeting = Meeting(at, member.processes, wait_s, keys, tells)
         except zmq.ZMQError:  # by another rank 0, which then says so, or by something else
             is_taken = True
+        else:
+            _warn_without_keys(address, keys)
     party = Party(member.rank, socket.gethostname(), os.getpid(), {})
     patience_s = min(wait_s, _TAKEN_S) if is_taken else wait_s
     attendance = Attendance(address, party, member.processes, patience_s, keys)
@@ -178,7 +185,15 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
     else:
         attendance.close()
     if _HUB in answer:
-        _start_agent(member, answer[_HUB])
+        _start_agent(member, answer[_HUB], listener)
+
+
+def _warn_without_keys(address: str, keys: Keys | None) -> None:
+    from .doors import NO_KEYS
+
+    if keys is None and not address.startswith("ipc://"):
+        at = address.removeprefix("tcp://")
+        print(f"meshwright: the group meets at {at}: {NO_KEYS}", file=sys.stderr, flush=True)
 
 
 def _check_coordinator(member: Membership, wait_s: float, is_hosted: bool) -> None:
@@ -250,7 +265,7 @@ def _initialize(member: Membership, wait_s: float, is_hosted: bool) -> None:
     import jax
 
     settle_cpu_pool()
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    _choose_collectives()
     # JAX gives rank 0 a service in any case: where an agent has the real one, nothing meets there.
     jax.distributed.initialize(
         os.environ.pop(RELAY, "") or member.coordinator,
@@ -262,11 +277,23 @@ def _initialize(member: Membership, wait_s: float, is_hosted: bool) -> None:
     neighbors.meet(member, wait_s)
 
 
+def _choose_collectives() -> None:
+    """Gloo on CPUs, unless the user has chosen others, such as MPI."""
+    import jax
+
+    name = "jax_cpu_collectives_implementation"
+    if getattr(jax.config, name, None) in (None, "none"):
+        jax.config.update(name, "gloo")
+
+
 # The agent: the launcher of this host, or a companion of this process
 
 
-def _start_agent(member: Membership, hub: str) -> None:
-    """Start a companion, where something else than Meshwright has started this process."""
+def _start_agent(member: Membership, hub: str, listener: socket.socket | None) -> None:
+    """Start a companion, where something else than Meshwright has started this process.
+
+    That of rank 0 takes the ``listener`` over, at which the others meet it.
+    """
     from . import companion
     from .private_folder import PrivateFolder
 
@@ -277,8 +304,9 @@ def _start_agent(member: Membership, hub: str) -> None:
     stall_s = _seconds(STALL, 10.0)
     place = (member.rank, member.processes, os.getpid(), str(_folder.path))
     charge = companion.Charge(*place, hub, member.coordinator, stall_s)
-    if member.rank == 0:
-        companion.start(charge)
+    if listener is not None:
+        with listener:
+            companion.start(dataclasses.replace(charge, listener=listener.fileno()))
         return
     with socket.create_server(("127.0.0.1", 0)) as listener:
         companion.start(dataclasses.replace(charge, relay=listener.fileno()))

@@ -21,6 +21,7 @@ from .membership import DEFAULT_PORT
 from .signals import PREEMPTED
 from .yaml import to_yaml
 
+_FAILED = PREEMPTED + 1
 _DNS_LABEL = r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?"  # names of pods add to it, and have 63 at most
 _GPU = "nvidia.com/gpu"
 _PREEMPTION = {"name": "preempted", "action": "RestartJobSetAndIgnoreMaxRestarts"}
@@ -102,7 +103,8 @@ def slurm(job: Job) -> str:
 
     SIGTERM comes ``grace_s`` before the time limit, and at preemption. The job is requeued after
     exit code 75, and by Slurm itself when a node fails. After another failure the processes are
-    started again in the same allocation.
+    started again in the same allocation. ``srun`` exits with the highest code of all tasks, so a
+    task that fails with a lower one than 75 ends with 76: else it would count as preempted.
     """
     head = {
         "job-name": job.name,
@@ -116,14 +118,18 @@ def slurm(job: Job) -> str:
     }
     options = "\n".join(f"#SBATCH --{k}" + (f"={v}" if v != "" else "") for k, v in head.items())
     exports = "\n".join(f"export {k}={shlex.quote(v)}" for k, v in job.variables().items())
-    command = shlex.join([sys.executable, *job.program])
+    task = f'trap : TERM; "$@"; code=$?; [ $code -gt 0 -a $code -lt {PREEMPTED} ] && code={_FAILED}'
+    command = shlex.join(
+        ["bash", "-c", f"{task}; exit $code", "task", sys.executable, *job.program]
+    )
     return f"""#!/bin/bash
 {options}
 
 {exports}
 
 for attempt in $(seq 0 {job.max_restarts}); do
-  # A process that fails is named by the others, which then end by themselves.
+  # A process that fails is named by the others, which then end by themselves. The code of srun is
+  # the highest of all tasks: {PREEMPTED} if they have saved, and higher if one of them has failed.
   srun --kill-on-bad-exit=0 {command}
   code=$?
   if [ $code -eq 0 ]; then exit 0; fi

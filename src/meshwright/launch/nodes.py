@@ -7,7 +7,9 @@ falls silent is a failure too.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import operator
 import os
 import socket
 import sys
@@ -152,9 +154,17 @@ class Hub:
             self._send(sender, {"kind": "change"})
 
     def _hear(self) -> Failure | None:
-        sender, said = self._receive()
-        self._heard_s[sender] = time.monotonic()
+        received = self._entrance.receive()
+        if received is None:
+            return None
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # a stranger's
+            return self._take(*received)
+        return None
+
+    def _take(self, sender: bytes, said: dict[str, Any]) -> Failure | None:
         if said["kind"] == "join":
+            said = _join_from(said)
+            self._heard_s[sender] = time.monotonic()
             if sender not in self._nodes or said["round"] == self._round:  # else it comes late
                 self._waiting[sender] = said
             self._send(sender, {"kind": "heard"})
@@ -164,6 +174,7 @@ class Hub:
             self._left.add(sender)
         if sender not in self._nodes:
             return None
+        self._heard_s[sender] = time.monotonic()
         failure = None
         if said["kind"] == "status":
             self._seen |= {r: _seen_from(r, at) for r, at in said["ranks"]}
@@ -217,10 +228,6 @@ class Hub:
             f"{self._host}:{coordinator}",
             f"tcp://{self._host}:{meeting}",
         )
-
-    def _receive(self) -> tuple[bytes, dict[str, Any]]:
-        sender, message = self._socket.recv_multipart()
-        return sender, msgpack.unpackb(message)
 
     def _send(self, sender: bytes, message: Mapping[str, Any]) -> None:
         self._socket.send_multipart([sender, packed(message)])
@@ -285,15 +292,7 @@ class Spoke:
         now_s = time.monotonic()
         if failure is not None or done or now_s - self._said_s > _EVERY_S:
             self._said_s = now_s
-            self._send(
-                {
-                    "kind": "status",
-                    "ranks": [(s.rank, _seen_as_list(s, now_s)) for s in seen],
-                    "done": done,
-                    "leaves": leaves,
-                    "failure": None if failure is None else asdict(failure),
-                }
-            )
+            self._tell(seen, done, failure, leaves)
         while self._socket.poll(0):
             self._hear()
         if self._failure is None and not done and now_s - self._heard_s > self._silent_s:
@@ -304,12 +303,31 @@ class Spoke:
         return self._failure or failure
 
     def end(self, failure: Failure, _why_not_again: str | None) -> str | None:
-        """Wait for the hub to say whether the group is started again."""
-        until_s = time.monotonic() + _DECISION_S
-        while self._failure is None and time.monotonic() < until_s:
+        """Wait for the hub to say whether the group is started again; ``None``: it is.
+
+        A hub that is slow to decide, but there, is waited for.
+        """
+        asked_s = self._heard_s = time.monotonic()
+        patience_s = max(_DECISION_S, self._silent_s)
+        while self._failure is None and not self.is_changing:
+            now_s = time.monotonic()
+            if now_s - self._heard_s > patience_s:
+                return f"the rendezvous {self._address} does not say whether the group goes on"
+            if now_s - asked_s > _EVERY_S:
+                asked_s = now_s
+                self._tell([], False, failure, False)
             if self._socket.poll(_POLL_MS):
                 self._hear()
-        return self._why
+        return None if self._failure is None else self._why
+
+    def _tell(
+        self, seen: Iterable[Seen], done: bool, failure: Failure | None, leaves: bool
+    ) -> None:
+        now_s = time.monotonic()
+        ranks = [(s.rank, _seen_as_list(s, now_s)) for s in seen]
+        told = None if failure is None else asdict(failure)
+        status = {"ranks": ranks, "done": done, "leaves": leaves, "failure": told}
+        self._send({"kind": "status", **status})
 
     def _hear(self) -> None:
         said = msgpack.unpackb(self._socket.recv())
@@ -386,6 +404,15 @@ def _seen_as_list(seen: Seen, now_s: float) -> list[Any]:
 def _seen_from(rank: int, values: list[Any]) -> Seen:
     section, step, age_s, pid, stopped_s = values
     return Seen(rank, Progress(section, step, time.monotonic() - age_s, pid), stopped_s)
+
+
+def _join_from(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a launcher says of itself; raises for anything else."""
+    if not isinstance(said["host"], str):
+        raise TypeError(said["host"])
+    numbers = {name: operator.index(said[name]) for name in ("processes", "round")}
+    rank = None if said["rank"] is None else operator.index(said["rank"])
+    return {"host": said["host"], "rank": rank, **numbers}
 
 
 def _failure_from(values: dict[str, Any] | None) -> Failure | None:

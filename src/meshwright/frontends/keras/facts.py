@@ -43,15 +43,35 @@ def fit_facts(
         **_model_facts(model),
         **seed_facts({"keras": _compat.global_seed()}),
     }
-    parts = {"x": data.x, "y": data.y, "sample_weight": data.sample_weight}
     if isinstance(data.x, ShardedRows):
         facts["data x"] = repr(data.x)
     elif not isinstance(data.x, LocalRows):
-        texts = {f"data {name}": arrays_text(part) for name, part in parts.items()}
-        facts |= {name: text for name, text in texts.items() if text is not None}
+        facts |= _data_facts(data)
         validated = arrays_text(validation.data)
         facts |= {} if validated is None else {"validation data": validated}
     return facts
+
+
+def pass_facts(strategy: Sharded, model: keras.Model, data: Data) -> dict[str, str]:
+    """What ``evaluate`` or ``predict`` is about to do."""
+    facts = {
+        "mesh": repr(strategy.mesh),
+        "strategy": fields_text(strategy.placement),
+        "batch size": str(data.batch_size),
+        "steps": str(data.steps),
+        **_model_facts(model),
+    }
+    if isinstance(data.x, ShardedRows):
+        facts["data x"] = repr(data.x)
+    elif not isinstance(data.x, LocalRows):
+        facts |= _data_facts(data)
+    return facts
+
+
+def _data_facts(data: Data) -> dict[str, str]:
+    parts = {"x": data.x, "y": data.y, "sample_weight": data.sample_weight}
+    texts = {f"data {name}": arrays_text(part) for name, part in parts.items()}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _model_facts(model: keras.Model) -> dict[str, str]:

@@ -30,7 +30,7 @@ from .batches import abstract
 from .callbacks import KerasCallbacks, callback_list, listen, shows_line
 from .compiled import Functions, functions_of
 from .epochs import Epochs
-from .facts import fit_facts
+from .facts import fit_facts, pass_facts
 from .nan_guard import FiniteGuard, NanGuard, check_nan_guard
 from .options import check_compiled, check_data, check_fit, check_model, check_options
 from .program import KerasVariables, read_state, write_state
@@ -79,7 +79,7 @@ def fit(
     def measure() -> Logs:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(validation.data)
         held_out = Data(x, y, weights, validation.batch_size, validation.steps)
-        return evaluate(strategy, model, held_out, "auto", callbacks)
+        return _evaluate(strategy, model, held_out, "auto", callbacks)
 
     steps = KerasSteps(
         strategy,
@@ -105,6 +105,13 @@ def evaluate(
     strategy: Sharded, model: keras.Model, data: Data, verbose: str | int, callbacks: Any
 ) -> Logs:
     """See :meth:`Sharded.evaluate`; what it measures, by name."""
+    _agree_on_pass("evaluate", strategy, model, data)
+    return _evaluate(strategy, model, data, verbose, callbacks)
+
+
+def _evaluate(
+    strategy: Sharded, model: keras.Model, data: Data, verbose: str | int, callbacks: Any
+) -> Logs:
     over = _Pass.of(strategy, model, data, verbose, callbacks, "test")
     callbacks = over.callbacks
     model.stop_evaluating = False
@@ -135,6 +142,7 @@ def predict(
     strategy: Sharded, model: keras.Model, data: Data, verbose: str | int, callbacks: Any
 ) -> Any:
     """See :meth:`Sharded.predict`."""
+    _agree_on_pass("predict", strategy, model, data)
     over = _Pass.of(strategy, model, data, verbose, callbacks, "predict")
     step, callbacks = over.functions.predict, over.callbacks
     model.stop_predicting = False
@@ -155,6 +163,13 @@ def predict(
     if not outputs:
         raise BatchError("there is nothing to predict: the data holds no batch.")
     return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+
+def _agree_on_pass(call: str, strategy: Sharded, model: keras.Model, data: Data) -> None:
+    """Compare what all processes are about to do, unless the mesh belongs to this one alone."""
+    devices = strategy.mesh.devices or ()
+    if len({device.process_index for device in devices}) > 1:
+        agree(call, lambda: pass_facts(strategy, model, data))
 
 
 class _Pass(NamedTuple):
