@@ -9,10 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from watching import LOSS, soon_enough, within
+
+from meshwright.launch import companion, join
+from meshwright.launch.companion import Charge, Companion
+from meshwright.launch.progress import Board, Progress, new_board
+from meshwright.launch.stalls import Seen
 
 PROGRAM = str(Path(__file__).parent / "grouped.py")
 STALL_S = 2.0
@@ -149,3 +155,42 @@ def test_one_switch_leaves_the_agents_out(tmp_path):
     results = ended(started([str(program)], MESHWRIGHT_WATCH="0"))
     assert [code for code, _ in results] == [0, 0], results
     assert not any("companion" in text for _, text in results)
+
+
+# One agent, without processes
+
+
+class Link:
+    """The other ranks, as the hub knows them."""
+
+    def __init__(self, *ranks: Seen) -> None:
+        self.ranks = list(ranks)
+
+    def others(self) -> list[Seen]:
+        return self.ranks
+
+
+def companion_of_rank_0(folder: Path, link: Link) -> Companion:
+    new_board(join.board_path(folder, 0))
+    Board(join.board_path(folder, 0)).write("step")
+    return Companion(Charge(0, 2, os.getppid(), str(folder), "", "", 2.0), link)  # type: ignore[arg-type]
+
+
+def test_agents_name_a_rank_that_is_slow_but_alive(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(companion, "STRAGGLER_S", 0.05)
+    slow = Seen(1, Progress("input", 1, time.monotonic(), pid=1))
+    watch = companion_of_rank_0(tmp_path, Link(slow))
+    for _ in range(4):
+        assert watch._look() is None
+        time.sleep(0.03)
+    assert "meshwright: rank 1 of 2 is slow: for" in capfd.readouterr().err
+
+
+def test_agents_learn_what_ranks_of_other_hosts_take(tmp_path):
+    now_s = time.monotonic()
+    link = Link(Seen(1, Progress("input", 60, now_s - 12.0, pid=1)))
+    watch = companion_of_rank_0(tmp_path, link)
+    watch._look()
+    link.ranks = [Seen(1, Progress("step", 61, now_s, pid=1))]
+    watch._look()
+    assert 20 < watch._limits.of("input", now_s) < 30  # the shortest is 2 s

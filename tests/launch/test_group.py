@@ -22,8 +22,9 @@ from meshwright import ClusterError
 from meshwright.launch.group import run_group
 from meshwright.launch.group_options import GroupOptions
 from meshwright.launch.hosts import run_on_hosts
+from meshwright.launch.limits import Limits
 from meshwright.launch.progress import Board, Progress, new_board, read_board
-from meshwright.launch.stalls import Limits, Seen, stalls
+from meshwright.launch.stalls import Seen, learn, stalls
 
 PROGRAM = str(Path(__file__).parent / "grouped.py")
 STALL_S = 2.0
@@ -100,7 +101,7 @@ def test_the_others_learn_which_process_failed_and_where(
 @pytest.mark.full
 def test_a_rank_that_is_only_late_is_named_and_goes_on(tmp_path, capfd, monkeypatch):
     # It compiles for 4 s and is stopped for 1 s three times, while a step may take 2 s.
-    monkeypatch.setattr("meshwright.launch.watch._STRAGGLER_S", 2.0)
+    monkeypatch.setattr("meshwright.launch.watch.STRAGGLER_S", 2.0)
     assert grouped(tmp_path, "late") == 0
     out, err = capfd.readouterr()
     assert len(re.findall(r"^\[rank:\d\] loss", out, re.MULTILINE)) == 2
@@ -165,7 +166,9 @@ def seen(rank: int, section: str, step: int, stopped_s: float = 0.0) -> Seen:
         ([seen(0, "step", 80), seen(1, "batch callbacks", 80)], 11.0, [1]),
         ([seen(0, "step", 81), seen(1, "step", 80)], 11.0, [1]),
         ([seen(0, "step", 80), seen(1, "step", 80)], 11.0, []),  # a long step, perhaps
-        ([seen(0, "step", 80), seen(1, "step", 80)], 301.0, [0, 1]),
+        ([seen(0, "step", 80), seen(1, "step", 80)], 61.0, [0, 1]),
+        ([seen(0, "input", 80), seen(1, "input", 80)], 11.0, []),  # none waits for another
+        ([seen(0, "input", 80), seen(1, "input", 80)], 61.0, [0, 1]),
         ([seen(0, "step", 80), seen(1, "compile", 79)], 30.0, []),
         ([seen(0, "step", 80), seen(1, "compile", 79)], 1801.0, [1]),
         ([seen(0, "step", 80), seen(1, "exit", 79)], 11.0, [1]),
@@ -184,10 +187,38 @@ def test_only_those_that_hold_the_others_up_are_blamed(ranks, after_s, blamed):
 
 def test_a_section_that_has_taken_long_before_may_take_long_again():
     ranks, limits = [seen(0, "step", 81), seen(1, "input", 80)], Limits(steps=100)
-    limits.learn("input", 40.0)
+    for ended_s in (-200.0, -100.0):
+        limits.learn("input", 40.0, 100, ended_s)
     assert not stalls(ranks, limits, 150.0)
     assert stalls(ranks, limits, 201.0)
     assert stalls(ranks, limits, 201.0)[0].limit_s == 200.0
+
+
+def test_one_hitch_of_all_ranks_does_not_set_the_limit_for_good():
+    limits = Limits(steps=100)
+    for _ in range(4):  # ranks that waited for the same thing
+        limits.learn("step", 100.0, 100, ended_s=1000.0)
+    limits.learn("step", 0.1, 101, ended_s=1001.0)
+    assert limits.of("step", now_s=1002.0) == 200.0
+    assert limits.of("step", now_s=9000.0) == 10.0
+
+
+def test_ranks_of_other_hosts_that_read_for_long_are_known_from_the_first_steps():
+    limits, before = Limits(), seen(1, "input", 0)
+    for step in range(1, 40):  # 12 s of input for each step, seen every 0.25 s
+        now = Seen(1, Progress("input", step, step * 12.0, pid=1))
+        learn(limits, before, now, looked_s=step * 12.0 - 0.25)
+        before = now
+    waiting = Seen(0, Progress("step", 40, 39 * 12.0, pid=1))
+    assert not stalls([waiting, before], limits, 40 * 12.0)
+    assert [s.rank for s in stalls([waiting, before], limits, 45 * 12.0)] == [1]
+
+
+def test_in_the_first_steps_a_rank_that_others_wait_for_has_two_minutes():
+    reads, waits = seen(1, "input", 1), seen(0, "step", 2)
+    assert not stalls([reads, waits], Limits(), 119.0)
+    assert stalls([reads, waits], Limits(), 121.0)
+    assert not stalls([reads, seen(0, "input", 1)], Limits(), 299.0)  # buffers are filled
 
 
 def test_a_board_costs_microseconds_and_keeps_its_end(tmp_path):

@@ -28,11 +28,13 @@ from .addresses import to_listen
 from .coordinator import Coordinator
 from .doors import Entrance, group_keys
 from .failure import Failure
+from .limits import Limits
 from .nodes import Hub, Spoke
 from .processes import own_module
 from .progress import Progress, read_board
 from .relay import Relay
-from .stalls import Limits, Seen, Stall, stalls
+from .stalls import Seen, Stall, learn, stalls
+from .stragglers import STRAGGLER_S, Stragglers
 
 _LOOK_EVERY_S = 0.1
 _SETTLE_S = 0.3  # for the death of another rank to be seen before the error that it causes here
@@ -82,7 +84,8 @@ class Companion:
         self._charge, self._link = charge, link
         self._folder = Path(charge.folder)
         self._board = join.board_path(self._folder, charge.rank)
-        self._limits = Limits(charge.stall_s)
+        self._limits, self._stragglers = Limits(charge.stall_s), Stragglers(STRAGGLER_S)
+        self._others: dict[int, Seen] = {}
         self._seen = Seen(charge.rank, Progress(pid=charge.pid))
         self._looked_s = self._resumed_s = time.monotonic()
         self._died_s: float | None = None
@@ -110,9 +113,11 @@ class Companion:
             time.sleep(_PAUSE_S / 2)
             self._resumed_s = now_s = time.monotonic()
         before, progress = self._seen, read_board(self._board)
-        if progress.since_s > before.progress.since_s:
-            took_s = progress.since_s - before.progress.since_s
-            self._limits.learn(before.progress.section, took_s, progress.step)
+        learn(self._limits, before, replace(before, progress=progress), self._looked_s)
+        others = self._link.others()
+        for seen in others:
+            learn(self._limits, self._others.get(seen.rank, seen), seen, self._looked_s)
+        self._others = {seen.rank: seen for seen in others}
         stopped_s = 0.0
         if is_there and outside.is_stopped(self._charge.pid):
             stopped_s = before.stopped_s + now_s - self._looked_s
@@ -141,19 +146,35 @@ class Companion:
         if isinstance(self._link, Spoke):
             blamed, self._link.blamed = self._link.blamed, None
             return None if blamed is None else self._stalled(blamed)
-        found = stalls([self._seen, *self._link.others()], self._limits, now_s)
+        ranks = [self._seen, *self._others.values()]
+        found = stalls(ranks, self._limits, now_s)
         if not found:
+            self._name_straggler(ranks, now_s)
             return None
         if found[0].rank == self._charge.rank:
             return self._stalled(found[0])
         self._link.blame(found[0])
         return None
 
+    def _name_straggler(self, ranks: list[Seen], now_s: float) -> None:
+        """Say which rank is slow but alive; it goes on."""
+        slow = self._stragglers.look(ranks, now_s)
+        if slow is None:
+            return
+        text = f"rank {slow.rank} of {self._charge.processes} {slow}."
+        if slow.rank == self._charge.rank:
+            text = replace(self._failure("", self._stack()), what=str(slow)).text()
+        print(f"meshwright: {text}", file=sys.stderr, flush=True)
+
+    def _stack(self) -> str:
+        """Where the Python of the rank is; empty where it cannot say so."""
+        if self._seen.stopped_s or self._seen.progress.is_over:
+            return ""
+        path = join.stack_path(self._folder, self._charge.rank)
+        return outside.stack_from(path, lambda: self._signal(join.DUMP))
+
     def _stalled(self, stall: Stall) -> Failure:
-        stack = ""
-        if not (self._seen.stopped_s or self._seen.progress.is_over):
-            path = join.stack_path(self._folder, self._charge.rank)
-            stack = outside.stack_from(path, lambda: self._signal(join.DUMP))
+        stack = self._stack()
         limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
         cause = "is stopped" if self._seen.stopped_s else stall.what
         what = f"{cause} (for {stall.for_s:.1f} s{limit})"

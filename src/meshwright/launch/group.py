@@ -23,6 +23,7 @@ from .failure import Failure
 from .ground import End, Ground, Start
 from .group_options import GroupOptions
 from .join import AGENT, AGREE, JOIN, MEETING, TELL, board_path, failure_path, lost_path
+from .limits import Limits
 from .logs import LogPump
 from .membership import Membership
 from .nodes import Hub, Spoke
@@ -30,7 +31,6 @@ from .processes import check_program, program
 from .progress import new_board, read_board
 from .relay import RELAY, Relay
 from .signals import PATIENCE_S, PREEMPTED, Stopping, passing_on
-from .stalls import Limits
 from .supervisor import Supervisor
 from .watch import Watch, say, task_of
 

@@ -8,53 +8,13 @@ raised for any.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from .limits import Limits
 from .progress import Progress
 
 WAITING = ("step", "barrier", "save")  # sections in which a rank may wait for another
-_FIRST_S = {"join": 600.0, "script": 600.0, "compile": 1800.0, "save": 600.0, "callbacks": 600.0}
-_FIRST_OTHER_S = 300.0
-_LEARNT = ("input", "step", "batch callbacks")
-_FIRST_STEPS = 32  # the host runs ahead of the devices at first, and its steps seem short
-_TIMES_LONGEST = 5.0
-
-
-@dataclass
-class Limits:
-    """How long a section may take, learnt from those that were seen to end.
-
-    Input, step and batch callbacks may take 300 s during the first 32 steps, and then
-    ``shortest_s``. Before a rank joins it is ``join_s``, in the compiler 30 minutes, elsewhere
-    10 minutes. Five times the longest that has ended is allowed in any case.
-
-    >>> limits = Limits(shortest_s=10.0)
-    >>> limits.of("input")
-    300.0
-    >>> limits.learn("input", 4.0, steps=100)
-    >>> limits.of("input"), limits.of("step")
-    (20.0, 10.0)
-    """
-
-    shortest_s: float = 10.0
-    join_s: float = 60.0
-    longest_s: dict[str, float] = field(default_factory=dict)
-    steps: int = 0
-
-    def learn(self, section: str, took_s: float, steps: int = 0) -> None:
-        """Take note of a section that ended; ``steps`` is how many steps had begun by then."""
-        self.longest_s[section] = max(self.longest_s.get(section, 0.0), took_s)
-        self.steps = max(self.steps, steps)
-
-    def of(self, section: str) -> float:
-        """How long the section may take, in seconds."""
-        if section == "launch":
-            return self.join_s
-        if section in _LEARNT and self.steps > _FIRST_STEPS:
-            first_s = self.shortest_s
-        else:
-            first_s = _FIRST_S.get(section, _FIRST_OTHER_S)
-        return max(first_s, _TIMES_LONGEST * self.longest_s.get(section, 0.0))
+_SAME_S = 0.2  # times of another host's ranks are known so well
 
 
 @dataclass(frozen=True)
@@ -68,6 +28,21 @@ class Seen:
     def age_s(self, now_s: float) -> float:
         """For how long it has been in its section."""
         return now_s - self.progress.since_s
+
+
+def learn(limits: Limits, before: Seen, now: Seen, looked_s: float) -> None:
+    """Take note of the section that a rank has left since it was looked at, at ``looked_s``.
+
+    >>> limits = Limits(steps=100)
+    >>> reads, steps = Progress("input", 7, since_s=0.0), Progress("step", 8, since_s=12.0)
+    >>> learn(limits, Seen(1, reads), Seen(1, steps), looked_s=11.9)
+    >>> round(limits.of("input", now_s=12.0), 1)
+    23.8
+    """
+    then, new = before.progress, now.progress
+    is_same = (then.section, then.step) == (new.section, new.step)
+    if not is_same or new.since_s - then.since_s > _SAME_S:
+        limits.learn(then.section, max(0.0, looked_s - then.since_s), new.step, looked_s)
 
 
 @dataclass(frozen=True)
@@ -95,27 +70,26 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
     stopped = [s for s in present if s.stopped_s > limits.shortest_s]
     if stopped:
         return [Stall(s.rank, "is stopped", s.stopped_s, limits.shortest_s) for s in stopped]
-    late = [s for s in present if not s.progress.is_over and s.age_s(now_s) > _limit(s, limits)]
+    behind = _furthest_behind(present)
+    waits = [s for s in present if s.progress.section in WAITING]
+    # A long step of all of them, perhaps, or all read: none holds another up.
+    is_shared = not waits or len(waits) == len(behind) == len(present)
+    limit_s = limits.together if is_shared else limits.of
+    allowed_s = {s.rank: limit_s(s.progress.section, now_s) for s in present}
+    late = [s for s in present if not s.progress.is_over and s.age_s(now_s) > allowed_s[s.rank]]
     if all(s.progress.section == "script" for s in late):
         return []  # which may take any time while no rank waits for it
-    behind = _furthest_behind(present)
     gone = [s for s in behind if s.progress.is_over]
-    waiting = [s for s in late if s.progress.section in WAITING]
-    if len(waiting) == len(behind) == len(present):  # a long step of all of them, perhaps
-        late = [s for s in late if s.age_s(now_s) > max(_FIRST_OTHER_S, _limit(s, limits))]
+    waiting = [s for s in late if s in waits]
     if gone and waiting:
         others = ", ".join(str(s.rank) for s in waiting)
         what = f"has ended, and rank {others} waits for it"
         return [Stall(s.rank, what, s.age_s(now_s), 0.0) for s in gone]
     return [
-        Stall(s.rank, _what(s, behind), s.age_s(now_s), _limit(s, limits))
+        Stall(s.rank, _what(s, behind), s.age_s(now_s), allowed_s[s.rank])
         for s in behind
         if s in late
     ]
-
-
-def _limit(seen: Seen, limits: Limits) -> float:
-    return limits.of(seen.progress.section)
 
 
 def _furthest_behind(ranks: list[Seen]) -> list[Seen]:

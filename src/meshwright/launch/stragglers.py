@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from .stalls import WAITING, Seen
 
+STRAGGLER_S = 30.0  # over which waiting is summed to find slow ranks
 _OWN = ("input", "batch callbacks")  # sections of a step in which no rank waits for another
 _SHARE = 0.5  # of the time, and twice that of any other rank
 _AGAIN_S = 600.0

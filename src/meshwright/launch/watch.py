@@ -13,18 +13,18 @@ from pathlib import Path
 from . import outside
 from .failure import Failure
 from .join import DUMP, board_path, error_path, stack_path
+from .limits import Limits
 from .logs import LogPump
 from .nodes import Hub, Spoke
 from .progress import Progress, read_board
 from .signals import PREEMPTED
 from .spec import RANK, Task
-from .stalls import Limits, Seen, Stall, stalls
-from .stragglers import Stragglers
+from .stalls import Seen, Stall, learn, stalls
+from .stragglers import STRAGGLER_S, Stragglers
 from .supervision import exit_text
 from .supervisor import Supervisor
 
 _SETTLE_S = 0.3  # for a death by signal to be seen beside the errors that it causes in others
-_STRAGGLER_S = 30.0  # over which waiting is summed to find slow ranks
 
 
 class Watch:
@@ -41,10 +41,11 @@ class Watch:
     ) -> None:
         self._total, self._folder = total, folder
         self._supervisor, self._logs, self._limits = supervisor, logs, limits
-        self._stragglers = Stragglers(_STRAGGLER_S)
+        self._stragglers = Stragglers(STRAGGLER_S)
         self._looked_s = time.monotonic()
         now = Progress(since_s=self._looked_s)
         self.seen = {rank: Seen(rank, now) for rank in ranks}
+        self._others: dict[int, Seen] = {}
 
     def look(self, link: Hub | Spoke | None) -> Failure | None:
         """Read what all ranks do; the failure to end the group for, if there is one."""
@@ -52,6 +53,10 @@ class Watch:
         codes = self.exit_codes()
         for rank, before in self.seen.items():
             self.seen[rank] = self._see(rank, before, now_s, rank in codes)
+        others = [] if link is None else link.others()
+        for seen in others:
+            learn(self._limits, self._others.get(seen.rank, seen), seen, self._looked_s)
+        self._others = {seen.rank: seen for seen in others}
         self._looked_s = now_s
         if self._failing(codes):
             time.sleep(_SETTLE_S)
@@ -60,7 +65,6 @@ class Watch:
         if isinstance(link, Spoke):
             blamed, link.blamed = link.blamed, None
             return None if blamed is None else self._stalled(blamed)
-        others = [] if link is None else link.others()
         ranks = [*self.seen.values(), *others]
         found = stalls(ranks, self._limits, now_s)
         if not found:
@@ -73,9 +77,7 @@ class Watch:
 
     def _see(self, rank: int, before: Seen, now_s: float, has_ended: bool) -> Seen:
         progress = read_board(board_path(self._folder, rank))
-        if progress.since_s != before.progress.since_s:
-            section, steps = before.progress.section, progress.step
-            self._limits.learn(section, self._looked_s - before.progress.since_s, steps)
+        learn(self._limits, before, Seen(rank, progress), self._looked_s)
         if has_ended and not progress.is_over:
             progress = Progress("exit", progress.step, now_s, progress.pid)
         pid = self._supervisor.pid(task_of(rank))
