@@ -2,8 +2,8 @@
 
 ``python fit_rows_once.py FOLDER``, with the number of epochs in ``EPOCHS``. Every process writes
 its pid to ``FOLDER/pids``; rank 0 writes ``result.json`` at the end, with the losses of all epochs.
-With ``SHARD`` each process reads its own part of the rows; ``FOLDER/plan.json`` says what happens
-after which step, as in ``rows_once.py``.
+With ``SHARD`` each process reads its own part of the rows; ``SAVE_EVERY`` and ``PEER_COPIES`` are
+those of ``fit``; ``FOLDER/plan.json`` says what happens after which step, as in ``rows_once.py``.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Noted(keras.callbacks.Callback):
         act(self._folder, self._plan.get(f"{os.environ['MESHWRIGHT_GENERATION']}@{self._begun[0]}"))
         if self._begun[0] == 1 and jax.process_index() == 0:
             here = {"at": time.time(), "processes": jax.process_count(), "from": self._from}
+            here["step"] = int(self.model.optimizer.iterations)
             with (self._folder / "starts").open("a") as file:
                 file.write(json.dumps(here) + "\n")
 
@@ -77,7 +78,8 @@ def main(folder: Path) -> None:
         verbose=0,
         callbacks=[Noted(folder)],
         checkpoint=folder / "saved",
-        save_every=5,
+        save_every=int(os.environ.get("SAVE_EVERY", 5)),
+        peer_copies=int(os.environ.get("PEER_COPIES", 0)),
     )
     if jax.process_index() == 0:
         visits = np.asarray(model.get_layer("visits").embeddings).ravel() / PER_VISIT

@@ -97,6 +97,21 @@ def test_on_the_same_mesh_a_run_that_failed_ends_as_one_that_did_not(
     assert again["at"] - failed_at < 30  # on a host that does much else
 
 
+@pytest.mark.alone
+@pytest.mark.full
+def test_fit_goes_on_from_memory_where_the_disk_has_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("PEER_COPIES", "1")
+    monkeypatch.setenv("SAVE_EVERY", "1000")
+    monkeypatch.setenv("EPOCHS", "6")
+    plan = {"0@27": {"signal": signal.SIGKILL}}
+    assert run(tmp_path, plan, max_restarts=1, program="fit_rows_once.py") == 0
+    _, again = starts(tmp_path)
+    assert again["from"] == -1  # nothing was on disk
+    assert 26 <= again["step"] - 1 <= 27
+    visits = json.loads((tmp_path / "result.json").read_text())["visits"]
+    assert visits == [6] * 192
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> Path:
     """A host discovery script, and the file with its answer."""

@@ -92,6 +92,16 @@ def test_an_rdd_feeds_a_group_in_a_barrier_stage(sc):
 
 
 @spark_marks
+def test_the_columns_of_a_dataframe_feed_a_group(sc):
+    from pyspark.sql import SparkSession
+
+    frame = SparkSession(sc).createDataFrame([(i / 8, i / 4) for i in range(33)], ["x", "y"])
+    results = mw.SparkLauncher(sc).run(train, 4, data=frame)
+    assert [(rank, count) for rank, count, _ in results] == [(0, 17), (1, 17)]
+    assert results[0][2] == results[1][2]
+
+
+@spark_marks
 @pytest.mark.parametrize("die", [die_once, kill_the_task])
 def test_a_stage_that_fails_is_submitted_again(sc, tmp_path, capfd, die):
     launcher = mw.SparkLauncher(sc, max_restarts=1)
