@@ -148,7 +148,7 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
         one, many = single.model(model.name), batching.model(model.name)
         row = one_row(one)
         compiled = next(iter(one.forward._compiled.values())).call
-        weights = one._weights.state
+        weights = one._keeper.weights.state
         batch = one.source.batch(list(row.values()))
 
         def call() -> Any:

@@ -281,6 +281,31 @@ def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
         mw.read_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"custom_metadata": {"meshw', "step_2/_CHECKPOINT_METADATA is damaged: its JSON"),
+        ('{"custom_metadata": {"meshwright": {"format": 2}}}', "is incomplete"),
+        ("[]", "is incomplete"),
+        (b"\xff\xfe", "it is not text"),
+    ],
+)
+def test_a_record_that_is_cut_off_is_an_error_of_its_checkpoint(
+    text: str | bytes, says: str, tmp_path: Path
+) -> None:
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(w=np.zeros(2)))
+    file = tmp_path / "step_2" / "_CHECKPOINT_METADATA"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(mw.CheckpointError, match=says):
+        mw.read_checkpoint(tmp_path)
+    assert mw.read_checkpoint(tmp_path, step=1).step == 1  # the others can be read
+    with mw.Checkpoints(tmp_path, keep=1) as checkpoints:  # and more are written
+        checkpoints.save(3, state_of(w=np.zeros(2)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_3"]
+
+
 def test_randomness_comes_back_after_normal_draws_too() -> None:
     np.random.seed(3)
     np.random.standard_normal(3)  # the generator keeps one number in hand

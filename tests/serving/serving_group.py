@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+import pytest
 
 import meshwright as mw
 
@@ -37,9 +38,14 @@ def serve(run: Path, devices: Any = None, by_stages: bool = False) -> mw.Server:
 
 
 def answers_of(server: mw.Server, run: Path) -> dict[str, Any]:
-    """What it answers, before and after another checkpoint comes."""
-    answers = [server.answer({"input": ROWS[:n]}) for n in (1, 3, 6)]
-    (run / "later").rename(run / "step_2")
+    """What it answers, before and after another checkpoint comes; a broken one changes nothing."""
+    answers = [server.answer({"input": ROWS[:n]}) for n in (1, 3)]
+    (run / "broken").rename(run / "step_2")
+    with pytest.raises(mw.CheckpointError, match="step_2"):
+        server.model("small").reload()
+    (run / "step_2").rename(run / "broken")
+    answers.append(server.answer({"input": ROWS}))
+    (run / "later").rename(run / "step_3")
     assert server.model("small").reload()
     answers.append(server.answer({"input": ROWS}))
     outputs = {str(n): each.outputs["last"] for n, each in enumerate(answers)}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from http_calls import Call
 
 import meshwright as mw
+from meshwright.serving import following
+from meshwright.serving.turns import turn
 
+ASKED = {"input": np.zeros([1, 2])}
 EXAMPLE = np.zeros([1, 2], "float32")
 
 
@@ -91,6 +99,159 @@ def test_a_broken_checkpoint_is_refused_and_the_old_one_stays(tmp_path: Path) ->
             "refused step_3",
             "version 1 -> 4",
         ]
+
+
+def got(server: mw.Server, path: str) -> bytes:
+    """The page of a server that runs already."""
+    return asyncio.run(Call("GET", path).to(mw.serving_app(server))).body
+
+
+def until(is_so: Callable[[], Any], within_s: float = 60.0) -> None:
+    until_s = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def cut_the_record(checkpoint: Path) -> None:
+    file = checkpoint / "_CHECKPOINT_METADATA"
+    file.write_text(file.read_text()[:60])
+
+
+def other_dims(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    with mw.Checkpoints(checkpoint.parent, keep=None) as checkpoints:
+        params = {name: np.zeros([3, 4], "float32") for name in ("a", "b")}
+        checkpoints.save(2, mw.TrainState(params, {}, {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [(cut_the_record, "is damaged: its JSON"), (other_dims, "refused step_2: ")],
+    ids=["record", "dims"],
+)
+def test_a_server_that_follows_a_run_survives_any_checkpoint_and_says_so(
+    harm: Callable[[Path], None], says: str, tmp_path: Path
+) -> None:
+    run, beside = tmp_path / "run", tmp_path / "beside"
+    save(run, 1)
+    save(beside, 2)
+    harm(beside / "step_2")
+    with serve(run, follow_s=0.02) as server:
+        model = server.model("f")
+        shutil.move(beside / "step_2", run / "step_2")
+        until(lambda: model.status().refusal)
+        assert says in model.status().refusal
+        time.sleep(0.1)
+        assert server.answer(ASKED).version == "1"
+        assert len(model.status().events) == 1  # it is said once
+        metric = b'meshwright_newest_refused{model="f",version="1"} 1.0'
+        assert metric in got(server, "/metrics")
+        assert b"Newest checkpoint refused" in got(server, "/")
+        save(run, 3)
+        until(lambda: server.answer(ASKED).version == "3")
+        assert not model.status().refusal
+    until(lambda: not any("follow" in t.name for t in threading.enumerate()), 5)
+
+
+def test_what_passes_is_not_damage_and_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_AGAIN_S", 0.05)
+    save(tmp_path, 1)
+    with serve(tmp_path) as server:
+        model: Any = server.model("f")
+        save(tmp_path, 2)
+        read = type(model.source).read
+
+        def full(*_: Any) -> None:
+            raise MemoryError("RESOURCE_EXHAUSTED: 4096 bytes")
+
+        monkeypatch.setattr(type(model.source), "read", full)
+        with pytest.raises(mw.CheckpointError, match="does not fit into memory") as raised:
+            model.reload()
+        assert "damaged" not in str(raised.value)
+        monkeypatch.setattr(type(model.source), "read", read)
+        until(model.reload)
+        assert server.answer(ASKED).version == "2"
+
+
+def test_a_server_that_follows_begins_with_an_older_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    cut_the_record(tmp_path / "step_2")
+    with pytest.raises(mw.CheckpointError, match=r"step_2.* is damaged"), serve(tmp_path):
+        pass
+    with serve(tmp_path, follow_s=60.0) as server:
+        assert server.answer(ASKED).version == "1"
+        assert "step_2" in server.model("f").status().refusal
+    shutil.rmtree(tmp_path / "step_1")
+    with pytest.raises(mw.CheckpointError, match=r"step_2.* is damaged"):
+        serve(tmp_path, follow_s=60.0).load()
+
+
+def test_what_runs_on_the_devices_takes_its_turn_among_the_batches(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with serve(tmp_path, finite=True) as server:
+        model: Any = server.model("f")
+        save(tmp_path, 2)
+        thread = threading.Thread(target=model.reload)
+        with turn(model.source.mesh):  # as a batch does
+            thread.start()
+            thread.join(1)
+            assert thread.is_alive()
+        thread.join(60)
+        assert server.answer(ASKED).version == "2"
+
+
+def test_a_checkpoint_that_one_process_cannot_read_is_refused_by_all(tmp_path: Path) -> None:
+    """Rank 1, here a function, cannot read the second checkpoint, and can read the third."""
+    save(tmp_path, 1)
+    with serve(tmp_path) as server:
+        model: Any = server.model("f")
+        said: list[str] = []
+
+        def tell(word: dict[str, Any], arrays: Any = ()) -> None:
+            if word["do"] == "batch":
+                return
+            is_bad = Path(word["directory"]).name == "step_2"
+            said.append(f"{word['do']} {Path(word['directory']).name}")
+            fault = mw.CheckpointError("no such file.") if is_bad else None
+            reply = {**following.reply_to(word, fault), "rank": 1}
+            threading.Timer(0.05, model.answered, (reply, [])).start()
+
+        model.lead(tell, 0, 1, lambda: None)
+        save(tmp_path, 2)
+        with pytest.raises(mw.CheckpointError, match="rank 1: no such file"):
+            model.reload()
+        assert server.answer(ASKED).version == "1"
+        save(tmp_path, 3)
+        assert model.reload()
+        assert server.answer(ASKED).version == "3"
+        assert said == ["read step_2", "read step_3", "finish step_3"]
+        with pytest.raises(mw.ModelError, match="is served by several processes"):
+            model.update()
+
+
+def test_a_process_that_follows_reads_as_it_is_asked_and_replies(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with serve(tmp_path) as server:
+        model: Any = server.model("f")
+        replies: list[dict[str, Any]] = []
+
+        def ask(do: str, step: int, request: int) -> str:
+            word = {"do": do, "model": 0, "request": request, "read": request - 1}
+            word["directory"] = str(tmp_path / f"step_{step}")
+            model.follow(word, [], lambda reply, _: replies.append(reply))
+            until(lambda: replies and replies[-1]["request"] == request)
+            return replies[-1]["error"]
+
+        assert "step_2" in ask("read", 2, 1)  # there is none
+        save(tmp_path, 2)
+        assert [ask("read", 2, 2), ask("finish", 2, 3)] == ["", ""]
+        batch = {"do": "batch", "version": "2", "rows": 2, "lengths": []}
+        model.follow(batch, [np.zeros([2, 2], "float32")], None)
+        assert server.answer(ASKED).version == "2"
 
 
 def test_versions_share_the_traffic_and_are_compared(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from keras import layers
 
 import meshwright as mw
-from meshwright.serving.forward import turn
+from meshwright.serving.turns import turn
 
 ROWS = np.random.default_rng(0).normal(size=[6, 8]).astype("float32")
 TOLERANCE = 2e-6

@@ -79,19 +79,31 @@ def require_orbax() -> None:
     require("orbax.checkpoint", CheckpointError, what, "checkpoint")
 
 
-def make_checkpointer() -> Any:
-    """What reads and writes; raises :class:`CheckpointError` if Orbax is not installed."""
+def reader() -> Any:
+    """What reads in this process without waiting for others, which may fail to read."""
+    import jax
+
+    return make_checkpointer({jax.process_index()} if jax.process_count() > 1 else None)
+
+
+def make_checkpointer(processes: set[int] | None = None) -> Any:
+    """What reads and writes; raises :class:`CheckpointError` if Orbax is not installed.
+
+    ``processes`` are those that wait for each other; all of them unless it is given.
+    """
     require_orbax()
     import jax
     import numpy as np
     import orbax.checkpoint as ocp
 
     count = jax.process_count()
+    processes = processes or set(range(count))
     # Named processes wait for each other over the network and not on the devices, where the
     # thread that writes would get between the collectives of the training step.
     options = ocp.options.MultiprocessingOptions(
-        active_processes=set(range(count)) if count > 1 else None,
-        barrier_sync_key_prefix="meshwright" if count > 1 else None,
+        primary_host=min(processes),
+        active_processes=processes if count > 1 else None,
+        barrier_sync_key_prefix=_prefix(processes, count) if count > 1 else None,
     )
     types = ocp.type_handlers
     registry = types.create_type_handler_registry(
@@ -109,6 +121,12 @@ def make_checkpointer() -> Any:
         type_handler_registry=registry, multiprocessing_options=options
     )
     return ocp.Checkpointer(handler, multiprocessing_options=options)
+
+
+def _prefix(processes: set[int], count: int) -> str:
+    """The name of the waiting of these processes, which others do not take part in."""
+    some = [] if len(processes) == count else map(str, sorted(processes))
+    return "-".join(["meshwright", *some])
 
 
 def remove(path: Path) -> None:

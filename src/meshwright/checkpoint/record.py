@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,14 +114,12 @@ def read_checkpoint(directory: str | Path, step: int | None = None) -> Checkpoin
     (7, 32, 'w (4, 2) float32')
     """
     directory = as_directory(directory)
-    if (alone := _read(directory)) is not None and step is None:
+    if step is None and (alone := _read(directory)) is not None:
         return alone
-    infos = list_checkpoints(directory)
-    if step is not None:
-        infos = [info for info in infos if info.step == step]
-    if not infos:
+    info = newest(directory, step)
+    if info is None:
         raise CheckpointError(_absent(directory, step))
-    return infos[-1]
+    return info
 
 
 def as_directory(directory: Any) -> Path:
@@ -137,10 +136,37 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
     return [info for path in _complete_paths(directory) if (info := _read(path)) is not None]
 
 
-def newest(directory: Path) -> CheckpointInfo | None:
-    """The newest complete checkpoint of a run."""
-    newest_first = reversed(list(_complete_paths(directory)))
-    return next((info for path in newest_first if (info := _read(path)) is not None), None)
+def readable_checkpoints(directory: Path) -> list[CheckpointInfo]:
+    """The same without those whose record cannot be read: a run goes on beside a damaged one."""
+    infos = []
+    for path in _complete_paths(directory):
+        with suppress(CheckpointError):
+            infos += [info for info in (_read(path),) if info is not None]
+    return infos
+
+
+def newest(directory: Path, step: int | None = None) -> CheckpointInfo | None:
+    """The newest complete checkpoint of a run, or the newest one of a step.
+
+    Others are not looked at. Raises :class:`CheckpointError` where its record cannot be read.
+    """
+    for path in reversed(list(_complete_paths(directory))):
+        is_wanted = step is None or _step_of(path) == step
+        if is_wanted and (info := _read(path)) is not None:
+            return info
+    return None
+
+
+def newest_paths(directory: Path) -> list[Path]:
+    """The complete checkpoints of a run, newest first, or the one that this is; none is read."""
+    if (directory / _ORBAX_FILE).exists():
+        return [directory]
+    return [p for p in reversed(list(_complete_paths(directory))) if (p / _ORBAX_FILE).exists()]
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return -1 if match is None else int(match[1])
 
 
 def path_for(directory: Path, step: int, taken: set[str]) -> Path:
@@ -150,6 +176,11 @@ def path_for(directory: Path, step: int, taken: set[str]) -> Path:
         again += 1
         name = f"step_{step}.{again}"
     return directory / name
+
+
+def complete_names(directory: Path) -> set[str]:
+    """The names of complete checkpoints, which are not read."""
+    return {path.name for path in _complete_paths(directory)}
 
 
 def is_complete_name(name: str) -> bool:
@@ -172,12 +203,33 @@ def _complete_paths(directory: Path) -> Iterator[Path]:
 
 def _read(path: Path) -> CheckpointInfo | None:
     """The record of one checkpoint; ``None`` where there is none of ours."""
+    file = path / _ORBAX_FILE
     try:
-        text = (path / _ORBAX_FILE).read_text()
+        text = file.read_text()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    record = (json.loads(text).get("custom_metadata") or {}).get(KEY)
-    return None if record is None else from_record(path, record)
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}. Let this user read the checkpoint, or name "
+            "another one."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _damaged(file, "it is not text") from error
+    try:
+        record = (json.loads(text).get("custom_metadata") or {}).get(KEY)
+        return None if record is None else from_record(path, record)
+    except CheckpointError:
+        raise
+    except json.JSONDecodeError as error:
+        raise _damaged(file, f"its JSON ends or breaks at character {error.pos:,}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(file, "what it says of the checkpoint is incomplete") from error
+
+
+def _damaged(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is damaged: {why}. Remove {file.parent.name}, or name an earlier checkpoint."
+    )
 
 
 def to_record(info: CheckpointInfo) -> dict[str, Any]:
@@ -257,7 +309,7 @@ def _nearest(wanted: SavedArray, others: list[SavedArray]) -> str:
 def _absent(directory: Path, step: int | None) -> str:
     if not directory.is_dir():
         return f"there is no directory {directory}."
-    there = [info.step for info in list_checkpoints(directory)]
+    there = [_step_of(path) for path in _complete_paths(directory)]
     if there:
         return f"{directory} has no checkpoint of step {step}; it has those of steps {there}."
     half = [path.name for path in directory.iterdir() if is_leftover_name(path.name)]

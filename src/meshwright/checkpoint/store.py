@@ -18,10 +18,12 @@ from .record import (
     Position,
     as_directory,
     check_same,
+    complete_names,
     is_leftover_name,
     list_checkpoints,
     newest,
     path_for,
+    readable_checkpoints,
 )
 from .snapshot import as_saved, describe, rounded, snapshot, spread_again, to_host
 
@@ -172,7 +174,7 @@ class Checkpoints:
         if self._names is None:
             if _is_first_process():
                 _tidy(self.directory)
-            self._names = {info.directory.name for info in list_checkpoints(self.directory)}
+            self._names = complete_names(self.directory)
         path = path_for(self.directory, step, self._names)
         self._names.add(path.name)
         return path
@@ -190,7 +192,7 @@ class Checkpoints:
         if then is not None:
             then()
         if self.keep is not None and _is_first_process():
-            for old in list_checkpoints(self.directory)[: -self.keep]:
+            for old in readable_checkpoints(self.directory)[: -self.keep]:
                 files.remove(old.directory)
 
 

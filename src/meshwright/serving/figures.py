@@ -33,6 +33,7 @@ class Figures:
         self._buckets: Counter[int] = Counter()
         self._events: deque[str] = deque(maxlen=_EVENTS)
         self.rows_per_s = 0.0  # of late
+        self.refusal = ""  # why the newest weights are not served
 
     def answer(self, outcome: str, latency_s: float | None = None) -> None:
         """Count the end of a request."""
@@ -65,6 +66,7 @@ class Figures:
                 "batch_rows": dict(sorted(self._batch_rows.items())),
                 "bucket_batches": dict(sorted(self._buckets.items())),
                 "events": tuple(self._events),
+                "refusal": self.refusal,
             }
 
 

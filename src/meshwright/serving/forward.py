@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,31 +18,16 @@ from ..errors import ModelError
 from ..frontends.inputs import leaf_names
 from ..jaxprs.rows import RowsMixError, row_dims
 from ..launch.progress import inside
-from ..layouts.mesh import Mesh
 from ..program import TrainState
 from .api import TensorSpec
 from .requests import Lengths
 from .source import Source
+from .turns import turn
 from .weights import Weights
 
 _MOST_SHAPES = 64  # that are compiled when a request first has them; the oldest are forgotten
 _LENGTHS = (4, 6)  # two sizes of a ragged dim, to see which dims of outputs follow it
 _TIMED = 3  # batches of each size, of which the fastest counts
-
-_turns: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)  # by the id of a device
-
-
-@contextlib.contextmanager
-def turn(mesh: Mesh) -> Iterator[None]:
-    """The devices of a mesh for one program at a time.
-
-    Two programs over several devices that are begun by two threads may begin in another order on
-    each device, and wait for each other for ever.
-    """
-    with contextlib.ExitStack() as stack:
-        for number in sorted(device.id for device in mesh.devices or ()):
-            stack.enter_context(_turns[number])
-        yield
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..program import TrainState
+from .turns import turn_on
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def _laid(value: Any, sharding: Any) -> Any:
         value = np.asarray(value)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
     if not value.is_fully_addressable:
-        return jax.jit(jax.numpy.copy, out_shardings=sharding)(value)
+        with turn_on(sharding.device_set | value.sharding.device_set):
+            return jax.block_until_ready(jax.jit(jax.numpy.copy, out_shardings=sharding)(value))
     held = {_key(shard.index, value.shape): shard.data for shard in value.addressable_shards}
     pieces = []
     for device, index in sharding.addressable_devices_indices_map(value.shape).items():

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..checkpoint import CheckpointInfo, read_checkpoint
 from ..errors import (
-    CheckpointError,
     DeadlineError,
-    MeshwrightError,
     ModelError,
     ModelFailedError,
     NotReadyError,
@@ -27,13 +22,15 @@ from ..errors import (
 from .accuracy import Difference, differences
 from .api import Answer, ModelStatus, TensorSpec
 from .batcher import Batcher
-from .batches import Batches, first_line
+from .batches import Batches
 from .delivery import answer_of
 from .figures import Figures
+from .following import Others
 from .handover import Moved
+from .keeping import Keeper
 from .options import ServeOptions
 from .requests import Request, checked
-from .weights import Weights, bytes_by_device, described, not_finite
+from .weights import Weights, bytes_by_device, described
 
 _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
     (RequestError, "invalid"),
@@ -67,31 +64,33 @@ class LoadedModel:
         self._sample, self._own = sample, own
         self.options = options
         self.name: str = source.name
-        self.moved: Moved | None = None
-        self._checkpoint = None if checkpoint is None else Path(checkpoint)
-        self._asked_version = version
         self.forward: Any = None  # the compiled batches, once loaded
         self._figures = Figures()
-        self._weights: Weights | None = None
+        self._keeper = Keeper(
+            source, options, self._figures, checkpoint=checkpoint, version=version
+        )
         self._batcher: Batcher | None = None
         self._batches: Batches | None = None
         self._is_loaded = False
-        self._stopping = threading.Event()
-        self._follower: threading.Thread | None = None
-        self._refused: str | None = None  # the newest checkpoint, if it could not be served
-        self._reloading = threading.Lock()
-        self.missing: Callable[[], str | None] = lambda: None  # which process, of several
+        self._is_closing = False
         self._computing: Weights | None = None  # what the present batch is computed with
-        self._tell_restore: Callable[[CheckpointInfo], None] | None = None
-        self._restoring: Any = None  # of a process that follows rank 0
 
     # What a face asks
 
     @property
     def version(self) -> str:
         """That of the weights which the next batch is computed with."""
-        weights = self._weights
-        return weights.version if weights else self._asked_version or ""
+        return self._keeper.version
+
+    @property
+    def moved(self) -> Moved | None:
+        """What the newest weights took to come here, in memory."""
+        return self._keeper.moved
+
+    @property
+    def missing(self) -> Callable[[], str | None]:
+        """Says which process is missing, of several."""
+        return self._keeper.missing
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -103,7 +102,7 @@ class LoadedModel:
 
     @property
     def ready(self) -> bool:
-        is_running = self._batcher is not None and not self._stopping.is_set()
+        is_running = self._batcher is not None and not self._is_closing
         return is_running and self.missing() is None
 
     @property
@@ -141,7 +140,7 @@ class LoadedModel:
         return answer
 
     def status(self) -> ModelStatus:
-        batcher, weights = self._batcher, self._weights
+        batcher, weights = self._batcher, self._keeper.weights
         requests, rows = batcher.queued if batcher else (0, 0)
         return ModelStatus(
             name=self.name,
@@ -170,7 +169,7 @@ class LoadedModel:
             self._prepare()
             self._is_loaded = True
         assert self._batches is not None
-        self._stopping.clear()
+        self._is_closing = False
         self._batcher = Batcher(
             self._compute,
             self._figures,
@@ -181,32 +180,26 @@ class LoadedModel:
             name=self.name,
             rows_of_next=self._batches.rows_of_next,
         )
-        has_newer = self._checkpoint is not None or self.source.live is not None
-        if has_newer and self.options.follow_s is not None:
-            self._follower = threading.Thread(
-                target=self._follow, name=f"meshwright-follow-{self.name}", daemon=True
-            )
-            self._follower.start()
+        self._keeper.begin()
 
     def close(self) -> None:
         """Refuse new requests, answer those that wait, end the threads."""
-        self._stopping.set()
-        batcher, follower = self._batcher, self._follower
-        if batcher is not None:
-            batcher.close()
+        self._is_closing = True
+        self._keeper.stop()
+        if self._batcher is not None:
+            self._batcher.close()
         if self._batches is not None:
             self._batches.close()
-        if follower is not None:
-            follower.join()
-        self._batcher = self._follower = None
+        self._keeper.end()
+        self._batcher = None
 
     def _prepare(self) -> None:
         """Everything that is done once: weights, what is computed together, what is compiled."""
         options = self.options
         self.forward = self._forward_of(self.source)
-        self._weights = self.first_weights()
+        self._keeper.weights = weights = self.first_weights()
         self._batches = Batches(self.forward, options, self.name, self._figures)
-        self._batches.compile(self._weights)
+        self._batches.compile(weights)
         self.differences = self._compared_with_own()
         for difference in self.differences:
             self._figures.event(f"{options.precision}: {difference}")
@@ -223,11 +216,7 @@ class LoadedModel:
 
     def first_weights(self) -> Weights:
         """The weights to begin with. Raises what :meth:`load` raises."""
-        if self._checkpoint is not None:
-            info = read_checkpoint(self._checkpoint)
-            return self._restored(info, self._asked_version)
-        state, self.moved = self.source.in_memory()
-        return self._checked(Weights(self._asked_version or "1", state, self.source.live))
+        return self._keeper.first()
 
     def _compared_with_own(self) -> tuple[Difference, ...]:
         """How far the sample's answers are from those of the source without conversion."""
@@ -236,26 +225,32 @@ class LoadedModel:
         if self.forward.is_split:
             raise ModelError("sample= is not supported by stages over several processes.")
         own = LoadedModel(self._own, replace(self.options, precision=None, follow_s=None),
-                          checkpoint=self._checkpoint)  # fmt: skip
+                          checkpoint=self._keeper.checkpoint)  # fmt: skip
         own.load()
         try:
             wanted = own.answer(self._sample).outputs
         finally:
             own.close()
         request = checked(self._sample, self.inputs, self.options.lengths)
-        assert self._weights is not None
+        assert self._keeper.weights is not None
         assert self._batches is not None
-        outputs = self._batches.computed([request], self._weights)
+        outputs = self._batches.computed([request], self._keeper.weights)
         names = [spec.name for spec in self.outputs]
         return differences(names, wanted, dict(zip(names, outputs, strict=True)))
 
     # Over several processes
 
-    def lead(self, tell: Callable[..., None], number: int) -> None:
-        """Say each batch to the others before it is begun; this is their model ``number``.
+    def lead(
+        self,
+        tell: Callable[..., None],
+        number: int,
+        count: int,
+        missing: Callable[[], str | None],
+    ) -> None:
+        """Say each batch to ``count`` others before it is begun; this is their model ``number``.
 
-        Of a model of stages, give it to them. Raises :class:`~meshwright.ModelError` where padding
-        changes what is computed.
+        ``missing`` says which of them is not there. Of a model of stages, give it to them. Raises
+        :class:`~meshwright.ModelError` where padding changes what is computed.
         """
 
         def give(word: dict[str, Any], arrays: list[np.ndarray], rank: int) -> None:
@@ -270,13 +265,11 @@ class LoadedModel:
             self.forward.before = say
         else:
             self.forward.lead(give)
-        self._tell_restore = lambda info: tell(
-            {"do": "restore", "model": number, "directory": str(info.directory)}
-        )
+        self._keeper.others, self._keeper.missing = Others(tell, number, count), missing
         if self.forward.is_split:
             assert self._batches is not None
-            assert self._weights is not None
-            self._batches.check(self._weights)
+            assert self._keeper.weights is not None
+            self._batches.check(self._keeper.weights)
 
     def follow(
         self,
@@ -284,25 +277,24 @@ class LoadedModel:
         arrays: list[np.ndarray],
         reply: Callable[[dict[str, Any], list[np.ndarray]], None],
     ) -> None:
-        """Do what rank 0 says: compute a batch with it, or restore the weights of later ones."""
+        """Do what rank 0 says: compute a batch with it, or get the weights of later ones."""
         from .forward import Shape
 
-        if word["do"] == "restore":
-            info = read_checkpoint(word["directory"])
-            self._restoring = ThreadPoolExecutor(1).submit(self._restored, info)
+        if word["do"] != "batch":
+            self._keeper.do(word, reply)
             return
-        assert self._weights is not None
-        weights = self._weights
-        if word["version"] != weights.version:
-            weights = self._weights = self._restoring.result()
+        weights = self._keeper.named(word["version"])
         if self.source.stages is None:
             self.forward(weights.state, Shape(word["rows"], tuple(word["lengths"])), arrays)
         else:
             self.forward.follow(word, arrays, weights.state, reply)
 
     def answered(self, word: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        """Another process has computed its stages of a batch."""
-        self.forward.answered(word, arrays)
+        """Another process has computed its stages of a batch, or replies to what it was asked."""
+        if self._keeper.others is not None and "request" in word:
+            self._keeper.others.heard(word)
+        else:
+            self.forward.answered(word, arrays)
 
     def lose(self, error: NotReadyError) -> None:
         """Another process is missing: what waits, and what is being computed, has no answer."""
@@ -313,75 +305,23 @@ class LoadedModel:
 
     # Other weights
 
+    # Other weights
+
     def update(self) -> Moved:
         """Serve the values that the model has in memory now, from the next batch on.
 
-        What the hand-over took. Raises :class:`~meshwright.ModelError` for a model without values.
+        What the hand-over took. Raises :class:`~meshwright.ModelError` for a model without values,
+        or over several processes.
         """
-        with self._reloading:
-            state, moved = self.source.in_memory()
-            number = int(self.version) + 1 if self.version.isdecimal() else 1
-            weights = Weights(str(number), state, self.source.live)
-            self._swap(self._checked(weights), f"handed over: {moved}")
-            self.moved = moved
-        return moved
+        return self._keeper.update()
 
     def reload(self) -> bool:
         """Serve the newest checkpoint from the next batch on; whether there was another one.
 
         Raises :class:`~meshwright.CheckpointError` for one that cannot be served; the weights that
-        were there stay.
+        were there stay. Such a one is read again only after a while, which doubles each time.
         """
-        assert self._checkpoint is not None
-        with self._reloading:
-            info = read_checkpoint(self._checkpoint)
-            if str(info.step) == self.version or str(info.directory) == self._refused:
-                return False
-            begin_s = time.perf_counter()
-            try:
-                if self._tell_restore is not None:
-                    self._tell_restore(info)
-                weights = self._restored(info)
-            except MeshwrightError as error:
-                self._refused = str(info.directory)
-                self._figures.event(f"refused {info.directory.name}: {first_line(error)}")
-                raise
-            self._swap(weights, f"restored in {time.perf_counter() - begin_s:.2f} s")
-            return True
-
-    def _swap(self, weights: Weights, how: str) -> None:
-        before = self.version
-        self._weights = weights  # a batch that is being computed keeps those that it began with
-        self._figures.event(f"version {before} -> {weights.version}: {how}")
-
-    def _restored(self, info: CheckpointInfo, version: str | None = None) -> Weights:
-        """The weights of a checkpoint; whatever its files make Orbax raise is one error."""
-        try:
-            state, rows = self.source.restored(info), self.source.saved_rows(info)
-        except MeshwrightError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"{info.directory} cannot be read: {first_line(error)} It may be damaged, or have "
-                "been removed by the run that writes there."
-            ) from error
-        return self._checked(Weights(version or str(info.step), state, rows))
-
-    def _checked(self, weights: Weights) -> Weights:
-        if self.options.finite and (names := not_finite(weights.state)):
-            raise CheckpointError(
-                f"version {weights.version} has weights that are not finite: {', '.join(names)}. "
-                "Serve an earlier checkpoint, or leave finite=True out."
-            )
-        return weights
-
-    def _follow(self) -> None:
-        from contextlib import suppress
-
-        assert self.options.follow_s is not None
-        while not self._stopping.wait(self.options.follow_s):
-            with suppress(CheckpointError, NotReadyError):  # the present weights stay
-                self.reload() if self._checkpoint is not None else self.update()
+        return self._keeper.reload()
 
     # Requests
 
@@ -411,7 +351,7 @@ class LoadedModel:
 
     def _compute(self, requests: list[Request]) -> None:
         """Answer the requests of one batch."""
-        weights = self._computing = self._weights
+        weights = self._computing = self._keeper.weights
         assert weights is not None
         assert self._batches is not None
         self._batches.answer(requests, weights)

@@ -22,11 +22,11 @@ import numpy as np
 import zmq
 
 from ..errors import NotReadyError, ProcessError
+from .following import shared_text
 
 BEAT_S = 0.5
 MISSING_S = 3.0  # without a sign of life; a batch may take longer, for another thread gives it
 _WELCOME_S = 60.0
-_ADDRESS_BYTES = 512
 
 Word = dict[str, Any]
 Hear = Callable[[Word, list[np.ndarray]], None]
@@ -52,7 +52,7 @@ class Followers:
         self._answers = self._context.socket(zmq.PULL)
         self._answers.curve_server, self._answers.curve_secretkey = True, secret
         answers_port = self._answers.bind_to_random_port("tcp://*")
-        _shared_text(f"{socket.gethostname()} {port} {answers_port} {public.decode()}")
+        shared_text(f"{socket.gethostname()} {port} {answers_port} {public.decode()}")
         self._socket = socket_
         self._seen = dict.fromkeys(range(1, jax.process_count()), 0.0)
         self._names: dict[int, str] = {}
@@ -143,7 +143,7 @@ def follow(do: Do) -> None:
 
     import jax
 
-    host, port, answers_port, key = _shared_text("").split()
+    host, port, answers_port, key = shared_text("").split()
     host = "127.0.0.1" if host == socket.gethostname() else host
     rank = jax.process_index()
     name = f"host {socket.gethostname()}, pid {os.getpid()}".encode()
@@ -159,7 +159,8 @@ def follow(do: Do) -> None:
 
     def reply(word: Word, arrays: list[np.ndarray]) -> None:
         with answering:  # a socket belongs to one thread at a time
-            answers.send_multipart(_frames(word, arrays))
+            if not answers.closed:  # which is so once rank 0 has said that this is the end
+                answers.send_multipart(_frames(word, arrays))
 
     local = f"inproc://meshwright-follower-{rank}"
     beats = context.socket(zmq.PULL)
@@ -245,14 +246,3 @@ def _beat(address: str, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
         beats.send(b"")
     beats.close()
-
-
-def _shared_text(text: str) -> str:
-    """The text of rank 0, in every process."""
-    from jax.experimental import multihost_utils
-
-    raw = np.zeros(_ADDRESS_BYTES, np.uint8)
-    encoded = np.frombuffer(text.encode(), np.uint8)
-    raw[: len(encoded)] = encoded
-    found = np.asarray(multihost_utils.broadcast_one_to_all(raw))
-    return found.tobytes().rstrip(b"\0").decode()

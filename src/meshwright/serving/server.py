@@ -197,6 +197,8 @@ class Server:
         return [model for versions in self._versions.values() for model in versions.all]
 
     def _lead(self, models: list[LoadedModel]) -> None:
+        import jax
+
         def lost(error: NotReadyError) -> None:
             for model in models:
                 model.lose(error)
@@ -206,8 +208,8 @@ class Server:
 
         self._followers = Followers(lost, heard)
         for number, model in enumerate(models):
-            model.lead(self._followers.tell, number)
-            model.missing = self._followers.missing
+            followers, count = self._followers, jax.process_count() - 1
+            model.lead(followers.tell, number, count, followers.missing)
 
     def answer(
         self, inputs: Any, *, name: str | None = None, timeout_s: float | None = None

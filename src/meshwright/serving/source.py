@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import CheckpointInfo, restore_state
+from ..checkpoint import CheckpointInfo, reader, restore_state
 from ..errors import ModelError
 from ..frontends.inputs import Input, inputs_like
 from ..layouts.mesh import Mesh, create_mesh
@@ -21,6 +21,7 @@ from ..step.assemble import Assembly, assemble
 from .api import TensorSpec
 from .handover import Moved, handed_over
 from .tables import ModelTables, OnServers, Rows, TableInputs, is_parameter_server
+from .turns import turn_of_several
 
 if TYPE_CHECKING:
     from .options import Precision
@@ -110,7 +111,8 @@ class Source:
             return states, Moved(sum(m.nbytes for m in moved), sum(m.seconds for m in moved))
         if self.floats is not None and self.convert is not None:
             state, moved = self.floats.in_memory()
-            return self.convert(state), moved
+            with turn_of_several(self.mesh):
+                return self.convert(state), moved
         if self.tables is not None and self.live is None:
             raise ModelError(
                 f"the tables {', '.join(self.tables.layers)} of model {self.name!r} are on "
@@ -126,13 +128,16 @@ class Source:
         state, moved = handed_over(self.values(shapes), shapes)
         return self._kept(state), moved
 
-    def restored(self, info: CheckpointInfo) -> TrainState:
-        """The values of a checkpoint. Raises :class:`~meshwright.CheckpointError`."""
+    def read(self, info: CheckpointInfo) -> Any:
+        """The arrays of a checkpoint, each device its pieces; for :meth:`finished`.
+
+        Each process reads for itself, and no program runs on the devices. Raises
+        :class:`~meshwright.CheckpointError`.
+        """
         if self.stages is not None:
-            states: Any = self._by_stage(lambda source: source.restored(info))
-            return states
-        if self.floats is not None and self.convert is not None:
-            return self.convert(self.floats.restored(info))
+            return self._by_stage(lambda source: source.read(info))
+        if self.floats is not None:
+            return self.floats.read(info)
         names = {path: name for part in self.names or () for path, name in part.items()}
         saved = {array.key: array.dtype for array in info.arrays}
         whole = replace(self, only=None)
@@ -146,10 +151,22 @@ class Source:
             return name, dtype if rounded is None or rounded != info.dtype else rounded
 
         own, all_of_it = (source._shapes(name_and_dtype) for source in (self, whole))
-        found = restore_state(info, own, whole=all_of_it)
+        found = restore_state(info, own, reader(), whole=all_of_it)
         paths = [{names.get(i.path, i.path): i.path for i in infos} for infos in self._parts()]
         params, state = ({paths[n][k]: v for k, v in found[n].items()} for n in (0, 1))
-        return self._kept(TrainState(params, state, {}, {}))
+        return TrainState(params, state, {}, {})
+
+    def finished(self, state: Any) -> Any:
+        """What :meth:`read` gave, as the forward pass takes it. All processes do so together."""
+        if self.stages is not None:
+            pairs = zip(self.stages.all, state, strict=True)
+            return tuple(
+                stage.source.finished(own) if stage.is_here else None for stage, own in pairs
+            )
+        if self.floats is not None and self.convert is not None:
+            with turn_of_several(self.mesh):
+                return self.convert(self.floats.finished(state))
+        return self._kept(state)
 
     def saved_rows(self, info: CheckpointInfo) -> Rows | None:
         """The tables of a checkpoint. Raises :class:`~meshwright.CheckpointError`."""
@@ -162,6 +179,10 @@ class Source:
 
     def _kept(self, state: TrainState) -> TrainState:
         """As the forward pass takes it: in the type that is kept, and padded."""
+        with turn_of_several(self.mesh):
+            return self._kept_in_turn(state)
+
+    def _kept_in_turn(self, state: TrainState) -> TrainState:
         import jax
 
         dtypes = {info.path: info.dtype for _, info in self._infos()}
@@ -173,7 +194,7 @@ class Source:
             )
             changed = cast({p: state.params[p] for p in different})
             state = state._replace(params={**state.params, **changed})
-        return self.steps.storing.store(state)
+        return jax.block_until_ready(self.steps.storing.store(state))
 
     def _by_stage(self, of: Callable[[Source], Any]) -> tuple[Any, ...]:
         """Something of each stage; ``None`` for those of other processes."""
@@ -433,7 +454,8 @@ def _of_program(
             return TrainState(params, state, {}, {})
 
         shardings = jax.tree.map(lambda shape: shape.sharding, like)
-        return jax.jit(weights, out_shardings=shardings)()
+        with turn_of_several(placement.mesh):
+            return jax.block_until_ready(jax.jit(weights, out_shardings=shardings)())
 
     return Source(program.name, steps, inputs_like(example), values=values)
 

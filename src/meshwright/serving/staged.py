@@ -20,9 +20,10 @@ import numpy as np
 from ..errors import MeshwrightError, ModelFailedError
 from ..launch.progress import inside
 from ..program import TrainState
-from .forward import Forward, Shape, fastest, turn
+from .forward import Forward, Shape, fastest
 from .source import Source
 from .stage_cut import Segments, Stage, Stages, line_of
+from .turns import turn
 
 States = Sequence[TrainState | None]  # of each stage; None for those of other processes
 Say = Callable[[dict[str, Any], list[np.ndarray], int], None]  # a word to one process

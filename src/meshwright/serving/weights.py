@@ -8,6 +8,7 @@ from typing import Any
 from ..program import TrainState
 from .api import Weight
 from .tables import Rows
+from .turns import turn_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,11 @@ def not_finite(state: Any) -> list[str]:
         return jnp.isfinite(value).all() if floats else jnp.array(True)
 
     look = jax.jit(lambda values: {p: is_finite(v) for p, v in values.items()})
-    flags = [look(each.params) for each in states_of(state)]
+    flags = []
+    for each in states_of(state):
+        devices = {d for value in jax.tree.leaves(each.params) for d in value.sharding.device_set}
+        with turn_on(devices):
+            flags.append(jax.block_until_ready(look(each.params)))
     return list(dict.fromkeys(path for of in flags for path, flag in of.items() if not bool(flag)))
 
 

@@ -29,10 +29,12 @@ def server_page(overview: Overview) -> str:
     """The figures of a server at one moment; load the page again for newer ones."""
     all_status = [served.status for served in overview.models]
     title = ", ".join(dict.fromkeys(status.name for status in all_status)) or "No model"
-    verdict = ("good", "✓ Ready") if overview.ready else ("maybe", "? Not ready")
+    verdicts = [("good", "✓ Ready") if overview.ready else ("maybe", "? Not ready")]
+    if any(status.refusal for status in all_status):
+        verdicts.append(("maybe", "? Newest checkpoint refused"))
     meshes = [status.mesh for status in all_status if status.mesh]
     under = f"mesh {axes_text(meshes[0].items(), ' × ')}" if meshes else ""
-    head = element("head", "Meshwright server", title, "", under, [verdict], _figures(all_status))
+    head = element("head", "Meshwright server", title, "", under, verdicts, _figures(all_status))
     sections = {
         "load": {"table": _load(all_status), "events": _events(all_status)},
         "batches": _charts(all_status, _batches),
@@ -109,7 +111,12 @@ def _others(answers: Mapping[str, int]) -> str:
 
 
 def _events(all_status: Iterable[ModelStatus]) -> list[str]:
-    return [f"{_label(status)}: {event}" for status in all_status for event in status.events]
+    events = []
+    for status in all_status:
+        lasts = status.refusal and status.refusal not in status.events  # longer than the list
+        said = [*([status.refusal] if lasts else []), *status.events]
+        events += [f"{_label(status)}: {event}" for event in said]
+    return events
 
 
 def _charts(all_status: Iterable[ModelStatus], chart: Any) -> dict[str, object] | None:

@@ -77,6 +77,14 @@ class _Engine:
             for status in all_status:
                 family.add_metric([status.name, status.version], float(getattr(status, field)))
             yield family
+        refused = GaugeMetricFamily(
+            "meshwright_newest_refused",
+            "1 where the newest checkpoint is not served; the page and the log say why.",
+            labels=["model", "version"],
+        )
+        for status in all_status:
+            refused.add_metric([status.name, status.version], float(bool(status.refusal)))
+        yield refused
         answers = CounterMetricFamily(
             "meshwright_answers", "Requests by outcome.", labels=["model", "version", "outcome"]
         )

@@ -1,0 +1,266 @@
+"""The weights that a model is served with: the first ones, and newer ones in their place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint import CheckpointInfo, read_checkpoint
+from ..errors import CheckpointError, MeshwrightError, ModelError, NotReadyError
+from .batches import first_line
+from .figures import Figures
+from .following import (
+    FirstChoice,
+    Others,
+    Refusals,
+    cannot_be_served,
+    raise_everywhere,
+    reply_to,
+)
+from .handover import Moved
+from .options import ServeOptions
+from .turns import turn
+from .weights import Weights, not_finite
+
+_LOGGER = logging.getLogger("meshwright.serving")
+Reply = Callable[[dict[str, Any], list[np.ndarray]], None]
+
+
+class Keeper:
+    """Weights of one model, of which ``weights`` are those of the next batch.
+
+    :meth:`follow` looks for newer ones in a thread of its own. In a group of processes rank 0 has
+    ``others``, with whom it agrees on a checkpoint before any of them computes with it.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        options: ServeOptions,
+        figures: Figures,
+        *,
+        checkpoint: str | Path | None = None,
+        version: str | None = None,
+    ) -> None:
+        self.source, self._options, self._figures = source, options, figures
+        self.checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._asked_version = version
+        self.weights: Weights | None = None
+        self.moved: Moved | None = None
+        self.others: Others | None = None  # processes that follow this one, which is rank 0
+        self.missing: Callable[[], str | None] = lambda: None  # which of them
+        self._directory: Path | None = None  # of the checkpoint that is served
+        self._refusals = Refusals(options.follow_s)
+        self._reloading = threading.Lock()
+        self._stopping = threading.Event()
+        self._follower: threading.Thread | None = None
+        self._read: dict[int, Weights] = {}  # of a process that follows, by the request of rank 0
+        self._next: Weights | None = None  # finished, for a batch to come
+
+    @property
+    def version(self) -> str:
+        """That of the weights which the next batch is computed with."""
+        return self.weights.version if self.weights else self._asked_version or ""
+
+    def begin(self) -> None:
+        """Follow newer weights, where there may be some and the options ask for it."""
+        self._stopping.clear()
+        has_newer = self.checkpoint is not None or self.source.live is not None
+        if has_newer and self._options.follow_s is not None:
+            self._follower = threading.Thread(
+                target=self._follow, name=f"meshwright-follow-{self.source.name}", daemon=True
+            )
+            self._follower.start()
+
+    def stop(self) -> None:
+        """Give up what is being read; :meth:`end` waits for it."""
+        self._stopping.set()
+
+    def end(self) -> None:
+        """Wait for the thread that follows."""
+        if self._follower is not None:
+            self._follower.join()
+            self._follower = None
+
+    # The first ones
+
+    def first(self) -> Weights:
+        """The weights to begin with. Raises what ``load`` raises."""
+        if self.checkpoint is None:
+            state, self.moved = self.source.in_memory()
+            return self._checked(Weights(self._asked_version or "1", state, self.source.live))
+        choice = FirstChoice(self.checkpoint, may_be_older=self._options.follow_s is not None)
+        for directory in choice:
+            try:
+                return self._first_from(directory)
+            except MeshwrightError as error:
+                choice.failed(error)
+                self._refuse(directory, error)
+        raise choice.failure
+
+    def _first_from(self, directory: Path) -> Weights:
+        """The weights of this checkpoint, once every process has read it."""
+        fault, read = None, None
+        try:
+            info = read_checkpoint(directory)
+            read = self._read_from(info)
+        except Exception as error:
+            fault = cannot_be_served(directory, error)
+        raise_everywhere(fault)
+        assert read is not None
+        weights = self._finished(read, self._asked_version)
+        self._directory = directory
+        return weights
+
+    # In a process that follows rank 0
+
+    def named(self, version: str) -> Weights:
+        """The weights that rank 0 computes this batch with."""
+        assert self.weights is not None
+        if version != self.weights.version:
+            assert self._next is not None
+            self.weights = self._next
+        return self.weights
+
+    def do(self, word: dict[str, Any], reply: Reply) -> None:
+        """Read a checkpoint, beside the batches, or finish what was read, among them."""
+        if word["do"] == "read":
+            arguments = (self._read_as_asked, word, reply)
+            threading.Thread(target=self._do, args=arguments, daemon=True).start()
+        else:
+            self._do(self._finish_as_asked, word, reply)
+
+    @staticmethod
+    def _do(do: Callable[[dict[str, Any]], None], word: dict[str, Any], reply: Any) -> None:
+        """Do it and reply; what goes wrong is for rank 0 to say."""
+        fault = None
+        try:
+            do(word)
+        except Exception as error:
+            fault = cannot_be_served(Path(word["directory"]), error)
+        reply(reply_to(word, fault), [])
+
+    def _read_as_asked(self, word: dict[str, Any]) -> None:
+        self._read.clear()
+        self._read[word["request"]] = self._read_from(read_checkpoint(word["directory"]))
+
+    def _finish_as_asked(self, word: dict[str, Any]) -> None:
+        self._next = self._finished(self._read.pop(word["read"]))
+
+    # Newer ones
+
+    def update(self) -> Moved:
+        """See :meth:`~.model.LoadedModel.update`."""
+        if self.others is not None:
+            raise ModelError(
+                f"model {self.source.name!r} is served by several processes, which take newer "
+                "weights from checkpoints alone. Save one, and call reload()."
+            )
+        with self._reloading:
+            state, moved = self.source.in_memory()
+            number = int(self.version) + 1 if self.version.isdecimal() else 1
+            weights = Weights(str(number), state, self.source.live)
+            self._swap(self._checked(weights), f"handed over: {moved}")
+            self.moved = moved
+        return moved
+
+    def reload(self) -> bool:
+        """See :meth:`~.model.LoadedModel.reload`."""
+        assert self.checkpoint is not None
+        with self._reloading:
+            info = read_checkpoint(self.checkpoint)
+            # A group tells weights apart by their versions.
+            is_same = self.others is not None and str(info.step) == self.version
+            if is_same or info.directory == self._directory:
+                self._figures.refusal = ""
+                return False
+            if self._refusals.holds(info.directory):
+                return False
+            begin_s = time.perf_counter()
+            try:
+                weights = self._from_everywhere(info)
+            except NotReadyError:  # of the other processes, or this one is stopping
+                raise
+            except Exception as error:
+                failure = cannot_be_served(info.directory, error)
+                self._refuse(info.directory, failure)
+                raise failure from failure.__cause__
+            self._directory = info.directory
+            self._swap(weights, f"restored in {time.perf_counter() - begin_s:.2f} s")
+            return True
+
+    def _from_everywhere(self, info: CheckpointInfo) -> Weights:
+        """The weights of a checkpoint, in every process that computes with them."""
+        others, word = self.others, {"directory": str(info.directory)}
+        if others is None:
+            return self._finished(self._read_from(info))
+        number = others.say({"do": "read", **word})
+        read = self._read_from(info)
+        others.wait(self._why_stopped)
+        with turn(self.source.whole_mesh):
+            others.say({"do": "finish", "read": number, **word})
+            weights = self._finished(read)
+        others.wait(self._why_stopped)
+        return weights
+
+    def _why_stopped(self) -> str | None:
+        return "the server is stopping" if self._stopping.is_set() else self.missing()
+
+    def _swap(self, weights: Weights, how: str) -> None:
+        before = self.version
+        self.weights = weights  # a batch that is being computed keeps those that it began with
+        self._figures.refusal = ""
+        self._note(logging.INFO, f"version {before} -> {weights.version}: {how}")
+
+    def _refuse(self, directory: Path, error: Exception) -> None:
+        self._refusals.add(directory)
+        self._say_refused(f"refused {directory.name}: {first_line(error)}")
+
+    def _say_refused(self, text: str) -> None:
+        """Note why the newest weights are not served, once."""
+        if text != self._figures.refusal:
+            self._figures.refusal = text
+            self._note(logging.WARNING, text)
+
+    def _note(self, level: int, text: str) -> None:
+        self._figures.event(text)
+        _LOGGER.log(level, text, extra={"fields": {"model": self.source.name}})
+
+    def _read_from(self, info: CheckpointInfo) -> Weights:
+        """The arrays and tables of a checkpoint, for :meth:`_finished`."""
+        return Weights(str(info.step), self.source.read(info), self.source.saved_rows(info))
+
+    def _finished(self, read: Weights, version: str | None = None) -> Weights:
+        """Weights as batches take them, from what was read."""
+        state = self.source.finished(read.state)
+        return self._checked(Weights(version or read.version, state, read.rows))
+
+    def _checked(self, weights: Weights) -> Weights:
+        if self._options.finite and (names := not_finite(weights.state)):
+            raise CheckpointError(
+                f"version {weights.version} has weights that are not finite: {', '.join(names)}. "
+                "Serve an earlier checkpoint, or leave finite=True out."
+            )
+        return weights
+
+    def _follow(self) -> None:
+        """Look for newer weights until the server stops; whatever goes wrong, the present stay."""
+        assert self._options.follow_s is not None
+        while not self._stopping.wait(self._options.follow_s):
+            try:
+                self.reload() if self.checkpoint is not None else self.update()
+            except Exception as error:
+                if not self._stopping.is_set():
+                    self._say_refused(_refusal_of(error, self._figures.refusal))
+
+
+def _refusal_of(error: Exception, said: str) -> str:
+    """What to note of an error, unless :meth:`Keeper.reload` has just said it."""
+    text = first_line(error)
+    return said if said.endswith(text) else f"no newer weights: {text}"
