@@ -254,7 +254,9 @@ def test_a_process_that_follows_reads_as_it_is_asked_and_replies(tmp_path: Path)
         assert server.answer(ASKED).version == "2"
 
 
-def test_versions_share_the_traffic_and_are_compared(tmp_path: Path) -> None:
+def test_versions_share_the_traffic_and_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     with serve(tmp_path / "step_1") as server:
@@ -265,8 +267,7 @@ def test_versions_share_the_traffic_and_are_compared(tmp_path: Path) -> None:
             constant, placement, checkpoint=tmp_path / "step_2", version="2", share=0.25,
             compare=0.5, **options,
         )  # fmt: skip
-        assert not server.ready
-        server.load()
+        assert server.ready  # it was loaded first
         answers = [server.answer({"input": np.zeros([1, 2])}) for _ in range(12)]
         assert [answer.version for answer in answers].count("2") == 3
         assert all(a.outputs["output"][0, 0] == float(a.version) for a in answers)
@@ -276,5 +277,14 @@ def test_versions_share_the_traffic_and_are_compared(tmp_path: Path) -> None:
         assert server.model("f", "2").version == "2"
         with pytest.raises(mw.UnknownModelError, match="no version '3'; it has 1, 2"):
             server.model("f", "3")
+        canary.close()  # as one that fails: its share goes to the other
+        assert {server.answer(ASKED).version for _ in range(8)} == {"1"}
+        assert not server.ready
+        with pytest.raises(mw.CheckpointError, match="no directory"):
+            server.add(constant, placement, checkpoint=tmp_path / "none", version="3", **options)
+        assert server.versions("f") == ("1", "2")
         with pytest.raises(mw.ModelError, match=r"that is 1\.15 of 1"):
             server.add(constant, placement, version="9", share=0.9, **options)
+        with monkeypatch.context() as group, pytest.raises(mw.ModelError, match="before load"):
+            group.setattr(server, "_followers", object())
+            server.add(constant, placement, version="9", share=0.1, **options)

@@ -69,8 +69,9 @@ class Server:
         **options: Any,
     ) -> None:
         self._versions: dict[str, Versions] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # one model is added, or all are loaded, at a time
         self._followers: Followers | None = None
+        self._is_running = False
         if model is not None or build is not None:
             self.add(
                 model,
@@ -105,9 +106,15 @@ class Server:
 
         ``share`` is the part of the requests that this version answers, from 0 to 1; the first
         version has the rest. ``compare`` is the part of the other requests that it computes, too,
-        so that the answers can be compared: :meth:`compared`. Loads it if the server has begun.
-        Raises :class:`~meshwright.ModelError`.
+        so that the answers can be compared: :meth:`compared`. A server that runs loads it first and
+        gives it requests then; over several processes all models must be added before.
+        Raises :class:`~meshwright.ModelError`, and what :meth:`load` does.
         """
+        if self._followers is not None:
+            raise ModelError(
+                "a server over several processes that runs takes no more models. Add them all, in "
+                "every process, before load()."
+            )
         given = ServeOptions.of(planned(strategy, options))
         what = {"build": build, "params": params, "example": example, "name": name}
         source = source_of(model, strategy, **what, precision=given.precision)
@@ -118,8 +125,12 @@ class Server:
             source, given, checkpoint=checkpoint, version=version, sample=sample, own=own
         )
         with self._lock:
-            versions = self._versions.setdefault(loaded.name, Versions(loaded.name))
+            versions = self._versions.get(loaded.name) or Versions(loaded.name)
+            versions.check(loaded, share, compare)
+            if self._is_running:
+                loaded.load()  # requests are answered meanwhile
             versions.add(loaded, share, compare)
+            self._versions = {**self._versions, loaded.name: versions}  # as others may read it
         return loaded
 
     def __repr__(self) -> str:
@@ -176,11 +187,13 @@ class Server:
         import jax
 
         keep_compiled()
-        models = self._models
-        for model in models:
-            model.load()
-        if jax.process_count() > 1 and jax.process_index() == 0 and self._followers is None:
-            self._lead(models)
+        with self._lock:
+            models = self._models
+            for model in models:
+                model.load()
+            self._is_running = True
+            if jax.process_count() > 1 and jax.process_index() == 0 and self._followers is None:
+                self._lead(models)
 
     def work(self) -> None:
         """Compute with rank 0 until it stops: what the other processes of a group do.
@@ -226,6 +239,7 @@ class Server:
 
     def close(self) -> None:
         """Refuse new requests, answer what was accepted, and stop."""
+        self._is_running = False
         models = self._models
         with ThreadPoolExecutor(max(len(models), 1)) as pool:
             list(pool.map(lambda model: model.close(), models))

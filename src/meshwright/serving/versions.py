@@ -28,7 +28,7 @@ class Versions:
     """The versions of one model; the first has what the shares of the others leave.
 
     Requests fall to versions in turn, in proportion to their shares: of ten requests one goes to a
-    version with a share of 0.1.
+    version with a share of 0.1. The share of one that is not ready goes to the others.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,8 +41,8 @@ class Versions:
     def all(self) -> list[LoadedModel]:
         return [each.model for each in self._versions]
 
-    def add(self, model: LoadedModel, share: float | None, compare: float) -> None:
-        """One more version. Raises :class:`ModelError` where shares, names or inputs do not fit."""
+    def check(self, model: LoadedModel, share: float | None, compare: float) -> None:
+        """Raise :class:`ModelError` where shares or names of one more version do not fit."""
         faults = []
         if not 0 <= compare <= 1:
             faults.append(f"compare={compare!r}: expected a number from 0 to 1")
@@ -58,6 +58,10 @@ class Versions:
             faults.append(f"version={model.version!r} is there already")
         if faults:
             raise ModelError(f"model {self.name!r}: {'; '.join(faults)}.")
+
+    def add(self, model: LoadedModel, share: float | None, compare: float) -> None:
+        """One more version; see :meth:`check`."""
+        self.check(model, share, compare)
         with self._lock:
             first = not self._versions
             self._versions.append(_Version(model, 1.0 if first else share or 0.0, compare))
@@ -83,13 +87,17 @@ class Versions:
         if len(self._versions) == 1:
             return self._versions[0].model
         with self._lock:
-            for each in self._versions:
-                each.owed += each.share
-            chosen = max(self._versions, key=lambda each: each.owed)
+            there = [each for each in self._versions if each.share and each.model.ready]
+            if not there:
+                return self._versions[0].model  # which says why it does not answer
+            whole = sum(each.share for each in there)
+            for each in there:
+                each.owed += each.share / whole
+            chosen = max(there, key=lambda each: each.owed)
             chosen.owed -= 1
             beside = []
             for each in self._versions[1:] if chosen is self._versions[0] else ():
-                each.owed_comparison += each.compare
+                each.owed_comparison += each.compare if each.model.ready else 0.0
                 if each.owed_comparison >= 1:
                     each.owed_comparison -= 1
                     beside.append(each.model)
