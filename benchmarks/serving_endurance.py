@@ -1,6 +1,6 @@
 """What a server of the real engine lives through: restarts, malformed requests, hours of load.
 
-``python benchmarks/serving_endurance.py [starts] [restarts] [malformed] [soak]
+``python benchmarks/serving_endurance.py [starts] [cold] [restarts] [malformed] [soak]
 [--soak-minutes 60]`` serves a small Keras model by ``meshwright serve`` and writes
 ``results/serving_endurance.json``. Clients and malformed requests are those of
 ``tests/serving/test_http_server.py``; these come from a process of their own, so that they take no
@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -36,7 +38,7 @@ from test_http_server import Load, throw  # noqa: E402
 
 RESTARTS, MALFORMED = 50, 10_000
 CLIENTS = 4
-TIMES = ("starts", "restarts", "malformed", "soak")
+TIMES = ("starts", "cold", "restarts", "malformed", "soak")
 STARTS = 5
 START = """
 import json, sys, time
@@ -107,6 +109,64 @@ def starts(model: Path) -> dict[str, Any]:
 
     first, *later = [start() for _ in range(STARTS)]
     return {"first_ready_s": first, "later_ready_s": float(np.median(later)), "later": later}
+
+
+def cold(model: Path) -> dict[str, Any]:
+    """Seconds from the start of a process until its first answer over HTTP, of a server of BERT.
+
+    Without a cache, and with the one that `meshwright serve --warm-up` fills while the image of a
+    container is built; the ways in turn.
+    """
+    from serving import bert
+
+    path, cache = model.with_name("bert.keras"), model.parent / "warm"
+    bert().save(path)
+    command = [sys.executable, "-m", "meshwright", "serve", str(path)]
+    warm = {**os.environ, "MESHWRIGHT_CACHE": str(cache)}
+    subprocess.run([*command, "--warm-up"], env=warm, check=True, capture_output=True)
+    ways = {"without_s": {**os.environ, "MESHWRIGHT_CACHE": "off"}, "with_s": warm}
+    before = os.getloadavg()
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(STARTS):
+        for way, env in ways.items():
+            found[way].append(_first_answer_s(command, env))
+    medians = {way: float(np.median(times)) for way, times in found.items()}
+    size = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
+    loads = {"load_before": before[0], "load_after": os.getloadavg()[0]}
+    return {**medians, "all": found, "cache_bytes": size, **loads}
+
+
+def _first_answer_s(command: list[str], env: dict[str, str]) -> float:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    begin_s = time.monotonic()
+    served = subprocess.Popen(
+        [*command, "--port", str(port)], env=env, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        while not _answers(port):
+            assert served.poll() is None
+            time.sleep(0.02)
+        return time.monotonic() - begin_s
+    finally:
+        served.terminate()
+        served.wait()
+
+
+def _answers(port: int) -> bool:
+    """Whether the server answers for one row of tokens."""
+    body = json.dumps({"inputs": {"ids": [[1] * 64]}}).encode()
+    url = f"http://127.0.0.1:{port}/v1/models/bert:predict"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
+            return answer.status == 200
+    except ConnectionError:
+        return False
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ConnectionError):
+            return False
+        raise
 
 
 def restarts(model: Path) -> dict[str, Any]:

@@ -285,6 +285,7 @@ def test_versions_share_the_traffic_and_are_compared(
         assert server.versions("f") == ("1", "2")
         with pytest.raises(mw.ModelError, match=r"that is 1\.15 of 1"):
             server.add(constant, placement, version="9", share=0.9, **options)
-        with monkeypatch.context() as group, pytest.raises(mw.ModelError, match="before load"):
-            group.setattr(server, "_followers", object())
+        monkeypatch.setattr(server, "_followers", object())
+        with pytest.raises(mw.ModelError, match="before load"):
             server.add(constant, placement, version="9", share=0.1, **options)
+        monkeypatch.undo()

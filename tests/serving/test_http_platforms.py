@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -33,6 +36,41 @@ def test_every_file_parses_as_what_it_is(platform):
             words = json.loads(text.partition("ENTRYPOINT ")[2])
             assert words[: len(ARGUMENTS) + 2] == ["meshwright", "serve", *ARGUMENTS]
             assert "0.0.0.0" in words
+
+
+def test_a_container_keeps_what_is_compiled_where_it_is_looked_for():
+    files = files_for("compose", DEPLOYMENT)
+    lines = files["Containerfile"].splitlines()
+    assert any("MESHWRIGHT_CACHE=/home/server/cache" in line for line in lines)
+    assert "JAX_COMPILATION_CACHE_DIR" not in files["Containerfile"]
+    (warming,) = (json.loads(line[4:]) for line in lines if line.startswith("RUN ["))
+    assert warming == ["meshwright", "serve", *ARGUMENTS, "--warm-up"]
+    assert lines.index("USER server") < next(n for n, x in enumerate(lines) if "warm-up" in x)
+    compose = yaml.safe_load(files["compose.yaml"])
+    assert "compiled" in compose["volumes"]
+    service = compose["services"]["mnist"]
+    assert service["volumes"] == ["compiled:/home/server/cache"]
+    assert service["tmpfs"] == ["/tmp"]
+    assert "keys*" not in files["Containerfile.dockerignore"].replace("api_keys*", "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variable", ["MESHWRIGHT_CACHE", "JAX_COMPILATION_CACHE_DIR"])
+def test_warming_up_keeps_what_a_small_model_compiles(variable, tmp_path):
+    import keras
+
+    x = keras.Input([2])
+    keras.Model(x, keras.layers.Dense(1)(x)).save(tmp_path / "small.keras")
+    words = ["serve", str(tmp_path / "small.keras"), "--buckets", "1", "--warm-up"]
+    others = ("JAX_", "MESHWRIGHT_CACHE")  # those of all tests
+    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    env[variable] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", *words], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("compiled: Server(small")
+    assert any(path.is_file() for path in (tmp_path / "cache").rglob("jit_*-cache"))
 
 
 OF_KUBERNETES = {

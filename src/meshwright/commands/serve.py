@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
 _PLATFORMS = ("bentoml", "compose", "knative", "kserve", "kubeflow", "mlflow", "ray", "sagemaker")
 _FORMATS = ("stablehlo", "savedmodel", "onnx")
-_OF_THE_PLATFORM = ("host", "port", "grpc_port", "fd", "platform", "folder", "image", "api_keys")
+_OF_THE_PLATFORM = (
+    "warm_up",
+    "host",
+    "port",
+    "grpc_port",
+    "fd",
+    "platform",
+    "folder",
+    "image",
+    "api_keys",
+)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SECONDS = click.FloatRange(0, min_open=True)
 
@@ -111,6 +121,11 @@ _SECONDS = click.FloatRange(0, min_open=True)
     type=click.Path(file_okay=False, path_type=Path),
     default=".",
     help="The folder for --write.",
+)
+@option(
+    "--warm-up",
+    is_flag=True,
+    help="Load, compile into the cache on disk, and end: while the image of a container is built.",
 )
 @option("--image", default="", help="The container image for --write.  [default: NAME:latest]")
 @config_option

@@ -57,6 +57,7 @@ class Asked:
     tls_key: Path | None = None
     drain: float = 0.0
     telemetry: bool = False
+    warm_up: bool = False
 
     @property
     def model_name(self) -> str:
@@ -70,12 +71,17 @@ class Asked:
 def run(asked: Asked) -> None:
     """Serve until SIGTERM. What can be wrong with the options is found before JAX starts.
 
-    In a group of processes rank 0 takes requests, and the others compute with it.
+    In a group of processes rank 0 takes requests, and the others compute with it. A server that
+    only warms up loads and ends.
     """
     _require()
     member = join()
     if member is not None and member.rank > 0:
         _follow(asked)
+        return
+    if asked.warm_up:
+        with server_for(asked) as server:
+            print(f"compiled: {server!r}")
         return
     from ..serving.http.run import run as run_app
 

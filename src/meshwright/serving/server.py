@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,11 @@ from .options import ServeOptions
 from .processes import Followers, follow
 from .source import planned, source_of
 from .versions import Versions
+
+_KEEP_ALL = {  # small models compile in less time than JAX' own limit, one second
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 
 
 class Server:
@@ -263,19 +269,23 @@ class Server:
 
 
 def keep_compiled() -> None:
-    """Let JAX keep what it compiles on disk, unless that is set up already.
+    """Let JAX keep what it compiles on disk, however quickly it was compiled.
 
-    A second start then only traces. ``MESHWRIGHT_CACHE`` names the folder or switches it off.
+    A second start then only traces. ``MESHWRIGHT_CACHE`` names the folder or switches it off; a
+    folder that JAX has been given already stays.
     """
     import jax
 
     kept = folder()
+    if kept is None:
+        return
+    for name, value in _KEEP_ALL.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
     config: Any = jax.config
-    if kept is None or config.jax_compilation_cache_dir:  # which reads the environment, too
+    if config.jax_compilation_cache_dir:  # which reads the environment, too
         return
     from jax.experimental.compilation_cache import compilation_cache
 
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.set_cache_dir(str(kept / "xla"))
     compilation_cache.reset_cache()  # it may have looked before, and found none
