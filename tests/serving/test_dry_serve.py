@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import keras
 import numpy as np
@@ -56,8 +58,11 @@ def test_the_devices_that_a_load_takes() -> None:
     load = report.devices_for(rows_per_s=2 * 0.8 * 1024 / many)
     assert (load.rows, load.copies, load.devices) == (1024, 2, 8)
     assert report.devices_for(rows_per_s=1).rows == 1
+    assert report.price_per_million(2.0) == pytest.approx(1e6 * 2 * 4 * many / (3600 * 0.8 * 1024))
+    full = replace(report.batches[1], report=replace(report.batches[1].report, refusal="no room"))
+    small = replace(report, batches=(report.batches[0], full))
+    assert small.price_per_million(2.0) == pytest.approx(1e6 * 2 * 4 * one / (3600 * 0.8))
     with pytest.raises(mw.PlanError, match="no batch of 'program' is answered within"):
         report.devices_for(rows_per_s=1, p99_s=one)
-    assert report.price_per_million(3.6) == pytest.approx(1e6 * 4 * 3.6 / 3600 / (1024 / many))
     assert "batch of 1024: " in str(report)
     assert np.isfinite(one)

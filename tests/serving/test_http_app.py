@@ -19,6 +19,7 @@ from starlette.routing import Mount
 
 import meshwright as mw
 from meshwright.errors import ServingError
+from meshwright.serving.http import app as app_module
 from meshwright.serving.http.app import serving_app
 from meshwright.serving.http.keys import read_keys
 from meshwright.serving.http.limits import Limits
@@ -31,6 +32,31 @@ KEY = "k" * 32
 
 def app_of(*models: Linear, **how: Any) -> Starlette:
     return serving_app(Shelf(*(models or (Linear(),))), **how)
+
+
+class Failing(Shelf):
+    """Starts the second time."""
+
+    fails = True
+
+    async def start(self) -> None:
+        if self.fails:
+            raise mw.CheckpointError("there is no checkpoint.")
+        await super().start()
+
+
+class Swapping(Shelf):
+    """Its versions have just been swapped, the first time that they are asked for."""
+
+    swaps = 1
+
+    def versions(self, name: str) -> tuple[str, ...]:
+        self.swaps -= 1
+        return ("0",) if self.swaps >= 0 else super().versions(name)
+
+    def model(self, name: str, version: str | None = None) -> Linear:
+        assert version is not None, "who looks at a model takes a share of its traffic"
+        return super().model(name, version)
 
 
 # Answers
@@ -103,14 +129,18 @@ def test_prometheus_reads_the_figures_of_the_engine_and_of_http():
             return (await Call("GET", "/metrics").to(app)).body
 
     families = text_string_to_metric_families(asyncio.run(scenario()).decode())
-    samples = {(s.name, *sorted(s.labels.items())): s.value for f in families for s in f.samples}
-    model = (("model", "linear"), ("version", "1"))
-    assert samples["meshwright_latency_seconds_count", *model] == 8
-    assert samples["meshwright_latency_seconds_bucket", ("le", "0.01"), *model] == 7
-    assert samples["meshwright_batches_total", ("bucket_rows", "8"), *model] == 5
+    samples = {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+
+    def value(name: str, **labels: str) -> float:
+        return samples[f"meshwright_{name}", frozenset(labels.items())]
+
+    model = {"model": "linear", "first_version": "1"}  # which a swap of weights does not change
+    assert value("latency_seconds_count", **model) == 8
+    assert value("latency_seconds_bucket", le="0.01", **model) == 7
+    assert value("batches_total", bucket_rows="8", **model) == 5
+    assert value("version", **model, version="1") == 1
     for status in ("200", "400"):
-        labels = (("contract", "tf_serving"), ("status", status))
-        assert samples["meshwright_http_requests_total", *labels] == 1
+        assert value("http_requests_total", contract="tf_serving", status=status) == 1
 
 
 def test_a_mounted_app_starts_with_its_first_request():
@@ -362,3 +392,62 @@ def test_an_unexpected_error_is_logged_with_its_traceback():
 def test_the_public_name():
     assert mw.serving_app is serving_app
     assert mw.Limits is Limits
+
+
+def test_a_mounted_app_says_that_its_models_did_not_start_and_tries_again(monkeypatch, caplog):
+    monkeypatch.setattr(app_module, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    models = Failing(Linear())
+    app = serving_app(models)
+
+    async def ping() -> Any:
+        found = await Call("GET", "/ping").to(app)
+        await asyncio.sleep(0.01)
+        return found
+
+    async def scenario() -> list[int]:
+        first, refused = await ping(), await ping()
+        assert "did not start" in refused.json["error"]
+        models.fails = False
+        await asyncio.sleep(0.06)
+        await ping()
+        return [first.status, refused.status, (await ping()).status]
+
+    assert asyncio.run(scenario()) == [503, 503, 200]
+    (line,) = [r for r in caplog.records if r.message == "the models did not start"]
+    assert line.__dict__["fields"]["error"] == "there is no checkpoint."
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/", "/v2/models/linear", "/openapi.json"])
+def test_looking_at_a_model_takes_no_share_and_bears_a_swap(path):
+    app = serving_app(Swapping(Linear()))
+    assert call(app, "GET", path).status == 200
+
+
+def test_a_version_that_is_swapped_under_its_request_does_not_answer_for_it():
+    class Swapped(Linear):
+        async def predict(self, inputs: Any, *, timeout_s: float | None = None) -> Any:
+            self.version = "2"
+            return await super().predict(inputs, timeout_s=timeout_s)
+
+    answered = call(app_of(Swapped()), "POST", "/v1/models/linear/versions/1:predict", ROW)
+    assert answered.status == 404
+    assert "just been replaced by 2" in answered.json["error"]
+    assert call(app_of(Swapped()), "POST", "/v1/models/linear:predict", ROW).status == 200
+
+
+def test_json_counts_for_what_it_takes_while_it_is_read():
+    """Two such bodies would fit, and not what their numbers take as objects of Python."""
+    model = Linear()
+    app = app_of(model, limits=Limits(body_bytes=60_000, text_bytes=60_000, pending_bytes=600_000))
+    path, body = "/v1/models/linear:predict", json.dumps({"instances": [[1, 2, 3, 4]] * 3000})
+
+    async def scenario() -> tuple[int, int]:
+        model.gate = asyncio.Event()
+        first = asyncio.ensure_future(Call("POST", path, body.encode()).to(app))
+        await asyncio.sleep(0.05)
+        second = await Call("POST", path, body.encode()).to(app)
+        model.gate.set()
+        return (await first).status, second.status
+
+    assert asyncio.run(scenario()) == (200, 429)

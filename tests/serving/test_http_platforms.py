@@ -115,6 +115,19 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_memory_follows_the_size_of_the_weights(project, monkeypatch):
+    sparse = project / "large.keras"
+    with sparse.open("wb") as file:
+        file.truncate(10 << 30)
+    words = ["serve", "large.keras", "--write", "knative", "--to", "out"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    (container,) = yaml.safe_load((project / "out" / "service.yaml").read_text())["spec"][
+        "template"
+    ]["spec"]["containers"]
+    assert container["resources"]["requests"]["memory"] == "23Gi"
+
+
 def test_the_command_writes_the_words_that_it_was_called_with(project):
     words = ["runs/mnist", "--model", "train:build", "--mesh=model=2", "--port", "9"]
     done = CliRunner().invoke(main, ["serve", *words, "--write", "ray", "--to", "out"])
@@ -131,6 +144,8 @@ def test_words_become_options(project):
     words = ["runs/mnist", "--model", "train:build", "--mesh", "model=2", "--buckets", "1,8"]
     asked = asked_of([*words, "--max-body", "1MiB", "--precision", "int8", "--finite"])
     assert (asked["buckets"], asked["max_body"], asked["finite"]) == ((1, 8), 1 << 20, True)
+    asked = asked_of([*words, "--pad-value=-1", "--in-flight", "1"])
+    assert (asked["pad_value"], asked["in_flight"]) == (-1, 1)
 
 
 def test_a_config_file_gives_options(project):

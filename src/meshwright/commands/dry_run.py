@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     "--price",
     type=click.FloatRange(0),
     metavar="NUMBER",
-    help="Price of a device-hour: also report the cost of a step, of samples and of tokens.",
+    help="Price of a device-hour: also report the cost of a step, of samples and of tokens; with "
+    "--serve, of a million rows.",
 )
 @option(
     "--serve",

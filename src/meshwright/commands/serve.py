@@ -82,7 +82,13 @@ _SECONDS = click.FloatRange(0, min_open=True)
 @option(
     "--lengths", type=SizesText(), metavar="SIZES", help="Sizes that ragged dims are padded to."
 )
+@option("--pad-value", type=float, help="What ragged dims are padded with.  [default: 0]")
 @option("--wait", type=click.FloatRange(0), help="Seconds that a batch waits for more rows.")
+@option(
+    "--in-flight",
+    type=click.IntRange(1),
+    help="Batches under way in stages.  [default: one more than stages]",
+)
 @option("--queue-rows", type=click.IntRange(1), help="Rows that may wait; more are refused (429).")
 @option("--timeout", type=_SECONDS, default=60.0, help="Seconds of a request.")
 @option("--finite", is_flag=True, help="Refuse answers with NaN or infinity (500).")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..equivalence.cases import Case, axes_named
-from ..errors import ServingError
+from ..errors import CheckpointError, ServingError
 from ..extras import require
 from ..launch.join import join
 from ..layouts.mesh import Mesh
@@ -45,7 +45,9 @@ class Asked:
     max_rows: int | None = None
     buckets: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
+    pad_value: float | None = None
     wait: float | None = None
+    in_flight: int | None = None
     queue_rows: int | None = None
     timeout: float = 60.0
     finite: bool = False
@@ -152,7 +154,7 @@ def write(
         return export(model, folder, platform)
     from importlib.metadata import version
 
-    from ..serving.platforms import Deployment, write_files
+    from ..serving.platforms import Deployment, memory_for, write_files
 
     name = asked.name or re.sub(r"[^a-z0-9]+", "-", asked.model_name.lower()).strip("-")
     deployment = Deployment(
@@ -161,8 +163,23 @@ def write(
         version("meshwright"),
         image,
         devices=_mesh_size(asked),
+        memory_gib=memory_for(_weight_bytes(asked.source)),
     )
     return write_files(platform, deployment, folder)
+
+
+def _weight_bytes(source: Path) -> int:
+    """Bytes of parameters and state; 0 where there is no checkpoint yet."""
+    if source.is_file():
+        return source.stat().st_size
+    from ..checkpoint import read_checkpoint
+
+    try:
+        info = read_checkpoint(source)
+    except CheckpointError:
+        return 0
+    weights = tuple(array for array in info.arrays if array.part in ("params", "state"))
+    return replace(info, arrays=weights).nbytes
 
 
 def _mesh_size(asked: Asked) -> int:
@@ -280,6 +297,8 @@ def _engine_options(asked: Asked) -> dict[str, Any]:
         "buckets": asked.buckets,
         "lengths": asked.lengths,
         "wait_s": asked.wait,
+        "pad_value": asked.pad_value,
+        "in_flight": asked.in_flight,
         "queue_rows": asked.queue_rows,
         "finite": asked.finite or None,
         "precision": asked.precision,

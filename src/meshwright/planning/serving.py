@@ -139,9 +139,14 @@ class ServingReport:
         return min(loads, key=lambda load: (load.devices, load.latency_s))
 
     def price_per_million(self, per_device_hour: float) -> float | None:
-        """The price of a million rows, in full batches of the cheapest size."""
+        """The price of a million rows, in full batches of the cheapest size that fits.
+
+        As in :meth:`devices_for`, devices are idle for a fifth of the time. ``None`` where no time
+        is known, or nothing fits.
+        """
         size = math.prod(count for _, count in self.axes)
-        rates = [each.rows_per_s for each in self.batches if each.rows_per_s]
+        fitting = [each for each in self.batches if each.report.fits is not False]
+        rates = [_BUSY * each.rows_per_s for each in fitting if each.rows_per_s]
         return 1e6 * per_device_hour * size / (3600 * max(rates)) if rates else None
 
     def __str__(self) -> str:

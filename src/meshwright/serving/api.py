@@ -105,6 +105,7 @@ class ModelStatus:
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> size
     answers: Mapping[str, int] = field(default_factory=dict)  # one of OUTCOMES -> requests
     events: tuple[str, ...] = ()  # the newest swaps and refusals of weights, oldest first
+    first_version: str = ""  # that it was added or begun with, which stays when weights are swapped
     refusal: str = ""  # why the newest weights are not served; empty where they are
 
 

@@ -51,6 +51,7 @@ class Keeper:
         self.source, self._options, self._figures = source, options, figures
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self._asked_version = version
+        self.first_version = version or ""  # by which counts go on when weights are swapped
         self.weights: Weights | None = None
         self.moved: Moved | None = None
         self.others: Others | None = None  # processes that follow this one, which is rank 0
@@ -70,6 +71,7 @@ class Keeper:
 
     def begin(self) -> None:
         """Follow newer weights, where there may be some and the options ask for it."""
+        self.first_version = self.first_version or self.version
         self._stopping.clear()
         has_newer = self.checkpoint is not None or self.source.live is not None
         if has_newer and self._options.follow_s is not None:

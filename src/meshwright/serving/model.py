@@ -145,6 +145,7 @@ class LoadedModel:
         return ModelStatus(
             name=self.name,
             version=self.version,
+            first_version=self._keeper.first_version,
             ready=self.ready,
             queued_requests=requests,
             queued_rows=rows,

@@ -118,7 +118,8 @@ class Versions:
 class _Compared:
     """A version whose answers are compared with what others compute of the same inputs.
 
-    The client waits for the first alone; what another one refuses is not compared.
+    In an event loop the client waits for the first alone, outside of one for all of them; what
+    another one refuses is not compared.
     """
 
     def __init__(self, model: LoadedModel, others: list[LoadedModel], note: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -28,11 +29,13 @@ from .contracts.request import Reply
 from .contracts.request import Request as Asked
 from .keys import ApiKeys, check_keys
 from .limits import Limits
-from .log import RequestLog
+from .log import LOGGER, RequestLog
+from .looking import all_of, looked_at
 from .metrics import MEDIA_TYPE, Metrics
 from .openapi import openapi
 from .overview import overview_of
 
+_AGAIN_S = 10.0  # between two starts, where the first one failed
 _GET, _POST = ["GET"], ["POST"]
 
 
@@ -108,6 +111,7 @@ class _Face:
         self._limits = limits
         self._pending = Pending(limits)
         self._starting: asyncio.Task[None] | None = None
+        self._again_s = 0.0  # when a start that failed may be tried again
         self.metrics = Metrics(models, self._pending)
 
     async def start(self) -> None:
@@ -170,9 +174,26 @@ class _Face:
         )
 
     def _start_if_mounted(self) -> None:
-        """The lifespan of an app that is mounted never runs."""
-        if self._starting is None:
+        """The lifespan of an app that is mounted never runs. A start that failed is tried again.
+
+        Raises NotReadyError after one that failed, until then.
+        """
+        task = self._starting
+        has_failed = task is not None and task.done() and not _is_done_well(task)
+        if has_failed and time.monotonic() < self._again_s:
+            raise NotReadyError(
+                f"the models did not start; the server's log says why. They are started again "
+                f"within {_AGAIN_S:.0f} s of that."
+            )
+        if task is None or has_failed:
             self._starting = asyncio.ensure_future(self._models.start())
+            self._starting.add_done_callback(self._has_started)
+
+    def _has_started(self, task: asyncio.Task[None]) -> None:
+        if not _is_done_well(task):
+            self._again_s = time.monotonic() + _AGAIN_S
+            why = "cancelled" if task.cancelled() else str(task.exception())
+            LOGGER.error("the models did not start", extra={"fields": {"error": why}})
 
     def _v2_read(self, http: Request, body: bytes, model: ServedModel) -> Asked:
         length = http.headers.get(open_inference.HEADER)
@@ -215,10 +236,7 @@ class _Face:
 
     def _asked(self, http: Request) -> ServedModel:
         """The model that a path names; without a version the one with most of the traffic."""
-        name, version = http.path_params["model"], http.path_params.get("version")
-        if version is None and name in self._models.names():
-            version = self._models.versions(name)[0]
-        return self._models.model(name, version)
+        return looked_at(self._models, http.path_params["model"], http.path_params.get("version"))
 
     async def _v2_metadata(self, http: Request) -> Response:
         model = self._asked(http)
@@ -227,10 +245,8 @@ class _Face:
 
     async def _tf_status(self, http: Request) -> Response:
         found = self._asked(http)
-        versions = self._models.versions(found.name)
-        if "version" in http.path_params:
-            versions = (found.version,)
-        models = [self._models.model(found.name, version) for version in versions]
+        is_one = "version" in http.path_params
+        models = [found] if is_one else all_of(self._models, found.name)
         return json_response(tf_serving.status(models))
 
     async def _tf_meta(self, http: Request) -> Response:
@@ -246,6 +262,10 @@ class _Face:
         overview = overview_of(self._models, str(http.base_url).rstrip("/"))
         page = await asyncio.to_thread(view_of, overview, "page")
         return HTMLResponse(page)
+
+
+def _is_done_well(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _v2_write(asked: Asked, answer: Answer, model: ServedModel) -> Reply:

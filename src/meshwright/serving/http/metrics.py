@@ -16,10 +16,13 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ..api import Histogram as Counts
 from ..api import Models, ModelStatus
 from .body import Pending
+from .looking import every
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
+# Counts go on when the weights are swapped, so their labels must not change with them.
+_COUNTED = ("model", "first_version")
 _GAUGES = {  # fields of ModelStatus
     "ready": "1 where the model answers.",
     "queued_requests": "Requests in the queue.",
@@ -77,6 +80,15 @@ class _Engine:
             for status in all_status:
                 family.add_metric([status.name, status.version], float(getattr(status, field)))
             yield family
+        now = GaugeMetricFamily(
+            "meshwright_version",
+            "1 for the version that is served now, beside the one that counts are labelled with.",
+            labels=[*_COUNTED, "version"],
+        )
+        for status in all_status:
+            first = status.first_version or status.version
+            now.add_metric([status.name, first, status.version], 1.0)
+        yield now
         refused = GaugeMetricFamily(
             "meshwright_newest_refused",
             "1 where the newest checkpoint is not served; the page and the log say why.",
@@ -86,10 +98,10 @@ class _Engine:
             refused.add_metric([status.name, status.version], float(bool(status.refusal)))
         yield refused
         answers = CounterMetricFamily(
-            "meshwright_answers", "Requests by outcome.", labels=["model", "version", "outcome"]
+            "meshwright_answers", "Requests by outcome.", labels=[*_COUNTED, "outcome"]
         )
         batches = CounterMetricFamily(
-            "meshwright_batches", "Batches by bucket.", labels=["model", "version", "bucket_rows"]
+            "meshwright_batches", "Batches by bucket.", labels=[*_COUNTED, "bucket_rows"]
         )
         weights = GaugeMetricFamily(
             "meshwright_weight_bytes", "Weights held.", labels=["model", "version", "device"]
@@ -97,13 +109,13 @@ class _Engine:
         latency = _histogram("meshwright_latency_seconds", "From arrival to answer.")
         compute = _histogram("meshwright_compute_seconds", "One batch on the devices.")
         for status in all_status:
-            labels = [status.name, status.version]
+            labels = [status.name, status.first_version or status.version]
             for outcome, count in status.answers.items():
                 answers.add_metric([*labels, outcome], count)
             for rows, count in status.bucket_batches.items():
                 batches.add_metric([*labels, str(rows)], count)
             for device, size in status.bytes_by_device.items():
-                weights.add_metric([*labels, device], size)
+                weights.add_metric([status.name, status.version, device], size)
             latency.add_metric(labels, _cumulative(status.latency_s), status.latency_s.total)
             compute.add_metric(labels, _cumulative(status.compute_s), status.compute_s.total)
         yield from (answers, batches, weights, latency, compute)
@@ -114,15 +126,11 @@ class _Engine:
 
 def statuses(models: Models) -> list[ModelStatus]:
     """The figures of every version of every model."""
-    return [
-        models.model(name, version).status()
-        for name in models.names()
-        for version in models.versions(name)
-    ]
+    return [model.status() for model in every(models)]
 
 
 def _histogram(name: str, text: str) -> HistogramMetricFamily:
-    return HistogramMetricFamily(name, text, labels=["model", "version"])
+    return HistogramMetricFamily(name, text, labels=_COUNTED)
 
 
 def _cumulative(counts: Counts) -> list[tuple[str, float]]:

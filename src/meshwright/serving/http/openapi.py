@@ -6,6 +6,7 @@ from typing import Any
 
 from ..api import Models, ServedModel, TensorSpec
 from .contracts.open_inference import DATATYPES
+from .looking import looked_at
 
 _ERRORS = {
     "400": "The request does not fit the model; the message lists every fault.",
@@ -23,7 +24,7 @@ def openapi(models: Models, version: str) -> dict[str, Any]:
     """The description as a JSON value."""
     paths: dict[str, Any] = {}
     for name in models.names():
-        model = models.model(name, models.versions(name)[0])
+        model = looked_at(models, name)
         paths[f"/v2/models/{name}/infer"] = _post("Open Inference protocol V2", _v2(model))
         paths[f"/v1/models/{name}:predict"] = _post("TensorFlow Serving", _columns(model))
         paths[f"/v2/models/{name}"] = _get("Inputs and outputs of the model")

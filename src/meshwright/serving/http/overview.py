@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...views import Viewable
 from ..api import Models, ModelStatus, TensorSpec
+from .looking import every
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,5 @@ class Overview(Viewable):
 
 def overview_of(models: Models, address: str = Overview.address) -> Overview:
     """The figures of this moment."""
-    served = []
-    for name in models.names():
-        for version in models.versions(name):
-            model = models.model(name, version)
-            served.append(Served(model.status(), model.inputs, model.outputs))
+    served = [Served(model.status(), model.inputs, model.outputs) for model in every(models)]
     return Overview(models.ready, tuple(served), address)

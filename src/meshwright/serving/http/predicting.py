@@ -13,15 +13,19 @@ from ...errors import MeshwrightError, RequestError
 from ..api import Answer, Models, ServedModel
 from .answers import problem_response, reply_response
 from .body import Held, Pending, read_body
+from .contracts import open_inference
 from .contracts.request import Reply, Request
 from .limits import Limits
+from .looking import check_version
 from .problems import ClientGoneError, short
 
 T = TypeVar("T")
 TIMEOUT = "x-request-timeout"  # seconds
-_LARGE = (
-    1 << 17
-)  # bytes; larger bodies are read in another thread, so that small ones need not wait
+# Bytes. Larger bodies are read, and larger answers written, in another thread, so that small ones
+# need not wait.
+_LARGE = 1 << 17
+_TEXT_TIMES = 15  # its own size that JSON takes more while it is read: an object for each number
+_BINARY = ("application/octet-stream", "application/x-npy")
 
 Read = Callable[[HttpRequest, bytes, ServedModel], Request]
 Write = Callable[[Request, Answer, ServedModel], Reply]
@@ -45,6 +49,8 @@ async def answer(
         timeout_s = _header_timeout(http, limits)
         with Held(pending) as held:
             body = await read_body(http, limits, held)
+            if _is_text(http):
+                held.take(min(_TEXT_TIMES * len(body), limits.pending_bytes - len(body)))
             if len(body) > _LARGE:
                 request = await asyncio.to_thread(read, http, body, model)
             else:
@@ -55,9 +61,19 @@ async def answer(
                 model.predict(request.inputs, timeout_s=timeout_s), http.receive
             )
             state["version"] = predicted.version
-            return reply_response(write(request, predicted, model), predicted.version)
+            check_version(model.name, version, predicted)
+            if sum(array.nbytes for array in predicted.outputs.values()) > _LARGE:
+                reply = await asyncio.to_thread(write, request, predicted, model)
+            else:
+                reply = write(request, predicted, model)
+            return reply_response(reply, predicted.version)
     except MeshwrightError as error:
         return problem_response(error, http.scope)
+
+
+def _is_text(http: HttpRequest) -> bool:
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return open_inference.HEADER not in http.headers and kind not in _BINARY
 
 
 def _header_timeout(http: HttpRequest, limits: Limits) -> float:

@@ -24,6 +24,7 @@ from .contracts import open_inference
 from .keys import Known
 from .limits import Limits
 from .log import LOGGER
+from .looking import check_version, looked_at
 from .problems import refuse, short, status_of
 from .run import Listening, is_draining
 
@@ -151,7 +152,7 @@ class _Service(stubs.GRPCInferenceServiceServicer):
         return await self._answered(context, of)
 
     def _model(self, request: Any) -> ServedModel:
-        return self._models.model(request.name, request.version or None)
+        return looked_at(self._models, request.name, request.version or None)
 
     async def _answered(self, context: Any, of: Callable[[], Any]) -> Any:
         try:
@@ -180,6 +181,7 @@ class _Service(stubs.GRPCInferenceServiceServicer):
                 timeout_s = min(self.limits.request_s, left_s or self.limits.request_s)
                 answer = await model.predict(inputs, timeout_s=_timeout_s(request, timeout_s))
                 fields["version"] = answer.version
+                check_version(model.name, request.model_version or None, answer)
                 return _reply(request, answer, model)
         except MeshwrightError as error:
             code = _code(error)

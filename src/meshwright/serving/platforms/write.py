@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import shlex
 import sys
@@ -30,6 +31,7 @@ PLATFORMS: dict[str, tuple[str, ...]] = {  # platform -> its templates
     "ray": ("app.py", "serve_config.yaml", "requirements.txt", "DEPLOY.md"),
     "mlflow": ("MLmodel", "python_env.yaml", "requirements.txt", "DEPLOY.md"),
 }
+_PROGRAM_GIB = 2  # of JAX, Keras and compiled programs
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -37,7 +39,8 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 class Deployment:
     """What is deployed: ``arguments`` are those of ``meshwright serve`` beside host and port.
 
-    ``devices`` are those of the mesh; ``name`` follows the rules of Kubernetes.
+    ``devices`` are those of the mesh, and ``memory_gib`` is what an instance asks for of its host:
+    :func:`memory_for`. ``name`` follows the rules of Kubernetes.
     Raises ServingError for another name.
     """
 
@@ -47,6 +50,7 @@ class Deployment:
     image: str = ""
     port: int = 8080
     devices: int = 1
+    memory_gib: int = 4  # of the host
     max_replicas: int = 4
     start_s: int = 600  # until the server must be ready
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -62,6 +66,15 @@ class Deployment:
     def built_image(self) -> str:
         """The image, by its name or the model's."""
         return self.image or f"{self.name}:latest"
+
+
+def memory_for(weight_bytes: int) -> int:
+    """GiB of a host that serves weights of this size: twice, for newer ones come beside them.
+
+    >>> memory_for(0), memory_for(3 << 30)
+    (4, 9)
+    """
+    return max(4, _PROGRAM_GIB + math.ceil(2.1 * weight_bytes / (1 << 30)))
 
 
 def files_for(platform: str, deployment: Deployment) -> dict[str, str]:
