@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import keras
@@ -10,8 +11,6 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-
-OTHER_DEFAULTS = {("ParameterServer", "evaluate", "return_dict"): True}
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
@@ -22,8 +21,7 @@ def test_a_method_takes_keras_arguments_and_few_of_its_own(strategy: Any, method
     _, model, *ours = inspect.signature(getattr(strategy, method)).parameters.values()
     assert model.name == "model"
     for mine, other in zip(ours, theirs, strict=False):
-        default = OTHER_DEFAULTS.get((strategy.__name__, method, other.name), other.default)
-        assert (mine.name, mine.kind, mine.default) == (other.name, other.kind, default)
+        assert (mine.name, mine.kind, mine.default) == (other.name, other.kind, other.default)
     own = ours[len(theirs) :]
     assert len(ours) >= len(theirs)
     assert len(own) <= 8
@@ -43,3 +41,22 @@ def test_what_servers_cannot_do_is_named() -> None:
                 method(model, x, callbacks=[keras.callbacks.History()])
         with pytest.raises(mw.ModelError, match="epochs=-1: expected a whole number, at least 0"):
             strategy.fit(model, x, y, epochs=-1)
+        for method in (strategy.evaluate, strategy.predict):
+            with pytest.raises(mw.ModelError, match="verbose='loud': expected 'auto', 0, 1 or 2"):
+                method(model, x, verbose="loud")
+
+
+def test_servers_evaluate_as_keras_does(capsys: pytest.CaptureFixture[str]) -> None:
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    x, y = np.ones([4, 2]), np.ones([4, 1])
+    expected = model.evaluate(x, y, verbose=0)
+    with mw.ParameterServer() as strategy:
+        assert strategy.evaluate(model, x, y, verbose=0) == pytest.approx(expected)
+        assert np.shape(strategy.predict(model, x, verbose=0)) == (4, 1)
+        assert capsys.readouterr().out == ""
+        by_name = strategy.evaluate(model, x, y, verbose=2, return_dict=True)
+        assert by_name == pytest.approx(dict(zip(["loss", "mae"], expected, strict=True)))
+        assert re.search(r"5/5 - .*loss: .* - mae: ", capsys.readouterr().out)
+        strategy.predict(model, x)
+        assert "5/5" in capsys.readouterr().out

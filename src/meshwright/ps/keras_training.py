@@ -104,24 +104,25 @@ class KerasTraining:
         sample_weight: Any = None,
         steps: int | None = None,
         callbacks: Any = None,
-        return_dict: bool = True,
+        return_dict: bool = False,
         *,
         tables: Tables = _TABLES,
     ) -> Any:
         """Loss and metrics over all batches, each counted once; the workers measure.
 
-        Data is given as to :meth:`fit`. Returns a dict, or with ``return_dict=False`` what
-        ``keras.Model.evaluate`` does. Nothing is drawn, whatever ``verbose`` says; ``callbacks``
-        are not supported. Raises :class:`~meshwright.DataError` where the data holds no batch.
+        Data is given as to :meth:`fit`. Returns what ``keras.Model.evaluate`` does: a number, a
+        list in the order of ``model.metrics_names``, or with ``return_dict`` a dict. The bar of
+        ``verbose`` counts shards of the data. ``callbacks`` are not supported. Raises
+        :class:`~meshwright.DataError` where the data holds no batch, and
+        :class:`~meshwright.ModelError` for an argument that cannot be used.
         """
         from .. import _compat
         from ..run.options import Data
         from .training.callbacks import refuse_callbacks
         from .training.fitting import evaluate
 
-        del verbose
         refuse_callbacks("evaluate", callbacks)
-        logs = evaluate(self, model, Data(x, y, sample_weight, batch_size, steps), tables)
+        logs = evaluate(self, model, Data(x, y, sample_weight, batch_size, steps), verbose, tables)
         return logs if return_dict else _compat.in_metric_order(model, logs)
 
     def predict(
@@ -138,17 +139,17 @@ class KerasTraining:
         """What a model returns for all inputs, in their order, as NumPy arrays.
 
         The workers compute. ``x`` is given as to :meth:`fit`; of the batches of a dataset only the
-        inputs are taken. The model need not be compiled. Nothing is drawn, whatever ``verbose``
-        says; ``callbacks`` are not supported. Raises :class:`~meshwright.BatchError` where the data
-        holds no batch.
+        inputs are taken. The model need not be compiled. The bar of ``verbose`` counts shards of
+        the data. ``callbacks`` are not supported. Raises :class:`~meshwright.BatchError` where the
+        data holds no batch, and :class:`~meshwright.ModelError` for an argument that cannot be
+        used.
         """
         from ..run.options import Data
         from .training.callbacks import refuse_callbacks
         from .training.predicting import predict
 
-        del verbose
         refuse_callbacks("predict", callbacks)
-        return predict(self, model, Data(x, batch_size=batch_size, steps=steps), tables)
+        return predict(self, model, Data(x, batch_size=batch_size, steps=steps), verbose, tables)
 
     def export(self, model: Any) -> Any:
         """A plain Keras model of it: see :func:`meshwright.ps.training.plain_model`."""

@@ -61,7 +61,7 @@ class Progress:
     ) -> None:
         self._epochs, self._steps = epochs, steps
         self._rates, self._clock = rates, clock
-        self.live = _is_live() if live is None else live
+        self.live = is_live() if live is None else live
         self._drawn_at = -math.inf
         self._epoch, self._done, self._skipped = 0, 0, 0
         self._began, self._seconds = 0.0, 0.0
@@ -180,7 +180,7 @@ def _is_ready(value: Any) -> bool:
     return not hasattr(value, "is_ready") or value.is_ready()
 
 
-def _is_live() -> bool:
+def is_live() -> bool:
     """Whether a line can be drawn over: in a terminal and in a notebook."""
     return sys.stdout.isatty() or "ipykernel" in sys.modules
 

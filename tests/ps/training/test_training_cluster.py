@@ -59,7 +59,7 @@ def test_two_workers_learn_and_no_step_s_parameters_go_through_the_coordinator()
             before = ClusterCoordinator(strategy).stats()["parameter_bytes"]
             strategy.fit(model, x, y, batch_size=16, steps_per_epoch=steps, verbose=0)
             through.append(ClusterCoordinator(strategy).stats()["parameter_bytes"] - before)
-        measured = strategy.evaluate(model, x, y, batch_size=16)
+        measured = strategy.evaluate(model, x, y, batch_size=16, return_dict=True)
     assert history["val_accuracy"][-1] > 0.93
     assert measured["loss"] == pytest.approx(model.evaluate(x, y, verbose=0)[0], rel=1e-4)
     assert through[0] == through[1]  # the model's own values, when a run begins and ends

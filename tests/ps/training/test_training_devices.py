@@ -103,7 +103,7 @@ def test_a_worker_of_several_devices_trains_as_one_device(name):
         worker=WORKERS[name](), partitioner=FixedShardsPartitioner(2), consistency="sync"
     ) as strategy:
         found = strategy.fit(model, x, y, **HOW, validation_data=(x, y)).history
-        measured = strategy.evaluate(model, x, y, batch_size=16)
+        measured = strategy.evaluate(model, x, y, batch_size=16, return_dict=True)
     same_history(history, found)
     assert apart(expected, model) < 2e-6
     assert measured["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)

@@ -80,7 +80,7 @@ def test_predictions_are_those_of_the_rows_by_their_keys(trained):
     batches = [({k: v[at : at + 7] for k, v in x.items()}, y[at : at + 7]) for at in (0, 7, 14)]
     by_batch = strategy.predict(model, lambda context: batches)
     np.testing.assert_allclose(by_batch, expected[:21], atol=1e-6)
-    assert strategy.evaluate(model, x, y)["loss"] == pytest.approx(
+    assert strategy.evaluate(model, x, y, return_dict=True)["loss"] == pytest.approx(
         float(np.mean((expected - y) ** 2)), rel=1e-5
     )
 
@@ -251,10 +251,12 @@ def test_the_side_car_evaluates_tables_from_their_files(trained):
     x, y = bag_data()
     (found,) = SidecarEvaluator(bags(), (x, y), directory, batch_size=16).start()
     assert (found.ended, found.step) == (True, 6)
-    assert found.logs == pytest.approx(strategy.evaluate(model, x, y, batch_size=16))
+    assert found.logs == pytest.approx(
+        strategy.evaluate(model, x, y, batch_size=16, return_dict=True)
+    )
     x["items"] += 5  # rows that were never made begin as on the servers
     (other,) = SidecarEvaluator(bags(), lambda context: [(x, y)], directory).start()
-    assert other.logs == pytest.approx(strategy.evaluate(model, x, y))
+    assert other.logs == pytest.approx(strategy.evaluate(model, x, y, return_dict=True))
     assert other.logs != pytest.approx(found.logs)
 
 

@@ -14,7 +14,7 @@ import keras
 
 from ...errors import DataError, ModelError
 from ...frontends.keras.callbacks import KerasCallbacks
-from ...frontends.keras.options import check_compiled, check_fit
+from ...frontends.keras.options import check_compiled, check_fit, check_options
 from ...program import Logs
 from ...run.epochs import Run
 from ...run.options import Data, Schedule, Validation
@@ -31,6 +31,7 @@ from .feed import Feed, feed_of
 from .model_cache import served
 from .progress import WorkerRates
 from .server_variables import Subject
+from .shard_bar import ShardBar
 from .shards import MeasureShard, num_shards, validate
 from .signature import Signature
 from .steps import ServerSteps
@@ -92,18 +93,24 @@ def fit(
     return model.history
 
 
-def evaluate(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> Logs:
+def evaluate(
+    strategy: Any, model: keras.Model, data: Data, verbose: str | int, tables: Tables
+) -> Logs:
     """See :meth:`ParameterServer.evaluate`; what it measures, by name."""
     check_compiled(model)
+    check_options(batch_size=data.batch_size, verbose=verbose, steps=data.steps)
     workers = strategy.num_workers
     feed = feed_of(data, num_workers=workers)
     of_model = served(Subject(strategy, model, feed.examples, tables), any_rows=not feed.alike)
     of_model.put_values()
     step = of_model.step(uuid.uuid4().hex, None, fresh=False)
     measure = MeasureShard(step, feed.maker, num_shards(workers, data.steps), data.steps)
-    counts = validate(ClusterCoordinator(strategy), measure, 0)
+    bar = ShardBar(verbose, measure.num_shards)
+    counts = validate(ClusterCoordinator(strategy), measure, 0, after=bar.look)
     assert counts is not None  # nothing breaks it off
-    return of_model.logs_from(counts)
+    logs = of_model.logs_from(counts)
+    bar.end(logs)
+    return logs
 
 
 def _held_out(validation: Validation, num_workers: int) -> Feed:

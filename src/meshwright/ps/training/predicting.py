@@ -15,7 +15,7 @@ import numpy as np
 
 from ... import _compat
 from ...errors import BatchError
-from ...frontends.keras.options import check_model
+from ...frontends.keras.options import check_model, check_options
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Aux, Batch, Program, TrainState
 from ...run.options import Data
@@ -27,13 +27,17 @@ from .export import export_step
 from .feed import feed_of
 from .model_cache import kept
 from .server_variables import OnServers, Subject, layout_on_workers
-from .shards import PredictShard, inputs_of, num_shards
+from .shard_bar import ShardBar
+from .shards import PredictShard, inputs_of, num_shards, watching
 from .worker_step import TrainStep
 
 
-def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> Any:
+def predict(
+    strategy: Any, model: keras.Model, data: Data, verbose: str | int, tables: Tables
+) -> Any:
     """See :meth:`ParameterServer.predict`."""
     check_model(model)
+    check_options(batch_size=data.batch_size, verbose=verbose, steps=data.steps)
     workers = strategy.num_workers
     feed = feed_of(data, num_workers=workers)
     batches = [inputs_of(example) for example in feed.examples]
@@ -45,10 +49,12 @@ def predict(strategy: Any, model: keras.Model, data: Data, tables: Tables) -> An
     shards = PredictShard(of_model.step(), feed.maker, count, data.steps)
     coordinator = ClusterCoordinator(strategy)
     values = [coordinator.schedule(shards, args=(shard,)) for shard in range(shards.num_shards)]
-    coordinator.join()
+    bar = ShardBar(verbose, shards.num_shards)
+    coordinator.join_unless(watching(values, bar.look))
     by_number = {at: leaves for shard in coordinator.fetch(values) for at, leaves in shard}
     if not by_number:
         raise BatchError("cannot predict: the data holds no batch.")
+    bar.end()
     outputs = zip(*(by_number[at] for at in sorted(by_number)), strict=True)
     return of_model.nested([np.concatenate(parts) for parts in outputs])
 

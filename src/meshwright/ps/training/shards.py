@@ -9,7 +9,7 @@ only the result of the attempt that ended is taken. So does TensorFlow's exact e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,17 +101,31 @@ def validate(
     measure: MeasureShard,
     edition: int,
     asked: Callable[[], bool] = lambda: False,
+    after: Callable[[int], None] = lambda ended: None,
 ) -> np.ndarray | None:
     """The counts of the metrics over all elements; ``None`` where it was ``asked`` to stop.
 
-    The same ``measure`` should be given each time: it travels to a worker once. Raises
+    ``after`` is called with the number of shards that have ended, again and again. The same
+    ``measure`` should be given each time: it travels to a worker once. Raises
     :class:`~meshwright.DataError` if there are no elements.
     """
     shards = range(measure.num_shards)
     values = [coordinator.schedule(measure, args=(shard, edition)) for shard in shards]
-    if coordinator.join_unless(asked):
+    if coordinator.join_unless(watching(values, after, asked)):
         return None
     results = coordinator.fetch(values)
     if not any(elements for _, elements in results):
         raise DataError("cannot evaluate: the data holds no batch.")
     return sum((counts for counts, elements in results if elements), np.zeros([]))
+
+
+def watching(
+    values: Sequence[Any], after: Callable[[int], None], asked: Callable[[], bool] = lambda: False
+) -> Callable[[], bool]:
+    """What ``join_unless`` asks: whether to stop. It reports the number of ended shards as well."""
+
+    def look() -> bool:
+        after(sum(value.done() for value in values))
+        return asked()
+
+    return look
