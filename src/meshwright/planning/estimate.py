@@ -153,11 +153,14 @@ def _taken(costs: Costs, turns: Sequence[Turns]) -> Costs:
     """Costs with the branches that are taken in the loops over ticks, which come in this order."""
     left, program = list(turns), []
     for item in costs.program:
-        is_next = isinstance(item, Loop) and left and item.trips == left[0].times
-        if is_next and _OF_STAGES.search(item.path):
+        if isinstance(item, Loop) and _OF_STAGES.search(item.path) and _is_next(item, left):
             item = item.taking(left.pop(0).share)
         program.append(item)
     return replace(costs, program=tuple(program))
+
+
+def _is_next(loop: Loop, left: Sequence[Turns]) -> bool:
+    return bool(left) and loop.trips == left[0].times
 
 
 def estimate(
