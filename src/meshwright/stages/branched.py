@@ -15,7 +15,7 @@ from ..errors import PipelineError
 from ..layouts.placement import Placement
 from ..program import Arrays, Batch, Program, TrainState
 from .branches import Branches, Forks, Region
-from .by_stage import from_row, packed_row
+from .by_stage import from_row, packed_row, summed
 from .line import Line
 from .packing import Packing
 from .pipeline import Pipeline
@@ -297,7 +297,7 @@ class _OnDevice:
     def _summed(self, values: Any) -> Any:
         import jax
 
-        return jax.tree.map(lambda value: jax.lax.psum(value, self._runner.axis), values)
+        return jax.tree.map(lambda value: summed(value, self._runner.axis), values)
 
     def _exactly(self, value: Any, by_row: bool) -> Any:
         return laid_exactly(value, by_row, self._runner.rows, self._runner.mesh)

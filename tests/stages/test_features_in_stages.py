@@ -1,0 +1,155 @@
+"""What Keras models have besides layers, in stages and in branches: one device's numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import meshwright as mw
+
+ROWS = 8
+
+
+def mesh_of(axes: dict[str, int]) -> mw.Mesh:
+    return mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+
+
+class Auxiliary(layers.Layer):
+    """Adds a loss of what goes through it, as the balance of a mixture of experts is."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def chain(x: Any, penalty: str | None = None, auxiliary: bool = False) -> Any:
+    for number in range(4):
+        x = layers.Dense(8, "tanh", kernel_regularizer=penalty, name=f"block{number}")(x)
+        if auxiliary:
+            x = Auxiliary(name=f"auxiliary{number}")(x)
+    return x
+
+
+def forked(x: Any, penalty: str | None = None, auxiliary: bool = False) -> Any:
+    made = [
+        layers.Dense(8, "tanh", kernel_regularizer=penalty, name=f"top{name}")(
+            layers.Dense(8, "gelu", name=f"under{name}")(x)
+        )
+        for name in "ab"
+    ]
+    if auxiliary:
+        made = [Auxiliary(name=f"auxiliary{n}")(each) for n, each in enumerate(made)]
+    return layers.Concatenate(name="joined")(made)
+
+
+Middle = Callable[..., Any]
+
+
+def plain(middle: Middle, optimizer: Any = None, **options: Any) -> keras.Model:
+    inputs = keras.Input([6], name="a")
+    x = middle(layers.Dense(8, "gelu", name="first")(inputs), **options)
+    model = keras.Model(inputs, layers.Dense(3, name="left", dtype="float32")(x))
+    model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+def two_by_two(middle: Middle) -> keras.Model:
+    """Two inputs, two outputs with losses, weights and metrics of their own."""
+    inputs = {name: keras.Input([6], name=name) for name in "ab"}
+    x = middle(layers.Dense(8, "gelu", name="first")(layers.Add(name="sum")([*inputs.values()])))
+    outputs = {name: layers.Dense(3, name=name)(x) for name in ("left", "right")}
+    model = keras.Model(inputs, outputs)
+    model.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        {"left": "mse", "right": "mae"},
+        loss_weights={"left": 1.0, "right": 0.5},
+        metrics={"left": ["mae"]},
+    )
+    return model
+
+
+def scaled(middle: Middle) -> keras.Model:
+    inner = keras.optimizers.SGD(0.1, momentum=0.9)
+    return plain(
+        middle, keras.optimizers.LossScaleOptimizer(inner, initial_scale=64, dynamic_growth_steps=3)
+    )
+
+
+def of_policy(middle: Middle) -> keras.Model:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        return plain(middle)
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+MODELS: dict[str, tuple[Callable[[Middle], keras.Model], float]] = {
+    "two inputs and outputs": (two_by_two, 1e-5),
+    "loss scale": (scaled, 1e-5),
+    "penalties": (lambda middle: plain(middle, penalty="l2"), 1e-5),
+    "auxiliary losses": (lambda middle: plain(middle, auxiliary=True), 1e-5),
+    "mixed_bfloat16": (of_policy, 2e-2),  # micro-batches round gradients one by one
+}
+WAYS = {
+    "stages": (chain, {"stage": 2, "data": 2}, mw.Pipeline("stage", 2)),
+    "branches": (forked, {"branch": 2, "data": 2}, mw.Branches("branch")),
+}
+
+
+def fitted(strategy: Any, build: Callable[[], keras.Model]) -> tuple[Any, list[np.ndarray]]:
+    draw = np.random.default_rng(0)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = build()
+    x = {name: draw.normal(size=[4 * ROWS, 6]).astype("float32") for name in ("a", "b")}
+    y = {name: draw.normal(size=[4 * ROWS, 3]).astype("float32") for name in ("left", "right")}
+    if len(model.inputs) == 1:
+        x, y = x["a"], y["left"]
+    weight = np.linspace(0.5, 1.5, 4 * ROWS).astype("float32")
+    weighted = {} if isinstance(y, dict) else {"sample_weight": weight}
+    history = strategy.fit(
+        model, x, y, batch_size=ROWS, epochs=1, shuffle=False, verbose=0, **weighted
+    )
+    slots = [np.asarray(value) for value in model.optimizer.variables]
+    return history.history, [*model.get_weights(), *slots]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_it_trains_as_on_one_device(name: str, way: str) -> None:
+    (build, within), (middle, axes, pipeline) = MODELS[name], WAYS[way]
+    one = mw.DataParallel(mesh_of({"data": 1}), batch="data")
+    strategy = mw.Sharded(mesh_of(axes), batch="data", unmatched="replicate", pipeline=pipeline)
+    wanted, expected = fitted(one, lambda: build(middle))
+    found, same = fitted(strategy, lambda: build(middle))
+    assert found == {key: pytest.approx(values, rel=within) for key, values in wanted.items()}
+    for actual, value in zip(same, expected, strict=True):
+        np.testing.assert_allclose(actual, value, atol=within)
+
+
+class OwnStep(keras.Model):
+    """A model with a step of its own."""
+
+    def train_step(self, *args: Any) -> Any:
+        return super().train_step(*args)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_train_step_of_ones_own_is_refused(way: str) -> None:
+    middle, axes, pipeline = WAYS[way]
+    strategy = mw.Sharded(mesh_of(axes), batch="data", unmatched="replicate", pipeline=pipeline)
+    with strategy.scope():
+        inputs = keras.Input([6])
+        model = OwnStep(inputs, layers.Dense(3)(middle(layers.Dense(8)(inputs))))
+        model.compile("sgd", "mse")
+    with pytest.raises(mw.PipelineError, match=rf"cannot take the train_step .*\s+taken by {way}"):
+        strategy.fit(model, np.ones([8, 6]), np.ones([8, 3]), batch_size=8, verbose=0)
