@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -198,19 +199,29 @@ GUESS = Hardware(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])  # the first of two loops
-def test_a_compiled_step_takes_the_branches_that_its_stages_take(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "repeats"),
+    [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("circular", 2)],  # the first is of two loops
+)
+def test_a_compiled_step_takes_what_its_stages_take_and_sends_as_often(schedule, repeats):
     """Of ten blocks on four stages."""
     program, ids = program_of(width=32, words=256, blocks=10), shape(16, TOKENS, dtype="int32")
     strategy = mw.Sharded(
         mw.Mesh({"stage": 4, "data": 2}),
         batch="data",
         unmatched="replicate",
-        pipeline=mw.Pipeline("stage", 4, schedule),
+        pipeline=mw.Pipeline("stage", 4, schedule, repeats),
     )
     how = {"strategy": strategy, "target": "cpu:8", "hardware": GUESS}
-    compiled = mw.dry_run(program, ids, **how).estimate
-    modelled = mw.dry_run(program, ids, **how, compile=False).estimate
+    reports = [mw.dry_run(program, ids, **how, compile=compiles) for compiles in (True, False)]
+    sent = [Counter[int](), Counter[int]()]
+    for counted, report in zip(sent, reports, strict=True):
+        for one in report.collectives:
+            if one.kind == "collective-permute" and one.bytes_per_device > 8:  # that is the loss
+                counted[one.bytes_per_device] += one.count
+    times = (1 if schedule == "gpipe" else 2) * len(reports[0].ticks.ticks)
+    assert sent == [{2 * TOKENS * 32 * 4: times}] * 2
+    compiled, modelled = (report.estimate for report in reports)
     block, head = 3 * 2 * 2 * 16 * TOKENS * 32 * HIDDEN, 3 * 2 * 16 * TOKENS * 32 * 256
     for found in (compiled, modelled):
         assert found.sums.own_flops * 8 == pytest.approx(10 * block + head)

@@ -124,6 +124,14 @@ def test_a_plan_gives_every_pass_what_was_put_there_for_it(table, keeps_results)
 # What a user writes
 
 
+@pytest.mark.parametrize(("stages", "repeats"), [(2, 2), (3, 4), (4, 2), (8, 3)])
+def test_what_a_circular_schedule_keeps_does_not_grow_with_micro_batches(stages, repeats):
+    for times in (2, 4, 16):
+        table = table_of("circular", stages, times * stages, repeats)
+        kept = tuple((repeats + 1) * stages - 1 - 2 * stage for stage in range(stages))
+        assert table.in_flight == kept
+
+
 def test_all_invalid_choices_are_listed():
     with pytest.raises(mw.PipelineError) as caught:
         mw.Pipeline("", micro_batches=0, schedule="1F1B", repeats=True)
