@@ -37,6 +37,7 @@ from meshwright.planning.search.choices import remat_text
 from meshwright.planning.traced_graph import graph_of_step
 from meshwright.targets.hardware import hardware_of
 from meshwright.targets.target import Target
+from meshwright.units import bytes_text, seconds_text
 
 RESULTS = Path(__file__).with_name("results") / "plans.json"
 VERIFY = 2
@@ -219,7 +220,7 @@ def table(kept: dict[str, Any]) -> str:
         given_selective = "not tried" if given is None else f"{given:.3f}"
         lines.append(
             f"| {each['what']} | `{each['target']}` | {name}{again(fits[name])} "
-            f"| {ms(fits[name])} | {laid(plan)} | {ms(plan)} "
+            f"| {time_and_peak(fits[name])} | {laid(plan)} | {time_and_peak(plan)} "
             f"| **{ratio(each):.3f}** | {given_selective} | {by_model} "
             f"| {each['plan']['search_s']:.1f} s |"
         )
@@ -232,8 +233,8 @@ def again(found: dict[str, Any]) -> str:
     return f", {words}" if words else ""
 
 
-def ms(found: dict[str, Any]) -> str:
-    return f"{1e3 * found['step_time_s']:.2f} ms, {found['peak_bytes'] / 2**30:.1f} GiB"
+def time_and_peak(found: dict[str, Any]) -> str:
+    return f"{seconds_text(found['step_time_s'])}, {bytes_text(found['peak_bytes'])}"
 
 
 def laid(option: dict[str, Any]) -> str:

@@ -191,6 +191,12 @@ def save(name: str, result: Any) -> None:
 
 def write_page() -> Path:
     """``results/README.md``, made anew out of all results that are there."""
+    page = RESULTS / "README.md"
+    page.write_text(page_text())
+    return page
+
+
+def page_text() -> str:
     found = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     features, named = found.pop("features", []), found.pop("named", [])
     tracing = found.pop("named_tracing", [])
@@ -222,13 +228,12 @@ def write_page() -> Path:
         if rows:
             parts += [f"Made by {made_by}:", table(rows)]
     # Other files are of other pages: their programs print them.
-    listed = jobs, [start_up] if start_up else [], features, named, tracing
+    start_ups = [start_up] if start_up else []
+    listed = jobs, start_ups, features, named, tracing
     listed += servers, exchanges, accuracy, ranking, processes
-    parts.append(_marks([*jobs, *named, *servers, *processes]))
+    parts.append(_marks([each for rows in listed for each in rows if rows is not start_ups]))
     parts.append(_facts([each for rows in listed for each in rows], jobs))
-    page = RESULTS / "README.md"
-    page.write_text("\n\n".join(part for part in parts if part) + "\n")
-    return page
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def pairs_table(jobs: list[dict[str, Any]]) -> str:
@@ -291,7 +296,7 @@ def start_up_table(rows: list[dict[str, Any]]) -> str:
 def features_table(features: list[dict[str, Any]]) -> str:
     rows = [
         (
-            each["says"],
+            _says(each),
             f"**{each['ratio']:.3f}** ({min(each['ratio_by_round']):.3f}"
             f"–{max(each['ratio_by_round']):.3f})",
             f"≤ {each['limit']:.2f}",
@@ -352,7 +357,7 @@ def exchanges_table(exchanges: list[dict[str, Any]]) -> str:
         asked += [statistics.median(ratios) >= ratio] if ratio else []
         rows.append(
             (
-                each["says"],
+                _says(each),
                 f"{each['per_s']:,.0f}",
                 f"≥ {wanted:,}" if wanted else "",
                 *(f"{us:.0f} µs" for us in each["cpu_us"]),
@@ -408,7 +413,7 @@ def pipelines_table(found: dict[str, Any]) -> str:
 def accuracy_table(accuracy: list[dict[str, Any]]) -> str:
     rows = [
         (
-            each["says"],
+            _says(each),
             f"{each['accuracy']:.4f}",
             "" if each["staleness"] is None else f"{each['staleness']:.2f}",
             f"{each['over_synchronous']:.4f}",
@@ -433,7 +438,8 @@ def ranking_table(runs: list[dict[str, Any]]) -> str:
         is_met = found["estimate"] >= max(wanted, *others) and close >= RANKING_WITHIN
         rows.append(
             (
-                f"{number}: {len(each['layouts'])} layouts, {close} within twice the fastest",
+                f"{number}: {len(each['layouts'])} layouts, {close} within twice the fastest"
+                + _mark(each),
                 *(f"{rank:.3f}" for rank in (each["repeat_to_repeat"], wanted)),
                 f"**{found['estimate']:.3f}**",
                 *(f"{rank:.3f}" for rank in others),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,20 @@ def recorded(script: Any) -> dict[str, Any]:
 def test_the_page_shows_what_is_recorded(script: Any) -> None:
     tables = __import__("doc_tables")
     assert tables.shown(f"{script.__name__}.py") == script.table(recorded(script))
+
+
+def test_the_page_of_results_is_that_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    report = __import__("report")
+    assert report.page_text() == (report.RESULTS / "README.md").read_text()
+
+
+def test_the_page_on_speed_has_every_step_beside_mesh_tensorflow() -> None:
+    page = (BENCHMARKS.parent / "docs" / "explanation" / "speed.md").read_text()
+    for step in json.loads((BENCHMARKS / "results" / "named.json").read_text()):
+        rounds = step["ours_over_peer"]
+        ratio = f"{statistics.median(rounds):.2f} × ({min(rounds):.2f} to {max(rounds):.2f})"
+        assert f"{ratio} its time | ≤ 0.9, **missed** |" in page
 
 
 @pytest.fixture
