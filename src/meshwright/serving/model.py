@@ -304,10 +304,6 @@ class LoadedModel:
         if self._batcher is not None:
             self._batcher.fail(error)
 
-    # Other weights
-
-    # Other weights
-
     def update(self) -> Moved:
         """Serve the values that the model has in memory now, from the next batch on.
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 
 import pytest
 
-from meshwright.errors import MeshwrightWarning
+from meshwright.errors import MeshwrightWarning, ProtocolError
+from meshwright.launch.keys import Keys
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.coordinator.calls import Packer, Scheduled
 from meshwright.ps.coordinator.dispatcher import Dispatcher, DispatcherSettings
+from meshwright.ps.coordinator.links import SocketLinks
+from meshwright.ps.coordinator.members import LostNames
 from meshwright.ps.coordinator.values import RemoteValue
 from meshwright.ps.shared.consistency import Async
 from meshwright.ps.wire.message import Message
 from meshwright.ps.wire.schema import BEAT, TO_COORDINATOR
+from meshwright.ps.wire.sockets import SocketChannel
 
 WRONG = (None, -1, 1 << 62, 2.5, float("nan"), "zz", "worker:0", True, [], [[3]], {}, {"x": [1]})
 
@@ -54,8 +59,11 @@ class FencesAtOnce:
         self._dispatcher.fenced(name)
 
 
-def made() -> tuple[Dispatcher, ScriptedLinks]:
-    dispatcher = Dispatcher(DispatcherSettings(1, 1, Async(), 0.2, 60.0), Packer(), lambda *_: None)
+PATIENT = DispatcherSettings(1, 1, Async(), 0.2, 60.0)
+
+
+def made(settings: DispatcherSettings = PATIENT) -> tuple[Dispatcher, ScriptedLinks]:
+    dispatcher = Dispatcher(settings, Packer(), lambda *_: None)
     links = ScriptedLinks()
     dispatcher.start(links, FencesAtOnce(dispatcher))
     return dispatcher, links
@@ -197,3 +205,86 @@ def test_a_worker_that_joins_first_of_all_and_falls_silent_is_lost():
     dispatcher.start(links, FencesAtOnce(dispatcher))
     until(lambda: dispatcher.records.counts.workers_lost == 1)
     dispatcher.stop(stop_workers=False)
+
+
+@pytest.mark.parametrize("every_s", [float("inf"), 1e300, float("nan"), 0, -1.0])
+def test_no_beat_switches_off_the_wait_for_the_next(every_s: float) -> None:
+    dispatcher, links = made()
+    head = {"task": "ps:0", "pid": 4, "every_s": every_s}
+    links.coming.append(("ps:0/alive", Message("alive", head)))
+    until(lambda: dispatcher.records.untold)
+    assert "every_s must be seconds above 0, an hour at most" in str(dispatcher.records.untold[0])
+    assert not dispatcher._beats._heard
+    dispatcher.stop(False)
+
+
+def test_a_worker_cannot_beat_for_a_server() -> None:
+    keys, head = Keys.make(), {"task": "ps:0", "pid": 4, "every_s": 1.0}
+    links = SocketLinks("tcp://127.0.0.1:*", keys)
+    channel = SocketChannel(
+        links._listener.address, keys.of("worker"), "chief:0", identity="ps:0/alive"
+    )
+    number = channel.send(Message("alive", head))
+    taken: list[object] = []
+    polling = threading.Thread(target=lambda: [taken.extend(links.poll(0.05)) for _ in range(20)])
+    polling.start()
+    with pytest.raises(ProtocolError, match="'alive' to chief:0 is reserved for servers"):
+        channel.wait(number, 10.0)
+    polling.join()
+    assert not taken
+    channel.close()
+    links.close()
+    dispatcher, scripted = made()  # nor one server for another, whose keys are its own
+    scripted.coming.append(("ps:1/alive", Message("alive", head)))
+    until(lambda: dispatcher.records.untold)
+    assert "ps:1/alive beats for ps:0" in str(dispatcher.records.untold[0])
+    dispatcher.stop(False)
+
+
+def test_what_a_launcher_cannot_say_does_not_end_the_coordinator() -> None:
+    def fail(task: str, pid: int) -> bool:
+        raise OverflowError("signed integer is greater than maximum")
+
+    settings = DispatcherSettings(1, 1, Async(), 0.2, 0.3, gone=fail, replace=fail)
+    dispatcher, links = made(settings)
+    joined(dispatcher, links, "a")
+    beat = Message("alive", {"task": "ps:0", "pid": 4, "every_s": 0.01})
+    links.coming.append(("ps:0/alive", beat))
+    until(lambda: not dispatcher.workers)  # silent by now, and so is the server
+    until(lambda: not dispatcher._beats._heard)
+    until(lambda: len(dispatcher.records.untold) >= 2)
+    joined(dispatcher, links, "b")
+    assert dispatcher.broken is None
+    assert "OverflowError" in "".join(map(str, dispatcher.records.untold))
+    dispatcher.stop(False)
+
+
+def test_a_message_that_cannot_be_sent_costs_a_worker_its_steps_alone(monkeypatch) -> None:
+    dispatcher, links = made()
+    send = links.send
+
+    def fail_once(peer: str, message: Message, number: int | None = None) -> bool:
+        if message.kind == "calls":
+            monkeypatch.setattr(links, "send", send)
+            raise ValueError("no such frame")
+        return send(peer, message, number)
+
+    joined(dispatcher, links, "a")
+    monkeypatch.setattr(links, "send", fail_once)
+    scheduled(dispatcher)
+    until(lambda: "worker:0/a" not in dispatcher.workers)
+    name = joined(dispatcher, links, "b")
+    until(lambda: dispatcher.queue.members[name].steps)
+    assert dispatcher.broken is None
+    assert "ValueError: no such frame" in str(dispatcher.records.untold[0])
+    dispatcher.stop(False)
+
+
+def test_names_of_lost_workers_are_not_kept_for_good() -> None:
+    dispatcher, links = made()
+    dispatcher._lost_names = LostNames(most=3)
+    names = [joined(dispatcher, links, f"i{number}") for number in range(6)]  # each ends the last
+    assert len(dispatcher._lost_names) == 3
+    assert names[4] in dispatcher._lost_names
+    assert names[0] not in dispatcher._lost_names
+    dispatcher.stop(False)

@@ -21,7 +21,7 @@ from .calls import Packer
 from .guardian import Guardian
 from .judging import fits_worker, given_up, ran_dry, report, steps_to_recall
 from .links import Links
-from .members import Beats, Worker, silent
+from .members import Beats, LostNames, Worker, silent
 from .queue import Step, StepQueue
 from .records import Records, Refused
 from .sending import forgotten, messages_for, packed_elements
@@ -69,10 +69,10 @@ class Dispatcher:
         self._beats = Beats()
         self._sent_s: dict[int, float] = {}
         self._recalled: set[int] = set()
-        self._lost_names: set[str] = set()
+        self._lost_names = LostNames()
         self._closing = self._stop_workers = False
         self._sleeping = False
-        self._ticked_s = time.monotonic()
+        self._ticked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="meshwright-dispatcher", daemon=True)
 
     def start(self, links: Links, guardian: Guardian | None) -> None:
@@ -105,8 +105,7 @@ class Dispatcher:
                     batches = self._batches()
                     self._sleeping = True
                 for worker, messages in batches:
-                    for message in messages:
-                        self.links.send(worker.name, message)
+                    self._hand_out(worker, messages)
                 for peer, message in self.links.poll(_TICK_S):
                     self._take(peer, message)
                 self._tick(time.monotonic())
@@ -118,6 +117,17 @@ class Dispatcher:
             for worker in list(self.workers.values()) if self._stop_workers else ():
                 self.links.send(worker.name, Message("stop"))
             self.links.close()
+
+    def _hand_out(self, worker: Worker, messages: list[Message]) -> None:
+        """Send a worker its steps; where that fails, it has to join again, and others take them."""
+        assert self.links is not None
+        for message in messages:
+            try:
+                self.links.send(worker.name, message)
+            except Exception as error:
+                with self.changed:
+                    self._refuse(worker.name, message, error)
+                return
 
     def _take(self, peer: str, message: Message) -> None:
         now_s = time.monotonic()
@@ -161,6 +171,8 @@ class Dispatcher:
         head = message.head
         if message.kind == "alive" and str(head.get("task", "")).startswith("ps:"):
             check(message, BEAT, "chief:0")
+            if peer != f"{head['task']}/alive":
+                raise ProtocolError(f"{peer} beats for {head['task']}.", "chief:0")
             self._beats.heard(head["task"], head["pid"], float(head["every_s"]), now_s)
             self.links.send(peer, Message("ok", {"session": self.session}))
         number = message.head.get("id")
@@ -188,10 +200,10 @@ class Dispatcher:
             for worker in silent(among, now_s, self.settings.dead_after_s):
                 self._lose(worker)
             for worker in list(self.workers.values()):
-                if self.settings.gone(worker.task, worker.pid):
+                if self.records.answer(self.settings.gone, worker.task, worker.pid):
                     self._lose(worker)
             for server in self._beats.silent(now_s, self.settings.dead_after_s):
-                if self.settings.replace(server.task, server.pid):
+                if self.records.answer(self.settings.replace, server.task, server.pid):
                     self.records.untold.append(server)
             self._recall(now_s)
             self._fail_if_dry()

@@ -103,6 +103,33 @@ def silent(workers: list[Worker], now_s: float, dead_after_s: float) -> list[Wor
     return [worker for worker in workers if now_s - worker.heard_s > dead_after_s]
 
 
+class LostNames:
+    """The names of workers that were lost last; a few thousand, the oldest are forgotten.
+
+    >>> names = LostNames(most=2)
+    >>> for name in ("worker:0/a", "worker:0/b", "worker:0/c"):
+    ...     names.add(name)
+    >>> "worker:0/a" in names, "worker:0/c" in names
+    (False, True)
+    """
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._names: dict[str, None] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, name: str) -> None:
+        """Remember one more."""
+        self._names[name] = None
+        if len(self._names) > self._most:
+            del self._names[next(iter(self._names))]
+
+
 @dataclass(frozen=True)
 class Silent:
     """A server's process that has been silent for too long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,14 @@ class Records:
         if key not in self._refused and len(self._refused) < _MOST_REFUSED:
             self._refused.add(key)
             self.untold.append(what)
+
+    def answer(self, launcher: Callable[[str, int], bool], task: str, pid: int) -> bool:
+        """What the launcher says of a process that a peer named; no where it cannot say."""
+        try:
+            return launcher(task, pid)
+        except Exception as error:
+            self.refused(Refused(task, "alive", f"{type(error).__name__}: {error}"))
+            return False
 
     def saving(self, server: int, fault: str, unsaved: int) -> None:
         """Whether a server can write snapshots; the user hears of each change."""

@@ -86,6 +86,7 @@ BOOL = Kind("a boolean", lambda v: type(v) is bool)
 INT = Kind("a 64-bit integer", _is_int)
 COUNT = Kind("a non-negative integer", lambda v: _is_int(v) and v >= 0)
 NUMBER = Kind("a number", lambda v: type(v) is float or _is_int(v))
+PERIOD = Kind("seconds above 0, an hour at most", lambda v: NUMBER.fits(v) and 0 < v <= 3600)
 TEXT = Kind("a string", lambda v: type(v) is str)
 MAP = Kind("a mapping", lambda v: isinstance(v, Mapping))
 
@@ -214,4 +215,4 @@ TO_COORDINATOR: dict[str, Fields] = {
     "leave": {},
 }
 # A server's sign of life; a worker's is "alive" above.
-BEAT: Fields = {"task": TASK, "pid": _PID, "every_s": NUMBER}
+BEAT: Fields = {"task": TASK, "pid": _PID, "every_s": PERIOD}
