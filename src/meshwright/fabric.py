@@ -16,7 +16,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .display.text.columns import Columns
@@ -24,12 +24,14 @@ from .errors import TopologyError
 from .extras import is_installed
 from .launch.join import join
 from .launch.membership import Membership
+from .launch.neighbors import SHARED_MEMORY, neighbors
 from .units import bytes_text, seconds_text
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20
 _ROUNDS, _LARGE_ROUNDS, _CLOCK_ROUNDS = 20, 5, 8
 _DTYPES = ("float32", "bfloat16", "int32")
 _APART_S = 1.0
+_SHARED = "shared memory"
 _PACKAGES = ("jax", "jaxlib", "keras", "meshwright")
 
 
@@ -59,13 +61,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Backend:
-    """A library that collectives can run on."""
+    """A library that collectives can run on, and of each of them whether it can do it."""
 
     name: str
     devices: str
     through_host: str
     here: str
     remedy: str = ""
+    operations: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Fabric:
         timings += [_timing_row(timing) for timing in self.timings]
         backends = [("backend", "devices", "through the host", "here")]
         backends += [(b.name, b.devices, b.through_host, b.here) for b in self.backends]
+        operations = [("backend", "devices", *_OPERATIONS)]
+        operations += [(b.name, b.devices, *b.operations.values()) for b in self.backends]
         remedies = [f"{b.name}: {b.remedy}" for b in self.backends if b.remedy]
         return "\n".join(
             [
@@ -101,6 +106,9 @@ class Fabric:
                 "",
                 "what collectives can run on",
                 str(Columns(backends)),
+                "",
+                "what each can do",
+                str(Columns(operations)),
                 "",
                 "to get what is missing",
                 *(f"  {line}" for line in remedies),
@@ -129,9 +137,9 @@ def examine_group(member: Membership) -> Fabric:
     timings = tuple(_timing(name, dtype) for name in _OPERATIONS for dtype in _DTYPES)
     kind = jax.devices()[0].platform
     backend = _backend_of(kind)
-    return Fabric(
-        member.source, backend, peers, error_s, timings, _backends(kind), notes_on(peers, error_s)
-    )
+    backends = with_operations(_backends(kind), backend, timings)
+    notes = notes_on(peers, error_s)
+    return Fabric(member.source, backend, peers, error_s, timings, backends, notes)
 
 
 def _version(name: str) -> str:
@@ -274,11 +282,22 @@ def _backend_of(kind: str) -> str:
 
 
 def _backends(kind: str) -> tuple[Backend, ...]:
-    """What JAX can use for collectives, and what of that is here."""
+    """What collectives can run on, and what of that is here."""
+    import jax
+
+    shared = neighbors() is not None and jax.local_device_count() == 1
+    wanted = "Linux, one CPU device in each process, all of them on one host"
     gpus = kind in ("gpu", "cuda")
     nccl = any(is_installed(f"jax_cuda{n}_plugin") for n in (12, 13))
     mpi = bool(os.environ.get("MPITRAMPOLINE_LIB"))
     return (
+        Backend(
+            _SHARED,
+            "CPU, one in each process",
+            "always: arrays are in its memory",
+            "in use" if shared else "no",
+            "" if shared else f"{wanted}; {SHARED_MEMORY} must not be 0",
+        ),
         Backend("gloo", "CPU", "always: arrays are in its memory", "yes, in jaxlib"),
         Backend(
             "MPI",
@@ -305,6 +324,19 @@ def _backends(kind: str) -> tuple[Backend, ...]:
             "" if is_installed("libtpu") else 'pip install "meshwright[tpu]" on a TPU host',
         ),
     )
+
+
+def with_operations(
+    backends: Sequence[Backend], used: str, timings: Sequence[Timing]
+) -> tuple[Backend, ...]:
+    """The backends with what each can do; of the one in use, as it was measured."""
+    failed = [timing for timing in timings if timing.fault]
+    faults = {name: [t.dtype for t in failed if t.operation == name] for name in _OPERATIONS}
+    measured = {n: f"fails: {', '.join(bad)}" if bad else "measured" for n, bad in faults.items()}
+    sums = {name: "float32 gradients" if name == "all-reduce" else "no" for name in _OPERATIONS}
+    able = {_SHARED: sums, used.lower(): measured}
+    every = dict.fromkeys(_OPERATIONS, "yes")
+    return tuple(replace(b, operations=able.get(b.name.lower(), every)) for b in backends)
 
 
 def notes_on(peers: Sequence[Peer], error_s: float) -> tuple[str, ...]:
