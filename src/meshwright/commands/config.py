@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 _PYPROJECT = Path("pyproject.toml")
+_TABLES = ("--beside",)  # whose values are tables
 _JOINTS = {"--layout": ":", "--option": "="}  # between key and value of a table
 
 
@@ -88,14 +89,22 @@ def _value(param: click.Parameter, value: Any, place: str) -> Any:
     joint = _JOINTS.get(param.opts[0])
     if isinstance(value, Mapping) and joint is not None:
         return [f"{key}{joint}{_text(item)}" for key, item in value.items()]
+    if isinstance(value, Mapping) and param.opts[0] in _TABLES:
+        return json.dumps(value)
     if isinstance(value, Mapping):  # a mesh
         value = ",".join(f"{key}={item}" for key, item in value.items())
     several = param.multiple or param.nargs == -1
     if isinstance(value, list):
         if not several:
             raise click.UsageError(f"{place} takes one value; received a list of {len(value)}.")
-        return [_value(_one, item, place) for item in value]
+        one = param if param.opts[0] in _TABLES else _one
+        return [_item(one, item, place) for item in value]
     return [value] if several else value
+
+
+def _item(param: click.Parameter, value: Any, place: str) -> Any:
+    """One of several values."""
+    return json.dumps(value) if param is not _one else _value(_one, value, place)
 
 
 _one = click.Option(["--mesh"])

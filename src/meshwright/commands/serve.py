@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .beside import BesideText
 from .config import config_option
 from .group import WORDS, Command, argument, option, traceback_option
 from .options import layout_option, mesh_option, strategy_option
@@ -58,6 +59,19 @@ _SECONDS = click.FloatRange(0, min_open=True)
 )
 @strategy_option(layouts="--layout", pipeline="--pipeline")
 @option("--name", help="Name of the model in URLs.  [default: that of the folder or file]")
+@option(
+    "--model-version",
+    "version",
+    help="Version of the model, as answers name it.  [default: the step of the checkpoint]",
+)
+@option(
+    "--beside",
+    multiple=True,
+    type=BesideText(),
+    metavar="ENTRY",
+    help='One more model or version: "run=runs/new,version=2,share=0.1,compare=0.5"; other keys '
+    "are options of the model. In a file: tables [[serve.beside]].",
+)
 @option("--host", default="127.0.0.1", help="Address to listen on.")
 @option(
     "--port",
@@ -96,6 +110,13 @@ _SECONDS = click.FloatRange(0, min_open=True)
     "--precision",
     type=click.Choice(["bfloat16", "float16", "int8"]),
     help="Convert the weights.",
+)
+@option(
+    "--sample",
+    type=_FILE,
+    metavar="FILE",
+    help="Inputs by name (.npz): also say how far the answers with --precision are from those "
+    "without.",
 )
 @option("--reload", type=_SECONDS, metavar="SECONDS", help="Look for newer checkpoints this often.")
 @option(
@@ -157,6 +178,7 @@ def serve(
     meshwright serve model.keras --port 9000 --buckets 1,8,32
     meshwright serve runs/mnist --model train:build --host 0.0.0.0 --api-keys keys.txt
     meshwright serve runs/mnist --model train:build --write kserve
+    meshwright serve runs/mnist --model train:build --beside run=runs/new,version=2,share=0.1
 
     Only this machine can reach the server unless --host says otherwise.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..launch.join import join
 from ..layouts.mesh import Mesh
 from ..stages.pipeline import Pipeline
 from ..topology import make_cpu_devices
+from .beside import models_beside
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -38,6 +40,8 @@ class Asked:
     plan: Path | None = None
     pipeline: str | None = None
     name: str | None = None
+    version: str | None = None
+    beside: tuple[Mapping[str, Any], ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None
@@ -52,6 +56,7 @@ class Asked:
     timeout: float = 60.0
     finite: bool = False
     precision: str | None = None
+    sample: Path | None = None
     reload: float | None = None
     max_body: int = 64 << 20
     api_keys: Path | None = None
@@ -183,9 +188,13 @@ def _weight_bytes(source: Path) -> int:
 
 
 def _mesh_size(asked: Asked) -> int:
-    plan = _plan(asked)
-    mesh = asked.mesh if plan is None else plan.mesh
+    mesh = _mesh_of(asked)
     return mesh.size if mesh else 1
+
+
+def _mesh_of(asked: Asked) -> Mesh | None:
+    plan = _plan(asked)
+    return asked.mesh if plan is None else plan.mesh
 
 
 def _require() -> None:
@@ -193,17 +202,29 @@ def _require() -> None:
 
 
 def server_for(asked: Asked) -> Any:
-    """The server of the model, on a mesh that need not be that of its training."""
+    """The server of the model, and of those beside it, on meshes of their own."""
     from ..serving.server import Server
 
+    beside = models_beside(asked)
+    _make_devices([_mesh_of(each) for each in (asked, *(one.asked for one in beside))])
+    server = Server()
+    server.add(**_model(asked))
+    for one in beside:
+        server.add(**_model(one.asked), share=one.share, compare=one.compare)
+    return server
+
+
+def _model(asked: Asked) -> dict[str, Any]:
+    """One model, as :meth:`mw.Server.add` takes it."""
     plan = _plan(asked)
-    _make_devices(asked.mesh if plan is None else plan.mesh)
+    how = {"name": asked.model_name, "version": asked.version, **_engine_options(asked)}
+    if asked.sample is not None:
+        how["sample"] = _sample(asked)
     if asked.source.suffix == ".keras":
         if asked.build is not None:
             raise ServingError(f"{asked.source} holds its model: leave --model out.")
         case = Case(None, None, asked.layouts, asked.options)
-        strategy = plan or _strategy(asked, case)
-        return Server(asked.source, strategy, name=asked.model_name, **_engine_options(asked))
+        return {"model": asked.source, "strategy": plan or _strategy(asked, case), **how}
     if asked.build is None:
         raise ServingError(
             f"{asked.source} holds weights, not the model: name the function that builds it, "
@@ -212,13 +233,28 @@ def server_for(asked: Asked) -> Any:
     from .planning import built_case
 
     case = built_case(asked.build, asked.layouts, asked.options, needs_batch=False)
-    return Server(
-        build=lambda: case.model if case.batch is None else (case.model, case.batch),
-        checkpoint=asked.source,
-        strategy=plan or _strategy(asked, case),
-        name=asked.model_name,
-        **_engine_options(asked),
-    )
+    return {
+        "build": lambda: case.model if case.batch is None else (case.model, case.batch),
+        "checkpoint": asked.source,
+        "strategy": plan or _strategy(asked, case),
+        **how,
+    }
+
+
+def _sample(asked: Asked) -> Mapping[str, Any]:
+    """The inputs of ``--sample``, by name."""
+    import numpy as np
+
+    if asked.precision is None:
+        raise ServingError("--sample compares answers with and without --precision: name one.")
+    assert asked.sample is not None
+    try:
+        with np.load(asked.sample, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (ValueError, OSError, AttributeError, zipfile.BadZipFile) as error:
+        raise ServingError(
+            f"{asked.sample} is not a file of arrays by name: {error}. Write it by numpy.savez."
+        ) from error
 
 
 def _plan(asked: Asked) -> Plan | None:
@@ -240,18 +276,19 @@ def _plan(asked: Asked) -> Plan | None:
     return Plan.load(asked.plan)
 
 
-def _make_devices(mesh: Mesh | None) -> None:
-    """Those of the mesh, where CPUs serve; a group of processes has its own.
+def _make_devices(meshes: Sequence[Mesh | None]) -> None:
+    """Those of the largest mesh, where CPUs serve; a group of processes has its own.
 
     Raises :class:`ServingError` for a mesh that leaves out devices of a group.
     """
     member = join()
-    size = mesh.size if mesh else 1
+    sizes = [mesh.size if mesh else 1 for mesh in meshes]
     if member is None:
-        make_cpu_devices(size)
+        make_cpu_devices(max(sizes))
         return
     import jax
 
+    size = min(sizes)
     if size != len(jax.devices()):
         raise ServingError(
             f"the mesh has {size} device(s), and the {member.processes} processes of the group "

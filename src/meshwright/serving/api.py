@@ -165,6 +165,10 @@ class Models(Protocol):
         """
         ...
 
+    def compared(self, name: str) -> Mapping[str, float]:
+        """The largest differences of other versions from the first one, by ``version/output``."""
+        ...
+
     async def start(self) -> None:
         """Restore, compile and begin to answer; returns once ``ready``."""
         ...

@@ -26,7 +26,7 @@ from .following import (
 from .handover import Moved
 from .options import ServeOptions
 from .turns import turn
-from .weights import Weights, not_finite
+from .weights import Weights, bytes_by_device, not_finite, states_of
 
 _LOGGER = logging.getLogger("meshwright.serving")
 Reply = Callable[[dict[str, Any], list[np.ndarray]], None]
@@ -118,6 +118,10 @@ class Keeper:
         assert read is not None
         weights = self._finished(read, self._asked_version)
         self._directory = directory
+        _LOGGER.info(
+            f"version {weights.version}: read {self.moved}",
+            extra={"fields": {"model": self.source.name}},
+        )
         return weights
 
     # In a process that follows rank 0
@@ -184,7 +188,6 @@ class Keeper:
                 return False
             if self._refusals.holds(info.directory):
                 return False
-            begin_s = time.perf_counter()
             try:
                 weights = self._from_everywhere(info)
             except NotReadyError:  # of the other processes, or this one is stopping
@@ -194,7 +197,7 @@ class Keeper:
                 self._refuse(info.directory, failure)
                 raise failure from failure.__cause__
             self._directory = info.directory
-            self._swap(weights, f"restored in {time.perf_counter() - begin_s:.2f} s")
+            self._swap(weights, f"read {self.moved}")
             return True
 
     def _from_everywhere(self, info: CheckpointInfo) -> Weights:
@@ -218,7 +221,7 @@ class Keeper:
         before = self.version
         self.weights = weights  # a batch that is being computed keeps those that it began with
         self._figures.refusal = ""
-        self._note(logging.INFO, f"version {before} -> {weights.version}: {how}")
+        self.note(logging.INFO, f"version {before} -> {weights.version}: {how}")
 
     def _refuse(self, directory: Path, error: Exception) -> None:
         self._refusals.add(directory)
@@ -228,15 +231,20 @@ class Keeper:
         """Note why the newest weights are not served, once."""
         if text != self._figures.refusal:
             self._figures.refusal = text
-            self._note(logging.WARNING, text)
+            self.note(logging.WARNING, text)
 
-    def _note(self, level: int, text: str) -> None:
+    def note(self, level: int, text: str) -> None:
+        """An event of the model: in its status, and in the log."""
         self._figures.event(text)
         _LOGGER.log(level, text, extra={"fields": {"model": self.source.name}})
 
     def _read_from(self, info: CheckpointInfo) -> Weights:
         """The arrays and tables of a checkpoint, for :meth:`_finished`."""
-        return Weights(str(info.step), self.source.read(info), self.source.saved_rows(info))
+        begin_s = time.perf_counter()
+        read = Weights(str(info.step), self.source.read(info), self.source.saved_rows(info))
+        arrived = sum(bytes_by_device(states_of(read.state)).values())
+        self.moved = Moved(arrived, time.perf_counter() - begin_s)
+        return read
 
     def _finished(self, read: Weights, version: str | None = None) -> Weights:
         """Weights as batches take them, from what was read."""

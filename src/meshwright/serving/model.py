@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -84,7 +85,7 @@ class LoadedModel:
 
     @property
     def moved(self) -> Moved | None:
-        """What the newest weights took to come here, in memory."""
+        """What the newest weights took to come here, on the devices of this process."""
         return self._keeper.moved
 
     @property
@@ -203,7 +204,7 @@ class LoadedModel:
         self._batches.compile(weights)
         self.differences = self._compared_with_own()
         for difference in self.differences:
-            self._figures.event(f"{options.precision}: {difference}")
+            self._keeper.note(logging.INFO, f"{options.precision}: {difference}")
 
     @staticmethod
     def _forward_of(source: Any) -> Any:

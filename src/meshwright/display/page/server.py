@@ -36,7 +36,11 @@ def server_page(overview: Overview) -> str:
     under = f"mesh {axes_text(meshes[0].items(), ' × ')}" if meshes else ""
     head = element("head", "Meshwright server", title, "", under, verdicts, _figures(all_status))
     sections = {
-        "load": {"table": _load(all_status), "events": _events(all_status)},
+        "load": {
+            "table": _load(all_status),
+            "compared": _compared(overview.compared),
+            "events": _events(all_status),
+        },
         "batches": _charts(all_status, _batches),
         "latency": _charts(all_status, _latency),
         "mesh": _mesh(meshes),
@@ -108,6 +112,25 @@ def _others(answers: Mapping[str, int]) -> str:
         if count and outcome != "answered"
     ]
     return ", ".join(counts) or "none"
+
+
+def _compared(compared: Mapping[str, Mapping[str, float]]) -> Markup | None:
+    """How far versions are from the first one, where some of their answers were compared."""
+    rows = [
+        (model, *key.split("/", 1), Cell(f"{difference:.3g}", difference))
+        for model, differences in compared.items()
+        for key, difference in differences.items()
+    ]
+    if not rows:
+        return None
+    columns = (
+        Column("model", "path"),
+        Column("version", "path"),
+        Column("output", "path"),
+        Column("largest difference", "num"),
+    )
+    caption = "Answers of versions, compared with those of the first one"
+    return element("table", "compared-table", caption, columns, rows)
 
 
 def _events(all_status: Iterable[ModelStatus]) -> list[str]:

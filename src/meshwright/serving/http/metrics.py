@@ -119,6 +119,15 @@ class _Engine:
             latency.add_metric(labels, _cumulative(status.latency_s), status.latency_s.total)
             compute.add_metric(labels, _cumulative(status.compute_s), status.compute_s.total)
         yield from (answers, batches, weights, latency, compute)
+        compared = GaugeMetricFamily(
+            "meshwright_largest_difference",
+            "Largest difference of a version's answers from those of the first one.",
+            labels=["model", "version", "output"],
+        )
+        for name in self._models.names():
+            for key, difference in self._models.compared(name).items():
+                compared.add_metric([name, *key.split("/", 1)], difference)
+        yield compared
         pending = GaugeMetricFamily("meshwright_http_pending_bytes", "Bytes of bodies held.")
         pending.add_metric([], self._pending.bytes)
         yield pending

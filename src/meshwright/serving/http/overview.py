@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ...views import Viewable
 from ..api import Models, ModelStatus, TensorSpec
@@ -24,10 +25,12 @@ class Overview(Viewable):
 
     ready: bool
     models: tuple[Served, ...]
+    compared: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by model
     address: str = "http://localhost:8000"  # as the reader of the page reaches it
 
 
 def overview_of(models: Models, address: str = Overview.address) -> Overview:
     """The figures of this moment."""
     served = [Served(model.status(), model.inputs, model.outputs) for model in every(models)]
-    return Overview(models.ready, tuple(served), address)
+    compared = {name: models.compared(name) for name in models.names()}
+    return Overview(models.ready, tuple(served), compared, address)

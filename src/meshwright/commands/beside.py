@@ -1,0 +1,135 @@
+"""More models and versions in one server: ``--beside``, or ``[[serve.beside]]`` in a file.
+
+An entry is a small command line of ``meshwright serve``: what it does not say, the command itself
+says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import ServingError
+
+if TYPE_CHECKING:
+    from .serving import Asked
+
+# Options of one model, beside "run", "version", "share" and "compare".
+_OPTIONS = (
+    "model", "mesh", "layout", "option", "plan", "pipeline", "name", "max-rows", "buckets",
+    "lengths", "pad-value", "wait", "in-flight", "queue-rows", "finite", "precision", "sample",
+    "reload",
+)  # fmt: skip
+_OWN = ("run", "version", "share", "compare")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One more model, or version of a model, and its part of the traffic."""
+
+    asked: Asked
+    share: float | None = None
+    compare: float = 0.0
+
+
+class BesideText(click.ParamType):
+    """``run=runs/new,version=2,share=0.1``, or a table of TOML as JSON."""
+
+    name = "entry"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Mapping[str, Any]:
+        if isinstance(value, Mapping):
+            return value
+        try:
+            entry = json.loads(value) if value.startswith("{") else _pairs(value)
+        except ValueError as error:
+            self.fail(f"expected key=value pairs with commas, or JSON: {error}.", param, ctx)
+        if unknown := [key for key in entry if key not in (*_OWN, *_OPTIONS)]:
+            known = ", ".join((*_OWN, *_OPTIONS))
+            self.fail(f"unknown key {', '.join(unknown)}. Known keys: {known}.", param, ctx)
+        return entry
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """The keys and values of one line.
+
+    >>> _pairs("run=runs/new,version=2,finite")
+    {'run': 'runs/new', 'version': '2', 'finite': 'true'}
+    """
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(key.strip() for key, _, _ in pairs):
+        raise ValueError(f"received {text!r}")
+    return {key.strip(): value if joined else "true" for key, joined, value in pairs}
+
+
+def models_beside(asked: Asked) -> tuple[Beside, ...]:
+    """What the entries ask for. Raises :class:`ServingError` for one that cannot be understood."""
+    return tuple(_one(asked, entry) for entry in asked.beside)
+
+
+def _one(asked: Asked, entry: Mapping[str, Any]) -> Beside:
+    from .serve import asked_of
+    from .serving import Asked
+
+    run = str(entry.get("run", asked.source))
+    try:
+        own = Asked(**asked_of([run, *_words(entry)]))
+        share, compare = (_part(entry, name) for name in ("share", "compare"))
+    except click.ClickException as error:
+        raise ServingError(f"--beside {_text(entry)}: {error.format_message()}") from error
+    said = {_FIELDS.get(key, key.replace("-", "_")) for key in entry if key in _OPTIONS}
+    taken: dict[str, Any] = {name: getattr(own, name) for name in said}
+    is_version = "version" in entry and "name" not in entry
+    name = asked.model_name if is_version else own.model_name
+    version = str(entry["version"]) if "version" in entry else None
+    whole = replace(asked, **{**taken, "source": own.source, "name": name, "version": version})
+    return Beside(replace(whole, beside=()), share, compare or 0.0)
+
+
+_FIELDS = {"model": "build", "layout": "layouts", "option": "options"}
+
+
+def _words(entry: Mapping[str, Any]) -> Sequence[str]:
+    """An entry as words of a command line."""
+    words = []
+    for key, value in entry.items():
+        if key not in _OPTIONS:
+            continue
+        if key == "finite":
+            words += ["--finite"] * (str(value).lower() == "true")
+        elif isinstance(value, Mapping):
+            joint = {"layout": ":", "option": "="}.get(key)
+            texts = [f"{name}{joint or '='}{_json(item)}" for name, item in value.items()]
+            for text in texts if joint else [",".join(texts)]:
+                words += [f"--{key}", text]
+        else:
+            several = isinstance(value, list)
+            words += [f"--{key}", ",".join(map(str, value)) if several else str(value)]
+    return words
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _part(entry: Mapping[str, Any], name: str) -> float | None:
+    """A part of the traffic, from 0 to 1; the engine checks its range."""
+    if name not in entry:
+        return None
+    try:
+        return float(entry[name])
+    except (TypeError, ValueError):
+        raise ServingError(
+            f"--beside {_text(entry)}: {name} must be a number from 0 to 1; received "
+            f"{entry[name]!r}."
+        ) from None
+
+
+def _text(entry: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in entry.items())
