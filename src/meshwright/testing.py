@@ -24,7 +24,11 @@ _SETTLED = re.compile(r"NPROC|XLA_FLAGS|KERAS_BACKEND|JAX_NUM_CPU_DEVICES")
 
 
 class Difference(NamedTuple):
-    """One leaf in which two trees differ."""
+    """One leaf in which two trees differ.
+
+    >>> print(Difference("['w']", "differs by 0.5", 0.5))
+    ['w']: differs by 0.5
+    """
 
     path: str
     what: str

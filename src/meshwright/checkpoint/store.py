@@ -36,7 +36,8 @@ class Checkpoints:
     ``save`` returns at once: it copies the arrays on their devices, and a thread writes them with
     Orbax while training goes on. A checkpoint gets its name only when it is complete, and an older
     one is removed only then. Several processes write what they hold, each, to a directory that all
-    of them see, and all of them must call ``save`` and ``restore`` alike.
+    of them see, and all of them must call ``save`` and ``restore`` alike. Raises
+    :class:`~meshwright.CheckpointError` for another ``keep``.
 
     >>> import tempfile, jax, numpy as np, meshwright as mw
     >>> rows = mw.Layout(["batch", None], mw.create_mesh({"batch": 8}))

@@ -166,7 +166,10 @@ class Layout(Viewable):
         return Layout(specs, self.mesh, pad=self.pad)
 
     def matching(self, present: Layout) -> Layout:
-        """This layout with each ``MATCH`` filled in from ``present``."""
+        """This layout with each ``MATCH`` filled in from ``present``.
+
+        Raises :class:`LayoutError` if ``present`` has another number of dims.
+        """
         if MATCH not in self.specs:
             return self
         if present.rank != self.rank:
@@ -242,7 +245,10 @@ class Layout(Viewable):
         return tuple(size // self.num_shards(dim) for dim, size in enumerate(dims))
 
     def global_dims(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Dims of the tensor whose piece on one device has dims ``local``."""
+        """Dims of the tensor whose piece on one device has dims ``local``.
+
+        Raises :class:`LayoutError` if they are not as many as those of the layout.
+        """
         if len(local) != self.rank:
             raise LayoutError(f"a piece with dims {tuple(local)} does not fit layout {self}.")
         return tuple(size * self.num_shards(dim) for dim, size in enumerate(local))
@@ -329,6 +335,8 @@ class Layout(Viewable):
     @classmethod
     def from_string(cls, text: str) -> Layout:
         """Read what ``str(layout)`` wrote; :meth:`Mesh.from_string` explains which mesh comes back.
+
+        Raises :class:`LayoutError` for any other text.
 
         >>> Layout.from_string("[batch+model, unsharded] on batch=4, model=2").num_shards(0)
         8

@@ -53,7 +53,8 @@ class Placement:
     pattern matches, and ``strict=False`` makes a pattern that matches nothing a warning; see
     :mod:`~meshwright.layouts.strict`. ``rules`` lay out whatever has named dims: what a layout
     above gives as :func:`~meshwright.dims`, and the variables of a program over named dims.
-    :meth:`of` makes one from friendlier arguments. Raises :class:`LayoutError` with every fault.
+    :meth:`of` makes one from friendlier arguments. Raises :class:`LayoutError` with every fault,
+    and :class:`MeshError` where ``mesh`` is none.
 
     >>> placement = Placement.of(Mesh({"batch": 4, "model": 2}), {"w": [None, "model"]}, zero=1)
     >>> placement.batch, placement.zero, len(placement.layouts)
@@ -200,7 +201,10 @@ class Placement:
         return replace(self, inputs=(*inputs, *self.inputs))
 
     def layout(self, asked: Given) -> Layout:
-        """An unbound layout as it is, or that of named dims by the rules."""
+        """An unbound layout as it is, or that of named dims by the rules.
+
+        Raises :class:`LayoutError` for named dims without rules.
+        """
         if isinstance(asked, Layout):
             return asked
         if self.rules is None:

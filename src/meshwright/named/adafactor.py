@@ -35,6 +35,11 @@ class AdafactorState(NamedTuple):
 
     A parameter has ``rows`` and ``columns`` if it is factored and ``whole`` if not; where a tree
     has nothing for it stands ``None``. All slots are float32.
+
+    >>> from meshwright.named import named
+    >>> state = adafactor(momentum=0.9).init({"bias": named(jnp.ones([3]), "hidden:3")})
+    >>> state.rows["bias"], state.whole["bias"].shape, state.momentum["bias"].shape
+    (None, {'hidden': 3}, {'hidden': 3})
     """
 
     count: Any  # shape=(), dtype=int32

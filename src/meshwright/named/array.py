@@ -23,6 +23,11 @@ class NamedArray:
 
     ``array`` and ``dims`` lead back. Operators are element-wise and match dims by name. Inside
     ``jax.vmap`` and ``jax.lax.scan`` the leading dim is the one that is taken away.
+
+    >>> import meshwright.named as mn
+    >>> x, y = mn.named([1, 2], "batch:2"), mn.named([10, 20], "io:2")
+    >>> (x + y).shape, (x + y).array.tolist()
+    ({'batch': 2, 'io': 2}, [[11, 21], [12, 22]])
     """
 
     __slots__ = ("_dims", "_laid", "array")

@@ -8,7 +8,7 @@ device takes the rows that it lacks from its neighbours, at any stride, dilation
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import DimError
@@ -168,7 +168,9 @@ def separable_conv(
     return einsum([y, pointwise], in_place(y.dims, summed, new), precision=precision)
 
 
-def _front(name: str, number: int, whole: Callable[..., NamedArray]) -> Callable[..., NamedArray]:
+def _front(
+    name: str, number: int, whole: Callable[..., NamedArray], shape: str
+) -> Callable[..., NamedArray]:
     """``conv`` or ``conv_transposed`` along this many dims."""
     dims = f"{number} dim{'s' * (number > 1)}"
 
@@ -182,13 +184,33 @@ def _front(name: str, number: int, whole: Callable[..., NamedArray]) -> Callable
         return convolve(x, kernel, pairs, name, transposed=whole is conv_transposed, **how)
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f":func:`{whole.__name__}` along {dims}; takes the same arguments."
+    spatial = [*"dhw"[-number:]]
+    windows = [f"f{dim}" for dim in spatial]
+    pairing = " ".join(map(":".join, zip(spatial, windows, strict=True)))
+    call.__doc__ = f""":func:`{whole.__name__}` along {dims}; takes the same arguments.
+
+    ``x``, ``kernel`` and ``windows`` are as there. Raises :class:`DimError` for another number of
+    windows.
+
+    >>> import jax.numpy as jnp
+    >>> import meshwright.named as mn
+    >>> x = mn.named(jnp.ones({[8] * number + [3]}), "{_named(spatial, 8)} io:3")
+    >>> kernel = mn.named(jnp.ones({[2] * number + [3, 4]}), "{_named(windows, 2)} io:3 out:4")
+    >>> mn.{name}(x, kernel, "{pairing}", strides=2).shape
+    {shape}
+    """
     return operation(call)
 
 
-conv1d = _front("conv1d", 1, conv)
-conv2d = _front("conv2d", 2, conv)
-conv3d = _front("conv3d", 3, conv)
-conv1d_transposed = _front("conv1d_transposed", 1, conv_transposed)
-conv2d_transposed = _front("conv2d_transposed", 2, conv_transposed)
-conv3d_transposed = _front("conv3d_transposed", 3, conv_transposed)
+def _named(names: Sequence[str], size: int) -> str:
+    return " ".join(f"{name}:{size}" for name in names)
+
+
+conv1d = _front("conv1d", 1, conv, "{'w': 4, 'out': 4}")
+conv2d = _front("conv2d", 2, conv, "{'h': 4, 'w': 4, 'out': 4}")
+conv3d = _front("conv3d", 3, conv, "{'d': 4, 'h': 4, 'w': 4, 'out': 4}")
+conv1d_transposed = _front("conv1d_transposed", 1, conv_transposed, "{'w': 16, 'out': 4}")
+conv2d_transposed = _front("conv2d_transposed", 2, conv_transposed, "{'h': 16, 'w': 16, 'out': 4}")
+conv3d_transposed = _front(
+    "conv3d_transposed", 3, conv_transposed, "{'d': 16, 'h': 16, 'w': 16, 'out': 4}"
+)

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import DimError
 from ..layouts.dim_rules import Dims, DimsLike, text_of
 from .array import NamedArray, as_named, spread, union
-from .operation import named_operation, operation
+from .operation import example, named_operation, operation
 from .reductions import dims_among
 
 
@@ -64,86 +64,186 @@ def _ordered(dims: Dims, out: Dims, what: str) -> Dims:
     return out
 
 
-def _unary(name: str, function: Callable[..., Any], says: str) -> Callable[..., NamedArray]:
+def _unary(
+    name: str, function: Callable[..., Any], says: str, values: str, result: str
+) -> Callable[..., NamedArray]:
     def call(x: Any, **options: Any) -> NamedArray:
         return apply(lambda a: function(a, **options), x, what=name)
 
-    return named_operation(call, name, f"{says}, of each element; dims stay.")
+    shown = example(f"mn.{name}({_named(values)})", result)
+    return named_operation(call, name, f"{says}, of each element of ``x``; dims stay.{shown}")
 
 
-def _binary(name: str, function: Callable[..., Any], says: str) -> Callable[..., NamedArray]:
+def _binary(
+    name: str, function: Callable[..., Any], says: str, first: str, second: str, result: str
+) -> Callable[..., NamedArray]:
     def call(x: Any, y: Any, *, out: DimsLike | None = None) -> NamedArray:
         return apply(function, x, y, out=out, what=name)
 
-    return named_operation(call, name, f"{says}, {_BY_NAME}")
+    shown = example(f"mn.{name}({_named(first)}, {_named(second)})", result)
+    return named_operation(call, name, f"{says}, {_BY_NAME}{shown}")
+
+
+def _named(values: str) -> str:
+    return f"mn.named([{values}], 'x:{values.count(',') + 1}')"
 
 
 _BY_NAME = (
-    "element by element; dims are matched by name, missing ones are broadcast."
+    "element by element; dims of ``x`` and ``y`` are matched by name, missing ones are broadcast."
     "\n\n``out`` may give the result's dims another order: ``'io batch'``."
 )
 
-exp = _unary("exp", jnp.exp, "The exponential")
-log = _unary("log", jnp.log, "The natural logarithm")
-log1p = _unary("log1p", jnp.log1p, "The logarithm of one more")
-sqrt = _unary("sqrt", jnp.sqrt, "The square root")
-rsqrt = _unary("rsqrt", jax.lax.rsqrt, "One over the square root")
-square = _unary("square", jnp.square, "The square")
-reciprocal = _unary("reciprocal", jnp.reciprocal, "One over the value")
-sin = _unary("sin", jnp.sin, "The sine")
-cos = _unary("cos", jnp.cos, "The cosine")
-tanh = _unary("tanh", jnp.tanh, "The hyperbolic tangent")
-sigmoid = _unary("sigmoid", jax.nn.sigmoid, "The logistic function")
-relu = _unary("relu", jax.nn.relu, "The larger of the value and zero")
-leaky_relu = _unary("leaky_relu", jax.nn.leaky_relu, "The value, or a small part of it below zero")
-elu = _unary("elu", jax.nn.elu, "The exponential linear unit")
-selu = _unary("selu", jax.nn.selu, "The scaled exponential linear unit")
-gelu = _unary("gelu", jax.nn.gelu, "The Gaussian error linear unit")
-swish = _unary("swish", jax.nn.swish, "The value times its logistic function")
-softplus = _unary("softplus", jax.nn.softplus, "The logarithm of one plus the exponential")
-absolute = _unary("absolute", jnp.abs, "The absolute value")
-negative = _unary("negative", jnp.negative, "The value with its sign changed")
-sign = _unary("sign", jnp.sign, "The sign")
-floor = _unary("floor", jnp.floor, "The largest whole number that is not above")
-ceil = _unary("ceil", jnp.ceil, "The smallest whole number that is not below")
-is_finite = _unary("is_finite", jnp.isfinite, "Whether the value is finite")
-logical_not = _unary("logical_not", jnp.logical_not, "The opposite truth value")
-stop_gradient = _unary("stop_gradient", jax.lax.stop_gradient, "The value, held as constant")
+exp = _unary("exp", jnp.exp, "The exponential", "0.0, 1.0", "[1.   2.72]")
+log = _unary("log", jnp.log, "The natural logarithm", "1.0, 10.0", "[0.  2.3]")
+log1p = _unary("log1p", jnp.log1p, "The logarithm of one more", "0.0, 1.0", "[0.   0.69]")
+sqrt = _unary("sqrt", jnp.sqrt, "The square root", "4.0, 9.0", "[2. 3.]")
+rsqrt = _unary("rsqrt", jax.lax.rsqrt, "One over the square root", "4.0, 1.0", "[0.5 1. ]")
+square = _unary("square", jnp.square, "The square", "-3.0, 2.0", "[9. 4.]")
+reciprocal = _unary("reciprocal", jnp.reciprocal, "One over the value", "4.0, 0.5", "[0.25 2.  ]")
+sin = _unary("sin", jnp.sin, "The sine", "0.0, 1.0", "[0.   0.84]")
+cos = _unary("cos", jnp.cos, "The cosine", "0.0, 2.0", "[ 1.   -0.42]")
+tanh = _unary("tanh", jnp.tanh, "The hyperbolic tangent", "0.0, 1.0", "[0.   0.76]")
+sigmoid = _unary("sigmoid", jax.nn.sigmoid, "The logistic function", "0.0, 2.0", "[0.5  0.88]")
+relu = _unary("relu", jax.nn.relu, "The larger of the value and zero", "-1.0, 2.0", "[0. 2.]")
+leaky_relu = _unary(
+    "leaky_relu",
+    jax.nn.leaky_relu,
+    "The value, or a small part of it below zero",
+    "-2.0, 2.0",
+    "[-0.02  2.  ]",
+)
+elu = _unary("elu", jax.nn.elu, "The exponential linear unit", "-1.0, 2.0", "[-0.63  2.  ]")
+selu = _unary(
+    "selu", jax.nn.selu, "The scaled exponential linear unit", "-1.0, 2.0", "[-1.11  2.1 ]"
+)
+gelu = _unary("gelu", jax.nn.gelu, "The Gaussian error linear unit", "-1.0, 1.0", "[-0.16  0.84]")
+swish = _unary(
+    "swish",
+    jax.nn.swish,
+    "The value times its logistic function",
+    "-2.0, 2.0",
+    "[-0.24  1.76]",
+)
+softplus = _unary(
+    "softplus",
+    jax.nn.softplus,
+    "The logarithm of one plus the exponential",
+    "0.0, 1.0",
+    "[0.69 1.31]",
+)
+absolute = _unary("absolute", jnp.abs, "The absolute value", "-3.0, 2.0", "[3. 2.]")
+negative = _unary(
+    "negative", jnp.negative, "The value with its sign changed", "-3.0, 2.0", "[ 3. -2.]"
+)
+sign = _unary("sign", jnp.sign, "The sign", "-3.0, 2.0", "[-1.  1.]")
+floor = _unary(
+    "floor", jnp.floor, "The largest whole number that is not above", "-1.5, 1.5", "[-2.  1.]"
+)
+ceil = _unary(
+    "ceil", jnp.ceil, "The smallest whole number that is not below", "-1.5, 1.5", "[-1.  2.]"
+)
+is_finite = _unary(
+    "is_finite", jnp.isfinite, "Whether the value is finite", "1.0, jnp.inf", "[ True False]"
+)
+logical_not = _unary(
+    "logical_not", jnp.logical_not, "The opposite truth value", "True, False", "[False  True]"
+)
 
-add = _binary("add", jnp.add, "The sum")
-subtract = _binary("subtract", jnp.subtract, "The difference")
-multiply = _binary("multiply", jnp.multiply, "The product")
-divide = _binary("divide", jnp.divide, "The quotient")
-floor_divide = _binary("floor_divide", jnp.floor_divide, "The quotient, rounded down")
-mod = _binary("mod", jnp.mod, "The remainder, of the divisor's sign")
-power = _binary("power", jnp.power, "The first to the power of the second")
-minimum = _binary("minimum", jnp.minimum, "The smaller")
-maximum = _binary("maximum", jnp.maximum, "The larger")
-equal = _binary("equal", jnp.equal, "Whether the two are equal")
-not_equal = _binary("not_equal", jnp.not_equal, "Whether the two differ")
-less = _binary("less", jnp.less, "Whether the first is smaller")
-less_equal = _binary("less_equal", jnp.less_equal, "Whether the first is not larger")
-greater = _binary("greater", jnp.greater, "Whether the first is larger")
-greater_equal = _binary("greater_equal", jnp.greater_equal, "Whether the first is not smaller")
-logical_and = _binary("logical_and", jnp.logical_and, "Whether both hold")
-logical_or = _binary("logical_or", jnp.logical_or, "Whether one of them holds")
+add = _binary("add", jnp.add, "The sum", "1, 2", "10, 20", "[11 22]")
+subtract = _binary("subtract", jnp.subtract, "The difference", "10, 20", "1, 2", "[ 9 18]")
+multiply = _binary("multiply", jnp.multiply, "The product", "2, 3", "4, 5", "[ 8 15]")
+divide = _binary("divide", jnp.divide, "The quotient", "1, 6", "4, 3", "[0.25 2.  ]")
+floor_divide = _binary(
+    "floor_divide", jnp.floor_divide, "The quotient, rounded down", "7, -7", "2, 2", "[ 3 -4]"
+)
+mod = _binary("mod", jnp.mod, "The remainder, of the divisor's sign", "7, -7", "3, 3", "[1 2]")
+power = _binary(
+    "power", jnp.power, "The first to the power of the second", "2.0, 3.0", "3.0, 2.0", "[8. 9.]"
+)
+minimum = _binary("minimum", jnp.minimum, "The smaller", "1, 5", "3, 3", "[1 3]")
+maximum = _binary("maximum", jnp.maximum, "The larger", "1, 5", "3, 3", "[3 5]")
+equal = _binary("equal", jnp.equal, "Whether the two are equal", "1, 2", "1, 3", "[ True False]")
+not_equal = _binary(
+    "not_equal", jnp.not_equal, "Whether the two differ", "1, 2", "1, 3", "[False  True]"
+)
+less = _binary("less", jnp.less, "Whether the first is smaller", "1, 3", "2, 3", "[ True False]")
+less_equal = _binary(
+    "less_equal", jnp.less_equal, "Whether the first is not larger", "1, 3", "2, 2", "[ True False]"
+)
+greater = _binary(
+    "greater", jnp.greater, "Whether the first is larger", "1, 3", "2, 3", "[False False]"
+)
+greater_equal = _binary(
+    "greater_equal",
+    jnp.greater_equal,
+    "Whether the first is not smaller",
+    "1, 3",
+    "2, 3",
+    "[False  True]",
+)
+logical_and = _binary(
+    "logical_and",
+    jnp.logical_and,
+    "Whether both hold",
+    "True, False",
+    "True, True",
+    "[ True False]",
+)
+logical_or = _binary(
+    "logical_or",
+    jnp.logical_or,
+    "Whether one of them holds",
+    "True, False",
+    "False, False",
+    "[ True False]",
+)
+
+
+@operation
+def stop_gradient(x: Any) -> NamedArray:
+    """The array ``x`` as a constant: no gradient goes through it.
+
+    >>> import meshwright.named as mn
+    >>> x = mn.named([2.0, 3.0], "x:2")
+    >>> print(mn.grad(lambda x: mn.reduce_sum(x * mn.stop_gradient(x)))(x).array)
+    [2. 3.]
+    """
+    return apply(jax.lax.stop_gradient, x, what="stop_gradient")
 
 
 @operation
 def where(condition: Any, x: Any, y: Any, *, out: DimsLike | None = None) -> NamedArray:
-    """``x`` where the condition holds and ``y`` elsewhere; dims are matched by name."""
+    """``x`` where the ``condition`` holds and ``y`` elsewhere; dims are matched by name.
+
+    ``out`` may give the result's dims another order.
+
+    >>> import meshwright.named as mn
+    >>> x = mn.named([-1.0, 2.0], "x:2")
+    >>> print(mn.where(x > 0, x, 0.0).array)
+    [0. 2.]
+    """
     return apply(jnp.where, condition, x, y, out=out, what="where")
 
 
 @operation
 def cast(x: Any, dtype: Any) -> NamedArray:
-    """The array with another element type."""
+    """The array ``x`` with another element type, ``dtype``.
+
+    >>> import meshwright.named as mn
+    >>> print(mn.cast(mn.named([1.5, 2.0], "x:2"), "int32").array)
+    [1 2]
+    """
     return apply(lambda a: a.astype(dtype), x, what="cast")
 
 
 @operation
 def clip(x: Any, low: Any, high: Any) -> NamedArray:
-    """Each element, moved between ``low`` and ``high``."""
+    """Each element of ``x``, moved between ``low`` and ``high``.
+
+    >>> import meshwright.named as mn
+    >>> print(mn.clip(mn.named([-1.0, 0.5, 3.0], "x:3"), 0.0, 1.0).array)
+    [0.  0.5 1. ]
+    """
     return apply(jnp.clip, x, low, high, what="clip")
 
 

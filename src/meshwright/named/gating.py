@@ -54,6 +54,9 @@ class Gating:
       router's logits counts; it keeps them small (ST-MoE, Zoph et al. 2022).
 
     Raises :class:`ModelError` that lists every invalid choice.
+
+    >>> Gating("experts:4", choose="switch", capacity_factor=1.0).dim
+    Dim(name='experts', size=4)
     """
 
     experts: str | Dim

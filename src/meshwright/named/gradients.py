@@ -44,7 +44,14 @@ def grad(
 def value_and_grad(
     function: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """``jax.value_and_grad``, as :func:`grad`; the value is what the function returned."""
+    """``jax.value_and_grad``, as :func:`grad`; the value is what the ``function`` returned.
+
+    >>> import meshwright.named as mn
+    >>> loss = mn.value_and_grad(lambda x: mn.reduce_sum(mn.square(x)))
+    >>> value, gradient = loss(mn.named([1.0, 2.0], "io:2"))
+    >>> print(value.array, gradient.array)
+    5.0 [2. 4.]
+    """
 
     def bare(*args: Any, **options: Any) -> tuple[Any, Any]:
         result = callback(function)(*args, **options)
@@ -114,6 +121,11 @@ def remat(
     ``policy`` says what is still kept: one of ``jax.checkpoint_policies`` that takes no
     arguments, by name, or any policy. Raises :class:`ModelError` for another name. (Chen et al.
     2016; Mesh-TensorFlow's ``recompute_grad``, on ``jax.checkpoint``.)
+
+    >>> import meshwright.named as mn
+    >>> layer = mn.remat(lambda x: mn.tanh(mn.sin(x)), "dots_saveable")
+    >>> print(mn.grad(lambda x: mn.reduce_sum(layer(x)))(mn.named([0.0], "io:1")).array)
+    [1.]
     """
     if isinstance(policy, str):
         if policy in ("none", *BY_BLOCK) or check_remat(policy):
@@ -191,7 +203,13 @@ def clip_activation_gradient(x: NamedArray, rms: float) -> NamedArray:
     """The array as it is; the gradient that reaches it is made smaller if it is large.
 
     Its root mean square over all elements is then at most ``rms``, its direction what it was.
-    (Mesh-TensorFlow's operation.)
+    ``x`` is the array. (Mesh-TensorFlow's operation.)
+
+    >>> import meshwright.named as mn
+    >>> def loss(x):
+    ...     return mn.reduce_sum(mn.clip_activation_gradient(x, 0.5) * 8)
+    >>> print(mn.grad(loss)(mn.named([1.0, 2.0], "io:2")).array)
+    [0.5 0.5]
     """
 
     def backward(inputs: Any, result: Any, gradient: NamedArray) -> NamedArray:

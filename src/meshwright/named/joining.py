@@ -172,6 +172,11 @@ def unstack(x: Any, dim: str | Dim) -> list[NamedArray]:
 
     If the dim is split it is gathered, since every device gets every array; take just those that
     are needed with ``x[{"dim": 3}]``.
+
+    >>> import meshwright.named as mn
+    >>> rows = mn.unstack(mn.named([[1, 2], [3, 4]], "batch:2 io:2"), "batch")
+    >>> [row.array.tolist() for row in rows]
+    [[1, 2], [3, 4]]
     """
     x = as_named(x)
     along = find(x.dims, dim)

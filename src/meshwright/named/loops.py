@@ -58,6 +58,11 @@ def fori_loop(low: Any, high: Any, body: Callable[[NamedArray, Any], Any], init:
     """``body(i, carry)`` for each ``i`` from ``low`` up to ``high``, which is left out.
 
     As :func:`while_loop`; with bounds that are known when it is traced, it has a gradient.
+
+    >>> import meshwright.named as mn
+    >>> x = mn.named([1, 10], "batch:2")
+    >>> print(mn.fori_loop(0, 3, lambda i, carry: carry + i, x).array)
+    [ 4 13]
     """
 
     def turn(i: Any, carry: Any) -> Any:

@@ -27,7 +27,15 @@ from .shapes import broadcast, reshape, transpose
 
 
 class Mixed(NamedTuple):
-    """What a mixture of experts says: ``output, loss, dropped``."""
+    """What a mixture of experts says: ``output, loss, dropped``.
+
+    >>> from meshwright.named import named
+    >>> layer = MixtureOfExperts("d_model:8", "d_ff:16", Gating("experts:4", choose="switch"))
+    >>> x = named(jnp.ones([2, 6, 8]), "batch:2 length:6 d_model:8")
+    >>> mixed = jax.eval_shape(lambda key: layer(layer.init(key), x), jax.random.key(0))
+    >>> mixed.output.shape, mixed.dropped.shape
+    ({'batch': 2, 'length': 6, 'd_model': 8}, {'batch': 2, 'length': 6})
+    """
 
     output: NamedArray
     loss: NamedArray  # no dims; its own part of the model's loss

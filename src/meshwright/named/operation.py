@@ -55,6 +55,12 @@ def named_operation(call: Callable[..., Any], name: str, doc: str) -> Callable[.
     return operation(call)
 
 
+def example(call: str, result: str) -> str:
+    """The last part of a docstring: a call of ``mn``, and what it prints."""
+    rounded = ".round(2)" if "." in result else ""
+    return f"\n\n>>> import meshwright.named as mn\n>>> print({call}.array{rounded})\n{result}"
+
+
 def callback(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that was given to an operation: what it is made of is laid out as outside."""
 

@@ -28,7 +28,14 @@ def argmax(x: Any, dim: str | Dim) -> NamedArray:
 
 @operation
 def argmin(x: Any, dim: str | Dim) -> NamedArray:
-    """Where along a dim the smallest element is; the first one of equals."""
+    """Where along a dim of ``x`` the smallest element is; the first one of equals.
+
+    ``dim`` is the name of that dim.
+
+    >>> import meshwright.named as mn
+    >>> print(mn.argmin(mn.named([7, 3, 3], "length:3"), "length").array)
+    1
+    """
     return _extreme(jnp.argmin, x, dim, "argmin")
 
 
@@ -86,13 +93,22 @@ def nth_smallest(x: Any, n: int, dim: str | Dim) -> NamedArray:
     """The element that ``n`` others along a dim are not larger than: 0 is the smallest.
 
     Raises :class:`DimError` if the dim has fewer elements.
+
+    >>> import meshwright.named as mn
+    >>> print(mn.nth_smallest(mn.named([3, 9, 7], "length:3"), 1, "length").array)
+    7
     """
     return _nth(as_named(x), n, dim, "nth_smallest", largest=False)
 
 
 @operation
 def reduce_first(x: Any, dim: str | Dim) -> NamedArray:
-    """The first element along a dim. Raises :class:`DimError` if there is none."""
+    """The first element of ``x`` along a ``dim``. Raises :class:`DimError` if there is none.
+
+    >>> import meshwright.named as mn
+    >>> print(mn.reduce_first(mn.named([7, 3, 5], "length:3"), "length").array)
+    7
+    """
     x = as_named(x)
     return index(x, {find(x.dims, dim).name: 0})
 

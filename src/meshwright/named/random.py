@@ -38,7 +38,15 @@ def uniform(
 def normal(
     key: Any, dims: DimsLike, mean: Any = 0.0, deviation: Any = 1.0, *, dtype: Any = jnp.float32
 ) -> NamedArray:
-    """Numbers of the normal distribution with this mean and standard deviation."""
+    """Numbers of the normal distribution with this ``mean`` and standard ``deviation``.
+
+    ``key`` is one of ``jax.random``; ``dims`` and ``dtype`` are those of the result.
+
+    >>> import meshwright.named as mn
+    >>> x = mn.normal(jax.random.key(0), "batch:1000", mean=5.0, deviation=2.0)
+    >>> x.shape, round(float(mn.reduce_mean(x)))
+    ({'batch': 1000}, 5)
+    """
     return _drawn(jax.random.normal, key, dims, dtype) * deviation + mean
 
 
@@ -54,7 +62,12 @@ def truncated_normal(
 ) -> NamedArray:
     """Numbers of the normal distribution, none further than ``within`` deviations from the mean.
 
-    ``deviation`` is that of the distribution before it is cut.
+    ``deviation`` is that of the distribution before it is cut; ``key`` is one of ``jax.random``.
+
+    >>> import meshwright.named as mn
+    >>> x = mn.truncated_normal(jax.random.key(0), "batch:1000", within=1.0)
+    >>> bool(mn.reduce_max(mn.absolute(x)) <= 1)
+    True
     """
 
     def standard(key: Any, shape: Any, dtype: Any) -> Any:
@@ -68,6 +81,12 @@ def bernoulli(key: Any, dims: DimsLike, probability: Any = 0.5) -> NamedArray:
     """Truth values, each true with this probability: a number, or an array with some of the dims.
 
     Raises :class:`DimError` if the probabilities have a dim that the result does not have.
+
+    >>> import meshwright.named as mn
+    >>> chance = mn.named([0.0, 1.0], "io:2")
+    >>> print(mn.bernoulli(jax.random.key(0), "batch:2 io:2", chance).array)
+    [[False  True]
+     [False  True]]
     """
     dims, chance = as_dims(dims), as_named(probability)
     missing = [dim for dim in chance.dims if dim not in dims]
@@ -101,6 +120,11 @@ def sample_with_temperature(
     """As :func:`categorical`, of the logits divided by the temperature; 0 takes the largest.
 
     Raises :class:`ModelError` for a temperature below zero. (Mesh-TensorFlow's operation.)
+
+    >>> import meshwright.named as mn
+    >>> logits = mn.named([[1.0, 3.0], [2.0, 0.0]], "batch:2 vocab:2")
+    >>> print(mn.sample_with_temperature(jax.random.key(0), logits, "vocab", 0.0).array)
+    [1 0]
     """
     if isinstance(temperature, (int, float)) and temperature < 0:
         raise ModelError(

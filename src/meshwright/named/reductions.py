@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..errors import DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .array import NamedArray, as_named, find, position
-from .operation import named_operation, operation
+from .operation import example, named_operation, operation
 
 Over = str | Dim | Iterable[str | Dim] | None  # dims to reduce; none means every one
 
@@ -70,26 +70,54 @@ def reduced(function: Callable[..., Any], x: Any, over: Over) -> NamedArray:
     return NamedArray(function(x.array, axis=axes), rest, x._laid)
 
 
-def _reduction(name: str, function: Callable[..., Any], says: str) -> Callable[..., NamedArray]:
+def _reduction(
+    name: str, function: Callable[..., Any], says: str, values: str, result: str
+) -> Callable[..., NamedArray]:
     def call(x: Any, over: Over = None) -> NamedArray:
         return reduced(function, x, over)
 
-    return named_operation(call, name, f"{says} over the dims named by ``over``, or over all.")
+    shown = example(f"mn.{name}(mn.named({values}, 'batch:2 io:2'), 'io')", result)
+    doc = f"{says} of ``x`` over the dims named by ``over``, or over all.{shown}"
+    return named_operation(call, name, doc)
 
 
-reduce_sum = _reduction("reduce_sum", jnp.sum, "The sum")
-reduce_mean = _reduction("reduce_mean", jnp.mean, "The mean")
-reduce_max = _reduction("reduce_max", jnp.max, "The largest element")
-reduce_min = _reduction("reduce_min", jnp.min, "The smallest element")
-reduce_prod = _reduction("reduce_prod", jnp.prod, "The product")
-reduce_all = _reduction("reduce_all", jnp.all, "Whether every element holds,")
-reduce_any = _reduction("reduce_any", jnp.any, "Whether any element holds,")
-logsumexp = _reduction("logsumexp", jax.nn.logsumexp, "The logarithm of the sum of exponentials")
+reduce_sum = _reduction("reduce_sum", jnp.sum, "The sum", "[[1.0, 2.0], [3.0, 5.0]]", "[3. 8.]")
+reduce_mean = _reduction(
+    "reduce_mean", jnp.mean, "The mean", "[[1.0, 2.0], [3.0, 5.0]]", "[1.5 4. ]"
+)
+reduce_max = _reduction(
+    "reduce_max", jnp.max, "The largest element", "[[1.0, 2.0], [3.0, 5.0]]", "[2. 5.]"
+)
+reduce_min = _reduction(
+    "reduce_min", jnp.min, "The smallest element", "[[1.0, 2.0], [3.0, 5.0]]", "[1. 3.]"
+)
+reduce_prod = _reduction(
+    "reduce_prod", jnp.prod, "The product", "[[1.0, 2.0], [3.0, 5.0]]", "[ 2. 15.]"
+)
+reduce_all = _reduction(
+    "reduce_all", jnp.all, "Whether every element", "[[True, False], [True, True]]", "[False  True]"
+)
+reduce_any = _reduction(
+    "reduce_any", jnp.any, "Whether any element", "[[True, False], [False, False]]", "[ True False]"
+)
+logsumexp = _reduction(
+    "logsumexp",
+    jax.nn.logsumexp,
+    "The logarithm of the sum of exponentials",
+    "[[1.0, 2.0], [3.0, 5.0]]",
+    "[2.31 5.13]",
+)
 
 
 @operation
 def softmax(x: Any, over: Over) -> NamedArray:
-    """Exponentials divided by their sum over the dims named by ``over``."""
+    """Exponentials of ``x``, divided by their sum over the dims named by ``over``.
+
+    >>> import meshwright.named as mn
+    >>> print(mn.softmax(mn.named([[0.0, 0.0], [0.0, 2.0]], "batch:2 io:2"), "io").array.round(2))
+    [[0.5  0.5 ]
+     [0.12 0.88]]
+    """
     x = as_named(x)
     axes = tuple(position(x.dims, dim) for dim in chosen(x.dims, over))
     return NamedArray(jax.nn.softmax(x.array, axis=axes), x.dims, x._laid)
@@ -97,7 +125,14 @@ def softmax(x: Any, over: Over) -> NamedArray:
 
 @operation
 def log_softmax(x: Any, over: Over, *, extra_logit: Any = None) -> NamedArray:
-    """The logarithm of :func:`softmax`; ``extra_logit`` is one more class that gets no result."""
+    """The logarithm of :func:`softmax` of ``x`` over the dims named by ``over``.
+
+    ``extra_logit`` is one more class that gets no result.
+
+    >>> import meshwright.named as mn
+    >>> print(mn.log_softmax(mn.named([0.0, 0.0], "io:2"), "io").array.round(2))
+    [-0.69 -0.69]
+    """
     x = as_named(x)
     axes = tuple(position(x.dims, dim) for dim in chosen(x.dims, over))
     total = jax.nn.logsumexp(x.array, axis=axes, keepdims=True)

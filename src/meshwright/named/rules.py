@@ -27,6 +27,12 @@ class BoundRules:
 
     ``mapped`` are dims that arrays have and do not show: those that ``vmap`` maps over. ``ahead``
     lays out what is traced for an abstract mesh, to be compiled for devices that are not present.
+
+    >>> import meshwright as mw
+    >>> import meshwright.named as mn
+    >>> bound = mn.BoundRules(mn.DimRules("batch:rows"), mw.Mesh({"rows": 8}))
+    >>> print(bound.layout(mn.as_dims("batch:16 io:2")))
+    [rows, unsharded] on rows=8
     """
 
     rules: DimRules
@@ -150,7 +156,14 @@ def rules(
 
 @contextlib.contextmanager
 def no_rules() -> Iterator[None]:
-    """Lay nothing out inside."""
+    """Lay nothing out inside.
+
+    >>> import meshwright as mw
+    >>> import meshwright.named as mn
+    >>> with mn.rules("batch:rows", mw.Mesh({"rows": 8}), strict=False), mn.no_rules():
+    ...     print(mn.in_force())
+    None
+    """
     with under(None):
         yield
 
@@ -161,7 +174,14 @@ def under(current: BoundRules | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def in_force() -> BoundRules | None:
-    """The rules of the innermost context, or ``None``."""
+    """The rules of the innermost context, or ``None``.
+
+    >>> import meshwright as mw
+    >>> import meshwright.named as mn
+    >>> with mn.rules("batch:rows", mw.Mesh({"rows": 8}), strict=False):
+    ...     print(mn.in_force())
+    batch:rows over (rows=8)
+    """
     return _in_force.value
 
 

@@ -36,6 +36,9 @@ class InputOptions:
     With ``sharding="dynamic"`` each batch goes to one worker, on demand; with ``"static"`` each
     worker has a share of the batches of its own, with ``"copy"`` all of them. ``seed`` is that of
     the order in which arrays are shuffled, alike on every worker.
+
+    >>> InputOptions(sharding="static")
+    InputOptions(sharding='static', seed=0)
     """
 
     sharding: Sharding = "dynamic"

@@ -46,7 +46,7 @@ class Trainer:
     yields one :class:`StepInfo` after another, ``trainer.train(state, batches)`` drains it. States
     that are passed in are donated: go on with the returned one. ``trainer.forward(state, inputs)``
     gives outputs. ``how`` has accumulation, recompute and the like; with ``accumulate`` above one,
-    a step takes a tuple of batches.
+    a step takes a tuple of batches. Raises :class:`~meshwright.TopologyError` for an abstract mesh.
 
     >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw
     >>> def loss(params, batch):

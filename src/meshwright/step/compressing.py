@@ -28,7 +28,8 @@ class TopK:
     """Send only a ``share`` of the values, above 0 and at most 1: the largest by magnitude.
 
     With parameter servers it is a share of each gradient, and ``feedback=False`` drops the rest
-    instead of keeping it for the next step. (Lin et al. 2018)
+    instead of keeping it for the next step. Raises :class:`~meshwright.ClusterError` for another
+    share. (Lin et al. 2018)
 
     >>> TopK(0.01)
     TopK(share=0.01, feedback=True)
@@ -46,7 +47,8 @@ class TopK:
 class PowerSGD:
     """Send every matrix as the product of two of this ``rank``; smaller arrays go as they are.
 
-    A kernel is a matrix of its outputs by everything else. (Vogels et al. 2019)
+    A kernel is a matrix of its outputs by everything else. Raises :class:`~meshwright.ModelError`
+    for a rank below 1. (Vogels et al. 2019)
 
     >>> PowerSGD(rank=4)
     PowerSGD(rank=4)

@@ -387,7 +387,8 @@ class Sharded(LaidOut, Replicas):
     ) -> KerasVariables:
         """Build what is not built yet and lay out what lies elsewhere; the model's variables.
 
-        ``first_batch`` is only called if a batch is needed to know the shapes.
+        ``first_batch`` is only called if a batch is needed to know the shapes. Raises
+        :class:`~meshwright.ModelError` where it is needed and there is none.
         """
         check_model(model)
         training = model.compiled and not forward_only

@@ -67,6 +67,12 @@ def attend(
     the softmax and back after it: heads talk (Shazeer et al. 2020). Softmax is taken in float32 at
     least. With a ``key``, the part ``rate`` of the weights is left out. (Vaswani et al. 2017; keys
     without heads after Shazeer 2019.)
+
+    >>> import meshwright.named as mn
+    >>> queries = mn.named(jnp.ones([2, 3, 4]), "batch:2 length:3 d_kv:4")
+    >>> memory = mn.named(jnp.ones([2, 5, 4]), "batch:2 memory:5 d_kv:4")
+    >>> attend(queries, memory, memory).shape
+    {'batch': 2, 'length': 3, 'd_kv': 4}
     """
     memory, d_kv = find(keys.dims, memory), find(queries.dims, d_kv)
     shared = tuple(dim for dim in queries.dims if dim in keys.dims and dim != d_kv)
@@ -124,6 +130,12 @@ def attend_locally(
     each, ``"height:2 width:3"``: a position sees a rectangle around it, and if ``causal``, what is
     before it row by row (local 2-D attention, Parmar et al. 2018). ``bias`` is then a function of
     how far away a key is along each.
+
+    >>> import meshwright.named as mn
+    >>> same = mn.named(jnp.zeros([4, 1]), "length:4 d_kv:1")  # every key has the same weight
+    >>> values = mn.named([[1.0], [2.0], [3.0], [4.0]], "length:4 d_kv:1")
+    >>> attend_locally(same, same, values, radius=1, causal=True).array.tolist()
+    [[1.0], [1.5], [2.5], [3.5]]
     """
     lengths = chosen(queries.dims, length)
     radii = counts(radius, [dim.name for dim in lengths], "local attention: radius")

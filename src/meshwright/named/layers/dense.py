@@ -156,22 +156,54 @@ def _product(layer: DenseProduct, params: Params, x: NamedArray) -> NamedArray:
 
 
 def glu(inputs: DimsLike, outputs: DimsLike) -> DenseProduct:
-    """A linear layer, gated by the logistic function of another."""
+    """A linear layer, gated by the logistic function of another.
+
+    Its layers go from the dims ``inputs`` to the dims ``outputs``.
+
+    >>> from meshwright.named import named
+    >>> layer = glu("d_model:4", "d_ff:8")
+    >>> layer(layer.init(jax.random.key(0)), named(jax.numpy.ones([4]), "d_model:4")).shape
+    {'d_ff': 8}
+    """
     return DenseProduct(inputs, outputs, (sigmoid, None))
 
 
 def reglu(inputs: DimsLike, outputs: DimsLike) -> DenseProduct:
-    """A linear layer, gated by the positive part of another."""
+    """A linear layer, gated by the positive part of another.
+
+    Its layers go from the dims ``inputs`` to the dims ``outputs``.
+
+    >>> from meshwright.named import named
+    >>> layer = reglu("d_model:4", "d_ff:8")
+    >>> layer(layer.init(jax.random.key(0)), named(jax.numpy.ones([4]), "d_model:4")).shape
+    {'d_ff': 8}
+    """
     return DenseProduct(inputs, outputs, (relu, None))
 
 
 def geglu(inputs: DimsLike, outputs: DimsLike) -> DenseProduct:
-    """A linear layer, gated by the Gaussian error linear unit of another."""
+    """A linear layer, gated by the Gaussian error linear unit of another.
+
+    Its layers go from the dims ``inputs`` to the dims ``outputs``.
+
+    >>> from meshwright.named import named
+    >>> layer = geglu("d_model:4", "d_ff:8")
+    >>> layer(layer.init(jax.random.key(0)), named(jax.numpy.ones([4]), "d_model:4")).shape
+    {'d_ff': 8}
+    """
     return DenseProduct(inputs, outputs, (gelu, None))
 
 
 def swiglu(inputs: DimsLike, outputs: DimsLike) -> DenseProduct:
-    """A linear layer, gated by the swish of another."""
+    """A linear layer, gated by the swish of another.
+
+    Its layers go from the dims ``inputs`` to the dims ``outputs``.
+
+    >>> from meshwright.named import named
+    >>> layer = swiglu("d_model:4", "d_ff:8")
+    >>> layer(layer.init(jax.random.key(0)), named(jax.numpy.ones([4]), "d_model:4")).shape
+    {'d_ff': 8}
+    """
     return DenseProduct(inputs, outputs, (swish, None))
 
 
@@ -182,6 +214,14 @@ class FeedForward:
     ``activations`` of ``(relu,)`` is that of Vaswani et al. 2017; more than one make a product of
     dense layers, ``(swish, None)`` the gated layer of Shazeer 2020. Where a ``key`` is given,
     ``dropout`` is the part of what lies between that is left out.
+
+    >>> from meshwright.named import named
+    >>> layer = FeedForward("d_model:4", "d_ff:8")
+    >>> params = layer.init(jax.random.key(0))
+    >>> params["up"]["kernel"].shape
+    {'d_model': 4, 'd_ff': 8}
+    >>> layer(params, named(jax.numpy.ones([3, 4]), "length:3 d_model:4")).shape
+    {'length': 3, 'd_model': 4}
     """
 
     d_model: DimsLike

@@ -31,6 +31,17 @@ class Layer(Protocol):
     model's. A layer that differs between training and evaluation in more than dropout takes
     ``training=`` by this name: models then ask their caller for it. A layer that takes
     ``present=`` gets a mask of the tokens that are not padding, where the model has one.
+
+    >>> import meshwright.named as mn
+    >>> class Scale:
+    ...     def init(self, key):
+    ...         return {"scale": mn.named(jnp.full([4], 2.0), "d_model:4")}
+    ...
+    ...     def __call__(self, params, x, *, key=None):
+    ...         return x * params["scale"]
+    >>> layer = Scale()
+    >>> layer(layer.init(None), mn.named(jnp.ones([4]), "d_model:4")).array.tolist()
+    [2.0, 2.0, 2.0, 2.0]
     """
 
     def init(self, key: Any) -> Params: ...

@@ -57,9 +57,14 @@ def softmax_cross_entropy(
 
 @operation
 def sigmoid_cross_entropy(logits: NamedArray, targets: NamedArray) -> NamedArray:
-    """The cross-entropy of the logistic function with targets from 0 to 1, for every element.
+    """The cross-entropy of the logistic function with ``targets`` from 0 to 1, for every element.
 
-    Dims are those of the logits; large logits of either sign stay finite.
+    Dims are those of the ``logits``; large logits of either sign stay finite.
+
+    >>> from meshwright.named import named
+    >>> loss = sigmoid_cross_entropy(named([0.0, 100.0], "batch:2"), named([1, 0], "batch:2"))
+    >>> print(loss.array.round(2))  # log(2) and 100
+    [  0.69 100.  ]
     """
     logits = in_dtype(logits, jnp.promote_types(logits.dtype, jnp.float32))
     targets = in_dtype(targets, logits.dtype)
@@ -68,7 +73,13 @@ def sigmoid_cross_entropy(logits: NamedArray, targets: NamedArray) -> NamedArray
 
 @operation
 def weighted_mean(values: NamedArray, weights: NamedArray | None = None) -> NamedArray:
-    """The mean over all positions, each counted with its weight; zero if nothing has any."""
+    """The mean of ``values`` over all positions, by ``weights``; zero if nothing has any.
+
+    >>> from meshwright.named import named
+    >>> losses, present = named([1.0, 3.0, 9.0], "length:3"), named([1, 1, 0], "length:3")
+    >>> float(weighted_mean(losses, present))
+    2.0
+    """
     if weights is None:
         return reduce_mean(values)
     weights = in_dtype(weights, values.dtype)

@@ -49,6 +49,10 @@ def rms_norm(
 
     Computed in float32 at least; the result has the input's dims and element type. (Zhang and
     Sennrich 2019.)
+
+    >>> from meshwright.named import named
+    >>> print(rms_norm(named([[3.0, -3.0]], "batch:1 d_model:2"), "d_model:2").array.round(3))
+    [[ 1. -1.]]
     """
     over = as_dims(over)
     fit(x, "rms_norm", needs=over)
@@ -73,7 +77,13 @@ class _Norm:
 
 @dataclass(frozen=True)
 class LayerNorm(_Norm):
-    """:func:`layer_norm` over ``dims``, with a ``scale`` and a ``bias`` that are learned."""
+    """:func:`layer_norm` over ``dims``, with a ``scale`` and a ``bias`` that are learned.
+
+    >>> from meshwright.named import named
+    >>> layer = LayerNorm("d_model:2")
+    >>> layer(layer.init(), named([[1.0, 3.0]], "batch:1 d_model:2")).array.round(3).tolist()
+    [[-1.0, 1.0]]
+    """
 
     @under_rules
     def init(self, key: Any = None) -> Params:
@@ -86,7 +96,13 @@ class LayerNorm(_Norm):
 
 @dataclass(frozen=True)
 class RMSNorm(_Norm):
-    """:func:`rms_norm` over ``dims``, with a ``scale`` that is learned."""
+    """:func:`rms_norm` over ``dims``, with a ``scale`` that is learned.
+
+    >>> from meshwright.named import named
+    >>> layer = RMSNorm("d_model:2")
+    >>> layer(layer.init(), named([[3.0, -3.0]], "batch:1 d_model:2")).array.round(3).tolist()
+    [[1.0, -1.0]]
+    """
 
     @under_rules
     def init(self, key: Any = None) -> Params:

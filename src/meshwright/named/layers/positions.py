@@ -114,6 +114,13 @@ def rotated(
     of the first half of ``over`` and the one that stands as far in the second half turn together,
     at a rate from 1 down to 1 / ``base``. Raises :class:`DimError` for an odd size. (RoFormer, Su
     et al. 2021.)
+
+    >>> import numpy as np
+    >>> from meshwright.named import named
+    >>> x = named([[1.0, 0.0], [1.0, 0.0]], "length:2 d_kv:2")
+    >>> print(np.asarray(rotated(x, arange("length:2"))).round(2))
+    [[1.   0.  ]
+     [0.54 0.84]]
     """
     over = find(x.dims, over)
     if over.size % 2:
@@ -131,6 +138,11 @@ def sinusoids(at: NamedArray, d_model: str | Dim, *, base: float = 10_000.0) -> 
 
     Their rates go from 1 down to 1 / ``base``. (Vaswani et al. 2017, who lay sines and cosines in
     turn.)
+
+    >>> import numpy as np
+    >>> print(np.asarray(sinusoids(arange("length:2"), "d_model:2")).round(2))
+    [[0.   1.  ]
+     [0.84 0.54]]
     """
     d_model = as_dim(d_model, "d_model")
     half = -(-d_model.size // 2)

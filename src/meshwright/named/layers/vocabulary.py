@@ -21,7 +21,13 @@ from .layer import Params, as_dim, in_dtype, under_rules, without
 
 
 class Vocabulary(Protocol):
-    """What a model takes for its embedding and logits in place of one table."""
+    """What a model takes for its embedding and logits in place of one table.
+
+    >>> from meshwright.named import named
+    >>> layer: Vocabulary = FactorizedVocabulary("vocab:16", "inner:2", "d_model:8")
+    >>> layer(layer.init(jax.random.key(0)), named([3, 5], "length:2")).shape
+    {'length': 2, 'd_model': 8}
+    """
 
     def init(self, key: Any) -> Params: ...
 

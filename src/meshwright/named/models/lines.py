@@ -73,6 +73,18 @@ def decode_file(
     ``jax.jit(lambda batch: model.greedy(params, batch["source"], 64, end=1))``; for prompts of a
     language model ``padding=-1``, which leaves places free. The file appears when all lines are
     done; a failure leaves what was there. (Mesh-TensorFlow's ``decode_from_file``.)
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "in.txt").write_text("ab\\nc\\n")
+    >>> decode_file(
+    ...     lambda batch: batch["source"], folder / "in.txt", folder / "out.txt",
+    ...     encode=lambda line: {"source": [ord(letter) for letter in line]},
+    ...     decode=lambda ids: "".join(map(chr, ids)).upper(), lengths={"source": 2}, end=0,
+    ... )
+    2
+    >>> (folder / "out.txt").read_text()
+    'AB\\nC\\n'
     """
 
     def line(ids: np.ndarray) -> str:
@@ -97,6 +109,18 @@ def score_file(
     As :func:`decode_file`; ``function`` gives a number for each row, such as
     ``jax.jit(lambda batch: model.log_likelihoods(params, batch["source"], batch["target"]))``, and
     ``encode`` cuts a line into source and target. (Mesh-TensorFlow's ``score_from_strings``.)
+
+    >>> import tempfile, meshwright.named as mn
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "in.txt").write_text("ab\\nc\\n")
+    >>> score_file(
+    ...     lambda batch: mn.reduce_sum(mn.cast(batch["source"] > 0, "float32"), "length"),
+    ...     folder / "in.txt", folder / "out.txt", lengths={"source": 2},
+    ...     encode=lambda line: {"source": [ord(letter) for letter in line]},
+    ... )
+    2
+    >>> (folder / "out.txt").read_text()
+    '2.0\\n1.0\\n'
     """
     return _mapped(
         function, inputs, outputs, encode, lambda score: repr(float(score)), lengths, rows, padding

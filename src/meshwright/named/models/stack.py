@@ -34,6 +34,12 @@ class Block:
     """Self-attention, attention to a memory if ``cross`` is given, and a feed-forward layer.
 
     Where a ``key`` is given, ``dropout`` is the part of what each sub-layer says that is left out.
+
+    >>> from meshwright.named.layers import FeedForward
+    >>> attention = Attention("d_model:8", "heads:2", "d_kv:4")
+    >>> block = Block(LayerNorm("d_model:8"), attention, FeedForward("d_model:8", "d_ff:16"))
+    >>> sorted(jax.eval_shape(block.init, jax.random.key(0)))
+    ['attention', 'attention_norm', 'feed_forward', 'feed_forward_norm']
     """
 
     norm: LayerNorm | RMSNorm
@@ -170,6 +176,15 @@ class Stack:
     With ``shared`` all layers are one block with the same parameters, those of ``layer_0``
     (ALBERT, Lan et al. 2020). ``halting`` then lets each position stop after fewer turns
     (Universal Transformer, Dehghani et al. 2019); its parameters are those of ``halting``.
+    Raises :class:`ModelError` for choices that do not go together.
+
+    >>> from meshwright.named.layers import FeedForward
+    >>> attention = Attention("d_model:8", "heads:2", "d_kv:4")
+    >>> block = Block(LayerNorm("d_model:8"), attention, FeedForward("d_model:8", "d_ff:16"))
+    >>> stack = Stack(block, "layers:3", scan=True)
+    >>> params = jax.eval_shape(stack.init, jax.random.key(0))
+    >>> params["feed_forward"]["up"]["kernel"].shape
+    {'layers': 3, 'd_model': 8, 'd_ff': 16}
     """
 
     block: Block | Sequence[Block]

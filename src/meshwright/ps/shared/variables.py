@@ -22,6 +22,13 @@ class Variable:
     Inside a scheduled function, changes are kept until the function returns and are then applied
     once, whatever happens to the worker; the function's own reads see them. Outside, they are
     applied at once. A variable travels to workers as a reference, not as its values.
+
+    >>> import meshwright as mw
+    >>> with mw.ParameterServer() as strategy:
+    ...     count = strategy.variable(np.zeros(2), name="count")
+    ...     count.assign_add([1.0, 2.0])
+    ...     print(count.name, count.shape, count.read())
+    count (2,) [1. 2.]
     """
 
     def __init__(self, spec: VariableSpec, home: Any = None) -> None:

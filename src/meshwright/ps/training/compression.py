@@ -22,7 +22,11 @@ _HALVES = ("float16", "bfloat16")
 class Half:
     """Send gradients in ``dtype``, ``"float16"`` or ``"bfloat16"``.
 
-    ``feedback`` keeps what rounding took for the next step.
+    ``feedback`` keeps what rounding took for the next step. Raises
+    :class:`~meshwright.ClusterError` for another type.
+
+    >>> Half("bfloat16")
+    Half(dtype='bfloat16', feedback=True)
     """
 
     dtype: str

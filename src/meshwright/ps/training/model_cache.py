@@ -47,6 +47,16 @@ def table_of(strategy: Any, model: keras.Model, name: str) -> Variable:
     """The table of a layer of a model that was trained on this strategy, to look rows up in.
 
     ``name`` is that of the layer. Raises :class:`~meshwright.ModelError` if none travels by rows.
+
+    >>> import keras, numpy as np, meshwright as mw
+    >>> from meshwright.ps import Embedding
+    >>> model = keras.Sequential([keras.Input([1], dtype="int32"), Embedding("users", 4, 100)])
+    >>> model.compile("sgd", "mse")
+    >>> with mw.ParameterServer() as strategy:
+    ...     x, y = np.array([[3], [70]], "int32"), np.zeros([2, 1, 4], "float32")
+    ...     _ = strategy.fit(model, x, y, verbose=0)
+    ...     print(table_of(strategy, model, "users").lookup([70]).shape)
+    (1, 4)
     """
     specs = {
         path: spec
