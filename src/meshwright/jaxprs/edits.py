@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .primitives import CHECKPOINTS
+
 Edit = Callable[[Any], Any]  # of an open jaxpr
 
-_WITH_INNER = ("checkpoint", "jit", "remat2", "scan")  # JAX has had two names for recompute
+_WITH_INNER = CHECKPOINTS | {"jit", "scan"}
 
 
 def edited(function: Callable[..., Any], edit: Edit) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from .. import _compat
 from .edits import jaxprs_inside
+from .primitives import CHECKPOINTS, CONTROL_FLOW
 
 _SCOPE = re.compile(r"mw_line_(\d+)_")
 _HERE = Path(__file__).parent.parent
@@ -35,7 +36,7 @@ _ASKERS = ("step", "planning", "run", "equivalence", "commands")
 _OUTSIDE = tuple(str(_HERE / room) + os.sep for room in _ASKERS)
 _FRONT = ("jax.py", "named.py", "keras/program.py", "keras/hooks.py")
 _CALLERS = tuple(str(_HERE / "frontends" / name) for name in _FRONT)
-_BODIES = ("scan", "while", "cond", "checkpoint", "remat2", "shard_map")
+_BODIES = CONTROL_FLOW | CHECKPOINTS | {"shard_map"}
 
 
 class SourceLine(NamedTuple):

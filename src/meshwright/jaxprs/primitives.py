@@ -186,6 +186,19 @@ _ROWS: tuple[tuple[Row, str], ...] = (
 )
 TABLE: dict[str, Row] = {name: row for row, names in _ROWS for name in names.split()}
 
+# Properties that the table alone does not tell.
+
+# Products, which may sum in a wider type than that of their operands.
+PRODUCTS = frozenset(name for name in TABLE if TABLE[name] in (rows.dot_general, rows.convolution))
+# Results are sums over a dim of the operands, so that parts of that dim can be added up later.
+SUMS = PRODUCTS | {"reduce_sum", "scatter-add"}
+# Each element of the one operand is one of the result, elsewhere, and no number changes.
+MOVES = frozenset(("reshape", "rev", "squeeze", "transpose"))
+# Windows that reduce by a function which is known.
+POOLING = frozenset(("reduce_window_max", "reduce_window_min", "reduce_window_sum"))
+CHECKPOINTS = frozenset(("checkpoint", "remat2"))  # JAX has had two names
+CALLS = CHECKPOINTS | {"jit", "closed_call", "core_call"}  # run one jaxpr once, as it is
+CONTROL_FLOW = frozenset(("cond", "scan", "while"))
 # These call Python on the host.
 CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 # These act on devices or on the host: they may do another thing each time, or with each piece.

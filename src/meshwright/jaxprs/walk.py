@@ -11,7 +11,7 @@ from .edits import jaxprs_inside
 from .factors import Dim
 from .flops import equation_flops
 from .joins import Joins
-from .primitives import inner_jaxprs, opened, shape_of
+from .primitives import PRODUCTS, inner_jaxprs, opened, shape_of
 from .record import CONSTANT, Record, Value
 from .scopes import layer_of
 
@@ -106,7 +106,7 @@ def _numbers(record: Record, eqn: Any, operands: Sequence[Value]) -> list[int]:
 
 def _flops(eqn: Any) -> float:
     """Those of one equation; of what cannot be known, none."""
-    product = eqn.primitive.name in ("dot_general", "conv_general_dilated")
+    product = eqn.primitive.name in PRODUCTS
     return equation_flops(eqn) or 0.0 if product or jaxprs_inside(eqn) else 0.0
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..jaxprs.branches import with_free_results
 from ..jaxprs.edits import count_uses, edited
+from ..jaxprs.primitives import MOVES, PRODUCTS
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .platform import traced_for
 from .pooling import pooled_by_comparison
@@ -109,9 +110,6 @@ def _other_way_round(product: Any, outvars: list[Any]) -> Any:
 
 # Sums in a wider type
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
-_MOVES = ("transpose", "reshape", "squeeze", "rev")  # say nothing of the type
-
 
 def summed_in(function: Callable[..., Any], dtype: str) -> Callable[..., Any]:
     """The same function of pytrees; sums that are made ``dtype`` afterwards are made in it.
@@ -151,7 +149,7 @@ def _wide(eqn: Any, convert: Any, operand: Any | None) -> list[Any]:
     outvars = [_var_like(eqn.outvars[0], dtype)]
     if operand is not None:
         return [eqn.replace(invars=[operand, *eqn.invars[1:]], outvars=outvars)]
-    if eqn.primitive.name in _PRODUCTS:
+    if eqn.primitive.name in PRODUCTS:
         params = {**eqn.params, "preferred_element_type": dtype}
         return [eqn.replace(params=params, outvars=outvars)]
     before = _var_like(eqn.invars[0], dtype)
@@ -173,9 +171,9 @@ def _chain(var: Any, eqns: list[Any], makes: dict[Any, int], uses: Any) -> list[
     while (number := makes.get(var)) is not None and uses[var] == 1:
         eqn = eqns[number]
         chain.append(number)
-        if eqn.primitive.name in (*_PRODUCTS, "reduce_sum"):
+        if eqn.primitive.name in PRODUCTS | {"reduce_sum"}:
             return chain[::-1]
-        if eqn.primitive.name not in _MOVES:
+        if eqn.primitive.name not in MOVES:
             return []
         var = eqn.invars[0]
     return []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
-from ..jaxprs.primitives import inner_jaxprs, opened
+from ..jaxprs.primitives import CONTROL_FLOW, inner_jaxprs, opened
 from ..program import Arrays, Batch, Logs, Program, Step, TrainState
 
 
@@ -120,7 +120,7 @@ def _run(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], str]:
     for eqn in jaxpr.eqns:
         values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         inner = inner_jaxprs(eqn)
-        if len(inner) == 1 and eqn.primitive.name not in ("scan", "while", "cond"):
+        if len(inner) == 1 and eqn.primitive.name not in CONTROL_FLOW:
             ((called,),) = inner.values()
             outs, fault = _run(opened(called), getattr(called, "consts", ()), values)
             if fault:

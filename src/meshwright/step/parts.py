@@ -19,11 +19,11 @@ from typing import Any
 from .. import _compat
 from ..jaxprs.edits import count_uses
 from ..jaxprs.links import How
-from ..jaxprs.primitives import links_of
+from ..jaxprs.primitives import CHECKPOINTS, MOVES, SUMS, links_of
 
 # What may stand between such a sum and the gradient: it does to each part what it does to the sum.
-_MOVES = ("convert_element_type", "reduce_sum", "reshape", "rev", "squeeze", "transpose")
-_CALLS = ("checkpoint", "jit", "remat2")
+_KEEPS_PARTS = MOVES | {"convert_element_type", "reduce_sum"}
+_FOLLOWED = CHECKPOINTS | {"jit"}
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,10 @@ class _Plan:
                 self._sums[id(eqn)] = dims
                 self._moves.update(moves)
                 self._left_off |= left_off
-            elif name in _CALLS:
+            elif name in _FOLLOWED:
                 if not moves:  # within the call it may be left as it is: not known yet
                     self._inner.setdefault(id(eqn), set()).add(eqn.outvars.index(var))
-            elif name in _MOVES:
+            elif name in _KEEPS_PARTS:
                 moves.append(id(eqn))
                 if is_last and _widens(eqn):
                     left_off.add(id(eqn))
@@ -236,7 +236,7 @@ class _Plan:
             return
 
     def _rows_of(self, eqn: Any) -> dict[int, int] | None:
-        if eqn.primitive.name not in _SUMS or len(eqn.outvars) != 1:
+        if eqn.primitive.name not in SUMS or len(eqn.outvars) != 1:
             return None
         dims = _summed(eqn)
         if dims is None or not self._begins_with_zeros(eqn):
@@ -287,12 +287,11 @@ def _widens(eqn: Any) -> bool:
     return jnp.issubdtype(before, jnp.floating) and before.itemsize < after.itemsize
 
 
-# Operations that may sum over rows. Of a gradient of a kernel the rows are features of any dim.
-_SUMS = ("dot_general", "reduce_sum", "conv_general_dilated", "scatter-add")
-
-
 def _summed(eqn: Any) -> dict[int, int] | None:
-    """The dim of rows of each operand that has one, of an operation that may sum over them."""
+    """The dim of rows of each operand that has one, of an operation that may sum over them.
+
+    Of a gradient of a kernel the rows are features of any dim.
+    """
     links = links_of(eqn)
     grouped = {link.ins[0] for link in links if link.how is How.GROUPS}
     for link in links:

@@ -27,7 +27,7 @@ from .stretches import Cut, Equations, Stretch, but_gathered, in_stretches
 
 BY_BLOCK = ("block", "selective")  # ways that take one block at a time
 _BLOCK = "block output"
-_CALLS = ("jit", "scan")
+_CUT_INSIDE = ("jit", "scan")  # calls and loops whose function may hold the blocks
 
 
 def block_output(value: Any) -> Any:
@@ -81,7 +81,7 @@ def _blocks(traced: Equations, policy: Callable[..., Any] | None) -> list[Stretc
     parts: list[Stretch] = []
     start, works = 0, False
     for number, eqn in enumerate(traced.rest):
-        if eqn.primitive.name in _CALLS and any(map(_is_mark, equations(eqn.params["jaxpr"]))):
+        if eqn.primitive.name in _CUT_INSIDE and any(map(_is_mark, equations(eqn.params["jaxpr"]))):
             before = [Stretch(start, number, policy)] if works else []
             inside = functools.partial(_blocks, policy=policy)
             of_blocks = Stretch(number, number + 1, policy or policy_of("block"), inside=inside)

@@ -25,7 +25,14 @@ from .. import _compat
 from ..errors import LayoutError
 from ..jaxprs import lines, reach
 from ..jaxprs.link_rows import conv_places
-from ..jaxprs.primitives import inner_jaxprs, is_pointwise, opened
+from ..jaxprs.primitives import (
+    CALLS,
+    CONTROL_FLOW,
+    POOLING,
+    inner_jaxprs,
+    is_pointwise,
+    opened,
+)
 from ..jaxprs.reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
@@ -258,7 +265,7 @@ class _Edit:
         self.axes |= within.axes
         if all(all(map(_is, edited[key], called[key])) for key in called):
             return [eqn]
-        if eqn.primitive.name not in _EDITABLE:
+        if eqn.primitive.name not in CALLS | CONTROL_FLOW:
             return self._at_boundary(eqn, scope, within.axes)
         params = {key: tuple(new) if key == "branches" else new[0] for key, new in edited.items()}
         return [eqn.replace(params={**eqn.params, **params})]
@@ -276,7 +283,7 @@ class _Edit:
         name = eqn.primitive.name
         if name == "conv_general_dilated":
             return self._conv(eqn, scope)
-        if name in _POOLING:
+        if name in POOLING:
             return self._pool(eqn, scope)
         if is_pointwise(eqn):
             return [eqn]
@@ -418,10 +425,6 @@ class _Edit:
         )
         (constraint,) = traced.jaxpr.eqns
         return constraint.replace(invars=[atom], source_info=eqn.source_info)
-
-
-_EDITABLE = {"jit", "closed_call", "core_call", "remat2", "checkpoint", "scan", "while", "cond"}
-_POOLING = {"reduce_window_sum", "reduce_window_max", "reduce_window_min"}
 
 
 def _apart(eqn: Any) -> list[int]:

@@ -15,10 +15,10 @@ from typing import Any
 from .. import _compat
 from ..jaxprs.edits import jaxprs_inside
 from ..jaxprs.flops import equation_flops
+from ..jaxprs.primitives import CONTROL_FLOW
 
 Var = Any
 GATHERED = "gathered parameter"  # the name of what is not kept for the backward pass
-_LOOPS = ("cond", "scan", "while")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _gathers(closed: Any) -> bool:
 def _is_cheap(eqn: Any) -> bool:
     """Whether it may be done once more for each stretch that reads it."""
     name = eqn.primitive.name
-    if name in _LOOPS or name == "name" or eqn.effects:
+    if name in CONTROL_FLOW or name == "name" or eqn.effects:
         return False
     return equation_flops(eqn) == 0
 
