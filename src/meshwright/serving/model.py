@@ -305,6 +305,8 @@ class LoadedModel:
         if self._batcher is not None:
             self._batcher.fail(error)
 
+    # Other weights
+
     def update(self) -> Moved:
         """Serve the values that the model has in memory now, from the next batch on.
 
