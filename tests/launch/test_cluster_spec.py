@@ -126,7 +126,7 @@ def test_a_task_is_read_from_its_text():
     assert Task.parse(" worker:12 ") == Task("worker", 12)
     assert Task.parse("chief") == Task("chief", 0)
     for text in ("", "worker:", "worker:-1", "worker:1:2"):
-        with pytest.raises(ClusterError, match="names no task"):
+        with pytest.raises(ClusterError, match="expected a task such as"):
             Task.parse(text)
     with pytest.raises(ClusterError, match=r"unknown job 'foobar'.*\n.*index -1"):
         Task("foobar", -1)

@@ -104,7 +104,7 @@ _SECONDS = click.FloatRange(0, min_open=True)
     help="Batches under way in stages.  [default: one more than stages]",
 )
 @option("--queue-rows", type=click.IntRange(1), help="Rows that may wait; more are refused (429).")
-@option("--timeout", type=_SECONDS, default=60.0, help="Seconds of a request.")
+@option("--timeout", type=_SECONDS, default=60.0, help="Time limit of a request in seconds.")
 @option("--finite", is_flag=True, help="Refuse answers with NaN or infinity (500).")
 @option(
     "--precision",
@@ -126,7 +126,12 @@ _SECONDS = click.FloatRange(0, min_open=True)
     metavar="BYTES",
     help="Largest body of a request.",
 )
-@option("--api-keys", type=_FILE, metavar="FILE", help="Ask for one of these keys, one a line.")
+@option(
+    "--api-keys",
+    type=_FILE,
+    metavar="FILE",
+    help="Require one of the API keys in this file, one per line.",
+)
 @option("--tls-certificate", type=_FILE, metavar="FILE", help="Serve HTTPS with this PEM file.")
 @option("--tls-key", type=_FILE, metavar="FILE", help="The private key of the certificate.")
 @option(
@@ -140,7 +145,7 @@ _SECONDS = click.FloatRange(0, min_open=True)
     "--write",
     "platform",
     type=click.Choice([*_PLATFORMS, *_FORMATS]),
-    help="Write the files for a platform, or the model in a format of others, and end.",
+    help="Write the files for a platform, or the exported model, and exit.",
 )
 @option(
     "--to",
@@ -152,7 +157,7 @@ _SECONDS = click.FloatRange(0, min_open=True)
 @option(
     "--warm-up",
     is_flag=True,
-    help="Load, compile into the cache on disk, and end: while the image of a container is built.",
+    help="Load, compile into the cache on disk, and exit; for building container images.",
 )
 @option("--image", default="", help="The container image for --write.  [default: NAME:latest]")
 @config_option

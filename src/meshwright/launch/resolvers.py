@@ -273,5 +273,7 @@ def _job_counts(jobs: Mapping[str, int] | str | None, variables: Environment) ->
     counts = slurm.parse_jobs(jobs) if isinstance(jobs, str) else dict(jobs)
     wrong = [f"{job}={n!r}" for job, n in counts.items() if type(n) is not int or n < 0]
     if wrong:
-        raise ClusterError(f"{', '.join(wrong)}: the tasks of a job are a whole number.")
+        raise ClusterError(
+            f"{', '.join(wrong)}: the number of tasks of a job must be a whole number, 0 or more."
+        )
     return counts

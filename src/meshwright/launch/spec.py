@@ -54,7 +54,7 @@ class Task:
         """
         found = re.fullmatch(r"\s*([^:\s]+)(?::(\d+))?\s*", text)
         if found is None:
-            raise ClusterError(f"{text!r} names no task. One reads 'worker:1', or 'chief'.")
+            raise ClusterError(f"expected a task such as 'worker:1' or 'chief'; received {text!r}.")
         return cls(found[1], int(found[2] or 0))
 
 

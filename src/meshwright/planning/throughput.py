@@ -73,8 +73,8 @@ def price(
         )
     if step_time_s is None:
         raise DataError(
-            "a step has a price where its time is known, and this report has none. Its notes and "
-            "errors say why; hardware= gives the numbers of a machine."
+            "the price of a step needs its time, which this report does not have. Its notes and "
+            "errors say why; hardware= takes the numbers of a machine."
         )
     step = per_device_hour / 3600 * devices * step_time_s
     rows, tokens = (None, None) if what is None else (what.rows, what.tokens)

@@ -208,8 +208,8 @@ class Functions:
                     place = made - run.start, result
                     if passed.setdefault(place, (first, atom))[0] is not first:
                         raise PipelineError(
-                            "the first block reads its input in two ways and the others in one, so "
-                            "they cannot be stages of one pipeline."
+                            "the first block reads two different inputs where the others read one, "
+                            "so they cannot be stages of one pipeline."
                         )
                     continue
                 copies = [
@@ -246,7 +246,9 @@ class Functions:
             chains = [self._chain(var) for var in copies]
             signs = signs_of([self._jaxpr.eqns[n] for chain in chains for n in chain])
             if len(set(map(len, chains))) > 1 or len({*map(tuple, _split(signs, chains))}) > 1:
-                raise PipelineError("the weights of equal blocks are not used alike.")
+                raise PipelineError(
+                    "equal blocks use their weights in different ways, so they cannot be stages of one pipeline."
+                )
             for number in chains[1]:
                 found[number] = []
         return [self._jaxpr.eqns[number] for number in sorted(found)]
