@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -257,6 +259,14 @@ def test_a_table_is_as_idle_and_as_wide_as_the_shares_of_its_stages_say():
     assert len(widths) == 2
     busy = sum(shares) / 4 * report.ticks.time() / report.ticks.time(of_stages=shares)
     assert 1 - idle == pytest.approx(busy * (1 - report.ticks.idle_share()))
+
+
+def test_the_picture_of_the_guide_is_what_its_tool_draws():
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("ticks", root / "tools" / "tick_pictures.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert (root / "docs" / "pictures" / "ticks_1f1b.svg").read_text() == tool.drawn("1f1b")
 
 
 def test_what_is_of_a_block_is_told_by_its_path_and_the_rest_is_cut_where_it_divides():

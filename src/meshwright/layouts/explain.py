@@ -10,7 +10,7 @@ from .mesh import Mesh
 from .params import Placed
 
 if TYPE_CHECKING:
-    from ..stages.shares import StageShare
+    from ..stages.shares import LayerStages, StageShare
     from ..stages.table import TickTable
 
 
@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 class Explanation(Viewable):
     """Every variable of a model with its layout, the reason, and its bytes on one device.
 
-    Of a pipeline, ``stages`` is what each stage has and ``ticks`` the tick table.
+    Of a pipeline, ``stages`` is what each stage has, ``ticks`` the tick table, ``layers`` says
+    which stages have the weights of each layer, and ``notes`` what was done in another way than it
+    might have been.
     """
 
     mesh: Mesh
     placed: tuple[Placed, ...]
     stages: tuple[StageShare, ...] = ()
     ticks: TickTable | None = None
+    layers: tuple[LayerStages, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes_per_device(self) -> int:

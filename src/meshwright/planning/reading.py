@@ -113,7 +113,12 @@ def read(
         tensors=_named(alive[:most], arguments(described)),
         alive_bytes=sum(tensor.nbytes for tensor in alive),
         estimate=estimated,
-        notes=(*_notes(compiled.target), *_besides(compiled), *estimated.uncertain),
+        notes=(
+            *_notes(compiled.target),
+            *_besides(compiled),
+            *estimated.uncertain,
+            *(() if staged is None else staged.notes),
+        ),
         compiled=compiled,
         placed=described.placed,
         hardware=hardware,

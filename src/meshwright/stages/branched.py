@@ -16,17 +16,17 @@ from ..layouts.placement import Placement
 from ..program import Arrays, Batch, Program, TrainState
 from .branches import Branches, Forks, Region
 from .by_stage import from_row, packed_row, summed
+from .faults import faults_of
 from .line import Line
 from .packing import Packing
 from .pipeline import Pipeline
 from .running import Taken
 from .segments import Packed
 from .setting import laid_exactly
-from .shares import StageShare, with_bytes
+from .shares import StageShare, layers_of_parts, with_bytes
 from .staged import (
     Staged,
     abstract_of,
-    faults_of,
     leaves_of,
     over_stacks,
     shape_of,
@@ -69,6 +69,7 @@ class Branched(Staged):
             recompute_blocks=False,
             shares=with_bytes(shares, packing),
             dealt=(),
+            layers=layers_of_parts([share.params for share in shares]),
         )
 
     @property

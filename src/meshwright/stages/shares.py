@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -59,3 +60,49 @@ def with_bytes(shares: Sequence[StageShare], stacking: Stacking) -> tuple[StageS
     return tuple(
         share._replace(held_bytes=nbytes) for share, nbytes in zip(shares, sizes, strict=True)
     )
+
+
+class LayerStages(NamedTuple):
+    """A layer, or several that follow each other, and which stages have its weights."""
+
+    layers: str
+    stages: str
+
+
+def layers_of_blocks(blocks: Blocks, deal: Deal) -> tuple[LayerStages, ...]:
+    """Of stages of equal blocks: a row for each layer of a block, over all blocks."""
+    functions, last = blocks.functions, str(deal.stages - 1)
+    stage_of = {block: stage for stage in range(deal.stages) for block in deal.blocks_of(stage)}
+    groups = itertools.groupby(stage_of[block] for block in range(deal.count))
+    counts = [(stage, len(list(of))) for stage, of in groups]
+    if max(many for _, many in counts) == 1:
+        runs = [str(stage) for stage, _ in counts]
+    else:
+        runs = [f"{many} on {stage}" for stage, many in counts]
+    by_block = dict.fromkeys(tuple(map(_layer_of, row)) for row in blocks.params)
+    before = dict.fromkeys(map(_layer_of, functions.params_before), "0")
+    after = dict.fromkeys(map(_layer_of, functions.params_after), last)
+    both = {layer: f"0, {last}" for layer in before if layer in after and last != "0"}
+    return (
+        *(LayerStages(*item) for item in ({**before, **both}).items()),
+        *(LayerStages(f"{row[0]} to {row[-1]}", ", ".join(runs)) for row in by_block),
+        *(LayerStages(*item) for item in after.items() if item[0] not in before),
+    )
+
+
+def layers_of_parts(params: Sequence[Sequence[str]]) -> tuple[LayerStages, ...]:
+    """Of stages that differ, by the parameters that each reads."""
+    stages: dict[str, list[int]] = {}
+    for stage, paths in enumerate(params):
+        for layer in dict.fromkeys(map(_layer_of, paths)):
+            stages.setdefault(layer, []).append(stage)
+    found = []
+    for of, group in itertools.groupby(stages, key=lambda layer: stages[layer]):
+        first, *_, last = (*(layers := list(group)), layers[-1])
+        name = first if len(layers) == 1 else f"{first} to {last} ({len(layers)} layers)"
+        found.append(LayerStages(name, ", ".join(map(str, of))))
+    return tuple(found)
+
+
+def _layer_of(path: str) -> str:
+    return path.rpartition("/")[0] or path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,7 @@ from ..warn import warn
 from .apart import apart
 from .cuts import line_cuts, sizes_of, warn_of_loop
 from .deal import Deal
+from .faults import check_stages
 from .line import Line
 from .packing import Packing
 from .parts import Blocks, Traced
@@ -22,11 +25,20 @@ from .plan import TickPlan
 from .running import Runner, Taken
 from .segments import Segments
 from .setting import Setting, runs_alone
-from .shares import StageShare, equal_shares, unequal_shares, with_bytes
+from .shares import (
+    LayerStages,
+    StageShare,
+    equal_shares,
+    layers_of_blocks,
+    layers_of_parts,
+    unequal_shares,
+    with_bytes,
+)
 from .stacking import Stacking
 from .table import TickTable
 from .unequal import UnequalRunner
 
+_WORTH_SAYING = 4096  # bytes that are passed on whole
 _FAR_LESS = 0.6  # of the FLOPs of the busiest stage, below which stages differ rather
 
 
@@ -51,6 +63,8 @@ class Staged:
     dealt: Deal | tuple[int, ...]  # blocks to runs, or where a line of equations is cut
     sent: tuple[Any, ...] = ()
     flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    layers: tuple[LayerStages, ...] = ()
+    of_cut: tuple[str, ...] = ()  # what to know of how it was cut
 
     @classmethod
     def of(
@@ -65,13 +79,16 @@ class Staged:
 
         Raises :class:`PipelineError` with the reason where the program cannot be cut.
         """
-        _check(program, placement, pipeline)
+        check_stages(program, placement, pipeline)
         assert program.example is not None
         micro = _micro(program.example, pipeline.micro_batches)
         count = pipeline.micro_batches
         traced = traced_of(program, placement, count, abstract_of(program), micro)
-        cut = _cut(program, traced, placement, pipeline)
+        cut, why = _cut(program, traced, placement, pipeline)
+        notes = () if why is None else (f"the stages differ: {why}",)
         if isinstance(cut, Segments):
+            notes += _without_rows(cut, placement)
+            layers = layers_of_parts(cut.params)
             stacking: Stacking = Packing.by_owner(program, placement, pipeline.axis, cut.owner)
             functions, dealt, shares = cut, cut.cuts, unequal_shares(cut)
             flops = 0.0, max(cut.flops), 0.0
@@ -79,6 +96,7 @@ class Staged:
             blocks, dealt = cut
             stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, dealt)
             functions, shares = blocks.functions, equal_shares(blocks, dealt)
+            layers = layers_of_blocks(blocks, dealt)
             flops = blocks.functions.flops
         return cls(
             program,
@@ -91,6 +109,8 @@ class Staged:
             dealt=dealt,
             sent=tuple(var.aval for var in functions.enters),
             flops=flops,
+            layers=layers,
+            of_cut=notes,
         )
 
     @property
@@ -103,6 +123,31 @@ class Staged:
         """Whether a stage leaves out what it has no work for."""
         placement = self.placement
         return runs_alone(dict(placement.mesh.axes), self.pipeline.axis, placement.batch_axes)
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What was done in another way than it might have been, and why."""
+        if not isinstance(self.dealt, Deal) or self.placement.rules is not None:
+            return self.of_cut
+        micro = _micro(self.whole.example, self.pipeline.micro_batches)
+
+        def sums_often() -> bool:
+            arguments = self.pipeline.micro_batches, abstract_of(self.whole), micro
+            traced = traced_of(self.whole, self.placement, *arguments, in_context=True)
+            blocks = _blocks(traced, self.placement, self.pipeline)
+            return self._by_piece(blocks, micro) is None
+
+        pieces = self.placement.batch_shards
+        if pieces == 1 or leaves_of(micro)[0][0].shape[0] % pieces:
+            return self.of_cut
+        if not self.whole.under(self.placement, sums_often, whole=True)():
+            return self.of_cut
+        axes = ", ".join(self.placement.batch_axes)
+        return (
+            *self.of_cut,
+            f"gradients of the blocks are summed over {axes} for every micro-batch, not once a "
+            "step: rows do not go through a block each by itself, as where it draws random numbers",
+        )
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is cut into micro-batches: not one that is smaller than the example and
@@ -243,54 +288,6 @@ class Staged:
         return [cut(leaf) for leaf in leaves]
 
 
-def _check(program: Program, placement: Placement, pipeline: Pipeline) -> None:
-    """Raises :class:`PipelineError` with all that is in the way."""
-    mesh, faults = placement.mesh, faults_of(program, placement, pipeline.axis, "stages")
-    beside = {axis for axis, size in mesh.axes if size > 1} - {pipeline.axis, *placement.batch_axes}
-    if pipeline.schedule == "zero_bubble" and beside:
-        faults.append(
-            f"schedule='zero_bubble' is not supported beside axis {min(beside)!r}, which splits "
-            "more than the rows of a batch: stages then compute all three kinds of passes in every "
-            "tick, and discard what they have no work for. Use schedule='1f1b'."
-        )
-    if faults:
-        raise PipelineError("\n".join(faults))
-
-
-def faults_of(program: Program, placement: Placement, axis: str, what: str) -> list[str]:
-    """What keeps a model from being cut into ``what``: stages or branches."""
-    mesh, faults = placement.mesh, list[str]()
-    name = {"stages": "a pipeline", "branches": "branches"}[what]
-    if axis not in mesh:
-        faults.append(
-            f"the mesh ({mesh.axes_text}) has no axis {axis!r} for the {what}: add it, "
-            f"mw.create_mesh({{{axis!r}: 4, ...}})."
-        )
-    elif axis in placement.batch_axes:
-        faults.append(
-            f"axis {axis!r} is given to the {what} and to the batch. Name another one for "
-            "the batch, batch='data', or batch=None."
-        )
-    if program.own_step is not None:
-        faults.append(
-            f"{name} cannot take the train_step of model {program.name!r}: its gradients are "
-            f"taken by {what}. Use Keras' own train_step."
-        )
-    if placement.zero > 2:
-        faults.append(
-            f"zero=3 is not supported with {name}, whose devices hold their weights already. Use "
-            f"a lower level, or zero=3 without the {what}."
-        )
-    if any(entry.layout.pad for entry in placement.layouts):
-        faults.append(f"pad=True is not supported with {name}. Use axes that divide.")
-    if program.example is None:
-        faults.append(
-            f"to cut model {program.name!r} into {what} needs an example of a batch: train it "
-            "first, or pass a batch, for a program as mw.jax_program(..., batch=example)."
-        )
-    return faults
-
-
 def traced_of(
     program: Program,
     placement: Placement,
@@ -309,16 +306,19 @@ def traced_of(
 
 def _cut(
     program: Program, traced: Traced, placement: Placement, pipeline: Pipeline
-) -> Segments | tuple[Blocks, Deal]:
+) -> tuple[Segments | tuple[Blocks, Deal], str | None]:
     """Equal blocks if there are any, else stages that differ; these too where few blocks are equal
-    and the others would leave one stage with most of the work."""
+    and the others would leave one stage with most of the work. And why stages differ, if so."""
     try:
         blocks = _blocks(traced, placement, pipeline)
         deal = _deal(program, blocks, placement, pipeline)
-        return _better(program, blocks, deal, placement, pipeline) or (blocks, deal)
+        better = _better(program, blocks, deal, placement, pipeline)
+        if better is None:
+            return (blocks, deal), None
+        return better, f"with the {blocks.count} equal blocks one would have far more to do"
     except PipelineError as error:
         try:
-            return _segments(program, traced, placement, pipeline)
+            return _segments(program, traced, placement, pipeline), str(error).partition(". ")[0]
         except PipelineError as other:
             if str(other) == str(error):
                 raise
@@ -341,6 +341,18 @@ def _better(
     except PipelineError:
         return None
     return segments if max(segments.flops) < enough else None
+
+
+def _without_rows(segments: Segments, placement: Placement) -> tuple[str, ...]:
+    """A note on what crosses whole where the batch is split."""
+    packed, pieces = segments.packed, placement.batch_shards
+    nbytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in packed.shapes if a.shape[0] == 1)
+    if pieces == 1 or nbytes < _WORTH_SAYING:
+        return ()
+    return (
+        f"{bytes_text(nbytes)} of what a stage passes on of a micro-batch have no dim of its rows "
+        f"in front, so each of the {pieces} pieces of the batch passes on all of them",
+    )
 
 
 def _segments(

@@ -162,7 +162,8 @@ class Assembly:
         mesh, staged = self.placement.mesh, self.staged
         if staged is None:
             return Explanation(mesh, self.placed)
-        return Explanation(mesh, self.placed, staged.shares, staged.ticks)
+        notes = staged.notes
+        return Explanation(mesh, self.placed, staged.shares, staged.ticks, staged.layers, notes)
 
     @property
     def outside(self) -> Storing | Stacking:

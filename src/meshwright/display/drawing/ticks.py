@@ -21,14 +21,15 @@ _HUES = {"forward": 0, "backward": 1, "weights": 2}  # pieces of the palette
 _LEGEND = {"forward": "forward", "backward": "backward", "weights": "gradients of weights"}
 
 
-def tick_table_svg(table: TickTable) -> str:
-    """The text of an SVG file: a box for each pass, as wide as what it takes of its tick.
+def tick_table_svg(table: TickTable, of_stages: Sequence[float] = ()) -> str:
+    """The text of an SVG file: a box for each pass, as wide as the share of the FLOPs that its
+    stage has, if ``of_stages`` says them.
 
     >>> import meshwright as mw
     >>> tick_table_svg(mw.Pipeline("stage", 4).table(2)).startswith("<svg")
     True
     """
-    return _drawn(table, _WIDE, PAPER, RULE)
+    return _drawn(table, _WIDE, PAPER, RULE, of_stages)
 
 
 def tick_table_picture(table: TickTable, of_stages: Sequence[float] = ()) -> str:

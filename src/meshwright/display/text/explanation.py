@@ -37,7 +37,12 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
     ticks = explanation.ticks
     shares = [share.flops_share for share in explanation.stages]
     more = ("", tick_table_text(ticks, shares).parts) if ticks is not None else ()
-    return paragraphs(*parts, "", stages, *more)
+    kind = explanation.stages[0].kind
+    layers = Columns(
+        [("layer", "branches" if kind == "branches" else "stage"), *explanation.layers]
+    )
+    notes = [f"note: {note}" for note in explanation.notes]
+    return paragraphs(*parts, "", stages, "", layers, *more, *(("", notes) if notes else ()))
 
 
 def stage_row(share: StageShare) -> tuple[str, str, str, str]:

@@ -1,0 +1,87 @@
+"""How long ``mw.plan`` takes for GPTs that only many devices hold, pipelines beside all else.
+
+    python benchmarks/pipeline_plans.py            # both; a minute or two
+    python benchmarks/pipeline_plans.py gpt_39b    # one; the result of the other is kept
+
+Nothing is compiled. Seconds of the clock count what else the machine does, so its load is kept
+beside them; seconds of CPU are those of all threads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+from plan_models import gpt, ids
+from report import RESULTS, machine, save
+
+import meshwright as mw
+
+NAME = "pipeline_plans"
+LENGTH, ROWS = 2048, 1024
+LIMIT_S = 10.0  # of the search, as by default
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A GPT of ``depth`` blocks, and the target that it is planned for."""
+
+    depth: int
+    width: int
+    heads: int
+    target: str
+
+
+PAIRS = {
+    "gpt_39b": Pair(48, 8192, 64, "h100:8x8"),
+    "gpt_175b": Pair(96, 12288, 96, "v5p:8x8x8"),
+}
+
+
+def measure(name: str) -> dict[str, Any]:
+    pair, load = PAIRS[name], os.getloadavg()[0]
+    program = gpt(pair.depth, pair.width, pair.heads, LENGTH)
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    plan = mw.plan(program, ids(ROWS, LENGTH), target=pair.target, limit_s=LIMIT_S)
+    seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    piped = plan.named.get("pipeline")
+    return {
+        "pair": name,
+        "target": pair.target,
+        "parameters": sum(math.prod(info.dims) for info in program.params),
+        "rows": ROWS,
+        "length": LENGTH,
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+        "load_before": load,
+        "load_after": os.getloadavg()[0],
+        "chosen": str(plan.chosen.layouts),
+        "chosen_is_pipeline": plan.chosen.pipeline is not None,
+        "chosen_s": plan.chosen.time_s,
+        "chosen_peak_bytes": plan.chosen.peak_bytes,
+        "best_pipeline": None if piped is None else str(piped.layouts),
+        "best_pipeline_s": None if piped is None else piped.time_s,
+        "notes": [note for note in plan.notes if "pipeline" in note],
+        "machine": machine(),
+    }
+
+
+def main() -> None:
+    path = RESULTS / f"{NAME}.json"
+    rows = json.loads(path.read_text()) if path.exists() else []
+    for name in sys.argv[1:] or PAIRS:
+        row = measure(name)
+        print(json.dumps(row, indent=2), flush=True)
+        rows = [*(other for other in rows if other["pair"] != name), row]
+        save(NAME, rows)
+
+
+if __name__ == "__main__":
+    main()
