@@ -104,6 +104,21 @@ def test_a_hub_that_decides_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch
         router.close(0)
 
 
+def test_agents_of_a_job_that_was_suspended_do_not_take_each_other_for_lost(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(nodes, "_PAUSE_S", 0.2)
+    with contextlib.closing(Spoke("127.0.0.1:9", False, 0.3)) as spoke:
+        assert spoke.exchange([], False, None, False) is None
+        time.sleep(0.5)  # it was stopped
+        assert spoke.exchange([], False, None, False) is None
+        until_s = time.monotonic() + 2.0
+        while (failure := spoke.exchange([], False, None, False)) is None:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        assert "is out of reach" in failure.what
+
+
 def test_a_meeting_that_anybody_can_reach_is_said_to_be_one(capfd: pytest.CaptureFixture[str]):
     join._warn_without_keys("tcp://n01:4711", None)
     join._warn_without_keys("ipc:///somewhere", None)

@@ -34,6 +34,7 @@ _LINGER_MS = 1000
 _LAST_CALL_S = 5.0  # for more hosts, once the least number has come
 _JOIN_EVERY_S = 2.0
 _DECISION_S = 5.0
+_PAUSE_S = 2.0  # this process itself was stopped, perhaps with all others
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Hub:
         self._nodes: dict[bytes, dict[str, Any]] = {}
         self._waiting: dict[bytes, dict[str, Any]] = {}  # for the next start
         self._heard_s: dict[bytes, float] = {}
+        self._exchanged_s = time.monotonic()
         self._seen: dict[int, Seen] = {}
         self._gone: set[bytes] = set()  # their ranks have all ended
         self._left: set[bytes] = set()  # they end for good, or are out of reach
@@ -133,6 +135,10 @@ class Hub:
         self, _seen: Iterable[Seen], done: bool, failure: Failure | None, _leaves: bool
     ) -> Failure | None:
         """Hear the others; the first failure."""
+        now_s, before_s = time.monotonic(), self._exchanged_s
+        self._exchanged_s = now_s
+        if now_s - before_s > _PAUSE_S:
+            self._heard_s = dict.fromkeys(self._heard_s, now_s)
         while self._socket.poll(0):
             failure = self._hear() or failure
         return failure or self._silent()
@@ -245,7 +251,7 @@ class Spoke:
         self._visit = Visit(f"tcp://{address}", keys, f"the rendezvous {address}", _LINGER_MS)
         self._socket = self._visit.socket
         self._said_s = 0.0
-        self._heard_s = time.monotonic()
+        self._heard_s = self._exchanged_s = time.monotonic()
         self.blamed: Stall | None = None
         self.is_changing = False
         self._round = 0
@@ -289,7 +295,10 @@ class Spoke:
         self, seen: Iterable[Seen], done: bool, failure: Failure | None, leaves: bool
     ) -> Failure | None:
         """Report to the hub; the failure that ends the group, if there is one."""
-        now_s = time.monotonic()
+        now_s, before_s = time.monotonic(), self._exchanged_s
+        self._exchanged_s = now_s
+        if now_s - before_s > _PAUSE_S:
+            self._heard_s = now_s
         if failure is not None or done or now_s - self._said_s > _EVERY_S:
             self._said_s = now_s
             self._tell(seen, done, failure, leaves)
