@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import click
 import jax
 import keras
 import numpy as np
@@ -12,6 +14,9 @@ import pytest
 from test_server import LAYOUTS, build
 
 import meshwright as mw
+from meshwright.commands.texts import PriceText
+from meshwright.planning.prices import price_of
+from meshwright.targets.target import Target
 
 X = jax.ShapeDtypeStruct((1, 8), "float32")
 
@@ -34,6 +39,30 @@ def test_weights_of_a_device_are_those_that_the_server_holds() -> None:
     assert memory.input_bytes == 4 * 8 * 4  # four of eight rows
     assert report.fits is None  # nothing is known of this machine
     assert report.batches[1].report.collectives[0].kind == "all-reduce"
+
+
+def test_eight_bits_are_those_of_a_model_that_keras_has_quantized() -> None:
+    model, strategy = build(), mw.Sharded(mw.Mesh({"model": 8}), LAYOUTS, batch=None)
+    options = {"strategy": strategy, "target": "h100:8", "compile": False, "rows": [8]}
+    wide = mw.dry_serve(model, X, **options)
+    with pytest.raises(mw.ModelError, match=r"model\.quantize"):
+        mw.dry_serve(model, X, precision="int8", **options)
+    for name in ("hidden", "last"):
+        model.get_layer(name).quantize("int8")
+    narrow = mw.dry_serve(model, X, **options)
+    assert narrow.weight_bytes < wide.weight_bytes
+
+
+def test_a_table_of_prices_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "prices.toml").write_text('h100 = 2.5\n"v5p:2x2x1" = 4\n')
+    table = PriceText()(str(tmp_path / "prices.toml"))
+    assert table == {"h100": 2.5, "v5p:2x2x1": 4.0}
+    assert price_of(Target.of("v5p:2x2x1"), table) == 4.0
+    assert PriceText()("1.5") == 1.5
+    (tmp_path / "prices.toml").write_text("h100 = -1")
+    for text in (str(tmp_path / "prices.toml"), "much", "-1", str(tmp_path / "none.toml")):
+        with pytest.raises(click.BadParameter):
+            PriceText()(text)
 
 
 def test_the_devices_that_a_load_takes() -> None:
@@ -59,6 +88,10 @@ def test_the_devices_that_a_load_takes() -> None:
     assert (load.rows, load.copies, load.devices) == (1024, 2, 8)
     assert report.devices_for(rows_per_s=1).rows == 1
     assert report.price_per_million(2.0) == pytest.approx(1e6 * 2 * 4 * many / (3600 * 0.8 * 1024))
+    table = {"v5p": 9.0, "h100": 2.0}
+    assert report.price_per_million(table) == report.price_per_million(2.0)
+    with pytest.raises(mw.DataError, match="no price of 'h100'"):
+        report.price_per_million({"v5p": 9.0})
     full = replace(report.batches[1], report=replace(report.batches[1].report, refusal="no room"))
     small = replace(report, batches=(report.batches[0], full))
     assert small.price_per_million(2.0) == pytest.approx(1e6 * 2 * 4 * one / (3600 * 0.8))

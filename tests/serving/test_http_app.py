@@ -418,7 +418,16 @@ def test_a_mounted_app_says_that_its_models_did_not_start_and_tries_again(monkey
     assert line.__dict__["fields"]["error"] == "there is no checkpoint."
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/", "/v2/models/linear", "/openapi.json"])
+def test_the_paths_are_a_page_without_scripts_of_others():
+    answered = call(app_of(), "GET", "/docs")
+    assert answered.status == 200
+    text = answered.body.decode()
+    for said in ("/v1/models/linear:predict", "POST /v2/models/linear/infer gives", "429"):
+        assert said in text
+    assert "src=" not in text
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/", "/docs", "/v2/models/linear", "/openapi.json"])
 def test_looking_at_a_model_takes_no_share_and_bears_a_swap(path):
     app = serving_app(Swapping(Linear()))
     assert call(app, "GET", path).status == 200

@@ -157,7 +157,7 @@ def test_a_plan_serves_with_its_mesh_batches_and_precision(tmp_path: Path) -> No
         assert {weight.dtype for weight in served.status().weights} == {"float32"}
 
 
-def test_kernels_of_eight_bits_are_laid_out_by_the_plan() -> None:
+def test_kernels_of_eight_bits_are_laid_out_by_the_plan(tmp_path: Path) -> None:
     model = dense(4096)
     for name in ("up", "down"):
         model.get_layer(name).quantize("int8")
@@ -167,7 +167,8 @@ def test_kernels_of_eight_bits_are_laid_out_by_the_plan() -> None:
     assert plan.serving is not None
     (batch,) = plan.serving.batches
     assert batch.peak_bytes == pytest.approx(plan.chosen.peak_bytes, rel=0.01)  # not whole
-    with mw.Server(model, plan) as server:
+    plan.save(tmp_path / "plan.json")
+    with mw.Server(model, tmp_path / "plan.json") as server:
         held = server.model("small").status().bytes_by_device
     whole = sum(weight.value.nbytes for weight in model.weights)
     assert max(held.values()) < whole / 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -47,9 +48,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[keras.Model, mw.S
 def test_a_training_checkpoint_on_another_mesh(trained: tuple) -> None:
     model, strategy, run = trained
     mesh = mw.create_mesh({"model": 4}, devices=mw.create_mesh({"d": 8}).bound_devices()[:4])
-    with mw.Server(strategy=strategy.serving(mesh), build=build, checkpoint=run) as server:
+    with mw.Server(run, strategy.serving(mesh), build=build) as server:
         answer = server.answer({"input": ROWS})
-        served = server.model("small")
+        served: Any = server.model("small")
         status = served.status()
     np.testing.assert_allclose(answer.outputs["last"], model.predict(ROWS, verbose=0), atol=1e-6)
     assert answer.version == "3"
@@ -58,6 +59,7 @@ def test_a_training_checkpoint_on_another_mesh(trained: tuple) -> None:
     # Kernels in pieces of a quarter, biases and statistics whole; no slot.
     per_device = 4 * (8 * 16 // 4 + 16 + 4 * 16 + 16 * 4 // 4 + 4)
     assert status.bytes_by_device == {f"cpu:{n}": per_device for n in range(4)}
+    assert served.moved.nbytes == 4 * per_device  # which is all that was read
     assert {w.name: w.bytes_per_device for w in status.weights}["hidden/kernel"] == 128
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from .options import (
     target_option,
     timeout_option,
 )
-from .texts import LockFile, NewFile, SizesText
+from .texts import LockFile, NewFile, PriceText, SizesText
 
 if TYPE_CHECKING:
     from ..layouts.layout import Layout
@@ -53,10 +54,10 @@ if TYPE_CHECKING:
 )
 @option(
     "--price",
-    type=click.FloatRange(0),
-    metavar="NUMBER",
-    help="Price of a device-hour: also report the cost of a step, of samples and of tokens; with "
-    "--serve, of a million rows.",
+    type=PriceText(),
+    metavar="NUMBER|FILE",
+    help="Price of a device-hour, or a TOML file with one by target (h100 = 2.5): also report the "
+    "cost of a step, of samples and of tokens; with --serve, of a million rows.",
 )
 @option(
     "--serve",
@@ -120,7 +121,7 @@ def dry_run(
     no_compile: bool,
     html: Path | None,
     trace: Path | None,
-    price: float | None,
+    price: float | Mapping[str, float] | None,
     serve: bool,
     rows: tuple[int, ...] | None,
     qps: float | None,

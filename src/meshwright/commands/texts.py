@@ -46,6 +46,27 @@ class MeshText(_Read):
         return Mesh.from_string(text)
 
 
+class PriceText(_Read):
+    """A number, or a TOML file with one by target."""
+
+    name = "price"
+
+    def read(self, text: str) -> float | dict[str, float]:
+        from ..planning.prices import read_prices
+
+        if Path(text).suffix == ".toml":
+            return read_prices(Path(text))
+        try:
+            price = float(text)
+        except ValueError:
+            price = -1.0
+        if not 0 <= price < float("inf"):
+            raise click.BadParameter(
+                f"expected a number, 0 or more, or a .toml file; received {text!r}."
+            )
+        return price
+
+
 class TargetText(_Read):
     """``v5p:2x2x2``."""
 

@@ -34,6 +34,7 @@ VIEWS = {  # kind of view -> class -> the function that draws it
         "planning.beside.Pair": "display.page.document:pair_page",
         "planning.report.DryRun": "display.page.document:dry_run_page",
         "planning.search.plan.Plan": "display.page.document:plan_page",
+        "serving.http.openapi.Paths": "display.page.api:api_page",
         "serving.http.overview.Overview": "display.page.server:server_page",
     },
     "picture": {"stages.table.TickTable": "display.drawing.ticks:tick_table_svg"},

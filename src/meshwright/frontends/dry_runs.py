@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..errors import ModelError
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..planning.dry_run import Blocks, DryRun, dry_run_of
@@ -89,9 +90,10 @@ def dry_serve(
     as many devices as ``target``. The forward pass is compiled for each of ``rows``; with
     ``compile=False``, and for GPUs where XLA for them is not installed, times, collectives and the
     peak are those of the planner's model, and bytes of weights are exact. ``precision`` is that of
-    a :class:`~meshwright.Server`. ``hardware`` takes the place of what is known of the target's
-    chips, and the compiler has ``timeout_s`` seconds. Raises
-    :class:`~meshwright.TargetError` and :class:`~meshwright.CompileError`.
+    a :class:`~meshwright.Server`; for eight bits give a model that Keras has quantized.
+    ``hardware`` takes the place of what is known of the target's chips, and the compiler has
+    ``timeout_s`` seconds. Raises :class:`~meshwright.TargetError` and
+    :class:`~meshwright.CompileError`.
 
     >>> import jax, keras, meshwright as mw
     >>> with mw.abstract():
@@ -108,6 +110,12 @@ def dry_serve(
     target = Target.of(target)
     placement = strategy if isinstance(strategy, Placement) else strategy.placement
     check_size(placement.mesh, target)
+    if precision not in (None, "bfloat16", "float16"):
+        raise ModelError(
+            f"precision={precision!r} is not supported for a model of shapes: Keras makes eight "
+            "bits from values. Call model.quantize('int8') on a model that has them, and dry-run "
+            "that one."
+        )
     forwards = Forwards(model, inputs, precision)
     steps = forwards.steps(strategy)
     return serving_report(

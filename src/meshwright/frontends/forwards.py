@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,11 +70,25 @@ class Forwards:
         """The forward pass of a batch of this size."""
         return ForwardStep.of(on_batch(steps, self.batch(rows), last=True))
 
+    @functools.cached_property
+    def _alone(self) -> Assembly:
+        return self.steps(Placement.of(_ONE_DEVICE, batch="batch", unmatched="replicate"))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters and state."""
+        import jax
+
+        program = self._alone.program
+        return sum(
+            math.prod(info.dims) * jax.numpy.dtype(info.dtype).itemsize
+            for info in (*program.params, *program.state)
+        )
+
     def graph(self, rows: int) -> Graph:
         """The operations of a batch of this size, as one device would do them."""
         if rows not in self.graphs:
-            alone = Placement.of(_ONE_DEVICE, batch="batch", unmatched="replicate")
-            step = self.on(self.steps(alone), rows)
+            step = self.on(self._alone, rows)
             with tracing(step.program.name):
                 self.graphs[rows] = graph_of_step(step)
         return self.graphs[rows]

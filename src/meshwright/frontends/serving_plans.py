@@ -161,7 +161,11 @@ def _precisions(model: Any, question: Question) -> tuple[str | None, ...]:
 
 def _layouts(forwards: Forwards, question: Question) -> Plan:
     """The best layouts for the batch that is planned for."""
-    targets = list(_parts(question))
+    targets = [
+        target
+        for target in _parts(question)
+        if target == question.target or _has_room(target, forwards.weight_bytes, question)
+    ]
     best, worse = None, 0
     fault: PlanError | None = None
     others = list[Option]()
@@ -197,6 +201,12 @@ def _parts(question: Question) -> Iterator[Target]:
     if question.goal.aim == "throughput" and question.axes is None:
         yield from reversed(tuple(_smaller(question.target)))
     yield question.target
+
+
+def _has_room(target: Target, weight_bytes: int, question: Question) -> bool:
+    """Whether the weights alone, cut into pieces for all devices, fit."""
+    limit = question.limit_bytes
+    return limit is None or weight_bytes <= limit * target.num_devices
 
 
 def _smaller(target: Target) -> Iterator[Target]:

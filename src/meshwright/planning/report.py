@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -19,6 +20,7 @@ from .beside import Comparison, Pair, beside
 from .blocks import Blocks
 from .estimate import Estimate
 from .measurement import Measured
+from .prices import price_of
 from .throughput import Fed, Price, per_s, price
 from .verdict import Verdict, verdict_of
 
@@ -206,13 +208,15 @@ class DryRun(Viewable):
         """The same of tokens; ``None`` where the batch's first array is not integers by rows."""
         return per_s(None if self.fed is None else self.fed.tokens, self.step_time_s)
 
-    def price(self, per_device_hour: float) -> Price:
+    def price(self, per_device_hour: float | Mapping[str, float]) -> Price:
         """What a step, a million samples and a million tokens cost, where a device costs so much.
 
-        Raises :class:`~meshwright.DataError` for a price below zero, and where the time of a step
-        is not known.
+        A table has the price by target (``"h100:8"``) or kind (``"h100"``). Raises
+        :class:`~meshwright.DataError` for a price below zero, and where the time of a step is not
+        known.
         """
-        return price(per_device_hour, self.target.num_devices, self.step_time_s, self.fed)
+        each = price_of(self.target, per_device_hour)
+        return price(each, self.target.num_devices, self.step_time_s, self.fed)
 
     @property
     def bound_by(self) -> str | None:

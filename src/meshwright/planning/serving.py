@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -17,6 +17,7 @@ from .ahead import compile_abstract
 from .analytic.report import report_of_graph
 from .dry_run import not_compiled
 from .graph import Graph
+from .prices import price_of
 from .reading import read, refused
 from .report import DryRun
 
@@ -138,16 +139,18 @@ class ServingReport:
             )
         return min(loads, key=lambda load: (load.devices, load.latency_s))
 
-    def price_per_million(self, per_device_hour: float) -> float | None:
+    def price_per_million(self, per_device_hour: float | Mapping[str, float]) -> float | None:
         """The price of a million rows, in full batches of the cheapest size that fits.
 
-        As in :meth:`devices_for`, devices are idle for a fifth of the time. ``None`` where no time
-        is known, or nothing fits.
+        A table has the price by target (``"h100:8"``) or kind (``"h100"``). As in
+        :meth:`devices_for`, devices are idle for a fifth of the time. ``None`` where no time is
+        known, or nothing fits.
         """
         size = math.prod(count for _, count in self.axes)
         fitting = [each for each in self.batches if each.report.fits is not False]
         rates = [_BUSY * each.rows_per_s for each in fitting if each.rows_per_s]
-        return 1e6 * per_device_hour * size / (3600 * max(rates)) if rates else None
+        each_hour = price_of(self.target, per_device_hour)
+        return 1e6 * each_hour * size / (3600 * max(rates)) if rates else None
 
     def __str__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.axes)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import ModelError, NotReadyError, UnknownModelError
 from ..planning.cache import folder
+from ..planning.search.plan import Plan
 from .api import Answer, ServedModel
 from .model import LoadedModel
 from .options import ServeOptions
@@ -31,17 +32,18 @@ class Server:
     ``model`` is a Keras model, a ``.keras`` file, a :class:`~meshwright.Program`, or a function
     ``(params, inputs)`` with ``params``. ``build`` is a function that returns a model, as
     ``meshwright dry-run`` takes it; the model is built as shapes only, and its values come from
-    ``checkpoint``, a run's directory or one checkpoint. ``strategy`` lays it out: a
-    :class:`~meshwright.Sharded`, a :class:`~meshwright.Placement`, a :class:`~meshwright.Plan` or a
-    mesh; without one it lies on the first device, and one with a :class:`~meshwright.Pipeline` is
-    served by stages. A plan for latency or throughput also gives ``buckets`` and ``precision``,
-    unless ``options`` do. Each device reads its own pieces of the weights and nothing else; slots
-    are left out. With the :class:`~meshwright.ParameterServer` that trains the model, weights and
-    rows of tables are those of its servers. ``example`` is a batch of inputs, of which shapes and
-    dtypes are looked at, where the model does not say them. ``name`` is that of the model, and
-    ``version`` stands in each answer; without it, the step of the checkpoint does. ``options`` are
-    those of :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``,
-    ``lengths``, ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``,
+    ``checkpoint``, a run's directory or one checkpoint, which may stand first as well:
+    ``Server("runs/first", build=build)``. ``strategy`` lays it out: a :class:`~meshwright.Sharded`,
+    a :class:`~meshwright.Placement`, a :class:`~meshwright.Plan` or the file of one, or a mesh;
+    without one it lies on the first device, and one with a :class:`~meshwright.Pipeline` is served
+    by stages. A plan for latency or throughput also gives ``buckets`` and ``precision``, unless
+    ``options`` do. Each device reads its own pieces of the weights and nothing else; slots are left
+    out. With the :class:`~meshwright.ParameterServer` that trains the model, weights and rows of
+    tables are those of its servers. ``example`` is a batch of inputs, of which shapes and dtypes
+    are looked at, where the model does not say them. ``name`` is that of the model, and ``version``
+    stands in each answer; without it, the step of the checkpoint does. ``options`` are those of
+    :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``, ``lengths``,
+    ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``,
     ``in_flight``.
 
     With ``precision`` ("bfloat16", "float16", or "int8" by Keras' quantization) parameters take
@@ -121,6 +123,10 @@ class Server:
                 "a server over several processes that runs takes no more models. Add them all, in "
                 "every process, before load()."
             )
+        if isinstance(strategy, str | Path):
+            strategy = Plan.load(strategy)
+        if build is not None and checkpoint is None and isinstance(model, str | Path):
+            model, checkpoint = None, model
         given = ServeOptions.of(planned(strategy, options))
         what = {"build": build, "params": params, "example": example, "name": name}
         source = source_of(model, strategy, **what, precision=given.precision)

@@ -32,7 +32,7 @@ from .limits import Limits
 from .log import LOGGER, RequestLog
 from .looking import all_of, looked_at
 from .metrics import MEDIA_TYPE, Metrics
-from .openapi import openapi
+from .openapi import Paths, openapi
 from .overview import overview_of
 
 _AGAIN_S = 10.0  # between two starts, where the first one failed
@@ -45,8 +45,9 @@ def serving_app(
     """An ASGI app that answers for ``models``, a :class:`mw.Server`, in every contract.
 
     Open Inference V2, TensorFlow Serving's REST, SageMaker's and MLflow's ``/invocations``, health,
-    ``/metrics``, ``/openapi.json`` and a page at ``/``. ``limits`` bounds what a request may ask
-    for; with ``keys`` each request but a health check must bring one of them.
+    ``/metrics``, ``/openapi.json``, the same to read at ``/docs``, and a page at ``/``. ``limits``
+    bounds what a request may ask for; with ``keys`` each request but a health check must bring one
+    of them.
 
     Its lifespan starts the models and drains them. Mounted in another app it has none: the first
     request starts them then, unless the other lifespan does, and that one must drain them.
@@ -134,6 +135,7 @@ class _Face:
         return [
             Route("/", self._page, methods=_GET),
             Route("/openapi.json", self._openapi, methods=_GET),
+            Route("/docs", self._paths, methods=_GET),
             Route("/metrics", self._metrics, methods=_GET),
             *(Route(path, self._ready, methods=_GET) for path in ("/v2/health/ready", "/health")),
             Route("/ping", self._ready, methods=_GET),
@@ -254,6 +256,10 @@ class _Face:
 
     async def _openapi(self, _http: Request) -> Response:
         return json_response(openapi(self._models, _version()))
+
+    async def _paths(self, _http: Request) -> Response:
+        paths = Paths(openapi(self._models, _version()))
+        return HTMLResponse(await asyncio.to_thread(view_of, paths, "page"))
 
     async def _metrics(self, _http: Request) -> Response:
         return PlainTextResponse(self.metrics.text(), media_type=MEDIA_TYPE)

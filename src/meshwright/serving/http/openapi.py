@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..api import Models, ServedModel, TensorSpec
+from ...views import Viewable
+from ..api import Models, TensorSpec
 from .contracts.open_inference import DATATYPES
 from .looking import looked_at
 
@@ -20,15 +23,27 @@ _ERRORS = {
 }
 
 
+@dataclass(frozen=True)
+class Paths(Viewable):
+    """The description, to be seen as a page."""
+
+    description: Mapping[str, Any]
+
+
 def openapi(models: Models, version: str) -> dict[str, Any]:
     """The description as a JSON value."""
     paths: dict[str, Any] = {}
     for name in models.names():
         model = looked_at(models, name)
-        paths[f"/v2/models/{name}/infer"] = _post("Open Inference protocol V2", _v2(model))
-        paths[f"/v1/models/{name}:predict"] = _post("TensorFlow Serving", _columns(model))
+        paths[f"/v2/models/{name}/infer"] = _post(
+            "Open Inference protocol V2", _v2(model.inputs), _v2(model.outputs, "outputs")
+        )
+        paths[f"/v1/models/{name}:predict"] = _post(
+            "TensorFlow Serving", _columns(model.inputs), _columns(model.outputs, "outputs")
+        )
         paths[f"/v2/models/{name}"] = _get("Inputs and outputs of the model")
-    paths["/invocations"] = _post("SageMaker and MLflow", {"type": "object"})
+    anything = {"type": "object"}
+    paths["/invocations"] = _post("SageMaker and MLflow", anything, anything)
     for path, text in _PAGES.items():
         paths[path] = _get(text)
     return {
@@ -56,9 +71,10 @@ def _get(summary: str) -> dict[str, Any]:
     return {"get": {"summary": summary, "responses": {"200": {"description": "OK"}}}}
 
 
-def _post(summary: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _post(summary: str, schema: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    responses: dict[str, Any] = {"200": {"description": "The answer"}}
+    content = {"application/json": {"schema": answer}}
+    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
     responses |= {code: {"description": t, "content": error} for code, t in _ERRORS.items()}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"post": {"summary": summary, "requestBody": body, "responses": responses}}
@@ -75,13 +91,15 @@ def _nested(spec: TensorSpec) -> dict[str, Any]:
     return schema
 
 
-def _columns(model: ServedModel) -> dict[str, Any]:
-    tensors = {spec.name: _nested(spec) for spec in model.inputs}
-    inputs = {"type": "object", "required": list(tensors), "properties": tensors}
-    return {"type": "object", "required": ["inputs"], "properties": {"inputs": inputs}}
+def _columns(specs: Sequence[TensorSpec], key: str = "inputs") -> dict[str, Any]:
+    """Tensors by name; one output stands alone, as TensorFlow Serving writes it."""
+    tensors = {spec.name: _nested(spec) for spec in specs}
+    named = {"type": "object", "required": list(tensors), "properties": tensors}
+    whole = next(iter(tensors.values())) if key == "outputs" and len(tensors) == 1 else named
+    return {"type": "object", "required": [key], "properties": {key: whole}}
 
 
-def _v2(model: ServedModel) -> dict[str, Any]:
+def _v2(specs: Sequence[TensorSpec], key: str = "inputs") -> dict[str, Any]:
     tensors = [
         {
             "type": "object",
@@ -93,7 +111,7 @@ def _v2(model: ServedModel) -> dict[str, Any]:
                 "data": {"type": "array"},
             },
         }
-        for spec in model.inputs
+        for spec in specs
     ]
-    inputs = {"type": "array", "prefixItems": tensors, "minItems": len(tensors)}
-    return {"type": "object", "required": ["inputs"], "properties": {"inputs": inputs}}
+    listed = {"type": "array", "prefixItems": tensors, "minItems": len(tensors)}
+    return {"type": "object", "required": [key], "properties": {key: listed}}
