@@ -48,16 +48,16 @@ class Asked(NamedTuple):
     compile: bool = True
 
 
-def run(asked: Asked, timeout_s: float, html_path: Path | None = None) -> DryRun:
+def run(request: Asked, timeout_s: float, html_path: Path | None = None) -> DryRun:
     """The dry run of the model that ``build`` makes, on a mesh over all devices of a target.
 
     The report is written to ``html_path``, too, as a page for a browser.
     """
-    return _saved(_case(asked).dry_run(timeout_s), html_path)
+    return _saved(_case(request).dry_run(timeout_s), html_path)
 
 
 def run_here(
-    asked: Asked, timeout_s: float, html_path: Path | None = None
+    request: Asked, timeout_s: float, html_path: Path | None = None
 ) -> tuple[DryRun, Comparison]:
     """The same for a CPU target, by the numbers of this machine, and beside it the step as it runs.
 
@@ -66,24 +66,24 @@ def run_here(
     from ..frontends.measures import measure
     from ..targets.calibrate import calibrate
 
-    target = asked.target
+    target = request.target
     if target.platform != "cpu":
         raise TargetError(
             f"--measure needs a CPU target, such as cpu:8; received {target}. On that machine, "
             "call mw.measure(...) after strategy.fit(...)."
         )
-    case = _case(asked, here=True)
+    case = _case(request, here=True)
     report = _saved(case.dry_run(timeout_s, hardware=calibrate(target)), html_path)
     strategy = case.strategy.on(create_mesh(dict(case.mesh.axes)))
     return report, report.beside(measure(case.model, case.batch, strategy=strategy))
 
 
-def run_serving(asked: Asked, rows: Sequence[int], timeout_s: float) -> ServingReport:
+def run_serving(request: Asked, rows: Sequence[int], timeout_s: float) -> ServingReport:
     """What serving the model takes for batches of these sizes; the layouts are those of training,
     without what only that needs."""
     from ..frontends.dry_runs import dry_serve
 
-    case = _case(asked)
+    case = _case(request)
     inputs = case.batch
     if not isinstance(case.model, Program) and isinstance(inputs, tuple):
         inputs = inputs[0]
@@ -92,11 +92,13 @@ def run_serving(asked: Asked, rows: Sequence[int], timeout_s: float) -> ServingR
         strategy = strategy.serving(case.mesh)
     else:
         strategy = strategy.serving(case.mesh.abstract())
-    how: dict[str, Any] = {"strategy": strategy, "target": asked.target, "rows": rows}
-    progress = _Progress(asked.target)
+    how: dict[str, Any] = {"strategy": strategy, "target": request.target, "rows": rows}
+    progress = _Progress(request.target)
     try:
         with watching(progress.show):
-            return dry_serve(case.model, inputs, **how, compile=asked.compile, timeout_s=timeout_s)
+            return dry_serve(
+                case.model, inputs, **how, compile=request.compile, timeout_s=timeout_s
+            )
     finally:
         progress.end()
 
@@ -135,9 +137,9 @@ class _Case(NamedTuple):
             progress.end()
 
 
-def _case(asked: Asked, here: bool = False) -> _Case:
+def _case(request: Asked, here: bool = False) -> _Case:
     """What the options of the command mean; with ``here`` the devices are made, too."""
-    build, target, mesh, layouts, zero, batch_size, options, compile = asked
+    build, target, mesh, layouts, zero, batch_size, options, compile = request
     mesh = mesh or Mesh({"batch": target.num_devices})
     check_size(mesh, target)
     options = dict(options) if zero is None else {**options, "zero": zero}
@@ -284,12 +286,12 @@ def _micro_batch(batch: Any, rows: int | None, parts: int) -> Any:
         value = value if hasattr(value, "dtype") else np.asarray(value)
         if not value.shape:
             return jax.ShapeDtypeStruct((), value.dtype)
-        wanted = rows or value.shape[0]
-        if wanted % parts:
+        count = rows or value.shape[0]
+        if count % parts:
             raise BatchError(
-                f"a batch of {wanted} rows does not divide into {parts} micro-batches; use "
-                f"--batch-size {wanted // parts * parts or parts}."
+                f"a batch of {count} rows does not divide into {parts} micro-batches; use "
+                f"--batch-size {count // parts * parts or parts}."
             )
-        return jax.ShapeDtypeStruct((wanted // parts, *value.shape[1:]), value.dtype)
+        return jax.ShapeDtypeStruct((count // parts, *value.shape[1:]), value.dtype)
 
     return jax.tree.map(shape, batch)

@@ -84,14 +84,14 @@ def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, For
 
     Raises :class:`~meshwright.PlanError` where nothing fits in any precision.
     """
-    found, faults = list[_Served](), dict[str | None, PlanError]()
+    candidates, faults = list[_Served](), dict[str | None, PlanError]()
     for precision in _precisions(model, question):
         forwards = Forwards(model, inputs, precision)
         try:
-            found.append(_Served(precision, forwards, _layouts(forwards, question)))
+            candidates.append(_Served(precision, forwards, _layouts(forwards, question)))
         except PlanError as error:
             faults[precision] = error
-    if not found:
+    if not candidates:
         raise PlanError(
             "\n".join(f"{_named(precision)}: {error}" for precision, error in faults.items())
             if len(faults) > 1
@@ -101,12 +101,12 @@ def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, For
         lambda wider, other: (
             other if question.rank(wider.plan) > _WORTH * question.rank(other.plan) else wider
         ),
-        found,
+        candidates,
     )
     best, report = _fitting(best, question)
     batches, left_out = _worthwhile(report, question)
     serving = Serving(question.planned_rows, question.copies(best.plan), best.precision, batches)
-    why = _why(best, found, faults, question)
+    why = _why(best, candidates, faults, question)
     notes = (*best.plan.notes, *left_out)
     plan = replace(
         best.plan,
@@ -123,7 +123,7 @@ def _fitting(best: _Served, question: Question) -> tuple[_Served, ServingReport]
     """The plan, and its dry run of serving; where a batch does not fit, another plan that holds as
     much less, if there is one."""
     report = _of_all_rows(best, question)
-    limit, peaks = question.limit_bytes, [each.report.peak_bytes or 0 for each in report.batches]
+    limit, peaks = question.limit_bytes, [batch.report.peak_bytes or 0 for batch in report.batches]
     if limit is None or max(peaks) <= limit:
         return best, report
     less = replace(question, memory_limit=limit - math.ceil(_ROOM * (max(peaks) - limit)))
@@ -133,7 +133,7 @@ def _fitting(best: _Served, question: Question) -> tuple[_Served, ServingReport]
         return best, report
     other = best._replace(plan=replace(plan, limit_bytes=limit))
     again = _of_all_rows(other, question)
-    fits = all((each.report.peak_bytes or 0) <= limit for each in again.batches)
+    fits = all((batch.report.peak_bytes or 0) <= limit for batch in again.batches)
     return (other, again) if fits else (best, report)
 
 
@@ -150,8 +150,8 @@ def _precisions(model: Any, question: Question) -> tuple[str | None, ...]:
 
     CPUs compute in float32 whatever the type, so that fewer bits are not faster there.
     """
-    if (asked := question.goal.precisions) is not None:
-        return tuple(None if name == OWN else name for name in asked)
+    if (precisions := question.goal.precisions) is not None:
+        return tuple(None if name == OWN else name for name in precisions)
     narrow = not isinstance(model, Program) and question.target.platform != "cpu"
     return (None, "bfloat16") if narrow else (None,)
 
@@ -303,7 +303,7 @@ def _worthwhile(
     """The batches that are worth compiling, and why others are not."""
     limit_bytes, planned = question.limit_bytes, question.planned_rows
     batches = [PlannedBatch(b.rows, b.latency_s, b.report.peak_bytes) for b in report.batches]
-    kept, notes = list[PlannedBatch](), list[str]()
+    worthwhile, notes = list[PlannedBatch](), list[str]()
     for batch, larger in itertools.zip_longest(batches, batches[1:]):
         if batch.rows != planned and _is_over(batch, limit_bytes):
             why = f"it takes {bytes_text(batch.peak_bytes)} of a device"
@@ -312,13 +312,13 @@ def _worthwhile(
                 f"it takes {seconds_text(batch.latency_s)}, and one of {larger.rows} "
                 f"{seconds_text(larger.latency_s)}"
             )
-        elif kept and batch.rows != planned and _adds_nothing(batch, kept[-1]):
-            why = f"it answers no more rows per second than one of {kept[-1].rows}"
+        elif worthwhile and batch.rows != planned and _adds_nothing(batch, worthwhile[-1]):
+            why = f"it answers no more rows per second than one of {worthwhile[-1].rows}"
         else:
-            kept.append(batch)
+            worthwhile.append(batch)
             continue
         notes.append(f"no batch of {batch.rows}: {why}")
-    return tuple(kept), tuple(notes)
+    return tuple(worthwhile), tuple(notes)
 
 
 def _is_over(batch: PlannedBatch, limit_bytes: int | None) -> bool:
@@ -344,13 +344,13 @@ def _is_free(batch: PlannedBatch, larger: PlannedBatch) -> bool:
 
 def _why(
     best: _Served,
-    found: Sequence[_Served],
+    candidates: Sequence[_Served],
     faults: Mapping[str | None, PlanError],
     question: Question,
 ) -> tuple[Reason, ...]:
     """What the precision changes beside the others that were looked at."""
     changes = []
-    for other in found:
+    for other in candidates:
         if other is best:
             continue
         time_s, peak = _time(other.plan.chosen), other.plan.chosen.held_bytes

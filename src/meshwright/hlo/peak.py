@@ -60,9 +60,9 @@ def alive_at_peak(module: Module) -> tuple[LiveTensor, ...]:
     return in_words(peaks.of(module.computations[module.entry]), Sources(module))
 
 
-def in_words(held: _Alive, sources: Sources) -> tuple[LiveTensor, ...]:
-    """What is held, the largest first."""
-    tensors = (_tensor(inside, instruction, place, sources) for inside, instruction, place in held)
+def in_words(alive: _Alive, sources: Sources) -> tuple[LiveTensor, ...]:
+    """The arrays that are alive, the largest first."""
+    tensors = (_tensor(inside, instruction, place, sources) for inside, instruction, place in alive)
     return tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes))
 
 
@@ -93,14 +93,14 @@ class Alive:
         return self._seen[inside.name]
 
     def _alive_in(self, inside: Computation) -> _Alive:
-        whole = [held + within for _, held, within in self.at_each(inside)]
+        whole = [nbytes + within for _, nbytes, within in self.at_each(inside)]
         return self.at(inside, whole.index(max(whole))) if whole else []
 
     def at(self, inside: Computation, place: int, *, within: bool = True) -> _Alive:
         """The arrays held at an instruction, and those held within what it runs."""
-        for at, _, held in self._states(inside):
+        for at, _, alive in self._states(inside):
             if at == place:
-                own = [one for some in held.values() for one in some]
+                own = [one for some in alive.values() for one in some]
                 return own + (self._within(inside.instructions[at]) if within else [])
         return []
 
@@ -114,7 +114,7 @@ class Alive:
         """``(place, bytes, what made the arrays that are held)`` at each instruction."""
         ends = _ends(inside)
         in_place = self._results_in_place(inside)
-        held: dict[str, _Alive] = {}  # by the name of what made it
+        alive: dict[str, _Alive] = {}  # by the name of what made it
         dies: dict[int, list[str]] = {}
         nbytes = 0
         for at, instruction in enumerate(inside.instructions):
@@ -123,15 +123,15 @@ class Alive:
                 for i in _allocated(instruction)
                 if (instruction.name, i) not in in_place
             ]
-            for name in _taken_over(inside, at, new, held, ends):
-                nbytes -= _nbytes(held.pop(name))
+            for name in _taken_over(inside, at, new, alive, ends):
+                nbytes -= _nbytes(alive.pop(name))
             if new:
-                held[instruction.name] = new
+                alive[instruction.name] = new
                 dies.setdefault(ends[instruction.name], []).append(instruction.name)
                 nbytes += _nbytes(new)
-            yield at, nbytes, held
+            yield at, nbytes, alive
             for name in dies.get(at, ()):
-                nbytes -= _nbytes(held.pop(name, []))
+                nbytes -= _nbytes(alive.pop(name, []))
 
     def _within(self, instruction: Instruction) -> _Alive:
         """What the computations that it runs hold; a fusion holds nothing."""
@@ -156,8 +156,8 @@ class Alive:
         return set(_made_by(inside, [n for i, n in enumerate(names) if i in donated]))
 
 
-def _nbytes(held: _Alive) -> int:
-    return sum(instruction.results[place].nbytes for _, instruction, place in held)
+def _nbytes(alive: _Alive) -> int:
+    return sum(instruction.results[place].nbytes for _, instruction, place in alive)
 
 
 def _allocated(instruction: Instruction) -> list[int]:
@@ -177,7 +177,7 @@ def _taken_over(
     inside: Computation,
     at: int,
     new: _Alive,
-    held: Mapping[str, _Alive],
+    alive: Mapping[str, _Alive],
     ends: Mapping[str, int],
 ) -> set[str]:
     """The names of what made the operands in whose memory an instruction puts its results."""
@@ -188,7 +188,7 @@ def _taken_over(
     sizes = [one[1].results[one[2]].nbytes for one in new]
     taken: set[str] = set()
     for name, _ in _made_by(inside, list(instruction.operands)):
-        dying = held.get(name, [])
+        dying = alive.get(name, [])
         if len(dying) == 1 and ends[name] == at and _nbytes(dying) in sizes:
             sizes.remove(_nbytes(dying))
             taken.add(name)

@@ -89,12 +89,12 @@ class Placement:
         outputs = [(f"activation {entry.pattern!r}", entry.layout) for entry in self.activations]
         faults = [f"{what}: {MATCHES_NOTHING}" for what, x in weights + arrays if holds_match(x)]
         faults += rules_faults(self.rules, self.mesh)
-        for what, asked in weights:  # rules are checked later, with the variables' sizes
-            if isinstance(asked, Layout) or self.rules is None:
-                faults += self._binding_faults(what, asked)
-        for what, asked in arrays + outputs:
-            faults += self._binding_faults(what, asked)
-        faults += [f"{what}: {_PADS_WEIGHTS}" for what, asked in arrays + outputs if asked.pad]
+        for what, layout in weights:  # rules are checked later, with the variables' sizes
+            if isinstance(layout, Layout) or self.rules is None:
+                faults += self._binding_faults(what, layout)
+        for what, layout in arrays + outputs:
+            faults += self._binding_faults(what, layout)
+        faults += [f"{what}: {_PADS_WEIGHTS}" for what, layout in arrays + outputs if layout.pad]
         if self.zero and self.batch is None:
             faults.append(
                 f"zero={self.zero} shards state over the axes of the batch, but batch=None "
@@ -180,8 +180,8 @@ class Placement:
         axes = tuple(axis for axis in self.batch_axes if axis in mesh)
         rules = self.rules
         if rules is not None:
-            kept = {dim: [a for a in rules.axes(dim) if a in mesh] for dim, _ in rules.pairs}
-            rules = DimRules([(dim, "+".join(axes)) for dim, axes in kept.items() if axes])
+            axes_by_dim = {dim: [a for a in rules.axes(dim) if a in mesh] for dim, _ in rules.pairs}
+            rules = DimRules([(dim, "+".join(axes)) for dim, axes in axes_by_dim.items() if axes])
         return replace(
             self,
             mesh=mesh,
@@ -200,19 +200,19 @@ class Placement:
             return self
         return replace(self, inputs=(*inputs, *self.inputs))
 
-    def layout(self, asked: Given) -> Layout:
+    def layout(self, layout: Given) -> Layout:
         """An unbound layout as it is, or that of named dims by the rules.
 
         Raises :class:`LayoutError` for named dims without rules.
         """
-        if isinstance(asked, Layout):
-            return asked
+        if isinstance(layout, Layout):
+            return layout
         if self.rules is None:
             raise LayoutError(
-                f"its dims are named [{asked}], and nothing says along which axes they lie: give "
+                f"its dims are named [{layout}], and nothing says along which axes they lie: give "
                 "the rules as well, rules='batch:rows;d_ff:cols', or axes in place of the names."
             )
-        return asked.layout(self.rules)
+        return layout.layout(self.rules)
 
     def with_zero(self, zero: int) -> Placement:
         """The same rules at another level of ZeRO."""
@@ -288,9 +288,9 @@ class Placement:
         dims: Sequence[int],
     ) -> Layout:
         layouts = dict(named)
-        asked = layouts.get(name) if name is not None else None
-        asked = asked or layouts.get(position) or self._by_batch(len(dims))
-        layout = self.layout(asked).on(self.mesh)
+        by_name = layouts.get(name) if name is not None else None
+        unbound = by_name or layouts.get(position) or self._by_batch(len(dims))
+        layout = self.layout(unbound).on(self.mesh)
         # A target of lower rank than its layout keeps the dims that it has (labels beside images,
         # sample weights); an input of lower rank is not the one that the layout was written for.
         if layout.rank < len(dims) or (kind == "input" and layout.rank > len(dims)):

@@ -64,15 +64,15 @@ def einsum(
     names = rename or {}
     result = _result_dims(arrays, every, _with_old_names(out, names, every), reduce)
     new = tuple(dim for dim in result if dim not in every)
-    kept = tuple(dim for dim in result if dim in every)
-    renamed = _renamed(kept, names, new)
-    meeting = Meeting.of(every, kept, names)
+    out_dims = tuple(dim for dim in result if dim in every)
+    renamed = _renamed(out_dims, names, new)
+    meeting = Meeting.of(every, out_dims, names)
     if bound := in_force():
         bound.check_together(meeting.met((*every, *new)), "einsum over")
     product = _product_of_any
     if len(arrays) == 2:
         product = _product_in_order if meeting.split else _product_of_two
-    summed = meeting.product(product, arrays, kept, precision=precision, dtype=dtype)
+    summed = meeting.product(product, arrays, out_dims, precision=precision, dtype=dtype)
     array = NamedArray(summed, renamed)
     return _broadcast(array, tuple(dim.renamed(names.get(dim.name, dim.name)) for dim in result))
 
@@ -87,16 +87,16 @@ def _with_old_names(out: DimsLike | None, names: Mapping[str, str], every: Dims)
     )
 
 
-def _renamed(kept: Dims, names: Mapping[str, str], new: Dims) -> Dims:
-    lost = [name for name in names if name not in {dim.name for dim in kept}]
+def _renamed(out_dims: Dims, names: Mapping[str, str], new: Dims) -> Dims:
+    lost = [name for name in names if name not in {dim.name for dim in out_dims}]
     if lost:
         raise DimError(
             f"einsum: rename= names {', '.join(map(repr, lost))}, which the product over "
-            f"[{text_of(kept)}] does not keep. It goes from old names to new ones, and out= has "
-            "the new ones."
+            f"[{text_of(out_dims)}] does not keep. It goes from old names to new ones, and out= "
+            "has the new ones."
         )
-    renamed = tuple(dim.renamed(names.get(dim.name, dim.name)) for dim in kept)
-    return as_dims((*renamed, *new))[: len(kept)]
+    renamed = tuple(dim.renamed(names.get(dim.name, dim.name)) for dim in out_dims)
+    return as_dims((*renamed, *new))[: len(out_dims)]
 
 
 def _broadcast(x: NamedArray, result: Dims) -> NamedArray:
@@ -106,30 +106,32 @@ def _broadcast(x: NamedArray, result: Dims) -> NamedArray:
     return NamedArray(jnp.broadcast_to(x.array.reshape(shape), [d.size for d in result]), result)
 
 
-def _product_of_two(arrays: Sequence[NamedArray], kept: Dims, *, precision: Any, dtype: Any) -> Any:
+def _product_of_two(
+    arrays: Sequence[NamedArray], out_dims: Dims, *, precision: Any, dtype: Any
+) -> Any:
     """What ``jnp.einsum`` makes of two operands, one ``dot_general``, without its search."""
     one, other = arrays
     promoted = jnp.promote_types(one.dtype, other.dtype)
     x, y = (
-        _without_its_own(one, kept, other, dtype or promoted),
-        _without_its_own(other, kept, one, dtype or promoted),
+        _without_its_own(one, out_dims, other, dtype or promoted),
+        _without_its_own(other, out_dims, one, dtype or promoted),
     )
     both = [dim for dim in x.dims if dim in y.dims]
-    gone, batch = [d for d in both if d not in kept], [d for d in both if d in kept]
+    gone, batch = [d for d in both if d not in out_dims], [d for d in both if d in out_dims]
     places = (_places(x, gone), _places(y, gone)), (_places(x, batch), _places(y, batch))
     operands = x.array.astype(promoted), y.array.astype(promoted)
     array = _dot_general(*operands, places, precision, dtype)
     own = [dim for operand in (x, y) for dim in operand.dims if dim not in both]
-    return spread(NamedArray(array, (*batch, *own)), kept)
+    return spread(NamedArray(array, (*batch, *own)), out_dims)
 
 
-def _without_its_own(x: NamedArray, kept: Dims, other: NamedArray, dtype: Any) -> NamedArray:
+def _without_its_own(x: NamedArray, out_dims: Dims, other: NamedArray, dtype: Any) -> NamedArray:
     """The array, summed over dims that neither the result nor the other array has."""
-    kept_dims = tuple(dim for dim in x.dims if dim in kept or dim in other.dims)
-    if kept_dims == x.dims:
+    own_dims = tuple(dim for dim in x.dims if dim in out_dims or dim in other.dims)
+    if own_dims == x.dims:
         return x
-    gone = [i for i, dim in enumerate(x.dims) if dim not in kept_dims]
-    return NamedArray(jnp.sum(x.array, gone, dtype), kept_dims)
+    gone = [i for i, dim in enumerate(x.dims) if dim not in own_dims]
+    return NamedArray(jnp.sum(x.array, gone, dtype), own_dims)
 
 
 def _places(x: NamedArray, dims: Sequence[Dim]) -> tuple[int, ...]:
@@ -143,7 +145,7 @@ def _dot_general(x: Any, y: Any, places: Any, precision: Any, dtype: Any) -> Any
 
 
 def _product_in_order(
-    arrays: Sequence[NamedArray], kept: Dims, *, precision: Any, dtype: Any
+    arrays: Sequence[NamedArray], out_dims: Dims, *, precision: Any, dtype: Any
 ) -> Any:
     """The same, and its gradients are products whose dims are at once in the order wanted.
 
@@ -151,17 +153,17 @@ def _product_in_order(
     one of the two where it lays programs out by itself; in what runs on pieces it copies.
     """
     one, other = arrays
-    if {*one.dims} ^ {*other.dims} <= {*kept}:
-        how = (one.dims, other.dims, kept, precision, dtype)
+    if {*one.dims} ^ {*other.dims} <= {*out_dims}:
+        how = (one.dims, other.dims, out_dims, precision, dtype)
         return _in_order(how, one.array, other.array)
-    return _product_of_two(arrays, kept, precision=precision, dtype=dtype)
+    return _product_of_two(arrays, out_dims, precision=precision, dtype=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_order(how: Any, x: Any, y: Any) -> Any:
-    dims_of_x, dims_of_y, kept, precision, dtype = how
+    dims_of_x, dims_of_y, out_dims, precision, dtype = how
     arrays = NamedArray(x, dims_of_x), NamedArray(y, dims_of_y)
-    return _product_of_two(arrays, kept, precision=precision, dtype=dtype)
+    return _product_of_two(arrays, out_dims, precision=precision, dtype=dtype)
 
 
 def _forward(how: Any, x: Any, y: Any) -> Any:
@@ -169,9 +171,9 @@ def _forward(how: Any, x: Any, y: Any) -> Any:
 
 
 def _backward(how: Any, saved: Any, gradient: Any) -> Any:
-    dims_of_x, dims_of_y, kept, precision, _ = how
+    dims_of_x, dims_of_y, out_dims, precision, _ = how
     x, y = NamedArray(saved[0], dims_of_x), NamedArray(saved[1], dims_of_y)
-    g = NamedArray(gradient, kept)
+    g = NamedArray(gradient, out_dims)
     of_x = _product_of_two([g, y], x.dims, precision=precision, dtype=None)
     of_y = _product_of_two([x, g], y.dims, precision=precision, dtype=None)
     return of_x.astype(x.dtype), of_y.astype(y.dtype)
@@ -180,10 +182,12 @@ def _backward(how: Any, saved: Any, gradient: Any) -> Any:
 _in_order.defvjp(_forward, _backward)
 
 
-def _product_of_any(arrays: Sequence[NamedArray], kept: Dims, *, precision: Any, dtype: Any) -> Any:
+def _product_of_any(
+    arrays: Sequence[NamedArray], out_dims: Dims, *, precision: Any, dtype: Any
+) -> Any:
     letters = {dim: i for i, dim in enumerate(union(*(x.dims for x in arrays), what="einsum"))}
     operands = [part for x in arrays for part in (x.array, [letters[dim] for dim in x.dims])]
-    result = [letters[dim] for dim in kept]
+    result = [letters[dim] for dim in out_dims]
     return jnp.einsum(*operands, result, precision=precision, preferred_element_type=dtype)
 
 

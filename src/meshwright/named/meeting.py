@@ -36,15 +36,15 @@ class Meeting:
     scattered: dict[str, str]
 
     @staticmethod
-    def of(every: Dims, kept: Dims, names: Mapping[str, str]) -> Meeting:
+    def of(every: Dims, out_dims: Dims, names: Mapping[str, str]) -> Meeting:
         """The meeting of these dims under the rules in force."""
         if not names:
             return _AS_IT_IS
         axis = {dim.name: _axis(dim) for dim in every}
         gathered, scattered = dict[str, str](), dict[str, str]()
-        for dim in (dim for dim in kept if dim.name in names):
+        for dim in (dim for dim in out_dims if dim.name in names):
             others = {axis[other.name] for other in every if other != dim}
-            summed = {axis[other.name] for other in every if other not in kept}
+            summed = {axis[other.name] for other in every if other not in out_dims}
             old, new = axis[dim.name], _axis(dim.renamed(names[dim.name]))
             if old is not None:
                 if old in others:
@@ -61,31 +61,31 @@ class Meeting:
         )
 
     def product(
-        self, product: Product, arrays: Sequence[NamedArray], kept: Dims, **options: Any
+        self, product: Product, arrays: Sequence[NamedArray], out_dims: Dims, **options: Any
     ) -> Any:
         """The bare array of the product: each device's, of its own pieces, where that helps."""
         if not self.split:
-            return product(arrays, kept, **options)
+            return product(arrays, out_dims, **options)
         (result,) = on_pieces(
             _local,
             arrays,
             self.split,
-            [kept],
-            self._after(kept),
+            [out_dims],
+            self._after(out_dims),
             product=product,
             dims=tuple(tuple(dim.name for dim in x.dims) for x in arrays),
             equal=self._equal(arrays),
-            kept=tuple(dim.name for dim in kept),
+            out_dims=tuple(dim.name for dim in out_dims),
             gathered=tuple(self.gathered.items()),
             scattered=tuple(self.scattered.items()),
-            summed=self._summed(arrays, kept),
+            summed=self._summed(arrays, out_dims),
             **options,
         )
         return result.array
 
-    def _after(self, kept: Dims) -> dict[str, str]:
+    def _after(self, out_dims: Dims) -> dict[str, str]:
         """How the result is cut."""
-        stays = {dim.name: self.split[dim.name] for dim in kept if dim.name in self.split}
+        stays = {dim.name: self.split[dim.name] for dim in out_dims if dim.name in self.split}
         return {name: stays[name] for name in stays if name not in self.gathered} | self.scattered
 
     def _equal(self, arrays: Sequence[NamedArray]) -> tuple[tuple[str, ...], ...]:
@@ -93,9 +93,9 @@ class Meeting:
         cut = [{self.split[d.name] for d in x.dims if d.name in self.split} for x in arrays]
         return tuple(tuple(sorted(set[str]().union(*cut) - axes)) for axes in cut)
 
-    def _summed(self, arrays: Sequence[NamedArray], kept: Dims) -> tuple[str, ...]:
+    def _summed(self, arrays: Sequence[NamedArray], out_dims: Dims) -> tuple[str, ...]:
         """Axes over which sums are split that are not scattered."""
-        gone = {dim.name for x in arrays for dim in x.dims if dim not in kept}
+        gone = {dim.name for x in arrays for dim in x.dims if dim not in out_dims}
         axes = {self.split[name] for name in gone if name in self.split}
         return tuple(sorted(axes - {*self.scattered.values()}))
 
@@ -108,7 +108,7 @@ def _local(
     product: Product,
     dims: tuple[tuple[str, ...], ...],
     equal: tuple[tuple[str, ...], ...],
-    kept: tuple[str, ...],
+    out_dims: tuple[str, ...],
     gathered: tuple[tuple[str, str], ...],
     scattered: tuple[tuple[str, str], ...],
     summed: tuple[str, ...],
@@ -117,9 +117,11 @@ def _local(
     pieces = zip(arrays, dims, equal, strict=True)
     xs = [_gathered(x, names, gathered, axes) for x, names, axes in pieces]
     every = {dim.name: dim for dim in union(*(x.dims for x in xs), what="einsum")}
-    array = product(xs, tuple(every[name] for name in kept), **options)
+    array = product(xs, tuple(every[name] for name in out_dims), **options)
     for name, axis in scattered:
-        array = jax.lax.psum_scatter(array, axis, scatter_dimension=kept.index(name), tiled=True)
+        array = jax.lax.psum_scatter(
+            array, axis, scatter_dimension=out_dims.index(name), tiled=True
+        )
     return [jax.lax.psum(array, summed) if summed else array]
 
 

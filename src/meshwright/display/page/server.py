@@ -51,17 +51,17 @@ def server_page(overview: Overview) -> str:
 
 
 def _figures(all_status: Iterable[ModelStatus]) -> list[tuple[str, str, str]]:
-    found = list(all_status)
-    total = sum(sum(status.answers.values()) for status in found)
-    answered = sum(status.answers.get("answered", 0) for status in found)
-    worst = max((status.latency_s.quantile(0.99) for status in found), default=0.0)
-    held = max((max(s.bytes_by_device.values(), default=0) for s in found), default=0)
+    statuses = list(all_status)
+    total = sum(sum(status.answers.values()) for status in statuses)
+    answered = sum(status.answers.get("answered", 0) for status in statuses)
+    worst = max((status.latency_s.quantile(0.99) for status in statuses), default=0.0)
+    weight_bytes = max((max(s.bytes_by_device.values(), default=0) for s in statuses), default=0)
     return [
         ("answered", f"{answered:,}", f"of {total:,} requests"),
-        ("in the queue", f"{sum(status.queued_rows for status in found):,}", "rows"),
-        ("being computed", f"{sum(status.rows_in_flight for status in found):,}", "rows"),
+        ("in the queue", f"{sum(status.queued_rows for status in statuses):,}", "rows"),
+        ("being computed", f"{sum(status.rows_in_flight for status in statuses):,}", "rows"),
         ("p99 latency", _bound(worst), "at most, of the slowest model"),
-        ("weights of a device", bytes_text(held), "of the largest model"),
+        ("weights of a device", bytes_text(weight_bytes), "of the largest model"),
     ]
 
 
@@ -198,11 +198,11 @@ def _mesh(meshes: list[Mapping[str, int]]) -> dict[str, object] | None:
 
 def _placed(all_status: Iterable[ModelStatus]) -> list[Placed]:
     """Every weight as the layouts' section shows variables."""
-    found = list(all_status)
-    several = len(found) > 1
+    statuses = list(all_status)
+    several = len(statuses) > 1
     return [
         placed
-        for status in found
+        for status in statuses
         if status.mesh
         for weight in status.weights
         if (placed := _place(weight, status, f"{_label(status)}/" if several else ""))
@@ -225,16 +225,16 @@ def _place(weight: Weight, status: ModelStatus, prefix: str) -> Placed | None:
 
 
 def _calls(overview: Overview) -> dict[str, object]:
-    found = overview.models
+    models = overview.models
     columns = (Column("model", "path"), Column("tensor", "path"), Column("dtype"), Column("dims"))
     rows = [
         (served.status.name, f"{kind} {spec.name}", spec.dtype, _dims(spec))
-        for served in found
+        for served in models
         for kind, specs in (("input", served.inputs), ("output", served.outputs))
         for spec in specs
     ]
     table = element("table", "tensors-table", "Tensors", columns, rows, shown=40)
-    name, inputs = found[0].status.name, found[0].inputs
+    name, inputs = models[0].status.name, models[0].inputs
     return {"table": table, "calls": list(_examples(overview.address, name, inputs))}
 
 

@@ -17,7 +17,7 @@ from ..operation import operation
 from ..reductions import reduce_any, reduce_sum
 from ..shapes import split_dim
 from .layer import Params, in_dtype, ones
-from .multi_head import Attention, Kept, Mask, Queries
+from .multi_head import Attention, Cache, Mask, Queries
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,23 @@ class CompressedAttention(Attention):
     def whole(self) -> bool:
         return False
 
-    def _kept(self, keys: NamedArray, values: NamedArray, at: NamedArray | None) -> Kept:
-        return super()._kept(keys, values, None)  # means are turned, not what they are of
+    def _cached(self, keys: NamedArray, values: NamedArray, at: NamedArray | None) -> Cache:
+        return super()._cached(keys, values, None)  # means are turned, not what they are of
 
-    def _attended(self, params: Params, queries: Queries, kept: Kept) -> NamedArray:
+    def _attended(self, params: Params, queries: Queries, cache: Cache) -> NamedArray:
         mask, at = queries.mask, queries.at
         if mask is not None and self.length in mask.shape:
             raise DimError(
                 f"a mask of compressed attention is over the memory: expected dim {self.memory!r} "
                 f"and not {self.length!r}; received [{text_of(mask.dims)}]."
             )
-        kept, seen = _means(kept, mask, self.memory, self.window)
-        ends = self._ends(find(kept["key"].dims, self.memory))
+        cache, seen = _means(cache, mask, self.memory, self.window)
+        ends = self._ends(find(cache["key"].dims, self.memory))
         if at is not None:
-            kept = kept | {"key": self._turned(kept["key"], ends)}
+            cache = cache | {"key": self._turned(cache["key"], ends)}
             if self.causal:
                 seen = logical_and(seen, less_equal(ends, at))
-        values = super()._attended(params, queries._replace(mask=seen), kept)
+        values = super()._attended(params, queries._replace(mask=seen), cache)
         return where(reduce_any(seen, self.memory), values, 0.0, out=values.dims)
 
     def _away(self, memory: Dim, at: NamedArray) -> NamedArray:
@@ -93,9 +93,11 @@ class CompressedAttention(Attention):
 
 
 @operation
-def _means(kept: Kept, mask: NamedArray | None, name: str, window: int) -> tuple[Kept, NamedArray]:
+def _means(
+    cache: Cache, mask: NamedArray | None, name: str, window: int
+) -> tuple[Cache, NamedArray]:
     """The mean of each window, and whether there is anything in it."""
-    memory = find(kept["key"].dims, name)
+    memory = find(cache["key"].dims, name)
     windows = memory.resized(-(-memory.size // window)), Dim("window", window)
     spare = -memory.size % window
 
@@ -109,4 +111,4 @@ def _means(kept: Kept, mask: NamedArray | None, name: str, window: int) -> tuple
         wide = in_dtype(x, jnp.promote_types(x.dtype, jnp.float32))
         return in_dtype(sums(multiply(wide, there, out=x.dims)) / maximum(count, 1.0), x.dtype)
 
-    return {name: mean(x) for name, x in kept.items()}, count > 0
+    return {name: mean(x) for name, x in cache.items()}, count > 0

@@ -23,7 +23,7 @@ from .initialisers import SCALED, Initialiser
 from .layer import Params, as_dim, under_rules
 from .positions import rotated
 
-Kept = dict[str, NamedArray]  # the keys and values of a memory
+Cache = dict[str, NamedArray]  # the keys and values of a memory
 Mask = NamedArray | None
 # What is added to products: an array, or what makes it from how far away a key is.
 Bias = NamedArray | Callable[[NamedArray], NamedArray]
@@ -171,7 +171,7 @@ class Attention:
             bias = bias(self._away(length.renamed(self.memory), at))
         query, keys, values = self._projected(params, x)
         queries = Queries(query, mask, bias, key, at)
-        return self._attended(params, queries, self._kept(keys, values, at))
+        return self._attended(params, queries, self._cached(keys, values, at))
 
     def _seen(self, length: Dim, mask: Mask, segments: Mask, prefix: Mask) -> Mask:
         """Where a position may look, or ``None`` for everywhere."""
@@ -193,16 +193,16 @@ class Attention:
         return _within(memory, at, radius)
 
     @under_rules
-    def keep(self, params: Params, memory: NamedArray, *, at: NamedArray | None = None) -> Kept:
+    def keep(self, params: Params, memory: NamedArray, *, at: NamedArray | None = None) -> Cache:
         """Keys and values of a memory, to :meth:`recall` from any number of times.
 
         ``at`` are the positions by which a ``rotary`` layer turns the keys; none leaves them.
         """
         kernels = [params["key"], params["value"]]
         keys, values = dense_together(memory, kernels, self._per_key)
-        return self._kept(keys, values, at)
+        return self._cached(keys, values, at)
 
-    def _kept(self, keys: NamedArray, values: NamedArray, at: NamedArray | None) -> Kept:
+    def _cached(self, keys: NamedArray, values: NamedArray, at: NamedArray | None) -> Cache:
         return {
             "key": _along(self._turned(keys, at), self.length, self.memory),
             "value": _along(values, self.length, self.memory),
@@ -221,7 +221,7 @@ class Attention:
         self,
         params: Params,
         x: NamedArray,
-        kept: Kept,
+        cache: Cache,
         *,
         mask: NamedArray | None = None,
         bias: Any = None,
@@ -230,14 +230,14 @@ class Attention:
     ) -> NamedArray:
         """What the input, at positions ``at``, finds in keys and values that were kept."""
         query = dense(x, params["query"], self._per_query)
-        return self._attended(params, Queries(query, mask, bias, key, at), kept)
+        return self._attended(params, Queries(query, mask, bias, key, at), cache)
 
-    def _attended(self, params: Params, queries: Queries, kept: Kept) -> NamedArray:
+    def _attended(self, params: Params, queries: Queries, cache: Cache) -> NamedArray:
         array, mask, bias, key, at = queries
         values = attend(
             self._turned(array, at),
-            kept["key"],
-            kept["value"],
+            cache["key"],
+            cache["value"],
             memory=self.memory, d_kv=self._per_query[1], mask=mask, bias=bias, scale=self.scale,
             talking=self._talking(params), rate=self.dropout, key=key,
         )  # fmt: skip
@@ -249,7 +249,7 @@ class Attention:
         return rotated(x, at, self._per_query[1], base=self.rotary)
 
     @under_rules
-    def empty(self, batch: DimsLike, length: int, dtype: Any = jnp.float32) -> Kept:
+    def empty(self, batch: DimsLike, length: int, dtype: Any = jnp.float32) -> Cache:
         """Room for the keys and values of ``length`` positions, for :meth:`step`."""
         heads, d_kv = self._per_key[:-1], self._per_key[-1]
         room = _room((*as_dims(batch), *heads, Dim(self.memory, length), d_kv), dtype)
@@ -257,8 +257,8 @@ class Attention:
 
     @under_rules
     def step(
-        self, params: Params, x: NamedArray, kept: Kept, at: Any, *, bias: Any = None
-    ) -> tuple[NamedArray, Kept]:
+        self, params: Params, x: NamedArray, cache: Cache, at: Any, *, bias: Any = None
+    ) -> tuple[NamedArray, Cache]:
         """What position number ``at`` finds in itself and those before; and their keys and values.
 
         The input is that of one position and has no ``length``. Taken for each position in turn,
@@ -267,15 +267,15 @@ class Attention:
         self._check_step(x)
         place = as_named(at)
         query, keys, values = self._projected(params, x)
-        kept = {
-            name: _written(kept[name], new, self.memory, at)
-            for name, new in self._kept(keys, values, place).items()
+        cache = {
+            name: _written(cache[name], new, self.memory, at)
+            for name, new in self._cached(keys, values, place).items()
         }
-        memory = find(kept["key"].dims, self.memory)
+        memory = find(cache["key"].dims, self.memory)
         if callable(bias):
             bias = bias(self._away(memory, place))
         mask = self._seen_by_step(memory, at)
-        return self._attended(params, Queries(query, mask, bias, None, place), kept), kept
+        return self._attended(params, Queries(query, mask, bias, None, place), cache), cache
 
     def _check_step(self, x: NamedArray) -> None:
         if len(self._lengths) > 1:
@@ -347,11 +347,11 @@ def _room(dims: Dims, dtype: Any) -> NamedArray:
 
 
 @operation
-def _written(kept: NamedArray, new: NamedArray, memory: str, at: Any) -> NamedArray:
+def _written(cache: NamedArray, new: NamedArray, memory: str, at: Any) -> NamedArray:
     """What was kept, with one position of the memory replaced."""
-    axis = position(kept.dims, memory)
-    piece = spread(new, kept.dims)
-    return NamedArray(jax.lax.dynamic_update_slice_in_dim(kept.array, piece, at, axis), kept.dims)
+    axis = position(cache.dims, memory)
+    piece = spread(new, cache.dims)
+    return NamedArray(jax.lax.dynamic_update_slice_in_dim(cache.array, piece, at, axis), cache.dims)
 
 
 def _along(x: NamedArray, length: str, memory: str) -> NamedArray:

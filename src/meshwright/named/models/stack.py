@@ -21,7 +21,7 @@ from ..array import NamedArray
 from ..gradients import remat
 from ..joining import stack
 from ..layers.layer import Layer, Params, as_dim, takes, under_rules
-from ..layers.multi_head import Attention, Kept
+from ..layers.multi_head import Attention, Cache
 from ..layers.normalisation import LayerNorm, RMSNorm
 from ..loops import scan
 from ..operation import is_named
@@ -64,7 +64,7 @@ class Block:
         params: Params,
         x: NamedArray,
         *,
-        memory: Kept | None = None,
+        memory: Cache | None = None,
         memory_mask: NamedArray | None = None,
         key: Any = None,
         training: bool | None = None,
@@ -108,24 +108,24 @@ class Block:
         self,
         params: Params,
         x: NamedArray,
-        kept: Kept,
+        cache: Cache,
         at: Any,
         *,
-        memory: Kept | None = None,
+        memory: Cache | None = None,
         memory_mask: NamedArray | None = None,
         **seen: Any,
-    ) -> tuple[NamedArray, Kept]:
-        """Position number ``at`` alone; ``kept`` are the keys and values of those before."""
+    ) -> tuple[NamedArray, Cache]:
+        """Position number ``at`` alone; ``cache`` has the keys and values of those before."""
         seen = {name: value for name, value in seen.items() if value is not None}
-        x, kept = self._sublayer(
-            params, "attention", self.attention.step, x, kept=kept, at=at, **seen
+        x, cache = self._sublayer(
+            params, "attention", self.attention.step, x, cache=cache, at=at, **seen
         )
         x = self._crossed(params, x, memory, memory_mask)
         x, _ = self._sublayer(params, "feed_forward", self.feed_forward, x)
-        return x, kept
+        return x, cache
 
     def _crossed(
-        self, params: Params, x: NamedArray, memory: Kept | None, mask: Any, key: Any = None
+        self, params: Params, x: NamedArray, memory: Cache | None, mask: Any, key: Any = None
     ) -> NamedArray:
         """The input, after it has looked at the memory if the block does."""
         if (self.cross is None) != (memory is None):
@@ -136,7 +136,9 @@ class Block:
             )
         if self.cross is None:
             return x
-        return self._sublayer(params, "cross", self.cross.recall, x, key, kept=memory, mask=mask)[0]
+        return self._sublayer(params, "cross", self.cross.recall, x, key, cache=memory, mask=mask)[
+            0
+        ]
 
     def _sublayer(
         self,
@@ -262,22 +264,24 @@ class Stack:
         self,
         params: Params,
         x: NamedArray,
-        kept: Params,
+        cache: Params,
         at: Any,
         *,
         memory: Any = None,
         **how: Any,
     ) -> tuple[NamedArray, Params]:
-        """Position number ``at`` alone; ``kept`` are all keys and values of those before."""
+        """Position number ``at`` alone; ``cache`` has all keys and values of those before."""
 
         def body(block: Block, carry: Any, own: Any) -> tuple[Any, Any]:
-            (x, halted), (own_params, kept, memory) = carry, own
-            x, kept = block.step(own_params or params["layer_0"], x, kept, at, memory=memory, **how)
-            return (x, self._turn(params, x, halted)), kept
+            (x, halted), (own_params, cache, memory) = carry, own
+            x, cache = block.step(
+                own_params or params["layer_0"], x, cache, at, memory=memory, **how
+            )
+            return (x, self._turn(params, x, halted)), cache
 
-        own = self._own(params), kept, memory
-        (x, halted), kept = self._repeat(body, (x, self._begun(x)), own)
-        return (x if self.halting is None else self.halting.result(x, halted)), kept
+        own = self._own(params), cache, memory
+        (x, halted), cache = self._repeat(body, (x, self._begun(x)), own)
+        return (x if self.halting is None else self.halting.result(x, halted)), cache
 
     @under_rules
     def empty(self, batch: DimsLike, length: int, dtype: Any = jnp.float32) -> Params:
@@ -290,7 +294,7 @@ class Stack:
     def keep(self, params: Params, memory: NamedArray) -> Params:
         """The keys and values of a memory, for ``cross`` of every block."""
 
-        def body(block: Block, _: None, own: Any) -> tuple[None, Kept]:
+        def body(block: Block, _: None, own: Any) -> tuple[None, Cache]:
             if block.cross is None:
                 raise ModelError("blocks without cross= look at no memory: give Block(cross=...).")
             return None, block.cross.keep((own[0] or params["layer_0"])["cross"], memory)
