@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..equal_layers import merged
 from ..errors import CheckpointError
-from ..merging import merged
 
 PARTS = ("params", "state", "slots", "metrics")  # the fields of a TrainState
 KEY = "meshwright"  # where the record stands among Orbax' own metadata

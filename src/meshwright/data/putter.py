@@ -15,7 +15,7 @@ from ..layouts.placement import Placement
 from ..program import Batch, Label, label_inputs
 from ..step.batches import BatchLayouts
 from ..step.padding import Padded
-from ..step.several import Together
+from ..step.steps_per_execution import Together
 from .rows import HostRows, LocalBatch
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..merging import grouped, pattern, short_list, without_numbers
+from ..equal_layers import grouped, pattern, short_list, without_numbers
 from ..planning.verdict import Verdict, error_text
 from ..units import bytes_text, flops_text, seconds_text, share_text
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..equal_layers import grouped, pattern, without_numbers
 from ..jaxprs.lines import SourceLine, number_in
 from ..layouts.params import Placed
 from ..layouts.placement import Placement
-from ..merging import grouped, pattern, without_numbers
 from .collectives import Collective
 from .origins import origins_of
 from .remedies import remedy

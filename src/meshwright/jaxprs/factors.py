@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from .united import United
+from .union_find import United
 
 
 class Factor(United):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from .link_rows import elementwise
 from .links import How, Place
 from .primitives import TABLE, inner_jaxprs, links_of, opened, shape_of
-from .united import United
+from .union_find import United
 
 Cut = tuple[tuple[str, int], ...]  # axes that cut a dim together, each into how many pieces
 Cuts = frozenset[Cut]

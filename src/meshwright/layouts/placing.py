@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..equal_layers import merged
 from ..errors import DimError, LayoutError, PlacementError
-from ..merging import merged
 from .dim_names import DimNames
 from .layout import MATCH, UNSHARDED, Layout
 from .layout_map import PathLayout, find_layout, names_exactly

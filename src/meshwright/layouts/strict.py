@@ -11,8 +11,8 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+from ..equal_layers import merged
 from ..errors import PlacementError
-from ..merging import merged
 from ..warn import warn
 from .dim_names import ANY, DimNames
 from .layout_map import PathLayout, find_layout, finds

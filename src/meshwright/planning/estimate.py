@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ..equal_layers import short_list
 from ..hlo.costs import Costs, LayerCost, Loop, read_costs
 from ..hlo.links import links_of
 from ..hlo.schedule import Clock, Times, run
-from ..merging import short_list
 from ..targets.hardware import Hardware
 from ..targets.target import Target
 from ..units import flops_text, seconds_text

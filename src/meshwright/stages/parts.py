@@ -247,7 +247,8 @@ class Functions:
             signs = signs_of([self._jaxpr.eqns[n] for chain in chains for n in chain])
             if len(set(map(len, chains))) > 1 or len({*map(tuple, _split(signs, chains))}) > 1:
                 raise PipelineError(
-                    "equal blocks use their weights in different ways, so they cannot be stages of one pipeline."
+                    "equal blocks use their weights in different ways, so they cannot be stages of "
+                    "one pipeline."
                 )
             for number in chains[1]:
                 found[number] = []

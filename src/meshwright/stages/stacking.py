@@ -75,7 +75,8 @@ class Stacking:
             if len({layouts[path] for path in paths}) > 1:
                 listed = "\n".join(f"  {path}: {layouts[path].unbound()}" for path in paths)
                 raise PipelineError(
-                    f"equal blocks must have the same layouts to be stages of one pipeline:\n{listed}"
+                    "equal blocks must have the same layouts to be stages of one pipeline:\n"
+                    f"{listed}"
                 )
             alone = layouts[paths[0]]
             if axis in alone.axes:

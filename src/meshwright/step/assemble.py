@@ -13,7 +13,7 @@ ZeRO and remat             gathered where read, computed again, updated in piece
 the gradient               products and sums as a mesh wants them; ``gradient.py``
 accumulation               several micro-batches, one update; ``accumulate.py``
 sums over devices          flat vectors, parts, steps apart; ``summing``, ``compressing``, ``local``
-several steps              in one program, where dispatch counts; ``several.py``
+several steps              in one program, where dispatch counts; ``steps_per_execution.py``
 the program's context      the rules, or the Keras strategy, under which it is traced
 ``jax.jit``                the state is donated, and lies afterwards as before
 =========================  ===================================================================
@@ -52,9 +52,9 @@ from .local import DiLoCo, local_step, with_outer
 from .nan_guard import StandStill
 from .options import PLAIN, StepOptions
 from .padding import Padded, rows_of
-from .several import several, together
 from .sharing import Sharing, shared
 from .spatial import guarded
+from .steps_per_execution import several, together
 from .storing import Storing, stored
 
 
@@ -332,7 +332,7 @@ class Assembly:
 
     @functools.cached_property
     def train_together(self) -> Any:
-        """The same of stacked batches, see :class:`~meshwright.step.several.Together`."""
+        """The same of stacked batches (:class:`~meshwright.step.steps_per_execution.Together`)."""
         return self._compiled(together(self.train_step, self.how.for_steps))
 
     def _compiled(self, step: Callable[..., Any]) -> Any:

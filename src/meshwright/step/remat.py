@@ -23,7 +23,7 @@ from typing import Any
 from ..jaxprs.edits import equations
 from ..jaxprs.flops import equation_flops
 from ..program import Arrays, Aux, Batch, Program, TrainState
-from .stretches import Cut, Equations, Stretch, but_gathered, in_stretches
+from .remat_stretches import Cut, Equations, Stretch, but_gathered, in_stretches
 
 BY_BLOCK = ("block", "selective")  # ways that take one block at a time
 _BLOCK = "block output"

@@ -15,7 +15,7 @@ from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient
 from .parts import Pieces, in_parts, scatter_parts, sum_parts
 from .remat import BY_BLOCK, blocks, policy_of, recomputing
-from .stretches import GATHERED, Cut, Equations, Stretch, but_gathered, in_stretches
+from .remat_stretches import GATHERED, Cut, Equations, Stretch, but_gathered, in_stretches
 from .summing import GradientSum, sum_flat, way_of
 
 

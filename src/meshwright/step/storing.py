@@ -18,7 +18,7 @@ from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
-from .stretches import GATHERED
+from .remat_stretches import GATHERED
 
 Infos = Iterable[ParamInfo]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...equal_layers import grouped, pattern, without_numbers
 from ...hlo.traffic import moved_bytes
-from ...merging import grouped, pattern, without_numbers
 from ...units import bytes_text, flops_text, share_text
 from ..drawing.words import dims_text, specs_text
 from ..figures import axes_list

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...merging import grouped, pattern, without_numbers
+from ...equal_layers import grouped, pattern, without_numbers
 from ...units import bytes_text, flops_text, seconds_text, share_text
 from .elements import Cell, Column, Part, element
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...equal_layers import grouped, pattern, without_numbers
 from ...layouts.layout import Layout
 from ...layouts.params import Placed
-from ...merging import grouped, pattern, without_numbers
 from ...units import bytes_text
 from ..drawing import Drawn
 from ..drawing.words import dims_text, specs_text

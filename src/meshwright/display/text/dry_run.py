@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...equal_layers import short_list
 from ...hlo.traffic import alike
 from ...layouts.mesh import axes_text
-from ...merging import short_list
 from ...units import bytes_text
 from ..figures import (
     SIGNS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...merging import short_list
+from ...equal_layers import short_list
 from .columns import Columns, Line, Paragraphs, paragraphs
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ... import _compat
 from ...program import TrainState
 from ...step.assemble import Assembly, measured
 from ...step.options import StepOptions
-from ...step.several import AT_ONCE, is_short
+from ...step.steps_per_execution import AT_ONCE, is_short
 from .program import KerasVariables, loss_metrics, steps_of
 from .rowwise import RowWise
 

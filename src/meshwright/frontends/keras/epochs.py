@@ -21,7 +21,7 @@ from ...errors import BatchError, DataError
 from ...launch.progress import entering
 from ...layouts.placement import Placement
 from ...run.options import Data
-from ...step.several import Together
+from ...step.steps_per_execution import Together
 from ...warn import warn
 from . import batches
 from .rowwise import Kind, RowWise
@@ -145,7 +145,7 @@ class Epochs:
 
         The first ``skip`` batches are left out. ``size_for`` says, of a batch on the host, how many
         to take from it on; the last chunk may be smaller. With ``stacked`` a full chunk of alike
-        batches comes as :class:`~meshwright.step.several.Together`.
+        batches comes as :class:`~meshwright.step.steps_per_execution.Together`.
         """
         # Data that are read by their own position stand there already.
         host = itertools.islice(self._host(), 0 if self._sharded else skip, None)

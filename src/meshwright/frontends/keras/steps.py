@@ -27,7 +27,7 @@ from ...run.facts import step_facts, weights_facts
 from ...run.logs import on_host
 from ...run.progress import Part
 from ...run.stopping import Stopping
-from ...step.several import Together
+from ...step.steps_per_execution import Together
 from ...units import count_text
 from ...warn import warn
 from .batches import abstract

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ...equal_layers import merged
 from ...errors import LayoutError
 from ...hlo.groups import Axes
 from ...layouts.mesh import Mesh
 from ...layouts.params import Placed
 from ...layouts.placement import Placement
-from ...merging import merged
 from ...program import Batch, Program
 from ...step.options import StepOptions
 from ...targets.hardware import Hardware

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ...equal_layers import merged
 from ...errors import CheckpointError
-from ...merging import merged
 from ..shared.client import Servers
 from ..shared.placing import VariableSpec
 from ..worker.context import current

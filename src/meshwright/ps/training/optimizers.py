@@ -16,8 +16,8 @@ import keras
 import numpy as np
 
 from ... import _compat
+from ...equal_layers import merged
 from ...errors import ModelError
-from ...merging import merged
 from ...program import Arrays
 from ...step.local import Local
 from ..server.optimizers import twin_of

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from ...equal_layers import merged
 from ...errors import CheckpointError
-from ...merging import merged
 from ..server.drawing import Draw, rows_by_key
 from ..shared.client import Servers
 from ..shared.cutting import split_rows

@@ -14,6 +14,7 @@ import jax
 import keras
 
 from ...data.putter import Putter, row_count
+from ...equal_layers import merged
 from ...errors import ModelError
 from ...frontends.keras.batches import putter
 from ...frontends.keras.program import KerasVariables, steps_of
@@ -23,7 +24,6 @@ from ...layouts.mesh import Mesh
 from ...layouts.params import ParamInfo, Placed
 from ...layouts.placement import Placement
 from ...layouts.strict import inspect
-from ...merging import merged
 from ...program import Batch, Program
 from ...step.assemble import Assembly, assemble
 from ...step.padding import Padded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.merging import merged
+from meshwright.equal_layers import merged
 
 
 @pytest.mark.parametrize(
