@@ -42,6 +42,7 @@ def report_of(
             f"{why}. Without a compiler only the planner's estimate is possible, and it failed for "
             f"{described.program.name!r}:\n{error}"
         ) from error
+    assert described.staged is not None
     by_block = described.how.remat == "block"
     cost = pipeline_cost(assignment, staging, target, hardware, by_block)
     costs = _scaled(assignment, staging, described, by_block)
