@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..equal_layers import short_list
-from ..hlo.costs import Costs, LayerCost, Loop, read_costs
+from ..hlo.costs import Costs, LayerCost, Loop, Operation, read_costs
 from ..hlo.links import links_of
 from ..hlo.schedule import Clock, Times, run
 from ..targets.hardware import Hardware
@@ -151,16 +151,14 @@ _OF_STAGES = re.compile(r"(^|/)shard_map/(.*/)?while$")  # stages are taken by h
 
 def _taken(costs: Costs, turns: Sequence[Turns]) -> Costs:
     """Costs with the branches that are taken in the loops over ticks, which come in this order."""
-    left, program = list(turns), []
+    left, program = list(turns), list[Operation | Loop]()
     for item in costs.program:
-        if isinstance(item, Loop) and _OF_STAGES.search(item.path) and _is_next(item, left):
-            item = item.taking(left.pop(0).share)
-        program.append(item)
+        is_of_ticks = isinstance(item, Loop) and _OF_STAGES.search(item.path)
+        if isinstance(item, Loop) and is_of_ticks and left and item.trips == left[0].times:
+            program.append(item.taking(left.pop(0).share))
+        else:
+            program.append(item)
     return replace(costs, program=tuple(program))
-
-
-def _is_next(loop: Loop, left: Sequence[Turns]) -> bool:
-    return bool(left) and loop.trips == left[0].times
 
 
 def estimate(

@@ -61,7 +61,7 @@ def report_of(
         ),
         collectives=(*_permutes(staging), *transfers_of(costs, _dtypes(described))),
         estimate=_estimate(assignment, costs, cost, staging, target, hardware),
-        notes=(*_notes(staging, cost), *described.staged.notes),
+        notes=(*_notes(staging, cost), *(described.staged.notes if described.staged else ())),
         placed=described.placed,
         hardware=hardware,
         not_compiled=why,
