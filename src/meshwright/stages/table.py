@@ -122,7 +122,7 @@ class TickTable(Viewable):
 
         >>> table = table_of("zero_bubble", stages=4, micro_batches=16)
         >>> round(table.idle_share(), 3), round(table.idle_share(of_stages=[1, 1, 1, 2]), 3)
-        (0.059, 0.412)
+        (0.059, 0.394)
         """
         mean = sum(of_stages) / self.stages if of_stages else 1.0
         busy = mean * self.micro_batches * (forward + backward + weights)
