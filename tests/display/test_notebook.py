@@ -51,6 +51,7 @@ VALUES = {
     "plan": (lambda: mw.Plan.from_json(_EXAMPLE), "Plan for h100:8: batch=8, ZeRO 1"),
     "measured": (lambda: SEEN, '<td class="n">1 GiB</td>'),
     "comparison": (lambda: RUN.beside(SEEN), "parameters"),
+    "pair": (lambda: RUN.beside(RUN), "<td>parameters</td>"),
     "equivalence": (equivalence, "equal to one device"),
 }
 

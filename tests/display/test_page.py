@@ -657,3 +657,18 @@ def test_equal_layers_are_one_box():
     names = [summary(box) for box in boxes(tree)]
     assert len(names) == len(set(names))
     assert 'id="boxes"' not in bare().to_html()
+
+
+@pytest.mark.parametrize(
+    ("waiting_s", "talk", "said"),
+    [
+        (0.03, ((("batch",), 0.05),), "30.0% of it is waiting for collectives."),
+        (0.0, ((("batch",), 0.05),), "collectives hide behind other work."),
+        (0.0, (), "it has no collectives."),
+    ],
+)
+def test_a_sentence_over_the_time_line_says_what_the_time_goes_to(waiting_s, talk, said):
+    known = {"step_time_s": 0.1, "bound_by": "compute", "waiting_s": waiting_s}
+    run = replace(report(), estimate=replace(report().estimate, communication_s=talk, **known))
+    shown = text(page(run))
+    assert f"Most of the 100 ms of a step goes to compute; {said}" in shown

@@ -25,6 +25,7 @@ VIEWS = {  # kind of view -> class -> the function that draws it
         "layouts.layout_map.LayoutMap": "display.notebook:layout_map_view",
         "layouts.mesh.Mesh": "display.notebook:mesh_view",
         "planning.beside.Comparison": "display.notebook:comparison_view",
+        "planning.beside.Pair": "display.notebook:pair_view",
         "planning.measurement.Measured": "display.notebook:measured_view",
         "planning.report.DryRun": "display.notebook:dry_run_view",
         "planning.search.plan.Plan": "display.notebook:plan_view",

@@ -19,6 +19,7 @@ from .drawing.tiling import Tiling
 from .drawing.words import copies_text
 from .figures import SETTLES, memory_figures
 from .page.elements import macro, source
+from .text.beside import pair_title, row_cells
 from .text.equivalence import HEADINGS, closing, opening, rows_of, verdict
 from .text.explanation import explanation_row
 from .text.ticks import tick_table_title
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ..layouts.explain import Explanation
     from ..layouts.layout_map import LayoutMap
     from ..layouts.mesh import Mesh
-    from ..planning.beside import Comparison
+    from ..planning.beside import Comparison, Pair
     from ..planning.measurement import Measured
     from ..planning.report import DryRun
     from ..planning.search.plan import Option, Plan
@@ -158,6 +159,12 @@ def measured_view(seen: Measured) -> str:
 
 def comparison_view(comparison: Comparison) -> str:
     return _view("", text=str(comparison), is_folded=False)
+
+
+def pair_view(pair: Pair) -> str:
+    titles = f"{pair_title(pair.first)}, {pair_title(pair.second)}"
+    rows = [row_cells(row) for row in pair.rows]
+    return _view(titles, table=_table(("", *pair.titles, "ratio"), rows, right=(1, 2, 3)))
 
 
 def equivalence_view(result: Equivalence) -> str:

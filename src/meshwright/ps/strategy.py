@@ -224,7 +224,8 @@ class ParameterServer(KerasTraining):
         """Restore the newest checkpoint as soon as all of its variables have been made.
 
         For programs that make variables step by step: the call to :meth:`variable` that makes the
-        last one restores them all. Variables that are not in the checkpoint are left alone. Returns
+        last one restores them all, where TensorFlow restores each as it is made; until then they
+        have their initial values. Variables that are not in the checkpoint are left alone. Returns
         the checkpoint's step. Raises :class:`~meshwright.errors.CheckpointError` for a missing
         checkpoint; the call that restores raises it for variables that do not fit.
         """

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...planning.report import DryRun
 
 SLOTS = 400
+_LITTLE = 0.01  # of a step
 _WIDE, _HIGH = 2, 40  # of a slot, in the units of the picture
 _LEVELS = 20  # to which the height of a column is rounded, so that neighbours join
 _MOST_TITLES = 120  # of a lane, shown where the reader points
@@ -41,6 +42,7 @@ def time_section(run: DryRun) -> dict[str, object] | None:
         for name, value, text, meaning in time_figures(run.estimate, not run.is_analytic)
     ]
     return {
+        "says": time_says(run.estimate),
         "missing": _missing(run.estimate, run.is_analytic) if moments is None else None,
         "line": None if moments is None else _line(moments),
         "blocks": None if run.blocks is None or moments is None else run.blocks.count,
@@ -48,6 +50,20 @@ def time_section(run: DryRun) -> dict[str, object] | None:
             "table", "time-table", "Times, each as if it were alone", columns, rows, None
         ),
     }
+
+
+def time_says(estimate: Estimate) -> str:
+    """Where most of a step's time goes, and what its collectives cost; empty if not known."""
+    whole = estimate.step_time_s
+    if not whole or estimate.bound_by is None:
+        return ""
+    said = f"Most of the {seconds_text(whole)} of a step goes to {estimate.bound_by}"
+    if not estimate.communication_s:
+        return f"{said}; it has no collectives."
+    waiting_s = estimate.waiting_s or 0.0
+    if waiting_s < _LITTLE * whole:
+        return f"{said}; collectives hide behind other work."
+    return f"{said}; {share_text(waiting_s / whole)} of it is waiting for collectives."
 
 
 def _missing(estimate: Estimate, is_analytic: bool) -> str:
