@@ -65,6 +65,14 @@ def shapes_of(model: keras.Model, rows: int) -> tuple[Any, Any]:
     return x, jax.ShapeDtypeStruct((rows, *dims), "int32")
 
 
+def check_plan(plan: Any) -> None:
+    """A plan fits, and no layout with a name that fits is faster by the planner's model."""
+    assert plan.verdict in ("fits", "may not fit")
+    assert {"data parallel", "FSDP"} <= {*plan.named}
+    fit = [option for option in plan.named.values() if option.peak_bytes <= plan.limit_bytes]
+    assert all(plan.chosen.time_s <= option.time_s for option in fit)
+
+
 def convnext(width: int, size: int, classes: int) -> keras.Model:
     """ConvNeXt: depthwise convolution, LayerNorm, two wide products, a scale per channel."""
     images = keras.Input([size, size, 3])

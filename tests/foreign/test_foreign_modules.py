@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from foreign_families import check_plan
 
 import meshwright as mw
 
@@ -117,3 +118,13 @@ def test_real_widths_are_dry_run_on_targets_that_are_not_there(name: str) -> Non
         )
         assert report.is_analytic
         assert report.collectives
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_planner_finds_a_layout_no_slower_than_those_with_a_name(
+    name: str, target: str
+) -> None:
+    shape = jax.ShapeDtypeStruct((64, 256, 2048), "float32")
+    program = program_of(CASES[name], 2048)
+    check_plan(mw.plan(program, {"x": shape, "y": shape}, target=target, limit_s=2))
