@@ -112,9 +112,10 @@ FAMILIES = {
     "GPT-2": Family(
         lambda: t.language_model(t.GPT2),
         lambda: t.language_model(
-            _real(t.GPT2, width=1600, heads=20, kv_heads=20, head_dim=80, hidden=6400,
-                  vocabulary=50_304, length=1024)  # 25 heads divide over no four devices
+            _real(t.GPT2, width=1600, heads=25, kv_heads=25, head_dim=64, hidden=6400,
+                  vocabulary=50_304, length=1024)
         ),
+        splits=tuple(p for p in RULES if "query" not in p and "out/" not in p),  # 25 heads
     ),
     "BERT": Family(
         lambda: t.language_model(t.BERT),
