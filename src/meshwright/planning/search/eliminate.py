@@ -12,7 +12,7 @@ each level of ZeRO, each kind of remat and each price of memory only adds number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +76,14 @@ class Elimination:
         """
         left = {place: _Table(*entry, ()) for place, entry in enumerate(tables)}
         steps: list[_Step] = []
-        while todo := {unit for table in left.values() for unit in table.units}:
+        meets = _meetings(left.values())
+        while meets:
             # The unit that meets fewest others first: the usual order ("min-width"), near enough
             # to the best, which is NP-hard to find.
-            unit = min(sorted(todo), key=lambda unit: len(_beside(left, unit)))
-            beside = _beside(left, unit)
+            unit = min(meets, key=lambda unit: (len(meets[unit]), unit))
+            beside = meets.pop(unit)
+            for other in beside - {unit}:  # all of which the table that is left has
+                meets[other] = (meets[other] | beside) - {unit}
             if bits * len(beside) > _BITS:
                 return None
             joined = _joined(left, unit, bits, clashes)
@@ -115,9 +118,13 @@ class Elimination:
         return float(sum(chosen[place][0] for place in self.ends)), result
 
 
-def _beside(tables: dict[int, _Table], unit: int) -> set[int]:
-    """The units that some table has with a unit, and itself."""
-    return {other for table in tables.values() if unit in table.units for other in table.units}
+def _meetings(tables: Iterable[_Table]) -> dict[int, set[int]]:
+    """By unit those that some table has with it, and itself."""
+    meets: dict[int, set[int]] = {}
+    for table in tables:
+        for unit in table.units:
+            meets.setdefault(unit, set()).update(table.units)
+    return meets
 
 
 def _joined(tables: dict[int, _Table], unit: int, bits: int, clashes: Clashes) -> _Table | None:
