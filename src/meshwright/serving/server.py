@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from .api import Answer, ServedModel
 from .model import LoadedModel
 from .options import ServeOptions
 from .processes import Followers, follow
-from .source import planned, source_of
+from .source import source_of
 from .versions import Versions
 
 _KEEP_ALL = {  # small models compile in less time than JAX' own limit, one second
@@ -127,7 +127,7 @@ class Server:
             strategy = Plan.load(strategy)
         if build is not None and checkpoint is None and isinstance(model, str | Path):
             model, checkpoint = None, model
-        given = ServeOptions.of(planned(strategy, options))
+        given = ServeOptions.of(_planned(strategy, options))
         what = {"build": build, "params": params, "example": example, "name": name}
         source = source_of(model, strategy, **what, precision=given.precision)
         own = None
@@ -272,6 +272,16 @@ class Server:
             known = ", ".join(self._versions) or "none"
             raise UnknownModelError(f"unknown model {name!r}; models of this server: {known}.")
         return found
+
+
+def _planned(strategy: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a server, with the batches and the precision of a plan for serving."""
+    serving = strategy.serving if isinstance(strategy, Plan) else None
+    if serving is None:
+        return dict(options)
+    sized = options.keys() & {"buckets", "max_rows"}
+    sizes = {} if sized else {"buckets": serving.buckets, "max_rows": serving.buckets[-1]}
+    return {**sizes, "precision": serving.precision, **options}
 
 
 def keep_compiled() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import CheckpointInfo, reader, restore_state
 from ..errors import ModelError
-from ..frontends.inputs import Input, inputs_like
+from ..frontends.inputs import inputs_like
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
 from ..planning.search.plan import Plan
@@ -491,22 +491,9 @@ def _placement(strategy: Any) -> Any:
     )
 
 
-def planned(strategy: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a server, with the batches and the precision of a plan for serving."""
-    serving = strategy.serving if isinstance(strategy, Plan) else None
-    if serving is None:
-        return dict(options)
-    sized = options.keys() & {"buckets", "max_rows"}
-    sizes = {} if sized else {"buckets": serving.buckets, "max_rows": serving.buckets[-1]}
-    return {**sizes, "precision": serving.precision, **options}
-
-
 def _sharded(strategy: Any) -> Any:
     from ..frontends.keras.sharded import Sharded
 
     if isinstance(strategy, Sharded):
         return strategy
     return Sharded.from_placement(_placement(strategy))
-
-
-__all__ = ["Input", "Source", "planned", "source_of"]
