@@ -175,3 +175,16 @@ def of_each(rows: Sequence[tuple[str, Any, str]]) -> Any:
     return pytest.mark.parametrize(
         ("call", "says"), [row[1:] for row in rows], ids=[row[0] for row in rows]
     )
+
+
+# Arrays that several modules take
+
+
+def ones(dims: str) -> mn.NamedArray:
+    """Ones of these dims."""
+    return mn.named(jnp.ones([dim.size for dim in mn.as_dims(dims)]), dims)
+
+
+def x8() -> mn.NamedArray:
+    """The numbers from 0 to 63, as eight rows of eight."""
+    return mn.named(np.arange(64, dtype="float32").reshape(8, 8), "a:8 b:8")

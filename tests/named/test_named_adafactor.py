@@ -13,6 +13,7 @@ import pytest
 import meshwright as mw
 import meshwright.named as mn
 from meshwright.named.adafactor import adafactor
+from meshwright.named.operation import is_named
 
 DIMS = {
     "matrix": "io:8 hidden:16",
@@ -178,10 +179,6 @@ def test_slots_are_split_with_their_parameter(kind: str, jit: bool, names: list[
 
 def named_leaves(tree: Any) -> list[mn.NamedArray]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_named) if is_named(x)]
-
-
-def is_named(x: Any) -> bool:
-    return isinstance(x, mn.NamedArray)
 
 
 def test_what_is_factored_over_what() -> None:

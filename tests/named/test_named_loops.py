@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import USUAL, Case, check
+from named_laws import USUAL, Case, check, ones
 
 import meshwright as mw
 import meshwright.named as mn
@@ -95,10 +95,6 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_laws(case: Case, kind: str) -> None:
     check(case, kind)
-
-
-def ones(dims: str) -> mn.NamedArray:
-    return mn.named(jnp.ones([dim.size for dim in mn.as_dims(dims)]), dims)
 
 
 # Loops

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import USUAL, Case, check, of_each
+from named_laws import USUAL, Case, check, of_each, x8
 
 import meshwright as mw
 import meshwright.named as mn
@@ -236,10 +236,6 @@ def test_empty_runs() -> None:
     with mn.rules("a:rows", mw.create_mesh({"rows": 8})):
         x = mn.named(np.ones([8, 2]), "a:8 b:2")
         assert x[{"a": slice(3, 3)}].shape == {"a": 0, "b": 2}
-
-
-def x8() -> mn.NamedArray:
-    return mn.named(np.arange(64, dtype="float32").reshape(8, 8), "a:8 b:8")
 
 
 REFUSED = [

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import Case, check, of_each, under_each_kind
+from named_laws import Case, check, of_each, ones, under_each_kind
 
 import meshwright as mw
 import meshwright.named as mn
@@ -166,10 +166,6 @@ def test_windows_side_by_side_move_nothing(function: Any) -> None:
 # Other laws
 
 
-def one(dims: str) -> mn.NamedArray:
-    return mn.named(jnp.ones([dim.size for dim in mn.as_dims(dims)]), dims)
-
-
 def test_short_floats_are_added_up_in_long_ones() -> None:
     x = mn.named(jnp.full([512], 1.01, "bfloat16"), "t:512")
     found = p.avg_pool(x, "t:512")
@@ -180,7 +176,7 @@ def test_short_floats_are_added_up_in_long_ones() -> None:
 def test_the_largest_of_equals_gets_the_gradient_whole_however_split() -> None:
     def gradient() -> Any:
         total = lambda x: jnp.sum(p.max_pool(x, "t:3", strides=1, padding="SAME").array)  # noqa: E731
-        return np.asarray(jax.jit(jax.grad(total))(one("t:16")))
+        return np.asarray(jax.jit(jax.grad(total))(ones("t:16")))
 
     wanted = gradient()
     with mn.rules("t:all", mw.create_mesh({"all": 8})):
@@ -195,35 +191,35 @@ def test_a_reduction_of_ones_own_may_have_a_dim_of_the_windows_name() -> None:
 
 def test_on_an_abstract_mesh_rules_are_checked() -> None:
     with mn.rules("t:all", mw.Mesh({"all": 4})):
-        assert p.max_pool(one("t:16"), "t:2").shape == {"t": 8}
+        assert p.max_pool(ones("t:16"), "t:2").shape == {"t": 8}
         with pytest.raises(errors.DivisibilityError):
-            p.max_pool(one("t:8"), "t:4")
+            p.max_pool(ones("t:8"), "t:4")
 
 
 # Errors
 
 X = "batch:4 h:8 w:8"
 FAULTS = [
-    ("dims that are not there", lambda: p.max_pool(one(X), "height:2 width:2"),
+    ("dims that are not there", lambda: p.max_pool(ones(X), "height:2 width:2"),
      r"max_pool: x \[batch:4 h:8 w:8\] has no dim 'height', 'width'"),
-    ("an empty window", lambda: p.avg_pool(one(X), "h:0"),
+    ("an empty window", lambda: p.avg_pool(ones(X), "h:0"),
      "avg_pool: windows must be whole numbers, at least 1; received 0 for dim 'h'"),
-    ("a window of no dim", lambda: p.max_pool(one(X), 2),  # pyright: ignore
+    ("a window of no dim", lambda: p.max_pool(ones(X), 2),  # pyright: ignore
      "max_pool: 2 does not say how many elements of which dims: give 'h:2 w:2'"),
-    ("a window without a size", lambda: p.max_pool(one(X), "h"), "'h' in 'h' is not of the form"),
-    ("a stride of 0", lambda: p.max_pool(one(X), "h:2", strides=0),
+    ("a window without a size", lambda: p.max_pool(ones(X), "h"), "'h' in 'h' is not of the form"),
+    ("a stride of 0", lambda: p.max_pool(ones(X), "h:2", strides=0),
      "max_pool: strides must be whole numbers, at least 1; received 0 for dim 'h'"),
-    ("padding as wide as the window", lambda: p.max_pool(one(X), "h:2 w:1", padding=[(0, 2), 1]),
+    ("padding as wide as the window", lambda: p.max_pool(ones(X), "h:2 w:1", padding=[(0, 2), 1]),
      r"(?s)padding \(0, 2\) of dim 'h' leaves a window of 2 without an element.*\n.*dim 'w'"),
-    ("a window larger than its dim", lambda: p.max_pool(one(X), "h:9"),
+    ("a window larger than its dim", lambda: p.max_pool(ones(X), "h:9"),
      r"dim 'h' \(size 8\) gives no result for a window of 9 \(stride 9, padding VALID\)"),
-    ("a rest", lambda: p.pool(one(X), "h:3 w:5"),
+    ("a rest", lambda: p.pool(ones(X), "h:3 w:5"),
      "pool: 'h:8' in windows of 3, 'w:8' in windows of 5 leaves a rest"),
-    ("a stride below 1", lambda: p.stride(one(X), {"h": 0}), "stride: windows must be"),
+    ("a stride below 1", lambda: p.stride(ones(X), {"h": 0}), "stride: windows must be"),
     ("a bare array", lambda: p.max_pool(jnp.ones(3), "h:2"), "has no names for its dims"),
-    ("truth values", lambda: p.max_pool(one(X) > 0, "h:2"),
+    ("truth values", lambda: p.max_pool(ones(X) > 0, "h:2"),
      "max_pool: of bool elements none is the largest"),
-    ("complex numbers", lambda: p.max_pool(mn.cast(one(X), "complex64"), "h:2"),
+    ("complex numbers", lambda: p.max_pool(mn.cast(ones(X), "complex64"), "h:2"),
      "max_pool: of complex64 elements none is the largest"),
 ]  # fmt: skip
 
@@ -249,4 +245,4 @@ def test_results_that_do_not_divide(call: Any, message: str) -> None:
         mn.rules("h:rows", mw.Mesh({"rows": 4})),
         pytest.raises(errors.DivisibilityError, match=message),
     ):
-        call(one(X))
+        call(ones(X))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from named_laws import USUAL, Case, check, of_each
+from named_laws import USUAL, Case, check, of_each, x8
 
 import meshwright as mw
 import meshwright.named as mn
@@ -125,10 +125,6 @@ def test_dims_change_axes(
         assert " all-gather" not in compiled.as_text()
         slope = jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(function(x).array))))(x)
     np.testing.assert_allclose(np.asarray(slope), 2 * array)
-
-
-def x8() -> mn.NamedArray:
-    return mn.named(np.arange(64, dtype="float32").reshape(8, 8), "a:8 b:8")
 
 
 REFUSED = [

@@ -18,6 +18,7 @@ import meshwright.named as mn
 from meshwright.errors import DimError, ModelError
 from meshwright.named import layers, models
 from meshwright.named.moe import Gating, MixtureOfExperts
+from meshwright.named.operation import is_named
 
 DIMS = "length:8 vocab:16 d_model:8 d_ff:16 heads:8 d_kv:4 layers:2"
 SMALL = DIMS.replace("layers:2", "layers:1")
@@ -46,10 +47,6 @@ def rules_of(name: str) -> Any:
 def laid(tree: Any) -> Any:
     """The arrays of a tree where the rules in force put them."""
     return jax.tree.map(lambda x: mn.named(x.array, x.dims), tree, is_leaf=is_named)
-
-
-def is_named(x: Any) -> bool:
-    return isinstance(x, mn.NamedArray)
 
 
 def descent(loss: Callable[..., Any]) -> Callable[..., Any]:

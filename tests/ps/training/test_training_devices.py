@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from deaths import Kill, workers_lost
 from jax import export as jax_export
-from training_models import apart, data, dense, ratings, recommender
+from training_models import apart, data, dense, ratings, recommender, same_history
 
 import meshwright as mw
 from meshwright.launch.local import LocalCluster
@@ -65,12 +65,6 @@ def normalized(optimizer=None) -> keras.Model:
     frozen = keras.layers.Dense(8, name="frozen", trainable=False)
     between = keras.layers.BatchNormalization(), keras.layers.Dropout(0.2, seed=1), frozen
     return dense(optimizer or keras.optimizers.Adam(0.01), *between)
-
-
-def same_history(one: dict, other: dict) -> None:
-    assert sorted(one) == sorted(other)
-    for name, values in one.items():
-        assert other[name] == pytest.approx(values, rel=2e-5, abs=1e-6)
 
 
 def exported_of(model: keras.Model) -> Exported:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from training_models import apart, data, dense, ratings, recommender
+from training_models import apart, data, dense, ratings, recommender, same_history
 
 from meshwright.frontends.keras.program import KerasVariables
 from meshwright.ps.options import Tables
@@ -31,12 +31,6 @@ OPTIMIZERS = {
     "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
 }
 HOW = {"batch_size": 16, "shuffle": False, "epochs": 2, "verbose": 0}
-
-
-def same_history(one: dict, other: dict) -> None:
-    assert sorted(one) == sorted(other)
-    for name, values in one.items():
-        assert other[name] == pytest.approx(values, rel=2e-5, abs=1e-6)
 
 
 def slots_apart(one: keras.Model, other: keras.Model) -> float:

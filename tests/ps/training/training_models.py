@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 
 ROWS, CLASSES, FEATURES = 40, 3, 6
 
@@ -73,3 +74,10 @@ def apart(one: keras.Model, other: keras.Model) -> float:
     """The largest difference between the weights of two models."""
     pairs = zip(one.get_weights(), other.get_weights(), strict=True)
     return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def same_history(one: dict, other: dict) -> None:
+    """Raise unless two histories have the same metrics, and nearly the same values."""
+    assert sorted(one) == sorted(other)
+    for name, values in one.items():
+        assert other[name] == pytest.approx(values, rel=2e-5, abs=1e-6)
