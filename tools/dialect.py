@@ -57,6 +57,8 @@ PHRASES = (
     r"all the same\b",
     r"(is|are) taken for\b",
     r"by none\b",
+    r"(a|the) format of others\b",
+    r"ask for one of these\b",
 )
 FOUND = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)
 

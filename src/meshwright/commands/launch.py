@@ -68,7 +68,7 @@ class _Range(click.ParamType):
 @option(
     "--host-discovery-script",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Program that prints localhost:N, or with --nodes the hosts to reach by ssh; asked often.",
+    help="Program that prints localhost:N, or with --nodes the hosts to reach by ssh; polled.",
 )
 @option(
     "--log-dir",
@@ -98,7 +98,7 @@ class _Range(click.ParamType):
 @option(
     "--write",
     type=click.Choice(["slurm", "jobset", "trainjob", "ray"]),
-    help="Print a job for this scheduler, which runs the program so, and start nothing.",
+    help="Print a job for this scheduler that runs the program with these options; start nothing.",
 )
 @option("--ray", is_flag=True, help="Run --processes N as actors of the Ray cluster.")
 @option("--gpus", type=click.IntRange(min=0), default=0, help="GPUs of each node of the job.")
@@ -118,8 +118,8 @@ def launch(
 
     With --processes they train one model together (data, model or any other parallelism by
     `mw.Sharded`); `import meshwright` joins them. When one fails, the others raise
-    mw.ProcessError, which says which one and where, and all end. With --processes MIN:MAX or
-    --max-restarts they are then started again, and go on from the newest checkpoint.
+    mw.ProcessError, which names it and where it failed, and all exit. With --processes MIN:MAX or
+    --max-restarts they are then restarted from the newest checkpoint.
 
     Without it the program is the chief of a cluster of workers and parameter servers, which it
     joins by `mw.ParameterServer(mw.run_task())`.
@@ -137,7 +137,7 @@ def launch(
 
     With --write the program becomes a job of Slurm (sbatch), JobSet, Kubeflow Trainer or KubeRay
     on --nodes hosts with --processes on each: it saves at SIGTERM and is run again. The program
-    `doctor` measures what lies between the processes.
+    `doctor` measures the connections between the processes.
     """
     fixed = None if processes is None else processes[1]
     if options["write"]:

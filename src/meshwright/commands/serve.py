@@ -104,7 +104,7 @@ _SECONDS = click.FloatRange(0, min_open=True)
     help="Batches under way in stages.  [default: one more than stages]",
 )
 @option("--queue-rows", type=click.IntRange(1), help="Rows that may wait; more are refused (429).")
-@option("--timeout", type=_SECONDS, default=60.0, help="Time limit of a request in seconds.")
+@option("--timeout", type=_SECONDS, default=60.0, help="Time limit of a request, in seconds.")
 @option("--finite", is_flag=True, help="Refuse answers with NaN or infinity (500).")
 @option(
     "--precision",
@@ -126,26 +126,21 @@ _SECONDS = click.FloatRange(0, min_open=True)
     metavar="BYTES",
     help="Largest body of a request.",
 )
-@option(
-    "--api-keys",
-    type=_FILE,
-    metavar="FILE",
-    help="Require one of the API keys in this file, one per line.",
-)
+@option("--api-keys", type=_FILE, metavar="FILE", help="Require an API key listed in this file.")
 @option("--tls-certificate", type=_FILE, metavar="FILE", help="Serve HTTPS with this PEM file.")
 @option("--tls-key", type=_FILE, metavar="FILE", help="The private key of the certificate.")
 @option(
     "--drain",
     type=click.FloatRange(0),
     default=0.0,
-    help="Seconds to go on answering after SIGTERM, so that load balancers notice.",
+    help="Seconds to keep answering after SIGTERM, so that load balancers notice.",
 )
 @option("--telemetry", is_flag=True, help="Send traces by OpenTelemetry, as OTEL_* variables say.")
 @option(
     "--write",
     "platform",
     type=click.Choice([*_PLATFORMS, *_FORMATS]),
-    help="Write the files for a platform, or the exported model, and exit.",
+    help="Write the files for a platform, or export the model, and exit.",
 )
 @option(
     "--to",
