@@ -314,8 +314,8 @@ A layout with pad=True pads such a weight where a step stores it, and only there
 FAULTS = {
     "names without rules": (
         lambda: Placement.of(MESH, FFN, batch="rows"),
-        r"layout 'ffn\.\*kernel': its dims are named \[d_model d_ff\], and nothing says along "
-        r"which axes they lie: give the rules as well, rules='batch:rows;d_ff:cols'",
+        r"layout 'ffn\.\*kernel': its dims are named \[d_model d_ff\], but there are no rules "
+        r"from dims to axes: pass rules='batch:rows;d_ff:cols'",
     ),
     "names without rules, of an input": (
         lambda: Placement.of(MESH, batch="rows", inputs=dims("batch io")),

@@ -293,7 +293,7 @@ def test_decoding_is_one_loop() -> None:
         (lambda: models.Transformer(DIMS).beam_search({}, mn.named([1], "length:1"), 4, beam=4),
          DimError, "beam is one dim, such as 'd_model:64'; received 4"),
         (lambda: decoding.forced(mn.named([[1, 2]], "batch:1 length:2"), 1), DimError,
-         "the prompt has length:2, which is longer than the 1 tokens asked for"),
+         "the prompt has length:2, longer than the maximum of 1 tokens"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said(wrong: Any, error: Any, says: str) -> None:

@@ -284,7 +284,7 @@ def test_a_learned_table_is_looked_up_by_places() -> None:
     model = models.Transformer(DIMS)
     texts, batch = packed()
     params = plain.parameters(model)
-    with pytest.raises(mw.ModelError, match="positions='learned' takes places= too"):
+    with pytest.raises(mw.ModelError, match="positions='learned' requires places="):
         model(params, mn.named(ids(1, 4), "batch:1 length:4"), segments=mn.named(1, ""))
     rows, weights = padded(texts, 8)
     loss = jax.jit(model.loss)

@@ -27,7 +27,7 @@ def fetch_layout(x: Any) -> Layout:
     value = array_in(x)
     if value is None:
         raise ArrayError(
-            f"{type(x).__name__} has no layout: it lies in the memory of the host. "
+            f"{type(x).__name__} has no layout: it is in host memory. "
             "Lay it out with relayout(x, layout) first."
         )
     sharding = known_sharding(value)

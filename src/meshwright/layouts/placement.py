@@ -209,8 +209,8 @@ class Placement:
             return layout
         if self.rules is None:
             raise LayoutError(
-                f"its dims are named [{layout}], and nothing says along which axes they lie: give "
-                "the rules as well, rules='batch:rows;d_ff:cols', or axes in place of the names."
+                f"its dims are named [{asked}], but there are no rules from dims to axes: pass "
+                "rules='batch:rows;d_ff:cols', or axes in place of the names."
             )
         return layout.layout(self.rules)
 

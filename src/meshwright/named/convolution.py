@@ -161,8 +161,8 @@ def separable_conv(
     summed = [dim for dim in y.dims if dim in pointwise.dims]
     if not summed:
         raise DimError(
-            f"separable_conv: pointwise [{text_of(pointwise.dims)}] shares no dim with what the "
-            f"depthwise part gives [{text_of(y.dims)}]. Name the channels alike."
+            f"separable_conv: pointwise [{text_of(pointwise.dims)}] shares no dim with the result "
+            f"of the depthwise part, [{text_of(y.dims)}]. Use one name for the channels in both."
         )
     new = [dim for dim in pointwise.dims if dim not in summed]
     return einsum([y, pointwise], in_place(y.dims, summed, new), precision=precision)

@@ -85,6 +85,6 @@ def check_places(positions: Any, segments: NamedArray | None, places: Any) -> No
     """Raise :class:`ModelError` for packed tokens whose places cannot be known."""
     if segments is not None and places is None and positions in ("learned", "sinusoid"):
         raise ModelError(
-            f"with segments=, positions={positions!r} takes places= too: where each token stands "
+            f"with segments=, positions={positions!r} requires places=: the position of each token "
             "in its segment. models.pack makes both."
         )

@@ -151,9 +151,7 @@ def forced(prompt: NamedArray, length: int) -> NamedArray:
     """The tokens of a prompt, and -1 for what follows, up to ``length`` tokens in all."""
     along = find(prompt.dims, "length")
     if along.size > length:
-        raise DimError(
-            f"the prompt has {along}, which is longer than the {length} tokens asked for."
-        )
+        raise DimError(f"the prompt has {along}, longer than the maximum of {length} tokens.")
     return pad(cast(prompt, jnp.int32), "length", after=length - along.size, value=-1)
 
 
