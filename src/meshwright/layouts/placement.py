@@ -209,7 +209,7 @@ class Placement:
             return layout
         if self.rules is None:
             raise LayoutError(
-                f"its dims are named [{asked}], but there are no rules from dims to axes: pass "
+                f"its dims are named [{layout}], but there are no rules from dims to axes: pass "
                 "rules='batch:rows;d_ff:cols', or axes in place of the names."
             )
         return layout.layout(self.rules)
