@@ -90,7 +90,7 @@ def main(side: str, steps: int) -> None:
     take = 1
     if side in SCHEDULES:
         schedule, recompute = SCHEDULES[side]
-        pipeline = mw.Pipeline("stage", jobs.MICRO_BATCHES, schedule, recompute=recompute)
+        pipeline = mw.Pipeline("stage", jobs.MICRO_BATCHES, schedule, remat_stages=recompute)
         placement = mw.Placement.of(mw.create_mesh({"stage": jobs.STAGES}), batch=None)
         how = mw.StepOptions(pipeline=pipeline)
     else:  # "one device" takes micro-batch after micro-batch, "data" all rows at once

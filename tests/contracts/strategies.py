@@ -301,7 +301,7 @@ PIPELINES = [
         mw.Pipeline("stage", 4, "gpipe"),
         layouts=_BLOCKS,
     ),
-    _piped("stage8-gpipe", {"stage": 8}, mw.Pipeline("stage", 8, "gpipe", recompute=False)),
+    _piped("stage8-gpipe", {"stage": 8}, mw.Pipeline("stage", 8, "gpipe", remat_stages=False)),
     _piped(
         "stage2-1f1b-model",
         {"stage": 2, "data": 2, "model": 2},

@@ -472,7 +472,8 @@ FAULTS = [
     ("channels that do not meet",
      lambda: c.separable_conv(ones(X), ones("fh:3 io:2"), ones("inner:2 o:4"), "h:fh"),
      r"pointwise \[inner:2 o:4\] shares no dim with the result of the depthwise part, \[batch:4"),
-    ("a bare array", lambda: c.conv2d(ones(X), jnp.ones([3, 3, 2, 4]), "h:fh w:fw"), "has no names"),
+    ("a bare array",
+     lambda: c.conv2d(ones(X), jnp.ones([3, 3, 2, 4]), "h:fh w:fw"), "has no names"),
 ]  # fmt: skip
 
 

@@ -35,8 +35,8 @@ def stepped(program, mesh, how=None, layouts=None, **more):
     return whole.slots, whole.params, {name: float(value) for name, value in logs.items()}
 
 
-def piped(schedule="1f1b", micro_batches=4, repeats=1, recompute=None, cuts=None, **more):
-    pipeline = mw.Pipeline("stage", micro_batches, schedule, repeats, recompute, cuts)
+def piped(schedule="1f1b", micro_batches=4, repeats=1, remat_stages=None, cuts=None, **more):
+    pipeline = mw.Pipeline("stage", micro_batches, schedule, repeats, remat_stages, cuts)
     return mw.StepOptions(pipeline=pipeline, **more)
 
 
@@ -91,11 +91,11 @@ SPLIT = {"qkv": [None, "model"], "up": [None, "model"], "down": ["model", None]}
             {"stage": 2, "data": 4}, piped("zero_bubble"), {"zero": 2}, marks=pytest.mark.full
         ),
         pytest.param(
-            {"stage": 2, "data": 2}, piped("1f1b", recompute=False), {}, marks=pytest.mark.full
+            {"stage": 2, "data": 2}, piped("1f1b", remat_stages=False), {}, marks=pytest.mark.full
         ),
         pytest.param(
             {"stage": 2, "model": 2},
-            piped("circular", repeats=2, recompute=False, remat="block"),
+            piped("circular", repeats=2, remat_stages=False, remat="block"),
             {"layouts": SPLIT},
             marks=pytest.mark.full,
         ),
@@ -110,7 +110,7 @@ def test_a_step_by_stages_has_the_numbers_of_one_device(one_device, mesh, how, m
 @pytest.mark.parametrize(
     ("mesh", "how"),
     [
-        ({"stage": 2, "data": 2}, piped("1f1b", recompute=False)),
+        ({"stage": 2, "data": 2}, piped("1f1b", remat_stages=False)),
         ({"stage": 2}, piped("circular", repeats=2)),
         ({"stage": 3}, piped("zero_bubble")),
     ],
@@ -127,11 +127,10 @@ def test_wide_blocks_beside_a_model_axis_have_the_numbers_of_one_device(monkeypa
     """A first version was off by 8e-3 here: its stages skipped what they had nothing to do for in
     conditionals, as they do where only rows are split.
 
-    With that back (``runs_alone`` always true) the step waits for ever, at widths of 256 and of 8:
-    the columns of ``qkv``, which the model axis splits, are cut into three by a collective-permute
-    inside of a branch. It is one for all four devices, and the two of one stage take part. The
-    error of 8e-3 itself did not come again; a collective that meets the wrong partners, as where
-    two stages are in different branches with one of the same size, would make it.
+    With that back (``runs_alone`` always true) the step hangs at a width of 256: a
+    collective-permute of all four devices stands inside a branch that only the two of one stage
+    take. The error of 8e-3 itself could not be reproduced; that a collective met the wrong
+    partners in it is a guess.
     """
     monkeypatch.setattr(small_transformer, "WIDTH", 256)
     mesh = {"stage": 2, "model": 2}

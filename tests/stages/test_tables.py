@@ -146,7 +146,7 @@ def test_all_invalid_choices_are_listed():
         ({"schedule": "circular"}, "needs repeats"),
         ({"schedule": "1f1b", "repeats": 2}, "use schedule='circular'"),
         (
-            {"schedule": "zero_bubble", "recompute": True},
+            {"schedule": "zero_bubble", "remat_stages": True},
             "that wait read what a forward pass keeps",
         ),
     ],

@@ -94,7 +94,7 @@ def one_device() -> tuple[Any, float]:
         ({"stage": 4, "data": 2}, mw.Pipeline("stage", 4)),
         pytest.param(
             {"stage": 3},
-            mw.Pipeline("stage", 4, "gpipe", recompute=False),
+            mw.Pipeline("stage", 4, "gpipe", remat_stages=False),
             marks=pytest.mark.full,
         ),
         pytest.param({"stage": 2}, mw.Pipeline("stage", 4, cuts=["deep"]), marks=pytest.mark.full),

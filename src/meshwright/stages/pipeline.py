@@ -25,7 +25,7 @@ class Pipeline:
     blocks in place of one (Megatron's interleaved schedule). ``"zero_bubble"`` puts off the
     gradients of weights to fill idle ticks (ZB-H1, Qi et al., 2023).
 
-    With ``recompute`` a stage keeps its inputs alone, and its backward pass computes its forward
+    With ``remat_stages`` a stage keeps its inputs alone, and its backward pass computes its forward
     pass again; without, it keeps the results of its products, which takes more memory and less
     time. By default all schedules but ``"zero_bubble"`` recompute.
 
@@ -43,7 +43,7 @@ class Pipeline:
     micro_batches: int
     schedule: Schedule = "1f1b"
     repeats: int = 1
-    recompute: bool | None = None
+    remat_stages: bool | None = None
     cuts: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -55,9 +55,9 @@ class Pipeline:
             object.__setattr__(self, "cuts", tuple(self.cuts))
 
     @property
-    def recomputes(self) -> bool:
+    def does_remat(self) -> bool:
         """Whether a backward pass computes its forward pass again."""
-        return self.schedule != "zero_bubble" if self.recompute is None else self.recompute
+        return self.schedule != "zero_bubble" if self.remat_stages is None else self.remat_stages
 
     def table(self, stages: int) -> TickTable:
         """What each of ``stages`` stages does at each tick.
@@ -114,10 +114,11 @@ class Pipeline:
             hint = f"; did you mean {near[0]!r}?" if near else "."
             names = ", ".join(map(repr, known))
             return [f"schedule must be one of {names}; received {self.schedule!r}{hint}"]
-        if self.schedule == "zero_bubble" and self.recompute:
+        if self.schedule == "zero_bubble" and self.remat_stages:
             return [
-                "recompute=True is not supported with schedule='zero_bubble': gradients of weights "
-                "that wait read what a forward pass keeps. Leave it out, or use schedule='1f1b'."
+                "remat_stages=True is not supported with schedule='zero_bubble': gradients of "
+                "weights that wait read what a forward pass keeps. Leave it out, or use "
+                "schedule='1f1b'."
             ]
         if self.schedule == "circular" and self.repeats == 1:
             return ["schedule='circular' needs repeats, the runs of blocks per stage, 2 or more."]

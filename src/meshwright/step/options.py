@@ -85,8 +85,8 @@ class StepOptions:
         if self.remat not in ("none", "block"):
             faults.append(
                 f"remat={self.remat!r} is not supported with a pipeline, whose stages keep what "
-                "mw.Pipeline(recompute=) says. Use 'block' to compute one block at a time again, "
-                "or 'none'."
+                "mw.Pipeline(remat_stages=) says. Use 'block' to recompute one block at a time, or "
+                "'none'."
             )
         elif self.remat == "block" and getattr(self.pipeline, "schedule", "") == "zero_bubble":
             faults.append(

@@ -66,7 +66,7 @@ def schedule_text(option: Option) -> str:
     if option.pipeline is None:
         return "-"
     runs = f" x {option.pipeline.repeats}" if option.pipeline.repeats > 1 else ""
-    keeps = "" if option.pipeline.recomputes else ", keeps results"
+    keeps = "" if option.pipeline.does_remat else ", no remat of stages"
     return f"{option.pipeline.schedule}{runs}{keeps}"
 
 

@@ -26,7 +26,7 @@ def turns_of(staged: Staged) -> tuple[Turns, ...]:
 
 def _turns(staged: Staged, table: TickTable) -> Iterator[Turns]:
     pipeline, passes = staged.pipeline, _passes(staged)
-    plan = TickPlan.of(table, keeps_results=not pipeline.recomputes)
+    plan = TickPlan.of(table, keeps_results=not pipeline.does_remat)
     for loop in plan.loops(skips=True):
         part = replace(table, ticks=table.ticks[loop.first : loop.end])
         every = len(part.ticks) * _written(part, passes)
@@ -58,8 +58,8 @@ def _passes(staged: Staged) -> Passes:
         at_loss=3 * after,
         at_input=3 * before,
         send=0.0,
-        recomputes=staged.pipeline.recomputes + staged.recompute_blocks,
-        waits_for_loss=staged.pipeline.recomputes,
+        recomputes=staged.pipeline.does_remat + staged.recompute_blocks,
+        waits_for_loss=staged.pipeline.does_remat,
         skips=True,
         filled=filled,
     )

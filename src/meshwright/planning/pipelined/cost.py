@@ -61,7 +61,7 @@ class Staging:
     @functools.cached_property
     def plan(self) -> TickPlan:
         """The buffers of a step."""
-        return TickPlan.of(self.table, keeps_results=not self.pipeline.recomputes)
+        return TickPlan.of(self.table, keeps_results=not self.pipeline.does_remat)
 
     @property
     def permutes(self) -> int:
@@ -176,8 +176,8 @@ def pipeline_cost(
         at_loss=seconds("after", "forward", "backward", "weights"),
         at_input=seconds("before", "forward", "backward", "weights"),
         send=send_s,
-        recomputes=pipeline.recomputes + recompute_blocks,
-        waits_for_loss=pipeline.recomputes,
+        recomputes=pipeline.does_remat + recompute_blocks,
+        waits_for_loss=pipeline.does_remat,
         skips=staging.skips,
         overlaps=target.platform != "cpu",
         filled=staging.filled,
@@ -339,7 +339,7 @@ def _temporary(work: StageWork, staging: Staging, by_block: bool) -> int:
     own, needed = work.own_bytes, work.needed
     made = blocks * sum(staging.sent_bytes) + (0 if by_block else needed)
     kept = _kept(staging, made, work.products)
-    if staging.pipeline.recomputes:
+    if staging.pipeline.does_remat:
         kept += made // runs + (needed // blocks if by_block else 0)
     held = own + 2 * work.other_bytes + _buffers(staging) + kept
     return held + max(own // blocks, work.at_loss)
@@ -356,7 +356,7 @@ def _buffers(staging: Staging) -> int:
 def _kept(staging: Staging, made: int, products: int) -> int:
     """What stages keep of passes in flight that they do not compute again: what is ``made`` of each
     block, and gradients of the results of its products where those of weights wait."""
-    if staging.pipeline.recomputes:
+    if staging.pipeline.does_remat:
         return 0
     plan = staging.plan
     cuts = products if staging.table.splits_backward else 0

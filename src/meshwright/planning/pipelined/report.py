@@ -129,7 +129,7 @@ def _scaled(
     count = len(assignment.problem.graph.operations)
     begin = next((n for n, cost in enumerate(costs) if not cost.variable), 0)
     sections = sections_of(assignment.problem.graph, staging.block_paths)
-    again = staging.pipeline.recomputes + by_block
+    again = staging.pipeline.does_remat + by_block
     runs = {Section("blocks", "forward"): 1 + again, Section("before", "forward"): 2}
     scaled = [
         _times(cost, runs.get(section, 1))

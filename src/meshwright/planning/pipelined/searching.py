@@ -154,14 +154,14 @@ def _schedules(
 ) -> Iterator[Pipeline]:
     """Those that run; zero-bubble only where stages skip what they have no work for."""
     yield Pipeline(AXIS, count)
-    yield Pipeline(AXIS, count, recompute=False)
+    yield Pipeline(AXIS, count, remat_stages=False)
     if is_skipping and not by_block:
         yield Pipeline(AXIS, count, "zero_bubble")
     yield Pipeline(AXIS, count, "gpipe")
     for repeats in _REPEATS:
         if blocks % repeats == 0 and count % size == 0:
             yield Pipeline(AXIS, count, "circular", repeats)
-            yield Pipeline(AXIS, count, "circular", repeats, recompute=False)
+            yield Pipeline(AXIS, count, "circular", repeats, remat_stages=False)
 
 
 def _with_stages(layouts: Layouts, size: int, pipeline: Pipeline) -> Layouts:

@@ -44,11 +44,11 @@ PLAIN = Choices()
 def pipeline_text(pipeline: Pipeline) -> str:
     """A pipeline in a few words.
 
-    >>> pipeline_text(Pipeline("stage", 16, "circular", 2, recompute=False))
-    'circular x 2, 16 micro-batches, no recompute'
+    >>> pipeline_text(Pipeline("stage", 16, "circular", 2, remat_stages=False))
+    'circular x 2, 16 micro-batches, no remat of stages'
     """
     name = pipeline.schedule + (f" x {pipeline.repeats}" if pipeline.repeats > 1 else "")
-    keeps = "" if pipeline.recomputes else ", no recompute"
+    keeps = "" if pipeline.does_remat else ", no remat of stages"
     return f"{name}, {pipeline.micro_batches} micro-batches{keeps}"
 
 

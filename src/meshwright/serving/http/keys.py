@@ -19,7 +19,7 @@ _SHORTEST = 16
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line; lines that begin with # are left out.
+    """The keys of a file, one per line; lines that begin with # are left out.
 
     Raises ServingError for a file without keys, for short keys, and for one that others may read.
     """
@@ -39,7 +39,7 @@ def check_keys(keys: Iterable[str], place: str) -> None:
     """Raise ServingError for missing and for short keys."""
     found = list(keys)
     if not found:
-        raise ServingError(f"{place} has no API key. Write one a line: openssl rand -hex 32")
+        raise ServingError(f"{place} has no API key. Write one per line: openssl rand -hex 32")
     if wrong := [n for n, key in enumerate(found, 1) if len(key) < _SHORTEST or not key.isascii()]:
         raise ServingError(
             f"API key {wrong[0]} of {place} must have at least {_SHORTEST} ASCII characters: "
