@@ -197,6 +197,8 @@ def test_every_error_is_on_the_page_of_errors_with_a_way_out() -> None:
     base = {"MeshwrightError", "MeshwrightWarning"}
     assert [n for n in ERRORS if n not in base and "**Way out:**" not in sections[n]] == []
     assert [name for name in ERRORS if name not in PUBLIC] == []
+    table = re.findall(r"^\| \[`(\w+)`\]\(#", text, re.MULTILINE)
+    assert sorted(table) == sorted(set(ERRORS) - base)
 
 
 # The files of the project
