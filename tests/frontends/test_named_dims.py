@@ -203,7 +203,9 @@ def test_a_wrong_number_of_names_is_told_of_every_variable_before_anything_is_ma
 
 
 def test_names_without_rules_and_rules_without_names_are_errors_at_once(mesh):
-    with pytest.raises(mw.LayoutError, match=r"named \[d_model d_ff\], and nothing says .* rules="):
+    with pytest.raises(
+        mw.LayoutError, match=r"named \[d_model d_ff\], but there are no rules .* rules="
+    ):
         mw.Sharded(mesh, {"up": mw.dims("d_model d_ff")}, batch="rows")
     with pytest.raises(mw.PlacementError, match="Nothing has named dims: name those of weights"):
         mw.Sharded(mesh, {"up": [None, "cols"]}, rules="batch:rows;d_ff:cols")

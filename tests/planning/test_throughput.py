@@ -55,7 +55,7 @@ def test_without_a_time_there_is_no_price_and_no_trace(report, tmp_path):
     missing = replace(report.estimate, step_time_s=None, missing=("x",))
     timeless = replace(report, estimate=missing)
     assert timeless.samples_per_s is None
-    with pytest.raises(mw.DataError, match="this report has none"):
+    with pytest.raises(mw.DataError, match="needs its time, which this report does not have"):
         timeless.price(1.0)
     with pytest.raises(mw.DataError, match="0 or more an hour; received -1"):
         report.price(-1)

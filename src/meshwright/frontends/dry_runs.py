@@ -92,8 +92,8 @@ def dry_serve(
     peak are those of the planner's model, and bytes of weights are exact. ``precision`` is that of
     a :class:`~meshwright.Server`; for eight bits give a model that Keras has quantized.
     ``hardware`` takes the place of what is known of the target's chips, and the compiler has
-    ``timeout_s`` seconds. Raises :class:`~meshwright.TargetError` and
-    :class:`~meshwright.CompileError`.
+    ``timeout_s`` seconds. Raises :class:`~meshwright.ModelError` for any other ``precision``,
+    :class:`~meshwright.TargetError` and :class:`~meshwright.CompileError`.
 
     >>> import jax, keras, meshwright as mw
     >>> with mw.abstract():

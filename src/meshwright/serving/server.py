@@ -241,8 +241,8 @@ class Server:
     ) -> Answer:
         """The answer for some rows, from a thread or a script; ``inputs`` by name.
 
-        Without ``name`` the only model answers. Raises what
-        :meth:`~meshwright.serving.api.ServedModel.predict` does.
+        Without ``name`` the only model answers. Raises :class:`~meshwright.UnknownModelError`
+        where there are several, and what :meth:`~meshwright.serving.api.ServedModel.predict` does.
         """
         if name is None and len(self._versions) != 1:
             raise UnknownModelError(f"name one of the models: {', '.join(self._versions)}.")

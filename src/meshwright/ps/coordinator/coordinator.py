@@ -34,7 +34,8 @@ class ClusterCoordinator:
     The first error of a function is raised by the next :meth:`schedule`, :meth:`join` or
     :meth:`done`, at once: functions that have not begun are cancelled, and the coordinator can be
     used again. Functions that run then go on: what they change counts, and the next :meth:`join`
-    waits for them. The names and the rule are those of TensorFlow's ``ClusterCoordinator``.
+    waits for them. The names and the rule are those of TensorFlow's ``ClusterCoordinator``. Raises
+    :class:`~meshwright.ClusterError` for another strategy.
 
     >>> import meshwright.ps.strategy
     >>> strategy = meshwright.ps.strategy.ParameterServer()
