@@ -69,7 +69,13 @@ class Limits:
         return max(first_s, self._learnt_s(section, now_s))
 
     def together(self, section: str, now_s: float) -> float:
-        """How long it may take where no rank is behind the others: it may be a long step."""
+        """How long it may take where no rank is behind the others: it may be a long step.
+
+        >>> Limits(join_s=60.0).together("launch", now_s=0.0)
+        60.0
+        """
+        if section == "launch":
+            return self.join_s
         times = _TIMES_TOGETHER if self._is_known else _TIMES_TOGETHER_FIRST
         return max(times * self.shortest_s, self.of(section, now_s))
 
