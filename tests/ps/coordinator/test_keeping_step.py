@@ -41,14 +41,16 @@ def test_a_barrier_equals_one_big_batch_also_when_workers_die(kills):
         for first in range(0, len(x), half):
             rows = slice(first, first + half)
             coordinator.schedule(step, args=(x[rows], y[rows]))
+        hits = 0  # kills of a worker that takes part; a new one may be starting still
         for kill in range(kills):
             done = coordinator.stats()["done"]
             while coordinator.stats()["done"] < done + 10:
                 time.sleep(0.005)
+            hits += f"worker:{kill % 2}" in coordinator.stats()["workers"]
             cluster.restart(f"worker:{kill % 2}")  # SIGKILL, and a new start
         coordinator.join(WAIT_S)
         got = w.read()
-        assert coordinator.stats()["workers_lost"] >= kills
+        assert coordinator.stats()["workers_lost"] >= hits >= min(kills, 1)
     wanted, moving = np.zeros(3, "float32"), np.zeros(3, "float32")
     for first in range(0, len(x), 2 * half):
         rows = slice(first, first + 2 * half)
