@@ -104,12 +104,12 @@ def test_the_planner_finds_a_layout_no_slower_than_those_with_a_name(name: str) 
 def test_the_peak_of_one_family_is_near_the_compilers() -> None:
     model = compiled(FAMILIES["Llama"].small())
     strategy = strategy_for(model, mw.Mesh({"batch": 4, "model": 2}), FAMILIES["Llama"].splits)
-    asked = {"strategy": strategy, "target": "cpu:8", "blocks": "whole"}
+    options = {"strategy": strategy, "target": "cpu:8", "blocks": "whole"}
     batch = families.shapes_of(model, 64)
-    told = mw.dry_run(model, batch, compile=False, **asked)
-    seen = mw.dry_run(model, batch, **asked)
-    assert told.flops == pytest.approx(seen.flops, rel=0.01)
-    assert 0.9 < told.peak_bytes / seen.peak_bytes < 1.25
+    estimate = mw.dry_run(model, batch, compile=False, **options)
+    compiled_step = mw.dry_run(model, batch, **options)
+    assert estimate.flops == pytest.approx(compiled_step.flops, rel=0.01)
+    assert 0.9 < estimate.peak_bytes / compiled_step.peak_bytes < 1.25
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_the_planners_peak_is_near_the_compilers(name):
     program, batch = build()
     mesh = mw.Mesh(axes)
     strategy = mw.Sharded(mesh, layouts, unmatched="replicate", **how)
-    told = mw.dry_run(program, batch, strategy=strategy, target="cpu:8", blocks="whole")
+    report = mw.dry_run(program, batch, strategy=strategy, target="cpu:8", blocks="whole")
     step = graph(program, batch)
     rows = batch_dim(step)
     assert rows is not None
@@ -110,7 +110,7 @@ def test_the_planners_peak_is_near_the_compilers(name):
         rules[step.dims[up].family] = ["model"]
     choices = Choices(zero=how.get("zero", 0))
     found = cost(step, mesh.axes, rules, choices, target="cpu:8").peak_bytes
-    assert found == pytest.approx(told.peak_bytes, rel=off)
+    assert found == pytest.approx(report.peak_bytes, rel=off)
 
 
 @pytest.mark.full
@@ -118,25 +118,25 @@ def test_the_planners_peak_is_near_the_compilers(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_of_level_3_on_a_tpu_is_near_the_compilers(dtype):
     """Large kernels beside few rows: all of them at once would be most of the peak."""
-    told, compiled = on_a_tpu(deep(16, dtype), zero=3)
-    assert 0.75 * compiled < told < 1.15 * compiled
+    estimate, compiled = on_a_tpu(deep(16, dtype), zero=3)
+    assert 0.75 * compiled < estimate < 1.15 * compiled
 
 
 @pytest.mark.full
 @pytest.mark.targets
 def test_the_peak_of_micro_batches_on_a_tpu_is_near_the_compilers():
     """The compiler converts all kernels before its loop; without them it would be 0.7."""
-    told, compiled = on_a_tpu(deep(16, "bfloat16", rows=4096), zero=2, accumulate=4)
-    assert 0.9 * compiled < told < 1.1 * compiled
+    estimate, compiled = on_a_tpu(deep(16, "bfloat16", rows=4096), zero=2, accumulate=4)
+    assert 0.9 * compiled < estimate < 1.1 * compiled
 
 
 def on_a_tpu(built, **how):
     """The peak by the planner's model, and that of the compiler."""
     program, batch = built
     strategy = mw.Sharded(mw.Mesh({"batch": 4}), {}, unmatched="replicate", **how)
-    asked = {"strategy": strategy, "target": "v5e:2x2", "blocks": "whole"}
-    told = mw.dry_run(program, batch, compile=False, **asked)
-    return told.peak_bytes, mw.dry_run(program, batch, **asked).peak_bytes
+    options = {"strategy": strategy, "target": "v5e:2x2", "blocks": "whole"}
+    estimate = mw.dry_run(program, batch, compile=False, **options)
+    return estimate.peak_bytes, mw.dry_run(program, batch, **options).peak_bytes
 
 
 @pytest.mark.parametrize(("zero", "kept"), [(0, True), (2, True), (3, False)])

@@ -149,6 +149,11 @@ def test_all_invalid_choices_are_listed():
             {"schedule": "zero_bubble", "remat_stages": True},
             "that wait read what a forward pass keeps",
         ),
+        ({"remat_stages": "block"}, "remat_stages must be True, False or None; received 'block'"),
+        (
+            {"schedule": "zero_bubble", "remat_stages": True, "repeats": 3},
+            r"repeats=3 is not[\s\S]*remat_stages=True is not",
+        ),
     ],
 )
 def test_a_choice_that_does_not_go_with_a_schedule_is_refused(choice, message):

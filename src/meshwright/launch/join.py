@@ -159,7 +159,7 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
     is_taken, listener = False, None
     if by_rank_0 and member.rank == 0:
         listens_at = to_listen(host)
-        if watch:  # at a port that nobody else can take until the companion listens there
+        if watch:  # holds the port until the companion listens on it
             listener = socket.create_server((listens_at, 0))
         tells = {} if listener is None else {_HUB: f"{host}:{listener.getsockname()[1]}"}
         at = f"tcp://{listens_at or '*'}:{port + 1}"

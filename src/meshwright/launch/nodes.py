@@ -334,8 +334,12 @@ class Spoke:
     ) -> None:
         now_s = time.monotonic()
         ranks = [(s.rank, _seen_as_list(s, now_s)) for s in seen]
-        told = None if failure is None else asdict(failure)
-        status = {"ranks": ranks, "done": done, "leaves": leaves, "failure": told}
+        status = {
+            "ranks": ranks,
+            "done": done,
+            "leaves": leaves,
+            "failure": None if failure is None else asdict(failure),
+        }
         self._send({"kind": "status", **status})
 
     def _hear(self) -> None:

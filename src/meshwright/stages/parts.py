@@ -241,7 +241,7 @@ class Functions:
 
     def _prefixes(self) -> list[Any]:
         """The equations outside of blocks that make something of one block's weights alone."""
-        found: dict[int, list[int]] = {}
+        numbers: set[int] = set()
         for copies in self._owned.values():
             chains = [self._chain(var) for var in copies]
             signs = signs_of([self._jaxpr.eqns[n] for chain in chains for n in chain])
@@ -250,9 +250,8 @@ class Functions:
                     "equal blocks use their weights in different ways, so they cannot be stages of "
                     "one pipeline."
                 )
-            for number in chains[1]:
-                found[number] = []
-        return [self._jaxpr.eqns[number] for number in sorted(found)]
+            numbers.update(chains[1])
+        return [self._jaxpr.eqns[number] for number in sorted(numbers)]
 
     def _chain(self, var: Var) -> list[int]:
         chain: list[int] = []

@@ -48,7 +48,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         faults = [*self._axis_faults(), *self._count_faults(), *self._schedule_faults()]
-        faults += self._cut_faults()
+        faults += [*self._remat_faults(), *self._cut_faults()]
         if faults:
             raise PipelineError("\n".join(faults))
         if self.cuts is not None:
@@ -107,6 +107,20 @@ class Pipeline:
             return [f"cuts must name every layer once; received {list(cuts)}."]
         return []
 
+    def _remat_faults(self) -> list[str]:
+        if self.remat_stages not in (True, False, None):
+            return [
+                f"remat_stages must be True, False or None; received {self.remat_stages!r}. Blocks "
+                "are recomputed one by one with remat= of the strategy."
+            ]
+        if self.schedule == "zero_bubble" and self.remat_stages:
+            return [
+                "remat_stages=True is not supported with schedule='zero_bubble': gradients of "
+                "weights that wait read what a forward pass keeps. Leave it out, or use "
+                "schedule='1f1b'."
+            ]
+        return []
+
     def _schedule_faults(self) -> list[str]:
         known = get_args(Schedule)
         if self.schedule not in known:
@@ -114,12 +128,6 @@ class Pipeline:
             hint = f"; did you mean {near[0]!r}?" if near else "."
             names = ", ".join(map(repr, known))
             return [f"schedule must be one of {names}; received {self.schedule!r}{hint}"]
-        if self.schedule == "zero_bubble" and self.remat_stages:
-            return [
-                "remat_stages=True is not supported with schedule='zero_bubble': gradients of "
-                "weights that wait read what a forward pass keeps. Leave it out, or use "
-                "schedule='1f1b'."
-            ]
         if self.schedule == "circular" and self.repeats == 1:
             return ["schedule='circular' needs repeats, the runs of blocks per stage, 2 or more."]
         if self.schedule != "circular" and _is_count(self.repeats) and self.repeats > 1:
