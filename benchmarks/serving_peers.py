@@ -1,7 +1,7 @@
-"""Beside LitServe and BentoML: the same JAX function, the most rows per second at one p99.
+"""Beside LitServe, BentoML and Ray Serve: the same JAX function, the most rows per second at one p99.
 
 ``python benchmarks/serving_peers.py --packages FOLDER`` writes ``results/serving_peers.json``; the
-folder comes from ``pip install --target FOLDER litserve bentoml``. Each server batches up to 32
+folder comes from ``pip install --target FOLDER litserve bentoml "ray[serve]"``. Each server batches up to 32
 rows and pads them to the same sizes. Requests of one row arrive by a Poisson process over HTTP,
 whether or not earlier ones were answered. Rates rise by steps, each server in turn, until its p99
 is above the limit.
@@ -100,7 +100,33 @@ class Net:
     def invocations(self, inputs: np.ndarray) -> np.ndarray:
         return batch(inputs)
 """
-PROGRAMS = {"ours": OURS, "litserve": LITSERVE, "bentoml": BENTOML}
+RAY_SERVE = """
+import time
+
+import ray
+from ray import serve
+
+@serve.deployment(max_ongoing_requests=10_000)
+class Net:
+    def __init__(self):
+        for size in BUCKETS:
+            batch(np.zeros([size, FEATURES]))
+
+    @serve.batch(max_batch_size=MOST, batch_wait_timeout_s=0.002)
+    async def predictions(self, rows):
+        return list(batch(rows))
+
+    async def __call__(self, request):
+        inputs = (await request.json())["inputs"]
+        return {"predictions": [(await self.predictions(inputs[0])).tolist()]}
+
+if __name__ == "__main__":
+    ray.init(num_cpus=2, include_dashboard=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT, "access_log": False})
+    serve.run(Net.bind(), route_prefix="/invocations")
+    time.sleep(1e6)
+"""
+PROGRAMS = {"ours": OURS, "litserve": LITSERVE, "bentoml": BENTOML, "ray_serve": RAY_SERVE}
 
 
 @contextlib.contextmanager
@@ -115,7 +141,7 @@ def started(name: str, folder: Path, packages: str) -> Iterator[int]:
     if name == "bentoml":
         command = [sys.executable, "-m", "bentoml", "serve", f"{program.stem}:Net"]
         command += ["--port", str(port), "--host", "127.0.0.1"]
-    env = {**os.environ, "BENTOML_DO_NOT_TRACK": "1"}
+    env = {**os.environ, "BENTOML_DO_NOT_TRACK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     if name != "ours":
         env["PYTHONPATH"] = packages
     with (folder / f"{name}.log").open("w") as log:

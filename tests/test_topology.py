@@ -193,6 +193,12 @@ def test_a_call_after_the_client_exists_is_an_error_that_says_so():
     assert len(jax.devices()) == 8
 
 
+def test_a_cell_of_a_notebook_may_make_the_same_devices_again():
+    jax.devices()
+    mw.virtual_devices(8)
+    assert len(jax.devices()) == 8
+
+
 def test_before_the_client_exists_the_last_call_counts_and_importing_jax_does_no_harm():
     out = run_in_fresh_process(
         """

@@ -33,8 +33,9 @@ def virtual_devices(count: int) -> None:
 
     To be called before JAX is first used (``import jax`` alone is safe). If
     ``JAX_PLATFORMS`` is not set, the CPU becomes JAX's only platform in this process, so that the
-    devices are also found on a machine with an accelerator. Raises :class:`TopologyError` if
-    JAX's devices exist already, and for a count below one.
+    devices are also found on a machine with an accelerator. A second call with the same count
+    does nothing, so that a cell of a notebook may run again. Raises :class:`TopologyError` if
+    JAX already has other devices, and for a count below one.
 
     >>> import subprocess, sys
     >>> code = "import meshwright as mw, jax; mw.virtual_devices(4); print(jax.device_count())"
@@ -49,6 +50,8 @@ def virtual_devices(count: int) -> None:
 
     if _compat.jax_is_running():
         there = jax.devices()
+        if len(there) == count and there[0].platform == "cpu":
+            return
         raise TopologyError(
             f"virtual_devices({count}) comes too late: JAX has already created its "
             f"{len(there)} {there[0].platform} device(s), and they cannot be changed in this "
