@@ -1,10 +1,10 @@
-"""Beside LitServe, BentoML and Ray Serve: the same JAX function, the most rows per second at one p99.
+"""Beside LitServe, BentoML and Ray Serve: one JAX function, the most rows per second at one p99.
 
 ``python benchmarks/serving_peers.py --packages FOLDER`` writes ``results/serving_peers.json``; the
-folder comes from ``pip install --target FOLDER litserve bentoml "ray[serve]"``. Each server batches up to 32
-rows and pads them to the same sizes. Requests of one row arrive by a Poisson process over HTTP,
-whether or not earlier ones were answered. Rates rise by steps, each server in turn, until its p99
-is above the limit.
+folder comes from ``pip install --target FOLDER litserve bentoml "ray[serve]"``. Each server batches
+up to 32 rows and pads them to the same sizes. Requests of one row arrive by a Poisson process over
+HTTP, whether or not earlier ones were answered. Rates rise by steps, each server in turn, until its
+p99 is above the limit.
 """
 
 from __future__ import annotations
