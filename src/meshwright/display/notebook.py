@@ -158,7 +158,9 @@ def measured_view(seen: Measured) -> str:
 
 
 def comparison_view(comparison: Comparison) -> str:
-    return _view("", text=str(comparison), is_folded=False)
+    rows = [(*row_cells(row), row.note) for row in comparison.rows]
+    table = _table(("", "predicted", "measured", "ratio", ""), rows, right=(1, 2, 3))
+    return _view(comparison.title, table=table, notes=comparison.notes, text=str(comparison))
 
 
 def pair_view(pair: Pair) -> str:
