@@ -85,8 +85,8 @@ def wrong_kind(read: Mapping[str, Any], expected: Kind) -> str:
     received = read.get("kind")
     if received == expected:
         return ""
-    wanted = f"expected a {expected} (written by {_WRITERS[expected]}), received "
+    fact = f"expected a {expected} (written by {_WRITERS[expected]}), received "
     if received is None:
-        return wanted + "a file without a kind"
+        return fact + "a file without a kind"
     writer = f" (written by {_WRITERS[received]})" if received in _WRITERS else ""
-    return f"{wanted}a {received}{writer}"
+    return f"{fact}a {received}{writer}"

@@ -74,14 +74,14 @@ class Hosts:
         comes_from = {there: here for here, there in shifted(hosts, by)}
         boxes = dict(_boxes(array))
         lie_here = {boxes[d] for d, host in zip(devices, hosts, strict=True) if host == self._here}
-        seen = set[Box]()
+        done = set[Box]()
         for number, device in enumerate(devices):
             if hosts[number] != self._here or number not in comes_from:
                 continue
             box = boxes[devices[comes_from[number]]]
-            if box in lie_here or box in seen:
+            if box in lie_here or box in done:
                 continue
-            seen.add(box)
+            done.add(box)
             for shard in array.addressable_shards:
                 if shard.device == device:
                     yield box, shard.data
@@ -155,10 +155,10 @@ def gathered(text: str) -> list[str]:
 
     if jax.process_count() == 1:
         return [text]
-    said = text.encode()
-    lengths = multihost_utils.process_allgather(np.int32(len(said)))
+    data = text.encode()
+    lengths = multihost_utils.process_allgather(np.int32(len(data)))
     size = -(-int(lengths.max()) // _GATHERED_BYTES) * _GATHERED_BYTES  # one program for most runs
     padded = np.zeros(size, np.uint8)
-    padded[: len(said)] = np.frombuffer(said, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
     of_all = np.asarray(multihost_utils.process_allgather(padded))
     return [bytes(row[:n]).decode() for row, n in zip(of_all, lengths.flat, strict=True)]

@@ -169,10 +169,10 @@ def _step_of(path: Path) -> int:
     return -1 if match is None else int(match[1])
 
 
-def path_for(directory: Path, step: int, taken: set[str]) -> Path:
+def path_for(directory: Path, step: int, names: set[str]) -> Path:
     """The path of a new checkpoint; one that is there already is never written over."""
     name, again = f"step_{step}", 0
-    while name in taken:
+    while name in names:
         again += 1
         name = f"step_{step}.{again}"
     return directory / name
@@ -265,25 +265,25 @@ def from_record(path: Path, record: Mapping[str, Any]) -> CheckpointInfo:
     )
 
 
-def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
+def check_same(info: CheckpointInfo, expected: list[SavedArray]) -> None:
     """Raise :class:`CheckpointError` that lists every missing or different array.
 
     Arrays of the wanted parts that were not asked for are listed too. Weights that were rounded
     when they were saved may be wanted in any floating-point type.
     """
     saved = {array.key: array for array in info.arrays}
-    asked = {array.key: array for array in wanted}
-    parts = {array.part for array in wanted}
-    extra = [array for array in saved.values() if array.part in parts and array.key not in asked]
+    keys = {array.key for array in expected}
+    parts = {array.part for array in expected}
+    extra = [array for array in saved.values() if array.part in parts and array.key not in keys]
     faults = []
-    for array in wanted:
-        there = saved.get(array.key)
-        if there is None:
+    for array in expected:
+        stored = saved.get(array.key)
+        if stored is None:
             faults.append(
                 f"  {array.part} {array} is not in the checkpoint{_nearest(array, extra)}"
             )
-        elif there != array and not _is_rounded(info, there, array):
-            faults.append(f"  {array.part} {array} was saved as {there.dims} {there.dtype}")
+        elif stored != array and not _is_rounded(info, stored, array):
+            faults.append(f"  {array.part} {array} was saved as {stored.dims} {stored.dtype}")
     faults += [f"  {array.part} {array} is in the checkpoint only" for array in extra]
     if faults:
         raise CheckpointError(
@@ -295,23 +295,23 @@ def check_same(info: CheckpointInfo, wanted: list[SavedArray]) -> None:
         )
 
 
-def _is_rounded(info: CheckpointInfo, there: SavedArray, wanted: SavedArray) -> bool:
-    as_wanted = replace(there, dtype=wanted.dtype) == wanted
-    return as_wanted and there.dtype == info.dtype and "float" in wanted.dtype
+def _is_rounded(info: CheckpointInfo, array: SavedArray, expected: SavedArray) -> bool:
+    as_expected = replace(array, dtype=expected.dtype) == expected
+    return as_expected and array.dtype == info.dtype and "float" in expected.dtype
 
 
-def _nearest(wanted: SavedArray, others: list[SavedArray]) -> str:
-    names = [other.path for other in others if other.part == wanted.part]
-    near = difflib.get_close_matches(wanted.path, names, n=2, cutoff=0.5)
+def _nearest(expected: SavedArray, others: list[SavedArray]) -> str:
+    names = [other.path for other in others if other.part == expected.part]
+    near = difflib.get_close_matches(expected.path, names, n=2, cutoff=0.5)
     return f" (near: {', '.join(near)})" if near else ""
 
 
 def _absent(directory: Path, step: int | None) -> str:
     if not directory.is_dir():
         return f"there is no directory {directory}."
-    there = [_step_of(path) for path in _complete_paths(directory)]
-    if there:
-        return f"{directory} has no checkpoint of step {step}; it has those of steps {there}."
+    steps = [_step_of(path) for path in _complete_paths(directory)]
+    if steps:
+        return f"{directory} has no checkpoint of step {step}; it has those of steps {steps}."
     half = [path.name for path in directory.iterdir() if is_leftover_name(path.name)]
     besides = f" {len(half)} was never finished: {half[0]}." if half else ""
     return (

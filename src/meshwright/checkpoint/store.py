@@ -205,10 +205,10 @@ def restore_state(
 ) -> TrainState:
     """See :meth:`Checkpoints.restore`; ``whole`` has all arrays where ``like`` has some of them."""
     target, like = like, as_saved(info, like)
-    wanted = describe(like)
-    check_same(info, wanted if whole is None else describe(whole))
+    arrays = describe(like)
+    check_same(info, arrays if whole is None else describe(whole))
     leaves = [value for part in like for value in part.values()]
-    by_key = {array.key: value for array, value in zip(wanted, leaves, strict=True)}
+    by_key = {array.key: value for array, value in zip(arrays, leaves, strict=True)}
     restored = files.read(checkpointer or files.make_checkpointer(), info, by_key)
     parts = zip(PARTS, like, strict=True)
     state = TrainState(

@@ -142,8 +142,8 @@ def _from_download(source: Download, patience_s: float) -> Digits:
         raise DataError(
             f"{source.url} gave {len(content):,} bytes that are not MNIST (wrong hash)."
         )
-    kept = _keep(content, cache_files()[0])
-    return _read(content, f"MNIST from {source.url} ({{sizes}}), {kept}")
+    cached = _keep(content, cache_files()[0])
+    return _read(content, f"MNIST from {source.url} ({{sizes}}), {cached}")
 
 
 def _keep(content: bytes, path: Path) -> str:
@@ -226,8 +226,8 @@ def _checked(arrays: Mapping[str, Any], origin: str) -> Digits:
             "whole numbers, as in the mnist.npz of keras.datasets."
         )
     sizes = f"{len(arrays['x_train']):,} digits to train on and {len(arrays['x_test']):,} to test"
-    kept = {name: np.asarray(arrays[name], np.uint8) for name in (*_IMAGES, *_LABELS)}
-    return Digits(**kept, origin=origin.format(sizes=sizes))
+    arrays = {name: np.asarray(arrays[name], np.uint8) for name in (*_IMAGES, *_LABELS)}
+    return Digits(**arrays, origin=origin.format(sizes=sizes))
 
 
 def _missing(arrays: Mapping[str, Any]) -> list[str]:

@@ -192,15 +192,15 @@ def _shape_of_all(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of all processes' rows together, of which this one holds ``shape``."""
     shards = layout.num_shards(0)
     pieces = layout.sharding.addressable_devices_indices_map((shards, *shape[1:]))
-    held = len({rows.start or 0 for rows, *_ in pieces.values()})
-    if shape[0] % held:
+    parts = len({rows.start or 0 for rows, *_ in pieces.values()})
+    if shape[0] % parts:
         raise BatchError(
-            f"{shape[0]} rows of this process do not divide over its {held} pieces of "
-            f"the batch. The nearest sizes that do: {shape[0] // held * held} and "
-            f"{-(-shape[0] // held) * held}. With mw.LocalRows leave out a smaller last batch at "
+            f"{shape[0]} rows of this process do not divide over its {parts} pieces of "
+            f"the batch. The nearest sizes that do: {shape[0] // parts * parts} and "
+            f"{-(-shape[0] // parts) * parts}. With mw.LocalRows leave out a smaller last batch at "
             "the source."
         )
-    return (shape[0] // held * shards, *shape[1:])
+    return (shape[0] // parts * shards, *shape[1:])
 
 
 def _cycled(value: Any, rows: int) -> Any:

@@ -39,16 +39,16 @@ class Group:
         pieces = placement.batch_shards
         axes = placement.batch_axes or None
         layout = Layout([axes], placement.mesh)
-        held: dict[int, set[int]] = {}
+        rows_of: dict[int, set[int]] = {}
         for device, (rows, *_) in layout.sharding.devices_indices_map((pieces,)).items():
-            held.setdefault(device.process_index, set()).add(rows.start or 0)
-        groups = sorted({tuple(sorted(rows)) for rows in held.values()})
+            rows_of.setdefault(device.process_index, set()).add(rows.start or 0)
+        groups = sorted({tuple(sorted(rows)) for rows in rows_of.values()})
         if sum(map(len, groups)) != pieces:
             raise DataError(
                 "mw.shard: processes share some rows of a batch and not others on the mesh "
                 f"{placement.mesh.axes_text}. Put the axes of the batch first, or use by='off'."
             )
-        return cls(groups.index(tuple(sorted(held[jax.process_index()]))), len(groups))
+        return cls(groups.index(tuple(sorted(rows_of[jax.process_index()]))), len(groups))
 
     @classmethod
     def of_processes(cls) -> Group:
@@ -108,11 +108,11 @@ class Reading:
         """Begin an epoch."""
         self._start(epoch, _whole(self._source, epoch), 0)
 
-    def _start(self, epoch: int, rest: Spans, taken: int) -> None:
-        self._epoch, self._from, self._taken = epoch, rest, taken
+    def _start(self, epoch: int, rest: Spans, batches: int) -> None:
+        self._epoch, self._from, self._taken = epoch, rest, batches
         group = self.group
         steps = steps_of(rest, group.index, group.number, self._rows_here, self._dealing)
-        self._steps: Iterator[Step] = itertools.islice(steps, taken, None)
+        self._steps: Iterator[Step] = itertools.islice(steps, batches, None)
 
     def __iter__(self) -> Reading:
         return self

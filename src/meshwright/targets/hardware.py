@@ -118,9 +118,9 @@ def hardware_of(target: Target | str) -> Hardware:
     if name in published:
         return published[name]
     near = difflib.get_close_matches(name, published, n=3, cutoff=0.5)
-    meant = f" The nearest are {', '.join(near)}." if near else ""
+    hint = f" The nearest are {', '.join(near)}." if near else ""
     raise TargetError(
-        f"unknown chip {name!r}.{meant} Known are {', '.join(published)}; others come "
+        f"unknown chip {name!r}.{hint} Known are {', '.join(published)}; others come "
         "from a file of yours with load_hardware(path)."
     )
 
@@ -241,8 +241,8 @@ def _table_of(read: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _unknown(key: str, keys: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(key.rpartition(".")[2], keys, n=1)
-    meant = f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(keys)}."
-    return f"unknown key {key!r}. {meant}"
+    hint = f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(keys)}."
+    return f"unknown key {key!r}. {hint}"
 
 
 def _not_positive(key: str, value: Any) -> str:

@@ -62,19 +62,19 @@ class Target:
         kind = _KINDS.get(self.kind)
         if kind is None:
             near = difflib.get_close_matches(self.kind, _KINDS, n=2, cutoff=0.6)
-            meant = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+            hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
             raise TargetError(
-                f"unknown kind of target {self.kind!r}. {meant}Known are {', '.join(_KINDS)}."
+                f"unknown kind of target {self.kind!r}. {hint}Known are {', '.join(_KINDS)}."
             )
         ranks = (kind.rank, kind.rank + kind.comes_in_nodes)
         if len(self.topology) not in ranks or min(self.topology) < 1:
-            wanted = "x".join("248"[: kind.rank])
+            example = "x".join("248"[: kind.rank])
             more = f" or, for two nodes, '{self.kind}:2x8'" if kind.comes_in_nodes else ""
             if kind.platform == "tpu":
-                more = f" or, for two slices, '{self.kind}:2x({wanted})'"
+                more = f" or, for two slices, '{self.kind}:2x({example})'"
             raise TargetError(
                 f"a target of kind {self.kind!r} has {kind.rank} number(s), at least 1, such as "
-                f"'{self.kind}:{wanted}'{more}; received {'x'.join(map(str, self.topology))!r}."
+                f"'{self.kind}:{example}'{more}; received {'x'.join(map(str, self.topology))!r}."
             )
         if self.slices < 1:
             raise TargetError(f"a target has 1 slice or more; received {self.slices}.")
