@@ -7,7 +7,8 @@ import pickle
 import pytest
 
 from meshwright import UNSHARDED, Layout, LayoutError, LayoutMap, Mesh, layout_map_scope
-from meshwright.layouts.layout_map import PathLayout, find_layout
+from meshwright.layouts import layout_map
+from meshwright.layouts.layout_map import Finder, PathLayout, find_layout
 
 MESH = Mesh({"batch": 4, "model": 2})
 A, B, C = Layout(["a"]), Layout(["b"]), Layout(["c"])
@@ -45,6 +46,18 @@ def test_without_a_match_there_is_no_rule():
     assert winner(["bias"], "dense/kernel") is None
     assert winner([], "dense/kernel") is None
     assert winner(["kernel"]) is None
+
+
+def test_patterns_that_name_paths_are_not_compared_with_every_path(monkeypatch):
+    monkeypatch.setattr(layout_map, "finds", lambda *_: pytest.fail("searched"))
+    patterns = [f"block_{n}.kernel" for n in range(2000)]
+    finder = Finder(rules(*patterns, "block_7/kernel"))
+    seen = []
+    told = layout_map._with
+    monkeypatch.setattr(layout_map, "_with", lambda *a: seen.append(a) or told(*a))
+    winners = [finder.find([f"block_{n}/kernel", f"net.block_{n}.kernel"]) for n in range(2000)]
+    assert [found.pattern for found in winners] == patterns
+    assert len(seen) == 2 * 2000
 
 
 @pytest.mark.parametrize("path", ["blocks/0/kernel", "blocks.0.kernel", "blocks/0.kernel"])

@@ -6,6 +6,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -17,6 +18,7 @@ from meshwright.planning.search.buffers import buffers_on_cpu, buffers_on_tpu
 from meshwright.planning.search.compact import compact
 from meshwright.planning.search.cost import bytes_by_kind
 from meshwright.planning.search.facts import batch_dim
+from meshwright.planning.search.moments import _undominated
 from meshwright.planning.search.setting import setting_of
 from meshwright.planning.traced_graph import graph_of, graph_of_step
 from meshwright.targets.hardware import hardware_of
@@ -271,3 +273,12 @@ def test_what_a_block_computes_again_is_known_for_the_same():
     assert any(each.twin is not None for each in step.tensors)
     assert kinds_on_cpu(step) == kinds_on_cpu(plain)
     assert kinds_on_tpu(step).count("dot_general") > kinds_on_tpu(plain).count("dot_general")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_moments_that_another_is_as_full_as_are_left_out(seed):
+    drawn = np.random.default_rng(seed).integers(0, 3, (80, 40)).astype(np.int32)
+    rows = np.concatenate([drawn, drawn[:5], np.minimum(drawn[:30], drawn[1:31] + 1)])
+    distinct = np.unique(rows, axis=0)
+    alone = [row.tobytes() for row in distinct if ((distinct >= row).all(axis=1).sum() == 1)]
+    assert sorted(row.tobytes() for row in _undominated(rows)) == sorted(alone)

@@ -137,12 +137,32 @@ def find_layout(entries: Iterable[PathLayout], spellings: Iterable[str] | str) -
     >>> find_layout(layouts, ["a.kernel"]).layout, find_layout(layouts, ["b.kernel"]).layout
     (Layout(['y']), Layout(['x']))
     """
-    entries = list(entries)
-    spellings = [spellings] if isinstance(spellings, str) else list(spellings)
-    for entry in entries:
-        if names_exactly(entry.pattern, spellings):
-            return entry
-    return next((entry for entry in entries if finds(entry.pattern, spellings)), None)
+    return Finder(entries).find([spellings] if isinstance(spellings, str) else spellings)
+
+
+class Finder:
+    """Finds the entries of many variables, as :func:`find_layout` finds that of one.
+
+    Plans have a pattern for each variable, so that not every pattern is compared with every path.
+
+    >>> finder = Finder(LayoutMap(layouts={"kernel": ["x"], "a/kernel": ["y"]}).entries)
+    >>> [finder.find([path]).pattern for path in ("a.kernel", "b.kernel")]
+    ['a/kernel', 'kernel']
+    """
+
+    def __init__(self, entries: Iterable[PathLayout]) -> None:
+        self._entries = tuple(entries)
+        self._places: dict[str, int] = {}
+        for place, entry in enumerate(self._entries):
+            self._places.setdefault(_with("/", entry.pattern), place)
+
+    def find(self, spellings: Iterable[str]) -> PathLayout | None:
+        """The entry that lays out a variable with these paths, or ``None``."""
+        paths = list(spellings)
+        exact = [self._places[path] for p in paths if (path := _with("/", p)) in self._places]
+        if exact:
+            return self._entries[min(exact)]
+        return next((entry for entry in self._entries if finds(entry.pattern, paths)), None)
 
 
 def finds(pattern: str, spellings: Iterable[str]) -> bool:

@@ -10,7 +10,7 @@ from ..equal_layers import merged
 from ..errors import DimError, LayoutError, PlacementError
 from .dim_names import DimNames
 from .layout import MATCH, UNSHARDED, Layout
-from .layout_map import PathLayout, find_layout, names_exactly
+from .layout_map import Finder, PathLayout, names_exactly
 from .params import Follows, ParamInfo, Placed
 from .placement_arguments import MATCHES_NOTHING
 from .zero import share_out
@@ -57,16 +57,16 @@ class _Variables:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._layouts = placement.layouts
+        self._find = Finder(placement.layouts).find
         self.mesh, self.rules = placement.mesh, placement.rules
 
     def place_one(self, info: ParamInfo) -> Placed:
         replicated = Layout.replicated(self.mesh, len(info.dims))
         if info.role in ("seed", "metric"):
             return Placed(info, replicated, f"{info.role}: replicated")
-        entry = find_layout(self._layouts, info.spellings)
+        entry = self._find(info.spellings)
         kernel = info.follows
-        if kernel is not None and entry in (None, find_layout(self._layouts, kernel.spellings)):
+        if kernel is not None and entry in (None, self._find(kernel.spellings)):
             return self._following(info, kernel)
         if info.asked is not None:
             return _padded(info, self._asked(info, entry), _BY_LAYER)

@@ -15,7 +15,7 @@ from ..equal_layers import merged
 from ..errors import PlacementError
 from ..warn import warn
 from .dim_names import ANY, DimNames
-from .layout_map import PathLayout, find_layout, finds
+from .layout_map import Finder, PathLayout, finds
 from .params import ParamInfo, Placed
 from .placement import Placement
 
@@ -145,9 +145,10 @@ def _named_dims(placement: Placement) -> list[str]:
 
 def idle_layouts(placement: Placement, infos: Sequence[ParamInfo]) -> list[str]:
     """A sentence for each pattern that matches none of the variables."""
-    placing = {find_layout(placement.layouts, info.spellings) for info in infos}
+    finder = Finder(placement.layouts)
+    placing = {finder.find(info.spellings) for info in infos}
     return [
-        f"  {_why_idle(entry, placement.layouts, infos)}"
+        f"  {_why_idle(entry, finder, infos)}"
         for entry in placement.layouts
         if entry not in placing
     ]
@@ -160,6 +161,7 @@ def unnamed(placement: Placement, infos: Sequence[ParamInfo]) -> list[Placed]:
     """
     if not placement.layouts or placement.mesh.size == 1:
         return []
+    finder = Finder(placement.layouts)
     return [
         entry
         for entry in placement.place(infos)
@@ -167,7 +169,7 @@ def unnamed(placement: Placement, infos: Sequence[ParamInfo]) -> list[Placed]:
         and entry.info.nbytes >= LARGE_BYTES
         and entry.layout.is_fully_replicated
         and entry.info.asked is None
-        and find_layout(placement.layouts, entry.info.spellings) is None
+        and finder.find(entry.info.spellings) is None
     ]
 
 
@@ -180,13 +182,13 @@ def idle_axes(placement: Placement, placed: Iterable[Placed]) -> list[str]:
     return [axis for axis, size in placement.mesh.axes if size > 1 and axis not in used]
 
 
-def _why_idle(entry: PathLayout, layouts: Sequence[PathLayout], infos: Sequence[ParamInfo]) -> str:
+def _why_idle(entry: PathLayout, finder: Finder, infos: Sequence[ParamInfo]) -> str:
     matches = [info for info in infos if finds(entry.pattern, info.spellings)]
     if not matches:
         near = _nearest(entry.pattern, infos)
         hint = f" The nearest: {', '.join(map(repr, near))}." if near else ""
         return f"{entry.pattern!r} matches no path.{hint}"
-    others = {find_layout(layouts, info.spellings) for info in matches}
+    others = {finder.find(info.spellings) for info in matches}
     takers = ", ".join(sorted(repr(other.pattern) for other in others if other is not None))
     more = f" and {len(matches) - 1} more" if len(matches) > 1 else ""
     return (

@@ -19,7 +19,7 @@ from ...errors import ModelError
 from ...frontends.keras.batches import putter
 from ...frontends.keras.program import KerasVariables, steps_of
 from ...frontends.keras.rowwise import RowWise
-from ...layouts.layout_map import find_layout
+from ...layouts.layout_map import Finder
 from ...layouts.mesh import Mesh
 from ...layouts.params import ParamInfo, Placed
 from ...layouts.placement import Placement
@@ -189,9 +189,10 @@ def _shardings(placed: Iterable[Placed]) -> dict[str, Any]:
 
 
 def _refuse_tables(placement: Placement, infos: list[ParamInfo], kept: list[ParamInfo]) -> None:
-    placing = {find_layout(placement.layouts, info.spellings) for info in kept}
+    finder = Finder(placement.layouts)
+    placing = {finder.find(info.spellings) for info in kept}
     away = [info for info in infos if info not in kept and info.role == "parameter"]
-    rules = {info.path: find_layout(placement.layouts, info.spellings) for info in away}
+    rules = {info.path: finder.find(info.spellings) for info in away}
     if faults := [
         f"  layout {rule.pattern!r} is for {path!r}"
         for path, rule in rules.items()
