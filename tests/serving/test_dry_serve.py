@@ -41,16 +41,48 @@ def test_weights_of_a_device_are_those_that_the_server_holds() -> None:
     assert report.batches[1].report.collectives[0].kind == "all-reduce"
 
 
-def test_eight_bits_are_those_of_a_model_that_keras_has_quantized() -> None:
-    model, strategy = build(), mw.Sharded(mw.Mesh({"model": 8}), LAYOUTS, batch=None)
+def test_eight_bits_of_shapes_are_those_that_keras_makes_of_values() -> None:
+    strategy = mw.Sharded(mw.create_mesh({"model": 8}), LAYOUTS, batch=None)
     options = {"strategy": strategy, "target": "h100:8", "compile": False, "rows": [8]}
-    wide = mw.dry_serve(model, X, **options)
-    with pytest.raises(mw.ModelError, match=r"model\.quantize"):
-        mw.dry_serve(model, X, precision="int8", **options)
+    with mw.abstract():
+        shapes = build()
+    report = mw.dry_serve(shapes, X, precision="int8", **options)
+    assert report.weight_bytes < mw.dry_serve(shapes, X, **options).weight_bytes
+    assert {weight.dtype for weight in shapes.weights} == {"float32"}
+    model = build()
+    with mw.Server(model, strategy, precision="int8", buckets=[8]) as server:
+        held = server.model("small").status().bytes_by_device
+    assert set(held.values()) == {report.weight_bytes}
     for name in ("hidden", "last"):
         model.get_layer(name).quantize("int8")
-    narrow = mw.dry_serve(model, X, **options)
-    assert narrow.weight_bytes < wide.weight_bytes
+    own = mw.dry_serve(model, X, **options)
+    assert (own.weight_bytes, own.batches[0].latency_s, own.batches[0].report.peak_bytes) == (
+        report.weight_bytes,
+        report.batches[0].latency_s,
+        report.batches[0].report.peak_bytes,
+    )
+    with pytest.raises(mw.ModelError, match=r"not supported for model 'small': .* is already quan"):
+        mw.dry_serve(model, X, precision="int8", **options)
+    with pytest.raises(mw.ModelError, match=r"precision must be 'bfloat16', .*received 'int4'"):
+        mw.dry_serve(model, X, precision="int4", **options)
+
+
+def test_a_model_of_eight_bits_that_cannot_be_made_again_is_refused() -> None:
+    class Own(keras.Model):
+        def __init__(self, width: int) -> None:
+            super().__init__(name="own")
+            self.dense = keras.layers.Dense(width)
+
+        def call(self, x: object) -> object:
+            return self.dense(x)
+
+        def get_config(self) -> dict:
+            raise NotImplementedError("no configuration")
+
+    strategy = mw.Sharded(mw.Mesh({"model": 8}), batch=None)
+    options = {"strategy": strategy, "target": "h100:8", "compile": False, "precision": "int8"}
+    with mw.abstract(), pytest.raises(mw.ModelError, match=r"'own', which Keras cannot make again"):
+        mw.dry_serve(Own(8), X, **options)
 
 
 def test_a_table_of_prices_is_a_file(tmp_path: Path) -> None:

@@ -167,6 +167,13 @@ def test_kernels_of_eight_bits_are_laid_out_by_the_plan(tmp_path: Path) -> None:
     assert plan.serving is not None
     (batch,) = plan.serving.batches
     assert batch.peak_bytes == pytest.approx(plan.chosen.peak_bytes, rel=0.01)  # not whole
+    with mw.abstract():
+        wide = dense(4096)
+    goal = mw.ServingGoal("latency", rows=(1,), precisions=["int8"])
+    same = mw.plan(wide, ROW, target="cpu:8", objective=goal, hardware=FAST)
+    assert same.serving is not None
+    assert (same.chosen, same.layouts) == (plan.chosen, plan.layouts)
+    assert (same.serving.precision, same.serving.batches) == ("int8", plan.serving.batches)
     plan.save(tmp_path / "plan.json")
     with mw.Server(model, tmp_path / "plan.json") as server:
         held = server.model("small").status().bytes_by_device

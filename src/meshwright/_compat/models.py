@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -104,6 +105,32 @@ def unpacked_dims(layer: Any, name: str) -> tuple[int, ...] | None:
     if noted is None and hasattr(layer, "_orig_input_dim"):
         noted = layer._orig_input_dim, layer._orig_output_dim
     return None if noted is None else tuple(noted)
+
+
+@contextlib.contextmanager
+def quantizing_shapes() -> Iterator[None]:
+    """While the block runs, Keras takes weights that it quantizes to eight bits for zeros.
+
+    ``AbsMaxQuantizer`` (Keras 3.15, ``quantizers/quantizers.py``) reads them, and has no hook. What
+    it gives here takes no memory, whatever its shape.
+    """
+    import numpy as np
+    from keras.src.quantizers import quantizers
+
+    original = quantizers.abs_max_quantize
+
+    def of_zeros(inputs: Any, axis: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+        del args, options
+        dims, axes = tuple(inputs.shape), np.atleast_1d(axis) % len(inputs.shape)
+        ones = [1 if dim in axes else size for dim, size in enumerate(dims)]
+        scale = np.broadcast_to(np.ones((), inputs.dtype), ones)
+        return np.broadcast_to(np.zeros((), np.int8), dims), scale
+
+    quantizers.abs_max_quantize = of_zeros
+    try:
+        yield
+    finally:
+        quantizers.abs_max_quantize = original
 
 
 def is_stored_by_columns(layer: Any) -> bool:

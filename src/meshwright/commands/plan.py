@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     "--precision",
     "precisions",
     multiple=True,
-    type=click.Choice(["own", "bfloat16", "float16"]),
+    type=click.Choice(["own", "bfloat16", "float16", "int8"]),
     help="Serve in this type; repeat it to compare several.  [default: own and bfloat16]",
 )
 @option(

@@ -77,7 +77,7 @@ def dry_serve(
     strategy: Sharded | Placement,
     target: Target | str,
     rows: Sequence[int] = (1, 8, 32),
-    precision: Literal["bfloat16", "float16"] | None = None,
+    precision: Literal["bfloat16", "float16", "int8"] | None = None,
     hardware: Hardware | None = None,
     compile: bool = True,
     timeout_s: float = 3600.0,
@@ -90,7 +90,7 @@ def dry_serve(
     as many devices as ``target``. The forward pass is compiled for each of ``rows``; with
     ``compile=False``, and for GPUs where XLA for them is not installed, times, collectives and the
     peak are those of the planner's model, and bytes of weights are exact. ``precision`` is that of
-    a :class:`~meshwright.Server`; for eight bits give a model that Keras has quantized.
+    a :class:`~meshwright.Server`.
     ``hardware`` takes the place of what is known of the target's chips, and the compiler has
     ``timeout_s`` seconds. Raises :class:`~meshwright.ModelError` for any other ``precision``,
     :class:`~meshwright.TargetError` and :class:`~meshwright.CompileError`.
@@ -110,11 +110,9 @@ def dry_serve(
     target = Target.of(target)
     placement = strategy if isinstance(strategy, Placement) else strategy.placement
     check_size(placement.mesh, target)
-    if precision not in (None, "bfloat16", "float16"):
+    if precision not in (None, "bfloat16", "float16", "int8"):
         raise ModelError(
-            f"precision={precision!r} is not supported for a model of shapes: Keras makes eight "
-            "bits from values. Call model.quantize('int8') on a model that has them, and dry-run "
-            "that one."
+            f"precision must be 'bfloat16', 'float16', 'int8' or None; received {precision!r}."
         )
     forwards = Forwards(model, inputs, precision)
     steps = forwards.steps(strategy)

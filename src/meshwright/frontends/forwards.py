@@ -25,8 +25,8 @@ _ONE_DEVICE = Mesh({"batch": 1})
 class Forwards:
     """The forward pass of a Keras model or a Program, for batches of inputs like ``inputs``.
 
-    ``precision`` is the floating-point type that a Keras model is served in, its own where it is
-    ``None``. Raises :class:`~meshwright.ModelError` for a Program with a precision.
+    ``precision`` is that which a Keras model is served in, its own where it is ``None``.
+    Raises :class:`~meshwright.ModelError` for a Program with a precision.
     """
 
     model: Any
@@ -52,7 +52,15 @@ class Forwards:
         if isinstance(strategy, Placement):
             strategy = Sharded.from_placement(strategy)
         abstract = strategy.on(strategy.mesh.abstract())
+        if self.precision == "int8":
+            return forward_of(abstract, self._eight_bits, self.inputs).steps
         return forward_of(abstract, self.model, self.inputs, self.precision).steps
+
+    @functools.cached_property
+    def _eight_bits(self) -> Any:
+        from .keras.forward import quantized_shapes
+
+        return quantized_shapes(self.model, self.inputs)
 
     def batch(self, rows: int) -> Any:
         """The shapes of a batch, as the forward pass takes it."""

@@ -19,8 +19,8 @@ class ServingGoal:
 
     ``aim`` is ``"latency"``, the least of the smallest batch, or ``"throughput"``, the most rows
     per second of the largest. ``rows`` are the sizes of batches, 1 or more each. ``precisions`` are
-    those to compare: ``"own"``, ``"bfloat16"``, ``"float16"``; by default the model's own and
-    bfloat16, the own alone on CPUs and for a :class:`~meshwright.Program`. Raises
+    those to compare: ``"own"``, ``"bfloat16"``, ``"float16"``, ``"int8"``; by default the model's
+    own and bfloat16, the own alone on CPUs and for a :class:`~meshwright.Program`. Raises
     :class:`~meshwright.PlanError` for any other.
 
     >>> import meshwright as mw
@@ -42,11 +42,10 @@ class ServingGoal:
         if self.precisions is not None:
             names = tuple(dict.fromkeys(self.precisions))
             object.__setattr__(self, "precisions", names)
-            if not names or set(names) - {OWN, "bfloat16", "float16"}:
+            if not names or set(names) - {OWN, "bfloat16", "float16", "int8"}:
                 faults.append(
-                    f"precisions must list one or more of {OWN!r}, 'bfloat16' and 'float16'; "
-                    f"received {list(names)!r}. For int8, plan a model after "
-                    "model.quantize('int8')."
+                    f"precisions must list one or more of {OWN!r}, 'bfloat16', 'float16' and "
+                    f"'int8'; received {list(names)!r}."
                 )
         if faults:
             raise PlanError("\n".join(faults))

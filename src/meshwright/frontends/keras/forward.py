@@ -288,3 +288,36 @@ def quantized(
         model.quantize("int8")
     strategy.place(model)
     return model
+
+
+class _EightBitsRoom(AbstractRoom):
+    """Forgets what is assigned: zeros in place of quantized values."""
+
+    def keeps(self, variable: Any, value: Any) -> bool:
+        del variable, value
+        return True
+
+
+def quantized_shapes(model: keras.Model, example: Any = None) -> keras.Model:
+    """A model of shapes only that is what Keras makes of this one by ``quantize("int8")``.
+
+    Raises :class:`ModelError` for a model that cannot be made again from its configuration, or
+    that is quantized already.
+    """
+    _compat.install_keras_hooks(Hooks())
+    opening = f"precision='int8' is not supported for model {model.name!r}"
+    with _EightBitsRoom().open(), _compat.quantizing_shapes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that other layers stay as they are
+        try:
+            copy = type(model).from_config(model.get_config())
+        except (NotImplementedError, TypeError) as error:
+            raise ModelError(
+                f"{opening}, which Keras cannot make again from get_config(): {error}"
+            ) from error
+        if not _compat.is_built(copy) and example is not None:
+            _compat.build_forward(copy, example)
+        try:
+            copy.quantize("int8")
+        except ValueError as error:
+            raise ModelError(f"{opening}: {error}") from error
+    return copy
