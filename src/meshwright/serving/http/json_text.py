@@ -11,6 +11,7 @@ import orjson
 
 from ...errors import RequestError
 from ...units import bytes_text
+from .json_pieces import loaded_in_pieces
 from .limits import Limits
 from .problems import BodyTooLargeError, refuse, short
 
@@ -28,15 +29,9 @@ def parsed(body: bytes | memoryview, limits: Limits, what: str = "the body") -> 
     """
     check_text(body, limits)
     try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        fault = str(error)
-    text = bytes(body)
-    if b"NaN" in text or b"Infinity" in text:
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            pass
+        return loaded_in_pieces(body)
+    except ValueError as error:
+        fault, text = str(error), bytes(body)
     raise RequestError(f"{what} is not valid JSON: {fault}. It begins with {short(text)}.")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from ..api import TensorSpec
 from .problems import short
 
+_ELEMENTS = 1 << 14  # that become arrays at once, which no other thread interrupts
 _WORDS = {int: "integer", float: "float", bool: "boolean", str: "string", type(None): "null"}
 
 
@@ -43,6 +44,29 @@ def array_of(value: Any, spec: TensorSpec, faults: list[str], flat: bool = False
     if not isinstance(value, list):
         faults.append(f"input {spec.name!r}: expected an array of rows; received {short(value)}.")
         return None
+    if (joined := _in_pieces(value, spec, flat)) is not None:
+        return joined
+    return _array_of(value, spec, faults, flat)
+
+
+def _in_pieces(value: list[Any], spec: TensorSpec, flat: bool) -> np.ndarray | None:
+    """The array of many rows, a part at a time, so that other threads run in between.
+
+    ``None`` where they are few, or do not fit; faults are those of all rows together.
+    """
+    rows = max(1, _ELEMENTS // max(1, _loose(value[:1]).size))
+    if len(value) <= rows:
+        return None
+    faults: list[str] = []
+    parts = []
+    for start in range(0, len(value), rows):
+        parts.append(_array_of(value[start : start + rows], spec, faults, flat))
+        if faults or parts[-1].shape[1:] != parts[0].shape[1:]:
+            return None
+    return np.concatenate(parts)
+
+
+def _array_of(value: list[Any], spec: TensorSpec, faults: list[str], flat: bool) -> Any:
     loose = _loose(value)
     dtype = dtype_of(spec.dtype)
     allowed = (int,) if dtype.kind in "iu" else (bool,) if dtype.kind == "b" else (float, int)
