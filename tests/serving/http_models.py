@@ -1,10 +1,12 @@
-"""Real small models behind the engine's protocol, computed by NumPy."""
+"""Small models behind the engine's protocol: computed by NumPy, and one that the engine serves."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +70,20 @@ class Linear:
             answers=dict(self.outcomes),
             events=("version 1 loaded",),
         )
+
+
+@functools.cache
+def served(name: str = "linear") -> Any:
+    """A server of a Keras model that computes the same; apps start and drain it, one at a time."""
+    import keras
+
+    import meshwright as mw
+
+    x = keras.Input([4], name="x")
+    dense = keras.layers.Dense(3, use_bias=False, name="y")
+    model = keras.Model(x, dense(x), name=name)
+    dense.set_weights([KERNEL])
+    return mw.Server(model, version="1", buckets=[2])
 
 
 class Pair(Linear):

@@ -1,4 +1,4 @@
-"""The app: every route, every error with its status, limits, keys, and clients that leave."""
+"""The app: routes, every error with its status, limits, keys, and clients that leave."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import logging
 import zlib
 from typing import Any
 
-import numpy as np
 import pytest
 from http_calls import Call, call, running
-from http_models import FAULTS, KERNEL, Linear, Pair, Shelf
+from http_models import FAULTS, Linear, Pair, Shelf
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -26,7 +25,6 @@ from meshwright.serving.http.limits import Limits
 from meshwright.serving.http.log import LOGGER, JsonLines
 
 ROW = {"instances": [[1, 2, 3, 4]]}
-ANSWER = (np.array([[1, 2, 3, 4]], np.float32) @ KERNEL).tolist()
 KEY = "k" * 32
 
 
@@ -60,25 +58,6 @@ class Swapping(Shelf):
 
 
 # Answers
-
-
-def test_every_contract_gives_the_same_answer():
-    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
-    split = {"columns": list("abcd"), "data": ROW["instances"]}
-    v2 = ({"inputs": [tensor]}, lambda body: [body["outputs"][0]["data"]])
-    calls = {
-        "/v1/models/linear:predict": (ROW, lambda body: body["predictions"]),
-        "/v1/models/linear/versions/1:predict": (ROW, lambda body: body["predictions"]),
-        "/invocations": ({"dataframe_split": split}, lambda body: body["predictions"]),
-        "/invocations?model=linear": (ROW["instances"], lambda body: body["predictions"]),
-        "/v2/models/linear/infer": v2,
-        "/v2/models/linear/versions/1/infer": v2,
-    }
-    for path, (body, outputs) in calls.items():
-        answered = call(app_of(), "POST", path, body)
-        assert answered.status == 200, answered.body
-        assert np.allclose(outputs(answered.json), ANSWER), path
-        assert answered.headers["x-model-version"] == "1"
 
 
 def test_several_inputs_and_outputs_pass_through_open_inference():
@@ -210,7 +189,7 @@ def test_compressed_bodies_are_read(pack):
 
 def test_a_bomb_stops_at_the_limit():
     limits = Limits(body_bytes=1 << 20)
-    bomb = gzip.compress(bytes(300 << 20))
+    bomb = gzip.compress(bytes(64 << 20))
     answered = call(app_of(limits=limits), "POST", PATH, bomb, content_encoding="gzip")
     assert (answered.status, answered.json["error_code"]) == (413, "body_too_large")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from http_calls import call, listening
-from http_models import KERNEL, Linear, Shelf
+from http_models import KERNEL, Linear, Shelf, served
 
 from meshwright.errors import ServingError
 from meshwright.serving.http.app import serving_app
@@ -26,7 +26,7 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with listening(serving_app(Shelf(Linear()))) as port:
+    with listening(serving_app(served())) as port:
         yield port
 
 

@@ -1,4 +1,4 @@
-"""The lines for curl of the guide run, against the app as it is."""
+"""The lines for curl of the guide run, against the app and a Keras model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from http_calls import listening
-from http_models import Linear, Shelf
+from http_models import served
 
 from meshwright.serving.http.app import serving_app
 
@@ -24,7 +24,7 @@ ANSWER = np.array([[1, 2, 3, 4]]) @ np.linspace(-1, 1, 12).reshape(4, 3)
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with listening(serving_app(Shelf(Linear("sums")))) as port:
+    with listening(serving_app(served("sums"))) as port:
         yield port
 
 
