@@ -129,6 +129,75 @@ def test_rows_that_meet_are_computed_alone() -> None:
     np.testing.assert_allclose(answer, np.tanh((x - x.mean(0)) @ PARAMS["w"]), rtol=1e-5)
 
 
+def test_others_are_answered_while_a_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.serving.forward import Forward
+
+    def centred(params: Any, x: Any) -> Any:
+        return linear(params, x - x.mean(0))
+
+    begun, go_on = threading.Event(), threading.Event()
+    compile = Forward.compile
+
+    def slow(self: Forward, shapes: Any) -> None:
+        if any(shape.rows in (3, 5) for shape in shapes):
+            begun.set()
+            assert go_on.wait(20)
+        if any(shape.rows == 5 for shape in shapes):
+            raise RuntimeError("no such shape")
+        compile(self, shapes)
+
+    monkeypatch.setattr(Forward, "compile", slow)
+    x = rows(3)
+    with serve(centred) as server:
+        model = server.model("f")
+
+        async def run() -> tuple[Any, ...]:
+            odd = asyncio.ensure_future(model.predict({"input": x}))
+            await asyncio.to_thread(begun.wait, 20)
+            wrong = asyncio.ensure_future(model.predict({"input": rows(5)}))
+            one = await model.predict({"input": x[:1]})
+            assert not odd.done()
+            go_on.set()
+            return one, await odd, *await asyncio.gather(wrong, return_exceptions=True)
+
+        one, odd, wrong = asyncio.run(run())
+        assert isinstance(wrong, mw.ModelFailedError), wrong
+    np.testing.assert_allclose(one.outputs["output"], np.zeros([1, 2]), atol=1e-6)
+    expected = np.tanh((x - x.mean(0)) @ PARAMS["w"])
+    np.testing.assert_allclose(odd.outputs["output"], expected, rtol=1e-5)
+
+
+def test_a_server_that_ends_answers_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.serving.compiling import Aside
+
+    def centred(params: Any, x: Any) -> Any:
+        return linear(params, x - x.mean(0))
+
+    begun, closing = threading.Event(), threading.Event()
+    answer, close = Aside._answer, Aside.close
+
+    def slow(*args: Any) -> None:
+        begun.set()
+        assert closing.wait(20)
+        answer(*args)
+
+    def ends(self: Aside) -> None:
+        closing.set()
+        close(self)
+
+    monkeypatch.setattr(Aside, "_answer", slow)
+    monkeypatch.setattr(Aside, "close", ends)
+    answers = []
+    with serve(centred) as server:
+        asks = threading.Thread(
+            target=lambda: answers.append(server.answer({"input": rows(3)}).outputs["output"])
+        )
+        asks.start()
+        assert begun.wait(20)
+    asks.join(20)
+    assert answers[0].shape == (3, 2)
+
+
 def test_a_full_queue_late_and_cancelled_requests(gate: Gate) -> None:
     with serve(gate.function, max_rows=2, queue_rows=3) as server:
         gate.is_on = True

@@ -19,7 +19,7 @@ from .requests import Request, stacked
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from .forward import Forward
+    from .forward import Forward, Shape
 
 _LONGEST = 400  # characters of an error of others
 
@@ -88,7 +88,7 @@ class Batches:
         try:
             wait = self._begun(requests, weights)
         except Exception as error:
-            self._fail(requests, error)
+            self.fail(requests, error)
             return
         if self._answering is None:
             self._finish(requests, weights, wait)
@@ -118,7 +118,7 @@ class Batches:
             with naming_failures():
                 outputs = wait()
         except Exception as error:
-            self._fail(requests, error)
+            self.fail(requests, error)
             return
         begin = 0
         for request in requests:
@@ -127,7 +127,8 @@ class Batches:
             self._give(request, rows, weights.version)
             begin = end
 
-    def _fail(self, requests: list[Request], error: Exception) -> None:
+    def fail(self, requests: list[Request], error: Exception) -> None:
+        """Say of these requests what went wrong."""
         fault = error if isinstance(error, MeshwrightError) else _failed(self._name, error)
         if isinstance(error, ProcessError):
             fault = NotReadyError(f"a process of the model has failed: {error}")
@@ -137,23 +138,36 @@ class Batches:
     def _begun(self, requests: list[Request], weights: Weights) -> Callable[[], list[np.ndarray]]:
         """Begin what these requests need; what is returned waits for the outputs."""
         alone = self.why_alone is not None
-        most = sum(request.rows for request in requests) if alone else self.sizes[-1]
-        parts = [self._part(piece, weights, alone) for piece in _cut(requests, most)]
+        parts = [self._part(piece, weights, alone) for piece in self._pieces(requests)]
         if len(parts) == 1:
             return parts[0]
         return lambda: [np.concatenate(p) for p in zip(*[p() for p in parts], strict=True)]
 
-    def _part(
-        self, requests: list[Request], weights: Weights, alone: bool
-    ) -> Callable[[], list[np.ndarray]]:
+    def _pieces(self, requests: list[Request]) -> list[list[Request]]:
+        rows = sum(request.rows for request in requests)
+        return _cut(requests, self.sizes[-1] if self.why_alone is None else rows)
+
+    def _shape(self, requests: list[Request]) -> Shape:
+        """What a batch of these requests is compiled for."""
         from .forward import Shape
 
         count = sum(request.rows for request in requests)
-        size = count if alone else next((s for s in self.sizes if s >= count), count)
+        fitting = () if self.why_alone else (size for size in self.sizes if size >= count)
+        return Shape(next(iter(fitting), count), requests[0].padded)
+
+    def missing(self, requests: list[Request]) -> list[Shape]:
+        """What must be compiled before these requests can be answered."""
+        shapes = dict.fromkeys(map(self._shape, self._pieces(requests)))
+        return [shape for shape in shapes if shape not in self.forward.shapes]
+
+    def _part(
+        self, requests: list[Request], weights: Weights, alone: bool
+    ) -> Callable[[], list[np.ndarray]]:
+        shape = self._shape(requests)
+        count, size = sum(request.rows for request in requests), shape.rows
         begin_s = time.perf_counter()
         arrays = stacked(requests, self.forward.inputs, size, self._options.pad_value)
         arrays = self.forward.source.filled(arrays, weights.rows)
-        shape = Shape(size, requests[0].padded)
         wait = self.forward.begun(weights.state, shape, arrays, weights.version)
 
         def outputs() -> list[np.ndarray]:

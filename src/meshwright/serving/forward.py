@@ -71,6 +71,11 @@ class Forward:
         return self.source.mesh.platform == "cpu"
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other process computes with this one."""
+        return jax.process_count() == 1
+
+    @property
     def typical(self) -> Shape:
         """A batch of any shape, by which the function is looked at."""
         return Shape(self.source.mesh.size, self._some_lengths)

@@ -24,6 +24,7 @@ from .accuracy import Difference, differences
 from .api import Answer, ModelStatus, TensorSpec
 from .batcher import Batcher
 from .batches import Batches
+from .compiling import Aside
 from .delivery import answer_of
 from .figures import Figures
 from .following import Others
@@ -72,6 +73,7 @@ class LoadedModel:
         )
         self._batcher: Batcher | None = None
         self._batches: Batches | None = None
+        self._aside: Aside | None = None  # of one process alone: others compile in one order
         self._is_loaded = False
         self._is_closing = False
         self._computing: Weights | None = None  # what the present batch is computed with
@@ -172,6 +174,8 @@ class LoadedModel:
             self._is_loaded = True
         assert self._batches is not None
         self._is_closing = False
+        if self.source.stages is None and self.forward.is_alone:
+            self._aside = Aside(self._batches, self._served_now)
         self._batcher = Batcher(
             self._compute,
             self._figures,
@@ -190,6 +194,8 @@ class LoadedModel:
         self._keeper.stop()
         if self._batcher is not None:
             self._batcher.close()
+        if self._aside is not None:
+            self._aside.close()
         if self._batches is not None:
             self._batches.close()
         self._keeper.end()
@@ -351,10 +357,14 @@ class LoadedModel:
 
     def _compute(self, requests: list[Request]) -> None:
         """Answer the requests of one batch."""
-        weights = self._computing = self._keeper.weights
-        assert weights is not None
+        weights = self._computing = self._served_now()
         assert self._batches is not None
-        self._batches.answer(requests, weights)
+        if self._aside is None or not self._aside.takes(requests):
+            self._batches.answer(requests, weights)
+
+    def _served_now(self) -> Weights:
+        assert self._keeper.weights is not None
+        return self._keeper.weights
 
 
 def _outcome(error: BaseException) -> str:
