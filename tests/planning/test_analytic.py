@@ -221,6 +221,26 @@ def test_a_network_of_keras_applications_is_built_and_planned_as_shapes():
     assert 3 * 0.75e9 < 8 * found.flops / 64 < 3 * 0.82e9  # 0.39e9 multiply-adds forward
 
 
+def test_the_gradient_by_a_depthwise_filter_costs_what_xla_for_cpu_does_for_it():
+    """It convolves every channel with every other one, and keeps those of a channel with itself."""
+    kernel, image = 2 * 3 * 3, (2, 14, 14, 8)  # without padding, so that all windows are full
+
+    def loss(params, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(
+            x, params["w"], (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=8
+        )
+        return jnp.sum(y**2)
+
+    program = mw.jax_program(loss, {"w": shape(3, 3, 1, 8)}, optax.sgd(0.1))
+    built = program, shape(16, *image[1:])
+    forward = kernel * 2 * 12 * 12 * 8
+    for target, times in (("cpu:8", 1 + 8), ("h100:8", 1 + 1)):
+        by_model = asked(built, {"batch": 8}, target=target, compile=False)
+        assert by_model.estimate.flops == times * forward, target
+    assert asked(built, {"batch": 8}, target="cpu:8").estimate.flops == 9 * forward
+
+
 def test_it_is_compared_and_the_comparison_says_so():
     report = asked(two_layers(optax.adam(0.1)), {"batch": 8})
     seen = Measured("two", "cpu", "cpu", report.axes, 4096, 8192, 0, 512, 40, "seen", (0.25,))

@@ -72,6 +72,16 @@ def product_flops(eqn: Any) -> float:
     return 2.0 * depth * math.prod(eqn.outvars[0].aval.shape)
 
 
+def flops_between_groups(eqn: Any) -> float:
+    """What a compiler computes in vain of a convolution whose rows are in groups, if it convolves
+    each group with every other one too, and keeps those of a group with itself.
+
+    The gradient by a depthwise filter is such a convolution, and XLA for CPU computes it so.
+    """
+    groups = eqn.params.get("batch_group_count", 1)
+    return (groups - 1) * (equation_flops(eqn, in_padding=False) or 0.0) if groups > 1 else 0.0
+
+
 def _convolution(eqn: Any) -> float:
     """Each output element takes one product per element of its filter.
 

@@ -48,7 +48,7 @@ class Moved(NamedTuple):
 
 @dataclass
 class Done:
-    """What one equation does, ``times`` times."""
+    """What one equation does, ``times`` times; ``between_groups`` as in ``flops.py``."""
 
     kind: str
     path: str
@@ -59,6 +59,7 @@ class Done:
     whole: Sequence[Dim] = ()
     moved: Sequence[Moved] = ()
     times: int = 1
+    between_groups: float = 0.0
 
 
 @dataclass

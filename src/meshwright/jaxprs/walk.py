@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .edits import jaxprs_inside
 from .factors import Dim
-from .flops import equation_flops
+from .flops import equation_flops, flops_between_groups
 from .joins import Joins
 from .primitives import PRODUCTS, inner_jaxprs, opened, shape_of
 from .record import CONSTANT, Record, Value
@@ -92,7 +92,8 @@ def _equation(record: Record, eqn: Any, operands: list[Value], at: At) -> list[V
         record.value(var, out, path, number=number)
         for var, out, number in zip(eqn.outvars, joins.outs, numbers, strict=True)
     ]
-    record.add(name, path, operands, results, joins, flops=flops, times=at.times)
+    more = {"flops": flops, "times": at.times, "between_groups": flops_between_groups(eqn)}
+    record.add(name, path, operands, results, joins, **more)
     return results
 
 

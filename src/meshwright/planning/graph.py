@@ -67,7 +67,8 @@ class Operation:
 
     ``operands`` and ``results`` are places in :attr:`Graph.tensors`. ``summed`` are dims that it
     sums over: where they are split, the results are summed over devices. ``whole`` are dims that it
-    needs whole: where they are split, operands that have them are gathered.
+    needs whole: where they are split, operands that have them are gathered. ``between_groups``
+    are FLOPs on top of ``flops`` that XLA for CPU does in vain (``jaxprs/flops.py``).
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Operation:
     whole: tuple[int, ...] = ()
     joints: tuple[Joint, ...] = ()
     times: int = 1
+    between_groups: float = 0.0
 
 
 @dataclass(frozen=True)

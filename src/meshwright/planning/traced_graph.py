@@ -201,6 +201,7 @@ class _Assembled:
             whole=self._several(done.whole),
             joints=tuple(dict.fromkeys(joints)),
             times=done.times,
+            between_groups=done.between_groups,
         )
 
     def _several(self, dims: Iterable[Dim]) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ def compact(graph: Graph, platform: str = "", kind: str = "") -> Compact:
     units, unit_of = _units(graph)
     sent = _sent(graph, facts, converts=platform != "cpu")
     pieces, piece_of = _pieces(graph, facts, unit_of, sent)
-    reader = _Reader(graph, facts, unit_of, pieces, piece_of)
+    reader = _Reader(graph, facts, unit_of, pieces, piece_of, on_cpu=platform == "cpu")
     all_work = [reader.work(place, op) for place, op in enumerate(graph.operations)]
     works = tuple(dict.fromkeys(all_work))
     place_of = {work: place for place, work in enumerate(works)}
@@ -236,6 +236,7 @@ class _Reader:
     unit_of: tuple[int, ...]
     pieces: tuple[Piece, ...]
     piece_of: list[int]
+    on_cpu: bool
 
     def work(self, place: int, operation: Operation) -> Work:
         fused, piece_of = self.facts.is_fused, self.piece_of
@@ -248,7 +249,7 @@ class _Reader:
         simple = not (operation.flops or summed or whole or moved)
         return Work(
             kind="elementwise" if simple else operation.kind,
-            flops=operation.flops,
+            flops=operation.flops + (operation.between_groups if self.on_cpu else 0.0),
             dtype="" if simple else _DTYPES.get(max(sizes, default=4), "float32"),
             operands=tuple(sorted(set(reads) if simple else operands)),
             results=tuple(piece_of[t] for t in operation.results),
