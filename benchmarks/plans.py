@@ -274,18 +274,29 @@ def everything(name: str) -> None:
 def model_again(name: str) -> None:
     """What the planner's model says of all layouts, beside what was compiled before."""
     job, found = JOBS[name], kept_results()[name]
-    for hand, known in found["hand"].items():
-        for remat, way in (
-            (known.get("remat", "none"), known),
-            ("selective", known.get("selective")),
-        ):
-            if way is not None and "step_time_s" in way:
-                way |= by_model(job, job.by_hand[hand], remat)
+    for name_of_hand, known in found["hand"].items():
+        hand_by_model(job, job.by_hand[name_of_hand], known)
     graph = on_one_device(job)
     for option in found["plan"]["options"]:
         option |= option_by_model(job, graph, option)
     keep(name, found)
     print(f"{name}: {ratio(found)} compiled, at least {least_by_model(found)} by the model")
+
+
+def hand_by_model(job: Job, hand: Hand, known: dict[str, Any]) -> None:
+    """What the planner's model says of a layout by hand, also in place of what was not compiled."""
+    for remat, way in (
+        (known.get("remat", "none"), known),
+        ("selective", known.get("selective", {})),
+    ):
+        if "step_time_s" in way:
+            way |= by_model(job, hand, remat)
+        elif "peak_bytes" in way:  # by the model, as it was too far above the limit
+            way["peak_bytes"] = by_model(job, hand, remat)["model_peak_bytes"]
+    available = hardware_of(job.target).memory_bytes
+    if available is not None and "peak_without_bytes" in known:
+        without = by_model(job, hand, "none").get("model_peak_bytes", 0)
+        known |= {"peak_without_bytes": without} if without > FAR * available else {}
 
 
 def on_one_device(job: Job) -> Graph:

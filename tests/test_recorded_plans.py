@@ -41,6 +41,22 @@ def test_the_page_on_speed_has_every_step_beside_mesh_tensorflow() -> None:
         assert f"{ratio} its time | ≤ 0.9, **missed** |" in page
 
 
+def test_what_was_said_by_the_model_alone_is_said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks of layouts that were not compiled, being far above the memory, stand among compiled."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    plans = __import__("plans")
+    said = {"none": 9 << 40, "block": 8 << 40, "selective": 1 << 30}
+    monkeypatch.setattr(
+        plans, "by_model", lambda job, hand, remat: {"model_peak_bytes": said[remat]}
+    )
+    compiled = {"step_time_s": 1.0, "peak_bytes": 1, "model_peak_bytes": 2}
+    known = {"remat": "block", "fits": False, "peak_bytes": 5 << 40, "peak_without_bytes": 6 << 40}
+    known |= {"selective": compiled}
+    plans.hand_by_model(plans.JOBS["gpt2_v5e"], None, known)
+    assert (known["peak_bytes"], known["peak_without_bytes"]) == (said["block"], said["none"])
+    assert compiled == {"step_time_s": 1.0, "peak_bytes": 1, "model_peak_bytes": said["selective"]}
+
+
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
