@@ -87,6 +87,38 @@ def convnext(width: int, size: int, classes: int) -> keras.Model:
     return keras.Model(images, layers.Dense(classes, name="head")(x))
 
 
+def mixer(width: int, size: int, patch: int, hidden: int, classes: int) -> keras.Model:
+    """MLP-Mixer: products over the patches, and products over the channels."""
+    images = keras.Input([size, size, 3])
+    x = layers.Conv2D(width, patch, strides=patch, name="patches")(images)
+    x = layers.Reshape([(size // patch) ** 2, width])(x)
+    for number in range(2):
+        y = layers.Permute([2, 1])(layers.LayerNormalization()(x))
+        y = layers.Dense(hidden // 4, activation="gelu", name=f"patches_{number}_expand")(y)
+        y = layers.Dense(x.shape[1], name=f"patches_{number}_project")(y)
+        x = x + layers.Permute([2, 1])(y)
+        y = layers.LayerNormalization()(x)
+        y = layers.Dense(hidden, activation="gelu", name=f"channels_{number}_expand")(y)
+        x = x + layers.Dense(width, name=f"channels_{number}_project")(y)
+    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+    return keras.Model(images, layers.Dense(classes, name="head")(x))
+
+
+def recommender(rows: int, width: int, lookups: int, hidden: int) -> keras.Model:
+    """DLRM: look-ups in a table, numbers, and the products of each two of them."""
+    ids = keras.Input([lookups], dtype="int32", name="ids")
+    numbers = keras.Input([13], name="numbers")
+    dense = layers.Dense(hidden, activation="relu", name="numbers_expand")(numbers)
+    dense = layers.Dense(width, activation="relu", name="numbers_project")(dense)
+    looked_up = layers.Embedding(rows, width, name="embed")(ids)
+    every = layers.Concatenate(axis=1)([looked_up, layers.Reshape([1, width])(dense)])
+    pairs = layers.Flatten()(layers.Dot(axes=2)([every, every]))
+    x = layers.Concatenate()([pairs, dense])
+    x = layers.Dense(hidden, activation="relu", name="pairs_expand")(x)
+    x = layers.Dense(hidden // 2, activation="relu", name="pairs_project")(x)
+    return keras.Model({"ids": ids, "numbers": numbers}, layers.Dense(2, name="clicked")(x))
+
+
 class LayerScale(layers.Layer):
     """One learned factor per channel."""
 
@@ -160,6 +192,29 @@ FAMILIES = {
     "MobileNet": Family(
         lambda: application("MobileNet", 32, alpha=0.25, dropout=0.0),
         lambda: application("MobileNet", 224, classes=1000),
+    ),
+}  # fmt: skip
+MORE = {  # planned for one target each
+    "Falcon": Family(
+        lambda: t.language_model(t.FALCON),
+        lambda: t.language_model(
+            _real(t.FALCON, width=4544, heads=71, head_dim=64, hidden=18_176,
+                  vocabulary=65_024, length=1024)
+        ),
+        splits=tuple(p for p in RULES if "query" not in p and "out/" not in p),  # 71 heads
+    ),
+    "Phi": Family(
+        lambda: t.language_model(t.PHI),
+        lambda: t.language_model(
+            _real(t.PHI, width=2560, heads=32, kv_heads=32, head_dim=80, hidden=10_240,
+                  vocabulary=51_200, length=1024)
+        ),
+    ),
+    "MLP-Mixer": Family(
+        lambda: mixer(8, 8, 4, 16, 8), lambda: mixer(768, 224, 16, 3072, 1000),
+    ),
+    "DLRM": Family(
+        lambda: recommender(64, 8, 4, 16), lambda: recommender(1_000_000, 128, 26, 1024), rows=4096,
     ),
 }  # fmt: skip
 DEEP = {  # too deep for a step on CPUs here, but not to be dry-run

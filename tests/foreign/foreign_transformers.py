@@ -33,6 +33,7 @@ class Config:
     causal: bool = True
     bias: bool = False
     tied: bool = False
+    parallel: bool = False  # Falcon: attention and feed-forward layer read the same
     scaled: bool = False  # Gemma: embeddings times the root of the width
 
 
@@ -43,6 +44,8 @@ MISTRAL = Config(kv_heads=2, norm="rms", gated="silu", positions="rope", window=
 GEMMA = Config(
     kv_heads=1, norm="rms+1", gated="gelu", positions="rope", tied=True, scaled=True, head_dim=8
 )
+FALCON = Config(kv_heads=1, positions="rope", tied=True, parallel=True)
+PHI = Config(bias=True, positions="rope", parallel=True)
 VIT = Config(bias=True, causal=False, vocabulary=0)
 T5 = Config(norm="rms", positions="relative", gated="gelu", tied=True)
 
@@ -142,13 +145,17 @@ class Block(layers.Layer):
 
     def __init__(self, config: Config, causal: bool, crosses: bool = False, **options: Any) -> None:
         super().__init__(**options)
-        self.post_norm = config.post_norm
+        self.post_norm, self.parallel = config.post_norm, config.parallel
         self.attention = Attention(config, causal, name="attention")
-        self.norms = [norm(config) for _ in range(3 if crosses else 2)]
+        norms = 1 if config.parallel else 3 if crosses else 2
+        self.norms = [norm(config) for _ in range(norms)]
         self.feed_forward = FeedForward(config, name="feed_forward")
         self.cross = Attention(config, causal=False, name="cross") if crosses else None
 
     def call(self, x: Any, memory: Any = None, bias: Any = None) -> Any:
+        if self.parallel:
+            normed = self.norms[0](x)
+            return x + self.attention(normed) + self.feed_forward(normed)
         x = self._add(0, lambda value: self.attention(value, bias=bias), x)
         if self.cross is not None:
             cross = self.cross

@@ -16,13 +16,14 @@ import foreign_families as families
 import keras
 import numpy as np
 import pytest
-from foreign_families import DEEP, FAMILIES, RULES, Family
+from foreign_families import DEEP, FAMILIES, MORE, RULES, Family
 
 import meshwright as mw
 from meshwright import _compat
 
 pytestmark = pytest.mark.full
 
+EVERY = FAMILIES | MORE
 TARGETS = {"v5e:4x4": (4, 4), "v5p:4x4x4": (16, 4), "h100:8": (2, 4)}  # batch, model
 
 
@@ -38,9 +39,9 @@ def strategy_for(model: keras.Model, mesh: mw.Mesh, splits: tuple[str, ...]) -> 
     return mw.Sharded(mesh, rules, unmatched="replicate")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_step_is_that_of_one_device(name: str) -> None:
-    family = FAMILIES[name]
+    family = EVERY[name]
     with _compat.double_precision():
         keras.utils.set_random_seed(1)
         alone, model = compiled(family.small()), compiled(family.small())
@@ -83,9 +84,9 @@ def dry_runs(model: keras.Model, rows: int, splits: tuple[str, ...]) -> None:
         assert report.collectives
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_real_widths_are_dry_run_on_targets_that_are_not_there(name: str) -> None:
-    family: Family = FAMILIES[name]
+    family: Family = EVERY[name]
     with mw.abstract():
         model = compiled(family.real())
     dry_runs(model, family.rows, family.splits)
@@ -99,6 +100,17 @@ def test_the_planner_finds_a_layout_no_slower_than_those_with_a_name(name: str) 
     batch = families.shapes_of(model, family.rows)
     for target in TARGETS:
         families.check_plan(mw.plan(model, batch, target=target, limit_s=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("Falcon", "h100:8"), ("Phi", "v5p:4x4x4"), ("MLP-Mixer", "v5e:4x4"), ("DLRM", "h100:8")],
+)
+def test_more_families_are_planned_for_one_target_each(name: str, target: str) -> None:
+    with mw.abstract():
+        model = compiled(MORE[name].real())
+    batch = families.shapes_of(model, MORE[name].rows)
+    families.check_plan(mw.plan(model, batch, target=target, limit_s=2))
 
 
 def test_the_peak_of_one_family_is_near_the_compilers() -> None:
