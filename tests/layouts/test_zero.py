@@ -17,6 +17,7 @@ import meshwright as mw
 from meshwright.jaxprs.flops import model_flops
 from meshwright.layouts.zero import SMALL_ELEMENTS, TILE, share_out
 from meshwright.planning.abstract_step import of_program
+from meshwright.step.platform import tracing_for
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
 SPECS = st.lists(st.sampled_from([None, "model", "batch"]), min_size=1, max_size=3).filter(
@@ -161,3 +162,34 @@ def test_selective_recompute_keeps_products_with_weights_and_drops_the_scores(ze
     # In each block scores, and what is seen by them, are of no weights.
     assert products("selective") == products("none") + 3 * 2
     assert products("block") > products("selective")
+
+
+def test_a_block_waits_for_its_gradients_on_tpus_where_products_are_kept() -> None:
+    """XLA for TPU may else compute those of all blocks last, and hold what they read till then; and
+    what waits for what changes no number."""
+    params = {name: jax.random.normal(jax.random.key(i), (64, 64)) for i, name in enumerate("abc")}
+    rows = jax.random.normal(jax.random.key(3), (8, 64))
+
+    def loss(params: dict[str, Any], x: Any) -> Any:
+        for name in params:
+            x = mw.block_output(jnp.tanh(jnp.tanh(x @ params[name])))
+        return jnp.mean(x**2)
+
+    program = mw.jax_program(loss, params, optax.sgd(0.1))
+    placement = mw.Placement.of(mw.create_mesh({"batch": 4}, devices=jax.devices()[:4]), zero=3)
+
+    def barriers(platform: str, remat: str) -> int:
+        step = of_program(program, jax.typeof(rows), placement, mw.StepOptions(remat=remat))
+        with tracing_for(platform):
+            return str(jax.make_jaxpr(step.train_step)(step.state, step.batch)).count("barrier")
+
+    assert barriers("tpu", "selective") == barriers("cuda", "selective") + 2  # the first block's
+    assert barriers("tpu", "block") == barriers("cuda", "block")  # input needs no gradient
+
+    def trained(platform: str) -> dict[str, Any]:
+        trainer = mw.Trainer(program, placement, mw.StepOptions(remat="selective"))
+        with tracing_for(platform):
+            state, _ = trainer.train(trainer.init(), [rows, rows])
+        return jax.tree.map(np.asarray, state.params)
+
+    jax.tree.map(np.testing.assert_array_equal, trained("tpu"), trained("cpu"))

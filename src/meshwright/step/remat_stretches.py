@@ -8,7 +8,7 @@ each one that reads it makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ GATHERED = "gathered parameter"  # the name of what is not kept for the backward
 class Stretch:
     """Equations from ``start`` to before ``end``; ``policy`` says what of them is kept.
 
-    ``in_turn`` has parameters gathered no sooner than what else is read has been computed. With
+    ``in_turn`` has parameters gathered no sooner than what else is read has been computed, and
+    ``at_once`` has the backward pass leave it no sooner than they have their gradients. With
     ``inside`` it is one call or loop, and the function in it is cut; it is a stretch itself only
     if parameters are gathered for it.
     """
@@ -34,6 +35,7 @@ class Stretch:
     end: int
     policy: Callable[..., Any] | None = None
     in_turn: bool = False
+    at_once: bool = False
     in_loop: bool = False
     inside: Cut | None = None
 
@@ -106,6 +108,8 @@ def evaluated(traced: Equations, stretches: Sequence[Stretch], values: Sequence[
         if stretch.inside is not None:
             eqns = [_cut_inside(eqn, stretch.inside) for eqn in eqns]
         if stretch.inside is None or stretch.in_turn:
+            if stretch.at_once:
+                _hold_back(traced, stretch, env)
             _by_itself(traced, stretch, eqns, env)
         else:
             _plainly(traced, eqns, env)
@@ -227,20 +231,60 @@ def _outside(eqns: Sequence[Any]) -> list[Var]:
 
 def _in_turn(traced: Equations, early: Sequence[Any], here: dict[Var, Any]) -> None:
     """Let parameters be gathered after what else is read here has been computed."""
-    import jax
-
-    args = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
-    pieces = _outside([*traced.before(eqn.outvars[0] for eqn in early if is_gather(eqn))])
-    others = [
-        var
-        for var, value in here.items()
-        if var not in args
-        and var in traced.depends
-        and jax.numpy.issubdtype(value.dtype, jax.numpy.floating)
-    ]
+    pieces, others = _pieces(traced, early), _computed(traced, here)
     if pieces and others:
         both = [*pieces, *others]
         here.update(zip(both, _together([here[var] for var in both]), strict=True))
+
+
+def _pieces(traced: Equations, early: Sequence[Any]) -> list[Var]:
+    """What is gathered of parameters, as it is before that."""
+    return _outside([*traced.before(eqn.outvars[0] for eqn in early if is_gather(eqn))])
+
+
+def _computed(traced: Equations, here: Mapping[Var, Any]) -> list[Var]:
+    """Those values that were computed with parameters, and can have gradients."""
+    args = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
+    return [
+        var
+        for var, value in here.items()
+        if var not in args and var in traced.depends and _is_float(value)
+    ]
+
+
+def _is_float(value: Any) -> bool:
+    import jax
+
+    return jax.numpy.issubdtype(value.dtype, jax.numpy.floating)
+
+
+def _hold_back(traced: Equations, stretch: Stretch, env: dict[Var, Any]) -> None:
+    """Let the backward pass leave a stretch only when its parameters have their gradients.
+
+    Nothing else waits for those. XLA for TPU may put off products for them to the end of the step,
+    and hold what they read of every block till then.
+    """
+    eqns = traced.rest[stretch.start : stretch.end]
+    early = traced.before(var for eqn in eqns for var in variables(eqn.invars))
+    pieces = [var for var in _pieces(traced, early) if _is_float(env[var])]
+    waiting = _computed(traced, {var: env[var] for var in _outside([*early, *eqns])})
+    if pieces and waiting:
+        both = [*pieces, *waiting]
+        env.update(zip(both, _gradients_together([env[var] for var in both]), strict=True))
+
+
+def _gradients_together(values: list[Any]) -> list[Any]:
+    """The same values, none of whose gradients is there before all are."""
+    import jax
+
+    @jax.custom_vjp
+    def together(values: list[Any]) -> list[Any]:
+        return values
+
+    together.defvjp(
+        lambda values: (values, None), lambda _, grads: (jax.lax.optimization_barrier(grads),)
+    )
+    return together(values)
 
 
 def _together(values: list[Any]) -> list[Any]:

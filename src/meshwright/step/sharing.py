@@ -14,6 +14,7 @@ from ..program import Arrays, Aux, Batch, Program, TrainState
 from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient
 from .parts import Pieces, in_parts, scatter_parts, sum_parts
+from .platform import traced_for
 from .remat import BY_BLOCK, blocks, policy_of, recomputing
 from .remat_stretches import GATHERED, Cut, Equations, Stretch, but_gathered, in_stretches
 from .summing import GradientSum, sum_flat, way_of
@@ -232,7 +233,9 @@ def _in_turn(sharing: Sharing, function: Callable[..., Any], cut: Cut) -> Callab
 def _cut_for(remat: str) -> Cut:
     """How a step is cut at level 3, where parameters are gathered and parts recomputed at once."""
     if remat in BY_BLOCK:
-        return also_between(blocks(remat))
+        # XLA for TPU puts off products for gradients where it takes them in a ring of devices; it
+        # would hold what they read of all blocks, which is what "selective" keeps and more.
+        return also_between(blocks(remat), remat == "selective" and traced_for() == "tpu")
     return where_read if remat == "none" else from_one_to_the_next(policy_of(remat))
 
 
@@ -271,11 +274,11 @@ def from_one_to_the_next(policy: Callable[..., Any]) -> Cut:
     return cut
 
 
-def also_between(cut: Cut) -> Cut:
+def also_between(cut: Cut, at_once: bool = False) -> Cut:
     """The stretches of ``cut``, and between them those where parameters are read."""
 
     def both(traced: Equations) -> list[Stretch]:
-        stretches = [replace(stretch, in_turn=True) for stretch in cut(traced)]
+        stretches = [replace(s, in_turn=True, at_once=at_once) for s in cut(traced)]
         ends = [0, *(stretch.end for stretch in stretches)]
         starts = [*(stretch.start for stretch in stretches), len(traced.rest)]
         free = [range(*pair) for pair in zip(ends, starts, strict=True) if pair[0] < pair[1]]
