@@ -22,7 +22,9 @@ import numpy as np
 import optax
 
 import meshwright as mw
-from meshwright.checkpoint import files
+
+JOINED_WITH = set(sys.modules)
+from meshwright.checkpoint import files  # noqa: E402
 
 ROWS, BATCH = 96, 24
 EPOCHS = int(os.environ.get("EPOCHS", "60"))
@@ -68,6 +70,8 @@ def act(folder: Path, action: dict[str, Any] | None) -> None:
     if not action:
         return
     if jax.process_index() == action.get("rank", 1):
+        while started_ahead() < action.get("ahead", 0):
+            time.sleep(0.01)
         (folder / "failed_at").write_text(repr(time.time()))
         if "signal" in action:
             os.kill(os.getpid(), action["signal"])
@@ -76,6 +80,18 @@ def act(folder: Path, action: dict[str, Any] | None) -> None:
         if "launcher" in action:
             os.kill(int(os.environ["LAUNCHER"]), action["launcher"])
             time.sleep(2)  # until it passes the signal on
+
+
+def started_ahead() -> int:
+    """How many processes the launcher has started for the next start."""
+    theirs = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+    environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in theirs]
+    return sum(b"MESHWRIGHT_STANDBY=" in environment for environment in environments)
+
+
+def imported() -> int:
+    """How many of the library's modules this process has imported since it has joined."""
+    return sum(name.startswith("meshwright.") for name in set(sys.modules) - JOINED_WITH)
 
 
 def die_while_saving(folder: Path, plan: dict[str, Any]) -> None:
@@ -152,6 +168,7 @@ class Noted(Batches):
         self._read += 1
         if self._read == 2 and jax.process_index() == 0:
             here = {"from": -1, **self._started, "at": time.time(), "compiled": COMPILED[0]}
+            here["imported"] = imported()
             line = json.dumps(here)
             with (self._folder / "starts").open("a") as file:
                 file.write(line + "\n")

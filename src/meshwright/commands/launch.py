@@ -15,10 +15,26 @@ from .options import seconds_option
 if TYPE_CHECKING:
     from ..launch.manifests import Job
 
-_PASSED_ON = ("devices", "log_dir", "stall_timeout", "join_timeout", "agree", "max_restarts")
+_PASSED_ON = (
+    "devices",
+    "log_dir",
+    "stall_timeout",
+    "join_timeout",
+    "agree",
+    "standby",
+    "max_restarts",
+)
 _OF_GROUPS = (*_PASSED_ON[:-1], "nodes", "rendezvous", "hosts", "host_discovery_script")
 _OF_CLUSTERS = ("workers", "ps", "evaluator", "quiet", "worker_devices")
-_NOT_OF_RAY = ("nodes", "rendezvous", "hosts", "host_discovery_script", "log_dir", "agree")
+_NOT_OF_RAY = (
+    "nodes",
+    "rendezvous",
+    "hosts",
+    "host_discovery_script",
+    "log_dir",
+    "agree",
+    "standby",
+)
 _NOT_OF_JOBS = (*_NOT_OF_RAY[1:], "stall_timeout", "join_timeout")  # the scheduler decides
 _RESTARTS_OF_TASKS = 10
 
@@ -83,6 +99,11 @@ class _Range(click.ParamType):
     "--agree/--no-agree",
     default=True,
     help="Compare versions, model, data and options of all processes before they train.",
+)
+@option(
+    "--standby/--no-standby",
+    default=True,
+    help="Where the group may start again, keep one more process per place, with its imports done.",
 )
 @option("--workers", type=int, default=2, help="Number of workers to start.")
 @option("--ps", type=int, default=1, help="Number of parameter servers to start.")
@@ -193,6 +214,7 @@ def launch(
         stall_s=options["stall_timeout"],
         join_s=options["join_timeout"],
         agree=options["agree"],
+        standby=options["standby"],
         nodes=nodes,
         rendezvous=options["rendezvous"],
         least_processes=least if least < most else None,

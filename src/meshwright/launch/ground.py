@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -19,17 +20,23 @@ from .memory import MEMORY, HostMemory
 from .nodes import Hub, Share, Spoke, rendezvous
 from .private_folder import PrivateFolder
 from .processes import free_port
+from .standby import Standbys
 
 _LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a group is started with: its share of the ranks, their places, and what they read."""
+    """What a group is started with: its share of the ranks, their places, and what they read.
+
+    ``variables`` are those of every start, and ``of_generation`` those of this one.
+    """
 
     share: Share
     places: tuple[int, ...]
-    variables: tuple[tuple[str, str], ...] = ()
+    variables: Mapping[str, str]
+    of_generation: Mapping[str, str]
+    standbys: Standbys | None  # where processes are started ahead
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class Ground:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         device_variables(options.processes, options.devices, os.environ)  # raises
         self.folder = PrivateFolder()
+        is_ahead = rule.max_restarts > 0 and options.standby
+        self._standbys = Standbys(self.folder.path) if is_ahead else None
         self._memory: HostMemory | None = None
         self._discovery: Discovery | None = None
         self.link: Hub | Spoke | None = None
@@ -83,13 +92,14 @@ class Ground:
             if met is None:
                 return None
             share = met
-        variables = {GENERATION: str(generation), FAILURES: failures}
+        variables: dict[str, str] = {}
         if self._options.is_elastic:
             variables[MOST] = str(self._options.nodes * self._options.processes)
         if self._memory is not None:
             variables[MEMORY] = str(self._memory.folder)
             variables |= _compiled_in(self.folder.path)
-        return Start(share, tuple(self._places), tuple(variables.items()))
+        of_generation = {GENERATION: str(generation), FAILURES: failures}
+        return Start(share, tuple(self._places), variables, of_generation, self._standbys)
 
     def has_changed(self) -> bool:
         """Whether a group on other places, or other hosts, is to take the place of this one."""
@@ -106,6 +116,8 @@ class Ground:
         """Leave the other hosts, and what was compiled."""
         if self._discovery is not None:
             self._discovery.close()
+        if self._standbys is not None:
+            self._standbys.close()
         if self.link is not None:
             self.link.close()
         if self._memory is not None:

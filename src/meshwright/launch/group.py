@@ -11,7 +11,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from .agreement import Meeting
@@ -22,12 +22,22 @@ from .elastic import failures_text
 from .failure import Failure
 from .ground import End, Ground, Start
 from .group_options import GroupOptions
-from .join import AGENT, AGREE, JOIN, MEETING, TELL, board_path, failure_path, lost_path
+from .join import (
+    AGENT,
+    AGREE,
+    JOIN,
+    MEETING,
+    TELL,
+    board_path,
+    failure_path,
+    loaded_path,
+    lost_path,
+)
 from .limits import Limits
 from .logs import LogPump
 from .membership import Membership
 from .nodes import Hub, Spoke
-from .processes import check_program, program
+from .processes import Command, check_program, program
 from .progress import new_board, read_board
 from .relay import RELAY, Relay
 from .signals import PATIENCE_S, PREEMPTED, Stopping, passing_on
@@ -110,9 +120,12 @@ class Group:
             limits = Limits(options.stall_s, options.join_s)
             self._watch = Watch(self._places, total, self._folder, self._supervisor, logs, limits)
             devices = device_variables(options.processes, options.devices, os.environ)
+            fixed = {**dict(start.variables), JOIN: "1", AGREE: str(int(options.agree))}
+            self._commands = {p: program(arguments, {**devices[p], **fixed}) for p in start.places}
+            self._standbys, self._program = start.standbys, arguments[0]
             for rank, place in self._places.items():
                 member = Membership(rank, total, self._share.coordinator, "launch", rank - first)
-                self._start(member, arguments, {**devices[place], **dict(start.variables)})
+                self._start(member, place, start.of_generation)
         except BaseException:
             self.close(0.0)
             raise
@@ -151,6 +164,8 @@ class Group:
             code = stopping.exit_code(codes.values())
             was_left = code == PREEMPTED and not stopping.number and ground.outlives_hosts
             return End(code, again=was_left, why=_CHANGED * was_left)
+        if not (is_changing or stopping.number or codes):
+            self._prepare()
         if not (is_changing or stopping.number) and ground.has_changed():
             if isinstance(self._link, Hub):
                 self._link.change()
@@ -189,14 +204,26 @@ class Group:
 
     # Starting
 
-    def _start(self, member: Membership, arguments: Sequence[str], env: dict[str, str]) -> None:
+    def _start(self, member: Membership, place: int, env: Mapping[str, str]) -> None:
         new_board(board_path(self._folder, member.rank))
-        env = {**env, **member.variables(), JOIN: "1", AGENT: str(self._folder)}
-        env |= {HOSTED: "1", MEETING: self._meets_at, AGREE: str(int(self._options.agree))}
+        env = {**env, **member.variables(), AGENT: str(self._folder)}
+        env |= {HOSTED: "1", MEETING: self._meets_at}
         if self._relay is not None:
             env[RELAY] = self._relay.address
-        command = program(arguments, env)
-        self._supervisor.start(task_of(member.rank), lambda _: command, None)
+        command, ahead = self._commands[place], None
+        if self._standbys is not None:
+            ahead = self._standbys.take(place, command, self._program, env)
+        command = Command.of(command.argv, {**dict(command.env), **env})
+        self._supervisor.start(task_of(member.rank), lambda _: command, None, ahead)
+
+    def _prepare(self) -> None:
+        """Start processes for the next start, once these train and say what they have loaded."""
+        first = min(self._watch.seen, default=None)
+        if self._standbys is None or first is None:
+            return
+        if all(seen.progress.step for seen in self._watch.seen.values()):
+            loaded = loaded_path(self._folder, first)
+            self._standbys.prepare(self._commands, self._program, loaded)
 
     # Ending
 

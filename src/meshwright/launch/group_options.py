@@ -32,6 +32,7 @@ class GroupOptions:
     least_nodes: int | None = None
     max_restarts: int | None = None  # 10 where the number of processes or hosts may change, else 0
     discovery: Path | None = None  # a script that lists hosts
+    standby: bool = True  # keep a process ready for each place, where the group is started again
 
     def __post_init__(self) -> None:
         faults = [

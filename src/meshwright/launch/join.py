@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _compat
 from ..errors import ClusterError, ProcessError, TopologyError
 from ..topology import settle_cpu_pool
-from . import neighbors, progress
+from . import neighbors, progress, standby
 from .addresses import to_listen
 from .coordinator import HOSTED
 from .failure import Failure
@@ -124,11 +124,12 @@ def join(
     if member.processes > 1 and (agree or watch):
         _meet(member, wait_s, agree, watch)
     _initialize(member, wait_s, is_hosted or _folder is not None)
-    if _folder is not None:
+    if _agent is not None:
         atexit.register(_leave_after_failure, member.rank)
     atexit.register(progress.entering, "exit")  # after JAX's own: so before JAX waits for others
     progress.follow_compiler()
     progress.entering("script")
+    standby.note_joined()
     _joined = member
     return member
 
@@ -136,6 +137,7 @@ def join(
 def join_if_launched() -> None:
     """Join if ``meshwright launch`` has started this process; its own children do not."""
     if os.environ.pop(JOIN, "") and threading.current_thread() is threading.main_thread():
+        standby.wait_for_place()
         join()
 
 
@@ -251,6 +253,8 @@ def agree(call: str, facts: Callable[[], Facts]) -> None:
     Every process must make the same calls in the same order. Raises
     :class:`~meshwright.AgreementError` in all of them where they differ.
     """
+    if _agent is not None and _joined is not None:
+        standby.note_loaded(loaded_path(_agent, _joined.rank))
     if _attendance is not None:
         with progress.inside("barrier"):
             _attendance.agree({"call": call, **facts()})
@@ -363,6 +367,11 @@ def _follow_agent(member: Membership, folder: Path) -> None:
 def board_path(folder: Path, rank: int) -> Path:
     """The file to which a rank writes its progress."""
     return folder / f"rank{rank}.board"
+
+
+def loaded_path(folder: Path, rank: int) -> Path:
+    """The file in which a rank says what it has imported."""
+    return folder / f"rank{rank}.loaded"
 
 
 def stack_path(folder: Path, rank: int) -> Path:

@@ -81,10 +81,11 @@ class Child:
 
     ``output`` is the reading end of a pipe with its stdout and stderr; the code that takes it must
     close it. ``exit_descriptor`` becomes readable when the process has ended (``None`` where the
-    system has no such descriptor, or the end is noted already). Not thread-safe.
+    system has no such descriptor, or the end is noted already). ``passes`` are descriptors that it
+    inherits. Not thread-safe.
     """
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: Command, passes: tuple[int, ...] = ()) -> None:
         reading, self._lifeline = os.pipe()
         _hold(self._lifeline)
         self.exit_code: int | None = None
@@ -101,7 +102,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C at the terminal is for the parent alone
-                pass_fds=(reading,),
+                pass_fds=(reading, *passes),
             )
         except BaseException:
             _let_go(self._lifeline)

@@ -69,12 +69,19 @@ class Supervisor:
             return tuple(self._kept)
 
     def start(
-        self, task: Task, command: Callable[[int], Command], restarts: Restarts | None
+        self,
+        task: Task,
+        command: Callable[[int], Command],
+        restarts: Restarts | None,
+        child: Child | None = None,
     ) -> None:
-        """Start a task, and again whenever it has ended; ``restarts=None``: only this once."""
+        """Start a task, and again whenever it has ended; ``restarts=None``: only this once.
+
+        With a ``child`` the first process is one that runs already.
+        """
         with self._lock:
             self._check_open()
-            child = self._child(task, command(0))
+            child = self._heard(task, child or Child(command(0)))
             self._kept[task] = _Kept(command, restarts, child, time.monotonic())
             self._note(task, "started")
         self._wake()
@@ -203,7 +210,7 @@ class Supervisor:
     def _start_again(self, task: Task, kept: _Kept) -> None:
         kept.due_s, kept.over, kept.started_s = None, "", time.monotonic()
         try:
-            kept.child = self._child(task, kept.command(kept.generation + 1))
+            kept.child = self._heard(task, Child(kept.command(kept.generation + 1)))
         except OSError as error:  # the machine is full; it may not stay so
             kept.due_s = time.monotonic() + _TRY_AGAIN_S
             self._tell(task, f"cannot be started again yet: {error}")
@@ -213,8 +220,7 @@ class Supervisor:
 
     # Parts
 
-    def _child(self, task: Task, command: Command) -> Child:
-        child = Child(command)
+    def _heard(self, task: Task, child: Child) -> Child:
         self._logs.add(str(task), child.output)
         return child
 

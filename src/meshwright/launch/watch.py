@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import socket
 import sys
 import time
@@ -24,6 +25,7 @@ from .stragglers import STRAGGLER_S, Stragglers
 from .supervision import exit_text
 from .supervisor import Supervisor
 
+_CAUSES = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)  # no failure of others causes these
 _SETTLE_S = 0.3  # for a death by signal to be seen beside the errors that it causes in others
 
 
@@ -58,9 +60,10 @@ class Watch:
             learn(self._limits, self._others.get(seen.rank, seen), seen, self._looked_s)
         self._others = {seen.rank: seen for seen in others}
         self._looked_s = now_s
-        if self._failing(codes):
-            time.sleep(_SETTLE_S)
-            codes = self.exit_codes()
+        if failing := self._failing(codes):
+            if not any(codes.get(rank, 0) in _CAUSES for rank in failing):
+                time.sleep(_SETTLE_S)
+                codes = self.exit_codes()
             return self._first_failure(codes)
         if isinstance(link, Spoke):
             blamed, link.blamed = link.blamed, None
