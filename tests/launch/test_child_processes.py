@@ -93,6 +93,21 @@ def test_a_program_that_knows_nothing_of_this_is_tied_as_well():
     assert child.poll() == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(("then", "ends_with"), [("sys.exit(7)", 7), ("", -signal.SIGKILL)])
+def test_a_program_that_closes_what_it_inherits_is_tied_as_well(then, ends_with):  # as ssh does
+    code = "import os, sys, time; os.closerange(3, 99); print(os.getpid(), flush=True)"
+    rest = then or "time.sleep(100)"
+    child = Child(Command((sys.executable, "-c", f"{code}; {rest}"), closes_pipes=True))
+    with os.fdopen(child.output) as output:
+        pid = int(output.readline())
+    if not then:
+        os.close(child._lifeline)  # as when this process ends
+        processes._held.discard(child._lifeline)
+        assert within(5, all_gone([pid]))
+        child._lifeline = os.open(os.devnull, os.O_RDONLY)
+    assert within(10, lambda: child.poll() == ends_with)
+
+
 def test_a_thread_does_it_where_the_kernel_does_not():
     without = "from meshwright.launch import tie; tie._by_signal = lambda *_: False\n"
     child, pids = started(without + task())

@@ -114,7 +114,8 @@ class _Ssh:
         command = f"exec {settings} {shlex.join([*launch, *self._arguments])}"
         remote = f"cd {shlex.quote(str(Path.cwd()))} && {command}"
         # -tt: what runs there ends when this ssh does, however that ends.
-        return Child(Command.of([self._ssh, "-tt", "-o", "BatchMode=yes", *_ALIVE, name, remote]))
+        argv = (self._ssh, "-tt", "-o", "BatchMode=yes", *_ALIVE, name, remote)
+        return Child(Command(argv, closes_pipes=True))
 
 
 def _wait(children: dict[str, Child], logs: LogPump) -> int:

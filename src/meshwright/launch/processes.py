@@ -24,7 +24,8 @@ _ASK_EVERY_S = 0.01
 class Command:
     """A program with its arguments, and the variables that it gets beside those of its parent.
 
-    ``ties_itself`` says that it is of Meshwright's own (see :mod:`.tie`).
+    ``ties_itself`` says that it is of Meshwright's own (see :mod:`.tie`), and ``closes_pipes`` that
+    it closes what it inherits.
 
     >>> Command.of(["python", "train.py"], {"A": "1"}).argv
     ('python', 'train.py')
@@ -33,6 +34,7 @@ class Command:
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
     ties_itself: bool = False
+    closes_pipes: bool = False
 
     @classmethod
     def of(
@@ -93,7 +95,7 @@ class Child:
         if command.ties_itself:
             env[tie.VARIABLE] = str(reading)
         else:
-            argv = tie.tied(argv, reading, group=True)
+            argv = tie.tied(argv, reading, group=True, beside=command.closes_pipes)
         try:
             self._process = subprocess.Popen(
                 argv,

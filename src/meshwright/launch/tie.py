@@ -7,8 +7,9 @@ in a long call, and what it has started. Elsewhere a thread waits for the end of
 
 (``PR_SET_PDEATHSIG`` would do for less: it goes by the parent's *thread*, and not to the group.)
 
-As a program, ``tie.py FD group|alone PROGRAM ARGS...`` ties itself and becomes that program. It
-imports nothing of this package, to be quick.
+As a program, ``tie.py FD group|alone|beside PROGRAM ARGS...`` ties itself and becomes that program;
+``beside`` one that closes the pipe, as ssh does, it stays, in its group. It imports nothing of this
+package, to be quick.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def tie(pipe: int, *, group: bool) -> None:
         _end(group)
 
 
-def tied(argv: Sequence[str], pipe: int, *, group: bool) -> list[str]:
-    """The command that ties itself to the pipe, and then becomes this one."""
-    how = "group" if group else "alone"
+def tied(argv: Sequence[str], pipe: int, *, group: bool, beside: bool = False) -> list[str]:
+    """The command that ties itself to the pipe, and becomes this one, or runs ``beside`` it."""
+    how = "beside" if beside else "group" if group else "alone"
     return [sys.executable, "-I", "-S", __file__, str(pipe), how, *argv]
 
 
@@ -73,6 +74,19 @@ def _end(group: bool) -> None:
     os.kill(0 if group else os.getpid(), signal.SIGKILL)
 
 
+def _run_beside(argv: list[str]) -> int:
+    """Run a program as one of this group, and end as it does."""
+    pid = os.posix_spawn(argv[0], argv, os.environ)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the program gets it, too
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code < 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
 if __name__ == "__main__":
-    tie(int(sys.argv[1]), group=sys.argv[2] == "group")
+    tie(int(sys.argv[1]), group=sys.argv[2] != "alone")
+    if sys.argv[2] == "beside":
+        sys.exit(_run_beside(sys.argv[3:]))
     os.execv(sys.argv[3], sys.argv[3:])
