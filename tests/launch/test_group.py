@@ -23,6 +23,7 @@ from meshwright.launch.group import run_group
 from meshwright.launch.group_options import GroupOptions
 from meshwright.launch.hosts import run_on_hosts
 from meshwright.launch.limits import Limits
+from meshwright.launch.processes import free_port
 from meshwright.launch.progress import Board, Progress, new_board, read_board
 from meshwright.launch.stalls import Seen, learn, stalls
 
@@ -378,9 +379,10 @@ def test_launchers_that_meet_run_one_group_and_name_a_rank_of_another_host(
 
 
 def test_hosts_that_do_not_come_and_addresses_that_are_wrong_are_refused():
+    address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ClusterError, match=r"1 of 2 hosts have not come within 0\.2 s; present"):
-        run_group([PROGRAM], GroupOptions(1, nodes=2, rendezvous="127.0.0.1:0", join_s=0.2))
-    with pytest.raises(ClusterError, match=r"--rendezvous must be host:port; received 'n01'"):
+        run_group([PROGRAM], GroupOptions(1, nodes=2, rendezvous=address, join_s=0.2))
+    with pytest.raises(ClusterError, match=r"--rendezvous must be 'host:port', .*; received 'n01'"):
         run_group([PROGRAM], GroupOptions(1, nodes=2, rendezvous="n01"))
     with pytest.raises(ClusterError, match="several nodes need --rendezvous"):
         GroupOptions(1, nodes=2)

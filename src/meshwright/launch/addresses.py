@@ -3,8 +3,56 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+import socket
 
 _ALL_INTERFACES = "0.0.0.0"
+_FORM = re.compile(r"(?:\[([^\[\]/\s]+)\]|([^:/\s\[\]]+)):(\d{1,5})", re.ASCII)
+ADDRESS_FORM = "'host:port', with an IPv6 address in brackets, as in '[::1]:8476'"
+
+
+def split_address(address: str) -> tuple[str, int] | None:
+    """Host and port of ``host:port``, an IPv6 host in brackets; ``None`` for any other text.
+
+    >>> split_address("n01:8476"), split_address("[::1]:8476"), split_address("::1:8476")
+    (('n01', 8476), ('[::1]', 8476), None)
+    """
+    found = _FORM.fullmatch(address)
+    if found is None or not 0 < int(found[3]) < 1 << 16:
+        return None
+    if found[1] is not None and not is_ipv6(found[1]):
+        return None
+    return found[2] or f"[{found[1]}]", int(found[3])
+
+
+def join_address(host: str, port: int | str) -> str:
+    """``host:port``, with brackets round an IPv6 host that has none.
+
+    >>> join_address("n01", 8476), join_address("::1", 8476), join_address("[::1]", 8476)
+    ('n01:8476', '[::1]:8476', '[::1]:8476')
+    """
+    return f"[{host}]:{port}" if is_ipv6(host) else f"{host}:{port}"
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether this is an IPv6 address without brackets.
+
+    >>> is_ipv6("2001:db8::7"), is_ipv6("[::1]"), is_ipv6("n01:80")
+    (True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def listener_at(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens where :func:`to_listen` says; port 0 stands for any free one."""
+    if host.startswith("["):
+        both = host == "[::]" and socket.has_dualstack_ipv6()
+        where = (host.strip("[]"), port)
+        return socket.create_server(where, family=socket.AF_INET6, dualstack_ipv6=both)
+    return socket.create_server((host, port))
 
 
 def to_connect(address: str) -> str:
@@ -36,11 +84,12 @@ def to_bind(address: str) -> str:
 def to_listen(host: str) -> str:
     """The interface for a listener that others reach by this host's name; ``""`` is all.
 
-    >>> to_listen("127.0.0.1"), to_listen("n01")
-    ('127.0.0.1', '')
+    >>> to_listen("127.0.0.1"), to_listen("n01"), to_listen("[::1]"), to_listen("[2001:db8::7]")
+    ('127.0.0.1', '', '[::1]', '[::]')
     """
-    name = "127.0.0.1" if host == "localhost" else host
-    return name if is_local(f"{host}:0") else ""
+    if is_local(f"{host}:0"):
+        return "127.0.0.1" if host == "localhost" else host
+    return "[::]" if host.startswith("[") else ""
 
 
 def is_local(address: str) -> bool:

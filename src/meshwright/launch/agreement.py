@@ -131,7 +131,7 @@ class Meeting:
         self._error: dict[str, Any] | None = None
         self._closed = False
         try:
-            self._socket.bind(address)
+            self._entrance.bind(address)
         except BaseException:
             self._entrance.close()
             raise

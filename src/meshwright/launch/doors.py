@@ -72,11 +72,16 @@ class Entrance:
             return None
         return (sender, said) if isinstance(said, dict) else None
 
+    def bind(self, endpoint: str) -> None:
+        """Listen there. Raises :class:`zmq.ZMQError` where that is not possible."""
+        self.socket.ipv6 = "[" in endpoint
+        self.socket.bind(endpoint)
+
     def listen(self, listener: socket.socket, host: str) -> None:
         """Listen where a socket listens already, which this takes over."""
         port = listener.getsockname()[1]
         self.socket.setsockopt(zmq.USE_FD, listener.detach())
-        self.socket.bind(f"tcp://{host}:{port}")
+        self.bind(f"tcp://{host}:{port}")
 
     def close(self) -> None:
         """Stop listening; what was sent last has a second to leave."""
@@ -92,7 +97,7 @@ class Visit:
         self._name = name
         self._failing_s: float | None = None
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.linger = linger_ms
+        self.socket.linger, self.socket.ipv6 = linger_ms, "[" in endpoint
         if keys is not None:
             secure_client(self.socket, keys.of("worker"))
         self._monitor = self.socket.get_monitor_socket(sum((_REFUSED, _DONE, *_FAILED)))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import ClusterError
+from .addresses import join_address
 from .changing_hosts import ChangingHosts, Hosts
 from .discovery import Discovery
 from .joining import KEYS
@@ -105,7 +106,7 @@ class _Ssh:
     def __call__(self, name: str, processes: int | None, nodes: str, first: str) -> Child:
         if name == first:  # for a new group
             self._port = free_port()
-        at = f"{first.rpartition('@')[2]}:{self._port}"
+        at = join_address(first.rpartition("@")[2], self._port)
         own = [] if processes is None else ["--processes", str(processes)]
         meeting = ["--nodes", nodes, "--rendezvous", at]
         launch = [sys.executable, "-m", "meshwright.cli", "launch", *self._options, *own, *meeting]

@@ -26,7 +26,7 @@ from .. import _compat
 from ..errors import ClusterError, ProcessError, TopologyError
 from ..topology import settle_cpu_pool
 from . import neighbors, progress, standby
-from .addresses import to_listen
+from .addresses import listener_at, to_listen
 from .coordinator import HOSTED
 from .failure import Failure
 from .membership import COORDINATOR, Membership, membership
@@ -162,7 +162,7 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
     if by_rank_0 and member.rank == 0:
         listens_at = to_listen(host)
         if watch:  # holds the port until the companion listens on it
-            listener = socket.create_server((listens_at, 0))
+            listener = listener_at(listens_at)
         tells = {} if listener is None else {_HUB: f"{host}:{listener.getsockname()[1]}"}
         at = f"tcp://{listens_at or '*'}:{port + 1}"
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import ClusterError
 from . import slurm, tf_config
+from .addresses import ADDRESS_FORM, join_address, split_address
 from .variables import Environment
 
 RANK, PROCESSES = "MESHWRIGHT_RANK", "MESHWRIGHT_PROCESSES"
@@ -46,8 +47,8 @@ class Membership:
             faults.append(f"the number of processes must be 1 or more; received {self.processes}.")
         elif not 0 <= self.rank < self.processes:
             faults.append(f"rank must be from 0 to {self.processes - 1}; received {self.rank}.")
-        if not re.fullmatch(r"(\[[^\[\]\s]+\]|[^:\s\[\]]+):\d{1,5}", self.coordinator):
-            faults.append(f"coordinator must be 'host:port'; received {self.coordinator!r}.")
+        if split_address(self.coordinator) is None:
+            faults.append(f"coordinator must be {ADDRESS_FORM}; received {self.coordinator!r}.")
         if faults:
             raise ClusterError(f"{self.source}: " + "\n".join(faults))
 
@@ -114,7 +115,7 @@ def _torchrun(variables: Environment) -> Membership | None:
     port = _number(variables, "MASTER_PORT")
     if variables.get("TORCHELASTIC_RUN_ID"):
         port += 1  # torchrun itself listens at the port that it names
-    address = f"{variables['MASTER_ADDR']}:{port}"
+    address = join_address(variables["MASTER_ADDR"], port)
     return _read(variables, "torchrun", rank, processes, address, "LOCAL_RANK")
 
 
@@ -237,7 +238,9 @@ def _number(variables: Environment, name: str) -> int:
 
 
 def _with_port(address: str) -> str:
-    return address if re.search(r"[^:]:\d+$", address) else f"{address}:{DEFAULT_PORT}"
+    """The address with a port; one of IPv6 without brackets says too little, and is refused."""
+    has_port = ":" in address.rpartition("]")[2]
+    return address if has_port else f"{address}:{DEFAULT_PORT}"
 
 
 def _of_mpirun(uri: str) -> str | None:

@@ -22,6 +22,7 @@ import msgpack
 import zmq
 
 from ..errors import ClusterError
+from .addresses import ADDRESS_FORM, is_ipv6, split_address
 from .doors import NO_KEYS, Entrance, Visit, group_keys, packed
 from .failure import Failure
 from .processes import free_port
@@ -386,17 +387,18 @@ def rendezvous(
 
     Raises :class:`~meshwright.errors.ClusterError` for an address that is invalid or unknown.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ClusterError(f"--rendezvous must be host:port; received {address!r}.")
+    parts = split_address(address)
+    if parts is None:
+        raise ClusterError(f"--rendezvous must be {ADDRESS_FORM}; received {address!r}.")
+    host, port = parts
     try:
-        ip = socket.gethostbyname(host)
+        ip = _ip_of(host)
     except OSError as error:
         raise ClusterError(f"--rendezvous: unknown host {host!r} ({error}).") from error
     keys = group_keys(f"{ip}:{port}")
     entrance = Entrance(keys)
     try:
-        entrance.socket.bind(f"tcp://{ip}:{port}")
+        entrance.bind(f"tcp://{ip}:{port}")
     except zmq.ZMQError as error:
         entrance.close()
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
@@ -407,6 +409,13 @@ def rendezvous(
     if keys is None:
         print(f"meshwright launch: --rendezvous {address}: {NO_KEYS}", file=sys.stderr, flush=True)
     return Hub(entrance, ip, least, most, silent_s)
+
+
+def _ip_of(host: str) -> str:
+    """The address of a host, of IPv4 where it has one; an IPv6 address is in brackets."""
+    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    ip = min(found, key=lambda info: info[0] != socket.AF_INET)[4][0]
+    return f"[{ip}]" if is_ipv6(str(ip)) else str(ip)
 
 
 def _seen_as_list(seen: Seen, now_s: float) -> list[Any]:

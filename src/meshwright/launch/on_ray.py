@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import ClusterError, ProcessError, TaskError
 from ..extras import require
+from .addresses import join_address
 from .cluster import DescribedCluster
 from .group_options import GroupOptions
 from .joining import variables_of
@@ -106,7 +107,7 @@ class RayLauncher:
             keys = Keys.make()
             spec = ClusterSpec(
                 {
-                    "chief": [f"{ray.util.get_node_ip_address()}:{free_port()}"],
+                    "chief": [join_address(ray.util.get_node_ip_address(), free_port())],
                     "ps": addresses[:ps],
                     "worker": addresses[ps:],
                 }
@@ -228,7 +229,7 @@ class Agent:
         """A ``host:port`` of this node."""
         import ray
 
-        return f"{ray.util.get_node_ip_address()}:{free_port()}"
+        return join_address(ray.util.get_node_ip_address(), free_port())
 
     def place(self) -> str:
         """The name of this node, for messages."""

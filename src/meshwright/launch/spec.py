@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ClusterError
+from .addresses import ADDRESS_FORM, split_address
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 RANK = "rank"  # the job of all processes of a synchronous group, which has no ClusterSpec
@@ -231,8 +232,8 @@ def _task_faults(job: Any, index: Any, address: Any) -> list[str]:
         faults.append(f"index {index!r} of job {job!r}: indices must be whole numbers, at least 0.")
     if not isinstance(address, str) or not _is_address(address):
         faults.append(
-            f"{job}:{index} has address {address!r}. An address reads 'host:port' with a port "
-            "from 1 to 65535, or 'ipc://path'."
+            f"{job}:{index} has address {address!r}. An address reads {ADDRESS_FORM}, with a "
+            "port from 1 to 65535, or 'ipc://path'."
         )
     return faults
 
@@ -240,8 +241,7 @@ def _task_faults(job: Any, index: Any, address: Any) -> list[str]:
 def _is_address(address: str) -> bool:
     if address.startswith("ipc://"):
         return len(address) > len("ipc://")
-    found = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:.%\w]+\]|[^:/\s\[\]]+):(\d{1,5})", address)
-    return found is not None and 1 <= int(found[2]) <= 65535
+    return split_address(address.removeprefix("tcp://")) is not None
 
 
 def _twice(entries: Mapping[Any, Sequence[tuple[Any, Any]]]) -> list[str]:
