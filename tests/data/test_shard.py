@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.data import LocalBatch, ShardedRows
-from meshwright.data.shard import Group
+from meshwright.data.shard import Group, reading_of
 from meshwright.data.spans import Span, after, row_count, steps_of
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=6)
@@ -135,6 +135,50 @@ def test_a_process_reads_its_share_of_the_bytes_and_a_file_at_most(tmp_path: Pat
         assert len(batches[-1]) == rest
         seen += [row for batch in batches[: -1 if index == 0 else None] for row in batch]
     assert sorted(seen) == list(range(sum([512, 640, 320, 512, 448, 600])))
+
+
+class CountedRows:
+    """A dataset of 48 rows that counts how often one is read."""
+
+    def __init__(self) -> None:
+        self.read = Counter[int]()
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        self.read[number] += 1
+        return {"id": np.array(number)}
+
+
+class CountedBatches(keras.utils.PyDataset):
+    """Eight batches of six of these rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = CountedRows()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"id": np.stack([self.rows[6 * index + i]["id"] for i in range(6)])}
+
+
+def test_of_rows_by_number_a_process_reads_its_share_and_of_batches_all() -> None:
+    counted = CountedRows()
+    shares = mw.shard(counted, batch_size=6, seed=3)
+    begun = counted.read.total()  # a row is looked at for its form
+    for index in range(2):
+        assert len(list(shares.reading(Group(index, 2)))) == 8
+        assert counted.read.total() - begun == 24 * (index + 1)
+    batches = CountedBatches()
+    whole = mw.shard(batches)  # as with tf.data and generators: only whole batches can be asked for
+    mesh = mw.create_mesh({"batch": -1})
+    assert len(list(reading_of(whole, mw.Placement.of(mesh, {})))) == 8
+    assert batches.rows.read.total() == 48
 
 
 def test_files_of_records_are_read_by_grain(tmp_path: Path) -> None:
