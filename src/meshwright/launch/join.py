@@ -129,7 +129,8 @@ def join(
     atexit.register(progress.entering, "exit")  # after JAX's own: so before JAX waits for others
     progress.follow_compiler()
     progress.entering("script")
-    standby.note_joined()
+    if _agent is not None:
+        standby.note_joined()
     _joined = member
     return member
 

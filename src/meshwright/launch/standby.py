@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import json
 import os
-import resource
 import socket
 import sys
 from collections.abc import Mapping
@@ -53,6 +52,8 @@ def wait_for_place() -> None:
 def note_joined() -> None:
     """Remember the environment with which this process has joined its group."""
     global _joined_with, _peak_bytes
+    import resource  # POSIX has it alone, as the launcher
+
     _joined_with = dict(os.environ)
     _peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
