@@ -89,7 +89,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Sighting:
     """A collective instruction and where the walk met it."""
 
     instruction: Instruction
@@ -123,11 +123,11 @@ def read_collectives(text: str, axes: Axes) -> tuple[Collective, ...]:
     """
     module = parse(text)
     entry = module.computations[module.entry]
-    repeated: dict[object, list[Seen]] = {}
-    for seen in _walk(module, entry, 1):
-        repeated.setdefault(identity_of(seen), []).append(seen)
+    repeated: dict[object, list[Sighting]] = {}
+    for sighting in _walk(module, entry, 1):
+        repeated.setdefault(identity_of(sighting), []).append(sighting)
     sources = Sources(module)
-    return tuple(collective_of(sighting, entry, axes, sources) for sighting in repeated.values())
+    return tuple(collective_of(sightings, entry, axes, sources) for sightings in repeated.values())
 
 
 def most_bytes_at_once(collectives: Iterable[Collective]) -> int:
@@ -152,11 +152,11 @@ def _walk(
     position: int | None = None,
     fusion: Instruction | None = None,
     is_outside_loops: bool = True,
-) -> Iterator[Seen]:
+) -> Iterator[Sighting]:
     for here, instruction in enumerate(inside.instructions):
         at = here if position is None else position
         if kind_of(instruction) is not None:
-            yield Seen(instruction, inside, count, at, fusion, is_outside_loops)
+            yield Sighting(instruction, inside, count, at, fusion, is_outside_loops)
         elif not instruction.opcode.endswith(("-done", "-update")):
             times = count
             if instruction.opcode == "while" and times is not None:
@@ -178,32 +178,32 @@ def kind_of(instruction: Instruction) -> str | None:
     return kind if kind in KINDS else None
 
 
-def identity_of(seen: Seen) -> object:
+def identity_of(sighting: Sighting) -> object:
     """Equal for the repetitions of one collective, of which shard_map's share a channel."""
-    instruction = seen.instruction
+    instruction = sighting.instruction
     channel = instruction.attribute(r"channel_id=(\d+)")
-    if seen.fusion is None or channel is None or _keeps_a_piece(seen):
+    if sighting.fusion is None or channel is None or _keeps_a_piece(sighting):
         return object()
-    chain = instruction.attribute(r'chain_id="(\w+)"') or seen.path
+    chain = instruction.attribute(r'chain_id="(\w+)"') or sighting.path
     return instruction.opcode, channel, chain, instruction.results
 
 
 def collective_of(
-    repeated: list[Seen], entry: Computation, axes: Axes, sources: Sources
+    repeated: list[Sighting], entry: Computation, axes: Axes, sources: Sources
 ) -> Collective:
-    seen = repeated[0]
-    instruction = seen.instruction
+    first = repeated[0]
+    instruction = first.instruction
     kind = kind_of(instruction) or instruction.opcode
     groups = _groups(instruction, axes)
     is_send = instruction.opcode == "send"
     operands = instruction.operands[:1] if is_send else instruction.operands  # not its token
-    joined = [piece for name in operands for piece in sources.joined(seen.inside, name)]
-    results = [(name, array) for name in joined for array in _results(seen.inside, name)]
+    joined = [piece for name in operands for piece in sources.joined(first.inside, name)]
+    results = [(name, array) for name in joined for array in _results(first.inside, name)]
     arrays = tuple(array for _, array in results)
-    origins = [sources.of(seen.inside, name) for name, _ in results]
+    origins = [sources.of(first.inside, name) for name, _ in results]
     # What is merged has one name for all of it, and what XLA adds itself has none.
-    names = tuple((len(results) > 1 and name) or seen.path or name for _, name in origins)
-    result = sources.result(seen.inside, instruction)
+    names = tuple((len(results) > 1 and name) or first.path or name for _, name in origins)
+    result = sources.result(first.inside, instruction)
     is_known = result is not None or any(argument is not None for argument, _ in origins)
     is_known = is_known or any(origins_of(name)[0].path for name in names)
     dim = None
@@ -211,25 +211,25 @@ def collective_of(
         dim = int(instruction.attribute(r"dimensions=\{(\d+)\}") or 0)
         arrays = tuple(_times(array, dim, max(map(len, groups))) for array in arrays)
     return Collective(
-        kind="reduce-scatter" if _keeps_a_piece(seen) else kind,
+        kind="reduce-scatter" if _keeps_a_piece(first) else kind,
         arrays=arrays,
         groups=groups,
         axes=axes_of(groups, axes),
-        count=seen.count,
-        path=seen.path,
-        position=seen.position,
-        until=entry.last_use(repeated[-1].position) if seen.is_outside_loops else seen.position,
+        count=first.count,
+        path=first.path,
+        position=first.position,
+        until=entry.last_use(repeated[-1].position) if first.is_outside_loops else first.position,
         op_names=names,
         arguments=tuple(argument for argument, _ in origins),
         result=result,
         gathered_dim=dim,
-        near=(None, "") if is_known else sources.near(seen.inside, instruction),
+        near=(None, "") if is_known else sources.near(first.inside, instruction),
     )
 
 
-def _keeps_a_piece(seen: Seen) -> bool:
-    reduces = seen.instruction.opcode.startswith("all-reduce")
-    return reduces and seen.inside.name.startswith("all-reduce-scatter")
+def _keeps_a_piece(sighting: Sighting) -> bool:
+    reduces = sighting.instruction.opcode.startswith("all-reduce")
+    return reduces and sighting.inside.name.startswith("all-reduce-scatter")
 
 
 def _times(array: Array, dim: int, pieces: int) -> Array:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ..jaxprs.lines import without_number
 from ..jaxprs.scopes import PHASES, layer_of, phase_of
 from .arithmetic import FREE, bytes_moved, work_of
-from .collectives import Collective, Seen, collective_of, identity_of, kind_of
+from .collectives import Collective, Sighting, collective_of, identity_of, kind_of
 from .groups import Axes
 from .origins import Sources, op_name_of
 from .text import Computation, Instruction, Module, parse
@@ -167,8 +167,8 @@ class Costs:
         >>> Costs((Operation("dot", "dot", "", flops=100.0),)).replicated_share(400.0, 8)
         0.5
         """
-        done = self.done_flops
-        return max(0.0, 1.0 - model_flops / (num_devices * done)) if done else 0.0
+        flops = self.done_flops
+        return max(0.0, 1.0 - model_flops / (num_devices * flops)) if flops else 0.0
 
 
 @functools.lru_cache(maxsize=16)
@@ -206,7 +206,7 @@ class _Walk:
         self.module = module
         self.axes = axes
         self.sources = Sources(module)
-        self.met: set[str] = set()  # names, without what marks a copy of the compiler's own
+        self.base_names: set[str] = set()  # names, without what marks a copy of the compiler's own
         self.begun: dict[object, str] = {}  # a collective -> the operation that began it
         self.unknown_loops: list[str] = []
         self.uncounted: list[str] = []
@@ -218,8 +218,8 @@ class _Walk:
                 result.append(self._loop(instruction, inside, count))
             elif instruction.opcode == "conditional":
                 branches = [self._called(name, count) for name in instruction.called]
-                taken = max(branches, key=_weight, default=())
-                result += (replace(item, is_chosen=True) for item in taken)
+                branch = max(branches, key=_weight, default=())
+                result += (replace(item, is_chosen=True) for item in branch)
             elif instruction.opcode == "call":
                 name = instruction.attribute(r"to_apply=%([\w.\-]+)") or instruction.called[0]
                 result += self._called(name, count)
@@ -275,8 +275,8 @@ class _Walk:
         """XLA names the copies of ``dot.8`` that it runs instead of keeping its result
         ``dot.8.remat``, ``dot.8.remat2``, of which the first may be all that is left of it."""
         base = re.sub(r"\.remat\d*(?=\.|$)", "", name)
-        is_again = base != name and base in self.met
-        self.met.add(base)
+        is_again = base != name and base in self.base_names
+        self.base_names.add(base)
         return is_again
 
     def _collectives(
@@ -284,29 +284,29 @@ class _Walk:
     ) -> tuple[tuple[Collective, ...], str]:
         """What an instruction begins, and the name of what a fusion of a TPU goes on with."""
         begins, ends = [], ""
-        for seen in self._seen(instruction, inside, count, None):
-            identity = identity_of(seen)
+        for sighting in self._sightings(instruction, inside, count, None):
+            identity = identity_of(sighting)
             if identity in self.begun:
                 ends = self.begun[identity]
             else:
                 self.begun[identity] = instruction.name
-                begins.append(collective_of([seen], inside, self.axes, self.sources))
+                begins.append(collective_of([sighting], inside, self.axes, self.sources))
         return tuple(begins), ends
 
-    def _seen(
+    def _sightings(
         self,
         instruction: Instruction,
         inside: Computation,
         count: int | None,
         fusion: Instruction | None,
-    ) -> Iterator[Seen]:
+    ) -> Iterator[Sighting]:
         if kind_of(instruction) is not None:
-            yield Seen(instruction, inside, count, 0, fusion, is_outside_loops=False)
+            yield Sighting(instruction, inside, count, 0, fusion, is_outside_loops=False)
         elif instruction.opcode == "fusion" or instruction.opcode.endswith("-start"):
             for name in instruction.called:
                 fused = self.module.computations[name]
                 for part in fused.instructions:
-                    yield from self._seen(part, fused, count, fusion or instruction)
+                    yield from self._sightings(part, fused, count, fusion or instruction)
 
 
 def _shared(
@@ -342,5 +342,5 @@ def _weight(program: tuple[Operation | Loop, ...]) -> tuple[float, int]:
 def _precision(product: Instruction | None) -> str:
     """The highest precision that a product's operands are asked for; empty for the default."""
     spelled = r'operand_precision"?[=:][{\[]([^}\]]*)'  # the second way in calls of cuBLAS
-    asked = ((product.attribute(spelled) if product else None) or "").lower().replace('"', "")
-    return next((word for word in ("highest", "high") if word in asked.split(",")), "")
+    precisions = ((product.attribute(spelled) if product else None) or "").lower().replace('"', "")
+    return next((word for word in ("highest", "high") if word in precisions.split(",")), "")

@@ -122,12 +122,12 @@ def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
 def _mesh_groups(axes_text: str, ids: str | None, named: str | None) -> Groups:
     """``'a'=2,'b'=4`` and ``'b':(1)2``: the part of axis b of size 2 that has 1 before it."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes_text)}
-    wanted = re.findall(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?", named or "")
+    sub_axes = re.findall(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?", named or "")
     dims: list[int] = []
     place: dict[tuple[str, int], int] = {}  # (axis, size before the part) -> dim
     for name, size in sizes.items():
         cuts = {1, size}
-        for other, before, part in wanted:
+        for other, before, part in sub_axes:
             if other == name and part:
                 cuts |= {int(before), int(before) * int(part)}
         edges = sorted(cuts)
@@ -136,7 +136,7 @@ def _mesh_groups(axes_text: str, ids: str | None, named: str | None) -> Groups:
             dims.append(after // before)
     grouped = [
         dim
-        for name, before, part in wanted
+        for name, before, part in sub_axes
         for dim in _parts(place, dims, name, int(before or 1), int(part or sizes[name]))
     ]
     order = [dim for dim in range(len(dims)) if dim not in grouped] + grouped

@@ -116,10 +116,10 @@ def _lanes(target: Target, sizes: Sequence[int]) -> tuple[int, ...]:
     cores = target.devices_per_slice // math.prod(target.topology)
     dims = [size for size in target.topology if size > 1]
     every = dims + ([cores] if cores > 1 else [])
-    for taken in itertools.product(range(len(sizes)), repeat=len(every)):
+    for assignment in itertools.product(range(len(sizes)), repeat=len(every)):
         products = [1] * len(sizes)
         lanes = [0] * len(sizes)
-        for place, (axis, size) in enumerate(zip(taken, every, strict=True)):
+        for place, (axis, size) in enumerate(zip(assignment, every, strict=True)):
             products[axis] *= size
             lanes[axis] += place < len(dims)
         if products == list(sizes):

@@ -82,10 +82,10 @@ class _Loop:
     def _at_begin(self, number: _Number) -> int | None:
         if number.item is None:
             return number.plus
-        held = self._number(replace(self._begin, item=number.item))
-        if held is not None and held.item is not None:
-            held = self._from_outside(held)
-        return None if held is None else held.plus + number.plus
+        start = self._number(replace(self._begin, item=number.item))
+        if start is not None and start.item is not None:
+            start = self._from_outside(start)
+        return None if start is None else start.plus + number.plus
 
     def _from_outside(self, number: _Number) -> _Number | None:
         """What the loop around this one hands to each of its rounds, if that stays the same."""
@@ -93,8 +93,8 @@ class _Loop:
         if outer is None or number.item is None:
             return None
         around = _Loop(self._module, *outer)
-        held = around._at_begin(number) if around._step(number.item) == 0 else None
-        return None if held is None else _Number(held)
+        start = around._at_begin(number) if around._step(number.item) == 0 else None
+        return None if start is None else _Number(start)
 
     def _step(self, item: int) -> int | None:
         """By how much a round changes an item of the tuple; ``None`` where it is not a constant."""

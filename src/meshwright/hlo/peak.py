@@ -85,12 +85,12 @@ class Alive:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._seen: dict[str, _Alive] = {}
+        self._known_by_name: dict[str, _Alive] = {}
 
     def of(self, inside: Computation) -> _Alive:
-        if inside.name not in self._seen:
-            self._seen[inside.name] = self._alive_in(inside)
-        return self._seen[inside.name]
+        if inside.name not in self._known_by_name:
+            self._known_by_name[inside.name] = self._alive_in(inside)
+        return self._known_by_name[inside.name]
 
     def _alive_in(self, inside: Computation) -> _Alive:
         whole = [nbytes + within for _, nbytes, within in self.at_each(inside)]
@@ -186,13 +186,13 @@ def _taken_over(
     if not new or not can:
         return set()
     sizes = [one[1].results[one[2]].nbytes for one in new]
-    taken: set[str] = set()
+    names: set[str] = set()
     for name, _ in _made_by(inside, list(instruction.operands)):
         dying = alive.get(name, [])
         if len(dying) == 1 and ends[name] == at and _nbytes(dying) in sizes:
             sizes.remove(_nbytes(dying))
-            taken.add(name)
-    return taken
+            names.add(name)
+    return names
 
 
 def _ends(inside: Computation) -> Mapping[str, int]:

@@ -35,7 +35,7 @@ def remedy(
         return _of_variable(moved, collective.axes, placement)
     if target is not None:
         return _of_new_value(target, collective, placement)
-    if origin.phase == "other" or not origin.path or _asked(origin, placement):
+    if origin.phase == "other" or not origin.path or _has_own_layout(origin, placement):
         return ""
     weights = [v for v in variables if v is not None and _is_weight_of(v, origin.path)]
     if origin.phase != "forward" and any(_has_size(weight, collective) for weight in weights):
@@ -113,7 +113,7 @@ def _spec(variable: Placed, dim: int) -> str | tuple[str, ...] | None:
     return None if spec == UNSHARDED else spec
 
 
-def _asked(origin: Origin, placement: Placement) -> bool:
+def _has_own_layout(origin: Origin, placement: Placement) -> bool:
     """Whether a rule for the outputs of this layer says how they lie."""
     scopes = origin.path.split("/")
     spellings = ["/".join(scopes[:end]) for end in range(len(scopes), 0, -1)]

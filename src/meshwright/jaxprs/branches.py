@@ -35,7 +35,7 @@ def _freed(cond: Any) -> Any:
 
 
 def _results_freed(jaxpr: Any) -> Any:
-    laid = {
+    constraints = {
         var: eqn
         for eqn in jaxpr.eqns
         if eqn.primitive.name == "sharding_constraint"
@@ -43,7 +43,7 @@ def _results_freed(jaxpr: Any) -> Any:
     }
     free = {
         var: _says_nothing(eqn)
-        for var, eqn in laid.items()
+        for var, eqn in constraints.items()
         if any(var is result for result in jaxpr.outvars)
     }
     return jaxpr.replace(

@@ -34,8 +34,8 @@ class Factors:
     """All factors of a step."""
 
     def __init__(self) -> None:
-        self._made = 0
-        self._seen: set[tuple[Factor, ...]] = set()
+        self._count = 0
+        self._apart: set[tuple[Factor, ...]] = set()
 
     def new(self, size: int) -> Dim:
         """A dim that is joined with nothing yet."""
@@ -72,9 +72,9 @@ class Factors:
     def keep_apart(self, dims: Dims) -> None:
         """Never unite the factors of one array with each other."""
         factors = tuple(factor for dim in dims for factor in leaves(dim))
-        if len(factors) < 2 or factors in self._seen:
+        if len(factors) < 2 or factors in self._apart:
             return
-        self._seen.add(factors)
+        self._apart.add(factors)
         for i, one in enumerate(factors):
             for other in factors[:i]:
                 one.apart.add(other)
@@ -85,17 +85,17 @@ class Factors:
         factors = [factor for dim in dims for factor in leaves(dim)]
         if len(set(factors)) == len(factors):
             return dims
-        seen: set[Factor] = set()
+        earlier: set[Factor] = set()
         out: list[Dim] = []
         for dim in dims:
             mine = leaves(dim)
-            out.append(dim if seen.isdisjoint(mine) else self.new_like(dim))
-            seen.update(mine)
+            out.append(dim if earlier.isdisjoint(mine) else self.new_like(dim))
+            earlier.update(mine)
         return tuple(out)
 
     def _factor(self, size: int) -> Factor:
-        self._made += 1
-        return Factor(size, self._made)
+        self._count += 1
+        return Factor(size, self._count)
 
     def _cut(self, factors: Sequence[Factor], steps: Sequence[int]) -> list[Factor]:
         """The factors, cut where the running product of sizes passes one of the steps."""

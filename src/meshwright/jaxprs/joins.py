@@ -62,7 +62,7 @@ class Joins:
     def _take(self, link: Link) -> None:
         how = link.how
         if how is How.EACH or how is How.AT:
-            dim = self._each(link)
+            dim = self._elementwise(link)
             for out in link.outs:
                 self._out[out] = dim
         elif how is How.SUM:
@@ -80,7 +80,7 @@ class Joins:
 
     # Links, by how
 
-    def _each(self, link: Link) -> Dim:
+    def _elementwise(self, link: Link) -> Dim:
         """One dim of the results. Where operands do not agree, it is that of the first one; of
         elementwise work that of the one that was made first, a value rather than a gradient; of
         two gradients, the dim that was met first."""
@@ -96,21 +96,21 @@ class Joins:
         if not all(dims):
             return ()
         if self._name == "add_any":
-            wanted = min(dims, key=age)
+            target = min(dims, key=age)
         else:
-            wanted = self._ins[min(full, key=lambda place: self._tensors[place[0]])]
+            target = self._ins[min(full, key=lambda place: self._tensors[place[0]])]
         for place, dim in zip(full, dims, strict=True):
-            self._join(wanted, place[0], dim)
-        return wanted
+            self._join(target, place[0], dim)
+        return target
 
     def _all_one(self, places: Sequence[Place]) -> Dim:
         """The first of these dims that may be split; the others are the same."""
-        wanted: Dim = ()
+        target: Dim = ()
         for place in places:
             dim = self._ins[place]
-            self._join(wanted, place[0], dim)
-            wanted = wanted or dim
-        return wanted
+            self._join(target, place[0], dim)
+            target = target or dim
+        return target
 
     def _along(self, link: Link) -> None:
         """A dim of the results that is as large as that of an operand is the same."""
@@ -170,9 +170,9 @@ class Joins:
         for link in mine:
             dim = self._ins[link.ins[0]]
             if not other.isdisjoint(leaves(dim)):
-                wanted = self._factors.new_like(dim)
-                self.joints.append((0, dim, wanted))
-                self._out[link.outs[0]] = wanted
+                target = self._factors.new_like(dim)
+                self.joints.append((0, dim, target))
+                self._out[link.outs[0]] = target
 
     # Dims
 
@@ -182,12 +182,12 @@ class Joins:
     def _size(self, out: Place) -> int:
         return self._shapes[out[0]][out[1]]
 
-    def _join(self, wanted: Dim, operand: int, operand_dim: Dim) -> None:
-        """A dim of an operand is the same as ``wanted``, or has to be moved there."""
-        if self._factors.tie(wanted, operand_dim):
+    def _join(self, target: Dim, operand: int, operand_dim: Dim) -> None:
+        """A dim of an operand is the same as ``target``, or has to be moved there."""
+        if self._factors.tie(target, operand_dim):
             return
-        if [f.size for f in leaves(wanted)] == [f.size for f in leaves(operand_dim)]:
-            self.joints.append((operand, operand_dim, wanted))
+        if [f.size for f in leaves(target)] == [f.size for f in leaves(operand_dim)]:
+            self.joints.append((operand, operand_dim, target))
         else:
             self.whole.append(operand_dim)
 
@@ -195,11 +195,11 @@ class Joins:
         """The dims of a result without one that it has twice. The last operand that has the dim
         comes second, and is the one that is moved."""
         out = self._factors.distinct(dims)
-        for repeated, wanted in zip(dims, out, strict=True) if out is not dims else ():
-            if repeated is not wanted:
+        for repeated, target in zip(dims, out, strict=True) if out is not dims else ():
+            if repeated is not target:
                 for operand in reversed(range(len(ins))):
                     if any(label(dim) is label(repeated) for dim in ins[operand] if dim):
-                        self.joints.append((operand, repeated, wanted))
+                        self.joints.append((operand, repeated, target))
                         break
         return out
 

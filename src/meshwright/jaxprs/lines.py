@@ -70,23 +70,23 @@ class Lines:
         return tuple(self._numbers)
 
 
-_met: ContextVar[Lines | None] = ContextVar("lines", default=None)
+_current: ContextVar[Lines | None] = ContextVar("lines", default=None)
 
 
 @contextlib.contextmanager
 def noting(lines: Lines) -> Iterator[None]:
     """Note in ``lines`` where the operations come from that are traced inside."""
-    token = _met.set(lines)
+    token = _current.set(lines)
     try:
         yield
     finally:
-        _met.reset(token)
+        _current.reset(token)
 
 
 def noted(closed: Any) -> Any:
     """A traced function with each operation under the number of its line; outside of
     :func:`noting` as it is."""
-    lines = _met.get()
+    lines = _current.get()
     return closed if lines is None else closed.replace(jaxpr=_noted(closed.jaxpr, lines))
 
 
@@ -174,11 +174,11 @@ def where_raised(error: BaseException) -> SourceLine | None:
 
 def user_lines(error: BaseException) -> list[str]:
     """Those lines as a traceback shows them, in short: ``train.py:12, in build: x = rows[3]``."""
-    shown = []
+    rows = []
     for line in lines_raised(error):
         text = linecache.getline(line.file, line.line).strip()
-        shown.append(f"{line}, in {line.function}" + (f": {text}" if text else ""))
-    return shown
+        rows.append(f"{line}, in {line.function}" + (f": {text}" if text else ""))
+    return rows
 
 
 def _is_outside(file: str) -> bool:

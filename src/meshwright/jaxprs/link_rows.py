@@ -41,10 +41,10 @@ def in_place(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[Link, ...]:
 def itself(e: Shapes) -> Links:
     """Each result is the operand at its place."""
     for number, shape in enumerate(e.ins):
-        yield from (_each((number, dim), (number, dim)) for dim in range(len(shape)))
+        yield from (_one_to_one((number, dim), (number, dim)) for dim in range(len(shape)))
 
 
-def _each(before: Place, after: Place) -> Link:
+def _one_to_one(before: Place, after: Place) -> Link:
     return Link(How.EACH, (before,), (after,))
 
 
@@ -172,12 +172,12 @@ def counted(e: Shapes) -> Links:
     yield Link(How.FILL, (), _places(e.outs))
 
 
-def drawn(e: Shapes) -> Links:
+def random_bits(e: Shapes) -> Links:
     """Random: the first dims are those of keys, and each device draws its own piece."""
     for dim in range(len(e.ins[0]) if e.ins else 0):
-        kept = all(shape[dim : dim + 1] == e.ins[0][dim : dim + 1] for shape in e.outs)
-        outs = tuple((number, dim) for number, _ in enumerate(e.outs)) if kept else ()
-        yield Link(How.EACH if kept else How.WHOLE, ((0, dim),), outs)
+        in_all = all(shape[dim : dim + 1] == e.ins[0][dim : dim + 1] for shape in e.outs)
+        outs = tuple((number, dim) for number, _ in enumerate(e.outs)) if in_all else ()
+        yield Link(How.EACH if in_all else How.WHOLE, ((0, dim),), outs)
 
 
 def bits(e: Shapes) -> Links:
@@ -193,13 +193,13 @@ def reduces(how: How, parameter: str = "axes") -> Row:
     """The dims that a parameter names are gone."""
 
     def row(e: Shapes) -> Links:
-        gone = {dim % len(e.ins[0]) for dim in e.params[parameter]}
+        dims = {dim % len(e.ins[0]) for dim in e.params[parameter]}
         operands = [operand for operand, shape in enumerate(e.ins) if shape]
         results = range(len(e.outs))
         after = 0
         for dim in range(len(e.ins[0])):
             ins = tuple([(operand, dim) for operand in operands])
-            if dim in gone:
+            if dim in dims:
                 yield Link(how, ins)
             else:
                 yield Link(How.EACH, ins, tuple([(result, after) for result in results]))
@@ -216,7 +216,7 @@ def squeeze(e: Shapes) -> Links:
 
 
 def transpose(e: Shapes) -> Links:
-    return (_each((0, dim), (0, at)) for at, dim in enumerate(e.params["permutation"]))
+    return (_one_to_one((0, dim), (0, at)) for at, dim in enumerate(e.params["permutation"]))
 
 
 def broadcast(e: Shapes) -> Links:
@@ -224,7 +224,7 @@ def broadcast(e: Shapes) -> Links:
     for dim, at in enumerate(e.params["broadcast_dimensions"]):
         if e.ins[0][dim] == e.out[at]:
             new.remove(at)
-            yield _each((0, dim), (0, at))
+            yield _one_to_one((0, dim), (0, at))
     yield Link(How.FILL, (), tuple((0, at) for at in new))
 
 
@@ -250,9 +250,9 @@ def unstack(e: Shapes) -> Links:
 
 def bitcast(e: Shapes) -> Links:
     """To numbers of another width the last dim is made, or used up."""
-    kept = min(len(e.ins[0]), len(e.out))
-    yield from (_each((0, dim), (0, dim)) for dim in range(kept))
-    yield from (Link(How.WHOLE, ((0, dim),)) for dim in range(kept, len(e.ins[0])))
+    shared = min(len(e.ins[0]), len(e.out))
+    yield from (_one_to_one((0, dim), (0, dim)) for dim in range(shared))
+    yield from (Link(How.WHOLE, ((0, dim),)) for dim in range(shared, len(e.ins[0])))
 
 
 def reshape(e: Shapes) -> Links:
@@ -299,7 +299,7 @@ def dot_general(e: Shapes) -> Links:
     for side, shape in enumerate(e.ins):
         for dim in range(len(shape)):
             if dim not in contracted[side] and dim not in batch[side]:
-                yield _each((side, dim), (0, at))
+                yield _one_to_one((side, dim), (0, at))
                 at += 1
 
 
@@ -311,14 +311,14 @@ def convolution(e: Shapes) -> Links:
         if groups > 1:
             yield Link(How.GROUPS, ((0, dim), (1, features)), (), groups)
     yield Link(How.SUM, ((0, channels), (1, depth)))
-    yield _each((0, rows), (0, numbers.out_spec[0]))
-    yield _each((1, features), (0, numbers.out_spec[1]))
+    yield _one_to_one((0, rows), (0, numbers.out_spec[0]))
+    yield _one_to_one((1, features), (0, numbers.out_spec[1]))
     for number, (row, tap, result) in enumerate(conv_places(numbers)):
         before, size, after = e.ins[0][row], e.ins[1][tap], e.out[result]
         steps = (p[name][number] for name in ("window_strides", "lhs_dilation", "rhs_dilation"))
         plain = set(steps) == {1} and tuple(p["padding"][number]) == (0, 0)
         if plain and size == 1:
-            yield _each((0, row), (0, result))
+            yield _one_to_one((0, row), (0, result))
         elif size > after and before != after:  # as in the gradient of a kernel
             # Of equal sizes both may be split: XLA adds up what pieces with margins give.
             how = How.SUM if size == before else How.WHOLE
@@ -345,8 +345,8 @@ def gather(e: Shapes) -> Links:
     )
     yield from (Link(How.SUM, ((0, dim),)) for dim in numbers.collapsed_slice_dims)
     yield Link(How.WHOLE, ((1, len(places) - 1),))
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    windows = iter([dim for dim in range(len(table)) if dim not in gone])
+    windowless = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    windows = iter([dim for dim in range(len(table)) if dim not in windowless])
     rows = iter(range(len(places) - 1))
     for at, size in enumerate(e.out):
         if at in numbers.offset_dims:
@@ -367,8 +367,8 @@ def scatter(how: How) -> Row:
         batching = dict(
             zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
         )
-        gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-        windows = iter([dim for dim in range(len(table)) if dim not in gone])
+        windowless = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        windows = iter([dim for dim in range(len(table)) if dim not in windowless])
         rows = iter(range(len(places) - 1))
         for dim, size in enumerate(updates):
             new = (2, dim)

@@ -131,7 +131,7 @@ _ROWS: tuple[tuple[Row, str], ...] = (
     (rows.itself, "optimization_barrier device_put"),
     (rows.counted, "iota"),
     (
-        rows.drawn,
+        rows.random_bits,
         """
         empty empty2 random_bits random_split random_unwrap random_wrap rng_uniform
         """,

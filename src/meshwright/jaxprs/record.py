@@ -107,34 +107,36 @@ class Record:
         **more: Any,
     ) -> None:
         """Write down an operation, unless all that it takes and gives is left out."""
-        taken = _places(operands)
-        returned = _places(results)
-        if not taken and not returned and not more.get("flops"):
+        sources = _places(operands)
+        targets = _places(results)
+        if not sources and not targets and not more.get("flops"):
             return
         if joins is not None:
             moved = [
-                Moved(tensor, dim, wanted)
-                for operand, dim, wanted in joins.joints
+                Moved(tensor, dim, target)
+                for operand, dim, target in joins.joints
                 if (tensor := operands[operand].tensor) is not None
             ]
             more |= {"summed": joins.summed, "whole": joins.whole, "moved": moved}
-        self.done.append(Done(kind, path, taken, returned, **more))
+        self.done.append(Done(kind, path, sources, targets, **more))
 
-    def carry(self, kind: str, path: str, kept: Value, new: Value, times: int = 1) -> Value:
+    def carry(self, kind: str, path: str, before: Value, new: Value, times: int = 1) -> Value:
         """What comes out takes the place of what went in, and has to lie as that does."""
-        if kept.dims is None or new.dims is None or new.tensor is None:
-            return kept
+        if before.dims is None or new.dims is None or new.tensor is None:
+            return before
         moved = [
-            Moved(new.tensor, dim, wanted)
-            for wanted, dim in zip(kept.dims, new.dims, strict=True)
-            if not self.factors.tie(wanted, dim)
+            Moved(new.tensor, dim, target)
+            for target, dim in zip(before.dims, new.dims, strict=True)
+            if not self.factors.tie(target, dim)
         ]
         if not moved:
-            return Value(kept.dims, new.tensor, new.number)
-        self.tensors.append(self.tensors[new.tensor]._replace(path=path, dims=kept.dims, twin=None))
+            return Value(before.dims, new.tensor, new.number)
+        self.tensors.append(
+            self.tensors[new.tensor]._replace(path=path, dims=before.dims, twin=None)
+        )
         result = len(self.tensors) - 1
         self.done.append(Done(kind, path, [new.tensor], [result], moved=moved, times=times))
-        return Value(kept.dims, result)
+        return Value(before.dims, result)
 
 
 def _places(values: Sequence[Value]) -> list[int]:

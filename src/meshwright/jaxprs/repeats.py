@@ -152,8 +152,8 @@ class _Chain:
             return ""  # equal signs have equal literals
         first, *kinds = [self._kind(k, atom) for k, atom in enumerate(atoms)]
         if kinds[0][0] in ("here", "before"):
-            wanted = kinds[0] if kinds[0][0] == "here" else ("outside", atoms[0])
-            same = first == wanted and all(kind == kinds[0] for kind in kinds)
+            pattern = kinds[0] if kinds[0][0] == "here" else ("outside", atoms[0])
+            same = first == pattern and all(kind == kinds[0] for kind in kinds)
             return "" if same else "equal blocks are not connected alike"
         if any(kind[0] != "outside" for kind in (first, *kinds)):
             return "a block reads what one further away has made"
@@ -198,8 +198,8 @@ class _Chain:
     def _outside(self) -> str:
         """What reads more of the blocks than the results of the last one."""
         mine = {var for copies in self.mine.values() for var in copies}
-        kept = {self.changed[var] for var in mine if var in self.changed}
-        results = [var for var in self.jaxpr.outvars if var not in kept and var not in mine]
+        updates = {self.changed[var] for var in mine if var in self.changed}
+        results = [var for var in self.jaxpr.outvars if var not in updates and var not in mine]
         eqns = self.jaxpr.eqns
         outer = [*eqns[: self.run.start], *eqns[self.run.end :]]
         readers = [[invar for invar in eqn.invars if not hasattr(invar, "val")] for eqn in outer]

@@ -64,12 +64,12 @@ def _needed(jaxpr: Any) -> list[int]:
     """The numbers of the equations that the outputs depend on."""
     from jax.extend.core import Literal
 
-    wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    needs = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     needed: list[int] = []
     for number in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[number]
-        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
-            wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
+        if eqn.effects or not needs.isdisjoint(eqn.outvars):
+            needs.update(v for v in eqn.invars if not isinstance(v, Literal))
             needed.append(number)
     return needed[::-1]
 
@@ -91,9 +91,9 @@ class _Pair:
             _dim_of(a, b, self.name) for a, b in zip(small.outvars, large.outvars, strict=True)
         ]
 
-    def need(self, held: bool, how: str) -> None:
+    def need(self, condition: bool, how: str) -> None:
         """Raise unless it holds."""
-        if not held:
+        if not condition:
             raise RowsMixError(f"{self.name} {how}")
 
     def check(self) -> None:
@@ -128,8 +128,8 @@ class _Pair:
 
     def _carries(self, link: Link, cut_outs: Sequence[Place]) -> None:
         """Raise unless the rows of a link go on in all results, and nothing else does."""
-        wanted = link.outs[:1] if link.how is How.MERGE else link.outs
-        self.need(list(wanted) == list(cut_outs), "moves the rows elsewhere")
+        expected = link.outs[:1] if link.how is How.MERGE else link.outs
+        self.need(list(expected) == list(cut_outs), "moves the rows elsewhere")
         self.need(len(cut_outs) == len(self.outs), "needs all rows")
         if link.how is How.EACH:
             for operand, dim in link.ins:

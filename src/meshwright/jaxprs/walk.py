@@ -51,12 +51,12 @@ _layer = functools.lru_cache(maxsize=None)(layer_of)
 
 def follow(record: Record, jaxpr: Any, values: Sequence[Value], at: At) -> list[Value]:
     """Follow an open jaxpr with these arguments; gives its results."""
-    held: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
-    held.update((var, _constant(record, var)) for var in jaxpr.constvars)
+    environment: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
+    environment.update((var, _constant(record, var)) for var in jaxpr.constvars)
     for eqn in jaxpr.eqns:
-        operands = [_read(record, held, atom) for atom in eqn.invars]
-        held.update(zip(eqn.outvars, _equation(record, eqn, operands, at), strict=True))
-    return [_read(record, held, atom) for atom in jaxpr.outvars]
+        operands = [_read(record, environment, atom) for atom in eqn.invars]
+        environment.update(zip(eqn.outvars, _equation(record, eqn, operands, at), strict=True))
+    return [_read(record, environment, atom) for atom in jaxpr.outvars]
 
 
 def _constant(record: Record, var: Any) -> Value:
@@ -67,9 +67,9 @@ def _constant(record: Record, var: Any) -> Value:
     return record.value(var, record.factors.new_dims(shape), "constant", "state")
 
 
-def _read(record: Record, held: dict[Any, Value], atom: Any) -> Value:
+def _read(record: Record, environment: dict[Any, Value], atom: Any) -> Value:
     if not hasattr(atom, "val"):
-        return held[atom]
+        return environment[atom]
     literal = ("literal", str(atom.val), str(atom.aval))
     return CONSTANT._replace(number=record.number(literal))
 
@@ -123,13 +123,13 @@ def _cond(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value
     """The branch of most FLOPs counts; dims are joined through all of them."""
     before = len(record.done)
     results: list[list[Value]] = []
-    kept: list[Any] = []
+    heaviest: list[Any] = []
     for branch in eqn.params["branches"]:
         results.append(follow(record, opened(branch), operands[1:], at))
-        done = record.done[before:]
+        operations = record.done[before:]
         del record.done[before:]
-        kept = max(kept, done, key=lambda some: sum(d.flops * d.times for d in some))
-    record.done += kept
+        heaviest = max(heaviest, operations, key=lambda some: sum(d.flops * d.times for d in some))
+    record.done += heaviest
     path = at.path
     outs = []
     for var, *ways in zip(eqn.outvars, *results, strict=True):
@@ -200,7 +200,8 @@ def _ended(
 ) -> list[Value]:
     """What a loop carries, as it ends: it lies as it did before."""
     return [
-        record.carry(kind, path, kept, new, times) for kept, new in zip(carry, outs, strict=True)
+        record.carry(kind, path, before, new, times)
+        for before, new in zip(carry, outs, strict=True)
     ]
 
 

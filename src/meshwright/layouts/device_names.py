@@ -17,7 +17,7 @@ def named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
             f"devices={devices!r}: expected a list of JAX devices or of their names, such as "
             "['cpu:0', 'cpu:1']."
         )
-    chosen, faults = [], []
+    members, faults = [], []
     for device in devices:
         is_name = isinstance(device, str)
         resolved: Any = _device_called(device, platform) if is_name else device
@@ -29,19 +29,19 @@ def named_devices(devices: Sequence[Any], platform: str | None) -> list[Any]:
             )
         elif platform not in (None, resolved.platform, "cuda", "rocm"):  # both are JAX's "gpu"
             faults.append(f"device {device!r} is not of platform {platform!r}.")
-        chosen.append(resolved)
-    if not chosen:
+        members.append(resolved)
+    if not members:
         faults.append("devices=[] is empty; leave it out to use all devices.")
     if faults:
         raise MeshError("\n".join(faults))
-    return chosen
+    return members
 
 
 def present_devices(platform: str, ids: Iterable[int]) -> tuple[Any, ...] | None:
     """The devices of these ids if all of them are here already, else ``None``."""
     here = topology.running_devices(platform)
-    wanted = list(ids)
-    return tuple(here[i] for i in wanted) if all(i in here for i in wanted) else None
+    numbers = list(ids)
+    return tuple(here[i] for i in numbers) if all(i in here for i in numbers) else None
 
 
 def _device_called(name: str, platform: str | None) -> Any | None:
@@ -70,7 +70,7 @@ def _ranges(ids: list[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def parse_ids(ids: str, wanted: int, text: str) -> list[int]:
+def parse_ids(ids: str, num_devices: int, text: str) -> list[int]:
     runs = []
     for run in ids.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", run)
@@ -79,6 +79,6 @@ def parse_ids(ids: str, wanted: int, text: str) -> list[int]:
             raise MeshError(f"invalid devices after '@' in {text!r}; write 'cpu:0-7' or 'cpu:0,2'.")
         runs.append((first, last))
     count = sum(last - first + 1 for first, last in runs)
-    if count != wanted:
-        raise MeshError(f"{text!r} names {count} device(s), but its axes make {wanted}.")
+    if count != num_devices:
+        raise MeshError(f"{text!r} names {count} device(s), but its axes make {num_devices}.")
     return [i for first, last in runs for i in range(first, last + 1)]

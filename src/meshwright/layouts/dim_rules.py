@@ -145,8 +145,8 @@ class DimRules:
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that dims of this name lie along, the slowest first; none for most."""
-        taken = next((axes for name, axes in self.pairs if name == dim), None)
-        return () if taken is None else tuple(taken.split(_PLUS))
+        text = next((axes for name, axes in self.pairs if name == dim), None)
+        return () if text is None else tuple(text.split(_PLUS))
 
     def axis(self, dim: str) -> str | None:
         """The axis that dims of this name lie along, or ``None``.
@@ -175,8 +175,8 @@ class DimRules:
         >>> DimRules("batch:rows;hidden:rows+cols").on(["cols"])
         DimRules('hidden:cols')
         """
-        kept = {dim: [a for a in self.axes(dim) if a in axes] for dim, _ in self.pairs}
-        return DimRules({dim: tuple(own) for dim, own in kept.items() if own})
+        present = {dim: [a for a in self.axes(dim) if a in axes] for dim, _ in self.pairs}
+        return DimRules({dim: tuple(own) for dim, own in present.items() if own})
 
     def check(self, mesh: Mesh) -> None:
         """Raise :class:`LayoutError` if a rule names an axis that the mesh does not have."""

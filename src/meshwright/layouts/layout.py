@@ -161,8 +161,8 @@ class Layout(Viewable):
         >>> print(Layout(["batch", UNSHARDED, "model"]).delete([1]))
         [batch, model]
         """
-        gone = {_dim_index(dim, self.rank) for dim in dims}
-        specs = [s for i, s in enumerate(self.specs) if i not in gone]
+        indices = {_dim_index(dim, self.rank) for dim in dims}
+        specs = [s for i, s in enumerate(self.specs) if i not in indices]
         return Layout(specs, self.mesh, pad=self.pad)
 
     def matching(self, present: Layout) -> Layout:
@@ -177,8 +177,8 @@ class Layout(Viewable):
                 f"MATCH keeps a dim as it is, but {self} has {self.rank} dims and the array "
                 f"lies as {present}, with {present.rank}."
             )
-        kept = [p if s == MATCH else s for s, p in zip(self.specs, present.specs, strict=True)]
-        return Layout(kept, self.mesh, pad=self.pad)
+        specs = [p if s == MATCH else s for s, p in zip(self.specs, present.specs, strict=True)]
+        return Layout(specs, self.mesh, pad=self.pad)
 
     def fitting(self, dims: Sequence[int]) -> Layout:
         """This layout, not padded, with every dim that does not divide left ``UNSHARDED``.
@@ -188,8 +188,8 @@ class Layout(Viewable):
         """
         self._check_rank(dims)
         fits = [size % self.num_shards(dim) == 0 for dim, size in enumerate(dims)]
-        kept = [s if fit else UNSHARDED for s, fit in zip(self.specs, fits, strict=True)]
-        return Layout(kept, self.mesh)
+        specs = [s if fit else UNSHARDED for s, fit in zip(self.specs, fits, strict=True)]
+        return Layout(specs, self.mesh)
 
     # Shapes
 

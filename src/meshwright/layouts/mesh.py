@@ -310,19 +310,19 @@ def create_mesh(
     >>> print(create_mesh({"batch": -1, "model": 2}))
     batch=4, model=2 @ cpu:0-7
     """
-    chosen = topology.devices(platform) if devices is None else named_devices(devices, platform)
+    members = topology.devices(platform) if devices is None else named_devices(devices, platform)
     pairs = _pairs({"x": -1} if axes is None else axes)
     faults = _axis_faults(pairs, wildcard=True)
     if faults:
         raise MeshError("\n".join(faults))
-    pairs = _fill_in(pairs, len(chosen))
+    pairs = _fill_in(pairs, len(members))
     if devices is None:
-        pairs = _for_those_here(pairs, len(chosen))
-    if math.prod(size for _, size in pairs) != len(chosen):
-        raise MeshError(_wrong_count(pairs, chosen, devices is None))
+        pairs = _for_those_here(pairs, len(members))
+    if math.prod(size for _, size in pairs) != len(members):
+        raise MeshError(_wrong_count(pairs, members, devices is None))
     if devices is None:
-        chosen = topology.in_mesh_order([size for _, size in pairs], chosen)
-    mesh = Mesh(pairs, chosen, name)
+        members = topology.in_mesh_order([size for _, size in pairs], members)
+    mesh = Mesh(pairs, members, name)
     if mesh.platform == "cpu":
         topology.warn_if_cpu_pool_is_small(len(mesh.local_devices))
     return mesh
@@ -392,8 +392,8 @@ def _device_faults(
     if strangers:
         return [f"expected JAX devices; received {', '.join(map(repr, strangers))}."]
     faults = []
-    wanted = math.prod(size for _, size in pairs)
-    if wanted != len(devices):
+    total = math.prod(size for _, size in pairs)
+    if total != len(devices):
         faults.append(_wrong_count(pairs, devices, may_shrink=False))
     twice = [str(device) for device, times in Counter(devices).items() if times > 1]
     if twice:
@@ -407,14 +407,14 @@ def _device_faults(
 def _wrong_count(
     pairs: tuple[tuple[str, int], ...], devices: Sequence[Any], may_shrink: bool
 ) -> str:
-    wanted = math.prod(size for _, size in pairs)
+    total = math.prod(size for _, size in pairs)
     sizes = " x ".join(f"{axis}={size}" for axis, size in pairs)
-    message = f"{sizes} makes {wanted} devices, but there are {len(devices)}."
-    if may_shrink and wanted < len(devices):
-        return f"{message} To use the first {wanted}, pass devices=jax.devices()[:{wanted}]."
-    if wanted > len(devices) and devices and devices[0].platform == "cpu":
+    message = f"{sizes} makes {total} devices, but there are {len(devices)}."
+    if may_shrink and total < len(devices):
+        return f"{message} To use the first {total}, pass devices=jax.devices()[:{total}]."
+    if total > len(devices) and devices and devices[0].platform == "cpu":
         return (
-            f"{message} Call meshwright.virtual_devices({wanted}) at the start of the program, "
+            f"{message} Call meshwright.virtual_devices({total}) at the start of the program, "
             "or let one axis be -1."
         )
     return f"{message} Let one axis be -1 to take the rest, or change the sizes."
@@ -432,8 +432,8 @@ def _fill_in(pairs: tuple[tuple[str, int], ...], count: int) -> tuple[tuple[str,
 
 def _for_those_here(pairs: tuple[tuple[str, int], ...], count: int) -> tuple[tuple[str, int], ...]:
     """Axes that are made for all processes of an elastic group, for those that there are now."""
-    most, wanted = most_processes(), math.prod(size for _, size in pairs)
-    if not most or wanted == count or wanted * topology.process_count() != count * most:
+    most, total = most_processes(), math.prod(size for _, size in pairs)
+    if not most or total == count or total * topology.process_count() != count * most:
         return pairs
     changed = Mesh(pairs).resized(count)
     if topology.process_index() == 0:

@@ -89,8 +89,8 @@ def _layout_of(what: str, layout: Any) -> Given:
         raise LayoutError(f"{what}: {error}") from None
 
 
-def holds_match(asked: Given) -> bool:
-    return isinstance(asked, Layout) and MATCH in asked.specs
+def holds_match(layout: Given) -> bool:
+    return isinstance(layout, Layout) and MATCH in layout.specs
 
 
 def on_axes_of(mesh: Mesh, layout: Layout) -> Layout:
@@ -98,8 +98,8 @@ def on_axes_of(mesh: Mesh, layout: Layout) -> Layout:
 
     def fitting(spec: Spec) -> Spec:
         if isinstance(spec, tuple):
-            kept = tuple(axis for axis in spec if axis in mesh)
-            return kept or UNSHARDED
+            axes = tuple(axis for axis in spec if axis in mesh)
+            return axes or UNSHARDED
         return spec if spec in (UNSHARDED, MATCH) or spec in mesh else UNSHARDED
 
     return Layout([fitting(spec) for spec in layout.specs], pad=layout.pad)

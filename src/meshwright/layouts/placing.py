@@ -69,7 +69,7 @@ class _Variables:
         if kernel is not None and entry in (None, self._find(kernel.spellings)):
             return self._following(info, kernel)
         if info.asked is not None:
-            return _padded(info, self._asked(info, entry), _BY_LAYER)
+            return _padded(info, self._layout_of_layer(info, entry), _BY_LAYER)
         if entry is not None:
             reason = f"layout '{entry.pattern}'"
             if isinstance(entry.layout, DimNames):
@@ -132,15 +132,15 @@ class _Variables:
         says = f"zero={self._placement.zero}" + ("" if layout else ": small, or no dim divides")
         return placed._replace(layout=layout or placed.layout, reason=f"{placed.reason}, {says}")
 
-    def _asked(self, info: ParamInfo, entry: PathLayout | None) -> Layout:
+    def _layout_of_layer(self, info: ParamInfo, entry: PathLayout | None) -> Layout:
         """The layer's own layout. It beats a pattern; one that is this very path contradicts it."""
         assert info.asked is not None
         if entry is not None and names_exactly(entry.pattern, info.spellings):
-            asked = self._placement.layout(entry.layout).unbound()
-            if asked != info.asked.unbound():
+            own = self._placement.layout(entry.layout).unbound()
+            if own != info.asked.unbound():
                 raise LayoutError(
                     f"the variable is laid out twice: layout {entry.pattern!r} names this very "
-                    f"path and gives {asked}. Keep one of the two."
+                    f"path and gives {own}. Keep one of the two."
                 )
         if MATCH in info.asked.specs:
             raise LayoutError(MATCHES_NOTHING)

@@ -138,8 +138,8 @@ def refuse_idle_rules(placement: Placement) -> None:
 
 def _named_dims(placement: Placement) -> list[str]:
     layouts = [entry.layout for entry in (*placement.layouts, *placement.activations)]
-    layouts += [asked for _, asked in (*placement.inputs, *placement.targets)]
-    names = (asked.names for asked in layouts if isinstance(asked, DimNames))
+    layouts += [layout for _, layout in (*placement.inputs, *placement.targets)]
+    names = (layout.names for layout in layouts if isinstance(layout, DimNames))
     return sorted({name for row in names for name in row} - {ANY})
 
 
@@ -176,7 +176,7 @@ def unnamed(placement: Placement, infos: Sequence[ParamInfo]) -> list[Placed]:
 def idle_axes(placement: Placement, placed: Iterable[Placed]) -> list[str]:
     """Axes of the mesh along which nothing is split."""
     layouts = [variable.layout for variable in placed]
-    layouts += [placement.layout(asked) for _, asked in (*placement.inputs, *placement.targets)]
+    layouts += [placement.layout(layout) for _, layout in (*placement.inputs, *placement.targets)]
     layouts += [placement.layout(entry.layout) for entry in placement.activations]
     used = {axis for layout in layouts for axis in layout.axes} | set(placement.batch_axes)
     return [axis for axis, size in placement.mesh.axes if size > 1 and axis not in used]
