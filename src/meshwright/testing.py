@@ -72,8 +72,8 @@ def assert_equivalent(
     ...         return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
     ...     program = mw.jax_program(loss, {"w": np.zeros([4, 2])}, optax.sgd(0.1))
     ...     return program, {"x": np.eye(8, 4), "y": np.ones([8, 2])}
-    >>> found = assert_equivalent(build, ["batch=8", "batch=4,model=2"], {"w": [None, "model"]})
-    >>> found.equal, found.meshes[0]["w"].gradient.excess < 1
+    >>> result = assert_equivalent(build, ["batch=8", "batch=4,model=2"], {"w": [None, "model"]})
+    >>> result.equal, result.meshes[0]["w"].gradient.excess < 1
     (True, True)
     """
     result = check(
@@ -147,18 +147,19 @@ def run_in_fresh_process(
     'x=2 @ cpu:0-1\\n'
     """
     inherited = {k: v for k, v in os.environ.items() if not _SETTLED.fullmatch(k)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**inherited, **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout_s,
     )
-    if done.returncode:
+    if process.returncode:
         raise AssertionError(
-            f"the fresh process ended with status {done.returncode}.\n{done.stdout}{done.stderr}"
+            f"the fresh process ended with status {process.returncode}.\n"
+            f"{process.stdout}{process.stderr}"
         )
-    return done.stdout
+    return process.stdout
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

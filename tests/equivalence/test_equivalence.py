@@ -307,11 +307,11 @@ def test_what_build_must_return_is_told(built: Any, message: str) -> None:
 
 
 def test_axes_that_no_mesh_has_are_all_told() -> None:
-    rules = {"w": ["modl", None], "v": ["model", None]}
+    layouts = {"w": ["modl", None], "v": ["model", None]}
     with pytest.raises(
-        mw.LayoutError, match=r"(?s)1 axis name is unknown to the mesh.*'w' names .*'modl'"
+        mw.LayoutError, match=r"(?s)1 axis name is unknown to the mesh.*layout 'w' names .*'modl'"
     ):
-        check(linear, MESHES, rules)
+        check(linear, MESHES, layouts)
 
 
 @pytest.mark.full

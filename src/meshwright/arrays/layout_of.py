@@ -53,10 +53,10 @@ def check_layout(x: Any, layout: LayoutLike) -> None:
     meshwright.errors.LayoutError: expected layout [batch] on batch=8; received an array with
     layout [unsharded] on batch=1 @ cpu:0. Use relayout(x, layout).
     """
-    wanted, present = bound(layout), fetch_layout(x)
-    if not _lies_as(present, wanted):
+    expected, present = bound(layout), fetch_layout(x)
+    if not _lies_as(present, expected):
         raise LayoutError(
-            f"expected layout {wanted}; received an array with layout {present}. "
+            f"expected layout {expected}; received an array with layout {present}. "
             "Use relayout(x, layout)."
         )
 
@@ -79,10 +79,10 @@ def is_dtensor(x: Any) -> bool:
         return False
 
 
-def _lies_as(present: Layout, wanted: Layout) -> bool:
-    here, there = present.bound_mesh(), wanted.bound_mesh()
+def _lies_as(present: Layout, expected: Layout) -> bool:
+    here, there = present.bound_mesh(), expected.bound_mesh()
     same_mesh = here.axes == there.axes and there.devices in (None, here.devices)
-    return same_mesh and _cuts(present) == _cuts(wanted)
+    return same_mesh and _cuts(present) == _cuts(expected)
 
 
 def _cuts(layout: Layout) -> list[list[str]]:

@@ -70,8 +70,8 @@ def unpack(x: Any) -> list[jax.Array]:
             "Unpack the result outside; jax.shard_map runs a function on each piece."
         )
     devices = fetch_layout(x).bound_mesh().local_devices
-    held: Any = value
-    pieces = {shard.device: shard.data for shard in held.addressable_shards}
+    array: Any = value
+    pieces = {shard.device: shard.data for shard in array.addressable_shards}
     return [pieces[device] for device in devices]
 
 

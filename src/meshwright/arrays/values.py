@@ -16,8 +16,8 @@ _NO_ARRAY = "{} cannot lie on a mesh: it takes numbers or booleans of one shape.
 
 def array_in(x: Any) -> jax.Array | None:
     """``x``, or the array that a Keras variable holds; ``None`` if there is neither."""
-    held = x if isinstance(x, jax.Array) else getattr(x, "value", None)
-    return held if isinstance(held, jax.Array) else None
+    array = x if isinstance(x, jax.Array) else getattr(x, "value", None)
+    return array if isinstance(array, jax.Array) else None
 
 
 def host_array(x: Any) -> Any:

@@ -92,8 +92,8 @@ def explanation_view(explanation: Explanation) -> str:
     for placed in explanation.placed:
         variable, dims, layout, _, why = explanation_row(placed)
         rows.append((variable, dims, layout, bytes_text(placed.bytes_per_device), why))
-    held = f"{bytes_text(explanation.bytes_per_device)} per device"
-    title = f"{len(rows)} variables on {explanation.mesh.axes_text}, {held}"
+    share = f"{bytes_text(explanation.bytes_per_device)} per device"
+    title = f"{len(rows)} variables on {explanation.mesh.axes_text}, {share}"
     headings = ("variable", "dims", "layout", "per device", "why")
     return _view(title, table=_table(headings, rows, right=(3,)))
 
@@ -139,21 +139,21 @@ def _option(name: str, option: Option) -> tuple[str, ...]:
     return name, axes_text(option.axes), *numbers, bytes_text(option.held_bytes)
 
 
-def measured_view(seen: Measured) -> str:
-    times = seen.step_times_s
+def measured_view(measured: Measured) -> str:
+    times = measured.step_times_s
     span = f"{seconds_text(min(times))} to {seconds_text(max(times))}"
     rows = [
-        ("step time, median", seconds_text(seen.step_time_s), span),
-        ("parameters", bytes_text(seen.parameter_bytes), ""),
-        ("slots", bytes_text(seen.slot_bytes), ""),
-        ("other state", bytes_text(seen.state_bytes), ""),
-        ("inputs", bytes_text(seen.input_bytes), ""),
-        ("peak", bytes_text(seen.peak_bytes), seen.peak_is),
+        ("step time, median", seconds_text(measured.step_time_s), span),
+        ("parameters", bytes_text(measured.parameter_bytes), ""),
+        ("slots", bytes_text(measured.slot_bytes), ""),
+        ("other state", bytes_text(measured.state_bytes), ""),
+        ("inputs", bytes_text(measured.input_bytes), ""),
+        ("peak", bytes_text(measured.peak_bytes), measured.peak_is),
     ]
-    for collective in seen.collectives or ():
+    for collective in measured.collectives or ():
         over = f"{collective.kind} over {', '.join(collective.axes)}"
         rows.append((over, seconds_text(collective.time_s), f"{collective.count:g} per step"))
-    title = f"{seen.name} on {seen.device} ({axes_text(seen.axes)}), {len(times)} steps"
+    title = f"{measured.name} on {measured.device} ({axes_text(measured.axes)}), {len(times)} steps"
     return _view(title, table=_table(("of one device", "", ""), rows, right=(1,)))
 
 

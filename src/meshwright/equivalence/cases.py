@@ -22,7 +22,7 @@ _WHAT_BUILD_RETURNS = (
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A model, what it is trained on, and the rules that lay it out on every mesh.
+    """A model, what it is trained on, and the layouts that it has on every mesh.
 
     ``model`` is a compiled Keras model or a :class:`~meshwright.Program`. ``batch`` is one batch,
     ``(x, y)`` or ``(x, y, sample_weight)`` of arrays for Keras, that every step takes; a list of
@@ -82,23 +82,25 @@ class Setup:
 
 
 def setups(case: Case, meshes: Sequence[Mesh]) -> list[Setup]:
-    """The same rules on each mesh. An axis that a mesh does not have splits nothing there.
+    """The same layouts and rules on each mesh; an axis that a mesh lacks splits nothing there.
 
     Raises :class:`LayoutError` for axes that none of the meshes has.
     """
     axis_names = {axis for mesh in meshes for axis in mesh.axis_names}
     batch = _batch(case)
     layouts = _layouts(case)
-    asked = _asked(case)
-    unknown = {what: [a for a in axes if a not in axis_names] for what, axes in asked.items()}
+    axes_of_arguments = _axes_of_arguments(case)
+    unknown = {
+        what: [a for a in axes if a not in axis_names] for what, axes in axes_of_arguments.items()
+    }
     if any(unknown.values()):
         raise LayoutError(_unknown_axes(unknown, case, meshes))
-    return [_setup(case, layouts, batch, mesh, asked) for mesh in meshes]
+    return [_setup(case, layouts, batch, mesh, axes_of_arguments) for mesh in meshes]
 
 
 def axes_named(case: Case) -> tuple[str, ...]:
-    """Every axis that the rules of a case name."""
-    return tuple(dict.fromkeys(axis for axes in _asked(case).values() for axis in axes))
+    """Every axis that the layouts and rules of a case name."""
+    return tuple(dict.fromkeys(axis for axes in _axes_of_arguments(case).values() for axis in axes))
 
 
 def _batch(case: Case) -> Any:
@@ -109,16 +111,20 @@ def _layouts(case: Case) -> dict[str, Given]:
     return {pattern: as_given(layout) for pattern, layout in (case.layouts or {}).items()}
 
 
-def _asked(case: Case) -> Mapping[str, Iterable[str]]:
+def _axes_of_arguments(case: Case) -> Mapping[str, Iterable[str]]:
     """The axes that are named, by who names them."""
     ruled = _dim_rules(case)
-    asked = {f"rule {pattern!r}": _axes_of(layout) for pattern, layout in _layouts(case).items()}
-    asked["batch="] = _as_axes(_batch(case))
+    axes_of = {
+        f"layout {pattern!r}": _axes_of(layout) for pattern, layout in _layouts(case).items()
+    }
+    axes_of["batch="] = _as_axes(_batch(case))
     pairs = ruled.pairs if ruled else ()
-    asked |= {f"rule '{dim}:{axes}'": DimRules([(dim, axes)]).axes(dim) for dim, axes in pairs}
+    axes_of |= {f"rule '{dim}:{axes}'": DimRules([(dim, axes)]).axes(dim) for dim, axes in pairs}
     for name in _MAPPED:
-        asked |= {f"{name} {k!r}": _axes_of(v) for k, v in _mapped(case.options.get(name)).items()}
-    return asked
+        axes_of |= {
+            f"{name} {k!r}": _axes_of(v) for k, v in _mapped(case.options.get(name)).items()
+        }
+    return axes_of
 
 
 def _unknown_axes(unknown: Mapping[str, list[str]], case: Case, meshes: Sequence[Mesh]) -> str:
@@ -150,7 +156,7 @@ def _setup(
     layouts: Mapping[str, Given],
     batch: Any,
     mesh: Mesh,
-    asked: Mapping[str, Iterable[str]],
+    axes_of_arguments: Mapping[str, Iterable[str]],
 ) -> Setup:
     options = dict(case.options)
     for name in _MAPPED:
@@ -160,7 +166,7 @@ def _setup(
         options["rules"] = ruled.on(mesh)
     if ruled is None or "batch" in options:
         options["batch"] = tuple(axis for axis in _as_axes(batch) if axis in mesh) or None
-    absent = dict.fromkeys(a for axes in asked.values() for a in axes if a not in mesh)
+    absent = dict.fromkeys(a for axes in axes_of_arguments.values() for a in axes if a not in mesh)
     notes = [
         f"the mesh has no axis {axis!r}; dims laid out on it are not split here" for axis in absent
     ]
@@ -183,12 +189,12 @@ def _within(layout: Given, mesh: Mesh) -> Given:
     if not isinstance(layout, Layout):
         return layout
 
-    def kept(spec: Spec) -> Any:
+    def on_mesh(spec: Spec) -> Any:
         if spec in (MATCH, UNSHARDED):
             return spec
         return tuple(axis for axis in _as_axes(spec) if axis in mesh) or UNSHARDED
 
-    return Layout([kept(spec) for spec in layout.specs], pad=layout.pad)
+    return Layout([on_mesh(spec) for spec in layout.specs], pad=layout.pad)
 
 
 def _mapped(layouts: Any) -> dict[Any, Given]:

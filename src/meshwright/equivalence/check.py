@@ -40,12 +40,12 @@ def check(
         bound = [_bound(mesh) for mesh in _listed(meshes)]
         more: dict[str, Any] = {"layouts": layouts, "options": options}
         oracle = OneDevice(build, seed, double, **more)
-        chosen = setups(oracle.case, bound)
+        variants = setups(oracle.case, bound)
         tolerance = oracle.tolerance(rtol)
         one = oracle.run(steps)
         again = oracle.run_again(steps, tolerance.eps, seed)
         results = []
-        for setup in chosen:
+        for setup in variants:
             with _warnings_under(setup.mesh) as warned:
                 run = under_mesh(build, setup, seed, double, steps, oracle.is_pure, **more)
             notes = (*setup.notes, *warned)

@@ -158,9 +158,9 @@ def judge(
         raise ModelError(_other_variables(run, one))
     firsts: list[Beyond] = []
     losses, differences = [], []
-    for step, (loss, wanted) in enumerate(zip(run.losses, one.losses, strict=False), start=1):
-        noise = np.asarray(max(abs(other.losses[step - 1] - wanted) for other in again))
-        gap = _gap(np.asarray(loss), np.asarray(wanted), abs(wanted), noise, tolerance)
+    for step, (loss, oracle_loss) in enumerate(zip(run.losses, one.losses, strict=False), start=1):
+        noise = np.asarray(max(abs(other.losses[step - 1] - oracle_loss) for other in again))
+        gap = _gap(np.asarray(loss), np.asarray(oracle_loss), abs(oracle_loss), noise, tolerance)
         losses.append(gap)
         firsts += [Beyond(step, "loss", "")] if gap.is_beyond else []
     for number in range(len(one.variables)):
@@ -193,8 +193,8 @@ def _judge_variable(
         gradient = _gap(mine, expected, _top(expected), noise, tolerance)
         firsts += [Beyond(1, "gradient", path)] if gradient.is_beyond else []
     gaps, is_noise = [], False
-    for step, (values, wanted) in enumerate(zip(run.values, one.values, strict=True)):
-        actual, expected, start = values[number], wanted[number], one.values[0][number]
+    for step, (values, oracle) in enumerate(zip(run.values, one.values, strict=True)):
+        actual, expected, start = values[number], oracle[number], one.values[0][number]
         noise = np.zeros(())
         moved = _top(_wide(expected) - _wide(start)) if _is_float(expected) else 0.0
         if step:

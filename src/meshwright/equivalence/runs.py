@@ -126,8 +126,8 @@ def _run_keras(case: Case, setup: Setup, strategy: Any, num_steps: int) -> Run:
     first = put(case.batches[0])
     gradient_step = _gradient_step(steps.train_step, model, start, first)
     if gradient_step is not None:
-        taken = gradient_step(start, first)[0].params
-        strategy.load_state(model, start._replace(params=taken))
+        params = gradient_step(start, first)[0].params
+        strategy.load_state(model, start._replace(params=params))
         gradients = dict(zip([info.path for info in program.params], now(), strict=False))
         strategy.load_state(model, start)
     state = start
@@ -144,9 +144,9 @@ def _run_pure(case: Case, setup: Setup, steps: int) -> Run:
     program: Program = case.model
     ways = _arguments(StepOptions)
     _refuse_unknown(setup.options, _arguments(Placement.of) | ways, "Placement and StepOptions")
-    chosen = {k: v for k, v in setup.options.items() if k not in ways}
+    options = {k: v for k, v in setup.options.items() if k not in ways}
     how = StepOptions(**{k: v for k, v in setup.options.items() if k in ways})
-    placement = Placement.of(setup.mesh, setup.layouts, **chosen)
+    placement = Placement.of(setup.mesh, setup.layouts, **options)
 
     def trainer(program: Program) -> Any:
         return Trainer(program, placement, how)
@@ -279,22 +279,22 @@ def _gradient_step(step: Take, model: Any, state: TrainState, batch: Any) -> Tak
     ``None`` for a model that brings its own step and does not ask its optimizer through
     ``stateless_apply``, where the gradients can be seen.
     """
-    with _instead_of_update(model.optimizer) as asked:
+    with _instead_of_update(model.optimizer) as calls:
         compiled = jax.jit(step).lower(state, batch).compile()
-    return compiled if asked else None
+    return compiled if calls else None
 
 
 @contextlib.contextmanager
 def _instead_of_update(optimizer: Any) -> Iterator[list[bool]]:
-    asked: list[bool] = []
+    calls: list[bool] = []
 
     def instead(slots: Any, grads: Any, params: Any) -> tuple[Any, Any]:
-        asked.append(True)
+        calls.append(True)
         return [g if g is not None else jnp.zeros_like(p) for g, p in zip(grads, params)], slots  # noqa: B905
 
     optimizer.stateless_apply = instead
     try:
-        yield asked
+        yield calls
     finally:
         del optimizer.stateless_apply
 
@@ -305,11 +305,11 @@ def _instead_of_update(optimizer: Any) -> Iterator[list[bool]]:
 def _as_run(
     infos: tuple[ParamInfo, ...], gradients: Any, values: list[Any], losses: list[float]
 ) -> Run:
-    taken = gradients or {}
+    by_path = gradients or {}
     return Run(
         tuple((info.path, info.role) for info in infos),
         tuple(values),
-        tuple(_host(taken[i.path]) if i.path in taken else None for i in infos),
+        tuple(_host(by_path[i.path]) if i.path in by_path else None for i in infos),
         tuple(losses),
     )
 

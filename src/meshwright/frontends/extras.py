@@ -68,18 +68,18 @@ class Extras:
 
     def values(self, whole: TrainState, batch: Batch) -> dict[str, Any]:
         """The arguments for one batch or micro-batch."""
-        taken: dict[str, Any] = {}
+        extras: dict[str, Any] = {}
         if "step" in self.names:
-            taken["step"] = whole.slots[_STEP]
+            extras["step"] = whole.slots[_STEP]
         if self.state:
             before = whole.state[_ROWS]
             of_batches, of_rows = jax.random.split(jax.random.key(self.seed))
             if "key" in self.names:
-                taken["key"] = jax.random.fold_in(of_batches, before)
+                extras["key"] = jax.random.fold_in(of_batches, before)
             if "keys" in self.names:
                 numbers = before + jnp.arange(rows_of(batch), dtype="uint32")
-                taken["keys"] = jax.vmap(jax.random.fold_in, (None, 0))(of_rows, numbers)
-        return taken
+                extras["keys"] = jax.vmap(jax.random.fold_in, (None, 0))(of_rows, numbers)
+        return extras
 
     def after_batch(self, state: Arrays, batch: Batch) -> Arrays:
         """The state when the rows of a batch have been counted."""

@@ -72,11 +72,11 @@ def _trainer(program: Program, strategy: Sharded | Placement) -> Trainer:
 
 
 def _of_program(trainer: Trainer, batch: Batch, steps: int) -> Measured:
-    (taken,) = trainer.how.for_steps([trainer.put(batch)] * trainer.how.batches)
+    (micro_batches,) = trainer.how.for_steps([trainer.put(batch)] * trainer.how.batches)
     return measure_step(
         trainer.step,
         trainer.init(),
-        taken,
+        micro_batches,
         name=trainer.program.name,
         axes=trainer.placement.mesh.axes,
         steps=steps,
@@ -98,12 +98,12 @@ def _of_keras(model: keras.Model, batch: Batch, strategy: Sharded, steps: int) -
             f"model {model.name!r} is compiled with run_eagerly=True, and a step that runs piece "
             "by piece has no program to measure: compile it without."
         )
-    (taken,) = strategy.how.for_steps([strategy.put(batch, model)] * strategy.how.batches)
+    (batches,) = strategy.how.for_steps([strategy.put(batch, model)] * strategy.how.batches)
     state = take_state(variables)
     again = kept(state)
     try:
         return measure_step(
-            functions.train, state, taken, name=model.name, axes=strategy.mesh.axes, steps=steps
+            functions.train, state, batches, name=model.name, axes=strategy.mesh.axes, steps=steps
         )
     finally:
         write_state(variables, again())

@@ -55,8 +55,8 @@ class Plan(Decided):
     >>> shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
     >>> program = mw.jax_program(lambda p, x: jnp.mean((x @ p["w"]) ** 2), shapes, optax.sgd(0.1))
     >>> rows = jax.ShapeDtypeStruct((64, 64), "float32")
-    >>> found = mw.plan(program, rows, target="h100:8", axes={"batch": 8})
-    >>> Plan.from_json(found.to_json()) == found, found.axes
+    >>> plan = mw.plan(program, rows, target="h100:8", axes={"batch": 8})
+    >>> Plan.from_json(plan.to_json()) == plan, plan.axes
     (True, (('batch', 8),))
     """
 
@@ -148,7 +148,7 @@ def plan(
         graph = graph_of_step(described)
     search, uncut = (None, "") if axes else pipelines_of(described, batch)
     lacks = not_compiled(target) if verify else ""
-    chosen = plan_step(
+    best = plan_step(
         graph,
         target,
         objective=cast(Objective, objective),
@@ -161,18 +161,16 @@ def plan(
         pipelines_of=search,
     )
     if uncut:
-        chosen = replace(chosen, notes=(*chosen.notes, f"no pipeline: {uncut}"))
+        best = replace(best, notes=(*best.notes, f"no pipeline: {uncut}"))
     if lacks:
-        chosen = replace(
-            chosen, notes=(*chosen.notes, f"nothing was compiled to verify it: {lacks}")
-        )
-    return _named(chosen, described, _num_inputs(model, batch))
+        best = replace(best, notes=(*best.notes, f"nothing was compiled to verify it: {lacks}"))
+    return _named(best, described, _num_inputs(model, batch))
 
 
 def _of_serving(model: Any, inputs: Any, question: Question) -> Plan:
-    chosen, forwards = plan_serving(model, inputs, question)
+    best, forwards = plan_serving(model, inputs, question)
     steps = forwards.steps(Placement.of(_ONE_DEVICE))
-    return _named(chosen, steps, None)
+    return _named(best, steps, None)
 
 
 def _named(decided: Decided, described: Assembly, num_inputs: int | None) -> Plan:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from ..indices import unravel
 from ..topology import across_slices
 
 Groups = tuple[tuple[int, ...], ...]  # positions of devices in the mesh, row-major
@@ -67,8 +68,8 @@ def groups_between_slices(text: str, axes: Axes) -> Groups:
     within = [size // span for size, span in zip(sizes, spans, strict=True)]
 
     def position(index: int, device: int) -> int:
-        here = _unravel(device, within)
-        outer = _unravel(index, spans)
+        here = unravel(device, within)
+        outer = unravel(index, spans)
         at = [o * size + i for o, size, i in zip(outer, within, here, strict=True)]
         return functools.reduce(lambda so_far, i: so_far * sizes[i] + at[i], range(len(sizes)), 0)
 
@@ -91,15 +92,7 @@ def axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:
 
 
 def _coords(position: int, axes: Axes) -> tuple[int, ...]:
-    return _unravel(position, [size for _, size in axes])
-
-
-def _unravel(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    coords = []
-    for size in reversed(sizes):
-        position, here = divmod(position, size)
-        coords.append(here)
-    return tuple(reversed(coords))
+    return unravel(position, [size for _, size in axes])
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -66,10 +66,10 @@ def links_of(target: Target, hardware: Hardware, axes: Axes) -> tuple[AxisLink, 
 
     >>> from meshwright.targets.hardware import hardware_of
     >>> v5p, mesh = Target.of("v5p:4x4x8"), (("data", 16), ("model", 8))
-    >>> [str(each) for each in links_of(v5p, hardware_of(v5p), mesh)]
+    >>> [str(link) for link in links_of(v5p, hardware_of(v5p), mesh)]
     ["axis 'data' of 16 lies on ici over 2 dims", "axis 'model' of 8 lies on ici"]
     >>> slices = Target.of("v5p:2x(4x4x8)")
-    >>> [str(each) for each in links_of(slices, hardware_of(slices), (("dcn", 2), ("data", 128)))]
+    >>> [str(link) for link in links_of(slices, hardware_of(slices), (("dcn", 2), ("data", 128)))]
     ["axis 'dcn' of 2 lies on network", "axis 'data' of 128 lies on ici over 3 dims"]
     """
     kind = _RANKS[target.platform]

@@ -47,7 +47,7 @@ def origins_of(op_name: str) -> tuple[Origin, ...]:
 
     >>> origins_of("jit(traced)/transpose(jvp(block))/query/abc,cd->abd/dot_general")
     (Origin(path='block/query', phase='backward'),)
-    >>> [each.path for each in origins_of("jit(traced)/jvp(block)/(key/dot_general:value/add)")]
+    >>> [origin.path for origin in origins_of("jit(traced)/jvp(block)/(key/dot_general:value/add)")]
     ['block/key', 'block/value']
     """
     names = _spread(op_name)

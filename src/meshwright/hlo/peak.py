@@ -53,7 +53,7 @@ def alive_at_peak(module: Module) -> tuple[LiveTensor, ...]:
     ...   %wide = f32[8]{0} concatenate(%p, %p), dimensions={0}, metadata={op_name="jvp(a)/join"}
     ...   ROOT %sum = f32[4]{0} add(%p, %p)
     ... }'''
-    >>> [(each.array.dims, each.origin.path) for each in alive_at_peak(parse(text))]
+    >>> [(live.array.dims, live.origin.path) for live in alive_at_peak(parse(text))]
     [((8,), 'a')]
     """
     peaks = Alive(module)

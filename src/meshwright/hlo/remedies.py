@@ -114,7 +114,7 @@ def _spec(variable: Placed, dim: int) -> str | tuple[str, ...] | None:
 
 
 def _has_own_layout(origin: Origin, placement: Placement) -> bool:
-    """Whether a rule for the outputs of this layer says how they lie."""
+    """Whether ``activations`` have a layout for the outputs of this layer."""
     scopes = origin.path.split("/")
     spellings = ["/".join(scopes[:end]) for end in range(len(scopes), 0, -1)]
     return placement.activation_layout(spellings) is not None

@@ -150,7 +150,7 @@ def leaves(dim: Iterable[Factor]) -> list[Factor]:
 
 
 def label(dim: Dim) -> Factor | None:
-    """What an axis cuts that a dim lies along: its slowest factor."""
+    """The factor of a dim that an axis cuts: the slowest one."""
     for factor in dim:
         root = factor.root()
         while root.parts is not None:
@@ -160,7 +160,7 @@ def label(dim: Dim) -> Factor | None:
 
 
 def age(dim: Dim) -> int:
-    """Smaller for what was met before; of a dim that can be split."""
+    """Smaller for dims that were met earlier. The dim must be one that can be split."""
     return leaves(dim)[0].number
 
 

@@ -15,12 +15,12 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import _compat
+from ..scoped import scoped
 from .edits import jaxprs_inside
 from .primitives import CHECKPOINTS, CONTROL_FLOW
 
@@ -73,14 +73,9 @@ class Lines:
 _current: ContextVar[Lines | None] = ContextVar("lines", default=None)
 
 
-@contextlib.contextmanager
-def noting(lines: Lines) -> Iterator[None]:
+def noting(lines: Lines) -> contextlib.AbstractContextManager[None]:
     """Note in ``lines`` where the operations come from that are traced inside."""
-    token = _current.set(lines)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return scoped(_current, lines)
 
 
 def noted(closed: Any) -> Any:

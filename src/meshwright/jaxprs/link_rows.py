@@ -81,7 +81,7 @@ def split(e: Shapes) -> Links:
 
 
 def dynamic_slice(e: Shapes) -> Links:
-    """As a slice, which begins with the first element where it is of all; where is a number."""
+    """As a slice; the operands that say where it starts are numbers without dims."""
     return some_of_each(e._replace(ins=e.ins[:1]))
 
 
@@ -116,7 +116,7 @@ def window(e: Shapes) -> Links:
 
 
 def window_and_scatter(e: Shapes) -> Links:
-    """The gradient of pooling: a source, small, goes where the windows of an operand tell."""
+    """The gradient of pooling: each element of the small source goes to a place in its window."""
     moved = _windowed(e)
     for dim in range(len(e.out)):
         large, small = (1, dim), (0, dim)
@@ -146,7 +146,7 @@ def dynamic_update_slice(e: Shapes) -> Links:
 
 
 def batches(count: int) -> Row:
-    """Takes the last dims of the first operand together, for each of those before by itself."""
+    """Works on the last dims of the first operand as a whole, once per index of the dims before."""
 
     def row(e: Shapes) -> Links:
         first = len(e.ins[0]) - count
@@ -168,7 +168,7 @@ def _places(shapes: Sequence[Shape], first: int = 0) -> tuple[Place, ...]:
 
 
 def counted(e: Shapes) -> Links:
-    """Made from nothing, and counted from the first index on."""
+    """An array without operands, whose values depend on the index alone."""
     yield Link(How.FILL, (), _places(e.outs))
 
 
@@ -190,7 +190,7 @@ def unknown(e: Shapes) -> Links:
 
 
 def reduces(how: How, parameter: str = "axes") -> Row:
-    """The dims that a parameter names are gone."""
+    """The results lack the dims that a parameter names."""
 
     def row(e: Shapes) -> Links:
         dims = {dim % len(e.ins[0]) for dim in e.params[parameter]}
@@ -249,7 +249,7 @@ def unstack(e: Shapes) -> Links:
 
 
 def bitcast(e: Shapes) -> Links:
-    """To numbers of another width the last dim is made, or used up."""
+    """Between types of different widths a last dim is added or removed."""
     shared = min(len(e.ins[0]), len(e.out))
     yield from (_one_to_one((0, dim), (0, dim)) for dim in range(shared))
     yield from (Link(How.WHOLE, ((0, dim),)) for dim in range(shared, len(e.ins[0])))

@@ -69,7 +69,7 @@ def names_of(
 
 
 def _in_order(arguments: Iterable[tuple[Argument, Labels]]) -> list[tuple[Argument, Labels]]:
-    """As in the model; of one layer the kernel before the bias, which has fewer dims."""
+    """In the model's order; within a layer arrays of more dims come first."""
     ordered = sorted(arguments, key=lambda entry: entry[0].order)
     layers: dict[str, int] = {}
     for argument, _ in ordered:
@@ -78,7 +78,7 @@ def _in_order(arguments: Iterable[tuple[Argument, Labels]]) -> list[tuple[Argume
 
 
 def _layer(path: str) -> str:
-    """The layer of a parameter; where its own name tells more than Keras' do, with that."""
+    """The layer of a parameter; the whole path where its own name is none of the usual ones."""
     layer, _, last = path.rpartition("/")
     return layer if layer and last in _WEIGHTS else path
 

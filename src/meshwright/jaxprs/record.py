@@ -73,7 +73,7 @@ class Record:
     first: dict[int, int] = field(default_factory=dict)  # number -> the first array that has it
 
     def number(self, key: Any = None) -> int:
-        """The number of what is made in a way, the same each time; a new one of ``None``."""
+        """The number of the values that are computed in this way; a new one for ``None``."""
         new = len(self.numbers) + 1
         return self.numbers.setdefault((None, new) if key is None else key, new)
 
@@ -106,7 +106,7 @@ class Record:
         joins: Joins | None = None,
         **more: Any,
     ) -> None:
-        """Write down an operation, unless all that it takes and gives is left out."""
+        """Note an operation, unless none of its operands and results is among the arrays."""
         sources = _places(operands)
         targets = _places(results)
         if not sources and not targets and not more.get("flops"):
@@ -121,7 +121,7 @@ class Record:
         self.done.append(Done(kind, path, sources, targets, **more))
 
     def carry(self, kind: str, path: str, before: Value, new: Value, times: int = 1) -> Value:
-        """What comes out takes the place of what went in, and has to lie as that does."""
+        """The result replaces a value, as in a loop, so it has to be laid out as that value is."""
         if before.dims is None or new.dims is None or new.tensor is None:
             return before
         moved = [

@@ -92,7 +92,7 @@ class _Pair:
         ]
 
     def need(self, condition: bool, how: str) -> None:
-        """Raise unless it holds."""
+        """Raise :class:`RowsMixError` unless the condition holds."""
         if not condition:
             raise RowsMixError(f"{self.name} {how}")
 

@@ -37,7 +37,7 @@ class At(NamedTuple):
         return _layer(f"{self.scopes}/")
 
     def within(self, eqn: Any) -> At:
-        """Where an equation stands that stands here."""
+        """The place inside of an equation that is at this place."""
         own = str(eqn.source_info.name_stack)
         return At(f"{self.scopes}/{own}", self.times) if own else self
 
@@ -106,7 +106,7 @@ def _numbers(record: Record, eqn: Any, operands: Sequence[Value]) -> list[int]:
 
 
 def _flops(eqn: Any) -> float:
-    """Those of one equation; of what cannot be known, none."""
+    """The FLOPs of one equation; 0.0 where they cannot be known."""
     product = eqn.primitive.name in PRODUCTS
     return equation_flops(eqn) or 0.0 if product or jaxprs_inside(eqn) else 0.0
 

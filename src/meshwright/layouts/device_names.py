@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .. import topology
+from .. import indices, topology
 from ..errors import MeshError
 
 
@@ -61,13 +61,7 @@ def devices_text(devices: tuple[Any, ...]) -> str:
 
 def _ranges(ids: list[int]) -> str:
     """``[0, 1, 2, 5]`` -> ``"0-2,5"``; the order is kept."""
-    runs: list[list[int]] = []
-    for i in ids:
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in indices.runs(ids))
 
 
 def parse_ids(ids: str, num_devices: int, text: str) -> list[int]:

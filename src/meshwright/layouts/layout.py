@@ -222,7 +222,7 @@ class Layout(Viewable):
         ]
 
     def check(self, dims: Sequence[int], name: str = "array") -> None:
-        """Raise :class:`LayoutError` if a tensor with these dims do not fit.
+        """Raise :class:`LayoutError` if a tensor with these dims does not fit.
 
         >>> Layout(["batch"], Mesh({"batch": 4})).check([30], name="x")
         Traceback (most recent call last):

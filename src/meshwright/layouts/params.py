@@ -31,12 +31,12 @@ class ParamInfo:
     """What is known of one variable without its value.
 
     ``path`` is its name inside its model and unique there; ``spellings`` are all the paths that a
-    rule may name it by (Keras' path, the path of layer names, the path of attributes). ``dims`` is
-    its size per dim, ``dtype`` its type and ``itemsize`` the bytes of one element. ``role`` is
+    pattern may name it by (Keras' path, the path of layer names, the path of attributes). ``dims``
+    is its size per dim, ``dtype`` its type and ``itemsize`` the bytes of one element. ``role`` is
     ``"parameter"``, ``"slot"``, ``"state"`` or ``"metric"``. ``owner`` is, for a slot, the path of
     its parameter. ``lasting`` is the path that it has again when its model is built again.
     ``asked`` is the layout that an argument of its layer gives, ``names`` the names of its dims,
-    and ``follows`` the kernel whose rule it follows where it has none of its own.
+    and ``follows`` the kernel whose layout it follows where it has none of its own.
 
     >>> info = ParamInfo("hidden/kernel", ("hidden/kernel",), (784, 128), "float32", itemsize=4)
     >>> info.role, info.dims
@@ -53,7 +53,9 @@ class ParamInfo:
     lasting: str | None = None  # the path that it has again when its model is built again
     asked: Layout | None = None  # the layout that the model itself asks for, in a layer's argument
     names: DimNames | None = None  # of its dims, where the model itself names them
-    follows: Follows | None = None  # the kernel that it belongs to, where it has no rule of its own
+    follows: Follows | None = (
+        None  # the kernel that it belongs to, where it has no layout of its own
+    )
 
     @property
     def nbytes(self) -> int:

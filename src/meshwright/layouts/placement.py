@@ -215,7 +215,7 @@ class Placement:
         return layout.layout(self.rules)
 
     def with_zero(self, zero: int) -> Placement:
-        """The same rules at another level of ZeRO."""
+        """The same placement at another level of ZeRO."""
         return replace(self, zero=zero)
 
     # Variables

@@ -79,7 +79,7 @@ class _Variables:
             return self._by_names(info, info.names)
         return Placed(info, replicated, "no layout: replicated", info.names)
 
-    def _by_names(self, info: ParamInfo, names: DimNames, rule: str = "") -> Placed:
+    def _by_names(self, info: ParamInfo, names: DimNames, source: str = "") -> Placed:
         """Where a variable lies whose dims have names. Raises if that cannot be."""
         assert self.rules is not None
         try:
@@ -87,13 +87,15 @@ class _Variables:
             bound = None if names.pad else self.mesh
             self.rules.layout(dims, bound, "the variable")
         except (DimError, LayoutError) as error:
-            whose = f", dims [{names}] by {rule}" if rule else ""
+            whose = f", dims [{names}] by {source}" if source else ""
             lines = str(error).splitlines()
             raise _NamedDimsError(
                 "\n".join(f"  {info.path} {info.dims}{whose}: {line}" for line in lines)
             ) from None
         splitting = [f"{n}:{'+'.join(a)}" for n in names.names if (a := self.rules.axes(n))]
-        reason = ", ".join([rule] * bool(rule) + splitting) or "no rule for its dims: replicated"
+        reason = (
+            ", ".join([source] * bool(source) + splitting) or "no rule for its dims: replicated"
+        )
         placed = _padded(info, names.layout(self.rules).on(self.mesh), reason)
         return placed._replace(names=names)
 

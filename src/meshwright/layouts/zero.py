@@ -2,7 +2,7 @@
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
 (2020): level 1 shares out the optimizer's slots, level 2 the gradients too, level 3 the parameters
-as well (which PyTorch calls fully sharded data parallel). It comes on top of whatever the rules
+as well (which PyTorch calls fully sharded data parallel). It comes on top of whatever the layouts
 split over other axes.
 """
 

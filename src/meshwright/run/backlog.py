@@ -20,7 +20,7 @@ class Backlog:
         self._results: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """A step was begun that gives this."""
+        """Add the results of a step that was begun."""
         self._results.append(result)
         if len(self._results) > _CALLS_AHEAD:
             jax.block_until_ready(self._results.popleft())

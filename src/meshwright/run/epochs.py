@@ -25,7 +25,7 @@ from .stopping import Stopping
 
 
 class Taken(NamedTuple):
-    """Steps that were taken: how many, where the epoch stands, the logs of the last one."""
+    """The steps of one call: how many, how many batches of the epoch are done, the last logs."""
 
     steps: int
     done: int  # batches of the epoch, those before included
@@ -102,9 +102,9 @@ class Callbacks:
         """Whether the run is to end after this epoch."""
         return False
 
-    def first_epoch(self, asked: int) -> int:
+    def first_epoch(self, epoch: int) -> int:
         """The epoch to begin with, where no checkpoint says so."""
-        return asked
+        return epoch
 
     def begin(self, before: Mapping[str, Any] | None) -> None:
         """The run begins; ``before`` is what :meth:`notes` gave the run that it resumes."""
@@ -150,7 +150,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._start = self.saver.start
-        self._done = 0  # batches of the epoch under way
+        self._batches_done = 0  # batches of the epoch under way
         self._last: Logs = {}  # of the last step
 
     def train(self) -> Logs:
@@ -185,16 +185,16 @@ class Run:
         callbacks.begin_epoch(epoch)
         self._begin(epoch)
         if progress:
-            progress.begin_epoch(epoch, self._done)
-        for taken in steps.take(epoch, self._done):
-            self._done, self._last = taken.done, taken.logs
-            saver.step += taken.steps
+            progress.begin_epoch(epoch, self._batches_done)
+        for steps_taken in steps.take(epoch, self._batches_done):
+            self._batches_done, self._last = steps_taken.done, steps_taken.logs
+            saver.step += steps_taken.steps
             if saver.is_due:
-                self._save(epoch, self._done)
-            saver.copy(steps, callbacks, epoch, taken.done, taken.logs)
-            self._stop_if_asked(epoch, self._done)
+                self._save(epoch, self._batches_done)
+            saver.copy(steps, callbacks, epoch, steps_taken.done, steps_taken.logs)
+            self._stop_if_asked(epoch, self._batches_done)
             if progress:
-                progress.after(taken.done, taken.logs)
+                progress.after(steps_taken.done, steps_taken.logs)
         logs = steps.logs(self._last)
         if progress:
             progress.trained()
@@ -213,9 +213,10 @@ class Run:
     def _begin(self, epoch: int) -> None:
         """Begin an epoch, or resume the one that a checkpoint was written in."""
         start, self._start = self._start, None
-        self._done, self._last = 0, {}
+        self._batches_done, self._last = 0, {}
         if start is not None and start.position.batches:
-            self._done, self._last = start.position.batches, dict(start.notes.get("logs", {}))
+            self._batches_done = start.position.batches
+            self._last = dict(start.notes.get("logs", {}))
             if self.callbacks.may_change_state:
                 # What they change as an epoch begins was changed before this state was saved.
                 self.saver.restore(self.steps)
@@ -228,7 +229,7 @@ class Run:
         try:
             logs = self.steps.validate(self.saver.stopping)
         except (KeyboardInterrupt, Preempted):
-            self._save(epoch, self._done)  # the next run validates first
+            self._save(epoch, self._batches_done)  # the next run validates first
             raise
         return {f"val_{name}": value for name, value in logs.items()}
 

@@ -33,7 +33,7 @@ class Validation:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """For how many epochs, who is called, and what is shown."""
+    """The epochs, the callbacks that are called, and what is printed."""
 
     epochs: int = 1
     initial_epoch: int = 0

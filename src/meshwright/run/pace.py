@@ -64,7 +64,7 @@ class Pace:
         return max(1, (self._due_at if self._is_known else self._look_at) - step)
 
     def saving(self, blocked_s: float) -> None:
-        """A save has begun, which held the loop up for this time."""
+        """A save has begun; starting it delayed the loop by this time."""
         now_s = self._clock()
         if self._saved is None:  # steps before it, with the compiler's time, tell nothing
             self._began = (self._step, now_s)

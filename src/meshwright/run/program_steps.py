@@ -33,15 +33,15 @@ class ProgramSteps(Steps):
         self._trainer, self.newest = trainer, state
         source = reading_of(batches, trainer.placement)
         self._source = TrainedBatches(source, saver.start, saver.is_on)
-        self._done = saver.start.position.batches if saver.start else 0
+        self._position = saver.start.position.batches if saver.start else 0
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         per_step = self._trainer.how.batches
         for info in self._trainer.steps(self.newest, self._source):
             self.newest = info.state
             self._source.took(per_step)
-            self._done += per_step
-            yield Taken(1, self._done, info.logs)
+            self._position += per_step
+            yield Taken(1, self._position, info.logs)
 
     def state(self) -> TrainState:
         return self._trainer.unpadded(self.newest)
@@ -51,7 +51,7 @@ class ProgramSteps(Steps):
 
     def position(self, epoch: int, batches: int) -> Position:
         """The batches have no epochs: a longer source goes on behind its former end."""
-        return self._source.position(self._done)
+        return self._source.position(self._position)
 
 
 class TrainedBatches:

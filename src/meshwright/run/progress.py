@@ -66,13 +66,13 @@ class Progress:
         self._epoch, self._done, self._skipped = 0, 0, 0
         self._began, self._seconds = 0.0, 0.0
         self._newest: list[Logs] = []
-        self._shown: Logs = {}
+        self._logs: Logs = {}
         self._marks: list[tuple[float, int]] = []  # when so many steps of the epoch were done
 
     def begin_epoch(self, epoch: int, done: int = 0) -> None:
         """An epoch begins, counted from 0, of which ``done`` steps were taken before."""
         self._epoch, self._done, self._skipped, self._began = epoch, done, done, self._clock()
-        self._newest, self._shown = [], {}
+        self._newest, self._logs = [], {}
         self._marks = []
         self._rates.begin()
 
@@ -102,7 +102,7 @@ class Progress:
         """The epoch has ended with these logs, on the host."""
         self._steps = self._done
         seconds = self._seconds
-        self._shown = dict(logs)
+        self._logs = dict(logs)
         rate = (self._done - self._skipped) / seconds if seconds else None
         start = "\r" if self.live else ""
         _draw(start, self._line(rate, clock_text(seconds)), "\x1b[K\n" if self.live else "\n")
@@ -111,7 +111,7 @@ class Progress:
         """The newest logs that are there; older ones are forgotten."""
         for at in range(len(self._newest) - 1, -1, -1):
             if all(map(_is_ready, flat(self._newest[at]).values())):
-                self._shown = on_host(self._newest[at])
+                self._logs = on_host(self._newest[at])
                 self._newest = self._newest[at + 1 :]
                 return
 
@@ -141,7 +141,7 @@ class Progress:
             parts.append(Part(f"{clock_text(still)} left", 1))
             if whole > still:
                 parts.append(Part(f"{clock_text(whole)} to the end", 8))
-        measured = texts(dict(sorted(self._shown.items(), key=lambda item: item[0] != "loss")))
+        measured = texts(dict(sorted(self._logs.items(), key=lambda item: item[0] != "loss")))
         # Of many metrics the last go first.
         parts += [Part(text, 2 if not at else 6) for at, text in enumerate(measured)]
         parts += self._rates.parts(rate, ended is not None)

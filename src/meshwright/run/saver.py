@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,11 @@ from ..checkpoint.copies import Copies
 from ..checkpoint.snapshot import describe
 from ..errors import CheckpointError, ProcessError
 from ..launch import progress
-from ..launch.join import agree
+from ..launch.join import agree, compared_member
 from ..launch.memory import host_memory
 from ..program import Logs
 from .logs import as_json
 from .pace import Pace
-from .shared_folder import check_shared
 from .stopping import Stopping
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Resume = Literal["auto"] | bool
 SaveEvery = int | Literal["auto"] | None
+
+_marks = itertools.count()  # a name that no host has looked up yet: NFS remembers what is not there
 
 
 class Saver:
@@ -122,19 +124,19 @@ class Saver:
             return self._pace.is_due(self.step)
         return bool(self._every) and self.step // self._every > self._saved[0] // self._every
 
-    def until_due(self, left: int) -> int:
+    def until_due(self, most: int) -> int:
         """How many of the steps that are left may be taken before the next checkpoint."""
         if self._pace is not None:
-            return min(left, self._pace.until_due(self.step))
+            return min(most, self._pace.until_due(self.step))
         if not (self.is_on and self._every):
-            return left
-        return min(left, self._every - self.step % self._every)
+            return most
+        return min(most, self._every - self.step % self._every)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around the whole run: signals are heard, and what is being written is finished."""
         if self.checkpoints is not None:
-            check_shared(self.checkpoints.directory)
+            _check_shared(self.checkpoints.directory)
         copies = contextlib.closing(self._copies) if self._copies else contextlib.nullcontext()
         with self.stopping, copies, self.checkpoints or contextlib.nullcontext():
             try:
@@ -239,3 +241,33 @@ def _start_of(checkpoints: Checkpoints, resume: Resume) -> CheckpointInfo | None
             "or use resume='auto' to go on from there."
         )
     return latest
+
+
+def _check_shared(directory: Path) -> None:
+    """Check that all processes see one folder under the name that each was given.
+
+    Rank 0 writes a file there, which the others must see; alone, nothing is done.
+
+    Raises :class:`~meshwright.AgreementError` in all processes where some do not see it.
+    """
+    member = compared_member()
+    if member is None:
+        return
+    mark = directory / f".shared-{member.address[1]}-{next(_marks)}"
+    if member.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    try:
+        agree("checkpoint folder", dict)  # rank 0 has written
+        name = f"checkpoint folder {directory}, which all must share"
+        agree("checkpoint folder", lambda: {name: _which_folder(mark, member.rank)})
+    finally:
+        if member.rank == 0:
+            with contextlib.suppress(OSError):
+                mark.unlink()
+
+
+def _which_folder(mark: Path, rank: int) -> str:
+    if rank == 0 or mark.exists():
+        return "shared with rank 0"
+    return "another folder than that of rank 0 (mount the same file system on every host)"

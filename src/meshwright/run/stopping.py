@@ -32,8 +32,8 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
             return self
         for number in (signal.SIGINT, signal.SIGTERM):
             before = signal.getsignal(number)
-            heard = number == signal.SIGINT or (self._saves and not _several_processes())
-            if heard and before not in (signal.SIG_IGN, None):
+            handles = number == signal.SIGINT or (self._saves and not _several_processes())
+            if handles and before not in (signal.SIG_IGN, None):
                 self._before[number] = signal.signal(number, self._hear)
         return self
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from ..jaxprs.edits import equations
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from ..scoped import scoped
 from .counting import counted
 from .gradient import Gradient
 from .parts import Gathered
@@ -40,7 +41,7 @@ def accumulating_step(
 
     def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
         micro = _Micro(program, gradient, sharing)
-        run = _WAYS[_asked.get() or _way(micro, whole, batches)]
+        run = _WAYS[_way_override.get() or _way(micro, whole, batches)]
         state, grads, logs = run(micro, whole, batches)
         params, slots = program.update(state.params, grads, state.slots)
         return state._replace(params=params, slots=slots), logs
@@ -81,10 +82,10 @@ class _Micro:
 
         ``rows`` is its share in the rows of the step.
         """
-        metrics, logs = self.program.measure(aux.metrics, self.shown(aux, rows), batch)
+        metrics, logs = self.program.measure(aux.metrics, self.weighed(aux, rows), batch)
         return state._replace(state=aux.state, metrics=metrics), logs
 
-    def shown(self, aux: Aux, rows: Any) -> Aux:
+    def weighed(self, aux: Aux, rows: Any) -> Aux:
         """A micro-batch's results as they are measured: metrics weigh each loss by its rows."""
         return aux._replace(loss=aux.loss / rows) if self.program.reduction == "sum" else aux
 
@@ -98,21 +99,16 @@ class _Micro:
         }
 
 
-_asked: ContextVar[Way | None] = ContextVar("accumulating", default=None)
+_way_override: ContextVar[Way | None] = ContextVar("accumulating", default=None)
 
 
-@contextlib.contextmanager
-def accumulating_in(way: Way | None) -> Iterator[None]:
+def accumulating_in(way: Way | None) -> contextlib.AbstractContextManager[None]:
     """Trace accumulation in this way, whatever the devices and the sizes are."""
-    token = _asked.set(way)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
+    return scoped(_way_override, way)
 
 
 def _way(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> Way:
-    """How these micro-batches are best taken.
+    """The faster way to take these micro-batches.
 
     A loop is right for accelerators: compiled once, with the memory of one micro-batch. On CPU it
     is written out, for XLA's CPU compiler runs convolutions many times slower inside a loop.
@@ -136,18 +132,18 @@ def _side_by_side(
 
     rows = _row_shares(batches)
 
-    def measure(metrics: Arrays, seen: Any) -> tuple[Arrays, Logs]:
-        loss, outputs, batch = seen
-        aux = micro.shown(Aux(loss, outputs, whole.state, metrics), rows[0])
+    def measure(metrics: Arrays, results: Any) -> tuple[Arrays, Logs]:
+        loss, outputs, batch = results
+        aux = micro.weighed(Aux(loss, outputs, whole.state, metrics), rows[0])
         return micro.program.measure(metrics, aux, batch)
 
-    seen = aux.loss, aux.outputs, stacked
+    results = aux.loss, aux.outputs, stacked
     if micro.program.logs == "of all counted":
-        metrics, logs = counted(measure)(whole.metrics, seen)
+        metrics, logs = counted(measure)(whole.metrics, results)
     else:
         metrics, every = whole.metrics, list[Logs]()
         for number in range(len(batches)):
-            one = jax.tree.map(lambda array, number=number: array[number], seen)
+            one = jax.tree.map(lambda array, number=number: array[number], results)
             metrics, logs = measure(metrics, one)
             every.append(logs)
         logs = micro.logs(every, rows)
@@ -232,7 +228,7 @@ def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
 
 
 def _shares(program: Program, batches: Sequence[Batch]) -> list[float]:
-    """What each micro-batch's loss counts: its share of the rows, or one where losses are sums."""
+    """The weight of each micro-batch's loss: its share of the rows, or 1 where losses are sums."""
     return [1.0] * len(batches) if program.reduction == "sum" else _row_shares(batches)
 
 
@@ -285,8 +281,8 @@ def saves_nothing_in_turn(
         return aux.state, aux.metrics, aux
 
     closed = jax.make_jaxpr(run)(whole.state, whole.metrics, whole.params, batches[0])
-    kept = len(whole.state) + len(whole.metrics)
-    if closed.jaxpr.outvars[:kept] != closed.jaxpr.invars[:kept]:
+    count = len(whole.state) + len(whole.metrics)
+    if closed.jaxpr.outvars[:count] != closed.jaxpr.invars[:count]:
         return False
     computed = sum(_nbytes(var) for eqn in equations(closed) for var in eqn.outvars)
     gathered = sum(map(_nbytes, jax.tree.leaves(whole.params)))

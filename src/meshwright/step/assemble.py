@@ -19,7 +19,7 @@ the program's context      the rules, or the Keras strategy, under which it is t
 =========================  ===================================================================
 
 Evaluation and prediction leave out what only gradients need. A custom loop compiles its step
-itself, so its program names the layouts of its results: :attr:`Assembly.kept`.
+itself, so its program names the layouts of its results: :attr:`Assembly.custom_program`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .local import DiLoCo, local_step, with_outer
 from .nan_guard import StandStill
 from .options import PLAIN, StepOptions
 from .padding import Padded, rows_of
-from .sharing import Sharing, shared
+from .sharing import Sharing, shardings_of, shared, with_shardings
 from .spatial import guarded
 from .steps_per_execution import several, together
 from .storing import Storing, stored
@@ -136,7 +136,7 @@ class Assembly:
 
     @functools.cached_property
     def shardings(self) -> TrainState:
-        """The same as JAX takes them."""
+        """The same layouts as shardings of JAX."""
         return self._by_path(self.placed, lambda placed: placed.layout.sharding)
 
     @functools.cached_property
@@ -167,7 +167,7 @@ class Assembly:
 
     @property
     def outside(self) -> Storing | Stacking:
-        """How the arrays of a step become those that there are outside of it, and back."""
+        """Converts the arrays of a step to those that users see, and back."""
         return self.storing if self.staged is None else self.staged.stacking
 
     @functools.cached_property
@@ -215,7 +215,7 @@ class Assembly:
         return shared(self.guarded, self.sharing, self.how.remat)
 
     @property
-    def kept(self) -> Program:
+    def custom_program(self) -> Program:
         """The stored program for custom steps: its results have the layouts of the state."""
         here = replace(
             self.stored,
@@ -239,9 +239,9 @@ class Assembly:
         return self.under(still.step(self._training(still.program)), whole=True)
 
     @property
-    def kept_train_step(self) -> Step:
-        """The same, made of :attr:`kept`."""
-        return self.under(self._training(self.kept), whole=True)
+    def custom_train_step(self) -> Step:
+        """The training step of :attr:`custom_program`."""
+        return self.under(self._training(self.custom_program), whole=True)
 
     @property
     def test_step(self) -> Step:
@@ -292,10 +292,10 @@ class Assembly:
             return _by_stages(self.staged, program, sharing, differentiate)
 
         def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-            aux, grads, kept = sharing.gradients(differentiate, whole, batch)
+            aux, grads, slots_of_sums = sharing.gradients(differentiate, whole, batch)
             params, slots = program.update(whole.params, grads, whole.slots)
             metrics, logs = program.measure(aux.metrics, aux, batch)
-            return TrainState(params, aux.state, {**slots, **kept}, metrics), logs
+            return TrainState(params, aux.state, {**slots, **slots_of_sums}, metrics), logs
 
         return train_step
 
@@ -442,41 +442,25 @@ def _keeping(program: Program, lies: TrainState, sharing: Sharing) -> Program:
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         value, aux = program.loss(params, whole, batch, training)
-        state = _laid(aux.state, lies.state, whole.state)
-        metrics = _laid(aux.metrics, lies.metrics, whole.metrics)
+        state = with_shardings(aux.state, lies.state, whole.state)
+        metrics = with_shardings(aux.metrics, lies.metrics, whole.metrics)
         return value, aux._replace(state=state, metrics=metrics)
 
     def measure(metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
         new, logs = program.measure(metrics, aux, batch)
-        return _laid(new, lies.metrics), logs
+        return with_shardings(new, lies.metrics), logs
 
-    pieces = {path: layout.sharding for path, layout in sharing.shared.items()}
+    pieces = shardings_of(sharing.shared)
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
-        new, new_slots = program.update(params, _laid(grads, pieces), slots)
-        return _laid(new, lies.params), _laid(new_slots, lies.slots)
+        new, new_slots = program.update(params, with_shardings(grads, pieces), slots)
+        return with_shardings(new, lies.params), with_shardings(new_slots, lies.slots)
 
     own = program.own_step
 
     def own_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
         assert own is not None
         new, logs = own(whole, batch)
-        return TrainState(*map(_laid, new, lies)), logs
+        return TrainState(*map(with_shardings, new, lies)), logs
 
     return replace(program, loss=loss, measure=measure, update=update, own_step=own and own_step)
-
-
-def _laid(values: Arrays, lies: dict[str, Any], before: Arrays | None = None) -> Arrays:
-    """The values, each with its layout; one that is still that of ``before`` is left as it is.
-
-    Micro-batches are computed side by side only where a program hands its state on untouched.
-    """
-    import jax
-
-    before = before or {}
-    return {
-        path: value
-        if value is before.get(path)
-        else jax.lax.with_sharding_constraint(value, lies[path])
-        for path, value in values.items()
-    }

@@ -124,13 +124,15 @@ def sum_compressed(
 
     def summed(rows: Any, *pieces: Any) -> tuple[list[Any], Any]:
         mine = dict(zip(paths, (piece[0].astype("float32") for piece in pieces), strict=True))
-        own = {path: mine[path] + kept for path, kept in form.cut(rows[0]).items() if path in mine}
+        own = {
+            path: mine[path] + unsent for path, unsent in form.cut(rows[0]).items() if path in mine
+        }
         if isinstance(how, TopK):
-            sums, left = _largest(own, axes, how)
+            sums, unsent = _largest(own, axes, how)
             factors = {}
         else:
-            sums, left, factors = _factored(own, form.factors(rows[0]), axes)
-        return [sums[path] for path in paths], form.joined(left, factors, rows[0])[None]
+            sums, unsent, factors = _factored(own, form.factors(rows[0]), axes)
+        return [sums[path] for path in paths], form.joined(unsent, factors, rows[0])[None]
 
     with jax.named_scope("gradients"):
         sums, unsent = jax.shard_map(
@@ -154,8 +156,8 @@ def _largest(own: Arrays, axes: tuple[str, ...], how: TopK) -> tuple[Arrays, Arr
     all_places = jax.lax.all_gather(places, axes).reshape(-1)
     all_values = jax.lax.all_gather(flat[places], axes).reshape(-1)
     total = jnp.zeros_like(flat).at[all_places].add(all_values)
-    left = flat.at[places].set(0) if how.feedback else jnp.zeros_like(flat)
-    return _like(total, own), _like(left, own)
+    unsent = flat.at[places].set(0) if how.feedback else jnp.zeros_like(flat)
+    return _like(total, own), _like(unsent, own)
 
 
 def _factored(own: Arrays, factors: Arrays, axes: tuple[str, ...]) -> tuple[Arrays, Arrays, Arrays]:
@@ -171,16 +173,16 @@ def _factored(own: Arrays, factors: Arrays, axes: tuple[str, ...]) -> tuple[Arra
     seconds = {path: matrix.T @ bases[path] for path, matrix in matrices.items()}
     second_sums = _summed(seconds, axes)
     sums = {path: first_sums[path] for path in whole}
-    left = {path: jnp.zeros_like(value) for path, value in whole.items()}
+    unsent = {path: jnp.zeros_like(value) for path, value in whole.items()}
     for path, value in thin.items():
         sums[path] = (bases[path] @ second_sums[path].T).reshape(value.shape)
-        left[path] = value - (bases[path] @ seconds[path].T).reshape(value.shape)
+        unsent[path] = value - (bases[path] @ seconds[path].T).reshape(value.shape)
     # Of a matrix of zeros nothing would be left to begin the next step with.
-    kept = {
+    power_state = {
         path: jnp.where(jnp.any(total != 0, 0), total, factors[path])
         for path, total in second_sums.items()
     }
-    return sums, left, kept
+    return sums, unsent, power_state
 
 
 def _summed(values: Mapping[Any, Any], axes: tuple[str, ...]) -> dict[Any, Any]:
@@ -249,11 +251,11 @@ class _Form:
         """The second factors."""
         return _cut(row[self.size :], self.thin.items())
 
-    def joined(self, left: Arrays, factors: Arrays, before: Any) -> Any:
+    def joined(self, unsent: Arrays, factors: Arrays, before: Any) -> Any:
         """A row again; parts of neither kind are as they were ``before``."""
         import jax.numpy as jnp
 
-        parts = {**self.cut(before), **left}
+        parts = {**self.cut(before), **unsent}
         behind = {**self.factors(before), **factors}
         ordered = [parts[path] for path, _ in self.dims] + [behind[path] for path in self.thin]
         return jnp.concatenate([value.ravel() for value in ordered])

@@ -92,7 +92,7 @@ class _Sums:
 
     def added(self, batch: Sequence[Any]) -> list[Any]:
         """What one batch adds to each count that is added to."""
-        env = self._known([None] * self.counts, batch)
+        env = self._environment([None] * self.counts, batch)
         untouched = [e for e in self.closed.eqns if self.touched.isdisjoint(e.outvars)]
         read = _evaluate(untouched, env)
         return [
@@ -102,14 +102,14 @@ class _Sums:
 
     def after(self, counts: Sequence[Any], added: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         """All results after all batches, of which this is the last."""
-        env = self._known(counts, batch)
+        env = self._environment(counts, batch)
         for (before, eqn), some in zip(self.additions.items(), added, strict=True):
             env[eqn.outvars[0]] = env[before] + some.sum(0, dtype=some.dtype)
         rest = [eqn for eqn in self.closed.eqns if eqn.outvars[0] not in env]
         read = _evaluate(rest, env)
         return [read(var) for var in self.closed.jaxpr.outvars]
 
-    def _known(self, counts: Sequence[Any], batch: Sequence[Any]) -> dict[Any, Any]:
+    def _environment(self, counts: Sequence[Any], batch: Sequence[Any]) -> dict[Any, Any]:
         jaxpr = self.closed.jaxpr
         named = zip(jaxpr.invars, [*counts, *batch], strict=True)
         return dict(zip(jaxpr.constvars, self.closed.consts, strict=True)) | dict(named)

@@ -50,8 +50,8 @@ def gradient(
             jaxpr = pooled_by_comparison(jaxpr)
         return with_free_results(_ordered(jaxpr))
 
-    taken = edited(differentiated, edit)
-    return taken if sums is None else summed_in(taken, sums)
+    derivative = edited(differentiated, edit)
+    return derivative if sums is None else summed_in(derivative, sums)
 
 
 # Products the other way round
@@ -90,14 +90,14 @@ def _ordered(jaxpr: Any) -> Any:
 
 def _swaps_sides(product: Any, permutation: tuple[int, ...]) -> bool:
     """Whether a transposition only puts the right operand's dims before the left one's."""
-    asked = product.params.get("out_sharding")
-    if asked is not None and any(asked.spec):  # an explicitly sharded product stays as it is
+    sharding = product.params.get("out_sharding")
+    if sharding is not None and any(sharding.spec):  # an explicitly sharded product stays as it is
         return False
     (contracted, _), (shared, _) = product.params["dimension_numbers"]
     first = len(shared)
-    left = product.invars[0].aval.ndim - len(contracted)
+    free = product.invars[0].aval.ndim - len(contracted)
     rank = len(permutation)
-    return tuple(permutation) == (*range(first), *range(left, rank), *range(first, left))
+    return tuple(permutation) == (*range(first), *range(free, rank), *range(first, free))
 
 
 def _other_way_round(product: Any, outvars: list[Any]) -> Any:
@@ -112,7 +112,7 @@ def _other_way_round(product: Any, outvars: list[Any]) -> Any:
 
 
 def summed_in(function: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-    """The same function of pytrees; sums that are made ``dtype`` afterwards are made in it.
+    """The same function of pytrees; sums that are converted to ``dtype`` are computed in it.
 
     >>> import jax, jax.numpy as jnp
     >>> def product(x, y):
@@ -144,7 +144,7 @@ def _widened(jaxpr: Any, dtype: str) -> Any:
 
 
 def _wide(eqn: Any, convert: Any, operand: Any | None) -> list[Any]:
-    """The equations that yield the same as ``eqn`` in the type of ``convert``."""
+    """The equations that compute ``eqn`` in the type that ``convert`` converts to."""
     dtype = convert.params["new_dtype"]
     outvars = [_var_like(eqn.outvars[0], dtype)]
     if operand is not None:

@@ -255,9 +255,9 @@ def _neighbours(
     own = x.shape[dim]
     fetched = []
     for distance in range(1, -(-rows // own) + 1):
-        wanted = min(own, rows - (distance - 1) * own)
-        start = own - wanted if towards == 1 else 0
-        piece = jax.lax.slice_in_dim(x, start, start + wanted, axis=dim)
+        count = min(own, rows - (distance - 1) * own)
+        start = own - count if towards == 1 else 0
+        piece = jax.lax.slice_in_dim(x, start, start + count, axis=dim)
         pairs = [
             (i, i + towards * distance)
             for i in range(need.pieces)

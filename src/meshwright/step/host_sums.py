@@ -149,11 +149,11 @@ class _Calls:
                 version.major, version.minor = _VERSION
                 return None
         api = frame.api.contents
-        made = _FutureArgs(struct_size=ctypes.sizeof(_FutureArgs))
-        if error := api.create_future(ctypes.addressof(made)):
+        args = _FutureArgs(struct_size=ctypes.sizeof(_FutureArgs))
+        if error := api.create_future(ctypes.addressof(args)):
             return error
-        frame.future = made.future
-        self._calls.put((api, made.future, _spans(frame.arguments), _spans(frame.results)))
+        frame.future = args.future
+        self._calls.put((api, args.future, _spans(frame.arguments), _spans(frame.results)))
         return None
 
     def _answer(self) -> None:
@@ -165,13 +165,13 @@ class _Calls:
             except Exception as error:  # XLA raises it where the program was called
                 _fail(api, future, f"{type(error).__name__}: {error}")
             else:
-                made = _FutureArgs(struct_size=ctypes.sizeof(_FutureArgs), future=future)
-                api.set_available(ctypes.addressof(made))  # the program goes on in this thread
+                args = _FutureArgs(struct_size=ctypes.sizeof(_FutureArgs), future=future)
+                api.set_available(ctypes.addressof(args))  # the program goes on in this thread
 
 
 def _fail(api: Any, future: int, message: str) -> None:
-    made = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message.encode(), _ABORTED)
-    error = api.create_error(ctypes.addressof(made))
+    args = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message.encode(), _ABORTED)
+    error = api.create_error(ctypes.addressof(args))
     failed = _FailedArgs(ctypes.sizeof(_FailedArgs), None, future, error)
     api.set_error(ctypes.addressof(failed))
 

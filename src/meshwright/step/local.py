@@ -130,7 +130,7 @@ def local_step(
 
     def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
         batches = (batches,) if local.every == 1 else tuple(batches)
-        seen = _Seen("sum" if program.reduction == "sum" else "mean")
+        rows = _Seen("sum" if program.reduction == "sum" else "mean")
 
         def replica(here: TrainState, batches: Any) -> Any:
             index = _index(placement)
@@ -143,13 +143,13 @@ def local_step(
                 slots, state = {**slots, **new}, aux.state
                 losses.append((aux.loss, aux.outputs))
             state = _moved(state, seeds, -index)
-            return _mean((params, slots, state), placement), seen.leaves(losses, batches)
+            return _mean((params, slots, state), placement), rows.leaves(losses, batches)
 
         (params, slots, state), leaves = _on_replicas(replica, placement)(whole, batches)
         if isinstance(local, DiLoCo):
             params, slots = _outer_step(local, outer, whole, params, slots)
         metrics, every = whole.metrics, list[Logs]()
-        for (loss, outputs), batch in zip(seen.of_all(leaves), batches, strict=True):
+        for (loss, outputs), batch in zip(rows.of_all(leaves), batches, strict=True):
             metrics, logs = program.measure(metrics, Aux(loss, outputs, state, metrics), batch)
             every.append(logs)
         logs = every[-1]
@@ -252,5 +252,5 @@ def _index(placement: Placement) -> Any:
 
 
 def _moved(state: Arrays, paths: set[str], by: Any) -> Arrays:
-    """The state with so much added to these arrays of whole numbers."""
+    """The state with these amounts added to arrays of whole numbers."""
     return {path: v + by.astype(v.dtype) if path in paths else v for path, v in state.items()}

@@ -171,6 +171,6 @@ def _bad_inputs(batch: Batch) -> Iterator[str]:
         if _is_bad(leaf):
             host = np.asarray(leaf)
             rows = np.flatnonzero(~np.isfinite(host).all(axis=tuple(range(1, host.ndim))))
-            shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+            numbers = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
             name = jax.tree_util.keystr(path)
-            yield f"{name} in {len(rows)} of {len(host)} rows ({shown})"
+            yield f"{name} in {len(rows)} of {len(host)} rows ({numbers})"

@@ -141,14 +141,14 @@ class StepOptions:
 
     def refuse_own_step(self, name: str) -> None:
         """Raise :class:`~meshwright.ModelError` if a model's own step would have to do more."""
-        asked = [
+        options = [
             f"{option}={getattr(self, option)!r}"
             for option, default in _DEFAULTS.items()
             if getattr(self, option) != default
         ]
-        if asked:
+        if options:
             raise ModelError(
-                f"{', '.join(asked)} is not supported with the train_step of model {name!r}. "
+                f"{', '.join(options)} is not supported with the train_step of model {name!r}. "
                 "Implement it there, or use Keras' own train_step."
             )
 

@@ -66,8 +66,8 @@ def in_parts(function: Callable[..., Any], pieces: Pieces) -> Callable[..., Any]
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         others, sums = shapes
         first = len(jax.tree.leaves(others))
-        wanted = range(first, first + len(jax.tree.leaves(sums)))
-        results = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args), set(wanted), pieces)
+        places = range(first, first + len(jax.tree.leaves(sums)))
+        results = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args), set(places), pieces)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run if pieces.are_even else function
@@ -84,14 +84,14 @@ class Unsummed:
     moves: tuple[Any, ...] = ()
 
     def moved(self, eqn: Any) -> Unsummed:
-        """The same with one more move behind it."""
+        """The same with one more move after it."""
         return replace(self, moves=(*self.moves, eqn))
 
     @property
     def is_small(self) -> bool:
         """Whether the rows of all batches, on one device, are less than the sum over them."""
-        kept = sum(math.prod(self.operands[i].shape) for i in self.dims) // self.pieces.number
-        return 0 < self.pieces.times * kept < math.prod(self.eqn.outvars[0].aval.shape)
+        elements = sum(math.prod(self.operands[i].shape) for i in self.dims) // self.pieces.number
+        return 0 < self.pieces.times * elements < math.prod(self.eqn.outvars[0].aval.shape)
 
     def in_parts(self, others: Sequence[Unsummed] = ()) -> Any:
         """The sum over these rows and those of others, one part per piece."""
@@ -187,11 +187,11 @@ def scatter_parts(
     )(gradient)
 
 
-def _run(jaxpr: Any, consts: Any, args: Sequence[Any], wanted: set[int], pieces: Pieces) -> Any:
-    """The results, with parts for those of the wanted that are sums over rows."""
+def _run(jaxpr: Any, consts: Any, args: Sequence[Any], places: set[int], pieces: Pieces) -> Any:
+    """The results; those at ``places`` that are sums over rows come in parts."""
     from jax.extend.core import Literal
 
-    in_place = _Plan(jaxpr, wanted, pieces)
+    in_place = _Plan(jaxpr, places, pieces)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
         values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
@@ -202,15 +202,15 @@ def _run(jaxpr: Any, consts: Any, args: Sequence[Any], wanted: set[int], pieces:
 class _Plan:
     """Which equations of a jaxpr are taken in parts."""
 
-    def __init__(self, jaxpr: Any, wanted: set[int], pieces: Pieces) -> None:
+    def __init__(self, jaxpr: Any, places: set[int], pieces: Pieces) -> None:
         self._pieces = pieces
         self._uses = count_uses(jaxpr)
         self._makes = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._sums: dict[int, dict[int, int]] = {}  # of such an equation: operand -> dim of rows
         self._moves: set[int] = set()
         self._left_off: set[int] = set()  # widenings that the sum over the parts makes up for
-        self._inner: dict[int, set[int]] = {}  # of a call: which results of it are wanted
-        for number in wanted:
+        self._inner: dict[int, set[int]] = {}  # of a call: places of the results to sum
+        for number in places:
             self._follow(jaxpr.outvars[number])
 
     def _follow(self, var: Any) -> None:
@@ -267,11 +267,11 @@ class _Plan:
                 return [values[0].moved(eqn)]
             return [jax.vmap(lambda value: _compat.evaluate(eqn, [value])[0])(values[0])]
         if id(eqn) in self._inner:
-            inner, wanted = eqn.params["jaxpr"], self._inner[id(eqn)]
+            inner, places = eqn.params["jaxpr"], self._inner[id(eqn)]
             if eqn.primitive.name == "jit":
-                return _run(inner.jaxpr, inner.consts, values, wanted, self._pieces)
+                return _run(inner.jaxpr, inner.consts, values, places, self._pieces)
             pieces = replace(self._pieces, times=0)  # what is kept could not leave the call
-            changed = jax.make_jaxpr(lambda *args: _run(inner, (), args, wanted, pieces))
+            changed = jax.make_jaxpr(lambda *args: _run(inner, (), args, places, pieces))
             params = {**eqn.params, "jaxpr": changed(*values).jaxpr}
             return _compat.evaluate(eqn.replace(params=params), values)
         return _compat.evaluate(eqn, values)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
+
+from ..scoped import scoped
 
 _platform: ContextVar[str | None] = ContextVar("traced_for", default=None)
 
@@ -21,11 +22,6 @@ def traced_for() -> str:
     return _platform.get() or jax.default_backend()
 
 
-@contextlib.contextmanager
-def tracing_for(platform: str) -> Iterator[None]:
+def tracing_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Trace as for devices of this kind, whatever the present ones are."""
-    token = _platform.set(platform)
-    try:
-        yield
-    finally:
-        _platform.reset(token)
+    return scoped(_platform, platform)

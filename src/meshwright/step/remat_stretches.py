@@ -314,16 +314,16 @@ def _make(early: Sequence[Any], read: Sequence[Var], here: dict[Var, Any]) -> No
     rest = [eqn for eqn in early if not gathered.isdisjoint(eqn.outvars)]
     if not rest:
         return
-    inputs, wanted = _outside(rest), [var for var in dict.fromkeys(read) if var in gathered]
+    inputs, outputs = _outside(rest), [var for var in dict.fromkeys(read) if var in gathered]
 
     def make(*values: Any) -> list[Any]:
         inner = dict(zip(inputs, values, strict=True))
         _run(rest, inner)
-        return [inner[var] for var in wanted]
+        return [inner[var] for var in outputs]
 
     unit = jax.custom_vjp(make)
     unit.defvjp(
         lambda *values: (unit(*values), values),
         lambda values, gradients: jax.vjp(make, *values)[1](gradients),
     )
-    here.update(zip(wanted, unit(*(here[var] for var in inputs)), strict=True))
+    here.update(zip(outputs, unit(*(here[var] for var in inputs)), strict=True))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
@@ -75,7 +76,7 @@ class Sharing:
 
     def share(self, values: Arrays) -> Arrays:
         """Gradients, or parameters, in the pieces that each replica updates."""
-        return values if self.level == 0 else _laid(values, self.shared)
+        return values if self.level == 0 else with_shardings(values, shardings_of(self.shared))
 
     def gradients(
         self, gradient: Gradient, whole: TrainState, batch: Batch
@@ -151,7 +152,9 @@ class Sharing:
 
     def keep(self, params: Arrays) -> Arrays:
         """Updated parameters as they are kept from one step to the next."""
-        return _laid(params, self.whole) if self.level in (1, 2) else self.share(params)
+        if self.level in (1, 2):
+            return with_shardings(params, shardings_of(self.whole))
+        return self.share(params)
 
 
 def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
@@ -201,11 +204,25 @@ def _rows(batch: Batch) -> int:
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim), 0)
 
 
-def _laid(values: Arrays, layouts: dict[str, Any]) -> Arrays:
+def shardings_of(layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    """What JAX places arrays by, for each layout by path."""
+    return {path: layout.sharding for path, layout in layouts.items()}
+
+
+def with_shardings(
+    values: Arrays, shardings: Mapping[str, Any], before: Arrays | None = None
+) -> Arrays:
+    """The values, each with its sharding; one that is still that of ``before`` is left as it is.
+
+    Micro-batches are computed side by side only where a program hands its state on untouched.
+    """
     import jax
 
+    before = before or {}
     return {
-        path: jax.lax.with_sharding_constraint(value, layouts[path].sharding)
+        path: value
+        if value is before.get(path)
+        else jax.lax.with_sharding_constraint(value, shardings[path])
         for path, value in values.items()
     }
 

@@ -169,7 +169,7 @@ def uneven_ops(
     edit = _Edit(_mesh_of(layouts))
     closed, _ = _trace(function, args, kwargs)
     edit.closed(closed, _follow(closed, layouts, args, kwargs))
-    return list(dict.fromkeys(edit.found))
+    return list(dict.fromkeys(edit.uneven))
 
 
 def _trace(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -238,7 +238,7 @@ class _Edit:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.found: list[Uneven] = []
+        self.uneven: list[Uneven] = []
         self.axes: set[str] = set()  # that reach operations which had to be changed
 
     def closed(self, closed: Any, scope: Scope) -> Any:
@@ -261,7 +261,7 @@ class _Edit:
             key: [within.closed(j, s) for j, s in zip(called[key], inner[key], strict=True)]
             for key in called
         }
-        self.found += within.found
+        self.uneven += within.uneven
         self.axes |= within.axes
         if all(all(map(_is, edited[key], called[key])) for key in called):
             return [eqn]
@@ -287,7 +287,7 @@ class _Edit:
             return self._pool(eqn, scope)
         if is_pointwise(eqn):
             return [eqn]
-        return self._held(eqn, scope, _apart(eqn))
+        return self._held_whole(eqn, scope, _apart(eqn))
 
     # Windows
 
@@ -302,7 +302,7 @@ class _Edit:
         groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
         batch = {*_reaching(left, numbers.lhs_spec[:2])} if groups > 1 else set()
         if not rows | batch:
-            return self._held(eqn, scope)
+            return self._held_whole(eqn, scope)
         self.axes |= rows | batch
         if eqn.params["batch_group_count"] > 1 or _reaching(right, [j for _, j, _ in places]):
             return self._whole(eqn)  # the gradient of a kernel, already differentiated
@@ -325,7 +325,7 @@ class _Edit:
         along = windows.pool_windows(eqn)
         rows = {*_reaching(dims, [i for i, window in enumerate(along) if not window.is_trivial])}
         if not rows:
-            return self._held(eqn, scope)
+            return self._held_whole(eqn, scope)
         self.axes |= rows
         claim = _Claims(self.mesh)
         entries = [
@@ -360,7 +360,7 @@ class _Edit:
 
     # Other operations
 
-    def _held(self, eqn: Any, scope: Scope, apart: Sequence[int] = ()) -> list[Any]:
+    def _held_whole(self, eqn: Any, scope: Scope, apart: Sequence[int] = ()) -> list[Any]:
         """Hold dims that do not divide, each by itself, and those ``apart`` if axes reach them."""
         specs: Specs = {}
         for key, atom in _atoms(eqn):
@@ -385,7 +385,7 @@ class _Edit:
         if uneven != (1,):
             axes = tuple(axis for axis, _ in cut)
             where = _compat.name_scope(eqn)
-            self.found.append(Uneven(eqn.primitive.name, where, dim, uneven, axes, pieces(cut)))
+            self.uneven.append(Uneven(eqn.primitive.name, where, dim, uneven, axes, pieces(cut)))
 
     def _constrained(self, eqn: Any, specs: Specs) -> list[Any]:
         """The equation between constraints on its operands and on its results."""
@@ -446,16 +446,16 @@ class _Claims:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.taken: set[str] = set()
+        self.axes: set[str] = set()
 
     def __call__(self, dim: Dim, size: int) -> windows.Entry:
         """The axes that a dim is surely split over, if they are whole, free and divide the size."""
         cuts = sure_cuts(dim)
         (cut,) = cuts if len(cuts) == 1 else ((),)
         whole = all(self.mesh[axis] == number for axis, number in cut)
-        if not whole or size % pieces(cut) or self.taken & _axes_of([cut]):
+        if not whole or size % pieces(cut) or self.axes & _axes_of([cut]):
             return ()
-        self.taken |= _axes_of([cut])
+        self.axes |= _axes_of([cut])
         return tuple(axis for axis, _ in cut)
 
 

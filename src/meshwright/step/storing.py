@@ -37,12 +37,12 @@ class Stored:
     """
 
     dims: tuple[int, ...]
-    kept: Layout
+    at_rest: Layout
     used: Layout
 
     def pad(self, value: Any) -> Any:
         """The array as it is stored."""
-        return self._padded(value, self.kept)
+        return self._padded(value, self.at_rest)
 
     def cut(self, value: Any) -> Any:
         """The array in its own dims, in the pieces that it is stored in."""
@@ -102,14 +102,14 @@ class Storing:
             info.asked is not None and info.asked.pad for info in infos
         ):
             return cls()
-        kept = {entry.info: entry for entry in placement.place(infos)}
+        entries = {entry.info: entry for entry in placement.place(infos)}
         used = {entry.info: entry.layout for entry in placement.with_zero(0).place(infos)}
         return cls(
             tuple(
                 {
-                    info.path: Stored(info.dims, kept[info].layout, used[info])
+                    info.path: Stored(info.dims, entries[info].layout, used[info])
                     for info in part
-                    if kept[info].layout.pad
+                    if entries[info].layout.pad
                 }
                 for part in parts
             )
@@ -122,13 +122,13 @@ class Storing:
 
     def store(self, state: TrainState) -> TrainState:
         """The state as a step takes it; parts may lack some arrays."""
-        return self._each(state, lambda stored, value: _padding(stored)(value))
+        return self._mapped_with(state, lambda stored, value: _padding(stored)(value))
 
     def restore(self, state: TrainState) -> TrainState:
         """The state with every array in its own dims, as a device array that divides."""
-        return self._each(state, lambda stored, value: _cutting(stored)(value))
+        return self._mapped_with(state, lambda stored, value: _cutting(stored)(value))
 
-    def _each(self, state: TrainState, act: Callable[[Stored, Any], Any]) -> TrainState:
+    def _mapped_with(self, state: TrainState, act: Callable[[Stored, Any], Any]) -> TrainState:
         if not self:
             return state
         return TrainState(*(_mapped(p, s, act) for p, s in zip(state, self.parts, strict=True)))
@@ -137,18 +137,18 @@ class Storing:
 
     def pad(self, state: TrainState) -> TrainState:
         """The state as it is stored, inside a traced function."""
-        return self._each(state, Stored.pad)
+        return self._mapped_with(state, Stored.pad)
 
     def take(self, state: TrainState) -> TrainState:
         """The state as the model computes with it, inside a traced function; slots in pieces."""
-        cut = self._each(state._replace(params={}, state={}), Stored.cut)
-        taken = self._each(state._replace(slots={}, metrics={}), Stored.take)
-        return cut._replace(params=taken.params, state=taken.state)
+        cut = self._mapped_with(state._replace(params={}, state={}), Stored.cut)
+        whole = self._mapped_with(state._replace(slots={}, metrics={}), Stored.take)
+        return cut._replace(params=whole.params, state=whole.state)
 
     def take_weights(self, params: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
         """Parameters and state as the model computes with them."""
-        taken = self.take(TrainState(params, state, {}, {}))
-        return taken.params, taken.state
+        whole = self.take(TrainState(params, state, {}, {}))
+        return whole.params, whole.state
 
 
 def stored(program: Program, storing: Storing) -> Program:
@@ -158,13 +158,13 @@ def stored(program: Program, storing: Storing) -> Program:
     of_params, of_state, of_slots, _ = storing.parts
 
     def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
-        taken = storing.take_weights(params, state)
-        outputs, new = program.forward(*taken, inputs, training)
+        weights = storing.take_weights(params, state)
+        outputs, new = program.forward(*weights, inputs, training)
         return outputs, _mapped(new, of_state, Stored.pad)
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        taken = _mapped(params, of_params, Stored.take)
-        value, aux = program.loss(taken, storing.take(whole), batch, training)
+        weights = _mapped(params, of_params, Stored.take)
+        value, aux = program.loss(weights, storing.take(whole), batch, training)
         return value, aux._replace(state=_mapped(aux.state, of_state, Stored.pad))
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
@@ -209,18 +209,18 @@ def _grown(info: ParamInfo, part: dict[str, Stored]) -> ParamInfo:
     """The description of a variable as it is stored."""
     if info.path not in part:
         return info
-    return replace(info, dims=part[info.path].kept.stored_dims(info.dims))
+    return replace(info, dims=part[info.path].at_rest.stored_dims(info.dims))
 
 
 @functools.lru_cache(maxsize=1024)
 def _padding(stored: Stored) -> Any:
     import jax
 
-    return jax.jit(stored.pad, out_shardings=stored.kept.sharding)
+    return jax.jit(stored.pad, out_shardings=stored.at_rest.sharding)
 
 
 @functools.lru_cache(maxsize=1024)
 def _cutting(stored: Stored) -> Any:
     import jax
 
-    return jax.jit(stored.cut, out_shardings=stored.kept.fitting(stored.dims).sharding)
+    return jax.jit(stored.cut, out_shardings=stored.at_rest.fitting(stored.dims).sharding)

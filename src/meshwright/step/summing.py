@@ -199,16 +199,16 @@ def sum_within(
 def _buckets(pieces: Sequence[Any], fusion_bytes: int) -> Iterator[list[int]]:
     """Numbers of the gradients that go together: of one dtype, and not too many bytes."""
     for dtype in dict.fromkeys(piece.dtype for piece in pieces):
-        bucket, held = list[int](), 0
+        bucket, filled = list[int](), 0
         for i, piece in enumerate(pieces):
             if piece.dtype != dtype:
                 continue
             nbytes = piece.size * dtype.itemsize
-            if bucket and held + nbytes > fusion_bytes:
+            if bucket and filled + nbytes > fusion_bytes:
                 yield bucket
-                bucket, held = [], 0
+                bucket, filled = [], 0
             bucket.append(i)
-            held += nbytes
+            filled += nbytes
         yield bucket
 
 

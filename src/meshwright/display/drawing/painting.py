@@ -38,24 +38,24 @@ def paint_cells(
     border = {"stroke": PAPER, "stroke_width": gap} if gap else {"shape_rendering": "crispEdges"}
     looks = {cell: look(cell.number) for cell in fitted.cells()}
     alike: dict[tuple[str, str], list[Cell]] = {}
-    for cell, seen in looks.items():
-        alike.setdefault((seen.fill, seen.title), []).append(cell)
+    for cell, appearance in looks.items():
+        alike.setdefault((appearance.fill, appearance.title), []).append(cell)
     for (fill, title), cells in alike.items():
         shapes = ([(x + px, y + py) for px, py in cell.corners] for cell in cells)
         canvas.polygons(shapes, title, fill=fill, **border)
     if fitted.cell_height >= LABELLED:
-        for cell, seen in looks.items():
-            _label(canvas, fitted, cell, seen, x, y)
+        for cell, appearance in looks.items():
+            _label(canvas, fitted, cell, appearance, x, y)
 
 
-def _label(canvas: Canvas, fitted: Arrangement, cell: Cell, seen: Look, x: float, y: float) -> None:
+def _label(canvas: Canvas, fitted: Arrangement, cell: Cell, look: Look, x: float, y: float) -> None:
     size = 12.0 if fitted.cell_height >= 15 else 11.0
-    lines = _fitting(seen.labels, fitted.cell_width - 4, fitted.cell_height - 2, size)
-    halo = {"stroke": seen.halo, "stroke_width": 3, "paint_order": "stroke"} if seen.halo else {}
+    lines = _fitting(look.labels, fitted.cell_width - 4, fitted.cell_height - 2, size)
+    halo = {"stroke": look.halo, "stroke_width": 3, "paint_order": "stroke"} if look.halo else {}
     x, y = x + cell.middle[0], y + cell.middle[1] + 0.36 * size
     for number, line in enumerate(lines):
         lower = (number - (len(lines) - 1) / 2) * (size + 3)
-        canvas.text(x, y + lower, line, size, text_anchor="middle", fill=seen.ink, **halo)
+        canvas.text(x, y + lower, line, size, text_anchor="middle", fill=look.ink, **halo)
 
 
 def _fitting(labels: Sequence[str], width: float, height: float, size: float) -> list[str]:

@@ -85,13 +85,13 @@ def draw_tensor(canvas: Canvas, tiling: Tiling, frame: Frame, x: float, y: float
 
 
 def _tensor_heading(canvas: Canvas, tiling: Tiling, frame: Frame, x: float, y: float) -> None:
-    drawn = tiling.drawn
+    tensor = tiling.drawn
     for number, line in enumerate(_name_lines(tiling)):
         canvas.text(x, y + 13 + number * LINE, line, 15, font_weight=700, fill=INK)
     y += (frame.name_lines - 1) * LINE
-    size = f"{dims_text(drawn.dims)} {DOT} {bytes_text(drawn.nbytes)}"
+    size = f"{dims_text(tensor.dims)} {DOT} {bytes_text(tensor.nbytes)}"
     if text_width(size, 13) > COLUMN:
-        size = clip_text(dims_text(drawn.dims), COLUMN, 13)
+        size = clip_text(dims_text(tensor.dims), COLUMN, 13)
     canvas.text(x, y + 13 + LINE, size, 13, fill=SOFT)
     for number, line in enumerate(_spec_lines(tiling)):
         baseline = y + 13 + 2 * LINE + number * SPEC_LINE
@@ -203,9 +203,9 @@ def _holders(canvas: Canvas, tiling: Tiling, fitted: Arrangement, x: float, y: f
 
 
 def _tensor_footing(canvas: Canvas, tiling: Tiling, x: float, y: float) -> None:
-    drawn = tiling.drawn
+    tensor = tiling.drawn
     width = COLUMN - _EDGE
-    share = drawn.bytes_per_device / drawn.nbytes if drawn.nbytes else 0.0
+    share = tensor.bytes_per_device / tensor.nbytes if tensor.nbytes else 0.0
     canvas.text(x, y + 20, copies_text(tiling), 13, fill=INK)
-    canvas.text(x, y + 38, f"{bytes_text(drawn.bytes_per_device)} per device", 13, fill=SOFT)
+    canvas.text(x, y + 38, f"{bytes_text(tensor.bytes_per_device)} per device", 13, fill=SOFT)
     draw_bar(canvas, x, y + 46, width, share)

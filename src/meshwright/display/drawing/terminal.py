@@ -157,12 +157,12 @@ class _Page:
 
     def tensor(self, tiling: Tiling) -> Iterator[RenderableType]:
         """A tensor: its name, its pieces beside the devices that hold them, and its bytes."""
-        drawn = tiling.drawn
-        size = [dims_text(drawn.dims)] if self.sized else []
-        whole = [bytes_text(drawn.nbytes)] if drawn.itemsize else []
-        heading = f" {DOT} ".join([*size, *whole, specs_text(drawn.layout)])
-        yield Text.assemble(self.text(drawn.name, "bold"), self.text(f"  {heading}"))
-        if len(drawn.dims) > 2 and self.sized:
+        tensor = tiling.drawn
+        size = [dims_text(tensor.dims)] if self.sized else []
+        whole = [bytes_text(tensor.nbytes)] if tensor.itemsize else []
+        heading = f" {DOT} ".join([*size, *whole, specs_text(tensor.layout)])
+        yield Text.assemble(self.text(tensor.name, "bold"), self.text(f"  {heading}"))
+        if len(tensor.dims) > 2 and self.sized:
             yield self.indented(self.text(f" {DOT} ".join(direction_texts(tiling))))
         pieces = self.grids(tiling.grid, self._piece_cell(tiling))
         devices = self.grids(mesh_grid(tiling.mesh), self._device_cell(tiling))
@@ -170,8 +170,8 @@ class _Page:
         size_text = (
             f"each {dims_text(tiling.local_dims)}" if self.sized and tiling.pieces > 1 else ""
         )
-        held = f"{bytes_text(drawn.bytes_per_device)} per device" if drawn.itemsize else ""
-        facts = [fact for fact in (copies_text(tiling), size_text, held) if fact]
+        share = f"{bytes_text(tensor.bytes_per_device)} per device" if tensor.itemsize else ""
+        facts = [fact for fact in (copies_text(tiling), size_text, share) if fact]
         yield self.indented(self.text(f" {DOT} ".join(facts)))
 
     def beside(self, *groups: list[RenderableType]) -> RenderableType:
@@ -188,7 +188,7 @@ class _Page:
 
     def grids(self, grid: Grid, cell: Callable[[int, int], Text]) -> list[RenderableType]:
         """A grid as tables, one per plane; what does not fit is left out and marked so."""
-        planes = _shown(grid.planes, _most(grid, "planes"))
+        planes = _first_and_last(grid.planes, _most(grid, "planes"))
         mark = self.text("…", "dim")
         return [mark if plane is None else self._table(grid, plane, cell) for plane in planes]
 
@@ -209,11 +209,11 @@ class _Page:
         room = self.options.max_width - _INDENT - 1
         rows: list[list[Text]] = []
         for most in range(_most(grid, "columns"), 3, -1):
-            columns = _shown(grid.columns, most)
+            columns = _first_and_last(grid.columns, most)
             width = max(room // len(columns) - 1, 5)
             rows = [
                 [self._cell(grid, (plane, row, column), cell, width) for column in columns]
-                for row in _shown(grid.rows, _most(grid, "rows"))
+                for row in _first_and_last(grid.rows, _most(grid, "rows"))
             ]
             widths = [max(text.cell_len for text in column) for column in zip(*rows, strict=True)]
             if sum(widths) + len(widths) <= room:
@@ -283,7 +283,7 @@ def _most(grid: Grid, direction: str) -> int:
     return (_MOST if grid.filled <= _MOST_CELLS else _MOST_IN_PART)[direction]
 
 
-def _shown(count: int, most: int) -> list[int | None]:
+def _first_and_last(count: int, most: int) -> list[int | None]:
     """Which of ``count`` are shown: all, or the first few and the last with ``None`` between."""
     if count <= most:
         return list(range(count))

@@ -29,7 +29,7 @@ def tick_table_svg(table: TickTable, of_stages: Sequence[float] = ()) -> str:
     >>> tick_table_svg(mw.Pipeline("stage", 4).table(2)).startswith("<svg")
     True
     """
-    return _drawn(table, _WIDE, PAPER, RULE, of_stages)
+    return _picture(table, _WIDE, PAPER, RULE, of_stages)
 
 
 def tick_table_picture(table: TickTable, of_stages: Sequence[float] = ()) -> str:
@@ -37,10 +37,10 @@ def tick_table_picture(table: TickTable, of_stages: Sequence[float] = ()) -> str
     wide as the share of the FLOPs that its stage has, if ``of_stages`` says them."""
     starts = _starts(table, [1.0] * table.stages)
     wide = _WIDE if starts[-1] - starts[0] <= _NUMBERED else _NARROW
-    return _drawn(table, wide, "none", "none", of_stages)
+    return _picture(table, wide, "none", "none", of_stages)
 
 
-def _drawn(
+def _picture(
     table: TickTable, most: float, paper: str, rule: str, of_stages: Sequence[float] = ()
 ) -> str:
     canvas = Canvas("ticks")
@@ -96,7 +96,7 @@ def _starts(table: TickTable, wide: Sequence[float]) -> list[float]:
     """Where each tick begins, and where the last one ends, by the widths of each stage's passes."""
     starts = [_MARGIN + _NAMES]
     for row in table.ticks:
-        widths = [len(works) * each for works, each in zip(row, wide, strict=True)]
+        widths = [len(works) * width for works, width in zip(row, wide, strict=True)]
         starts.append(starts[-1] + max(min(wide), *widths))
     return starts
 

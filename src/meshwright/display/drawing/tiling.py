@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...indices import ravel, unravel
 from ...layouts.mesh import Mesh
 from .sheet import Drawn
 
@@ -41,8 +42,8 @@ class Directions(NamedTuple):
 
     def hidden(self, rank: int) -> tuple[int, ...]:
         """The dims that the picture leaves out."""
-        seen = {*self.planes, *self.rows, *self.columns}
-        return tuple(dim for dim in range(rank) if dim not in seen)
+        visible = {*self.planes, *self.rows, *self.columns}
+        return tuple(dim for dim in range(rank) if dim not in visible)
 
 
 @dataclass(frozen=True)
@@ -165,23 +166,6 @@ def mesh_grid(mesh: Mesh, longest_row: int = 8) -> Grid:
 def device_numbers(mesh: Mesh) -> tuple[int, ...]:
     """The number to show for each position: the device's id, or the position while abstract."""
     return tuple(range(mesh.size)) if mesh.is_abstract else mesh.global_device_ids
-
-
-def ravel(index: Sequence[int], counts: Sequence[int]) -> int:
-    """Row-major number of an index."""
-    number = 0
-    for i, count in zip(index, counts, strict=True):
-        number = number * count + i
-    return number
-
-
-def unravel(number: int, counts: Sequence[int]) -> tuple[int, ...]:
-    """The index that has this row-major number."""
-    index = []
-    for count in reversed(counts):
-        number, i = divmod(number, count)
-        index.append(i)
-    return tuple(reversed(index))
 
 
 def _squarest(dims: Sequence[int]) -> int:

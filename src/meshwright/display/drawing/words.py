@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...indices import runs
 from ...layouts.layout import Layout
 from ...layouts.mesh import Mesh
 from .tiling import Tiling, mesh_grid
@@ -30,13 +31,7 @@ def numbers_text(numbers: Sequence[int]) -> str:
     >>> numbers_text([0, 1, 2, 3]), numbers_text([0, 2, 4])
     ('0–3', '0, 2, 4')
     """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(_run_text(first, last) for first, last in runs)
+    return ", ".join(_run_text(first, last) for first, last in runs(numbers))
 
 
 def _run_text(first: int, last: int) -> str:

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 def api_page(paths: Paths) -> str:
     """Every path with what it takes and gives; one file without scripts of others."""
     description = paths.description
-    found = [
+    operations = [
         (method.upper(), path, operation)
         for path, methods in description["paths"].items()
         for method, operation in methods.items()
     ]
     columns = (Column("method"), Column("path", "path"), Column("what it does", "words"))
-    rows = [(method, path, operation["summary"]) for method, path, operation in found]
+    rows = [(method, path, operation["summary"]) for method, path, operation in operations]
     table = element("table", "paths-table", "Paths", columns, rows, shown=None)
     info = description["info"]
     head = element("head", info["title"], "Paths of the server", "", info["version"], [], [])
     calls = [
-        text for method, path, operation in found for text in _schemas(method, path, operation)
+        text for method, path, operation in operations for text in _schemas(method, path, operation)
     ]
     errors = {
         code: answer["description"]
-        for _, _, operation in found
+        for _, _, operation in operations
         for code, answer in operation["responses"].items()
         if code != "200"
     }

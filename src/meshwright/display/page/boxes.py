@@ -63,9 +63,9 @@ def boxes_section(run: DryRun) -> dict[str, object] | None:
     whole = _boxes(run.placed, layers, run.collectives)
     if not whole.inside:
         return None
-    shown = list(_shown(whole, sum(whole.flops) or 1.0))
-    count = sum(map(_count, shown))
-    return {"paints": PAINTS, "boxes": shown} if count <= _MOST else None
+    boxes = list(_contents(whole, sum(whole.flops) or 1.0))
+    count = sum(map(_count, boxes))
+    return {"paints": PAINTS, "boxes": boxes} if count <= _MOST else None
 
 
 def _boxes(
@@ -93,7 +93,7 @@ def _parts(path: str) -> list[str]:
     return [part for part in path.split("/") if part]
 
 
-def _shown(box: _Box, whole: float, times: int = 1) -> Iterator[dict[str, Any]]:
+def _contents(box: _Box, whole: float, times: int = 1) -> Iterator[dict[str, Any]]:
     """What is in a box, as the template takes it; equal layers are one, with the figures of all."""
     for alike in grouped(box.inside.values(), lambda one: one.key):
         first, count = alike[0], times * len(alike)
@@ -111,7 +111,7 @@ def _shown(box: _Box, whole: float, times: int = 1) -> Iterator[dict[str, Any]]:
             "bar": element("bar", parts, whole, "FLOPs") if flops else None,
             "arrays": [_array(one) for one in first.arrays if one.info.role != "slot"],
             "transfers": [_transfer(some, count) for some in _alike(first.transfers)],
-            "inside": list(_shown(first, whole, count)),
+            "inside": list(_contents(first, whole, count)),
         }
 
 
@@ -131,5 +131,5 @@ def _transfer(some: Sequence[Transfer], count: int) -> str:
     return f"{first.kind} over {axes_list(first.axes)}: {bytes_text(nbytes)}{marked}"
 
 
-def _count(shown: dict[str, Any]) -> int:
-    return 1 + sum(map(_count, shown["inside"]))
+def _count(box: dict[str, Any]) -> int:
+    return 1 + sum(map(_count, box["inside"]))

@@ -79,14 +79,14 @@ def plan_page(plan: Plan) -> str:
     title = plan.name or f"A plan for {plan.target}"
     limit = bytes_text(plan.limit_bytes)
     sign, kind = SIGNS[plan.verdict]
-    said = "Fit unknown: device memory not known"
+    sentence = "Fit unknown: device memory not known"
     if plan.verdict is not None:
-        said = f"{plan.verdict.capitalize()} into {limit}"
+        sentence = f"{plan.verdict.capitalize()} into {limit}"
     if plan.verdict == "may not fit":
-        said += f": {SETTLES}; {error_text(Target.of(plan.target))}"
+        sentence += f": {SETTLES}; {error_text(Target.of(plan.target))}"
     most = "most" if plan.objective == "throughput" else "least"
     by = f", by the numbers of {plan.hardware}: the {most} {plan.objective}"
-    verdicts = [(kind, f"{sign} {said}")]
+    verdicts = [(kind, f"{sign} {sentence}")]
     head = element("head", "Meshwright plan", title, plan.target, by, verdicts, plan_figures(plan))
     sections = {
         "plan": plan_section(plan),

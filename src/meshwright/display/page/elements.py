@@ -72,5 +72,5 @@ class Column(NamedTuple):
 class Cell(NamedTuple):
     """What a cell of a table shows, and the number by which it is sorted instead of its text."""
 
-    shown: str
+    text: str
     key: float | None = None

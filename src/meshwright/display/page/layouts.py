@@ -55,8 +55,8 @@ def alike(placed: Iterable[Placed]) -> tuple[Alike, ...]:
     >>> from meshwright.layouts.params import ParamInfo
     >>> lies = Layout(["model"], Mesh({"model": 2}))
     >>> paths = ("block_0/bias", "block_1/bias", "bias")
-    >>> found = alike(Placed(ParamInfo(p, (p,), (4,), "float32", 4), lies, "rule") for p in paths)
-    >>> [(each.pattern, len(each.members)) for each in found]
+    >>> groups = alike(Placed(ParamInfo(p, (p,), (4,), "float32", 4), lies, "-") for p in paths)
+    >>> [(group.pattern, len(group.members)) for group in groups]
     [('block_*/bias', 2), ('bias', 1)]
     """
 
@@ -92,8 +92,8 @@ def layouts_section(placed: Sequence[Placed]) -> dict[str, object] | None:
     if len(groups) < len(placed):
         text += f" in {len(groups):,} rows: those that differ in the numbers of their paths alone"
         text += " share one"
-    figures, left = _figures(groups)
-    return {"text": f"{text}.", "figures": figures, "left": left, "table": _table(groups)}
+    figures, others = _figures(groups)
+    return {"text": f"{text}.", "figures": figures, "left": others, "table": _table(groups)}
 
 
 def _figures(groups: Sequence[Alike]) -> tuple[list[dict[str, object]], int]:
@@ -112,9 +112,9 @@ def _figures(groups: Sequence[Alike]) -> tuple[list[dict[str, object]], int]:
         room -= len(picture)
         if room > 0 or not figures:
             count = sum(len(member.members) for member in members)
-            held = bytes_text(sum(member.bytes_per_device for member in members))
+            nbytes = bytes_text(sum(member.bytes_per_device for member in members))
             noun = "variable lies" if count == 1 else "variables lie"
-            text = f"{count:,} {noun} so: {held} in each device."
+            text = f"{count:,} {noun} so: {nbytes} in each device."
             figures.append(
                 {"picture": picture, "text": text, "drawn": element("path", largest.pattern)}
             )

@@ -39,30 +39,30 @@ def memory_section(run: DryRun) -> dict[str, object]:
 
 def parts_of(memory: Memory) -> tuple[Part, ...]:
     """The parts of the peak, which add up to it: all but the arguments of the step is temporary."""
-    kept = [
+    arrays = [
         ("parameters", memory.parameter_bytes, "blue"),
         ("slots", memory.slot_bytes, "orange"),
         ("other state", memory.state_bytes, "green"),
         ("inputs", memory.input_bytes, "yellow"),
         ("padding of tiles", memory.padding_bytes or 0, "grey"),
     ]
-    held = sum(size for _, size, _ in kept)
-    rest = 0 if memory.peak_bytes is None else max(0, memory.peak_bytes - held)
+    total = sum(size for _, size, _ in arrays)
+    rest = 0 if memory.peak_bytes is None else max(0, memory.peak_bytes - total)
     return tuple(
         Part(name, size, bytes_text(size), paint)
-        for name, size, paint in [*kept, (_REST, rest, "sky")]
+        for name, size, paint in [*arrays, (_REST, rest, "sky")]
     )
 
 
 def _bars(memory: Memory) -> list[Markup]:
     parts = parts_of(memory)
-    held = sum(part.size for part in parts)
-    whole = max(held, memory.available_bytes or 0, 1)
-    free = Part("free", whole - held, bytes_text(whole - held), "free")
+    total = sum(part.size for part in parts)
+    whole = max(total, memory.available_bytes or 0, 1)
+    free = Part("free", whole - total, bytes_text(whole - total), "free")
     bars = [element("bar", (*parts, free), whole, "Memory of one device", memory.available_bytes)]
     return (
-        [*bars, element("bar", parts, held, "The peak alone")]
-        if 0 < held < _SMALL * whole
+        [*bars, element("bar", parts, total, "The peak alone")]
+        if 0 < total < _SMALL * whole
         else bars
     )
 
@@ -132,7 +132,7 @@ def heights_of(text: str) -> list[int]:
     while a loop runs, those of the moment at which it holds most."""
     module = parse(text)
     moments = Alive(module).at_each(module.computations[module.entry])
-    return [held + within for _, held, within in moments]
+    return [outside + within for _, outside, within in moments]
 
 
 def in_slots(heights: Sequence[int], slots: int = SLOTS) -> list[int]:

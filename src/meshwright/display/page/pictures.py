@@ -25,17 +25,17 @@ _WIDTH, _HEIGHT = 250.0, 320.0  # of the devices at most
 _TOP = 34.0  # room for the name of the last axis
 
 
-def tiling_picture(name: str, drawn: Drawn) -> Markup:
+def tiling_picture(name: str, tensor: Drawn) -> Markup:
     """A tensor cut into its pieces, and under it the devices that hold them.
 
     ``name`` is one for the picture that no other of the page has.
     """
-    tiling = Tiling.of(drawn)
+    tiling = Tiling.of(tensor)
     frame = Frame.around(tiling.mesh, [tiling])
     canvas = Canvas(name)
     draw_tensor(canvas, tiling, frame, _ROOM, _ROOM)
-    text = f"{specs_text(drawn.layout)}: {copies_text(tiling)}"
-    return _finish(canvas, COLUMN + 2 * _ROOM, frame.height + 2 * _ROOM, drawn.name, text)
+    text = f"{specs_text(tensor.layout)}: {copies_text(tiling)}"
+    return _finish(canvas, COLUMN + 2 * _ROOM, frame.height + 2 * _ROOM, tensor.name, text)
 
 
 def _finish(canvas: Canvas, width: float, height: float, title: str, text: str) -> Markup:

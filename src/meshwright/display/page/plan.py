@@ -49,31 +49,31 @@ def plan_section(plan: Plan) -> dict[str, object]:
 
 def plan_figures(plan: Plan) -> list[tuple[str, str, str]]:
     """The figures that people ask for first: name, value, and more about it."""
-    chosen = plan.chosen
-    is_dry_run, time_s = chosen.dry_run_time_s is not None, _time(chosen)
+    best = plan.chosen
+    is_dry_run, time_s = best.dry_run_time_s is not None, _time(best)
     sure = "" if time_s is None else f"{_how(is_dry_run)}; {range_text(time_s, is_dry_run)}"
-    held = _how(chosen.dry_run_peak_bytes is not None)
+    peak_how = _how(best.dry_run_peak_bytes is not None)
     if plan.serving is not None:
-        return _serving_figures(plan, plan.serving, _how(is_dry_run), held)
+        return _serving_figures(plan, plan.serving, _how(is_dry_run), peak_how)
     return [
         ("time of a step", seconds_text(time_s), sure),
-        ("peak of a device", bytes_text(chosen.held_bytes), held),
-        ("devices", f"{chosen.num_devices:,}", f"mesh {axes_text(plan.axes, ' × ')}"),
-        ("ZeRO", str(chosen.zero), ""),
-        ("micro-batches", str(micro_batches(chosen)), schedule_text(chosen).strip("-")),
-        ("remat", chosen.remat, ""),
+        ("peak of a device", bytes_text(best.held_bytes), peak_how),
+        ("devices", f"{best.num_devices:,}", f"mesh {axes_text(plan.axes, ' × ')}"),
+        ("ZeRO", str(best.zero), ""),
+        ("micro-batches", str(micro_batches(best)), schedule_text(best).strip("-")),
+        ("remat", best.remat, ""),
     ]
 
 
 def _serving_figures(
-    plan: Plan, serving: Serving, sure: str, held: str
+    plan: Plan, serving: Serving, sure: str, peak_how: str
 ) -> list[tuple[str, str, str]]:
-    chosen, rows = plan.chosen, rows_text(serving.rows)
+    best, rows = plan.chosen, rows_text(serving.rows)
     return [
-        (f"latency of {rows}", seconds_text(_time(chosen)), sure),
-        ("rows of the target", rate_text(plan.rows_per_s(chosen)), copies_text(serving.copies)),
-        ("peak of a device", bytes_text(chosen.held_bytes), held),
-        ("devices of a copy", f"{chosen.num_devices:,}", f"mesh {axes_text(plan.axes, ' × ')}"),
+        (f"latency of {rows}", seconds_text(_time(best)), sure),
+        ("rows of the target", rate_text(plan.rows_per_s(best)), copies_text(serving.copies)),
+        ("peak of a device", bytes_text(best.held_bytes), peak_how),
+        ("devices of a copy", f"{best.num_devices:,}", f"mesh {axes_text(plan.axes, ' × ')}"),
         ("precision", serving.precision or "of the model", ""),
         ("batches", ", ".join(map(str, serving.buckets)), "rows that are compiled for"),
     ]
@@ -191,8 +191,8 @@ def _peaks(options: Sequence[_Named], plan: Plan) -> Markup:
         peak = bytes_text(option.held_bytes)
         part = Part("peak", option.held_bytes, peak, "sky")
         bar = element("bar", [part], whole, f"memory of {name}", limit)
-        said = {"does not fit": ": too much", "may not fit": ": may not fit"}
-        rows.append((name, bar, peak + said.get(plan.verdict_of(option) or "", "")))
+        suffixes = {"does not fit": ": too much", "may not fit": ": may not fit"}
+        rows.append((name, bar, peak + suffixes.get(plan.verdict_of(option) or "", "")))
     line = "" if limit is None else f"; the line is the limit, {bytes_text(limit)}"
     return element("chart", f"Peak of one device{line}", rows)
 
@@ -216,7 +216,7 @@ def _table(options: Sequence[_Named], plan: Plan) -> Markup:
 
 
 def _row(
-    named: _Named, chosen: Option, families: dict[str, None], plan: Plan
+    named: _Named, best: Option, families: dict[str, None], plan: Plan
 ) -> tuple[Cell | str, ...]:
     name, option = named
     verdict = plan.verdict_of(option)
@@ -230,7 +230,7 @@ def _row(
         Cell(seconds_text(option.communication_s), option.communication_s or 0.0),
         _figure(bytes_text, option.peak_bytes, option.dry_run_peak_bytes),
         f"{SIGNS[verdict][0]} {fits_text(verdict)}" if verdict else "unknown",
-        "-" if option is chosen else ", ".join(_beside(option, chosen)) or "costs the same",
+        "-" if option is best else ", ".join(_beside(option, best)) or "costs the same",
     )
 
 
@@ -264,16 +264,16 @@ def _split(option: Option, families: dict[str, None]) -> str:
     return element("lines", lines) if lines else "nothing"
 
 
-def _beside(option: Option, chosen: Option) -> Iterator[str]:
+def _beside(option: Option, best: Option) -> Iterator[str]:
     """What it would cost, and save, to take this one instead; by dry runs, if both have one."""
-    mine, other = option.time_s, chosen.time_s
-    if option.dry_run_time_s is not None and chosen.dry_run_time_s is not None:
-        mine, other = option.dry_run_time_s, chosen.dry_run_time_s
+    mine, other = option.time_s, best.time_s
+    if option.dry_run_time_s is not None and best.dry_run_time_s is not None:
+        mine, other = option.dry_run_time_s, best.dry_run_time_s
     if mine is not None and other is not None and mine != other:
         yield f"{seconds_text(abs(mine - other))} {'slower' if mine > other else 'faster'}"
-    more = option.peak_bytes - chosen.peak_bytes
-    if option.dry_run_peak_bytes is not None and chosen.dry_run_peak_bytes is not None:
-        more = option.dry_run_peak_bytes - chosen.dry_run_peak_bytes
+    more = option.peak_bytes - best.peak_bytes
+    if option.dry_run_peak_bytes is not None and best.dry_run_peak_bytes is not None:
+        more = option.dry_run_peak_bytes - best.dry_run_peak_bytes
     if more:
         yield f"{'takes' if more > 0 else 'saves'} {bytes_text(abs(more))}"
 

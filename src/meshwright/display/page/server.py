@@ -137,13 +137,13 @@ def _events(all_status: Iterable[ModelStatus]) -> list[str]:
     events = []
     for status in all_status:
         lasts = status.refusal and status.refusal not in status.events  # longer than the list
-        said = [*([status.refusal] if lasts else []), *status.events]
-        events += [f"{_label(status)}: {event}" for event in said]
+        events_here = [*([status.refusal] if lasts else []), *status.events]
+        events += [f"{_label(status)}: {event}" for event in events_here]
     return events
 
 
 def _charts(all_status: Iterable[ModelStatus], chart: Any) -> dict[str, object] | None:
-    charts = [drawn for status in all_status if (drawn := chart(status)) is not None]
+    charts = [picture for status in all_status if (picture := chart(status)) is not None]
     return {"charts": charts} if charts else None
 
 

@@ -19,11 +19,11 @@ def stages_section(run: DryRun) -> dict[str, object] | None:
     if run.ticks is None:
         return None
     kinds = None, "words", "num", "num"
-    columns = [Column(*each) for each in zip(STAGE_HEADINGS, kinds, strict=True)]
+    columns = [Column(*options) for options in zip(STAGE_HEADINGS, kinds, strict=True)]
     rows = []
     for share in run.stages:
-        name, has, flops, held = stage_row(share)
-        rows.append((name, has, Cell(flops, share.flops_share), Cell(held, share.held_bytes)))
+        name, has, flops, nbytes = stage_row(share)
+        rows.append((name, has, Cell(flops, share.flops_share), Cell(nbytes, share.held_bytes)))
     return {
         "picture": Markup(
             tick_table_picture(run.ticks, [share.flops_share for share in run.stages])

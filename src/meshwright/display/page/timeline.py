@@ -57,13 +57,13 @@ def time_says(estimate: Estimate) -> str:
     whole = estimate.step_time_s
     if not whole or estimate.bound_by is None:
         return ""
-    said = f"Most of the {seconds_text(whole)} of a step goes to {estimate.bound_by}"
+    sentence = f"Most of the {seconds_text(whole)} of a step goes to {estimate.bound_by}"
     if not estimate.communication_s:
-        return f"{said}; it has no collectives."
+        return f"{sentence}; it has no collectives."
     waiting_s = estimate.waiting_s or 0.0
     if waiting_s < _LITTLE * whole:
-        return f"{said}; collectives hide behind other work."
-    return f"{said}; {share_text(waiting_s / whole)} of it is waiting for collectives."
+        return f"{sentence}; collectives hide behind other work."
+    return f"{sentence}; {share_text(waiting_s / whole)} of it is waiting for collectives."
 
 
 def _missing(estimate: Estimate, is_analytic: bool) -> str:

@@ -61,19 +61,27 @@ def _collective(row: CollectiveRow) -> tuple[str, ...]:
     )
 
 
-def measured_text(seen: Measured) -> Paragraphs:
+def measured_text(measured: Measured) -> Paragraphs:
     """What steps took where they ran."""
-    times = seen.step_times_s
-    held = seen.parameter_bytes + seen.slot_bytes + seen.state_bytes + seen.input_bytes
+    times = measured.step_times_s
+    nbytes = (
+        measured.parameter_bytes + measured.slot_bytes + measured.state_bytes + measured.input_bytes
+    )
     step = f"{seconds_text(min(times))} to {seconds_text(max(times))}"
     rows = [
-        ("step", seconds_text(seen.step_time_s), step),
-        ("arrays", bytes_text(held), f"{held:,} bytes of one device"),
+        ("step", seconds_text(measured.step_time_s), step),
+        ("arrays", bytes_text(nbytes), f"{nbytes:,} bytes of one device"),
     ]
-    if seen.peak_bytes is not None:
-        rows.append(("peak", bytes_text(seen.peak_bytes), f"{seen.peak_bytes:,}: {seen.peak_is}"))
-    for collective in seen.collectives or ():
+    if measured.peak_bytes is not None:
+        rows.append(
+            (
+                "peak",
+                bytes_text(measured.peak_bytes),
+                f"{measured.peak_bytes:,}: {measured.peak_is}",
+            )
+        )
+    for collective in measured.collectives or ():
         over = f"{collective.count:g} in a step, over {axes_list(collective.axes)}"
         rows.append((collective.kind, seconds_text(collective.time_s), over))
-    title = f"{seen.name} on {seen.device} ({axes_text(seen.axes)}), {len(times)} steps"
+    title = f"{measured.name} on {measured.device} ({axes_text(measured.axes)}), {len(times)} steps"
     return paragraphs(Line(title, "bold"), Columns(rows, right=(1,)))

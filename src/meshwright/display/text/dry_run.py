@@ -59,7 +59,9 @@ def dry_run_text(run: DryRun) -> Paragraphs:
     if run.stages:
         shares = [share.flops_share for share in run.stages]
         title = "branches" if run.ticks is None else tick_table_title(run.ticks, shares)
-        rows = [(name, flops, held, has) for name, has, flops, held in map(stage_row, run.stages)]
+        rows = [
+            (name, flops, nbytes, has) for name, has, flops, nbytes in map(stage_row, run.stages)
+        ]
         parts.append([_title(title), Columns(rows, right=(1, 2))])
     if run.unexpected:
         rows = first_rows([(f"! {remedy}",) for remedy in remedies_of(run.unexpected)], _ROWS)

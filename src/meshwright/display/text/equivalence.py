@@ -52,13 +52,13 @@ def rows_of(under_mesh: UnderMesh, rows: int | None = _ROWS) -> list[tuple[str, 
 
 def _mesh(under_mesh: UnderMesh, rows: int | None) -> list[str | Line | Columns]:
     """The verdict of one mesh with its table."""
-    shown = rows_of(under_mesh, rows)
+    selection = rows_of(under_mesh, rows)
     wrong = {variable.path for variable in under_mesh.beyond}
-    marked = [place for place, row in enumerate(shown, start=1) if row[0] in wrong]
+    marked = [place for place, row in enumerate(selection, start=1) if row[0] in wrong]
     parts: list[str | Line | Columns] = [Line(verdict(under_mesh), _style(under_mesh.equal))]
     parts += [f"  note: {note}" for note in under_mesh.notes]
-    parts.append(Columns([HEADINGS, *shown], right=range(1, len(HEADINGS) - 1), marked=marked))
-    if more := len(under_mesh.variables) - len(shown):
+    parts.append(Columns([HEADINGS, *selection], right=range(1, len(HEADINGS) - 1), marked=marked))
+    if more := len(under_mesh.variables) - len(selection):
         parts.append(f"  and {more} more variables that differ less (--all shows them)")
     off = under_mesh.loss
     loss = f"largest difference {off.absolute:.2g} (relative {off.relative:.2g})"

@@ -45,14 +45,14 @@ def _doubts(plan: Plan) -> list[str]:
 
 def _columns(plan: Plan) -> dict[str, Option]:
     """The options to show; one that is known by a name is shown once."""
-    shown = {"chosen": plan.chosen}
-    shown |= {"runner-up": plan.runners_up[0]} if plan.runners_up else {}
+    options = {"chosen": plan.chosen}
+    options |= {"runner-up": plan.runners_up[0]} if plan.runners_up else {}
     names = {option.layouts: name for name, option in plan.named.items()}
     columns = {
         f"{column}: {names[option.layouts]}" if option.layouts in names else column: option
-        for column, option in shown.items()
+        for column, option in options.items()
     }
-    shown_layouts = {option.layouts for option in shown.values()}
+    shown_layouts = {option.layouts for option in options.values()}
     return columns | {name: o for name, o in plan.named.items() if o.layouts not in shown_layouts}
 
 

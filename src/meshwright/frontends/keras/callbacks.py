@@ -24,13 +24,13 @@ def callback_list(
     """Callbacks with a history, and with Keras' bar; a list that is one already stays as it is."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
-    shown = verbose if jax.process_index() == 0 else 0  # one process of many shows the progress
+    verbosity = verbose if jax.process_index() == 0 else 0  # one process of many shows the progress
     return keras.callbacks.CallbackList(
         callbacks,
         add_history=True,
         # In every process: what callbacks there are decides how many steps are taken in one call.
         add_progbar=bar and verbose != 0,
-        verbose=shown,
+        verbose=verbosity,
         model=model,
         **{"epochs": 1, **params},
     )
@@ -79,8 +79,8 @@ class KerasCallbacks(Callbacks):
     def stop(self) -> bool:
         return bool(self._model.stop_training)
 
-    def first_epoch(self, asked: int) -> int:
-        return _compat.initial_epoch_of(self._model) or asked  # BackupAndRestore sets it
+    def first_epoch(self, epoch: int) -> int:
+        return _compat.initial_epoch_of(self._model) or epoch  # BackupAndRestore sets it
 
     def begin(self, before: Mapping[str, Any] | None) -> None:
         self._model.stop_training = False

@@ -34,14 +34,14 @@ class LastingNames:
     def of(cls, model: keras.Model, variables: KerasVariables) -> LastingNames:
         """Those of a built model, its optimizer and its metrics."""
         lasting = lasting_paths(model)
-        v, taken = variables, set[str]()
+        v, others = variables, set[str]()
         names: dict[int, str] = {}
         for variable in v.all:
             if (name := lasting.get(id(variable))) is None:
                 info = v.infos[id(variable)]
                 name = _of_slot(model, variable, info.path, lasting) or _unnumbered(info.path)
-            names[id(variable)] = unique(name, taken)
-            taken.add(names[id(variable)])
+            names[id(variable)] = unique(name, others)
+            others.add(names[id(variable)])
         parts = (v.params, v.state, v.slots, v.metrics)
         by_path = tuple({p: names[id(variable)] for p, variable in part.items()} for part in parts)
         return cls(by_path, v.storing)

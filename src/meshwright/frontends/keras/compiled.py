@@ -79,14 +79,14 @@ def functions_of(
     # Metrics have no variables before their first batch.
     parts = variables.params, variables.slots, variables.state, variables.metrics
     token = (*_compat.compile_token(model), *map(tuple, parts))
-    kept: dict[Any, Functions] = model.__dict__.setdefault("_meshwright_functions", {})
-    present = kept.get((strategy, stands_still))
+    cache: dict[Any, Functions] = model.__dict__.setdefault("_meshwright_functions", {})
+    present = cache.get((strategy, stands_still))
     if present is None or not _same(present.token, token):
         losses = loss_metrics(model, variables) if stands_still else None
         steps = steps_of(strategy, model, variables, losses, example)
         is_eager = model.compiled and model.run_eagerly
         present = Functions(token, RowWise(model, variables), steps, is_eager)
-        kept[strategy, stands_still] = present
+        cache[strategy, stands_still] = present
     return present
 
 

@@ -179,8 +179,8 @@ class LaidOut(_Distribution):
     def _place_known(self, variables: list[Any], infos: dict[int, ParamInfo]) -> list[Placed]:
         """Where variables lie; the parameters of slots are asked for too, as slots follow them."""
         owners = [owner for v in variables if (owner := parameter_of(v)) is not None]
-        asked = [*variables, *owners]
-        return self.placement.place([infos[id(v)] for v in asked])[: len(variables)]
+        wider = [*variables, *owners]
+        return self.placement.place([infos[id(v)] for v in wider])[: len(variables)]
 
     def _inspect(self, model: keras.Model) -> None:
         """Check once that every pattern matches a variable of this model, or another one here."""
@@ -191,7 +191,7 @@ class LaidOut(_Distribution):
         self._inspected.add(model)
 
     def _refuse_mistyped(self, models: list[keras.Model]) -> None:
-        """Where a rule places nothing and a large parameter has no rule, better not to begin."""
+        """Refuse a pattern that matches nothing while a large parameter has no layout."""
         infos = self._all_infos(models)
         if infos and self.placement.strict and unnamed(self.placement, infos):
             refuse_idle_layouts(self.placement, infos, "what was built in this scope")
@@ -232,9 +232,9 @@ def _keras_mesh(mesh: Mesh) -> Any:
 
 def _outermost(models: list[keras.Model]) -> list[keras.Model]:
     """The models that are not layers of another one."""
-    held = [layer for model in models for layer in _compat.layers_inside(model)]
-    inside = {id(layer) for layer in held}
-    inside |= {id(_compat.functional_of(layer)) for layer in (*models, *held)}
+    layers = [layer for model in models for layer in _compat.layers_inside(model)]
+    inside = {id(layer) for layer in layers}
+    inside |= {id(_compat.functional_of(layer)) for layer in (*models, *layers)}
     return [model for model in models if id(model) not in inside]
 
 

@@ -70,7 +70,7 @@ class Epochs:
         self._is_one_shot = not sharded and _compat.is_one_shot(self._epochs)
         self._is_capped = data.steps is not None
         # A generator may fill the same buffer again while the devices still read it.
-        self._put = batches.putter(placement, model, copy=not (self._is_array or sharded))
+        self._putter = batches.putter(placement, model, copy=not (self._is_array or sharded))
         self._arrays: Any = None
         if self._is_array and jax.process_count() > 1 and not self._local:
             self._read_by_number(data.steps, data.shuffle)
@@ -171,7 +171,7 @@ class Epochs:
                 number += chunk_size(chunk)
 
     def _lay_out_all(self, group: list[Any], stacked: bool) -> list[Any] | Together:
-        together = self._put.together(group) if stacked else None
+        together = self._putter.together(group) if stacked else None
         if together is None:
             return [self._lay_out(batch) for batch in group]
         self._rows_of_full = self._rows_of_full or row_count(group[0])
@@ -194,7 +194,7 @@ class Epochs:
 
     def _lay_out(self, batch: Any) -> Any:
         try:
-            laid_out = self._put(batch)
+            laid_out = self._putter(batch)
         except BatchError as why:
             if isinstance(batch, LocalBatch):
                 raise
@@ -205,7 +205,7 @@ class Epochs:
 
     def _divide(self, odd: _Odd) -> tuple[Any, str]:
         """The batch on the mesh nevertheless, and what to say if more come after it."""
-        rows, padded = row_count(odd.batch), self._put.padded_rows(odd.batch)
+        rows, padded = row_count(odd.batch), self._putter.padded_rows(odd.batch)
         predicts = self._kind == "predict"
         if predicts and rows < self._rows_of_full:
             padded = self._rows_of_full  # for that many the step is compiled already
@@ -214,10 +214,10 @@ class Epochs:
             why_not = self._why_not(odd.batch, rows, padded)
         if why_not is None:
             says = f"Each batch like it is padded to {padded} rows."
-            laid_out = self._put.padded(odd.batch, padded, inputs_only=not predicts)
+            laid_out = self._putter.padded(odd.batch, padded, inputs_only=not predicts)
             return laid_out, f"{odd.why} {says}"
         says = f"Every device computes all rows of each batch like it, for rows mix ({why_not})."
-        return self._put(odd.batch, last=True), f"{odd.why} {says}"
+        return self._putter(odd.batch, last=True), f"{odd.why} {says}"
 
     def _why_not(self, batch: Any, rows: int, padded: int) -> str | None:
         if self._row_wise is None:

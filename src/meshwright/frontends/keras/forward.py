@@ -54,7 +54,7 @@ class KerasForward:
         v = self.variables
         return {path: _compat.stored_dtype(x) for p in (v.params, v.state) for path, x in p.items()}
 
-    def values(self, held: Mapping[int, np.ndarray] | None = None) -> TrainState:
+    def values(self, host_values: Mapping[int, np.ndarray] | None = None) -> TrainState:
         """Parameters and state in their own dims: the model's arrays, or host arrays by variable.
 
         Raises :class:`ModelError` for a model of shapes only.
@@ -62,9 +62,9 @@ class KerasForward:
         v = self.variables
 
         def value(variable: Any) -> Any:
-            if held is not None and id(variable) in held:
-                return held[id(variable)]
-            if held is not None and is_pending(variable):
+            if host_values is not None and id(variable) in host_values:
+                return host_values[id(variable)]
+            if host_values is not None and is_pending(variable):
                 return np.asarray(initial_value(variable))  # of a seed: files keep none
             settle(variable)
             return _compat.raw_value(variable)
@@ -217,7 +217,7 @@ def load_file(path: str | Path) -> tuple[keras.Model, dict[int, np.ndarray]]:
             "classes of your own need @keras.saving.register_keras_serializable(), and the module "
             "that defines them must be imported first."
         ) from error
-    return model, room.found
+    return model, room.values_by_id
 
 
 def _no_file(path: Path) -> str:
@@ -238,13 +238,13 @@ class LoadingRoom(AbstractRoom):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[int, np.ndarray] = {}
+        self.values_by_id: dict[int, np.ndarray] = {}
 
     def keeps(self, variable: Any, value: Any) -> bool:
         value = np.asarray(value, _compat.stored_dtype(variable))
         if value.shape != tuple(variable.shape):
             raise ValueError(f"{variable.path} is {tuple(variable.shape)} and not {value.shape}")
-        self.found[id(variable)] = value
+        self.values_by_id[id(variable)] = value
         return True
 
 

@@ -17,6 +17,7 @@ from ...arrays import relayout
 from ...layouts.layout import UNSHARDED, Layout
 from ...layouts.params import Placed
 from ...layouts.placement import Placement
+from ...scoped import scoped
 from ...step.remat import block_output
 from ...step.spatial import guard, is_safe
 from .batches import putter
@@ -96,12 +97,12 @@ class Hooks:
         if not _is_ours(keras.distribution.distribution()):
             yield
             return
-        held = [(variable, _compat.raw_value(variable)) for variable in _all_variables(model)]
+        values = [(variable, _compat.raw_value(variable)) for variable in _all_variables(model)]
         try:
             yield
         except BaseException:
             model.jax_state_sync()
-            for variable, value in held:
+            for variable, value in values:
                 if _compat.raw_value(variable) is None:
                     _compat.restore_value(variable, value)
             raise
@@ -114,14 +115,9 @@ class Hooks:
 _unguarded: ContextVar[bool] = ContextVar("unguarded", default=False)
 
 
-@contextlib.contextmanager
-def unguarded() -> Iterator[None]:
+def unguarded() -> contextlib.AbstractContextManager[None]:
     """Inside, models are called as Keras calls them: the caller guards the gradient."""
-    token = _unguarded.set(True)
-    try:
-        yield
-    finally:
-        _unguarded.reset(token)
+    return scoped(_unguarded, True)
 
 
 def _guarded_call(

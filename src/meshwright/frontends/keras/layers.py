@@ -135,7 +135,7 @@ class _LaidOut(keras.layers.Layer):
         return layer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        layouts = _taken(kwargs, type(self).__name__)
+        layouts = _pop_layouts(kwargs, type(self).__name__)
         # Past Keras' tracking, which would make a tracked container of it and lock it.
         object.__setattr__(self, "_meshwright_layouts", layouts)
         super().__init__(*args, **kwargs)
@@ -266,7 +266,7 @@ def _documented(weights: tuple[str, ...]) -> str:
 # Layouts as arguments
 
 
-def _taken(kwargs: dict[str, Any], owner: str) -> dict[str, Layout]:
+def _pop_layouts(kwargs: dict[str, Any], owner: str) -> dict[str, Layout]:
     """Take the layouts out of a layer's arguments. Raises :class:`LayoutError` if malformed."""
     layouts, faults = {}, []
     for key in [key for key in kwargs if key.endswith(_ENDING)]:
@@ -312,7 +312,7 @@ def _weight_called(name: str, names: Any) -> str | None:
 
 def _ask(layer: _LaidOut, weights: Mapping[str, Any], only: set[str] | None = None) -> None:
     """Note each layout of a built layer on its weight; all faults at once, and then nothing."""
-    asked: list[tuple[Any, Layout]] = []
+    pairs: list[tuple[Any, Layout]] = []
     faults = []
     for name, layout in layer._meshwright_layouts.items():
         if only is not None and name not in only:
@@ -320,7 +320,7 @@ def _ask(layer: _LaidOut, weights: Mapping[str, Any], only: set[str] | None = No
         weight = weights.get(_weight_called(name, weights) or "")
         fault = _fault(name, layout, weight, weights)
         if fault is None:
-            asked.append((weight, layout))
+            pairs.append((weight, layout))
         else:
             faults.append(f"  {name}{_ENDING}: {fault}")
     if faults:
@@ -328,7 +328,7 @@ def _ask(layer: _LaidOut, weights: Mapping[str, Any], only: set[str] | None = No
         raise LayoutError(
             f"layer {layer.name!r} ({kind}) cannot lay its weights out.\n" + "\n".join(faults)
         )
-    for weight, layout in asked:
+    for weight, layout in pairs:
         set_weight_layout(weight, layout)
 
 
@@ -355,19 +355,19 @@ def _listed(names: Any) -> str:
 # Weights by name
 
 
-def _walk(owner: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
+def _walk(owner: Any, prefix: str, visited: set[int]) -> Iterator[tuple[str, str, Any]]:
     """``(name, name by attribute, variable)`` for all variables inside a layer or container."""
     of_layer = isinstance(owner, keras.layers.Layer)
     for attribute, value in _members(owner):
-        if id(value) in seen:
+        if id(value) in visited:
             continue
         by_attribute = f"{prefix}{attribute.lstrip('_')}"
         if isinstance(value, keras.Variable):
-            seen.add(id(value))
+            visited.add(id(value))
             yield (prefix + value.name if of_layer else by_attribute), by_attribute, value
         elif isinstance(value, keras.layers.Layer | Mapping | list | tuple):
-            seen.add(id(value))
-            yield from _walk(value, prefix + _shown(attribute), seen)
+            visited.add(id(value))
+            yield from _walk(value, prefix + _prefix_of(attribute), visited)
 
 
 def _members(owner: Any) -> list[tuple[str, Any]]:
@@ -379,7 +379,7 @@ def _members(owner: Any) -> list[tuple[str, Any]]:
     return [(str(key), value) for key, value in pairs]
 
 
-def _shown(attribute: str) -> str:
+def _prefix_of(attribute: str) -> str:
     """What an inner layer's attribute adds before the names of its weights."""
     name = attribute.lstrip("_").removesuffix("_dense").removesuffix("_layer")
     return "" if name in ("cell", "layer") else f"{name}_"

@@ -130,13 +130,13 @@ class FiniteGuard:
     def _tell(self, state: TrainState) -> None:
         counter = counter_of(self._model, self._variables)
         assert counter is not None  # or it would not stand still
-        taken = int(np.asarray(state.slots[counter]))
+        steps = int(np.asarray(state.slots[counter]))
         batches = [batch for steps, _ in self._under_way for batch in steps]
         program = steps_of(self._strategy.unstaged, self._model, self._variables).stored
         if self._strategy.how.pipeline is not None:
             state = self._variables.storing.restore(state)
         # Where the gradients are finite though the loss is not, the step was still taken.
-        for step in (taken, taken - 1):
+        for step in (steps, steps - 1):
             at = step - self._before
             step_takes = batches[at] if 0 <= at < len(batches) else ()
             parts = step_takes if self._strategy.how.batches > 1 else [step_takes]
@@ -145,7 +145,7 @@ class FiniteGuard:
                     fault = look(program, state, part)
                 if fault:
                     raise self._error(step + 1, fault)
-        raise self._error(taken + 1, NotFinite(loss=math.nan))
+        raise self._error(steps + 1, NotFinite(loss=math.nan))
 
     def _error(self, step: int, fault: NotFinite) -> NotFiniteError:
         text = (

@@ -1,4 +1,4 @@
-"""The paths of a Keras model's variables, in every spelling that a rule may use.
+"""The paths of a Keras model's variables, in every spelling that a pattern may use.
 
 Keras 3 keeps no attribute names in ``variable.path`` (``self.feature = Dense()`` gives
 ``dense/kernel``), while people know their models by attributes. So the model is walked, and each
@@ -50,14 +50,14 @@ def model_infos(model: keras.Model) -> dict[int, ParamInfo]:
     """
     spellings_of, lasting = _spellings(model), _walked(model, _counted_children)
     infos: dict[int, ParamInfo] = {}
-    taken: set[str] = set()
+    others: set[str] = set()
     lasts: set[str] = set()
     for variable in model.variables:
         spellings = spellings_of.get(id(variable), {})
         keras_path = _relative(variable.path, model.name)
         spellings = {**spellings, keras_path: None}
-        path = unique(next(iter(spellings)), taken)
-        taken.add(path)
+        path = unique(next(iter(spellings)), others)
+        others.add(path)
         again = unique(lasting.get(id(variable), path), lasts)
         lasts.add(again)
         info = _info(variable, path, tuple({**spellings, again: None}), _role(variable))
@@ -72,8 +72,8 @@ def _followers(model: keras.Model, infos: dict[int, ParamInfo]) -> dict[int, Par
         for variable, kernel, dims, along in companions(layer):
             info, owner = infos.get(id(variable)), infos.get(id(kernel))
             if info is not None and owner is not None:
-                asked = getattr(layer, "_meshwright_layouts", {}).get(kernel.name)
-                follows = Follows(owner.path, owner.spellings, dims, along, asked or owner.asked)
+                layout = getattr(layer, "_meshwright_layouts", {}).get(kernel.name)
+                follows = Follows(owner.path, owner.spellings, dims, along, layout or owner.asked)
                 followers[id(variable)] = replace(info, follows=follows)
     return followers
 
@@ -97,13 +97,13 @@ def other_info(variable: Any, role: Role) -> ParamInfo:
     return _info(variable, variable.path, (variable.path,), role)
 
 
-def distinct(info: ParamInfo, taken: set[str]) -> ParamInfo:
-    """The description under a path that no other variable has; notes it in ``taken``.
+def distinct(info: ParamInfo, others: set[str]) -> ParamInfo:
+    """The description under a path that no other variable has; notes it in ``others``.
 
     Keras calls every factored slot of Adafactor after its weight alone: ``adafactor/kernel``.
     """
-    info = replace(info, path=unique(info.path, taken))
-    taken.add(info.path)
+    info = replace(info, path=unique(info.path, others))
+    others.add(info.path)
     return info
 
 
@@ -138,12 +138,12 @@ def _relative(path: str, model_name: str) -> str:
     return path.removeprefix(f"{model_name}/")
 
 
-def unique(path: str, taken: set[str]) -> str:
+def unique(path: str, others: set[str]) -> str:
     """The path itself, or with a number where Keras gave two variables the same."""
-    if path not in taken:
+    if path not in others:
         return path
     number = 2
-    while f"{path}#{number}" in taken:
+    while f"{path}#{number}" in others:
         number += 1
     return f"{path}#{number}"
 
@@ -190,24 +190,24 @@ def _is_made_up(thing: Any) -> bool:
 
 
 def _lasting_children(layer: Any) -> Iterator[tuple[str, Any]]:
-    taken: set[str] = set()
+    others: set[str] = set()
     for _, child in _named_children(layer):
         base = lasting_name(child)
         names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(1)))
-        name = next(name for name in names if name not in taken)
-        taken.add(name)
+        name = next(name for name in names if name not in others)
+        others.add(name)
         yield name, child
 
 
 def _counted_children(layer: Any) -> Iterator[tuple[str, Any]]:
     """Layers that Keras named itself are ``dense#0``, ``dense#1``, ...: no layer is called so, and
-    no rule for a name of Keras' finds another layer by that."""
-    seen: Counter[str] = Counter()
+    no pattern for a name of Keras' finds another layer by that."""
+    counts: Counter[str] = Counter()
     for name, child in _named_children(layer):
         if _is_made_up(child):
             base = lasting_name(child)
-            name = f"{base}#{seen[base]}"
-            seen[base] += 1
+            name = f"{base}#{counts[base]}"
+            counts[base] += 1
         yield name, child
 
 
@@ -281,18 +281,18 @@ def _named_children(layer: Any) -> Iterator[tuple[str, Any]]:
 def _attributes(layer: Any) -> Iterator[tuple[str, Any]]:
     for attribute, value in list(vars(layer).items()):
         if attribute not in _KERAS_OWN:
-            yield from _held(attribute.lstrip("_"), value)
+            yield from _members(attribute.lstrip("_"), value)
 
 
-def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, keras.Variable | keras.random.SeedGenerator | keras.Layer):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _held(f"{name}/{key}", item)
+            yield from _members(f"{name}/{key}", item)
     elif isinstance(value, list | tuple | set):
         for index, item in enumerate(value):
-            yield from _held(f"{name}/{index}", item)
+            yield from _members(f"{name}/{index}", item)
 
 
 def _is_functional(layer: Any) -> bool:

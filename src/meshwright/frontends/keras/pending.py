@@ -23,6 +23,7 @@ from ... import _compat
 from ...data import put
 from ...jaxprs.edits import edited
 from ...layouts.params import Placed
+from ...scoped import scoped
 
 Place = Callable[[list[Any], list[keras.Model]], list[Placed]]
 
@@ -85,14 +86,9 @@ class WaitingRoom:
             yield
         self.settle()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Let variables wait here while the block runs."""
-        token = _waiting_room.set(self)
-        try:
-            yield
-        finally:
-            _waiting_room.reset(token)
+        return scoped(_waiting_room, self)
 
 
 def waiting_room() -> WaitingRoom | None:
@@ -157,10 +153,10 @@ def _make(variables: list[Any], placed: list[Placed]) -> None:
             dtype = _compat.stored_dtype(variable)
             values[i] = jnp.full(variable.shape, fill, dtype, device=shardings[i])
     others = [i for i in range(len(variables)) if i not in values]
-    drawn, seeds = _made_in_one_program(
+    arrays, seeds = _made_in_one_program(
         [variables[i] for i in others], [shardings[i] for i in others]
     )
-    values.update(zip(others, drawn, strict=True))
+    values.update(zip(others, arrays, strict=True))
     for i, variable in enumerate(variables):
         give(variable, values[i], shardings[i])
     for generator, seed in seeds:

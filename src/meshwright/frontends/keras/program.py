@@ -56,12 +56,12 @@ class KerasVariables:
         optimizer = _compat.optimizer_of(model)
         slots = [] if optimizer is None else optimizer.variables
         find_parameters(slots, model.trainable_variables)
-        taken = {info.path for info in infos.values()}
+        others = {info.path for info in infos.values()}
         for slot in slots:
             owner = parameter_of(slot)
-            infos[id(slot)] = distinct(slot_info(slot, owner, infos.get(id(owner))), taken)
+            infos[id(slot)] = distinct(slot_info(slot, owner, infos.get(id(owner))), others)
         for metric in metrics:
-            infos[id(metric)] = distinct(other_info(metric, "metric"), taken)
+            infos[id(metric)] = distinct(other_info(metric, "metric"), others)
         counted = {id(v) for v in metrics}
         return cls(
             params=_by_path(model.trainable_variables, infos),
@@ -95,10 +95,10 @@ def read_state(variables: KerasVariables) -> TrainState:
     Keras' moving averages end by assigning one variable to another; a step that donated the shared
     array twice would crash the process.
     """
-    taken: set[int] = set()
+    memories: set[int] = set()
     values = TrainState(
         *(
-            {path: _unshared(_compat.raw_value(v), taken) for path, v in part.items()}
+            {path: _unshared(_compat.raw_value(v), memories) for path, v in part.items()}
             for part in _parts(variables)
         )
     )
@@ -113,11 +113,11 @@ def take_state(variables: KerasVariables) -> TrainState:
     state = read_state(variables)
     if not variables.storing:
         return state
-    held = {_memory(array) for part in state for array in part.values()}
+    memories = {_memory(array) for part in state for array in part.values()}
     for part, padded in zip(_parts(variables), variables.storing.parts, strict=True):
         for path in padded:
             array = _compat.raw_value(part[path])
-            if not array.is_deleted() and _memory(array) not in held:
+            if not array.is_deleted() and _memory(array) not in memories:
                 array.delete()
     return state
 
@@ -126,11 +126,11 @@ def _memory(array: Any) -> int:
     return array.addressable_data(0).unsafe_buffer_pointer()
 
 
-def _unshared(array: Any, taken: set[int]) -> Any:
+def _unshared(array: Any, memories: set[int]) -> Any:
     memory = _memory(array)
-    if memory in taken:
+    if memory in memories:
         array = jnp.copy(array)
-    taken.add(memory)
+    memories.add(memory)
     return array
 
 

@@ -1,7 +1,7 @@
 """What belongs to a kernel once its layer is quantized, or adapted by LoRA, and lies as it does.
 
 Keras replaces ``kernel`` by a packed one and adds ``kernel_scale``, ``kernel_zero``,
-``kernel_amax_history``, ``lora_kernel_a`` and others, whose dims are some of the kernel's. A rule
+``kernel_amax_history``, ``lora_kernel_a`` and others, whose dims are some of the kernel's. A layout
 for the kernel, which is found in most of these names too, says how the kernel's own dims lie.
 """
 
@@ -36,27 +36,27 @@ def companions(layer: keras.Layer) -> Iterator[tuple[Any, Any, Dims, Along]]:
     A kernel that is packed is its own companion. A layer need not say yet that it is quantized:
     Keras asks for values before that.
     """
-    held: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     for variable in _compat.own_variables(layer):
-        held.setdefault(variable.name, []).append(variable)
+        by_name.setdefault(variable.name, []).append(variable)
     turned = _compat.is_stored_by_columns(layer)
     for name in KERNELS:
-        if name not in held:
+        if name not in by_name:
             continue
-        kernel = held[name][-1]
-        whole = _compat.unpacked_dims(layer, name) or tuple(held[name][0].shape)
-        for variable, along in _of_kernel(name, held, whole, turned):
+        kernel = by_name[name][-1]
+        whole = _compat.unpacked_dims(layer, name) or tuple(by_name[name][0].shape)
+        for variable, along in _of_kernel(name, by_name, whole, turned):
             yield variable, kernel, whole, along
         for other in _OF_LAYER:
-            for variable in held.pop(other, ()):
+            for variable in by_name.pop(other, ()):
                 yield variable, kernel, whole, (None,) * len(variable.shape)
 
 
 def _of_kernel(
-    name: str, held: Mapping[str, list[Any]], whole: Dims, turned: bool
+    name: str, by_name: Mapping[str, list[Any]], whole: Dims, turned: bool
 ) -> Iterator[tuple[Any, Along]]:
     def called(*names: str) -> Iterator[tuple[Any, Dims]]:
-        variables = itertools.chain.from_iterable(held.get(key, ()) for key in names)
+        variables = itertools.chain.from_iterable(by_name.get(key, ()) for key in names)
         return ((variable, tuple(variable.shape)) for variable in variables)
 
     for variable, dims in called(name):  # GPTQ keeps both while it calibrates

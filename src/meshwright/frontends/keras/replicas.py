@@ -149,8 +149,8 @@ class DistributedRows(LocalRows):
     placement: Placement
 
     def __iter__(self) -> Iterator[Any]:
-        put = batches.putter(self.placement)
-        return (put(LocalBatch(self.source[index])) for index in range(len(self.source)))
+        putter = batches.putter(self.placement)
+        return (putter(LocalBatch(self.source[index])) for index in range(len(self.source)))
 
 
 class _Joined(keras.utils.PyDataset):
@@ -161,7 +161,7 @@ class _Joined(keras.utils.PyDataset):
         self._dataset, self._count = dataset, count
         whole = len(dataset) if hasattr(dataset, "__len__") else sum(1 for _ in dataset)
         self._length = whole // count
-        self._left, self._position = iter(()), self._length
+        self._rest, self._position = iter(()), self._length
 
     def __len__(self) -> int:
         return self._length
@@ -172,8 +172,8 @@ class _Joined(keras.utils.PyDataset):
             parts = [self._dataset[first + i] for i in range(self._count)]
         else:
             if index != self._position:
-                self._left = itertools.islice(self._dataset, first, None)
-            parts = list(itertools.islice(self._left, self._count))
+                self._rest = itertools.islice(self._dataset, first, None)
+            parts = list(itertools.islice(self._rest, self._count))
             self._position = index + 1
         arrays = [jax.tree.map(np.asarray, part) for part in parts]
         return jax.tree.map(lambda *pieces: np.concatenate(pieces), *arrays)

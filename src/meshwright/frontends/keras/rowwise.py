@@ -28,7 +28,7 @@ class RowWise:
     def __init__(self, model: keras.Model, variables: Any) -> None:
         self._model = model
         self._variables = variables
-        self._known: dict[Any, str | None] = {}
+        self._answers: dict[Any, str | None] = {}
 
     def why_not(self, kind: Kind, batch: Any, rows: int, padded: int) -> str | None:
         """Why a batch of ``rows`` rows must not be padded; ``None`` if it may be.
@@ -40,9 +40,9 @@ class RowWise:
         leaves, tree = jax.tree.flatten(batch)
         tails = tuple((value.shape[1:], str(device_dtype(value))) for value in leaves)
         key = (kind, tree, tails, rows, padded)
-        if key not in self._known:
-            self._known[key] = self._own_part(kind) or self._trace(kind, batch, rows, padded)
-        return self._known[key]
+        if key not in self._answers:
+            self._answers[key] = self._own_part(kind) or self._trace(kind, batch, rows, padded)
+        return self._answers[key]
 
     def _own_part(self, kind: Kind) -> str | None:
         model = self._model

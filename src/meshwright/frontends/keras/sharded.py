@@ -108,7 +108,7 @@ class Sharded(LaidOut, Replicas):
     ) -> Sharded:
         """The strategy that lays a model out as Keras' own ``ModelParallel`` or ``DataParallel``.
 
-        The rules are those of its layout map, on a mesh of the same axes without devices.
+        The layouts are those of its layout map, on a mesh of the same axes without devices.
 
         >>> import keras, meshwright as mw
         >>> theirs = keras.distribution.DataParallel()
@@ -289,7 +289,7 @@ class Sharded(LaidOut, Replicas):
         ``batch`` (arrays ``(x, y)``) is needed while model, metrics or optimizer are not built.
         Whatever step its functions are called in, new values lie as the old ones do.
         """
-        return self._steps(model, batch).kept
+        return self._steps(model, batch).custom_program
 
     def train_step(self, model: keras.Model, batch: Batch | None = None) -> Step:
         """The pure function ``(state, batch) -> (state, logs)``, to be called under ``jax.jit``.
@@ -306,10 +306,10 @@ class Sharded(LaidOut, Replicas):
         ...     state, logs = step(state, strategy.put(batch))
         >>> strategy.load_state(model, state)
         """
-        return self._steps(model, batch).kept_train_step
+        return self._steps(model, batch).custom_train_step
 
     def _steps(self, model: keras.Model, batch: Batch | None = None) -> Assembly:
-        variables = self.prepare(model, _given(batch))
+        variables = self.prepare(model, _giving(batch))
         fitting.check_compiled(model)
         example = None if batch is None else batches.abstract(batch)
         return functions_of(self, model, variables, example=example).steps
@@ -320,7 +320,7 @@ class Sharded(LaidOut, Replicas):
         The arrays are the variables' own: after a step that donates them, give the newest state
         back with :meth:`load_state`. Weights whose layouts have ``pad=True`` are padded.
         """
-        variables = self.prepare(model, _given(batch))
+        variables = self.prepare(model, _giving(batch))
         if self.how.pipeline is not None:
             variables = variables.stored_by(self._steps(model, batch).outside)
         return read_state(variables)
@@ -420,13 +420,13 @@ class Sharded(LaidOut, Replicas):
         variables = KerasVariables.of(model)
         dims = {p: variables.infos[id(v)].dims for p, v in variables.params.items()}
         with self.scope():
-            kept = _compat.add_rows(model, UNSENT, lambda: first_rows(dims, self.placement, how))
-        set_weight_layout(kept, rows_layout(self.placement))
-        if kept.shape[0] != (count := self.placement.batch_shards):
+            weight = _compat.add_rows(model, UNSENT, lambda: first_rows(dims, self.placement, how))
+        set_weight_layout(weight, rows_layout(self.placement))
+        if weight.shape[0] != (count := self.placement.batch_shards):
             raise ModelError(
                 f"the optimizer of model {model.name!r} keeps unsent gradients of "
-                f"{kept.shape[0]} devices, and this strategy has {count}. Compile the model again, "
-                "or rebuild it and resume from a checkpoint."
+                f"{weight.shape[0]} devices, and this strategy has {count}. Compile the model "
+                "again, or rebuild it and resume from a checkpoint."
             )
 
     def _build(self, model: keras.Model, batch: Batch | None, training: bool) -> None:
@@ -448,7 +448,7 @@ class Sharded(LaidOut, Replicas):
         if not self.mesh.is_abstract:
             here = self.on(self.mesh.abstract())
             if not any(map(is_abstract, model.variables)):
-                self.prepare(model, _given(batch))
+                self.prepare(model, _giving(batch))
                 here._inspected.add(model)
         return abstract_step(here, model, batch)
 
@@ -479,5 +479,5 @@ def _revived(cls: type[Sharded], placement: Placement, how: StepOptions) -> Shar
     return cls.from_placement(placement, how)
 
 
-def _given(batch: Batch | None) -> Callable[[], Batch] | None:
+def _giving(batch: Batch | None) -> Callable[[], Batch] | None:
     return None if batch is None else lambda: batch

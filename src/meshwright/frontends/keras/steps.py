@@ -168,9 +168,9 @@ class KerasSteps(Steps):
 
     def _size_for(self, batch: Any) -> int:
         """How many batches, from this one on the host on, are trained on in one call."""
-        accumulate, asked = self.functions.how.batches, self.model.steps_per_execution
-        if asked > 1:
-            return asked * accumulate
+        accumulate, per_execution = self.functions.how.batches, self.model.steps_per_execution
+        if per_execution > 1:
+            return per_execution * accumulate
         if self._begins or self._ends:
             return accumulate
         if self._at_once is None:
