@@ -184,11 +184,11 @@ class ParameterServer(KerasTraining):
     def with_servers(self, do: Callable[[Servers], T]) -> T:
         """Do something with this process' own channels to the servers."""
         with self._lock:
-            done = do(self._servers)
+            result = do(self._servers)
             restarts = self._servers.restarts()
         if restarts and self.coordinator_made is not None:
             self.coordinator_made.restarted(restarts)
-        return done
+        return result
 
     # Checkpoints
 

@@ -139,7 +139,7 @@ class Lane:
             self.source.expect(len(self.ran[number]))
         self.told, self.left_some = set(self.ran), False
         if attempt > 1:
-            left = self.source.left(step, used, None)
+            left = self.source.remaining(step, used, None)
             return left or self.source.more(step, self.name)
         numbers = list(self.steps)
         behind = numbers[numbers.index(step) + 1 :]

@@ -205,7 +205,7 @@ def test_a_frozen_server_is_noticed_and_replaced_and_what_was_lost_is_told_exact
         while count < 200:
             count += schedule_and_wait(coordinator, step, 40)
         frozen = cluster.pid("ps:0")
-        wait_for(lambda: "ps:0" in coordinator._dispatcher._beats._heard)
+        wait_for(lambda: "ps:0" in coordinator._dispatcher._beats._last_beats)
         begun_s = time.monotonic()
         os.kill(frozen, signal.SIGSTOP)
         for _ in range(400):

@@ -214,7 +214,7 @@ def test_no_beat_switches_off_the_wait_for_the_next(every_s: float) -> None:
     links.coming.append(("ps:0/alive", Message("alive", head)))
     until(lambda: dispatcher.records.untold)
     assert "every_s must be seconds above 0, an hour at most" in str(dispatcher.records.untold[0])
-    assert not dispatcher._beats._heard
+    assert not dispatcher._beats._last_beats
     dispatcher.stop(False)
 
 
@@ -251,7 +251,7 @@ def test_what_a_launcher_cannot_say_does_not_end_the_coordinator() -> None:
     beat = Message("alive", {"task": "ps:0", "pid": 4, "every_s": 0.01})
     links.coming.append(("ps:0/alive", beat))
     until(lambda: not dispatcher.workers)  # silent by now, and so is the server
-    until(lambda: not dispatcher._beats._heard)
+    until(lambda: not dispatcher._beats._last_beats)
     until(lambda: len(dispatcher.records.untold) >= 2)
     joined(dispatcher, links, "b")
     assert dispatcher.broken is None

@@ -66,11 +66,11 @@ class Packer:
         if not callable(function):
             raise ShippingError(f"{function!r} cannot be scheduled: it is not callable.")
         name = name_of(function)
-        met: dict[str, Any] = {}
-        packed = pack(function, lambda one: self._replaced(one, met), f"function {name!r}")
+        iterators: dict[str, Any] = {}
+        packed = pack(function, lambda one: self._replaced(one, iterators), f"function {name!r}")
         key = key_of(*packed)
         watched = self._watch(function, identity, key)
-        packed_function = Function(key, name, packed, met, None if watched else function)
+        packed_function = Function(key, name, packed, iterators, None if watched else function)
         if len(self._functions) >= _MOST_FUNCTIONS:
             self._forget(next(iter(self._functions)))
         self._functions[identity] = packed_function
@@ -82,13 +82,13 @@ class Packer:
         is_method = hasattr(function, "__func__")
         owner, packer = function.__self__ if is_method else function, weakref.ref(self)
 
-        def gone() -> None:
+        def forget() -> None:
             mine = packer()
             if mine is not None and identity in mine._functions:
                 mine._forget(identity, key)
 
         try:
-            weakref.finalize(owner, gone).atexit = False
+            weakref.finalize(owner, forget).atexit = False
         except TypeError:
             return False
         return True
@@ -106,10 +106,10 @@ class Packer:
         self, function: Function, args: Any, kwargs: Any
     ) -> tuple[Packed, dict[str, Any]]:
         """The arguments of one call, packed, and all iterators that the call may use."""
-        met = dict(function.iterators)
+        iterators = dict(function.iterators)
         what = f"an argument of {function.name!r}"
-        packed = pack((args, kwargs), lambda one: self._replaced(one, met), what)
-        return packed, met
+        packed = pack((args, kwargs), lambda one: self._replaced(one, iterators), what)
+        return packed, iterators
 
     def begin(self, dataset: PerWorkerDataset, num_workers: int) -> PerWorkerValues:
         """A new iterator over a dataset of the workers."""
@@ -134,7 +134,7 @@ class Packer:
         """Drop an iterator over a dataset of the workers."""
         del self.sources[key], self.datasets[key]
 
-    def _replaced(self, value: Any, met: dict[str, Any]) -> Any:
+    def _replaced(self, value: Any, iterators: dict[str, Any]) -> Any:
         if isinstance(value, PerWorkerValues):
             key = value.key
         elif isinstance(value, PerWorkerDataset):
@@ -143,7 +143,7 @@ class Packer:
             key = self._key_of(value)
         else:
             return None
-        met[key] = value
+        iterators[key] = value
         return worker_iterator, (key,)
 
     def _key_of(self, iterator: Iterator[Any]) -> str:

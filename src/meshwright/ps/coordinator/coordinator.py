@@ -116,13 +116,14 @@ class ClusterCoordinator:
             self._wait_until_idle(timeout_s)
             self._raise_error()
 
-    def join_unless(self, asked: Callable[[], bool]) -> int:
-        """The same; but once ``asked()`` is true, what was not begun is dropped: how many.
+    def join_unless(self, interrupted: Callable[[], bool]) -> int:
+        """Like :meth:`join`, but once ``interrupted()`` is true, steps not begun are dropped.
 
-        It is looked at about once a second, and what was begun is waited for.
+        It is called about once a second. Steps that were begun are waited for. Returns how many
+        steps were dropped.
         """
         with self._changed:
-            self._wait_until_idle(None, asked)
+            self._wait_until_idle(None, interrupted)
             dropped = 0
             if not self._queue.idle and self._dispatcher.broken is None:
                 dropped = self._dispatcher.drop_waiting()
@@ -220,7 +221,7 @@ class ClusterCoordinator:
             return "\n".join(self._dispatcher.lines())
 
     def restarted(self, restarts: Iterable[Sequence[int]]) -> None:
-        """The strategy's: servers that it found started again, before it shows what they answer."""
+        """The strategy calls this for restarted servers, before it uses what they answer."""
         self._dispatcher.restarted(restarts)
 
     def close(self, stop_workers: bool = False) -> None:
@@ -255,11 +256,11 @@ class ClusterCoordinator:
         for news in untold:
             warn(str(news))
 
-    def _wait(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+    def _wait(self, is_over: Callable[[], bool], timeout_s: float | None) -> None:
         begun_s = time.monotonic()
         alone_s = reported_s = begun_s
         before = self._dispatcher.records.counts.done
-        while not (done() or self._dispatcher.broken is not None):
+        while not (is_over() or self._dispatcher.broken is not None):
             now_s = time.monotonic()
             if timeout_s is not None and now_s - begun_s >= timeout_s:
                 raise self._late(f"join has waited for {timeout_s:.1f} s")
@@ -291,13 +292,14 @@ class ClusterCoordinator:
             ) from self._dispatcher.broken
 
     def _wait_until_idle(
-        self, timeout_s: float | None, asked: Callable[[], bool] = lambda: False
+        self, timeout_s: float | None, interrupted: Callable[[], bool] = lambda: False
     ) -> None:
         self._dispatcher.waiting += 1
         try:
             self._dispatcher.wake()
             self._wait(
-                lambda: self._queue.idle or self._queue.error is not None or asked(), timeout_s
+                lambda: self._queue.idle or self._queue.error is not None or interrupted(),
+                timeout_s,
             )
         finally:
             self._dispatcher.waiting -= 1

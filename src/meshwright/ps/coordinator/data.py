@@ -38,35 +38,35 @@ class Stream:
 
         What the iterator raises is kept, when it is drawn from ``ahead``, for the one who asks.
         """
-        taken: list[Drawn] = []
-        while len(taken) < most:
+        elements: list[Drawn] = []
+        while len(elements) < most:
             if self._returned:
-                taken.append(heapq.heappop(self._returned))
+                elements.append(heapq.heappop(self._returned))
                 continue
             try:
                 if self._error is None:
-                    taken.append((next(self._places), next(self._draw)))
+                    elements.append((next(self._places), next(self._draw)))
                     continue
             except StopIteration:
                 self.ended = True
                 break
             except Exception as error:
                 self._error = error
-            if taken or ahead:
+            if elements or ahead:
                 break
             error, self._error = self._error, None
             raise error
-        return taken
+        return elements
 
-    def put_back(self, drawn: Drawn) -> None:
+    def put_back(self, element: Drawn) -> None:
         """An element that was not used; an index behind the end does not come back."""
-        if self._end is None or drawn[1] < self._end:
-            heapq.heappush(self._returned, drawn)
+        if self._end is None or element[1] < self._end:
+            heapq.heappush(self._returned, element)
 
     def stop_at(self, index: int) -> None:
         """There is no element of this index or above: for streams of indices."""
         self._draw, self._end, self.ended = iter(()), index, True
-        self._returned = [drawn for drawn in self._returned if drawn[1] < index]
+        self._returned = [element for element in self._returned if element[1] < index]
         heapq.heapify(self._returned)
 
     @property
@@ -95,7 +95,7 @@ class ElementSource:
         if sharding == "static":
             counts = (itertools.count(index, num_workers) for index in range(num_workers))
             self._streams = {f"worker:{i}": Stream(count) for i, count in enumerate(counts)}
-        self._gone: list[str] = []  # workers whose static share others may take
+        self._absent: list[str] = []  # workers whose static share others may take
         self._bound: dict[int, list[tuple[Stream, Drawn]]] = {}
         self._usual = 0  # how many the last step took: so many are sent along with the next
 
@@ -129,7 +129,7 @@ class ElementSource:
         elements = self._take(step, worker, 1)
         return elements, [(other, self.ahead(other, worker)) for other in later]
 
-    def left(self, step: int, num_used: int, missing: int | None) -> list[Any]:
+    def remaining(self, step: int, num_used: int, missing: int | None) -> list[Any]:
         """What is bound to a step beyond what it has taken: for one that was begun before."""
         if missing is not None:
             self._stop(step, missing)
@@ -158,12 +158,12 @@ class ElementSource:
 
     def leave(self, worker: str) -> None:
         """A worker is gone: what it had to do of a static share may go to others."""
-        if worker not in self._gone:
-            self._gone.append(worker)
+        if worker not in self._absent:
+            self._absent.append(worker)
 
     def enter(self, worker: str) -> None:
-        if worker in self._gone:
-            self._gone.remove(worker)
+        if worker in self._absent:
+            self._absent.remove(worker)
 
     def dry(self, worker: str) -> bool:
         """Whether this worker, as far as is known, can get nothing more."""
@@ -178,28 +178,28 @@ class ElementSource:
         if self.sharding == "copy":
             return [self._streams.setdefault(worker, Stream(itertools.count()))]
         if self.sharding == "static":
-            names = [worker, *(name for name in self._gone if name != worker)]
+            names = [worker, *(name for name in self._absent if name != worker)]
             return [self._streams[name] for name in names if name in self._streams]
         return [self._whole]
 
     def _take(self, step: int, worker: str, most: int, *, ahead: bool = False) -> list[Any]:
-        taken: list[Any] = []
+        elements: list[Any] = []
         for stream in self._of(worker):
-            drawn_now = stream.take(most - len(taken), ahead=ahead)
+            drawn_now = stream.take(most - len(elements), ahead=ahead)
             self._bound.setdefault(step, []).extend((stream, drawn) for drawn in drawn_now)
-            taken.extend(element for _, element in drawn_now)
-        return taken
+            elements.extend(element for _, element in drawn_now)
+        return elements
 
     def _stop(self, step: int, index: int) -> None:
         bound = self._bound.get(step, [])
         for stream in [stream for stream, (_, element) in bound if element == index]:
             stream.stop_at(index)
         # What is not there was never handed out.
-        self._bound[step] = [(stream, drawn) for stream, drawn in bound if drawn[1] < index]
+        self._bound[step] = [(stream, pair) for stream, pair in bound if pair[1] < index]
 
     def _return(self, pairs: list[tuple[Stream, Drawn]]) -> None:
-        for stream, drawn in pairs:
-            stream.put_back(drawn)
+        for stream, element in pairs:
+            stream.put_back(element)
 
 
 def check_sharding(sharding: str) -> str:

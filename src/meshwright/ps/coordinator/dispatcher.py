@@ -349,8 +349,8 @@ class Dispatcher:
 
     def _recall(self, now_s: float) -> None:
         assert self.links is not None
-        wanted = steps_to_recall(self.queue, self._sent_s, self._recalled, now_s)
-        for name, steps in wanted.items():
+        steps_of = steps_to_recall(self.queue, self._sent_s, self._recalled, now_s)
+        for name, steps in steps_of.items():
             self._recalled.update(step.number for step in steps)
             attempts = [[step.number, step.attempt] for step in steps]
             self.links.send(f"{name}/alive", Message("recall", {"steps": attempts}))
@@ -381,7 +381,7 @@ class Dispatcher:
         self._tell_ended()
 
     def _check_servers(self, servers: Iterable[Sequence[Any]]) -> None:
-        unknown = [said[0] for said in servers if said[0] >= self.settings.num_servers]
+        unknown = [server[0] for server in servers if server[0] >= self.settings.num_servers]
         if unknown:
             raise ProtocolError(f"there is no ps:{unknown[0]} in this cluster.", f"ps:{unknown[0]}")
 
@@ -417,8 +417,8 @@ class Dispatcher:
         if key not in self.packer.sources:
             raise ProtocolError(f"{worker.name} asks for elements of {key!r}, which is unknown.")
         try:
-            asked = Asked(key, number, head["used"], head["missing"], head["before"])
-            elements, later = self.more(worker.name, asked)
+            request = Asked(key, number, head["used"], head["missing"], head["before"])
+            elements, later = self.more(worker.name, request)
             packed = packed_elements(self.packer, key, elements)
             again = [[other, packed_elements(self.packer, key, one)] for other, one in later]
             answer = {"key": key, "step": number, "elements": packed, "later": again}
@@ -430,25 +430,27 @@ class Dispatcher:
             self._tell_ended()
         self.links.send(worker.name, Message("element", answer))
 
-    def more(self, name: str, asked: Asked) -> Given:
+    def more(self, name: str, request: Asked) -> Given:
         """One more element of an iterator for a step, or none at its end."""
         with self.changed:
             worker = self.workers.get(name)
             if worker is None:
                 raise TaskError(f"{name} was declared dead.")
-            source, steps = self.packer.sources[asked.key], self.queue.members[name].steps
-            for number, num_used in asked.before:
+            source, steps = self.packer.sources[request.key], self.queue.members[name].steps
+            for number, num_used in request.before:
                 source.took(number, num_used)
                 source.expect(num_used)
-            step = steps.get(asked.step)
+            step = steps.get(request.step)
             if step is None or step.attempt > 1:
                 # It may have changed something already, with what it took then: it takes the same.
-                left = source.left(asked.step, asked.used, asked.missing)
-                return left or source.more(asked.step, worker.task), []
+                elements = source.remaining(request.step, request.used, request.missing)
+                return elements or source.more(request.step, worker.task), []
             later = [one for one in steps.values() if one.attempt == 1]
             later = later[later.index(step) + 1 :]
-            numbers = [one.number for one in later if asked.key in one.call.iterators]
-            return source.in_order(asked.step, worker.task, asked.used, numbers, asked.missing)
+            numbers = [one.number for one in later if request.key in one.call.iterators]
+            return source.in_order(
+                request.step, worker.task, request.used, numbers, request.missing
+            )
 
     def _alive(self, worker: Worker, message: Message) -> None:
         worker.heard(time.monotonic(), dict(message.head))

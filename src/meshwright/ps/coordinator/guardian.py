@@ -36,7 +36,7 @@ class Guardian:
         self.waits_for = ""  # what it waits for, for reports
         self._dispatcher = dispatcher
         self._heartbeat_s = heartbeat_s
-        self._asked: queue.SimpleQueue[_Fence | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Fence | None] = queue.SimpleQueue()
         self._fences: list[_Fence] = []  # all that were ever asked for
         self._generations: dict[int, int] = {}
         self._closing = False
@@ -46,12 +46,12 @@ class Guardian:
 
     def fence(self, name: str, incarnation: str) -> None:
         """Let no server take anything from this worker; :meth:`Dispatcher.fenced` tells when."""
-        self._asked.put(_Fence(name, incarnation))
+        self._inbox.put(_Fence(name, incarnation))
 
     def close(self) -> None:
         """Stop looking after them."""
         self._closing = True
-        self._asked.put(None)
+        self._inbox.put(None)
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
@@ -69,7 +69,7 @@ class Guardian:
 
     def _fence_next(self, servers: Servers) -> None:
         try:
-            fence = self._asked.get(timeout=self._heartbeat_s)
+            fence = self._inbox.get(timeout=self._heartbeat_s)
         except queue.Empty:
             return
         if fence is None:
@@ -103,16 +103,16 @@ class Guardian:
     def _look_at(self, server: int, servers: Servers) -> None:
         stats: Any = servers.ask(server, Message("stats")).head
         generation = stats["generation"]
-        seen = self._generations.setdefault(server, 0)
-        if generation > seen:
+        before = self._generations.setdefault(server, 0)
+        if generation > before:
             for fence in self._fences:
                 servers.ask(server, Message("fence", {"incarnation": fence.incarnation}))
             self._dispatcher.refill(server, servers)
             self._generations[server] = generation
         snapshot = stats["snapshot"]["version"]
         self._dispatcher.saving(server, stats["save_fault"], stats["version"] - snapshot)
-        wanted = self._dispatcher.server_state(server, generation, stats["base"], snapshot)
-        for number in range(stats["rounds"], wanted if generation else 0):
+        num_rounds = self._dispatcher.server_state(server, generation, stats["base"], snapshot)
+        for number in range(stats["rounds"], num_rounds if generation else 0):
             # Gradients that the server has lost will not come again.
             servers.ask(server, Message("round", {"round": number, "of": 0}))
             servers.clip_rounds()

@@ -39,14 +39,14 @@ def steps_to_recall(
 
     After an error, everything that may not have begun.
     """
-    wanted: dict[str, list[Step]] = {}
+    by_worker: dict[str, list[Step]] = {}
     for step in queue.to_cancel() or queue.behind():
         waited_s = now_s - sent_s.get(step.number, now_s)
         patience_s = 0.0 if step.only_here else _PATIENCE_S
         if waited_s >= patience_s and step.number not in recalled:
             assert step.worker is not None
-            wanted.setdefault(step.worker, []).append(step)
-    return wanted
+            by_worker.setdefault(step.worker, []).append(step)
+    return by_worker
 
 
 def fits_worker(sources: Mapping[str, ElementSource], step: Step, task: str) -> bool:

@@ -106,7 +106,7 @@ class LocalLinks:
     def __init__(self, servers: Servers, more: Callable[[str, Asked], Given]) -> None:
         self.name = f"{LOCAL_TASK}/{_INCARNATION}"
         self._servers = servers
-        self._runner = Runner(servers, LOCAL_TASK, 0, lambda asked: more(self.name, asked))
+        self._runner = Runner(servers, LOCAL_TASK, 0, lambda request: more(self.name, request))
         head = {"task": LOCAL_TASK, "incarnation": _INCARNATION, "pid": os.getpid(), "host": "here"}
         self._coming: deque[tuple[str, Message]] = deque([(self.name, Message("join", head))])
         self._calls: deque[Any] = deque()
@@ -147,8 +147,8 @@ class LocalLinks:
         self._bell.close()
 
     def _recall(self, steps: list[list[int]]) -> None:
-        wanted = {step for step, _ in steps}
-        self._give_back([call.step for call in self._calls if call.step in wanted])
+        numbers = {step for step, _ in steps}
+        self._give_back([call.step for call in self._calls if call.step in numbers])
 
     def _give_back(self, steps: list[int]) -> None:
         self._calls = deque(call for call in self._calls if call.step not in steps)

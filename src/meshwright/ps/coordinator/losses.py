@@ -40,21 +40,25 @@ class Ledger:
         self.server = server
         self.generation = 0
         # version, step and generation of each acknowledgement
-        self._kept: deque[tuple[int, int, int]] = deque(maxlen=_MOST_KEPT)
+        self._acknowledged: deque[tuple[int, int, int]] = deque(maxlen=_MOST_KEPT)
         self._restored_at: dict[int, int] = {}  # generation -> version it began with
 
     def acknowledged(self, step: int, version: int, generation: int) -> Loss | None:
         """A push was applied. The loss, where the server has died since."""
         if generation < self.generation:
             return self._late(step, version, generation)
-        self._kept.append((version, step, generation))
+        self._acknowledged.append((version, step, generation))
         return None
 
     def snapshot(self, version: int, generation: int) -> None:
         """What came up to this version is safe."""
         if generation == self.generation:
-            while self._kept and self._kept[0][0] <= version and self._kept[0][2] <= generation:
-                self._kept.popleft()
+            while (
+                self._acknowledged
+                and self._acknowledged[0][0] <= version
+                and self._acknowledged[0][2] <= generation
+            ):
+                self._acknowledged.popleft()
 
     def began(self, generation: int, version: int) -> None:
         """The server was seen to begin a generation at this version, or a little above."""
@@ -68,10 +72,14 @@ class Ledger:
         version = self._restored_at[generation]
         self.generation = generation
         # What the server has said since it came back is not lost.
-        lost = [entry for entry in self._kept if entry[2] < generation and entry[0] > version]
-        gone = set(lost)
-        self._kept = deque((e for e in self._kept if e not in gone), maxlen=_MOST_KEPT)
-        return Loss(self.server, generation, tuple(sorted({step for _, step, _ in lost})))
+        entries = [
+            entry for entry in self._acknowledged if entry[2] < generation and entry[0] > version
+        ]
+        without = set(entries)
+        self._acknowledged = deque(
+            (e for e in self._acknowledged if e not in without), maxlen=_MOST_KEPT
+        )
+        return Loss(self.server, generation, tuple(sorted({step for _, step, _ in entries})))
 
     def _late(self, step: int, version: int, generation: int) -> Loss | None:
         # An acknowledgement from before a death that is known by now.
@@ -84,5 +92,5 @@ class Ledger:
 def _ids_text(steps: tuple[int, ...]) -> str:
     if not steps:
         return "."
-    shown = ", ".join(map(str, steps[:10]))
-    return f" (ids {shown}{', ...' if len(steps) > 10 else ''})."
+    numbers = ", ".join(map(str, steps[:10]))
+    return f" (ids {numbers}{', ...' if len(steps) > 10 else ''})."

@@ -34,14 +34,14 @@ class Worker:
     broken_rounds: int = 0  # how many of them it was told
 
     def heard(self, now_s: float, head: dict[str, Any] | None = None) -> None:
-        """Something came from it; ``head`` describes what it does."""
+        """A message came from it; ``head`` describes what it does."""
         self.heard_s = now_s
         if head is not None:
             self.what, self.step = head["what"], head["step"]
             self.since_s = now_s - head["for_s"]
 
     def paused(self, seconds: float, now_s: float) -> None:
-        """For this time nothing could be received, but for what came after it.
+        """Nothing could be received for this long, so silence counts from a later time.
 
         >>> worker = Worker("worker:0/a", "worker:0", "a", 71, "host", heard_s=1.0)
         >>> worker.paused(30.0, now_s=40.0)
@@ -54,7 +54,7 @@ class Worker:
         self.heard_s = min(self.heard_s + seconds, now_s)
 
     def measured(self, seconds: float) -> None:
-        """A step took so long."""
+        """Note how long a step took."""
         self.num_done += 1
         if self.step_s is None:
             self.step_s = seconds
@@ -158,26 +158,26 @@ class Beats:
     """
 
     def __init__(self) -> None:
-        self._heard: dict[str, tuple[int, float, float]] = {}
+        self._last_beats: dict[str, tuple[int, float, float]] = {}
 
     def heard(self, task: str, pid: int, every_s: float, now_s: float) -> None:
         """A server's process has beaten, as it does every so often."""
-        self._heard[task] = (pid, every_s, now_s)
+        self._last_beats[task] = (pid, every_s, now_s)
 
     def paused(self, seconds: float, now_s: float) -> None:
-        """For this time no beat could be received, but for what came after it."""
-        self._heard = {
+        """No beat could be received for this long, so silence counts from a later time."""
+        self._last_beats = {
             task: (pid, every_s, min(at_s + seconds, now_s))
-            for task, (pid, every_s, at_s) in self._heard.items()
+            for task, (pid, every_s, at_s) in self._last_beats.items()
         }
 
     def silent(self, now_s: float, limit_s: float) -> list[Silent]:
         """Those that are silent for too long, each reported once until it beats again."""
         servers = [
             Silent(task, pid, now_s - at_s)
-            for task, (pid, every_s, at_s) in self._heard.items()
+            for task, (pid, every_s, at_s) in self._last_beats.items()
             if now_s - at_s > max(limit_s, _LOST_BEATS * every_s)
         ]
         for one in servers:
-            del self._heard[one.task]
+            del self._last_beats[one.task]
         return servers

@@ -190,7 +190,7 @@ class StepQueue:
     def abort(self, error: BaseException) -> None:
         """Keep this error, if it is the first, and cancel what no worker has begun."""
         self.error = self.error or error
-        for step in self._held():
+        for step in self._steps_of_members():
             step.only_here = True
         self._is_broken = self._is_broken or self._missing > 0
         self._missing = 0
@@ -233,7 +233,7 @@ class StepQueue:
 
     def under_way(self) -> list[Step]:
         """All steps that have not ended."""
-        return [*self._queued, *self._ready, *self._held()]
+        return [*self._queued, *self._ready, *self._steps_of_members()]
 
     @property
     def rounds_done(self) -> int:
@@ -293,11 +293,11 @@ class StepQueue:
 
     def _end_broken_round(self) -> None:
         """A round that an error broke off has all its gradients when none of its steps runs."""
-        if self._is_broken and all(step.round != self._round for step in self._held()):
+        if self._is_broken and all(step.round != self._round for step in self._steps_of_members()):
             self._is_broken = False
             self.broken_rounds.append((self._round, self._num_given))
 
-    def _held(self) -> list[Step]:
+    def _steps_of_members(self) -> list[Step]:
         return [step for member in self.members.values() for step in member.steps.values()]
 
     def _close_round(self) -> None:

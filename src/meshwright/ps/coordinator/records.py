@@ -88,7 +88,7 @@ class Records:
         ledger.began(generation, base)
         late = ledger.acknowledged(number, version, generation)
         if late is not None:
-            self._lost(late)
+            self._add_loss(late)
 
     def refused(self, what: Refused) -> None:
         """A message was refused; the user hears of the first ones, of each kind and task once."""
@@ -98,7 +98,7 @@ class Records:
             self.untold.append(what)
 
     def answer(self, launcher: Callable[[str, int], bool], task: str, pid: int) -> bool:
-        """What the launcher says of a process that a peer named; no where it cannot say."""
+        """What the launcher says of a process that a peer named; ``False`` where it cannot say."""
         try:
             return launcher(task, pid)
         except Exception as error:
@@ -121,14 +121,14 @@ class Records:
         """A server was started again, and came back with this version."""
         ledger = self._ledgers[server]
         if self.servers_can_die and generation > ledger.generation:
-            self._lost(ledger.restored(generation, base))
+            self._add_loss(ledger.restored(generation, base))
 
     @property
     def losses(self) -> tuple[Loss, ...]:
         """One for each death of a server, in their order."""
         return tuple(self._losses.values())
 
-    def _lost(self, loss: Loss) -> None:
+    def _add_loss(self, loss: Loss) -> None:
         key = (loss.server, loss.generation)
         before = self._losses[key].steps if key in self._losses else ()
         steps = tuple(sorted({*before, *loss.steps}))  # some are acknowledged late

@@ -110,7 +110,7 @@ def _functions(packer: Packer, queue: StepQueue, workers: Collection[Worker]) ->
         return []
     needed = {step.call.function.key for step in queue.under_way()}
     needed |= {function.key for function, _ in packer.datasets.values()}
-    gone = {key for key in packer.forgotten if key not in needed}
+    unneeded = {key for key in packer.forgotten if key not in needed}
     packer.forgotten = [key for key in packer.forgotten if key in needed]
-    dropped = [(worker.name, worker.forget(gone)) for worker in workers]
+    dropped = [(worker.name, worker.forget(unneeded)) for worker in workers]
     return [(name, Message("forget", {"functions": keys})) for name, keys in dropped if keys]

@@ -28,13 +28,13 @@ class RemoteValue:
         self._changed = changed
         self._check = check  # raises where no result can come any more
         self._name = name
-        self._done = False
+        self._is_done = False
         self._value: Any = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Whether the function has ended, in whichever way."""
-        return self._done
+        return self._is_done
 
     def fetch(self, timeout_s: float | None = None) -> Any:
         """Wait for the function's result, and return it: arrays are NumPy's.
@@ -45,7 +45,7 @@ class RemoteValue:
         """
         begun_s = time.monotonic()
         with self._changed:
-            while not self._done:
+            while not self._is_done:
                 waited_s = time.monotonic() - begun_s
                 if timeout_s is not None and waited_s >= timeout_s:
                     raise UnreachableError(
@@ -63,11 +63,11 @@ class RemoteValue:
 
     def set_value(self, value: Any) -> None:
         """The coordinator's, under its lock."""
-        self._value, self._done = value, True
+        self._value, self._is_done = value, True
 
     def set_error(self, error: BaseException) -> None:
         """The coordinator's, under its lock."""
-        self._error, self._done = error, True
+        self._error, self._is_done = error, True
 
     def cancel(self) -> None:
         """The coordinator's, under its lock."""
@@ -79,7 +79,7 @@ class RemoteValue:
         )
 
     def __repr__(self) -> str:
-        state = "waits" if not self._done else "failed" if self._error is not None else "ready"
+        state = "waits" if not self._is_done else "failed" if self._error is not None else "ready"
         return f"RemoteValue(step {self.step}, {self._name}, {state})"
 
     def __reduce__(self) -> NoReturn:

@@ -270,14 +270,14 @@ class ServerCore:
 
     def _snapshot(self, peer: str, message: Message) -> Message:
         path = self._inside(message.head["path"])
-        taken = snapshot_of(self.state, self.state.snapshot.number + 1)
-        write(taken, path)
-        return self._ok({"path": str(path), "num_bytes": taken.num_bytes})
+        snapshot = snapshot_of(self.state, self.state.snapshot.number + 1)
+        write(snapshot, path)
+        return self._ok({"path": str(path), "num_bytes": snapshot.num_bytes})
 
     def _restore(self, peer: str, message: Message) -> Message:
         state = self.state
-        taken = read(self._inside(message.head["path"]))
-        self.state = restore(taken, state.generation, state.store.memory_bytes)
+        snapshot = read(self._inside(message.head["path"]))
+        self.state = restore(snapshot, state.generation, state.store.memory_bytes)
         self.state.reshaped = True
         return self._ok({"names": self.state.store.names})
 

@@ -58,7 +58,7 @@ class Backups:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._kept: dict[str, dict[str, np.ndarray]] = {}  # by peer, the one heard last at the end
+        self._by_peer: dict[str, dict[str, np.ndarray]] = {}  # the one heard last at the end
         self._rows: dict[str, dict[str, _Rows]] = {}  # the last lookup of each table
         self._squares: dict[str, np.ndarray] = {}
 
@@ -70,7 +70,7 @@ class Backups:
         """A peer reads a variable."""
         if shard.name not in self.names:
             return
-        own = _own(self._kept, peer)
+        own = _own(self._by_peer, peer)
         if shard.name in own and own[shard.name].shape == shard.shape:
             np.copyto(own[shard.name], shard.values)
         else:
@@ -84,7 +84,7 @@ class Backups:
 
     def get(self, peer: str, name: str) -> np.ndarray | None:
         """What the peer read, if that was kept."""
-        return self._kept.get(peer, {}).get(name)
+        return self._by_peer.get(peer, {}).get(name)
 
     def delay(self, peer: str, shard: Shard, factor: float, adaptive: bool) -> Delay | None:
         """How a gradient of the whole shard is corrected, if it is known what it was taken at."""
@@ -128,10 +128,10 @@ class Backups:
         return mean
 
 
-def _own(kept: dict[str, Any], peer: str) -> dict[str, Any]:
+def _own(by_peer: dict[str, Any], peer: str) -> dict[str, Any]:
     """What is kept of a peer, who was heard last now."""
-    own = kept.pop(peer, {})
-    kept[peer] = own
-    if len(kept) > MOST_PEERS:
-        del kept[next(iter(kept))]
+    own = by_peer.pop(peer, {})
+    by_peer[peer] = own
+    if len(by_peer) > MOST_PEERS:
+        del by_peer[next(iter(by_peer))]
     return own

@@ -67,9 +67,11 @@ def rows_of(
     values = np.empty(shape, dtype)
     size = block_rows(full_shape)
     for block in range(start // size, -(-stop // size)):
-        drawn = _block(draw, seed, block, (size, *full_shape[1:]))
+        values_of_block = _block(draw, seed, block, (size, *full_shape[1:]))
         low, high = max(start, block * size), min(stop, (block + 1) * size)
-        values[low - start : high - start] = drawn[low - block * size : high - block * size]
+        values[low - start : high - start] = values_of_block[
+            low - block * size : high - block * size
+        ]
     return values
 
 
@@ -141,11 +143,11 @@ def _variance_scaling(
     scale: float | None = None, mode: str = "fan_in", law: str = "truncated_normal"
 ) -> Callable[[Mapping[str, Any], tuple[int, ...]], Draw]:
     def make(params: Mapping[str, Any], shape: tuple[int, ...]) -> Draw:
-        chosen = params.get("mode", mode)
+        fan = params.get("mode", mode)
         fan_in, fan_out = _fans(shape)
         fans = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}
         factor = params.get("scale", 1.0) if scale is None else scale
-        variance = factor / max(1.0, fans[chosen])
+        variance = factor / max(1.0, fans[fan])
         return _spread(params.get("distribution", law) if scale is None else law, variance)
 
     return make

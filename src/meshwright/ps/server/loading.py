@@ -111,11 +111,11 @@ def put_piece(shard: Shard, head: Mapping[str, Any], arrays: Sequence[np.ndarray
     _check_slots(shard, {*named, *head["scalars"]})
     full = {None: values, **named}
     for name, array in full.items():
-        wanted = (len(rows), *shard.full(name).shape[1:])
-        if array.shape != wanted:
+        expected = (len(rows), *shard.full(name).shape[1:])
+        if array.shape != expected:
             raise ArrayError(
                 f"{len(rows)} rows of {shard.name!r}: expected {name or 'values'} of shape "
-                f"{list(wanted)}; received {list(array.shape)}."
+                f"{list(expected)}; received {list(array.shape)}."
             )
     at = shard.positions(rows)
     for name, array in full.items():

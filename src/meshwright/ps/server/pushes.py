@@ -30,8 +30,8 @@ def push(state: State, peer: str, message: Message) -> dict[str, Any]:
         version = state.applied.version_of(step)
         answer = {"applied": False, "duplicate": True, "staleness": 0, **_rounds(state, head)}
         return _answer(state, answer, state.version if version is None else version)
-    seen = head.get("seen")
-    staleness = max(0, state.version - seen) if seen is not None else 0
+    version_read = head.get("seen")
+    staleness = max(0, state.version - version_read) if version_read is not None else 0
     checked = check_updates(state.store, state.groups, head["updates"], message.arrays, staleness)
     _check_then_read(state, head)
     if head.get("round") is not None:
@@ -54,16 +54,16 @@ def _push_round(
             state.task,
         )
     number = int(head["round"])
-    held = [_owned(gradient) for gradient in checked.gradients]
-    taken = state.rounds.offer(number, int(head["of"]), step, held)
+    gradients = [_owned(gradient) for gradient in checked.gradients]
+    is_in_time = state.rounds.offer(number, int(head["of"]), step, gradients)
     for change in checked.changes:
         change.apply()
-    state.counts.dropped += not taken
-    applied = taken or bool(checked.changes)
+    state.counts.dropped += not is_in_time
+    applied = is_in_time or bool(checked.changes)
     _count(state, step, 0, applied)
     version = state.version
     state.apply_rounds()
-    answer = {"applied": applied, "staleness": 0, "dropped": not taken, **_rounds(state, head)}
+    answer = {"applied": applied, "staleness": 0, "dropped": not is_in_time, **_rounds(state, head)}
     return _answer(state, answer, version)
 
 

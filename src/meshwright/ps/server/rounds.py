@@ -85,8 +85,8 @@ class Rounds:
             return None
         if self._means is None:
             # Where the round was made smaller these may be more than it needs: they were accepted.
-            taken = sorted(next_round.steps)
-            self._means = _means([next_round.steps[step] for step in taken], max(len(taken), 1))
+            steps = sorted(next_round.steps)
+            self._means = _means([next_round.steps[step] for step in steps], max(len(steps), 1))
         return self._means
 
     def end(self, squares: Mapping[str, float]) -> None:

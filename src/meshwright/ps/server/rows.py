@@ -43,9 +43,9 @@ def _sums(values: np.ndarray, order: np.ndarray, is_first: np.ndarray) -> np.nda
 def add_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
     """Add to the rows of a table, in place; a repeated row gets both."""
     rows, values = aggregate(rows, values)
-    taken = np.take(table, rows, axis=0)  # several times as fast as indexing
-    taken += values.astype(table.dtype, copy=False)
-    table[rows] = taken
+    sums = np.take(table, rows, axis=0)  # several times as fast as indexing
+    sums += values.astype(table.dtype, copy=False)
+    table[rows] = sums
 
 
 def subtract_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:

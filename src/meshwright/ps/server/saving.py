@@ -77,16 +77,16 @@ class Saver:
         """Take a snapshot now; a thread may still be writing it when this returns."""
         self.wait()
         state = self._core.state
-        taken = snapshot_of(state, self._number + 1)
+        snapshot = snapshot_of(state, self._number + 1)
         self._number += 1
         self._tried = state.version
         state.reshaped = False
-        if taken.num_bytes > COPY_BYTES:
-            self._write(taken)
+        if snapshot.num_bytes > COPY_BYTES:
+            self._write(snapshot)
             self._collect()
             return
         self._writing = threading.Thread(
-            target=self._write, args=(taken.copied(),), name="snapshot", daemon=True
+            target=self._write, args=(snapshot.copied(),), name="snapshot", daemon=True
         )
         self._writing.start()
 

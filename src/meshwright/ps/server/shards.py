@@ -140,7 +140,7 @@ class HashShard(Shard):
         places = self.positions(rows, make=make)
         if make or not len(places) or int(places.min()) != _UNSEEN:
             return np.take(self._values, places, axis=0)
-        values = self._drawn(rows.astype(np.int64))
+        values = self._rows_by_key(rows.astype(np.int64))
         values[places != _UNSEEN] = self._values[places[places != _UNSEEN]]
         return values
 
@@ -156,7 +156,7 @@ class HashShard(Shard):
         start, stop = len(self._places), len(self._places) + len(keys)
         if stop > len(self._values):
             self._grow(max(stop, len(self._values) * 3 // 2))
-        self._values[start:stop] = self._drawn(keys)
+        self._values[start:stop] = self._rows_by_key(keys)
         for name, slot in self.slots.items():
             if slot.ndim:
                 slot[start:stop] = self.first[name]
@@ -171,7 +171,7 @@ class HashShard(Shard):
             if slot.ndim:
                 self.slots[name] = _grown(slot, capacity)
 
-    def _drawn(self, keys: np.ndarray) -> np.ndarray:
+    def _rows_by_key(self, keys: np.ndarray) -> np.ndarray:
         seed = int(self.init.get("seed") or 0)
         return rows_by_key(self._draw, seed, keys, self.row_shape, self.dtype)
 

@@ -63,7 +63,7 @@ def snapshot_of(state: State, number: int) -> Snapshot:
     """What a snapshot of this state holds."""
     arrays: list[np.ndarray] = []
     shards = [_shard_head(shard, arrays) for shard in state.store]
-    held = [_held_head(one, arrays) for one in state.rounds.held()]
+    heads = [_held_head(one, arrays) for one in state.rounds.held()]
     head = {
         "task": state.task,
         "generation": state.generation,
@@ -74,7 +74,7 @@ def snapshot_of(state: State, number: int) -> Snapshot:
         "below": state.applied.below,
         "applied": [list(pair) for pair in state.applied.versions.items()],
         "fenced": sorted(state.fences.fenced),
-        "rounds": {"applied": state.rounds.applied, "sizes": state.rounds.sizes(), "held": held},
+        "rounds": {"applied": state.rounds.applied, "sizes": state.rounds.sizes(), "held": heads},
         "clipped": state.rounds.last,
     }
     described = [(array.dtype.str, list(array.shape)) for array in arrays]
@@ -141,8 +141,8 @@ def restore(snapshot: Snapshot, generation: int = 0, memory_bytes: int | None = 
     state.applied = AppliedSteps(head["below"], dict(head["applied"]))
     state.fences = Fences(frozenset(head["fenced"]))
     rounds = head["rounds"]
-    held = [_held(head_of, arrays) for head_of in rounds["held"]]
-    state.rounds = restored(rounds["applied"], rounds["sizes"], held, head.get("clipped", {}))
+    gradients = [_gradient_of(head_of, arrays) for head_of in rounds["held"]]
+    state.rounds = restored(rounds["applied"], rounds["sizes"], gradients, head.get("clipped", {}))
     state.snapshot = SnapshotInfo(head["number"], head["version"])
     return state
 
@@ -213,7 +213,7 @@ def _held_head(
     return number, step, gradient.name, by_rows, gradient.scale, gradient.together
 
 
-def _held(head: tuple, arrays: Iterator[np.ndarray]) -> tuple[int, int, Gradient]:
+def _gradient_of(head: tuple, arrays: Iterator[np.ndarray]) -> tuple[int, int, Gradient]:
     number, step, name, by_rows, scale, *together = head  # an older one does not tell the last
     rows = next(arrays) if by_rows else None
     return number, step, Gradient(name, next(arrays), rows, scale, 0.0, *together)

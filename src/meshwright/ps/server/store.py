@@ -89,12 +89,12 @@ class Store:
             raise self._too_large(name, more_bytes)
 
     def _too_large(self, name: str, more_bytes: int) -> TaskError:
-        held = self.variable_bytes + self.slot_bytes
+        num_bytes_here = self.variable_bytes + self.slot_bytes
         limit = "" if self.memory_bytes is None else f" of {bytes_text(self.memory_bytes)}"
         return TaskError(
             f"variable {name!r} takes {bytes_text(more_bytes)} more on {self.task}, which holds "
-            f"{bytes_text(held)}{limit} already. Use more servers, or a partitioner that cuts "
-            "the variable into more shards.",
+            f"{bytes_text(num_bytes_here)}{limit} already. Use more servers, or a partitioner "
+            "that cuts the variable into more shards.",
             self.task,
         )
 
@@ -138,13 +138,15 @@ def _shard_of(
         return HashShard(name, shape[1:], dtype, init)
     if init["kind"] == "value":
         if len(arrays) != 1 or arrays[0].shape != shape:
-            got = [list(array.shape) for array in arrays]
-            raise ArrayError(f"variable {name!r} of shape {list(shape)} is given values of {got}.")
+            shapes = [list(array.shape) for array in arrays]
+            raise ArrayError(
+                f"variable {name!r} of shape {list(shape)} is given values of {shapes}."
+            )
         return Shard(name, np.array(arrays[0], dtype), init)
-    return Shard(name, _drawn(name, shape, dtype, init), init)
+    return Shard(name, _draw_rows(name, shape, dtype, init), init)
 
 
-def _drawn(name: str, shape: tuple[int, ...], dtype: np.dtype, init: dict) -> np.ndarray:
+def _draw_rows(name: str, shape: tuple[int, ...], dtype: np.dtype, init: dict) -> np.ndarray:
     full_shape = tuple(init.get("full_shape") or shape)
     start, stop = init.get("rows") or (0, shape[0] if shape else 1)
     draw = Draw.of(init, full_shape)

@@ -79,10 +79,10 @@ def check_updates(
     changes: list[Change] = []
     gradients: list[Gradient] = []
     faults: list[Exception] = []
-    taken = 0
+    start = 0
     for shard, (_, op, count, options) in zip(shards, updates, strict=True):
-        own = arrays[taken : taken + count]
-        taken += count
+        own = arrays[start : start + count]
+        start += count
         try:
             if op in GRADIENTS:
                 gradients.append(_gradient(groups, shard, op, own, options or {}, staleness))

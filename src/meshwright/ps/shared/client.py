@@ -44,7 +44,7 @@ class Servers:
         self._restarts: dict[int, tuple[int, int]] = {}  # generation, and version it began with
         self._connections = [1] * len(self.channels)
         # Version of each server when something was last read from it.
-        self._seen: list[int | None] = [None] * len(self.channels)
+        self._versions: list[int | None] = [None] * len(self.channels)
 
     def __len__(self) -> int:
         return len(self.channels)
@@ -64,8 +64,8 @@ class Servers:
         """The answers of all servers to the same message, in their order."""
         return self._gather([(server, message) for server in range(len(self))])
 
-    def _gather(self, asked: Sequence[tuple[int, Message]]) -> list[Message]:
-        sent = [(server, self._send(server, message), message) for server, message in asked]
+    def _gather(self, messages: Sequence[tuple[int, Message]]) -> list[Message]:
+        sent = [(server, self._send(server, message), message) for server, message in messages]
         return [self._owned(server, answer) for server, answer in self._wait_all(sent)]
 
     def _send(self, server: int, message: Message) -> int:
@@ -108,9 +108,9 @@ class Servers:
 
     def generation(self, server: int) -> int:
         """How often a server was started again, as far as it has said."""
-        heard = self._restarts.get(server, (0, 0))[0]
+        restarts = self._restarts.get(server, (0, 0))[0]
         welcome = self.channels[server].welcome
-        return heard if welcome is None else max(heard, welcome.head.get("generation", 0))
+        return restarts if welcome is None else max(restarts, welcome.head.get("generation", 0))
 
     def restarts(self) -> list[tuple[int, int, int]]:
         """Server, generation and first version of those that were started again, as they said."""
@@ -118,7 +118,7 @@ class Servers:
 
     def _owned(self, server: int, answer: Message) -> Message:
         if answer.arrays and "version" in answer.head:
-            self._seen[server] = answer.head["version"]
+            self._versions[server] = answer.head["version"]
         self.num_bytes += answer.num_bytes
         # A received array is a view that the next message may overwrite.
         return Message(answer.kind, answer.head, tuple(array.copy() for array in answer.arrays))
@@ -137,7 +137,7 @@ class Servers:
         ``init`` is how values are made, as servers know it; with ``"value"``, ``value`` is cut
         into shards. ``only`` names one server, where the others have theirs.
         """
-        asked = []
+        messages = []
         for shard in spec.shards:
             if only is not None and shard.server != only:
                 continue
@@ -151,14 +151,16 @@ class Servers:
                 "init": how,
             }
             arrays = () if value is None else (rows_of(spec, shard, value),)
-            asked.append((shard.server, Message("create", head, arrays)))
-        return all(answer.head.get("made", False) for answer in self._gather(asked))
+            messages.append((shard.server, Message("create", head, arrays)))
+        return all(answer.head.get("made", False) for answer in self._gather(messages))
 
     def read(self, specs: Sequence[VariableSpec], **more: Any) -> list[np.ndarray]:
         """Whole variables; ``more`` goes into the question, as ``round=3`` of a barrier."""
-        wanted = {s: [shard.name for _, shard in own] for s, own in by_server(specs).items()}
-        asked = [(server, Message("read", {"names": n, **more})) for server, n in wanted.items()]
-        return assembled(specs, wanted, self._gather(asked))
+        names_of = {s: [shard.name for _, shard in own] for s, own in by_server(specs).items()}
+        messages = [
+            (server, Message("read", {"names": n, **more})) for server, n in names_of.items()
+        ]
+        return assembled(specs, names_of, self._gather(messages))
 
     def lookup(self, spec: VariableSpec, rows: np.ndarray, *, make: bool = False) -> np.ndarray:
         """Some rows of a variable, in the order in which they are asked for.
@@ -168,19 +170,19 @@ class Servers:
         """
         rows = checked_rows(spec, rows)
         parts = list(split_rows(spec, rows))
-        asked = [
+        messages = [
             (shard.server, Message("lookup", {"name": shard.name, "make": make}, (local,)))
             for shard, _, local in parts
         ]
         values = np.empty((len(rows), *spec.shape[1:]), np.dtype(spec.dtype))
-        for (_, at, _), answer in zip(parts, self._gather(asked), strict=True):
+        for (_, at, _), answer in zip(parts, self._gather(messages), strict=True):
             values[at] = answer.arrays[0]
         return values
 
     def keys(self, spec: VariableSpec) -> np.ndarray:
         """The keys of a hash table, in the order of the rows that :meth:`read` gives."""
-        asked = [(shard.server, Message("keys", {"name": shard.name})) for shard in spec.shards]
-        return np.concatenate([answer.arrays[0] for answer in self._gather(asked)])
+        messages = [(shard.server, Message("keys", {"name": shard.name})) for shard in spec.shards]
+        return np.concatenate([answer.arrays[0] for answer in self._gather(messages)])
 
     # Changing
 
@@ -214,7 +216,7 @@ class Servers:
                 parts.setdefault(shard.server, Push()).then_read.append(shard.name)
         pending = Pending(then_read=tuple(then_read))
         for server, part in parts.items():
-            message = part.message(stamp, self._seen[server])
+            message = part.message(stamp, self._versions[server])
             number = self._send(server, message)
             pending.sent.append((server, number, message))
         return pending
@@ -232,8 +234,8 @@ class Servers:
         if not pending.then_read:
             return Acknowledged(applied)
         owned = [self._owned(server, answer) for server, answer in answers]
-        wanted = {server: sent.head.get("then_read", []) for server, _, sent in pending.sent}
-        return Acknowledged(applied, tuple(assembled(pending.then_read, wanted, owned)))
+        names_of = {server: sent.head.get("then_read", []) for server, _, sent in pending.sent}
+        return Acknowledged(applied, tuple(assembled(pending.then_read, names_of, owned)))
 
     def _half_applied(
         self,

@@ -80,12 +80,12 @@ def by_server(specs: Iterable[VariableSpec]) -> dict[int, list[tuple[VariableSpe
 
 
 def assembled(
-    specs: Sequence[VariableSpec], wanted: Mapping[int, list[str]], answers: Sequence[Message]
+    specs: Sequence[VariableSpec], names_of: Mapping[int, list[str]], answers: Sequence[Message]
 ) -> list[np.ndarray]:
-    """Variables from the shards that the servers of ``wanted`` sent, in that order."""
+    """Variables from the shards that the servers of ``names_of`` sent, in that order."""
     parts = {
         (server, name): array
-        for (server, names), answer in zip(wanted.items(), answers, strict=True)
+        for (server, names), answer in zip(names_of.items(), answers, strict=True)
         for name, array in zip(names, answer.arrays, strict=True)
     }
     return [

@@ -74,14 +74,14 @@ class Push:
         self.updates.append([name, update.op, len(arrays), dict(update.options)])
         self.arrays.extend(arrays)
 
-    def message(self, stamp: Stamp, seen: int | None) -> Message:
+    def message(self, stamp: Stamp, version: int | None) -> Message:
         head: dict[str, Any] = {
             "step": stamp.step,
             "attempt": stamp.attempt,
             "incarnation": stamp.incarnation,
             "done_below": stamp.done_below,
             "updates": self.updates,
-            "seen": seen,
+            "seen": version,
             "round": stamp.round,
             "of": stamp.of,
         }

@@ -161,9 +161,9 @@ class Variable:
 
     def _by_rows(self, rows: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
         rows = np.asarray(rows)
-        wanted = (len(rows) if rows.ndim else 0, *self.shape[1:])
+        expected = (len(rows) if rows.ndim else 0, *self.shape[1:])
         array = np.asarray(values, dtype=self.dtype)
-        if not self.shape or rows.ndim != 1 or array.shape != wanted:
+        if not self.shape or rows.ndim != 1 or array.shape != expected:
             raise ArrayError(
                 f"variable {self.name!r} of shape {self.shape} takes one dim of row numbers and "
                 f"values of shape (rows, *{self.shape[1:]}); received rows of shape {rows.shape} "

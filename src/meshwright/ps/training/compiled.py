@@ -37,7 +37,7 @@ class CompiledStep:
     """One exported step for one signature of batches."""
 
     def __init__(self, exported: Exported, code: Code, mesh: Mesh | None = None) -> None:
-        self._asked, self._code, self._mesh = exported.asked, code, mesh
+        self._lookup_tables, self._code, self._mesh = exported.lookup_tables, code, mesh
         self._tables = exported.parts.tables
 
     @functools.cached_property
@@ -82,19 +82,19 @@ class CompiledStep:
         """Which rows a batch asks for; its arrays as they are on the host."""
         if not self._tables:
             return Looked({}, [], {})
-        asked = self._ids_of(leaves)
+        ids = self._ids_of(leaves)
         unique: dict[str, np.ndarray] = {}
-        positions: list[Any] = [None] * len(asked)
+        positions: list[Any] = [None] * len(ids)
         num_rows: dict[str, int] = {}
         for table in self._tables:
-            where = [at for at, name in enumerate(self._asked) if name == table.name]
-            flat = [asked[at].reshape(-1) for at in where]
+            where = [at for at, name in enumerate(self._lookup_tables) if name == table.name]
+            flat = [ids[at].reshape(-1) for at in where]
             joined = np.concatenate(flat) if flat else np.zeros([0], np.int64)
             unique[table.name], places = _unique(joined, table.padding_id)
             num_rows[table.name] = joined.size
             stops = np.cumsum([part.size for part in flat])[:-1]
             for at, part in zip(where, np.split(places, stops) if flat else [], strict=True):
-                positions[at] = part.reshape(asked[at].shape).astype(np.int32)
+                positions[at] = part.reshape(ids[at].shape).astype(np.int32)
         return Looked(unique, positions, num_rows)
 
     def _ids_of(self, leaves: list[Any]) -> list[np.ndarray]:

@@ -19,6 +19,7 @@ from keras import ops
 from ... import _compat
 from ...errors import ModelError
 from ...frontends.keras.program import KerasVariables
+from ...scoped import scoped
 from .tables import Note, Table, Take, Taken
 
 _taking: ContextVar[Take | None] = ContextVar("taking", default=None)
@@ -213,7 +214,7 @@ class KerasLookups:
             if isinstance(layer, Embedding):
                 self.served[layer.name] = layer
         plain = {layer.name: layer for layer in inside if _is_plain(layer)}
-        for layer in _chosen(plain, embeddings, model.name):
+        for layer in _layers_by_rows(plain, embeddings, model.name):
             path = paths.get(id(layer.embeddings if layer.built else None))
             if path is not None:
                 self.layers[path] = layer
@@ -250,18 +251,13 @@ class KerasLookups:
             yield
 
 
-@contextlib.contextmanager
-def building() -> Iterator[None]:
+def building() -> contextlib.AbstractContextManager[None]:
     """While the block runs, layers whose table is on the servers give zeros: shapes are looked at.
 
     Not outside of it: a model that silently predicts from zeros would look as if it worked.
     """
 
-    token = _taking.set(_hollow)
-    try:
-        yield
-    finally:
-        _taking.reset(token)
+    return scoped(_taking, _hollow)
 
 
 @contextlib.contextmanager
@@ -302,7 +298,7 @@ def _is_plain(layer: Any) -> bool:
     return isinstance(layer, kind) and type(layer).call is kind.call and not layer.lora_enabled
 
 
-def _chosen(
+def _layers_by_rows(
     layers: Mapping[str, Any], embeddings: int | Sequence[str] | None, model: str
 ) -> list[Any]:
     if embeddings is None:

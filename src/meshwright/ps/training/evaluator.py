@@ -83,9 +83,9 @@ class SidecarEvaluator:
 
     def start(self) -> list[Evaluation]:
         """Follow the checkpoints until the training has ended; what each of them reached."""
-        done: list[Evaluation] = []
+        evaluations: list[Evaluation] = []
         after = -1
-        while not _is_over(done, self._max):
+        while not _is_over(evaluations, self._max):
             info = self._next(after)
             after = info.step
             try:
@@ -98,10 +98,10 @@ class SidecarEvaluator:
                     "skipped. Let the training keep more of them: fit(keep=)."
                 )
                 continue
-            done.append(evaluation)
+            evaluations.append(evaluation)
             if self._on_evaluation is not None:
                 self._on_evaluation(evaluation)
-        return done
+        return evaluations
 
     def evaluate(self, info: CheckpointInfo) -> Evaluation:
         """Evaluate one checkpoint."""
@@ -166,13 +166,15 @@ class SidecarEvaluator:
         return keras.utils.unpack_x_y_sample_weight(self._data)
 
 
-def _is_over(done: list[Evaluation], most: int | None) -> bool:
+def _is_over(evaluations: list[Evaluation], most: int | None) -> bool:
     """Whether the training has ended, or enough was evaluated.
 
     >>> _is_over([Evaluation(1, {})], 2), _is_over([Evaluation(1, {}, ended=True)], None)
     (False, True)
     """
-    return bool(done) and (done[-1].ended or (most is not None and len(done) >= most))
+    return bool(evaluations) and (
+        evaluations[-1].ended or (most is not None and len(evaluations) >= most)
+    )
 
 
 class TableEvaluator:

@@ -64,7 +64,7 @@ def export_step(
     functions = StepFunctions(program, parts, base, lookups, clip)
     if layout:
         step = layout.step(program)
-        functions = replace(functions, laid=step.computed, gradient_of=step.gradient_of)
+        functions = replace(functions, on_layouts=step.computed, gradient_of=step.gradient_of)
     if local and parts.tables:
         names = ", ".join(table.name for table in parts.tables)
         raise ModelError(
@@ -76,8 +76,10 @@ def export_step(
     if parts.tables:
         exporter.check_tables(first)
     codes = {Signature.of(batch): exporter.code(shapes(batch)) for batch in batches}
-    asked = functions.asked(exporter.params, exporter.state, first) if parts.tables else []
-    exported = Exported(program.name, parts, tuple(codes.items()), tuple(asked))
+    lookup_tables = (
+        functions.lookup_tables(exporter.params, exporter.state, first) if parts.tables else []
+    )
+    exported = Exported(program.name, parts, tuple(codes.items()), tuple(lookup_tables))
     row_shards = layout.row_shards(first) if layout else 1
     if layout:
         exported = replace(exported, mesh=layout.mesh, row_shards=row_shards)
@@ -197,10 +199,10 @@ class _Exporter:
             return functions.ids(params, state, jax.tree.unflatten(tree, batch))
 
         args = jax.tree.leaves((leaves, self.params, self.state))
-        kept = jax_export.export(jax.jit(ids), platforms=self._platforms)(
+        places = jax_export.export(jax.jit(ids), platforms=self._platforms)(
             leaves, self.params, self.state
         ).module_kept_var_idx
-        if beyond := [at for at in kept if at >= len(leaves)]:
+        if beyond := [at for at in places if at >= len(leaves)]:
             raise ModelError(
                 f"model {self._name!r} looks up ids that it computes from its own weights "
                 f"({len(beyond)} of {len(args) - len(leaves)} arrays), so they are unknown before "
@@ -228,13 +230,13 @@ class _Exporter:
         """As many rows of each table as there are ids: more cannot be asked for."""
         if not looked_up:
             return {}
-        names = self._functions.asked(self.params, self.state, batch)
+        names = self._functions.lookup_tables(self.params, self.state, batch)
         rows: dict[str, Any] = {}
         for table in self._parts.tables:
-            asked = [
+            sizes = [
                 ids.size for ids, name in zip(looked_up, names, strict=True) if name == table.name
             ]
-            size = sum(asked[1:], asked[0]) if asked else 0
+            size = sum(sizes[1:], sizes[0]) if sizes else 0
             rows[table.name] = jax.ShapeDtypeStruct((size, table.dim), table.dtype)
         return rows
 

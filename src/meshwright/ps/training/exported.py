@@ -64,7 +64,7 @@ class Exported:
     name: str
     parts: Parts
     codes: tuple[tuple[Signature, Code], ...]
-    asked: tuple[str, ...] = ()
+    lookup_tables: tuple[str, ...] = ()
     any_rows: Code | None = None
     why_not: str = ""
     mesh: Mesh | None = None

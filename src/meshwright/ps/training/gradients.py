@@ -123,7 +123,7 @@ class StepFunctions:
     base: Mapping[str, Any]
     lookups: Lookups
     clip: Clip | None = None
-    laid: Program | None = None
+    on_layouts: Program | None = None
     gradient_of: Callable[[Program], Gradient] = _on_one_device
 
     def gradients(
@@ -141,10 +141,10 @@ class StepFunctions:
         ``rows`` holds for each table the rows that this batch looks up, and ``positions`` for each
         lookup, in order, where in them it finds what it asks for.
         """
-        taken = _with_rows(self._computed, self.parts, self.lookups, positions)
+        with_rows = _with_rows(self._computed, self.parts, self.lookups, positions)
         values = {**params, **{ROWS + t: v for t, v in rows.items()}}
         whole = self._whole({**moving, **frozen, **seeds})
-        aux, grads = self.gradient_of(taken)(values, whole, batch)
+        aux, grads = self.gradient_of(with_rows)(values, whole, batch)
         if self.clip is not None:
             grads = self.clip(grads)
         counts = self._counts(aux, batch)
@@ -170,9 +170,9 @@ class StepFunctions:
         self, params: Arrays, moving: Arrays, frozen: Arrays, seeds: Arrays, rows: Arrays,
         positions: list[Any], batch: Batch,
     ) -> Aux:  # fmt: skip
-        taken = _with_rows(self._computed, self.parts, self.lookups, positions)
+        with_rows = _with_rows(self._computed, self.parts, self.lookups, positions)
         values = {**params, **{ROWS + t: v for t, v in rows.items()}}
-        return taken.loss(values, self._whole({**moving, **frozen, **seeds}), batch, False)[1]
+        return with_rows.loss(values, self._whole({**moving, **frozen, **seeds}), batch, False)[1]
 
     def local(
         self,
@@ -205,7 +205,7 @@ class StepFunctions:
         self.loss_reading(_hollow(self.parts.tables), values, state, batch, looked_up)
         return [ids for _, ids in looked_up]
 
-    def asked(self, values: Arrays, state: Arrays, batch: Batch) -> list[str]:
+    def lookup_tables(self, values: Arrays, state: Arrays, batch: Batch) -> list[str]:
         """The name of the table of every lookup, in order."""
         looked_up: list[tuple[str, Any]] = []
 
@@ -239,7 +239,7 @@ class StepFunctions:
 
     @property
     def _computed(self) -> Program:
-        return self.laid or self.program
+        return self.on_layouts or self.program
 
     def _counts(self, aux: Aux, batch: Batch) -> Any:
         metrics, _ = self.program.measure(aux.metrics, aux, batch)

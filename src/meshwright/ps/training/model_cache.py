@@ -20,15 +20,15 @@ _MOST_KEPT = 4  # exports of one model: for fit, evaluate and predict, and one f
 def served(subject: Subject, local: Local | None = None, any_rows: bool = True) -> Served:
     """The model on its strategy's servers; what was exported before is used again."""
     tables = subject.tables
-    asked = ("fit", tables.embeddings, local, any_rows, repr(tables.optimizer))
-    return kept(subject, asked, lambda: Served(subject, local, any_rows))
+    purpose = ("fit", tables.embeddings, local, any_rows, repr(tables.optimizer))
+    return cached_on_model(subject, purpose, lambda: Served(subject, local, any_rows))
 
 
-def kept(subject: Subject, asked: Any, make: Callable[[], Any]) -> Any:
+def cached_on_model(subject: Subject, purpose: Any, make: Callable[[], Any]) -> Any:
     """What was made of a model for its strategy, unless it was compiled again since."""
     model, strategy = subject.model, subject.strategy
     cached: dict[Any, tuple[tuple[Any, ...], Any]] = model.__dict__.setdefault(_KEPT, {})
-    key = (id(strategy), subject.signatures, asked)
+    key = (id(strategy), subject.signatures, purpose)
     token = _compat.compile_token(model)
     if key in cached:
         before, present = cached.pop(key)

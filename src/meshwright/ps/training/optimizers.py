@@ -130,19 +130,19 @@ def table_optimizers(
     beside tables that do not travel by rows.
     """
     own = {name: layer.optimizer for name, layer in lookups.served.items()}
-    chosen = {table.name: own.get(table.name) or choice for table in lookups.tables}
+    of_tables = {table.name: own.get(table.name) or choice for table in lookups.tables}
     if choice is not None and not lookups.tables:
         raise ModelError(
             "Tables(optimizer=) was given, but no table of this model travels by rows. Name the "
             "layers of the tables in Tables(embeddings=), or leave the optimizer out."
         )
-    if local is not None and any(one is not None for one in chosen.values()):
+    if local is not None and any(one is not None for one in of_tables.values()):
         raise ModelError(
             "local= trains the whole model on the worker: leave Tables(optimizer=) out."
         )
     return {
         name: _of(name, one, loss_scale, in_rounds)
-        for name, one in chosen.items()
+        for name, one in of_tables.items()
         if one is not None
     }
 

@@ -25,7 +25,7 @@ from ..options import Tables
 from .embeddings import KerasLookups, building
 from .export import export_step
 from .feed import feed_of
-from .model_cache import kept
+from .model_cache import cached_on_model
 from .server_variables import OnServers, Subject, layout_on_workers
 from .shard_bar import ShardBar
 from .shards import PredictShard, inputs_of, num_shards, watching
@@ -42,8 +42,8 @@ def predict(
     feed = feed_of(data, num_workers=workers)
     batches = [inputs_of(example) for example in feed.examples]
     subject = Subject(strategy, model, batches, tables)
-    asked = ("predict", tables.embeddings, feed.alike)
-    of_model = kept(subject, asked, lambda: Predicted(subject, feed.alike))
+    purpose = ("predict", tables.embeddings, feed.alike)
+    of_model = cached_on_model(subject, purpose, lambda: Predicted(subject, feed.alike))
     of_model.put_values()
     count = num_shards(workers, data.steps)
     shards = PredictShard(of_model.step(), feed.maker, count, data.steps)

@@ -50,6 +50,6 @@ def restore_model(strategy: Any, model: keras.Model, directory: str | Path) -> i
 def restore_weights(info: CheckpointInfo, model: keras.Model, variables: KerasVariables) -> None:
     """Give a model the values of a checkpoint; its optimizer keeps its slots."""
     names, before = LastingNames.of(model, variables), read_state(variables)
-    wanted = names.to_checkpoint(TrainState(before.params, before.state, {}, {}))
-    restored = names.from_checkpoint(restore_state(info, wanted))
+    like = names.to_checkpoint(TrainState(before.params, before.state, {}, {}))
+    restored = names.from_checkpoint(restore_state(info, like))
     write_state(variables, before._replace(params=restored.params, state=restored.state))

@@ -72,9 +72,9 @@ class TableSaver:
         checkpoints = self._saver.checkpoints
         if checkpoints is None:
             return
-        kept = {info.notes.get(_NOTE) for info in checkpoints.all}
+        notes = {info.notes.get(_NOTE) for info in checkpoints.all}
         for path in checkpoints.directory.glob("*tables_*"):
-            if path.name not in kept and path.name.lstrip(".").startswith("tables_"):
+            if path.name not in notes and path.name.lstrip(".").startswith("tables_"):
                 shutil.rmtree(path)
 
     def _run(self, function: Any, where: str, tables: Tables) -> None:

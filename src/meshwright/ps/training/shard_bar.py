@@ -16,14 +16,14 @@ class ShardBar:
 
     def __init__(self, verbose: str | int, num_shards: int) -> None:
         self._verbose = 1 if verbose == "auto" else int(verbose)
-        self._count, self._drawn = num_shards, 0
+        self._count, self._num_drawn = num_shards, 0
         self._live = self._verbose == 1 and is_live()
         self._bar = keras.utils.Progbar(num_shards, verbose=self._verbose, unit_name="shard")
 
     def look(self, ended: int) -> None:
         """Draw the number of shards that have ended, if there is a terminal to draw in."""
-        if self._live and self._drawn < ended < self._count:
-            self._drawn = ended
+        if self._live and self._num_drawn < ended < self._count:
+            self._num_drawn = ended
             self._bar.update(ended)
 
     def end(self, logs: Logs | None = None) -> None:

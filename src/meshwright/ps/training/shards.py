@@ -100,10 +100,10 @@ def validate(
     coordinator: Any,
     measure: MeasureShard,
     edition: int,
-    asked: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool] = lambda: False,
     after: Callable[[int], None] = lambda ended: None,
 ) -> np.ndarray | None:
-    """The counts of the metrics over all elements; ``None`` where it was ``asked`` to stop.
+    """The counts of the metrics over all elements; ``None`` where it was ``interrupted``.
 
     ``after`` is called with the number of shards that have ended, again and again. The same
     ``measure`` should be given each time: it travels to a worker once. Raises
@@ -111,7 +111,7 @@ def validate(
     """
     shards = range(measure.num_shards)
     values = [coordinator.schedule(measure, args=(shard, edition)) for shard in shards]
-    if coordinator.join_unless(watching(values, after, asked)):
+    if coordinator.join_unless(watching(values, after, interrupted)):
         return None
     results = coordinator.fetch(values)
     if not any(elements for _, elements in results):
@@ -120,12 +120,14 @@ def validate(
 
 
 def watching(
-    values: Sequence[Any], after: Callable[[int], None], asked: Callable[[], bool] = lambda: False
+    values: Sequence[Any],
+    after: Callable[[int], None],
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Callable[[], bool]:
     """What ``join_unless`` asks: whether to stop. It reports the number of ended shards as well."""
 
     def look() -> bool:
         after(sum(value.done() for value in values))
-        return asked()
+        return interrupted()
 
     return look

@@ -105,7 +105,7 @@ class ServerSteps(Steps):
         while done < self.num_batches:
             count = self._saver.until_due(self.num_batches - done)
             self._has_values = self._has_slots = False
-            with self._drawn(done):
+            with self._drawing(done):
                 trained = self._train(batches, epoch, done, count)
             done += trained
             yield Taken(trained, done, {})
@@ -188,7 +188,7 @@ class ServerSteps(Steps):
         return min(count, (scheduled - dropped) * self._every)
 
     @contextlib.contextmanager
-    def _drawn(self, done: int) -> Iterator[None]:
+    def _drawing(self, done: int) -> Iterator[None]:
         """Draw the line from a thread, while this one waits for workers."""
         progress = self._progress
         if progress is None or not progress.live:

@@ -161,14 +161,14 @@ def worker_layout(
     here = worker if worker.mesh.is_abstract else worker.on(worker.mesh.abstract())
     placement = here.placement
     infos = list(dict.fromkeys(variables.infos[id(v)] for v in variables.all))
-    kept = [info for info in infos if info.path not in tables]
-    _refuse_tables(placement, infos, kept)
-    inspect(placement, kept, f"model {model.name!r}")
+    dense = [info for info in infos if info.path not in tables]
+    _refuse_tables(placement, infos, dense)
+    inspect(placement, dense, f"model {model.name!r}")
     placed = {entry.info.path: entry for entry in placement.place(infos)}
     return WorkerLayout(
         mesh=worker.mesh,
         arrays=_shardings(placed.values()),
-        gradients=_shardings(_summed(placement, kept)),
+        gradients=_shardings(_summed(placement, dense)),
         put=putter(placement, model),
         row_wise=RowWise(model, variables),
         around=steps_of(here, model, variables).under,
@@ -188,15 +188,15 @@ def _shardings(placed: Iterable[Placed]) -> dict[str, Any]:
     return {entry.info.path: entry.unpadded.sharding for entry in placed}
 
 
-def _refuse_tables(placement: Placement, infos: list[ParamInfo], kept: list[ParamInfo]) -> None:
+def _refuse_tables(placement: Placement, infos: list[ParamInfo], dense: list[ParamInfo]) -> None:
     finder = Finder(placement.layouts)
-    placing = {finder.find(info.spellings) for info in kept}
-    away = [info for info in infos if info not in kept and info.role == "parameter"]
-    rules = {info.path: finder.find(info.spellings) for info in away}
+    placing = {finder.find(info.spellings) for info in dense}
+    away = [info for info in infos if info not in dense and info.role == "parameter"]
+    entries = {info.path: finder.find(info.spellings) for info in away}
     if faults := [
-        f"  layout {rule.pattern!r} is for {path!r}"
-        for path, rule in rules.items()
-        if rule is not None and rule not in placing
+        f"  layout {entry.pattern!r} is for {path!r}"
+        for path, entry in entries.items()
+        if entry is not None and entry not in placing
     ]:
         raise ModelError(
             "layouts do not apply to tables that travel by rows, because a worker has only the "

@@ -93,8 +93,8 @@ class TrainStep:
         """
         if not self.local:
             return engine(self).train(here(), next(batches), edition)
-        taken = [next(batches), *itertools.islice(batches, count - 1)]
-        return engine(self).train_locally(here(), taken, edition)
+        batches_here = [next(batches), *itertools.islice(batches, count - 1)]
+        return engine(self).train_locally(here(), batches_here, edition)
 
 
 def here() -> Context:
@@ -108,10 +108,10 @@ def here() -> Context:
 def engine(step: TrainStep, role: str = "training") -> Engine:
     """What this worker keeps of a run; made when first asked for."""
     cache = here().cache
-    kept = cache.get(role)
-    if kept is None or kept.key != step.key:  # one run at a time: an older one is let go
-        kept = cache[role] = Engine(step, here().index, compiled_of(step.exported, cache))
-    return kept
+    current = cache.get(role)
+    if current is None or current.key != step.key:  # one run at a time: an older one is let go
+        current = cache[role] = Engine(step, here().index, compiled_of(step.exported, cache))
+    return current
 
 
 def compiled_of(exported: Exported, cache: dict[Any, Any]) -> Compiled:
@@ -242,26 +242,26 @@ class Engine:
         self._pulled = list(answer.values)
 
     def _gradients(self, grads: Mapping[str, Any], context: Context) -> Iterator[Update]:
-        wanted = context.settings.get("gradient_options", {})
+        options = context.settings.get("gradient_options", {})
         for path, spec in self._specs.params.items():
             gradient = np.asarray(grads[path])
             if self._compression is None:
-                yield Update(spec, "gradient", (gradient,), wanted)
+                yield Update(spec, "gradient", (gradient,), options)
                 continue
             for shard, rows in by_shard(spec):
                 part = gradient[rows] if gradient.ndim else gradient
                 packed = pack_gradient(self._compression, part, self._residuals.get(shard.name))
                 if packed.residual is not None:
                     self._residuals[shard.name] = packed.residual
-                yield Update(shard, "gradient", packed.arrays, {**wanted, **packed.options})
+                yield Update(shard, "gradient", packed.arrays, {**options, **packed.options})
 
     def _row_gradients(
         self, grads: Mapping[str, Any], looked: Looked, context: Context
     ) -> Iterator[Update]:
-        wanted = context.settings.get("gradient_options", {})
+        options = context.settings.get("gradient_options", {})
         for name, ids in looked.unique.items():
             values = np.asarray(grads[name])[: len(ids)]
-            yield Update(self._specs.tables[name], "rows_gradient", (ids, values), wanted)
+            yield Update(self._specs.tables[name], "rows_gradient", (ids, values), options)
 
     def _additions(self, moves: Mapping[str, Any], counts: Any) -> Iterator[Update]:
         for path, spec in self._specs.moving.items():
@@ -313,12 +313,12 @@ class IndexedStep:
         """Train on ``count`` elements from ``number`` on; ``dataset`` changes with the epoch."""
         # When the coordinator says that the run is over, the function goes, and its data with it.
         runs: Any = here().cache.setdefault("training data", weakref.WeakKeyDictionary())
-        kept: dict[int, IndexedElements] = runs.setdefault(self, {})
-        if dataset not in kept:
-            while len(kept) >= _MOST_KEPT:
-                del kept[next(iter(kept))]
-            kept[dataset] = IndexedElements(self.maker)
-        elements = [kept[dataset][at] for at in range(number, number + count)]
+        by_dataset: dict[int, IndexedElements] = runs.setdefault(self, {})
+        if dataset not in by_dataset:
+            while len(by_dataset) >= _MOST_KEPT:
+                del by_dataset[next(iter(by_dataset))]
+            by_dataset[dataset] = IndexedElements(self.maker)
+        elements = [by_dataset[dataset][at] for at in range(number, number + count)]
         if self.step.local:
             return engine(self.step).train_locally(here(), elements, edition)
         return engine(self.step).train(here(), elements[0], edition)

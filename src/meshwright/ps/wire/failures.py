@@ -113,9 +113,9 @@ def _notes(error: BaseException) -> list[Any]:
 
 def _traceback(error: BaseException) -> str:
     """The traceback without the error's own notes, which travel beside it."""
-    shown = traceback.TracebackException.from_exception(error)
-    shown.__notes__ = None  # type: ignore[attr-defined]
-    return "".join(shown.format())[-_MOST_LETTERS:].rstrip()
+    report = traceback.TracebackException.from_exception(error)
+    report.__notes__ = None  # type: ignore[attr-defined]
+    return "".join(report.format())[-_MOST_LETTERS:].rstrip()
 
 
 def _arguments(error: BaseException) -> list[Any]:

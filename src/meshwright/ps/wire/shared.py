@@ -146,14 +146,14 @@ class _Filled:
 
     def _grow(self, num_bytes: int) -> bool:
         so_far = sum(space.num_bytes for space in self._spaces)
-        wanted = max(_FIRST_BYTES, so_far, 1 << (num_bytes - 1).bit_length())
-        size = min(wanted, LIMIT_BYTES - so_far)
+        grown_bytes = max(_FIRST_BYTES, so_far, 1 << (num_bytes - 1).bit_length())
+        size = min(grown_bytes, LIMIT_BYTES - so_far)
         if size < num_bytes:
             return False
         try:
             segment = Segment.make(size)
         except OSError:
-            return False  # such memory is short (a container has 64 MB): frames will do
+            return False  # such memory is short (a container has 64 MiB): frames will do
         self.segments.append(segment)
         self.untold.append((segment.name, size))
         self._spaces.append(Space(size))
@@ -185,26 +185,26 @@ class Space:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._free = [(0, num_bytes)]  # start and stop, in order; no two touch
-        self._taken: dict[int, int] = {}  # start -> stop
+        self._spans: dict[int, int] = {}  # start -> stop
 
     @property
     def taken_bytes(self) -> int:
-        return sum(stop - start for start, stop in self._taken.items())
+        return sum(stop - start for start, stop in self._spans.items())
 
     def take(self, num_bytes: int) -> int | None:
         """The start of a block that was free, or ``None``: no free block is as large."""
-        wanted = max(1, -(-num_bytes // ALIGNED_BYTES)) * ALIGNED_BYTES
+        size = max(1, -(-num_bytes // ALIGNED_BYTES)) * ALIGNED_BYTES
         for index, (start, stop) in enumerate(self._free):
-            if stop - start >= wanted:
-                spare = [(start + wanted, stop)] if stop - start > wanted else []
+            if stop - start >= size:
+                spare = [(start + size, stop)] if stop - start > size else []
                 self._free[index : index + 1] = spare
-                self._taken[start] = start + wanted
+                self._spans[start] = start + size
                 return start
         return None
 
     def give(self, start: int) -> None:
         """Free the block that starts here; one that is not taken is ignored."""
-        stop = self._taken.pop(start, None)
+        stop = self._spans.pop(start, None)
         if stop is None:
             return
         index = bisect.bisect(self._free, (start, stop))

@@ -83,7 +83,7 @@ class SocketChannel:
         self._outbox = Outbox()
         self._answers: dict[int, Message] = {}
         self._unasked: deque[Message] = deque()
-        self._connected = self._closed = self._gone = False
+        self._connected = self._closed = self._is_gone = False
         self._refusal = ""
         self._is_refused = False
         self._failing_s: float | None = None  # when the first handshake of late failed
@@ -189,7 +189,7 @@ class SocketChannel:
     def _check_open(self) -> None:
         if self._closed:
             raise UnreachableError(f"the channel to {self.peer} is closed.", self.peer)
-        if self._gone:
+        if self._is_gone:
             raise UnreachableError(
                 f"{self.peer} at {self.address} is gone: its connection has broken.", self.peer
             )
@@ -234,10 +234,10 @@ class SocketChannel:
             return False
         return True
 
-    def _until(self, done: Callable[[], bool], limit_s: float | None, what: str) -> None:
+    def _until(self, is_over: Callable[[], bool], limit_s: float | None, what: str) -> None:
         begun = time.monotonic()
         watched_s = 0.0
-        while not done():
+        while not is_over():
             self._check_open()
             self.check_keys()
             waited_s = time.monotonic() - begun
@@ -334,7 +334,7 @@ class SocketChannel:
             if event == BEGUN:
                 self._begin()
             elif event == LOST:
-                self._lost()
+                self._mark_lost()
             else:
                 self._failed(event)
 
@@ -372,9 +372,9 @@ class SocketChannel:
             self._shared.close()
         self._shared, self._offering = None, 0
 
-    def _lost(self) -> None:
+    def _mark_lost(self) -> None:
         if self._connected:
-            self._connected, self._gone = False, not self._reconnect
+            self._connected, self._is_gone = False, not self._reconnect
             self._take_messages()  # what came before, and may lie in the memory shared till now
 
 

@@ -20,7 +20,7 @@ class Inbox:
         self._lock = threading.Lock()
         self._calls: deque[Call] = deque()
         self._recalled: set[tuple[int, int]] = set()
-        self._seen: set[tuple[int, int]] = set()  # begun, or given back
+        self._settled: set[tuple[int, int]] = set()  # begun, or given back
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -42,15 +42,15 @@ class Inbox:
                 return call
         return None
 
-    def recall(self, wanted: Iterable[tuple[int, int]]) -> list[int]:
+    def recall(self, steps: Iterable[tuple[int, int]]) -> list[int]:
         """Steps that are given back; those that were begun are not among them.
 
         A call that has not come yet is given back too: it is dropped when it comes.
         """
         with self._lock:
-            free = [name for name in wanted if name not in self._seen]
+            free = [name for name in steps if name not in self._settled]
             self._recalled.update(free)
-            self._seen.update(free)
+            self._settled.update(free)
             return [step for step, _ in free]
 
     def empty(self) -> list[int]:
@@ -58,10 +58,10 @@ class Inbox:
         with self._lock:
             names = [(call.step, call.stamp.attempt) for call in self._calls]
             self._calls.clear()
-            self._seen.update(names)
+            self._settled.update(names)
             return [step for step, _ in names]
 
     def _begun_one(self, name: tuple[int, int]) -> None:
-        self._seen.add(name)
-        if len(self._seen) > 10_000:  # only the newest can still be asked for
-            self._seen = set(sorted(self._seen)[5_000:])
+        self._settled.add(name)
+        if len(self._settled) > 10_000:  # only the newest can still be asked for
+            self._settled = set(sorted(self._settled)[5_000:])

@@ -37,7 +37,7 @@ _PATIENCE_S = 1.5  # a cluster on one host kills what has not ended after two se
 def work(settings: TaskSettings) -> None:
     """Work until the coordinator says stop, or is gone for ``orphan_s``, or until SIGTERM."""
     with Ending() as ending:
-        while _Life(settings, ending).live() and not ending.asked:
+        while _Life(settings, ending).live() and not ending.is_requested:
             pass
 
 
@@ -71,12 +71,12 @@ class _Life:
     def live(self) -> bool:
         """Work; returns whether to join again, as a new incarnation."""
         try:
-            while not self._stopped and not self._orphaned() and not self._ending.asked:
+            while not self._stopped and not self._orphaned() and not self._ending.is_requested:
                 if self._heartbeat.unwelcome:
                     return True
                 self._hear()
                 self._work()
-            if self._ending.asked:
+            if self._ending.is_requested:
                 self._leave()
         except (Fenced, FencedError):  # the second from a server that was asked between steps
             return True
@@ -157,15 +157,15 @@ class _Life:
         elif message.kind == "stop":
             self._stopped = True
 
-    def _more(self, asked: Asked) -> Given:
+    def _more(self, request: Asked) -> Given:
         """Ask the coordinator for one more element, and wait for it."""
-        key, step = asked.key, asked.step
-        self._control.tell(Message("next", dataclasses.asdict(asked)))
+        key, step = request.key, request.step
+        self._control.tell(Message("next", dataclasses.asdict(request)))
         until = time.monotonic() + _MORE_TIMEOUT_S
         while (step, key) not in self._elements:
             self._poller.poll(_LOOK_UP_MS)
             self._take_in()
-            if self._stopped or self._heartbeat.unwelcome or self._ending.asked:
+            if self._stopped or self._heartbeat.unwelcome or self._ending.is_requested:
                 raise Fenced  # the result of this step is not needed any more
             if time.monotonic() > until:
                 raise UnreachableError(
@@ -233,7 +233,7 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_requested = False
         self._before: Any = None
 
     def __enter__(self) -> Ending:
@@ -246,7 +246,7 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
             signal.signal(signal.SIGTERM, self._before)
 
     def _hear(self, _number: int, _frame: object) -> None:
-        self.asked = True
+        self.is_requested = True
         timer = threading.Timer(_PATIENCE_S, _end_here)
         timer.daemon = True
         timer.start()

@@ -169,8 +169,8 @@ class Runner:
         if any(message.kind == "fenced" for message in failed):
             raise Fenced
         head = {"results": results, "restarts": self._servers.restarts()}
-        done = [Message("results", head, tuple(arrays))] if results else []
-        return done + failed
+        answers = [Message("results", head, tuple(arrays))] if results else []
+        return answers + failed
 
     def _settled(self) -> list[tuple[_Open, Acknowledged]]:
         """The steps that all servers have answered for, and their answers."""
@@ -221,8 +221,8 @@ class Runner:
         if call is None or self._pushed is not None:
             raise TaskError(_TWICE, self.context.task)
         in_round = call.stamp.round is not None
-        asked = [*self.context.updates.take(), *updates]
-        pending = self._servers.start_push(asked, call.stamp, then_read, everywhere=in_round)
+        all_updates = [*self.context.updates.take(), *updates]
+        pending = self._servers.start_push(all_updates, call.stamp, then_read, everywhere=in_round)
         acknowledged = self._servers.settle(pending)
         self._pushed = (pending, Acknowledged(acknowledged.servers))
         return acknowledged
@@ -300,22 +300,22 @@ class Runner:
 
 
 def _merged(before: Acknowledged, newer: Acknowledged) -> Acknowledged:
-    by_server = {said.server: said for said in (*before.servers, *newer.servers)}
+    by_server = {server.server: server for server in (*before.servers, *newer.servers)}
     return Acknowledged(tuple(by_server.values()))
 
 
 def _result(one: _Open, acknowledged: Acknowledged, first_array: int) -> list[Any]:
     servers = [
         [
-            said.server,
-            said.applied,
-            said.version,
-            said.staleness,
-            said.dropped,
-            said.generation,
-            said.base,
+            server.server,
+            server.applied,
+            server.version,
+            server.staleness,
+            server.dropped,
+            server.generation,
+            server.base,
         ]
-        for said in acknowledged.servers
+        for server in acknowledged.servers
     ]
     head, arrays = one.value
     stamp = one.call.stamp

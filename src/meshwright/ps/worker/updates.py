@@ -42,8 +42,8 @@ class Updates:
 
     def take(self) -> list[Update]:
         """All of them; none are left."""
-        taken, self._all = self._all, []
-        return taken
+        updates, self._all = self._all, []
+        return updates
 
     def sets(self, name: str) -> bool:
         """Whether a variable's value is known here without asking a server."""

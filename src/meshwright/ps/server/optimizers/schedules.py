@@ -61,14 +61,16 @@ def _falling(rate_after: Callable[[float, float, Any], float]) -> Callable[..., 
         decay_rate: float,
         staircase: bool = False,
     ) -> float:
-        done = _one(step) / _one(decay_steps)
-        return rate_after(initial_learning_rate, decay_rate, np.floor(done) if staircase else done)
+        progress = _one(step) / _one(decay_steps)
+        return rate_after(
+            initial_learning_rate, decay_rate, np.floor(progress) if staircase else progress
+        )
 
     return rate
 
 
-_exponential = _falling(lambda first, rate, done: first * _one(rate) ** done)
-_inverse_time = _falling(lambda first, rate, done: first / (1 + rate * done))
+_exponential = _falling(lambda first, rate, progress: first * _one(rate) ** progress)
+_inverse_time = _falling(lambda first, rate, progress: first / (1 + rate * progress))
 
 
 def _piecewise(step: int, boundaries: tuple[float, ...], values: tuple[float, ...]) -> float:
@@ -86,11 +88,11 @@ def _polynomial(
 ) -> float:
     if cycle:
         decay_steps *= 1 if step == 0 else math.ceil(_one(step) / _one(decay_steps))
-        done = _one(step) / _one(decay_steps)
+        progress = _one(step) / _one(decay_steps)
     else:
-        done = _one(min(step, decay_steps)) / _one(decay_steps)
+        progress = _one(min(step, decay_steps)) / _one(decay_steps)
     span = initial_learning_rate - end_learning_rate
-    return span * (1 - done) ** _one(power) + end_learning_rate
+    return span * (1 - progress) ** _one(power) + end_learning_rate
 
 
 def _cosine(
@@ -120,19 +122,19 @@ def _cosine_restarts(
     m_mul: float = 1.0,
     alpha: float = 0.0,
 ) -> float:
-    done = _one(step) / _one(first_decay_steps)
+    progress = _one(step) / _one(first_decay_steps)
     if t_mul == 1.0:
-        restarts = np.floor(done)
-        done -= restarts
+        restarts = np.floor(progress)
+        progress -= restarts
     else:
         factor = _one(t_mul)
-        restarts = np.floor(np.log(1 - done * (1 - factor)) / np.log(factor))
-        done = (done - (1 - factor**restarts) / (1 - factor)) / factor**restarts
-    return initial_learning_rate * _cosine_decayed(float(done), alpha, _one(m_mul) ** restarts)
+        restarts = np.floor(np.log(1 - progress * (1 - factor)) / np.log(factor))
+        progress = (progress - (1 - factor**restarts) / (1 - factor)) / factor**restarts
+    return initial_learning_rate * _cosine_decayed(float(progress), alpha, _one(m_mul) ** restarts)
 
 
-def _cosine_decayed(done: float, alpha: float, height: float = 1.0) -> float:
-    return (1 - alpha) * 0.5 * height * (1 + math.cos(math.pi * done)) + alpha
+def _cosine_decayed(progress: float, alpha: float, height: float = 1.0) -> float:
+    return (1 - alpha) * 0.5 * height * (1 + math.cos(math.pi * progress)) + alpha
 
 
 SCHEDULES: dict[str, Callable[..., float]] = {
