@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _MOST_KEPT = 1_000_000  # acknowledged steps per server, where no snapshot ever frees them
 
@@ -26,6 +27,18 @@ class Loss:
         )
 
 
+class _Entry(NamedTuple):
+    """An acknowledgement of a step by a server at this version of this generation."""
+
+    version: int
+    step: int
+    generation: int
+
+    def is_safe(self, version: int, generation: int) -> bool:
+        """Whether a snapshot of this version and generation holds the step."""
+        return self.version <= version and self.generation <= generation
+
+
 class Ledger:
     """Of one server: which steps were acknowledged at which of its versions.
 
@@ -39,26 +52,21 @@ class Ledger:
     def __init__(self, server: str) -> None:
         self.server = server
         self.generation = 0
-        # version, step and generation of each acknowledgement
-        self._acknowledged: deque[tuple[int, int, int]] = deque(maxlen=_MOST_KEPT)
+        self._entries: deque[_Entry] = deque(maxlen=_MOST_KEPT)
         self._restored_at: dict[int, int] = {}  # generation -> version it began with
 
     def acknowledged(self, step: int, version: int, generation: int) -> Loss | None:
         """A push was applied. The loss, where the server has died since."""
         if generation < self.generation:
             return self._late(step, version, generation)
-        self._acknowledged.append((version, step, generation))
+        self._entries.append(_Entry(version, step, generation))
         return None
 
     def snapshot(self, version: int, generation: int) -> None:
         """What came up to this version is safe."""
         if generation == self.generation:
-            while (
-                self._acknowledged
-                and self._acknowledged[0][0] <= version
-                and self._acknowledged[0][2] <= generation
-            ):
-                self._acknowledged.popleft()
+            while self._entries and self._entries[0].is_safe(version, generation):
+                self._entries.popleft()
 
     def began(self, generation: int, version: int) -> None:
         """The server was seen to begin a generation at this version, or a little above."""
@@ -72,14 +80,9 @@ class Ledger:
         version = self._restored_at[generation]
         self.generation = generation
         # What the server has said since it came back is not lost.
-        entries = [
-            entry for entry in self._acknowledged if entry[2] < generation and entry[0] > version
-        ]
-        without = set(entries)
-        self._acknowledged = deque(
-            (e for e in self._acknowledged if e not in without), maxlen=_MOST_KEPT
-        )
-        return Loss(self.server, generation, tuple(sorted({step for _, step, _ in entries})))
+        losses = {e for e in self._entries if e.generation < generation and e.version > version}
+        self._entries = deque((e for e in self._entries if e not in losses), maxlen=_MOST_KEPT)
+        return Loss(self.server, generation, tuple(sorted({entry.step for entry in losses})))
 
     def _late(self, step: int, version: int, generation: int) -> Loss | None:
         # An acknowledgement from before a death that is known by now.
