@@ -185,7 +185,7 @@ class _Adafactor:
         momentum = None if self.momentum is None else _zeros(param.dims)
         if pair is None:
             return _Slots(None, None, _zeros(param.dims), momentum)
-        first, second = (tuple(d for d in param.dims if d != gone) for gone in pair)
+        first, second = (tuple(d for d in param.dims if d != dim) for dim in pair)
         return _Slots(_zeros(first), _zeros(second), None, momentum)
 
     def _one(
@@ -213,15 +213,15 @@ class _Adafactor:
 
     def _divided(self, grad: NamedArray, slots: _Slots, count: Any) -> tuple[NamedArray, _Slots]:
         """The gradient over the root of its second moment, and that moment."""
-        kept = 1 - (count + 1).astype(jnp.float32) ** -self.decay
+        decay = 1 - (count + 1).astype(jnp.float32) ** -self.decay
         moment = square(grad) + self.epsilon
         pair = self._factored(grad.dims)
         if pair is None:
-            whole = kept * slots.whole + (1 - kept) * moment
+            whole = decay * slots.whole + (1 - decay) * moment
             return grad * rsqrt(whole), slots._replace(whole=whole)
         largest, next_one = pair
-        rows = kept * slots.rows + (1 - kept) * reduce_mean(moment, largest)
-        columns = kept * slots.columns + (1 - kept) * reduce_mean(moment, next_one)
+        rows = decay * slots.rows + (1 - decay) * reduce_mean(moment, largest)
+        columns = decay * slots.columns + (1 - decay) * reduce_mean(moment, next_one)
         # The moment is rows * columns / mean(rows); two roots keep it from underflowing.
         update = grad * rsqrt(rows / reduce_mean(rows, next_one)) * rsqrt(columns)
         return update, slots._replace(rows=rows, columns=columns)

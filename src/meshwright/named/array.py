@@ -30,13 +30,13 @@ class NamedArray:
     ({'batch': 2, 'io': 2}, [[11, 21], [12, 22]])
     """
 
-    __slots__ = ("_dims", "_laid", "array")
+    __slots__ = ("_dims", "_rules", "array")
     array: Any
     _dims: Dims
-    _laid: BoundRules | None  # the rules that the array is known to lie by
+    _rules: BoundRules | None  # the rules that the array is known to lie by
 
-    def __init__(self, array: Any, dims: Dims, laid: BoundRules | None = None) -> None:
-        self.array, self._dims, self._laid = array, dims, laid
+    def __init__(self, array: Any, dims: Dims, rules: BoundRules | None = None) -> None:
+        self.array, self._dims, self._rules = array, dims, rules
 
     @property
     def dims(self) -> Dims:
@@ -202,7 +202,7 @@ def named(array: Any, dims: DimsLike, *, rules: Any = None) -> NamedArray:
     if inside_operation.get():
         return x
     with using(rules):
-        return laid(x, "array")
+        return lay_out(x, "array")
 
 
 def using(rules: Any) -> Any:
@@ -210,19 +210,19 @@ def using(rules: Any) -> Any:
     return contextlib.nullcontext() if rules is None else under(bound(rules))
 
 
-def laid(x: NamedArray, what: str) -> NamedArray:
+def lay_out(x: NamedArray, what: str) -> NamedArray:
     """The array where the rules in force put it. Raises :class:`LayoutError` if they cannot."""
     bound = in_force()
-    if bound is None or x._laid is bound:
+    if bound is None or x._rules is bound:
         return x
     dims = x.dims
     layout = bound.layout(dims, what)
     if bound.only_check or (bound.mesh.is_abstract and not isinstance(x.array, Tracer)):
         return x
-    return NamedArray(_put(x.array, layout.sharding), dims, bound)
+    return NamedArray(_placed(x.array, layout.sharding), dims, bound)
 
 
-def _put(array: Any, sharding: Any) -> Any:
+def _placed(array: Any, sharding: Any) -> Any:
     if isinstance(array, Tracer):
         return _constrained(array, sharding)
     return jax.device_put(array, sharding)
@@ -251,15 +251,15 @@ def as_named(x: Any) -> NamedArray:
 
 def find(dims: Sequence[Dim], name: str | Dim) -> Dim:
     """The dim of this name, and size if one is given. Raises :class:`DimError` if there is none."""
-    wanted = name.name if isinstance(name, Dim) else name
+    label = name.name if isinstance(name, Dim) else name
     for dim in dims:
-        if dim.name == wanted:
+        if dim.name == label:
             if isinstance(name, Dim) and name.size != dim.size:
                 raise DimError(
-                    f"dim {wanted!r} has size {dim.size} in [{text_of(dims)}], not {name.size}."
+                    f"dim {label!r} has size {dim.size} in [{text_of(dims)}], not {name.size}."
                 )
             return dim
-    raise DimError(f"there is no dim {wanted!r} in [{text_of(dims)}].")
+    raise DimError(f"there is no dim {label!r} in [{text_of(dims)}].")
 
 
 def position(dims: Sequence[Dim], name: str | Dim) -> int:

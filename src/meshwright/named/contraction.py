@@ -14,7 +14,7 @@ from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .array import NamedArray, as_named, spread, union
 from .meeting import Meeting
 from .operation import operation
-from .reductions import Over, chosen, dims_among
+from .reductions import Over, dims_among, dims_over
 from .rules import in_force
 
 
@@ -68,7 +68,7 @@ def einsum(
     renamed = _renamed(out_dims, names, new)
     meeting = Meeting.of(every, out_dims, names)
     if bound := in_force():
-        bound.check_together(meeting.met((*every, *new)), "einsum over")
+        bound.check_together(meeting.renamed((*every, *new)), "einsum over")
     product = _product_of_any
     if len(arrays) == 2:
         product = _product_in_order if meeting.split else _product_of_two
@@ -88,10 +88,10 @@ def _with_old_names(out: DimsLike | None, names: Mapping[str, str], every: Dims)
 
 
 def _renamed(out_dims: Dims, names: Mapping[str, str], new: Dims) -> Dims:
-    lost = [name for name in names if name not in {dim.name for dim in out_dims}]
-    if lost:
+    absent = [name for name in names if name not in {dim.name for dim in out_dims}]
+    if absent:
         raise DimError(
-            f"einsum: rename= names {', '.join(map(repr, lost))}, which the product over "
+            f"einsum: rename= names {', '.join(map(repr, absent))}, which the product over "
             f"[{text_of(out_dims)}] does not keep. It goes from old names to new ones, and out= "
             "has the new ones."
         )
@@ -117,8 +117,8 @@ def _product_of_two(
         _without_its_own(other, out_dims, one, dtype or promoted),
     )
     both = [dim for dim in x.dims if dim in y.dims]
-    gone, batch = [d for d in both if d not in out_dims], [d for d in both if d in out_dims]
-    places = (_places(x, gone), _places(y, gone)), (_places(x, batch), _places(y, batch))
+    summed, batch = [d for d in both if d not in out_dims], [d for d in both if d in out_dims]
+    places = (_places(x, summed), _places(y, summed)), (_places(x, batch), _places(y, batch))
     operands = x.array.astype(promoted), y.array.astype(promoted)
     array = _dot_general(*operands, places, precision, dtype)
     own = [dim for operand in (x, y) for dim in operand.dims if dim not in both]
@@ -130,8 +130,8 @@ def _without_its_own(x: NamedArray, out_dims: Dims, other: NamedArray, dtype: An
     own_dims = tuple(dim for dim in x.dims if dim in out_dims or dim in other.dims)
     if own_dims == x.dims:
         return x
-    gone = [i for i, dim in enumerate(x.dims) if dim not in own_dims]
-    return NamedArray(jnp.sum(x.array, gone, dtype), own_dims)
+    places = [i for i, dim in enumerate(x.dims) if dim not in own_dims]
+    return NamedArray(jnp.sum(x.array, places, dtype), own_dims)
 
 
 def _places(x: NamedArray, dims: Sequence[Dim]) -> tuple[int, ...]:
@@ -192,21 +192,23 @@ def _product_of_any(
 
 
 def _result_dims(arrays: list[NamedArray], every: Dims, out: DimsLike | None, reduce: Over) -> Dims:
-    gone = None if reduce is None else chosen(every, reduce)
+    summed = None if reduce is None else dims_over(every, reduce)
     if out is None:
-        if gone is not None:
-            return tuple(dim for dim in every if dim not in gone)
+        if summed is not None:
+            return tuple(dim for dim in every if dim not in summed)
         return tuple(dim for dim in every if sum(dim in x.dims for x in arrays) == 1)
     result = as_dims(out)
     union(every, result, what="einsum")
-    if gone is not None and (both := [dim for dim in gone if dim in result]):
+    if summed is not None and (both := [dim for dim in summed if dim in result]):
         raise DimError(
             f"einsum: {text_of(both)} is in reduce= and in out=[{text_of(result)}]; "
             "name it in one of them."
         )
-    if gone is not None and (lost := [d for d in every if d not in gone and d not in result]):
+    if summed is not None and (
+        unplaced := [d for d in every if d not in summed and d not in result]
+    ):
         raise DimError(
-            f"einsum: {text_of(lost)} is neither in reduce= nor in out=[{text_of(result)}]; "
+            f"einsum: {text_of(unplaced)} is neither in reduce= nor in out=[{text_of(result)}]; "
             "leave reduce= out, and what out= lacks is summed over."
         )
     return result

@@ -45,7 +45,7 @@ def apply(
     result = function(*(x if _is_plain(x) else spread(x, dims) for x in arrays))
     if result.shape != (shape := tuple(dim.size for dim in dims)):
         result = jnp.broadcast_to(result, shape)
-    lie = [x._laid for x, own in zip(arrays, several, strict=True) if own and own == dims]
+    lie = [x._rules for x, own in zip(arrays, several, strict=True) if own and own == dims]
     return NamedArray(result, dims, lie[0] if lie and all(by is lie[0] for by in lie) else None)
 
 
@@ -70,8 +70,8 @@ def _unary(
     def call(x: Any, **options: Any) -> NamedArray:
         return apply(lambda a: function(a, **options), x, what=name)
 
-    shown = example(f"mn.{name}({_named(values)})", result)
-    return named_operation(call, name, f"{says}, of each element of ``x``; dims stay.{shown}")
+    sample = example(f"mn.{name}({_named(values)})", result)
+    return named_operation(call, name, f"{says}, of each element of ``x``; dims stay.{sample}")
 
 
 def _binary(
@@ -80,8 +80,8 @@ def _binary(
     def call(x: Any, y: Any, *, out: DimsLike | None = None) -> NamedArray:
         return apply(function, x, y, out=out, what=name)
 
-    shown = example(f"mn.{name}({_named(first)}, {_named(second)})", result)
-    return named_operation(call, name, f"{says}, {_BY_NAME}{shown}")
+    sample = example(f"mn.{name}({_named(first)}, {_named(second)})", result)
+    return named_operation(call, name, f"{says}, {_BY_NAME}{sample}")
 
 
 def _named(values: str) -> str:

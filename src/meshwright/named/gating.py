@@ -222,11 +222,11 @@ def _route(
         weights = [weight / total for weight in weights]
         wishes.append(second * _counts(weights[1], policy, gating.second_threshold, key))
     choices, dropped = [], []
-    for expert, weight, (goes, place, lost) in zip(
+    for expert, weight, (goes, place, overflow) in zip(
         experts, weights, _queued(wishes, group, gate, capacity), strict=True
     ):
         choices.append(Choice(goes, expert, place, where(place < 0, 0.0, weight)))
-        dropped.append(lost)
+        dropped.append(overflow)
     return Route(tuple(choices), loss, functools.reduce(add, dropped))
 
 
@@ -283,7 +283,7 @@ def _cut(tokens: Dims, size: int) -> tuple[Dims, Dim] | None:
             missing = 1
         else:
             return None
-    taken = {dim.name for dim in groups}
+    names = {dim.name for dim in groups}
     own = f"{inner[0].name}_group" if inner else "group"
-    name = next((dim.name for dim in inner if dim.name not in taken), own)
+    name = next((dim.name for dim in inner if dim.name not in names), own)
     return tuple(groups), Dim(name, size)

@@ -93,8 +93,8 @@ def custom_gradient(
         result = callback(function)(*inputs)
         return result, (inputs, result)
 
-    def back(kept: Any, gradient: Any) -> Any:
-        inputs, result = kept
+    def back(residuals: Any, gradient: Any) -> Any:
+        inputs, result = residuals
         gradients = callback(backward)(inputs, result, gradient)
         several = gradients if isinstance(gradients, tuple) else (gradients,)
         if len(several) != len(inputs):
@@ -171,8 +171,8 @@ def reversible(blocks: Sequence[Callable[[Any, NamedArray], NamedArray]]) -> Cal
         result = run(params, x1, x2)
         return result, (params, result)
 
-    def backward(kept: Any, gradients: Any) -> Any:
-        params, result = kept
+    def backward(residuals: Any, gradients: Any) -> Any:
+        params, result = residuals
         # Without the barrier XLA keeps the last block's values, which it can see are the same.
         y1, y2 = jax.lax.optimization_barrier(result)
         g1, g2 = gradients

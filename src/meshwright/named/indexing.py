@@ -73,10 +73,10 @@ def gather(x: Any, indices: Any, dim: str | Dim) -> NamedArray:
     axis = split_of(at.operand).get(at.along.name)
     rival = next((d for d in at.new if axis and split_of([d]).get(d.name) == axis), None)
     if rival is None:
-        array = _taken(operand.array, at.numbers, len(at.shared), at.position)
+        array = _rows_at(operand.array, at.numbers, len(at.shared), at.position)
     else:
         array = _taken_apart(operand, at, rival)
-    return NamedArray(spread(NamedArray(array, at.taken), at.result), at.result)
+    return NamedArray(spread(NamedArray(array, at.gathered), at.result), at.result)
 
 
 @operation
@@ -96,14 +96,14 @@ def scatter_add(x: Any, indices: Any, values: Any, dim: str | Dim) -> NamedArray
     x, values = as_named(x), as_named(values)
     indices = whole_numbers(indices, "scatter_add: the indices")
     at = _Places(x, indices, dim, "scatter_add")
-    union(at.taken, values.dims, what="scatter_add")
-    if extra := [value_dim for value_dim in values.dims if value_dim not in at.taken]:
+    union(at.gathered, values.dims, what="scatter_add")
+    if extra := [value_dim for value_dim in values.dims if value_dim not in at.gathered]:
         raise DimError(
             f"scatter_add: the values have {text_of(extra)}, but their dims are among those that "
             f"gather gives for these indices, [{text_of(at.result)}]. Sum over it first."
         )
-    shape = [taken_dim.size for taken_dim in at.taken]
-    added = jnp.broadcast_to(spread(values, at.taken), shape).astype(x.dtype)
+    shape = [taken_dim.size for taken_dim in at.gathered]
+    added = jnp.broadcast_to(spread(values, at.gathered), shape).astype(x.dtype)
 
     def add(array: Any, places: Any, some: Any) -> Any:
         before = (slice(None),) * at.position
@@ -184,7 +184,7 @@ class _Places:
         self.along, self.shared, self.new = along, shared, new
         self.position = own.index(along)
         self.operand: Dims = (*shared, *own)
-        self.taken: Dims = (*shared, *own[: self.position], *new, *own[self.position + 1 :])
+        self.gathered: Dims = (*shared, *own[: self.position], *new, *own[self.position + 1 :])
         where = x.dims.index(along)
         self.result: Dims = (*x.dims[:where], *new, *x.dims[where + 1 :])
         bare = spread(indices, (*shared, *new))
@@ -198,7 +198,7 @@ def _over(function: Callable[..., Any], shared: int) -> Callable[..., Any]:
     return function
 
 
-def _taken(array: Any, numbers: Any, shared: int, position: int) -> Any:
+def _rows_at(array: Any, numbers: Any, shared: int, position: int) -> Any:
     def take(array: Any, numbers: Any) -> Any:
         return jnp.take(array, numbers, axis=position, mode="fill", fill_value=0)
 
@@ -211,14 +211,14 @@ def _taken_apart(operand: NamedArray, at: _Places, rival: Dim) -> Any:
     Left to itself, XLA would gather the operand; here every device sees all indices instead.
     """
     aside = rival.renamed(f"{rival.name}_taken")  # the operand may have a dim of this name, too
-    new, taken = ([aside if d == rival else d for d in dims] for dims in (at.new, at.taken))
+    new, dims_after = ([aside if d == rival else d for d in dims] for dims in (at.new, at.gathered))
     split = dict(split_of(at.operand, new))
     after = {name: axis for name, axis in split.items() if name != at.along.name}
     after[aside.name] = axis = split[at.along.name]
     numbers = NamedArray(at.numbers, (*at.shared, *new))
     options = {"shared": len(at.shared), "position": at.position, "axis": axis}
-    scatter = taken.index(aside)
-    dims = tuple(taken)
+    scatter = dims_after.index(aside)
+    dims = tuple(dims_after)
     (result,) = on_pieces(
         _taken_of_piece, [operand, numbers], split, [dims], after, scatter=scatter, **options
     )
@@ -231,7 +231,7 @@ def _taken_of_piece(
     piece = array.shape[shared + position]
     here = numbers - jax.lax.axis_index(axis) * piece
     here = jnp.where((here >= 0) & (here < piece), here, piece)
-    rows = _taken(array, here, shared, position)
+    rows = _rows_at(array, here, shared, position)
     summed = rows.astype(jnp.int8) if rows.dtype == bool else rows
     mine = jax.lax.psum_scatter(summed, axis, scatter_dimension=scatter, tiled=True)
     return [mine.astype(rows.dtype)]

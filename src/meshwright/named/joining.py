@@ -52,7 +52,7 @@ def split(x: Any, dim: str | Dim, parts: int | Sequence[int]) -> list[NamedArray
     Raises :class:`DimError` if they do not come out even.
 
     >>> from meshwright.named import named
-    >>> [each.shape for each in split(named(jnp.ones([8]), "length:8"), "length", [2, 6])]
+    >>> [piece.shape for piece in split(named(jnp.ones([8]), "length:8"), "length", [2, 6])]
     [{'length': 2}, {'length': 6}]
     """
     x = as_named(x)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..errors import DimError, ModelError
 from ..layouts.dim_rules import Dim, as_dims, text_of
-from .array import NamedArray, as_named, find, laid, position, spread, union
+from .array import NamedArray, as_named, find, lay_out, position, spread, union
 from .operation import callback, is_named, operation
 from .pieces import held_whole
 from .rules import in_force, under
@@ -49,7 +49,7 @@ def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any
 
     init = _begun(init)
     return jax.lax.while_loop(
-        holds, lambda carry: _kept(init, callback(body)(carry), "while_loop"), init
+        holds, lambda carry: _same_carry(init, callback(body)(carry), "while_loop"), init
     )
 
 
@@ -66,7 +66,7 @@ def fori_loop(low: Any, high: Any, body: Callable[[NamedArray, Any], Any], init:
     """
 
     def turn(i: Any, carry: Any) -> Any:
-        return _kept(init, callback(body)(NamedArray(i, ()), carry), "fori_loop")
+        return _same_carry(init, callback(body)(NamedArray(i, ()), carry), "fori_loop")
 
     init = _begun(init)
     return jax.lax.fori_loop(low, high, turn, init)
@@ -108,7 +108,7 @@ def scan(
                 f"nothing); received {type(result).__name__}."
             )
         carry, y = result
-        return _kept(init, carry, "scan"), y
+        return _same_carry(init, carry, "scan"), y
 
     init = _begun(init)
     first = _map(lambda x: _sliced_first(x, along), xs)
@@ -220,18 +220,19 @@ def _map(function: Callable[[NamedArray], NamedArray], tree: Any) -> Any:
 
 
 def _begun(init: Any) -> Any:
-    return _map(lambda x: laid(x, "carry"), init)
+    return _map(lambda x: lay_out(x, "carry"), init)
 
 
-def _kept(before: Any, after: Any, what: str) -> Any:
+def _same_carry(before: Any, after: Any, what: str) -> Any:
     """What a body returned, with the dims in the order in which they went in."""
-    wanted, tree = jax.tree_util.tree_flatten_with_path(before, is_leaf=is_named)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(before, is_leaf=is_named)
     results, same = jax.tree.flatten(after, is_leaf=is_named)
     if tree != same:
         return after  # JAX says where two structures differ
-    pairs = [(path, x, y) for (path, x), y in zip(wanted, results, strict=True)]
+    pairs = [(path, x, y) for (path, x), y in zip(leaves, results, strict=True)]
     faults = [
-        f"{what}: carry{jax.tree_util.keystr(path)} goes in {_said(x)} and comes out {_said(y)}."
+        f"{what}: carry{jax.tree_util.keystr(path)} goes in {_dims_text(x)} "
+        f"and comes out {_dims_text(y)}."
         for path, x, y in pairs
         if (is_named(x) or is_named(y)) and _dims(x) != _dims(y)
     ]
@@ -248,8 +249,8 @@ def _like(before: Any, after: Any) -> Any:
         return after.array if is_named(after) else after
     after = as_named(after)
     if after.dims == before.dims:
-        return laid(after, "carry")
-    return laid(NamedArray(spread(after, before.dims), before.dims), "carry")
+        return lay_out(after, "carry")
+    return lay_out(NamedArray(spread(after, before.dims), before.dims), "carry")
 
 
 def _dims(x: Any) -> set[Dim] | None:
@@ -258,7 +259,7 @@ def _dims(x: Any) -> set[Dim] | None:
     return None if jnp.ndim(x) else set()
 
 
-def _said(x: Any) -> str:
+def _dims_text(x: Any) -> str:
     if not is_named(x):
         return "without names" if jnp.ndim(x) else "as a number"
     return f"as [{text_of(x.dims)}]" if x.dims else "without dims"

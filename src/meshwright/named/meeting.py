@@ -54,7 +54,7 @@ class Meeting:
         split = {name: cut for name, cut in axis.items() if cut is not None}
         return Meeting(names, split if gathered or scattered else {}, gathered, scattered)
 
-    def met(self, dims: Dims) -> Dims:
+    def renamed(self, dims: Dims) -> Dims:
         """Dims as they are in the product: those that are gathered have their new names."""
         return tuple(
             dim.renamed(self.names[dim.name]) if dim.name in self.gathered else dim for dim in dims
@@ -95,8 +95,8 @@ class Meeting:
 
     def _summed(self, arrays: Sequence[NamedArray], out_dims: Dims) -> tuple[str, ...]:
         """Axes over which sums are split that are not scattered."""
-        gone = {dim.name for x in arrays for dim in x.dims if dim not in out_dims}
-        axes = {self.split[name] for name in gone if name in self.split}
+        summed = {dim.name for x in arrays for dim in x.dims if dim not in out_dims}
+        axes = {self.split[name] for name in summed if name in self.split}
         return tuple(sorted(axes - {*self.scattered.values()}))
 
 

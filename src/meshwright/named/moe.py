@@ -144,7 +144,7 @@ class MixtureOfExperts:
     ) -> Mixed:
         """The output for these tokens; level ``i`` sends each to some experts."""
         if i == len(self.levels):
-            return self._said(params, x)
+            return self._expert_outputs(params, x)
         level, stack, d_model = self.levels[i], self._experts[:i], as_dims(self.d_model)
         tokens = (*stack, *without(x.dims, (*stack, *d_model)))
         outer, group = level.groups(tokens[i:])
@@ -165,16 +165,18 @@ class MixtureOfExperts:
         post = Post(routed.choices, groups, group, level.dim, level.gate, places, self.dispatch)
         is_last = i + 1 == len(self.levels)
         numbers = None if is_last else post.send_numbers()
-        said = self._mixed(i + 1, params, post.send(grouped), numbers, further, training)
-        output = _reshaped(post.fetch(said.output), (*groups, group, *d_model), (*tokens, *d_model))
+        inner = self._mixed(i + 1, params, post.send(grouped), numbers, further, training)
+        output = _reshaped(
+            post.fetch(inner.output), (*groups, group, *d_model), (*tokens, *d_model)
+        )
         dropped = routed.dropped
         if not is_last:
-            later = post.fetch(cast(said.dropped, jnp.float32), weighed=False)
+            later = post.fetch(cast(inner.dropped, jnp.float32), weighed=False)
             dropped = dropped + cast(later, jnp.int32)
         dropped = _reshaped(dropped, (*groups, group), tokens)
-        return Mixed(transpose(output, x.dims), routed.loss + said.loss, dropped)
+        return Mixed(transpose(output, x.dims), routed.loss + inner.loss, dropped)
 
-    def _said(self, params: Params, x: NamedArray) -> Mixed:
+    def _expert_outputs(self, params: Params, x: NamedArray) -> Mixed:
         """What the experts say to those that they were sent."""
         d_model, d_ff = as_dims(self.d_model), as_dims(self.d_ff)
         up, down = (in_dtype(params[name], x.dtype) for name in ("up", "down"))

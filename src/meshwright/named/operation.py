@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
-from .array import NamedArray, laid, using
+from .array import NamedArray, lay_out, using
 from .rules import inside_operation
 
 _P = ParamSpec("_P")
@@ -82,5 +82,5 @@ def is_named(x: Any) -> bool:
 
 def _settled(result: Any, what: str) -> Any:
     if isinstance(result, NamedArray):
-        return laid(result, what)
-    return jax.tree.map(lambda x: laid(x, what) if is_named(x) else x, result, is_leaf=is_named)
+        return lay_out(result, what)
+    return jax.tree.map(lambda x: lay_out(x, what) if is_named(x) else x, result, is_leaf=is_named)

@@ -65,14 +65,16 @@ def top_k(x: Any, dim: str | Dim, k: DimsLike) -> tuple[NamedArray, NamedArray]:
     >>> values.array, places.array
     (Array([9, 7], dtype=int32), Array([1, 2], dtype=int32))
     """
-    x, wanted = as_named(x), as_dims(k)
+    x, new_dims = as_named(x), as_dims(k)
     along = find(x.dims, dim)
-    if len(wanted) != 1:
-        raise DimError(f"top_k: k is one new dim, such as 'beams:4'; received [{text_of(wanted)}].")
-    as_dims((*(other for other in x.dims if other != along), *wanted))  # no name comes twice
-    if wanted[0].size > along.size:
-        raise DimError(f"top_k: {wanted[0]} of {along}; there are only {along.size} elements.")
-    return _largest(x, along, wanted[0])
+    if len(new_dims) != 1:
+        raise DimError(
+            f"top_k: k is one new dim, such as 'beams:4'; received [{text_of(new_dims)}]."
+        )
+    as_dims((*(other for other in x.dims if other != along), *new_dims))  # no name comes twice
+    if new_dims[0].size > along.size:
+        raise DimError(f"top_k: {new_dims[0]} of {along}; there are only {along.size} elements.")
+    return _largest(x, along, new_dims[0])
 
 
 @operation

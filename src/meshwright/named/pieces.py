@@ -28,13 +28,13 @@ def split_of(*several: Sequence[Dim]) -> Split:
     if bound is None or bound.only_check:
         return {}
     split: dict[str, str] = {}
-    taken = _mapped_axes()
+    mapped_axes = _mapped_axes()
     for dim in (dim for dims in several for dim in dims):
         axes = bound.rules.axes(dim.name)
         if len(axes) != 1:  # those along several axes are left to XLA
             continue
         (axis,) = axes
-        if axis in taken or axis in split.values() or bound.mesh[axis] == 1:
+        if axis in mapped_axes or axis in split.values() or bound.mesh[axis] == 1:
             continue
         if dim.size and not dim.size % bound.mesh[axis]:
             split[dim.name] = axis

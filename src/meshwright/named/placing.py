@@ -146,11 +146,11 @@ def _after_round(
     sent = jax.lax.dynamic_slice_in_dim(x, _table(starts, pieces, index), length, where)
     if one_round[0].sender != one_round[0].receiver:
         sent = jax.lax.ppermute(sent, axis, [(run.sender, run.receiver) for run in one_round])
-    put = _window(sent, _table(places, pieces, index), result.shape[where], where)
+    window = _window(sent, _table(places, pieces, index), result.shape[where], where)
     if isinstance(low, int) and isinstance(high, int) and high - low == result.shape[where]:
-        return put
+        return window
     place = jax.lax.broadcasted_iota(jnp.int32, result.shape, where)
-    return jnp.where((low <= place) & (place < high), put, result)
+    return jnp.where((low <= place) & (place < high), window, result)
 
 
 def _table(of: dict[int, int], pieces: int, index: Any, other: int | None = None) -> Any:

@@ -181,7 +181,7 @@ def _alongside(
     if wide := [one for one in placed if max(one.window.padding) >= one.window.size]:
         raise DimError(
             "\n".join(
-                f"{what}: padding {one.asked} of dim {one.dim.name!r} leaves a window of "
+                f"{what}: padding {one.padding_text} of dim {one.dim.name!r} leaves a window of "
                 f"{one.window.size} without an element. Pad by less than the window."
                 for one in wide
             )
@@ -197,8 +197,8 @@ def _is_kind(x: NamedArray, kind: Any) -> bool:
 
 
 def _unused(name: str, dims: Sequence[Dim]) -> str:
-    taken = {dim.name for dim in dims}
-    while name in taken:
+    names = {dim.name for dim in dims}
+    while name in names:
         name += "_"
     return name
 

@@ -19,7 +19,7 @@ from .array import NamedArray, as_named, spread
 from .elementwise import add, divide, where
 from .operation import operation
 from .ordering import argmax
-from .reductions import chosen
+from .reductions import dims_over
 
 
 @operation
@@ -31,7 +31,7 @@ def uniform(
     >>> uniform(jax.random.key(0), "batch:64 io:16").shape
     {'batch': 64, 'io': 16}
     """
-    return _drawn(jax.random.uniform, key, dims, dtype, low, high)
+    return _draw(jax.random.uniform, key, dims, dtype, low, high)
 
 
 @operation
@@ -47,7 +47,7 @@ def normal(
     >>> x.shape, round(float(mn.reduce_mean(x)))
     ({'batch': 1000}, 5)
     """
-    return _drawn(jax.random.normal, key, dims, dtype) * deviation + mean
+    return _draw(jax.random.normal, key, dims, dtype) * deviation + mean
 
 
 @operation
@@ -73,7 +73,7 @@ def truncated_normal(
     def standard(key: Any, shape: Any, dtype: Any) -> Any:
         return jax.random.truncated_normal(key, -within, within, shape, dtype)
 
-    return _drawn(standard, key, dims, dtype) * deviation + mean
+    return _draw(standard, key, dims, dtype) * deviation + mean
 
 
 @operation
@@ -134,7 +134,7 @@ def sample_with_temperature(
     logits = as_named(logits)
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     # The largest of logits / temperature + noise (Gumbel), written so that 0 divides by nothing.
-    noise = _drawn(jax.random.gumbel, key, logits.dims, dtype)
+    noise = _draw(jax.random.gumbel, key, logits.dims, dtype)
     return argmax(add(logits, noise * temperature), over)
 
 
@@ -160,30 +160,30 @@ def dropout(
     Array([[2., 2., 2.],
            [0., 0., 0.]], dtype=float32)
     """
-    x, keep = as_named(x), _kept(rate, keep_prob)
+    x, keep = as_named(x), _keep_probability(rate, keep_prob)
     if keep == 1:
         return x
     if keep == 0:
         return NamedArray(jnp.zeros_like(x.array), x.dims)
-    noise = chosen(x.dims, noise_dims)
+    noise = dims_over(x.dims, noise_dims)
     return where(bernoulli(key, noise, keep), divide(x, keep), 0, out=x.dims)
 
 
-def _kept(rate: float | None, keep_prob: float | None) -> float:
+def _keep_probability(rate: float | None, keep_prob: float | None) -> float:
     parts = {"rate": rate, "keep_prob": keep_prob}
     match [(name, part) for name, part in parts.items() if part is not None]:
         case [(name, part)] if 0 <= part <= 1:
             return part if name == "keep_prob" else 1 - part
         case [(name, part)]:
             raise ModelError(f"dropout: {name}={part!r} is a part of all elements, from 0 to 1.")
-        case found:
+        case several:
             raise ModelError(
                 "dropout takes rate=, the part to drop, or keep_prob=, the part to keep; received "
-                f"{'both' if found else 'neither'}."
+                f"{'both' if several else 'neither'}."
             )
 
 
-def _drawn(draw: Any, key: Any, dims: DimsLike, dtype: Any, *args: Any) -> NamedArray:
+def _draw(draw: Any, key: Any, dims: DimsLike, dtype: Any, *args: Any) -> NamedArray:
     dims = as_dims(dims)
     return NamedArray(draw(key, _shape(dims), dtype, *args), dims)
 

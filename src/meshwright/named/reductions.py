@@ -17,7 +17,7 @@ from .operation import example, named_operation, operation
 Over = str | Dim | Iterable[str | Dim] | None  # dims to reduce; none means every one
 
 
-def chosen(dims: Dims, over: Over) -> Dims:
+def dims_over(dims: Dims, over: Over) -> Dims:
     """The dims that ``over`` names, a text perhaps several. Raises :class:`DimError` for others."""
     return dims if over is None else tuple(find(dims, name) for name in names_in(over))
 
@@ -64,10 +64,10 @@ def reduced(function: Callable[..., Any], x: Any, over: Over) -> NamedArray:
     The result keeps the array's layout, without the reduced dims; XLA ensures that.
     """
     x = as_named(x)
-    gone = chosen(x.dims, over)
-    axes = tuple(position(x.dims, dim) for dim in gone)
-    rest = tuple(dim for dim in x.dims if dim not in gone)
-    return NamedArray(function(x.array, axis=axes), rest, x._laid)
+    dims = dims_over(x.dims, over)
+    axes = tuple(position(x.dims, dim) for dim in dims)
+    rest = tuple(dim for dim in x.dims if dim not in dims)
+    return NamedArray(function(x.array, axis=axes), rest, x._rules)
 
 
 def _reduction(
@@ -76,8 +76,8 @@ def _reduction(
     def call(x: Any, over: Over = None) -> NamedArray:
         return reduced(function, x, over)
 
-    shown = example(f"mn.{name}(mn.named({values}, 'batch:2 io:2'), 'io')", result)
-    doc = f"{says} of ``x`` over the dims named by ``over``, or over all.{shown}"
+    sample = example(f"mn.{name}(mn.named({values}, 'batch:2 io:2'), 'io')", result)
+    doc = f"{says} of ``x`` over the dims named by ``over``, or over all.{sample}"
     return named_operation(call, name, doc)
 
 
@@ -119,8 +119,8 @@ def softmax(x: Any, over: Over) -> NamedArray:
      [0.12 0.88]]
     """
     x = as_named(x)
-    axes = tuple(position(x.dims, dim) for dim in chosen(x.dims, over))
-    return NamedArray(jax.nn.softmax(x.array, axis=axes), x.dims, x._laid)
+    axes = tuple(position(x.dims, dim) for dim in dims_over(x.dims, over))
+    return NamedArray(jax.nn.softmax(x.array, axis=axes), x.dims, x._rules)
 
 
 @operation
@@ -134,8 +134,8 @@ def log_softmax(x: Any, over: Over, *, extra_logit: Any = None) -> NamedArray:
     [-0.69 -0.69]
     """
     x = as_named(x)
-    axes = tuple(position(x.dims, dim) for dim in chosen(x.dims, over))
+    axes = tuple(position(x.dims, dim) for dim in dims_over(x.dims, over))
     total = jax.nn.logsumexp(x.array, axis=axes, keepdims=True)
     if extra_logit is not None:
         total = jnp.logaddexp(total, jnp.asarray(extra_logit, x.dtype))
-    return NamedArray(x.array - total, x.dims, x._laid)
+    return NamedArray(x.array - total, x.dims, x._rules)

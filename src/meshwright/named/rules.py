@@ -19,6 +19,7 @@ from ..errors import LayoutError, MeshError
 from ..layouts.dim_rules import Dim, DimRules, Dims, DimsLike, RulesLike, as_dims
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
+from ..scoped import scoped
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,8 @@ def rules(
     (2, 2)
     """
     current, record = bound(rules, mesh), set[Dims]()
-    token = _records.set({**_records.get(), current._same: record})
-    try:
-        with under(current):
-            yield current
-    finally:
-        _records.reset(token)
+    with scoped(_records, {**_records.get(), current._same: record}), under(current):
+        yield current
     names = {dim.name for dims in record for dim in dims}
     if strict:
         _check_all_used(current, names)

@@ -17,7 +17,7 @@ from ..errors import DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .array import NamedArray, as_named, find, spread, union
 from .operation import operation
-from .reductions import chosen, dims_among
+from .reductions import dims_among, dims_over
 
 Names = str | Dim | Iterable[str | Dim]  # a text may hold several: "batch length"
 
@@ -103,7 +103,7 @@ def merge_dims(x: Any, dims: Names, name: str) -> NamedArray:
     {'batch': 8, 'io': 6}
     """
     x = as_named(x)
-    merged = as_dims(chosen(x.dims, dims))
+    merged = as_dims(dims_over(x.dims, dims))
     if not merged:
         raise DimError("merge_dims: no dims to merge; name them: merge_dims(x, 'a b', 'c').")
     order = _replaced([dim for dim in x.dims if dim not in merged[1:]], merged[0], merged)
@@ -124,7 +124,7 @@ def transpose(x: Any, order: Names) -> NamedArray:
     {'io': 6, 'batch': 8}
     """
     x = as_named(x)
-    dims = as_dims(chosen(x.dims, order))
+    dims = as_dims(dims_over(x.dims, order))
     if missing := [dim for dim in x.dims if dim not in dims]:
         raise DimError(
             f"transpose: the order [{text_of(dims)}] lacks {text_of(missing)} of "

@@ -103,10 +103,10 @@ def halo_exchange(
     return concat(pieces, within.name)
 
 
-def _margins(wanted: int, size: int) -> list[tuple[int, int]]:
+def _margins(margin: int, size: int) -> list[tuple[int, int]]:
     """How many blocks away, and how many elements of each, nearest first."""
     return [
-        (i + 1, min(size, wanted - i * size)) for i in range(-(-wanted // size) if wanted else 0)
+        (i + 1, min(size, margin - i * size)) for i in range(-(-margin // size) if margin else 0)
     ]
 
 

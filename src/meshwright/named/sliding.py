@@ -76,9 +76,9 @@ def convolve(
         rules.layout(kernel.dims, f"kernel of {what}")
     placed = laid_along(placed, taps, what)
     sizes = {one.dim.name: one.results for one in placed}
-    kept = [dim.resized(sizes.get(dim.name, dim.size)) for dim in x.dims]
+    window_dims = [dim.resized(sizes.get(dim.name, dim.size)) for dim in x.dims]
     plan = _Slide(
-        x.dims, kernel.dims, in_place(kept, summed, new), placed,
+        x.dims, kernel.dims, in_place(window_dims, summed, new), placed,
         taps=_names(taps), summed=_names(summed), groups=_names(groups), new=_names(new),
         over=_axes([*summed, *taps]), alone=_axes([*new, *taps]), bound=laying(),
         precision=precision, dtype=dtype,
@@ -159,19 +159,19 @@ def _channels(x: Dims, kernel: Dims, reduce: Over, what: str) -> tuple[list[Dim]
             )
         return shared, []
     names = [_name(dim) for dim in names_in(reduce)]
-    if lost := [name for name in names if name not in _names(shared)]:
+    if absent := [name for name in names if name not in _names(shared)]:
         raise DimError(
-            f"{what}: reduce= names {', '.join(map(repr, lost))}, which x [{text_of(x)}] and "
+            f"{what}: reduce= names {', '.join(map(repr, absent))}, which x [{text_of(x)}] and "
             f"kernel [{text_of(kernel)}] do not both have; they share [{text_of(shared)}]."
         )
     summed = [dim for dim in shared if dim.name in names]
     return summed, [dim for dim in shared if dim not in summed]
 
 
-def in_place(dims: Sequence[Dim], gone: Sequence[Dim], new: Sequence[Dim]) -> Dims:
+def in_place(dims: Sequence[Dim], summed: Sequence[Dim], new: Sequence[Dim]) -> Dims:
     """The dims, with the new ones where the first of those that go has stood, else at the end."""
-    at = min([position(dims, dim) for dim in gone], default=len(dims))
-    before, after = dims[:at], [dim for dim in dims[at:] if dim not in gone]
+    at = min([position(dims, dim) for dim in summed], default=len(dims))
+    before, after = dims[:at], [dim for dim in dims[at:] if dim not in summed]
     return (*before, *new, *after)
 
 

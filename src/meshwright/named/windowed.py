@@ -34,7 +34,7 @@ class Along:
     dim: Dim
     results: int
     window: Window
-    asked: str = ""  # the padding, in the user's words
+    padding_text: str = ""  # the padding, in the user's words
     flipped: bool = False
     axis: str | None = None
     pieces: int = 1
@@ -87,22 +87,24 @@ def along(
     odd. A transposed window is the adjoint of the plain one with the same stride and padding.
     """
     reach = (size - 1) * dilation + 1
-    pair, asked = _pair(padding, dim.name)
+    pair, padding_text = _pair(padding, dim.name)
     if not transposed:
         results = -(-dim.size // stride)
-        if asked == "SAME":
+        if padding_text == "SAME":
             pair = _halves((results - 1) * stride + reach - dim.size)
         results = (dim.size + sum(pair) - reach) // stride + 1
-        return Along(dim, results, Window(size, stride, pair, 1, dilation), asked)
+        return Along(dim, results, Window(size, stride, pair, 1, dilation), padding_text)
     last = (dim.size - 1) * stride  # where the last window begins
-    if asked == "SAME":
+    if padding_text == "SAME":
         pair = _halves(reach - stride)
     results = {"SAME": dim.size * stride, "VALID": last + max(reach, stride)}.get(
-        asked, last + reach - sum(pair)
+        padding_text, last + reach - sum(pair)
     )
     before = reach - 1 - pair[0]
     around = (before, results + reach - 2 - last - before)
-    return Along(dim, results, Window(size, 1, around, stride, dilation), asked, flipped=True)
+    return Along(
+        dim, results, Window(size, 1, around, stride, dilation), padding_text, flipped=True
+    )
 
 
 def _pair(padding: Any, name: str) -> tuple[tuple[int, int], str]:
@@ -202,7 +204,7 @@ def _uneven(one: Along, axis: str | None, pieces: int, what: str, padded: bool) 
     if padded and (better := _better(one, pieces)):
         pair, results = better
         ways.insert(0, f"pad {name!r} by {pair}, which gives {results}")
-    if padded and one.asked != "SAME":
+    if padded and one.padding_text != "SAME":
         how = _stride(one), window.dilation, "SAME"
         same = along(one.dim, window.size, *how, transposed=one.flipped)
         if same.results % pieces == 0:
@@ -217,7 +219,9 @@ def _uneven(one: Along, axis: str | None, pieces: int, what: str, padded: bool) 
 def _window_text(one: Along) -> str:
     """A window as one reads it: ``a window of 3 (stride 1, padding VALID)``."""
     gaps = f", dilation {one.window.dilation}" if one.window.dilation > 1 else ""
-    return f"a window of {one.window.size} (stride {_stride(one)}{gaps}, padding {one.asked})"
+    return (
+        f"a window of {one.window.size} (stride {_stride(one)}{gaps}, padding {one.padding_text})"
+    )
 
 
 def _stride(one: Along) -> int:

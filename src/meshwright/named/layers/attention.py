@@ -29,7 +29,7 @@ from ..joining import concat, pad, slice
 from ..operation import operation
 from ..pieces import current_mesh, split_of
 from ..random import dropout
-from ..reductions import chosen, softmax
+from ..reductions import dims_over, softmax
 from ..shapes import Names, merge_dims, split_dim
 from ..shifting import shift
 from ..windowed import Numbers, counts
@@ -137,7 +137,7 @@ def attend_locally(
     >>> attend_locally(same, same, values, radius=1, causal=True).array.tolist()
     [[1.0], [1.5], [2.5], [3.5]]
     """
-    lengths = chosen(queries.dims, length)
+    lengths = dims_over(queries.dims, length)
     radii = counts(radius, [dim.name for dim in lengths], "local attention: radius")
     if missing := [dim for dim in lengths if dim not in keys.dims or dim not in values.dims]:
         raise DimError(
@@ -166,14 +166,14 @@ def attend_locally(
     mask = _everywhere(lengths) if mask is None else logical_and(mask, _everywhere(lengths))
     away = [arange(cut.block) - (arange(cut.memory) - cut.block.size) for cut in cuts]
     # Nothing lies beyond either end: there the neighbourhood of a mask is false.
-    seen = logical_and(neighbourhood(mask), together(_near(away, list(radii.values()), causal)))
+    visible = logical_and(neighbourhood(mask), together(_near(away, list(radii.values()), causal)))
     if segments is not None:
-        seen = logical_and(seen, equal(in_blocks(segments), neighbourhood(segments)))
+        visible = logical_and(visible, equal(in_blocks(segments), neighbourhood(segments)))
     values_seen = attend(
         in_blocks(queries),
         neighbourhood(keys),
         neighbourhood(values),
-        memory="memory", d_kv=d_kv, mask=seen,
+        memory="memory", d_kv=d_kv, mask=visible,
         bias=None if bias is None else together(bias(*(-one for one in away))),
         scale=scale, talking=talking, rate=rate, key=key,
     )  # fmt: skip
@@ -250,5 +250,5 @@ def _near(away: Sequence[NamedArray], radii: Sequence[int], causal: bool) -> Nam
 def _block_size(length: Dim, radius: int) -> int:
     """The radius, or a little more if blocks then come out even in what each device holds."""
     axis = split_of([length]).get(length.name)
-    held = length.size if axis is None else length.size // current_mesh()[axis]
-    return next((size for size in range(radius, 2 * radius) if held % size == 0), radius)
+    local_size = length.size if axis is None else length.size // current_mesh()[axis]
+    return next((size for size in range(radius, 2 * radius) if local_size % size == 0), radius)

@@ -64,14 +64,14 @@ class CompressedAttention(Attention):
                 f"a mask of compressed attention is over the memory: expected dim {self.memory!r} "
                 f"and not {self.length!r}; received [{text_of(mask.dims)}]."
             )
-        cache, seen = _means(cache, mask, self.memory, self.window)
+        cache, visible = _means(cache, mask, self.memory, self.window)
         ends = self._ends(find(cache["key"].dims, self.memory))
         if at is not None:
             cache = cache | {"key": self._turned(cache["key"], ends)}
             if self.causal:
-                seen = logical_and(seen, less_equal(ends, at))
-        values = super()._attended(params, queries._replace(mask=seen), cache)
-        return where(reduce_any(seen, self.memory), values, 0.0, out=values.dims)
+                visible = logical_and(visible, less_equal(ends, at))
+        values = super()._attended(params, queries._replace(mask=visible), cache)
+        return where(reduce_any(visible, self.memory), values, 0.0, out=values.dims)
 
     def _away(self, memory: Dim, at: NamedArray) -> NamedArray:
         return self._ends(memory.resized(-(-memory.size // self.window))) - at
@@ -80,7 +80,7 @@ class CompressedAttention(Attention):
         """The last position of each mean."""
         return arange(means) * self.window + (self.window - 1)
 
-    def _seen(self, length: Dim, mask: Mask, segments: Mask, prefix: Mask) -> Mask:
+    def _visible(self, length: Dim, mask: Mask, segments: Mask, prefix: Mask) -> Mask:
         if segments is not None or prefix is not None:
             raise DimError(
                 "compressed attention does not support segments= or prefix=: the positions of a "

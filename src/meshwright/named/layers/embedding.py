@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from ...layouts.dim_rules import Dim, DimsLike, as_dims
-from ..array import NamedArray, find, laid
+from ..array import NamedArray, find, lay_out
 from ..contraction import einsum
 from ..indexing import gather, one_hot
 from ..operation import operation
@@ -43,7 +43,7 @@ def embed(
     fit(ids, "embed", makes=(vocab, *row))
     dtype = dtype or table.dtype
     # The gradient is a sum of rows: laid out here, it is formed in the pieces that are kept.
-    table = laid(table, "table of embed")
+    table = lay_out(table, "table of embed")
     if by == "one_hot":
         rows = one_hot(ids, vocab, dtype=table.dtype)
         return in_dtype(einsum([rows, table], (*ids.dims, *row)), dtype)

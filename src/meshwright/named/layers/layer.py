@@ -113,10 +113,10 @@ def fit(x: NamedArray, what: str, *, needs: Dims = (), makes: Dims = ()) -> None
         )
 
 
-def without(dims: Dims, gone: Iterable[Dim]) -> Dims:
-    """The dims that are not among ``gone``, in order."""
-    gone = tuple(gone)
-    return tuple(dim for dim in dims if dim not in gone)
+def without(dims: Dims, others: Iterable[Dim]) -> Dims:
+    """The dims that are not among ``others``, in order."""
+    others = tuple(others)
+    return tuple(dim for dim in dims if dim not in others)
 
 
 def in_dtype(x: NamedArray, dtype: Any) -> NamedArray:

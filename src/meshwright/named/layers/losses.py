@@ -90,8 +90,8 @@ def weighted_mean(values: NamedArray, weights: NamedArray | None = None) -> Name
 def _fit_targets(logits: NamedArray, targets: NamedArray, vocab: Dim) -> None:
     """Targets have the dims of the logits; class numbers lack the classes and are whole."""
     numbers = vocab.name not in [dim.name for dim in targets.dims]
-    wanted = without(logits.dims, [vocab]) if numbers else logits.dims
-    if set(wanted) != set(targets.dims):
+    expected = without(logits.dims, [vocab]) if numbers else logits.dims
+    if set(expected) != set(targets.dims):
         raise DimError(
             f"softmax_cross_entropy: the targets [{text_of(targets.dims)}] do not fit the logits "
             f"[{text_of(logits.dims)}]: give class numbers of dims "

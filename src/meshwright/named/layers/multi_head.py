@@ -150,11 +150,11 @@ class Attention:
         other, and those where ``prefix`` is true are seen by earlier ones too, although the layer
         is ``causal`` (prefix LM, Raffel et al. 2020). Both have the dim ``length``.
         """
-        seen = x if memory is None else memory
-        if not {*self._lengths} <= {*seen.shape} and self.memory not in seen.shape:
+        source = x if memory is None else memory
+        if not {*self._lengths} <= {*source.shape} and self.memory not in source.shape:
             raise DimError(
                 f"attention is to positions along {self.length!r} or {self.memory!r}; "
-                f"[{text_of(seen.dims)}] has neither. Rename the dim of its positions."
+                f"[{text_of(source.dims)}] has neither. Rename the dim of its positions."
             )
         if memory is not None:
             if segments is not None or prefix is not None:
@@ -162,18 +162,18 @@ class Attention:
                     "segments= and prefix= are of attention of an input to itself. Of a memory, "
                     f"give mask=, with the dims {self.length!r} and {self.memory!r}."
                 )
-            return self.recall(params, x, self.keep(params, seen), mask=mask, bias=bias, key=key)
+            return self.recall(params, x, self.keep(params, source), mask=mask, bias=bias, key=key)
         if self.radius is not None:
             return self._locally(params, x, mask, segments, prefix, bias, key)
         length = find(x.dims, self.length)
-        mask, at = self._seen(length, mask, segments, prefix), arange(length)
+        mask, at = self._visible(length, mask, segments, prefix), arange(length)
         if callable(bias):
             bias = bias(self._away(length.renamed(self.memory), at))
         query, keys, values = self._projected(params, x)
         queries = Queries(query, mask, bias, key, at)
         return self._attended(params, queries, self._cached(keys, values, at))
 
-    def _seen(self, length: Dim, mask: Mask, segments: Mask, prefix: Mask) -> Mask:
+    def _visible(self, length: Dim, mask: Mask, segments: Mask, prefix: Mask) -> Mask:
         """Where a position may look, or ``None`` for everywhere."""
         if self.causal:
             mask = _both(mask, _causal(length, self.memory, prefix))
@@ -327,8 +327,8 @@ class Attention:
 @operation
 def _causal(length: Dim, memory: str, prefix: NamedArray | None) -> NamedArray:
     """True where a position of the memory is not after one of ``length``, or is of the prefix."""
-    seen = greater_equal(arange(length), arange(length.renamed(memory)))
-    return seen if prefix is None else logical_or(seen, rename(prefix, length, memory))
+    visible = greater_equal(arange(length), arange(length.renamed(memory)))
+    return visible if prefix is None else logical_or(visible, rename(prefix, length, memory))
 
 
 @operation

@@ -70,11 +70,11 @@ def greedy(
         at, last, ended, ids, states = carry
         logits, states = step(last, at, states)
         if drawing:
-            drawn = sample_with_temperature(jax.random.fold_in(key, at), logits, vocab, temperature)
+            token = sample_with_temperature(jax.random.fold_in(key, at), logits, vocab, temperature)
         else:
-            drawn = argmax(logits, vocab)
+            token = argmax(logits, vocab)
         prompted = gather(forced, at, along)
-        last = where(prompted >= 0, prompted, where(ended, 0, drawn))
+        last = where(prompted >= 0, prompted, where(ended, 0, token))
         ended = ended | _is_end(last, prompted, end)
         return at + 1, last, ended, _written(ids, last, along, at), states
 
@@ -173,8 +173,8 @@ def _continued(
     # First the best of every beam, so that a vocabulary that is split stays so.
     few = Dim("few", min(2 * beam.size, words.size))
     score, token = (merge_dims(x, (beam, few), "any") for x in top_k(scores + chance, words, few))
-    wanted = Dim("candidate", min(2 * beam.size, beam.size * few.size))
-    score, place = top_k(score, "any", wanted)
+    candidates = Dim("candidate", min(2 * beam.size, beam.size * few.size))
+    score, place = top_k(score, "any", candidates)
     return score, place // few.size, gather(token, place, "any")
 
 

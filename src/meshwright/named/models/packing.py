@@ -34,14 +34,14 @@ def pack(
     """
     if rows is not None and rows < 1:
         raise DataError(f"rows must be at least 1, or None for one batch; received {rows!r}.")
-    done: list[list[Example]] = []
+    packed: list[list[Example]] = []
     for row in _filled(examples, lengths):
-        done.append(row)
-        if rows is not None and len(done) == rows:
-            yield _arrays(done, lengths, rows)
-            done = []
-    if done:
-        yield _arrays(done, lengths, rows or len(done))
+        packed.append(row)
+        if rows is not None and len(packed) == rows:
+            yield _arrays(packed, lengths, rows)
+            packed = []
+    if packed:
+        yield _arrays(packed, lengths, rows or len(packed))
 
 
 def _filled(examples: Iterable[Example], lengths: Mapping[str, int]) -> Iterator[list[Example]]:

@@ -69,19 +69,19 @@ class Block:
         key: Any = None,
         training: bool | None = None,
         present: NamedArray | None = None,
-        **seen: Any,
+        **options: Any,
     ) -> tuple[NamedArray, NamedArray | None]:
         """The output, and the loss of a feed-forward layer that has one of its own.
 
         ``memory`` holds the keys and values that ``cross`` looks at. Without ``training``, a key
         means training. ``present`` is true for tokens that are not padding, for layers that ask.
-        ``seen`` are options of self-attention, such as ``mask`` or ``bias``.
+        ``options`` are those of self-attention, such as ``mask`` or ``bias``.
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         training = key is not None if training is None else training
         quiet = keys if training else [None] * 3
-        seen = {name: value for name, value in seen.items() if value is not None}
-        x, _ = self._sublayer(params, "attention", self.attention, x, quiet[0], **seen)
+        options = {name: value for name, value in options.items() if value is not None}
+        x, _ = self._sublayer(params, "attention", self.attention, x, quiet[0], **options)
         x = self._crossed(params, x, memory, memory_mask, quiet[1])
         how: dict[str, Any] = {}
         if present is not None and takes(self.feed_forward, "present"):
@@ -113,12 +113,12 @@ class Block:
         *,
         memory: Cache | None = None,
         memory_mask: NamedArray | None = None,
-        **seen: Any,
+        **options: Any,
     ) -> tuple[NamedArray, Cache]:
         """Position number ``at`` alone; ``cache`` has the keys and values of those before."""
-        seen = {name: value for name, value in seen.items() if value is not None}
+        options = {name: value for name, value in options.items() if value is not None}
         x, cache = self._sublayer(
-            params, "attention", self.attention.step, x, cache=cache, at=at, **seen
+            params, "attention", self.attention.step, x, cache=cache, at=at, **options
         )
         x = self._crossed(params, x, memory, memory_mask)
         x, _ = self._sublayer(params, "feed_forward", self.feed_forward, x)
@@ -154,11 +154,11 @@ class Block:
         inner, outer = (None, None) if key is None else jax.random.split(key)
         if inner is not None:
             options["key"] = inner
-        said = layer(params[name], self.norm(params[f"{name}_norm"], x), **options)
-        said, more = said[:2] if isinstance(said, tuple) else (said, None)
+        output = layer(params[name], self.norm(params[f"{name}_norm"], x), **options)
+        output, more = output[:2] if isinstance(output, tuple) else (output, None)
         if outer is not None and drops and self.dropout:
-            said = dropout(said, outer, rate=self.dropout)
-        return x + said, more
+            output = dropout(output, outer, rate=self.dropout)
+        return x + output, more
 
 
 @dataclass(frozen=True)

@@ -158,15 +158,15 @@ class Transformer(Model):
     ) -> tuple[NamedArray, NamedArray | None, NamedArray]:
         """The loss of every token, how much each counts, and the losses of layers."""
         before = tokens_before(tokens, "length", self.start, segments)
-        seen = None
+        visible = None
         if prefix is not None:
             prefix = _as_mask(prefix, tokens)
             # A token stands one position after its own in what goes in.
-            seen = tokens_before(prefix, "length", 1, segments)
+            visible = tokens_before(prefix, "length", 1, segments)
             weights = _times(weights, ~prefix)
         if segments is not None:
             weights = _times(weights, not_equal(segments, 0))
-        logits, extra = self._logits(params, before, key, training, segments, places, seen)
+        logits, extra = self._logits(params, before, key, training, segments, places, visible)
         losses = softmax_cross_entropy(logits, tokens, "vocab", z_loss=self.z_loss)
         return losses, weights, extra
 
