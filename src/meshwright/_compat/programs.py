@@ -7,7 +7,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -71,6 +71,106 @@ def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
     with info.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
         results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def evaluate_here(eqn: Any, values: list[Any]) -> list[Any]:
+    """The same in the mesh of the context, whatever mesh it was traced in. JAX 0.10.2, as above:
+    what an equation was traced in holds the mesh, too."""
+    import jax
+
+    mesh = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        here = type(eqn.ctx)()
+    return evaluate(eqn.replace(ctx=here), values)
+
+
+def evaluate_by(eqn: Any, values: list[Any], called: Callable[[Any, Any], list[Any]]) -> list[Any]:
+    """The results of a function with its own gradient, whose equations ``called`` evaluates.
+
+    ``called`` takes a closed jaxpr and values. The function's rules are traced where it was, and
+    what they compute is evaluated where the gradient is taken.
+
+    JAX 0.10.2: as ``get_bind_params`` of the two primitives, with ``called`` in the place of
+    ``jax.core.eval_jaxpr``; none of it has a page.
+    """
+    from jax._src import linear_util as lu
+
+    of, params = eqn.params["call_jaxpr"], eqn.params
+    by_rule = _by_jvp_rule if "jvp_jaxpr_fun" in params else _by_vjp_rules
+    run = lu.wrap_init(lambda *xs: called(of, xs), debug_info=of.jaxpr.debug_info)
+    rules, others = by_rule(eqn, called)
+    return list(eqn.primitive.bind(*values, subfuns=(run, *rules), **others))
+
+
+def _by_jvp_rule(eqn: Any, called: Callable[[Any, Any], list[Any]]) -> tuple[list[Any], Any]:
+    from jax._src import linear_util as lu
+    from jax.custom_derivatives import SymbolicZero
+    from jax.extend.core import ClosedJaxpr
+
+    skipped, traced = eqn.params["num_consts"], eqn.params["jvp_jaxpr_fun"]
+
+    def rule(*xs: Any) -> list[Any]:
+        import jax
+
+        half = len(xs) // 2
+        primals, tangents = xs[skipped:half], xs[half + skipped :]
+        with eqn.ctx.manager:
+            jaxpr, consts, are_zero = traced.call_wrapped(
+                *(type(tangent) is SymbolicZero for tangent in tangents)
+            )
+        own = [tangent for tangent in tangents if type(tangent) is not SymbolicZero]
+        results = called(ClosedJaxpr(jaxpr, consts), [*primals, *own])
+        y, rest = results[: len(are_zero)], iter(results[len(are_zero) :])
+        return y + [
+            SymbolicZero(jax.typeof(value).to_tangent_aval()) if is_zero else next(rest)
+            for value, is_zero in zip(y, are_zero, strict=True)
+        ]
+
+    wrapped = lu.wrap_init(rule, debug_info=traced.debug_info)
+    return [wrapped], {"symbolic_zeros": eqn.params["symbolic_zeros"]}
+
+
+def _by_vjp_rules(eqn: Any, called: Callable[[Any, Any], list[Any]]) -> tuple[list[Any], Any]:
+    from jax._src import linear_util as lu
+    from jax._src.ad_util import Zero
+    from jax._src.interpreters.ad import CustomVJPException
+    from jax.extend.core import ClosedJaxpr
+
+    count, traced = eqn.params["num_consts"], eqn.params["fwd_jaxpr_thunk"]
+    back, avals = eqn.params["bwd"], eqn.params["call_jaxpr"].in_avals
+
+    def forward(*pairs: Any) -> list[Any]:
+        values, are_nonzero = pairs[::2], pairs[1::2]
+        if any(are_nonzero[:count]):
+            raise CustomVJPException
+        with eqn.ctx.manager:
+            jaxpr, consts = traced.call_wrapped(*are_nonzero[count:])
+        return called(ClosedJaxpr(jaxpr, consts), values[count:])
+
+    def backward(*values: Any) -> list[Any]:
+        import jax
+
+        nothing = [Zero(aval.to_ct_aval()) for aval in avals[:count]]
+        kinds = eqn.ctx.cur_abstract_mesh.axis_types
+        if jax.sharding.AxisType.Manual in kinds:  # nothing is laid out there
+            return nothing + list(back.call_wrapped(*values))
+        found: list[Any] = []
+
+        def run(*values: Any) -> list[Any]:
+            found[:] = back.call_wrapped(*values)
+            return [value for value in found if type(value) is not Zero]
+
+        shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
+        with eqn.ctx.manager:
+            closed = jax.make_jaxpr(run)(*shapes)
+        rest = iter(called(closed, values))
+        return nothing + [value if type(value) is Zero else next(rest) for value in found]
+
+    rules = [
+        lu.wrap_init(forward, debug_info=traced.debug_info),
+        lu.wrap_init(backward, debug_info=back.debug_info),
+    ]
+    return rules, {"out_trees": eqn.params["out_trees"], "symbolic_zeros": False}
 
 
 def devices_by_hand(shard_map: Any) -> int:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .evaluating import evaluated
 from .line import slice_of
-from .parts import evaluated, variables
+from .parts import variables
 
 Var = Any
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
-from .parts import Traced, evaluated, listed, variables
+from .evaluating import evaluated
+from .parts import Traced, listed, variables
 
 Var = Any
 

@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from .. import _compat
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.repeats import Repeated, Run, repeated
 from ..jaxprs.signatures import signs_of
 from ..program import Aux, Batch, Program, TrainState
+from .evaluating import evaluated
 
 Var = Any
 _SMALL = 64  # elements of a constant that is compared by its values
-Values = dict[Var, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -424,66 +423,6 @@ class Functions:
 
     def _state_arguments(self) -> list[tuple[Var, tuple[str, Any]]]:
         return [item for item in self.blocks.traced.arguments.items() if item[1][0] == "state"]
-
-
-def evaluated(
-    closed: Any, eqns: Sequence[Any], wanted: Sequence[Any], known: Mapping[Var, Any]
-) -> list[Any]:
-    values: Values = {**dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), **known}
-    for eqn in eqns:
-        if any(var not in values for var in eqn.outvars):
-            read = [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars]
-            values.update(zip(eqn.outvars, _result(eqn, read), strict=True))
-    return [atom.val if hasattr(atom, "val") else values[atom] for atom in wanted]
-
-
-def _result(eqn: Any, read: list[Any]) -> list[Any]:
-    """Of one equation, in the mesh of the context, whatever mesh it was traced in.
-
-    A layout names the axes that are left to XLA. It is left out where there is no mesh, as where
-    rows alone are looked at.
-    """
-    import jax
-
-    if eqn.primitive.name == "jit" and _names_a_mesh(eqn):
-        return _called(eqn.params["jaxpr"], read)
-    if eqn.primitive.name != "sharding_constraint":
-        if eqn.params.get("sharding") is not None:  # that of an operand that has a layout
-            eqn = eqn.replace(params={**eqn.params, "sharding": None})
-        return _in_this_mesh(eqn, _compat.evaluate(eqn, read))
-    if jax.sharding.get_abstract_mesh().empty:
-        return read
-    spec = jax.sharding.PartitionSpec
-    free = eqn.params["unconstrained_dims"]
-    lies = [*eqn.params["sharding"].spec, *[None] * read[0].ndim][: read[0].ndim]
-    lies = [spec.UNCONSTRAINED if dim in free else axes for dim, axes in enumerate(lies)]
-    return [jax.lax.with_sharding_constraint(read[0], spec(*lies))]
-
-
-def _in_this_mesh(eqn: Any, results: list[Any]) -> list[Any]:
-    """Results of an equation. Raises :class:`PipelineError` where they are typed by another mesh,
-    as a function with its own gradient is that reads what has a layout."""
-    import jax
-
-    mesh = jax.sharding.get_abstract_mesh()
-    types = [jax.typeof(result).sharding.mesh for result in results]
-    if not mesh.empty and any(not each.empty and each != mesh for each in types):
-        raise PipelineError(
-            f"{eqn.primitive.name} reads a value that is laid out inside of the model, which is "
-            "not supported in a stage. Lay weights out by their paths, layouts=, in place of "
-            "rules= or activations=, or leave out the axes beside the stages' and the batch's."
-        )
-    return results
-
-
-def _names_a_mesh(eqn: Any) -> bool:
-    """Whether results are typed by a mesh, as behind a layout, which a call would keep."""
-    return any(not var.aval.sharding.mesh.empty for var in eqn.outvars)
-
-
-def _called(closed: Any, read: list[Any]) -> list[Any]:
-    known = dict(zip(closed.jaxpr.invars, read, strict=True))
-    return evaluated(closed, closed.jaxpr.eqns, closed.jaxpr.outvars, known)
 
 
 def _split(signs: Any, chains: Sequence[Sequence[int]]) -> list[list[int]]:
