@@ -288,12 +288,12 @@ def test_what_is_of_a_block_is_told_by_its_path_and_the_rest_is_cut_where_it_div
 # Plans
 
 
-def planned(network_bytes_per_s, **more):
+def planned(network_bytes_per_s, blocks=BLOCKS, **more):
     hardware = hardware_of(Target.of("h100:2x4"))
     links = [link for link in hardware.links if link.kind != "network"]
     network = Link("network", "switch", network_bytes_per_s, 1e-6)
     hardware = replace(hardware, links=(*links, network))
-    program = program_of(width=4096, hidden=16384, words=1024)
+    program = program_of(width=4096, hidden=16384, words=1024, blocks=blocks)
     ids = shape(128, 128, dtype="int32")
     return mw.plan(program, ids, target="h100:2x4", hardware=hardware, **more)
 
@@ -318,11 +318,12 @@ def test_a_pipeline_is_chosen_where_the_network_is_slow_and_only_there():
 
 
 @pytest.mark.full
-def test_a_plan_with_a_pipeline_is_what_a_dry_run_takes():
-    plan = planned(1.5e10)
+@pytest.mark.parametrize("blocks", [BLOCKS, BLOCKS + 1])  # whose stages are equal, and are not
+def test_a_plan_with_a_pipeline_is_what_a_dry_run_takes(blocks):
+    plan = planned(1.5e10, blocks)
     strategy = mw.Sharded.from_placement(plan.placement(), plan.how)
     report = mw.dry_run(
-        program_of(width=4096, hidden=16384, words=1024),
+        program_of(width=4096, hidden=16384, words=1024, blocks=blocks),
         shape(128, 128, dtype="int32"),
         strategy=strategy,
         target="h100:2x4",

@@ -46,7 +46,8 @@ def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | N
             known[count] = Short(graph_of_step(repeats.with_blocks(count)), paths)
         return known[count]
 
-    return functools.partial(pipelines, Cut(repeats.count, with_blocks, each)), ""
+    cut = Cut(repeats.count, with_blocks, each, staged.flops)
+    return functools.partial(pipelines, cut), ""
 
 
 def _rows(batch: Batch) -> int:

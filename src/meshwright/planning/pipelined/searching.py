@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ...stages.deal import Deal
 from ...stages.pipeline import Pipeline
 from ...stages.setting import runs_alone
 from ..analytic.assignment import Assignment
@@ -42,17 +43,31 @@ class Short(NamedTuple):
     block_paths: frozenset[str]
 
 
+class _Stage(NamedTuple):
+    """The search for one stage with a number of blocks, and the section of each operation."""
+
+    request: Request
+    block_paths: frozenset[str]
+    sections: Sequence[Section]
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """A model as stages: how many equal blocks it has, and what one passes on to the next.
 
     ``with_blocks`` gives the model with fewer of them; ``row_bytes`` are the bytes that one row of
-    the batch has in each array that is passed on.
+    the batch has in each array that is passed on, and ``flops`` those of the forward pass before
+    the blocks, of one block, and after them: what a step deals its blocks by.
     """
 
     count: int
     with_blocks: Callable[[int], Short]
     row_bytes: tuple[float, ...]
+    flops: tuple[float, float, float] = (0.0, 1.0, 0.0)
+
+    def deal(self, stages: int, repeats: int, skips: bool) -> Deal:
+        """The blocks of each run, as a step has them."""
+        return Deal.best(self.count, stages, repeats, self.flops, skips)
 
 
 def pipelines(cut: Cut, request: Request, limit_s: float) -> list[Found]:
@@ -74,13 +89,13 @@ def _time_s(found: Found) -> float:
 def _sizes(request: Request, cut: Cut) -> Iterator[int]:
     devices = request.target.num_devices
     for size in range(2, min(cut.count, devices) + 1):
-        if cut.count % size == 0 and devices % size == 0:
+        if devices % size == 0:
             yield size
 
 
 def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[Found]:
     """The pipelines with this number of stages that fit."""
-    blocks = cut.count // size
+    blocks = -(-cut.count // size)
     graph, paths = cut.with_blocks(blocks)
     counts = tuple(size * times for times in _TIMES)
     room = None if request.limit_bytes is None else round(_ROOM * request.limit_bytes)
@@ -96,11 +111,18 @@ def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[
         return
     stage = replace(stage, space=replace(space, accumulate=counts))
     result = search_for(stage, _KEEP, limit_s, classics(stage).values())
-    short, deadline_s = Short(graph, paths), time.monotonic() + limit_s
-    sections = sections_of(graph, paths)
+    deadline_s = time.monotonic() + limit_s
+    known = {blocks: _Stage(stage, paths, sections_of(graph, paths))}
+
+    def with_places(places: int) -> _Stage:
+        if places not in known:
+            graph, paths = cut.with_blocks(places)
+            known[places] = _Stage(replace(stage, graph=graph), paths, sections_of(graph, paths))
+        return known[places]
+
     every = list(_by_count(result.candidates, counts[::-1]))
     for place, layouts in enumerate(every):
-        for cost, pipeline in _scheduled(stage, layouts, cut, short, rows, sections):
+        for cost, pipeline in _scheduled(with_places, layouts, cut, size, rows):
             if request.limit_bytes is None or cost.peak_bytes <= request.limit_bytes:
                 yield Found(_with_stages(layouts, size, pipeline), cost)
         if place + 1 >= 2 * len(counts) and time.monotonic() > deadline_s:
@@ -118,35 +140,41 @@ def _by_count(found: Iterable[Candidate], counts: Sequence[int]) -> Iterator[Lay
 
 
 def _scheduled(
-    stage: Request,
-    layouts: Layouts,
-    cut: Cut,
-    short: Short,
-    rows: int,
-    sections: Sequence[Section],
+    with_places: Callable[[int], _Stage], layouts: Layouts, cut: Cut, size: int, rows: int
 ) -> Iterator[tuple[PipelineCost, Pipeline]]:
     """The layouts of a stage with every schedule that can run them."""
-    problem = stage.problem
-    axes = (*stage.stages, *layouts.axes)
-    masks = masks_of(problem, layouts.axes, dict(layouts.rules))
-    full = {unit: mask << 1 for unit, mask in masks.items()}
-    (_, size), count = stage.stages[0], layouts.choices.accumulate
-    setting = setting_of(axes, stage.target, stage.hardware)
-    choices = Choices(min(1, layouts.choices.zero), count)
-    assignment = Assignment(problem, setting, choices, full, ())
+    blocks, count = -(-cut.count // size), layouts.choices.accumulate
+    assignment = _assigned(with_places(blocks).request, layouts)
     over = int(assignment.lay.batch[0])
-    pieces = int(setting.size_of[over])
-    is_skipping = runs_alone(dict(axes), AXIS, assignment.named(over))
+    pieces = int(assignment.setting.size_of[over])
+    is_skipping = runs_alone(dict(assignment.setting.axes), AXIS, assignment.named(over))
     if rows % (count * pieces):
         return
     sent = tuple(round(nbytes * rows / count / pieces) for nbytes in cut.row_bytes)
-    blocks, work = cut.count // size, None
+    works: dict[int, tuple[Assignment, StageWork]] = {}
     by_block = layouts.choices.remat == "block"
     for pipeline in _schedules(count, size, blocks, by_block, is_skipping):
-        staging = Staging(pipeline, size, blocks, short.block_paths, sent, is_skipping)
-        work = work or StageWork.of(assignment, staging, sections)
-        cost = pipeline_cost(assignment, staging, stage.target, stage.hardware, by_block, work)
-        yield cost, pipeline
+        deal = cut.deal(size, pipeline.repeats, is_skipping)
+        places = deal.most * pipeline.repeats
+        request, paths, sections = with_places(places)
+        filled = tuple(each / deal.most for each in deal.sizes) if is_skipping else ()
+        staging = Staging(pipeline, size, places, paths, sent, is_skipping, filled, cut.count)
+        if places not in works:
+            own = assignment if places == blocks else _assigned(request, layouts)
+            works[places] = own, StageWork.of(own, staging, sections)
+        own, work = works[places]
+        target, hardware = request.target, request.hardware
+        yield pipeline_cost(own, staging, target, hardware, by_block, work), pipeline
+
+
+def _assigned(request: Request, layouts: Layouts) -> Assignment:
+    """Layouts of a stage on the whole mesh, whose first axis is the stages'."""
+    masks = masks_of(request.problem, layouts.axes, dict(layouts.rules))
+    full = {unit: mask << 1 for unit, mask in masks.items()}
+    axes = (*request.stages, *layouts.axes)
+    setting = setting_of(axes, request.target, request.hardware)
+    choices = Choices(min(1, layouts.choices.zero), layouts.choices.accumulate)
+    return Assignment(request.problem, setting, choices, full, ())
 
 
 def _schedules(
