@@ -275,6 +275,23 @@ def test_batch_statistics_are_those_of_micro_batches_as_where_gradients_accumula
     assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
     for one, other in zip(model.variables, plain.variables, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=2e-5, err_msg=one.path)
+    (note,) = [note for note in strategy.explain(model).notes if "micro_batches=1" in note]
+    assert "statistics are those of a micro-batch of 2 rows" in note
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:micro_batches=1 over 2 stages")
+def test_one_micro_batch_has_the_statistics_of_the_whole_batch() -> None:
+    plain, wanted = fitted(mw.DataParallel(mesh_of({"data": 1}), batch="data"), rows=8)
+    pipeline = mw.Pipeline("stage", 1)
+    mesh = mesh_of({"stage": 2})
+    strategy = mw.Sharded(mesh, batch=None, unmatched="replicate", pipeline=pipeline)
+    model, found = fitted(strategy, rows=8)
+    notes = strategy.explain(model).notes
+    assert not any("micro_batches=1" in note for note in notes)
+    assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
+    for one, other in zip(model.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), atol=2e-5, err_msg=one.path)
 
 
 def test_stages_that_share_all_weights_have_the_gradients_of_one_device() -> None:

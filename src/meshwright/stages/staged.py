@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from .cuts import line_cuts, sizes_of, warn_of_loop
 from .deal import Deal
 from .faults import check_stages
 from .line import Line
+from .notes import notes_of
 from .packing import Packing
 from .parts import Blocks, Traced
 from .pipeline import Pipeline
@@ -38,7 +38,6 @@ from .stacking import Stacking
 from .table import TickTable
 from .unequal import UnequalRunner
 
-_WORTH_SAYING = 4096  # bytes that are passed on whole
 _FAR_LESS = 0.6  # of the FLOPs of the busiest stage, below which stages differ rather
 
 
@@ -87,7 +86,7 @@ class Staged:
         cut, why = _cut(program, traced, placement, pipeline)
         notes = () if why is None else (f"the stages differ: {why}",)
         if isinstance(cut, Segments):
-            notes += _without_rows(cut, placement)
+            notes += notes_of(cut, placement, leaves_of(micro)[0][0].shape[0], count)
             layers = layers_of_parts(cut.params)
             stacking: Stacking = Packing.by_owner(program, placement, pipeline.axis, cut.owner)
             functions, dealt, shares = cut, cut.cuts, unequal_shares(cut)
@@ -341,18 +340,6 @@ def _better(
     except PipelineError:
         return None
     return segments if max(segments.flops) < enough else None
-
-
-def _without_rows(segments: Segments, placement: Placement) -> tuple[str, ...]:
-    """A note on what crosses whole where the batch is split."""
-    packed, pieces = segments.packed, placement.batch_shards
-    nbytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in packed.shapes if a.shape[0] == 1)
-    if pieces == 1 or nbytes < _WORTH_SAYING:
-        return ()
-    return (
-        f"{bytes_text(nbytes)} of what a stage passes on of a micro-batch have no dim of its rows "
-        f"in front, so each of the {pieces} pieces of the batch passes on all of them",
-    )
 
 
 def _segments(
