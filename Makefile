@@ -1,6 +1,7 @@
 # `make help` lists what there is. Everything happens in .venv, made from the project's own files.
-# Tests run in WORKERS processes at once, but for those marked `alone`, which come after them in one;
-# WORKERS=0 runs every test in one, for a debugger.
+# Tests run in WORKERS processes at once. Those marked `alone` come after them, two at a time: they
+# start processes of their own, and wait more than they compute. WORKERS=0 runs every test in one
+# process, for a debugger.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,12 +10,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 # A process that dies ends the run: pytest-xdist would wait for ever for what it had been given.
-BESIDE := --numprocesses $(WORKERS) --dist loadgroup --max-worker-restart 0
+BESIDE := --dist loadgroup --max-worker-restart 0 --numprocesses $(WORKERS)
+PAIRS := --dist loadgroup --max-worker-restart 0 --numprocesses $(if $(filter 0 1,$(WORKERS)),$(WORKERS),2)
+UNMIXED := $(if $(filter output-sync,$(.FEATURES)),--output-sync) # Make before 4.0 cannot
 MAY_BE_NONE := || test $$? -eq 5 # pytest ends with 5 where it finds no test, as with ARGS of one file
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo install install-dev check docs test test-full test-targets bench release clean
+.PHONY: help demo install install-dev check types docs style test test-full test-targets bench release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,10 +29,15 @@ install: $(VENV)/.installed ## the project in a virtual environment
 
 install-dev: $(VENV)/.installed-dev ## the same with what tests and checks need
 
-check: install-dev docs ## lint, format, types, the direction of the imports, plain words, and the site
+check: install-dev $(VENV)/.installed-docs ## lint, format, types, the direction of the imports, plain words, and the site
+	@$(MAKE) --no-print-directory --jobs 2 $(UNMIXED) types docs style
+
+types: install-dev
+	$(BIN)/pyright
+
+style: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/dialect.py
 
@@ -38,11 +46,11 @@ docs: $(VENV)/.installed-docs ## build the documentation into site/; a broken li
 
 test: install-dev ## the tests that everybody runs
 	$(PYTEST) $(BESIDE) -m "not full and not targets and not alone" $(ARGS) $(MAY_BE_NONE)
-	$(PYTEST) -m "alone and not full and not targets" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) $(PAIRS) -m "alone and not full and not targets" $(ARGS) $(MAY_BE_NONE)
 
 test-full: install-dev ## all tests: long tables and killed processes too
 	$(PYTEST) $(BESIDE) -m "not targets and not alone" $(ARGS) $(MAY_BE_NONE)
-	$(PYTEST) -m "alone and not targets" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) $(PAIRS) -m "alone and not targets" $(ARGS) $(MAY_BE_NONE)
 
 # pytest ends with 5 where it finds no test
 test-targets: $(VENV)/.installed-targets ## tests against compilers and browsers that the project does not ship

@@ -35,6 +35,9 @@ from meshwright.launch.stragglers import Stragglers
 PROGRAM = str(Path(__file__).parent / "rows_once.py")
 STALL_S = 2.0
 
+# One process has the tests that compare with the run that nothing disturbed.
+_SHARED_RUN = pytest.mark.xdist_group("undisturbed")
+
 
 def run(
     folder: Path,
@@ -69,6 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 
 @pytest.mark.alone
 @pytest.mark.full
+@_SHARED_RUN
 @pytest.mark.parametrize("fault", ["kill", "save"])  # it resumes from memory, or from disk
 def test_on_the_same_mesh_a_run_that_failed_ends_as_one_that_did_not(
     undisturbed, tmp_path, capfd, monkeypatch, fault
@@ -126,6 +130,7 @@ def places(tmp_path: Path) -> Path:
 
 @pytest.mark.alone
 @pytest.mark.full
+@_SHARED_RUN
 def test_rows_are_used_once_while_places_come_and_go(
     undisturbed, places, tmp_path, capfd, monkeypatch
 ):
@@ -174,6 +179,7 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on_with_another_numbe
 
 @pytest.mark.alone
 @pytest.mark.full
+@_SHARED_RUN
 def test_a_host_that_comes_is_taken_in_and_those_that_leave_or_are_lost_are_not_missed(
     undisturbed, tmp_path, monkeypatch
 ):
@@ -217,6 +223,7 @@ def test_a_host_that_comes_is_taken_in_and_those_that_leave_or_are_lost_are_not_
 
 @pytest.mark.alone
 @pytest.mark.full
+@_SHARED_RUN
 def test_the_first_host_is_replaced_by_hosts_that_are_listed_later(
     undisturbed, tmp_path, monkeypatch
 ):

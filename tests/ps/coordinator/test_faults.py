@@ -109,6 +109,7 @@ def test_a_few_kills():
 
 
 @pytest.mark.full
+@pytest.mark.xdist_group("hundred_kills")  # one after the other: each keeps two cores busy
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_hundred_kills_some_between_the_pushes_to_two_servers(workers):
     stats = run_with_kills(workers, num_kills=100, seed=workers, delay_s=0.01)
