@@ -109,7 +109,8 @@ def mlp(target: str, zero: int) -> Compiled:
     rules = {} if zero else {".*kernel": ["batch", None]}
     strategy = mw.Sharded(mw.create_mesh({"batch": 8}), rules, zero=zero, unmatched="replicate")
     with strategy.scope():
-        layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(LAYERS)]
+        zeros = {"kernel_initializer": "zeros"}  # random numbers would only take time
+        layers = [keras.layers.Dense(WIDTH, activation="relu", **zeros) for _ in range(LAYERS)]
         model = keras.Sequential([keras.Input([WIDTH]), *layers])
         model.compile("sgd", "mse")
     batch = np.zeros([ROWS, WIDTH], "float32"), np.zeros([ROWS, WIDTH], "float32")
