@@ -16,6 +16,8 @@ from keras import layers
 from small_transformer import KEEPS_GRADIENTS
 
 import meshwright as mw
+from meshwright.program import TrainState
+from meshwright.stages.packing import Packing
 from meshwright.step.assemble import assemble
 
 ROWS, TOLERANCE = 8, 5e-6  # of the largest gradient
@@ -304,3 +306,24 @@ def test_stages_that_share_all_weights_have_the_gradients_of_one_device() -> Non
     found = stepped(program, {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
     one = mw.jax_program(loss, params, KEEPS_GRADIENTS, batch=images())
     assert_same(found, stepped(one, {"data": 1}))
+
+
+def test_rows_are_gathered_once_and_not_for_each_of_their_arrays() -> None:
+    params = {f"w{number}": np.zeros([128, 128], "float32") for number in range(16)}
+    program = mw.jax_program(
+        lambda p, batch: sum(w.sum() for w in p.values()), params, optax.sgd(0.1)
+    )
+    owner = {info.path: number % 2 for number, info in enumerate(program.params)}
+    placement = mw.Placement.of(mesh_of({"stage": 2}), batch=None)
+    packing = Packing.by_owner(program, placement, "stage", owner)
+    (rows,) = packing.packs.params.values()
+    lies = packing.stored.params[rows.info.path].sharding
+    stored = jax.ShapeDtypeStruct(rows.info.dims, "float32", sharding=lies)
+
+    def arrays(stored: Any) -> Any:
+        state = TrainState({rows.info.path: stored}, {}, {}, {})
+        return packing.unstack(state).params
+
+    whole = mw.Layout.replicated(placement.mesh, 2).sharding
+    compiled = jax.jit(arrays, out_shardings=whole).lower(stored).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 3 * rows.info.nbytes

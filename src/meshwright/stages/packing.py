@@ -160,10 +160,14 @@ class Packing(Stacking):
         return values
 
     def _unpacked(self, values: Arrays, packs: Mapping[str, Pack]) -> Arrays:
+        import jax
+
+        whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         values = dict(values)
         for path, pack in packs.items():
             if path in values:
-                rows = values.pop(path)
+                # Gathered once: XLA would move all rows again for each piece of them.
+                rows = jax.lax.with_sharding_constraint(values.pop(path), whole)
                 for piece in pack.pieces:
                     values |= from_row([piece], rows[piece.stage])
         return values
