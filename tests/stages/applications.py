@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import jax
+import numpy as np
+
 import meshwright as mw
 
-mw.virtual_devices(2)
-
-import jax  # noqa: E402
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
+# isort: split: it has chosen Keras' backend
+import keras
 
 ROWS, PIXELS, CLASSES = 8, 32, 4
 SMALLEST = 1e-3  # what a difference is a share of, for variables that are smaller
@@ -39,6 +39,7 @@ def fitted(name: str, strategy: mw.Sharded, batch_size: int) -> tuple[float, dic
 
 def main(names: list[str]) -> None:
     """Print how far apart both are."""
+    mw.virtual_devices(2)
     jax.config.update("jax_enable_x64", True)
     keras.config.set_floatx("float64")
     pipeline = mw.Pipeline("stage", micro_batches=2, schedule="1f1b")
