@@ -180,8 +180,11 @@ class Connections:
         )
         writer.write(request)
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(head.partition("content-length:")[2].split()[0])
-        body = await reader.readexactly(length)
+        if "transfer-encoding: chunked" in head:  # as Ray Serve answers
+            body = await chunked(reader)
+        else:
+            length = int(head.partition("content-length:")[2].split()[0])
+            body = await reader.readexactly(length)
         if "connection: close" in head:
             writer.close()
         else:
@@ -191,6 +194,16 @@ class Connections:
     def close(self) -> None:
         for _, writer in self._idle:
             writer.close()
+
+
+async def chunked(reader: asyncio.StreamReader) -> bytes:
+    """A body whose chunks each follow their length."""
+    body = b""
+    while length := int(await reader.readline(), 16):
+        body += await reader.readexactly(length)
+        await reader.readline()
+    await reader.readline()
+    return body
 
 
 async def answers(port: int) -> bytes | None:
