@@ -15,8 +15,8 @@ import numpy as np
 
 import meshwright as mw
 
-# isort: split: it has chosen Keras' backend
-import keras
+# isort: split
+import keras  # after Meshwright, which chooses Keras' backend
 
 ROWS, PIXELS, CLASSES = 8, 32, 4
 SMALLEST = 1e-3  # what a difference is a share of, for variables that are smaller
