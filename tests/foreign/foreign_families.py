@@ -38,6 +38,17 @@ def _real(config: t.Config, **sizes: Any) -> t.Config:
     return dataclasses.replace(config, **sizes)
 
 
+def _language_model(
+    config: t.Config, splits: tuple[str, ...] = tuple(RULES), **real: Any
+) -> Family:
+    """Of a small config, and of the same at real widths."""
+    return Family(
+        lambda: t.language_model(config),
+        lambda: t.language_model(_real(config, **real)),
+        splits=splits,
+    )
+
+
 def batch_of(model: keras.Model, rows: int) -> tuple[Any, Any]:
     """Random inputs for a model, and classes for its outputs."""
     draw = np.random.default_rng(3)
@@ -141,37 +152,19 @@ def application(name: str, size: int, **options: Any) -> keras.Model:
 
 _LARGE = {"width": 4096, "heads": 32, "head_dim": 128, "vocabulary": 32_000, "length": 1024}
 FAMILIES = {
-    "GPT-2": Family(
-        lambda: t.language_model(t.GPT2),
-        lambda: t.language_model(
-            _real(t.GPT2, width=1600, heads=25, kv_heads=25, head_dim=64, hidden=6400,
-                  vocabulary=50_304, length=1024)
-        ),
+    "GPT-2": _language_model(
+        t.GPT2, width=1600, heads=25, kv_heads=25, head_dim=64, hidden=6400,
+        vocabulary=50_304, length=1024,
         splits=tuple(p for p in RULES if "query" not in p and "out/" not in p),  # 25 heads
     ),
-    "BERT": Family(
-        lambda: t.language_model(t.BERT),
-        lambda: t.language_model(
-            _real(t.BERT, width=1024, heads=16, kv_heads=16, head_dim=64, hidden=4096,
-                  vocabulary=30_528, length=512)
-        ),
+    "BERT": _language_model(
+        t.BERT, width=1024, heads=16, kv_heads=16, head_dim=64, hidden=4096,
+        vocabulary=30_528, length=512,
     ),
-    "Llama": Family(
-        lambda: t.language_model(t.LLAMA),
-        lambda: t.language_model(_real(t.LLAMA, **_LARGE, kv_heads=8, hidden=14_336)),
-    ),
-    "Mistral": Family(
-        lambda: t.language_model(t.MISTRAL),
-        lambda: t.language_model(
-            _real(t.MISTRAL, **_LARGE, kv_heads=8, hidden=14_336, window=512)
-        ),
-    ),
-    "Gemma": Family(
-        lambda: t.language_model(t.GEMMA),
-        lambda: t.language_model(
-            _real(t.GEMMA, width=2048, heads=8, head_dim=256, hidden=16_384,
-                  vocabulary=256_000, length=1024)
-        ),
+    "Llama": _language_model(t.LLAMA, **_LARGE, kv_heads=8, hidden=14_336),
+    "Mistral": _language_model(t.MISTRAL, **_LARGE, kv_heads=8, hidden=14_336, window=512),
+    "Gemma": _language_model(
+        t.GEMMA, width=2048, heads=8, head_dim=256, hidden=16_384, vocabulary=256_000, length=1024,
         splits=tuple(pattern for pattern in RULES if "query" not in pattern),  # one key, one value
     ),
     "T5": Family(
@@ -195,20 +188,13 @@ FAMILIES = {
     ),
 }  # fmt: skip
 MORE = {  # planned for one target each
-    "Falcon": Family(
-        lambda: t.language_model(t.FALCON),
-        lambda: t.language_model(
-            _real(t.FALCON, width=4544, heads=71, head_dim=64, hidden=18_176,
-                  vocabulary=65_024, length=1024)
-        ),
+    "Falcon": _language_model(
+        t.FALCON, width=4544, heads=71, head_dim=64, hidden=18_176, vocabulary=65_024, length=1024,
         splits=tuple(p for p in RULES if "query" not in p and "out/" not in p),  # 71 heads
     ),
-    "Phi": Family(
-        lambda: t.language_model(t.PHI),
-        lambda: t.language_model(
-            _real(t.PHI, width=2560, heads=32, kv_heads=32, head_dim=80, hidden=10_240,
-                  vocabulary=51_200, length=1024)
-        ),
+    "Phi": _language_model(
+        t.PHI, width=2560, heads=32, kv_heads=32, head_dim=80, hidden=10_240,
+        vocabulary=51_200, length=1024,
     ),
     "MLP-Mixer": Family(
         lambda: mixer(8, 8, 4, 16, 8), lambda: mixer(768, 224, 16, 3072, 1000),

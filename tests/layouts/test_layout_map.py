@@ -52,12 +52,12 @@ def test_patterns_that_name_paths_are_not_compared_with_every_path(monkeypatch):
     monkeypatch.setattr(layout_map, "finds", lambda *_: pytest.fail("searched"))
     patterns = [f"block_{n}.kernel" for n in range(2000)]
     finder = Finder(rules(*patterns, "block_7/kernel"))
-    seen = []
-    told = layout_map._with
-    monkeypatch.setattr(layout_map, "_with", lambda *a: seen.append(a) or told(*a))
+    calls = []
+    original = layout_map._with
+    monkeypatch.setattr(layout_map, "_with", lambda *a: calls.append(a) or original(*a))
     winners = [finder.find([f"block_{n}/kernel", f"net.block_{n}.kernel"]) for n in range(2000)]
     assert [found.pattern for found in winners] == patterns
-    assert len(seen) == 2 * 2000
+    assert len(calls) == 2 * 2000
 
 
 @pytest.mark.parametrize("path", ["blocks/0/kernel", "blocks.0.kernel", "blocks/0.kernel"])

@@ -15,12 +15,12 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .processes import Child, Command, end_all
 
-STANDBY = "MESHWRIGHT_STANDBY"  # "4:FILE": the socket to wait at, and what to load
+STANDBY = "MESHWRIGHT_STANDBY"  # "4:FILE": the descriptor of a socket, and the file of modules
 _LIGHT_BYTES = 1 << 30  # what a program holds that imports this package first is far below
 _KIB = 1024 if sys.platform != "darwin" else 1  # what the system counts memory in
 # What the library itself is made of: to load it earlier changes nothing for a program.
@@ -35,14 +35,14 @@ _peak_bytes = 0  # of memory, until then
 
 def wait_for_place() -> None:
     """In a process that was started ahead, wait for the variables of its rank; else do nothing."""
-    told = os.environ.pop(STANDBY, "")
-    if not told:
+    standby = os.environ.pop(STANDBY, "")
+    if not standby:
         return
-    number, _, loaded = told.partition(":")
-    with socket.socket(fileno=int(number)) as gate:
-        _load(Path(loaded))
-        with contextlib.suppress(OSError):  # it is not needed any more
-            gate.shutdown(socket.SHUT_WR)  # "ready"
+    descriptor, _, modules = standby.partition(":")
+    with socket.socket(fileno=int(descriptor)) as gate:
+        _load(Path(modules))
+        with contextlib.suppress(OSError):  # the launcher has ended
+            gate.shutdown(socket.SHUT_WR)  # says "ready"
         variables = b"".join(iter(lambda: gate.recv(1 << 16), b""))
     if not variables:
         os._exit(0)
@@ -122,10 +122,9 @@ class Standbys:
         place = missing[0]
         gate, theirs = socket.socketpair()
         with theirs:
-            told = {STANDBY: f"{theirs.fileno()}:{self._loaded}"}
             command = commands[place]
-            env = tuple({**dict(command.env), **told}.items())
-            child = Child(Command(command.argv, env), passes=(theirs.fileno(),))
+            env = (*command.env, (STANDBY, f"{theirs.fileno()}:{self._loaded}"))
+            child = Child(replace(command, env=env), passes=(theirs.fileno(),))
         self._waiting[place] = _Waiting(command, _version(program), child, gate)
 
     def take(

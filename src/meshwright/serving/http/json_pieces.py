@@ -52,7 +52,7 @@ def loaded_in_pieces(text: bytes | memoryview) -> Any:
         try:
             return _joined(whole, _long_arrays(whole))
         except ValueError:
-            pass  # an array of another form, or a fault, which is told of the whole text
+            pass  # an array of another form, or invalid JSON: the error is that of the whole text
     return loaded(text)
 
 
