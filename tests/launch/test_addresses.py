@@ -52,7 +52,10 @@ def test_an_address_is_read_right_or_refused_everywhere(text, expected):
         assert all(taker() for taker in takers)
         return
     for taker in (*takers, lambda: rendezvous(text)):
-        with pytest.raises(ClusterError, match=r"'host:port', with an IPv6 address in brackets, "):
+        with pytest.raises(
+            ClusterError,
+            match=r"'host:port', the port from 1 to 65535, with an IPv6 address in brackets, ",
+        ):
             taker()
 
 

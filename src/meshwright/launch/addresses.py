@@ -8,7 +8,9 @@ import socket
 
 _ALL_INTERFACES = "0.0.0.0"
 _FORM = re.compile(r"(?:\[([^\[\]/\s]+)\]|([^:/\s\[\]]+)):(\d{1,5})", re.ASCII)
-ADDRESS_FORM = "'host:port', with an IPv6 address in brackets, as in '[::1]:8476'"
+ADDRESS_FORM = (
+    "'host:port', the port from 1 to 65535, with an IPv6 address in brackets, as in '[::1]:8476'"
+)
 
 
 def split_address(address: str) -> tuple[str, int] | None:

@@ -232,8 +232,7 @@ def _task_faults(job: Any, index: Any, address: Any) -> list[str]:
         faults.append(f"index {index!r} of job {job!r}: indices must be whole numbers, at least 0.")
     if not isinstance(address, str) or not _is_address(address):
         faults.append(
-            f"{job}:{index} has address {address!r}. An address reads {ADDRESS_FORM}, with a "
-            "port from 1 to 65535, or 'ipc://path'."
+            f"{job}:{index} has address {address!r}. Expected {ADDRESS_FORM}, or 'ipc://path'."
         )
     return faults
 
