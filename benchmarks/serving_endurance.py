@@ -255,6 +255,7 @@ def soak(model: Path, minutes: float) -> dict[str, Any]:
         "minutes": minutes,
         "answered": load.outcomes["200"],
         "lost": sum(n for outcome, n in load.outcomes.items() if outcome != "200"),
+        "outcomes": dict(load.outcomes),
         "resident_bytes": level,
         "grown_share": (np.median(resident[-30:]) - np.median(resident[first : first + 30]))
         / level,
