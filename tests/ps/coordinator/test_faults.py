@@ -11,8 +11,10 @@ import shutil
 import signal
 import time
 import warnings
+from pathlib import Path
 
 import pytest
+from adding import Totals
 from clusters import WAIT_S, trained_on, wait_for_workers
 from models import wait_for
 
@@ -21,65 +23,9 @@ from meshwright.launch.local import LocalCluster
 from meshwright.launch.spec import ClusterSpec
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
 from meshwright.ps.strategy import ParameterServer
+from meshwright.testing import run_in_fresh_process
 
 pytestmark = pytest.mark.alone
-
-
-class Totals:
-    """Two variables on two servers, and two inputs: every step adds to all."""
-
-    def __init__(self, strategy, coordinator, pause_s: float = 0.0, delay_s: float = 0.0) -> None:
-        self.coordinator = coordinator
-        self.first = strategy.variable(0, dtype="int64", name="first")
-        self.second = strategy.variable(0, dtype="int64", name="second")
-        self.shared = strategy.variable(0, dtype="int64", name="shared")
-        self.local = strategy.variable(0, dtype="int64", name="local")
-        servers = [v.shards[0].server for v in (self.first, self.second)]
-        assert servers == [0, 1]
-        self.count = 0
-        self._shared = iter(range(10**9))
-        self._local = iter(coordinator.create_per_worker_dataset(lambda: range(10**9)))
-        first, second, shared, local = self.first, self.second, self.shared, self.local
-
-        def step(numbers, own_numbers):
-            if delay_s:
-                slow_down(delay_s)
-            time.sleep(pause_s)
-            first.assign_add(1)
-            second.assign_add(1)
-            shared.assign_add(next(numbers))
-            local.assign_add(next(own_numbers))
-
-        self._step = step
-
-    def schedule(self, count: int) -> None:
-        for _ in range(count):
-            self.coordinator.schedule(self._step, args=(self._shared, self._local))
-        self.count += count
-
-    def check(self) -> None:
-        """Every step was applied once on each server, and got an element of its own."""
-        self.coordinator.join(WAIT_S)
-        n = self.count
-        assert self.first.read() == self.second.read() == n
-        assert self.shared.read() == self.local.read() == n * (n - 1) // 2
-
-
-def slow_down(delay_s: float) -> None:
-    """On a worker: wait between the pushes to the first and to the second server."""
-    from meshwright.ps.worker.context import current
-
-    channel = current().servers.channels[1]
-    if getattr(channel, "slowed", False):
-        return
-    send = channel.send
-
-    def later(message):
-        if message.kind == "push":
-            time.sleep(delay_s)
-        return send(message)
-
-    channel.send, channel.slowed = later, True
 
 
 def run_with_kills(workers: int, num_kills: int, seed: int, delay_s: float) -> dict:
@@ -99,9 +45,16 @@ def run_with_kills(workers: int, num_kills: int, seed: int, delay_s: float) -> d
                 chosen, pid = lots.choice(at_work)
                 cluster.restart(chosen)  # SIGKILL; and no growing delay before the next start
                 killed.add(pid)
-        totals.check()
+        totals.check(WAIT_S)
         wait_for(lambda: coordinator.stats()["workers_lost"] >= num_kills)
         return coordinator.stats()
+
+
+def test_workers_import_nothing_heavy_for_their_steps():
+    code = "import sys, adding; print(*sys.modules)"
+    loaded = run_in_fresh_process(code, {"PYTHONPATH": str(Path(__file__).parent)}).split()
+    assert "adding" in loaded
+    assert not {"jax", "keras", "numpy", "pytest"} & set(loaded)
 
 
 def test_a_few_kills():
@@ -127,14 +80,14 @@ def test_a_frozen_worker_is_noticed_and_finds_itself_refused_when_it_wakes():
         os.kill(frozen, signal.SIGSTOP)
         totals.schedule(100)
         begun_s = time.monotonic()
-        totals.check()
+        totals.check(WAIT_S)
         assert time.monotonic() - begun_s < 10  # dead_after_s=1.0, and the work
         wait_for(lambda: coordinator.stats()["workers_lost"] == 1)
         assert set(coordinator.stats()["workers"]) == {"worker:1"}
         os.kill(frozen, signal.SIGCONT)
         wait_for_workers(coordinator, 2)
         totals.schedule(200)
-        totals.check()
+        totals.check(WAIT_S)
         assert cluster.pid("worker:0") == frozen
         assert coordinator.stats()["workers"]["worker:0"]["done"] > 0  # a new incarnation
 
