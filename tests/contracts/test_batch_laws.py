@@ -23,6 +23,9 @@ from meshwright.frontends.keras.rowwise import RowWise
 from meshwright.run.options import Data
 from meshwright.step.padding import Padded
 
+# One process: each oracle is computed once.
+pytestmark = pytest.mark.xdist_group("batch_laws")
+
 draw = np.random.default_rng(5)
 ROWS = 29  # in batches of 16: the last one has 13, which 8 devices do not share
 X = draw.normal(size=[ROWS, 12]).astype("float32")

@@ -15,6 +15,9 @@ from oracle import OneDevice, gradients, made, relative
 
 import meshwright as mw
 
+# One process: each oracle is computed once.
+pytestmark = pytest.mark.xdist_group("layer_laws")
+
 BATCH = 16
 
 

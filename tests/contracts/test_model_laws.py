@@ -16,6 +16,9 @@ from oracle import OneDevice, largest_gap, made, train, weights
 
 import meshwright as mw
 
+# One process: each oracle is computed once.
+pytestmark = pytest.mark.xdist_group("model_laws")
+
 ROWS = 48
 
 

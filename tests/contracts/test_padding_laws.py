@@ -30,6 +30,9 @@ import meshwright as mw
 from meshwright._compat import raw_value
 from meshwright.step.accumulate import Way, accumulating_in
 
+# One process: each oracle is computed once.
+pytestmark = pytest.mark.xdist_group("padding_laws")
+
 BATCH = 16
 SINGLE = Tolerance(weights=8e-7, losses=2e-6)  # as in test_training_laws.py
 AMPLIFIED = Tolerance(weights=2e-5, losses=2e-6)

@@ -15,6 +15,9 @@ from oracle import OneDevice, Tolerance, Trained, agree, largest_gap, made, trai
 import meshwright as mw
 from meshwright.step.accumulate import Way, accumulating_in
 
+# One process: each oracle is computed once.
+pytestmark = pytest.mark.xdist_group("step_option_laws")
+
 EIGHT, MODEL = {"batch": 8}, {"batch": 4, "model": 2}
 SPLIT = {"hidden/kernel": [None, "model"], "output/kernel": ["model", None]}
 # Rounding, amplified by Adam's division by the root of small second moments.

@@ -23,6 +23,9 @@ from oracle import (
 )
 from strategies import BATCH, QUICK, STRATEGIES, SUBJECTS, Row, rows
 
+# One process: each oracle is computed once.
+pytestmark = pytest.mark.xdist_group("training_laws")
+
 # The largest difference allowed after six steps: of any weight or slot, and of any loss
 # (relative). The largest measured over all rows was 5e-16 in double precision, whatever the
 # optimizer, and in single precision 2e-7 for weights and 5e-7 for losses; Adam divides by the root
