@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import defaultdict
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import hypothesis
 import pytest
@@ -24,7 +25,16 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 _SHORT_RUN_S = 60
+_ONE_MARK = re.compile(r"(alone|targets)( and not \w+)*")
 _seconds_by_room: dict[str, float] = defaultdict(float)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests with one mark are asked for, import only modules in which it is written."""
+    asked = _ONE_MARK.fullmatch(config.option.markexpr)
+    if asked and collection_path.suffix == ".py" and collection_path.is_file():
+        return f"mark.{asked[1]}" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
