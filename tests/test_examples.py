@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,9 +19,10 @@ LAYOUTS = [
 SMALL = "d_model:16 d_ff:32 heads:4 d_kv:4 layers:1"
 
 
-def run(example: str, mesh: str, layout: str, *options: str) -> str:
+def run(example: str, mesh: str, layout: str, *options: str, env: dict | None = None) -> str:
     command = [sys.executable, str(EXAMPLES / example), "--mesh", mesh, "--layout", layout]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=900)
+    how = {"capture_output": True, "text": True, "timeout": 900, "env": env}
+    done = subprocess.run([*command, *options], **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -52,7 +54,9 @@ def test_the_translator_learns_the_same_under_any_layout_and_answers():
 
 @pytest.mark.full
 def test_the_translator_gets_99_of_100_numbers_right():
-    printed = run("translation.py", *LAYOUTS[1])
+    # As users compile it: what is compiled quickly takes three times as long for each of 600 steps.
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    printed = run("translation.py", *LAYOUTS[1], env=env)
     (right,) = re.findall(r"([\d.]+)% of 400 numbers", printed)
     assert float(right) >= 99
 
