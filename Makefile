@@ -1,17 +1,18 @@
 # `make help` lists what there is. Everything happens in .venv, made from the project's own files.
-# Tests run in WORKERS processes at once. Those marked `alone` come after them, two at a time: they
-# start processes of their own, and wait more than they compute. WORKERS=0 runs every test in one
-# process, for a debugger.
+# Tests run in WORKERS processes at once. Those marked `alone` come after them, three at a time: they
+# start processes of their own, and wait more than they compute; ALONE says otherwise. WORKERS=0
+# runs every test in one process, for a debugger.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
+ALONE ?= 3
 PYTEST := $(BIN)/python -m pytest
 # A process that dies ends the run: pytest-xdist would wait for ever for what it had been given.
 BESIDE := --dist loadgroup --max-worker-restart 0 --numprocesses $(WORKERS)
-PAIRS := --dist loadgroup --max-worker-restart 0 --numprocesses $(if $(filter 0 1,$(WORKERS)),$(WORKERS),2)
+AFTER := --dist loadgroup --max-worker-restart 0 --numprocesses $(if $(filter 0 1,$(WORKERS)),$(WORKERS),$(ALONE))
 UNMIXED := $(if $(filter output-sync,$(.FEATURES)),--output-sync) # Make before 4.0 cannot
 MAY_BE_NONE := || test $$? -eq 5 # pytest ends with 5 where it finds no test, as with ARGS of one file
 
@@ -46,11 +47,11 @@ docs: $(VENV)/.installed-docs ## build the documentation into site/; a broken li
 
 test: install-dev ## the tests that everybody runs
 	$(PYTEST) $(BESIDE) -m "not full and not targets and not alone" $(ARGS) $(MAY_BE_NONE)
-	$(PYTEST) $(PAIRS) -m "alone and not full and not targets" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) $(AFTER) -m "alone and not full and not targets" $(ARGS) $(MAY_BE_NONE)
 
 test-full: install-dev ## all tests: long tables and killed processes too
 	$(PYTEST) $(BESIDE) -m "not targets and not alone" $(ARGS) $(MAY_BE_NONE)
-	$(PYTEST) $(PAIRS) -m "alone and not targets" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) $(AFTER) -m "alone and not targets" $(ARGS) $(MAY_BE_NONE)
 
 # pytest ends with 5 where it finds no test
 test-targets: $(VENV)/.installed-targets ## tests against compilers and browsers that the project does not ship
