@@ -6,6 +6,7 @@ holds.
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 from pathlib import Path
@@ -33,23 +34,35 @@ def regression(outputs: int) -> tuple[Any, Any, Any]:
 def train_law(row: Any) -> None:
     """Curve, weights, evaluation with a rest and prediction are one device's."""
     import numpy as np
-    from keras import optimizers
-    from oracle import OneDevice, Tolerance, agree, compiled, train
+    from oracle import Tolerance, agree
 
-    x, y = row.of.data(90)
-    build = compiled(row.of.build, lambda: optimizers.SGD(0.05, momentum=0.9))
-    found = []
-    for strategy in (row.strategy(), OneDevice()):
-        trained = train(strategy, build, x, y)
-        options = {"batch_size": 16, "verbose": 0}
-        measured = strategy.evaluate(trained.model, x[:37], y[:37], return_dict=True, **options)
-        outputs = strategy.predict(trained.model, x[:37], **options)
-        found.append((trained, measured, outputs))
-    (sharded, measured, outputs), (one, measured_one, outputs_one) = found
+    sharded, measured, outputs = _asked(row.strategy(), row.subject)
+    one, measured_one, outputs_one = _one_device(row.subject)
     agree(sharded, one, Tolerance(weights=1e-6, losses=1e-6))
     np.testing.assert_allclose(outputs, outputs_one, atol=2e-6)
     for name, value in measured_one.items():
         np.testing.assert_allclose(measured[name], value, rtol=1e-6)
+
+
+@functools.cache
+def _one_device(subject: str) -> tuple[Any, dict[str, float], Any]:
+    from oracle import OneDevice
+
+    return _asked(OneDevice(), subject)
+
+
+def _asked(strategy: Any, subject: str) -> tuple[Any, dict[str, float], Any]:
+    """What a subject became in training under a strategy, how it was measured, and predicts."""
+    from keras import optimizers
+    from oracle import compiled, train
+    from strategies import SUBJECTS
+
+    of = SUBJECTS[subject]
+    x, y = of.data(90)
+    trained = train(strategy, compiled(of.build, lambda: optimizers.SGD(0.05, momentum=0.9)), x, y)
+    options = {"batch_size": 16, "verbose": 0}
+    measured = strategy.evaluate(trained.model, x[:37], y[:37], return_dict=True, **options)
+    return trained, measured, strategy.predict(trained.model, x[:37], **options)
 
 
 def save_law(row: Any) -> None:
