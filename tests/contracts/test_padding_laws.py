@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-import optax
 import pytest
 from keras import layers, optimizers
 from oracle import (
@@ -458,64 +457,12 @@ def test_a_checkpoint_is_saved_and_restored(tmp_path: Path) -> None:
         assert np.array_equal(a, b)
 
 
-# Programs of plain JAX
-
-
-def _program(seed: int = 0) -> mw.Program:
-    draw = np.random.default_rng(seed)
-    params = {
-        "first": draw.normal(size=[6, 11]).astype("float32"),
-        "second": draw.normal(size=[11, 3]).astype("float32"),
-    }
-
-    def loss(params: Any, batch: Any) -> Any:
-        hidden = jax.numpy.tanh(batch["x"] @ params["first"])
-        return jax.numpy.mean((hidden @ params["second"] - batch["y"]) ** 2)
-
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=1e-2))
-    return mw.jax_program(loss, params, optimizer)
-
-
-def _batches(count: int = 4) -> list[dict[str, np.ndarray]]:
-    draw = np.random.default_rng(3)
-    return [
-        {
-            "x": draw.normal(size=[8, 6]).astype("float32"),
-            "y": draw.normal(size=[8, 3]).astype("float32"),
-        }
-        for _ in range(count)
-    ]
-
-
-def test_the_trainer_agrees_and_goes_on_elsewhere(tmp_path: Path) -> None:
-    program, batches = _program(), _batches()
-    rules = {"first": padded(None, "model"), "second": padded("model", None)}
-    one = mw.Trainer(program, mw.Placement.of(mw.create_mesh({"batch": 1}, jax.devices()[:1])))
-    expected, _ = one.train(one.init(), batches)
-    here = mw.Trainer(program, mw.Placement.of(mw.create_mesh(MESHES["2x4"]), rules))
-    with mw.Checkpoints(tmp_path) as checkpoints:
-        state, _ = here.train(here.init(), batches[:2], checkpoints=checkpoints)
-    assert state.params["first"].shape == (6, 12)
-    assert _share(state.slots, "mu/first") == (6, 3)
-    assert here.step._cache_size() == 1
-    assert here.unpadded(state).params["first"].shape == (6, 11)
-    there = mw.Trainer(program, mw.Placement.of(mw.create_mesh(MESHES["4x2"]), rules))
-    with mw.Checkpoints(tmp_path) as checkpoints:
-        state, _ = there.train(there.init(), batches, checkpoints=checkpoints)
-    for part, values in zip(there.unpadded(state), expected, strict=True):
-        for path, value in values.items():
-            assert np.abs(np.asarray(part[path]) - np.asarray(value)).max() <= 2e-5, path
-
-
 @pytest.mark.full
 def test_the_check_compares_padded_weights_too() -> None:
     def build() -> Any:
         return compiled(odd, OPTIMIZERS["momentum"][0])(), tuple(p[:BATCH] for p in data())
 
     mw.testing.assert_equivalent(build, [MESHES["2x4"]], ALL, steps=2)
-    rules = {"first": padded(None, "model"), "second": padded("model", None)}
-    batch = _batches(1)[0]
-    mw.testing.assert_equivalent(lambda: (_program(), batch), [MESHES["2x4"]], rules, steps=2)
 
 
 def _share(part: dict[str, Any], ending: str) -> tuple[int, ...]:

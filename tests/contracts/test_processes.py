@@ -1,6 +1,6 @@
 """The core table once more in groups of the launcher: 2 × 4 and 4 × 2 processes × devices.
 
-``MESHWRIGHT_ALL_ROWS=1`` asks every row of 4 × 2, too: 14 minutes of CPU time for the 22 of them.
+``MESHWRIGHT_ALL_ROWS=1`` asks every row of 4 × 2, too: over ten minutes of CPU time for all 22.
 """
 
 from __future__ import annotations
