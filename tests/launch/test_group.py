@@ -275,6 +275,7 @@ class Preempt(keras.callbacks.Callback):
         if epoch == 1 and jax.process_index() == 0:
             os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
 
+strategy.fit(model, x, y, batch_size=16, epochs=1, verbose=0, checkpoint=sys.argv[1] + "-first")
 strategy.fit(model, x, y, batch_size=16, epochs=10**6, verbose=2,
              checkpoint=sys.argv[1], callbacks=[Preempt()])
 """
@@ -301,6 +302,39 @@ def test_fit_needs_no_line_and_no_seed_and_sigterm_saves_and_ends_with_75(
     assert len(lines) >= 1
     assert all(line.startswith("[rank:0]") for line in lines)
     assert "Traceback" not in out
+
+
+IDLE = (
+    SETTING
+    + """
+import sys, time
+
+strategy.fit(model, x, y, batch_size=16, epochs=1, verbose=0, checkpoint=sys.argv[1])
+print("trained", os.getpid(), flush=True)
+time.sleep(100)
+"""
+)
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_sigterm_ends_ranks_that_would_not_save(tmp_path):
+    # JAX's preemption service once took the signal in every rank, for good: they were left there
+    # until the launcher's patience of 60 s was over.
+    (program := tmp_path / "train.py").write_text("import os\n" + IDLE)
+    command = [sys.executable, "-m", "meshwright.cli", "launch", "--processes", "2"]
+    command += [str(program), str(tmp_path / "saved")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        lines = (re.search(r"trained (\d+)", line) for line in launcher.stdout)
+        matches = (match for match in lines if match)
+        pids = [int(next(matches)[1]) for _ in range(2)]
+        launcher.terminate()
+        try:
+            assert launcher.wait(10) == 128 + signal.SIGTERM
+        finally:
+            launcher.kill()
+    assert all_gone(pids)()
 
 
 # Several hosts: launchers that meet

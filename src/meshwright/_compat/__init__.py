@@ -9,6 +9,7 @@ from .batches import *
 from .hooks import *
 from .messages import *
 from .models import *
+from .preemption import *
 from .programs import *
 from .settings import *
 from .training import *

@@ -272,13 +272,14 @@ def _initialize(member: Membership, wait_s: float, is_hosted: bool) -> None:
     settle_cpu_pool()
     _choose_collectives()
     # JAX gives rank 0 a service in any case: where an agent has the real one, nothing meets there.
-    jax.distributed.initialize(
-        os.environ.pop(RELAY, "") or member.coordinator,
-        num_processes=member.processes,
-        process_id=member.rank,
-        initialization_timeout=max(1, round(wait_s)),
-        coordinator_bind_address=_UNUSED if is_hosted else None,
-    )
+    with _compat.leaving_sigterm():
+        jax.distributed.initialize(
+            os.environ.pop(RELAY, "") or member.coordinator,
+            num_processes=member.processes,
+            process_id=member.rank,
+            initialization_timeout=max(1, round(wait_s)),
+            coordinator_bind_address=_UNUSED if is_hosted else None,
+        )
     neighbors.meet(member, wait_s)
 
 

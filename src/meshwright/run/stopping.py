@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from .. import _compat
 from ..errors import Preempted
 
 PREEMPTED_CODE = 75  # EX_TEMPFAIL of sysexits.h: try the same again
@@ -18,6 +19,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
 
     A second signal stops at once. Only the main thread can handle signals; in other threads, and
     for a signal that is ignored, nothing changes. The previous handlers are restored afterwards.
+    In several processes JAX hears SIGTERM, for all of them must stop at the same step.
     """
 
     def __init__(self, saves: bool) -> None:
@@ -26,8 +28,11 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         self._at_once = False
         self._questions = 0
         self._before: dict[int, Any] = {}
+        self._hearing = contextlib.ExitStack()
 
     def __enter__(self) -> Stopping:
+        if self._saves and _several_processes():
+            self._hearing.enter_context(_compat.hearing_sigterm())
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -41,6 +46,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before = {}
+        self._hearing.close()
 
     @property
     def is_asked(self) -> bool:

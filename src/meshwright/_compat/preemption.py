@@ -1,0 +1,83 @@
+"""JAX's notice of SIGTERM, for as long as something asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def leaving_sigterm() -> Iterator[None]:
+    """Around ``jax.distributed.initialize``: SIGTERM stays what it was until JAX is asked about it.
+
+    JAX 0.10 (``jax/_src/distributed.py``) starts its preemption service with the group. That takes
+    SIGTERM away from the program in native code, so one that never asks whether it was preempted
+    could not be ended by it.
+    """
+    import jax
+    from jax._src import distributed
+
+    name = "jax_enable_preemption_service"
+    wanted = getattr(jax.config, name)
+    jax.config.update(name, False)
+    try:
+        yield
+    finally:
+        jax.config.update(name, wanted)
+    if wanted:
+        distributed.global_state.preemption_sync_manager = _OnDemand(distributed.global_state)
+
+
+@contextlib.contextmanager
+def hearing_sigterm() -> Iterator[None]:
+    """Inside, JAX hears SIGTERM and tells all processes; afterwards it is what it was before.
+
+    Python restores signals in its main thread alone: a program that trains in another one leaves
+    SIGTERM to JAX.
+    """
+    from jax._src import distributed
+
+    manager = distributed.global_state.preemption_sync_manager
+    if not isinstance(manager, _OnDemand) or manager.hears:
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    manager.start()
+    try:
+        yield
+    finally:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and before is not None:
+            signal.signal(signal.SIGTERM, before)
+            manager.hears = False
+
+
+class _OnDemand:
+    """Stands in the place of JAX's preemption manager, and starts it when it is first asked."""
+
+    def __init__(self, state: Any) -> None:
+        self._state, self._manager = state, None
+        self.hears = False
+
+    def start(self) -> None:
+        """Make a new manager, which takes SIGTERM; JAX's service knows what earlier ones heard."""
+        from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+        self.shutdown()
+        self._manager = _jax.create_preemption_sync_manager()
+        self._manager.initialize(self._state.client)
+        self.hears = True
+
+    def reached_sync_point(self, step: int) -> bool:
+        if not self.hears:
+            self.start()
+        assert self._manager is not None
+        return self._manager.reached_sync_point(step)
+
+    def shutdown(self) -> None:
+        if self._manager is not None:
+            self._manager.shutdown()
+            self._manager = None
