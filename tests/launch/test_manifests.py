@@ -169,6 +169,7 @@ def test_the_command_prints_a_job_and_starts_nothing():
         ),
         (["--ray", "--processes", "2", "--nodes", "2"], "--nodes: not supported with --ray"),
         (["--write", "slurm", "--stall-timeout", "3"], "--stall-timeout: not supported with"),
+        (["--no-standby", "--workers", "2"], "--no-standby: only valid for a group"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(arguments, says):

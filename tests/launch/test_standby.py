@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,21 +52,26 @@ def output(child: Child) -> str:
 
 
 @pytest.mark.alone
-def test_a_process_that_was_started_ahead_gets_the_variables_of_its_rank(
+def test_processes_that_were_started_ahead_get_the_variables_of_their_rank(
     standbys, program, tmp_path
 ):
     commands = {place: command(program) for place in range(2)}
-    assert within(20, lambda: _prepared(standbys, commands, program, tmp_path))
-    for place in commands:
-        child = standbys.take(place, commands[place], program, {"RANK": f"rank {place}"})
-        assert child is not None
-        assert output(child) == f"rank {place} True\n"
+
+    def prepared() -> bool:
+        standbys.prepare(commands, program, tmp_path / "said")
+        before.append(standbys.ready)
+        return standbys.ready == {0: 2, 1: 2}
+
+    before: list[Counter[int]] = []
+    assert within(40, prepared)
+    assert {0: 1, 1: 1} in before  # one of each place, before any has a second one
+    for number in range(2):  # two failures, one right after the other
+        for place in commands:
+            rank = f"rank {place} of start {number}"
+            child = standbys.take(place, commands[place], program, {"RANK": rank})
+            assert child is not None
+            assert output(child) == f"{rank} True\n"
     assert standbys.take(0, commands[0], program, {}) is None
-
-
-def _prepared(standbys: Standbys, commands: dict[int, Command], program: str, folder: Path) -> bool:
-    standbys.prepare(commands, program, folder / "said")
-    return standbys.ready == set(commands)
 
 
 @pytest.mark.alone

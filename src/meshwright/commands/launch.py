@@ -103,7 +103,7 @@ class _Range(click.ParamType):
 @option(
     "--standby/--no-standby",
     default=True,
-    help="Where the group may start again, keep one more process per place, with its imports done.",
+    help="Where the group may start again, keep two processes per place ready for that.",
 )
 @option("--workers", type=int, default=2, help="Number of workers to start.")
 @option("--ps", type=int, default=1, help="Number of parameter servers to start.")
@@ -276,22 +276,26 @@ def _is_typed(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
+def _typed(ctx: click.Context, names: tuple[str, ...]) -> str:
+    """Those of these options that are on the command line, as they are written there."""
+    typed = []
+    for param in ctx.command.params:
+        if param.name in names and _is_typed(ctx, str(param.name)):
+            is_off = ctx.params[str(param.name)] is False
+            typed.append((param.secondary_opts if is_off else param.opts)[0])
+    return ", ".join(typed)
+
+
 def _refuse_without(ctx: click.Context, names: tuple[str, ...], needed: str) -> None:
     """Options that mean something beside another one alone."""
-    of = {str(p.name): p.opts[0] for p in ctx.command.params}
-    wrong = [of[name] for name in names if _is_typed(ctx, name)]
-    if wrong:
-        raise click.UsageError(f"{', '.join(wrong)}: only valid with {needed}.", ctx)
+    if typed := _typed(ctx, names):
+        raise click.UsageError(f"{typed}: only valid with {needed}.", ctx)
 
 
 def _refuse_with(ctx: click.Context, names: tuple[str, ...], chosen: str) -> None:
     """Options of the command line that mean nothing beside another one."""
-    of = {str(p.name): p.opts[0] for p in ctx.command.params}
-    wrong = [
-        (of[n] if ctx.params[n] is not False else f"--no-{n}") for n in names if _is_typed(ctx, n)
-    ]
-    if wrong:
-        raise click.UsageError(f"{', '.join(wrong)}: not supported with {chosen}.", ctx)
+    if typed := _typed(ctx, names):
+        raise click.UsageError(f"{typed}: not supported with {chosen}.", ctx)
 
 
 def _check_one_number(
@@ -321,10 +325,6 @@ def _as_typed(ctx: click.Context, names: tuple[str, ...]) -> list[str]:
 
 def _refuse(ctx: click.Context, names: tuple[str, ...], is_group: bool) -> None:
     """Options of the command line that belong to the other kind of launch are an error."""
-    of = {str(p.name): p.opts[0] for p in ctx.command.params}
-    wrong = [
-        of[name] for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    ]
-    if wrong:
+    if typed := _typed(ctx, names):
         kind = "a cluster of workers and servers" if is_group else "a group (--processes N)"
-        raise click.UsageError(f"{', '.join(wrong)}: only valid for {kind}.", ctx)
+        raise click.UsageError(f"{typed}: only valid for {kind}.", ctx)

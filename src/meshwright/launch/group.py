@@ -33,6 +33,7 @@ from .join import (
     loaded_path,
     lost_path,
 )
+from .joining import GENERATION
 from .limits import Limits
 from .logs import LogPump
 from .membership import Membership
@@ -123,6 +124,7 @@ class Group:
             fixed = {**dict(start.variables), JOIN: "1", AGREE: str(int(options.agree))}
             self._commands = {p: program(arguments, {**devices[p], **fixed}) for p in start.places}
             self._standbys, self._program = start.standbys, arguments[0]
+            self._is_again = start.of_generation[GENERATION] != "0"
             for rank, place in self._places.items():
                 member = Membership(rank, total, self._share.coordinator, "launch", rank - first)
                 self._start(member, place, start.of_generation)
@@ -217,11 +219,15 @@ class Group:
         self._supervisor.start(task_of(member.rank), lambda _: command, None, ahead)
 
     def _prepare(self) -> None:
-        """Start processes for the next start, once these train and say what they have loaded."""
+        """Start processes for the next start, once these say what they have loaded.
+
+        The first start of all takes its first step undisturbed. Later ones need not: another
+        failure may come soon, and what they compile lies ready.
+        """
         first = min(self._watch.seen, default=None)
         if self._standbys is None or first is None:
             return
-        if all(seen.progress.step for seen in self._watch.seen.values()):
+        if self._is_again or all(seen.progress.step for seen in self._watch.seen.values()):
             loaded = loaded_path(self._folder, first)
             self._standbys.prepare(self._commands, self._program, loaded)
 

@@ -1,9 +1,9 @@
 """Processes that are started ahead, for the next start of a group, and wait inside the import.
 
 To start Python and its imports would take most of the time between a failure and the next step. So
-the launcher keeps one more process for each place. It runs the program up to ``import meshwright``,
-loads there what the ranks have loaded, and waits for the variables of its rank. Devices are used
-only after that.
+the launcher keeps two more processes for each place, the second for a failure soon after the first.
+They run the program up to ``import meshwright``, load there what the ranks have loaded, and wait
+for the variables of their rank. Devices are used only after that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from .processes import Child, Command, end_all
 
 STANDBY = "MESHWRIGHT_STANDBY"  # "4:FILE": the descriptor of a socket, and the file of modules
 _LIGHT_BYTES = 1 << 30  # what a program holds that imports this package first is far below
+_PER_PLACE = 2
 _KIB = 1024 if sys.platform != "darwin" else 1  # what the system counts memory in
 # What the library itself is made of: to load it earlier changes nothing for a program.
 _PACKAGES = frozenset(
@@ -93,59 +95,64 @@ class _Waiting:
     child: Child
     gate: socket.socket
 
+    def is_ready(self) -> bool:
+        """Whether it has loaded everything, which it says by closing its side of the gate."""
+        with contextlib.suppress(BlockingIOError):
+            return not self.gate.recv(1, socket.MSG_DONTWAIT)
+        return False
+
+    def has_ended(self) -> bool:
+        return self.child.poll() is not None
+
 
 class Standbys:
-    """The processes of this host that wait for the next start, by place.
+    """The processes of this host that wait for the next starts, by place, the oldest first.
 
     They read in ``folder`` what to load.
     """
 
     def __init__(self, folder: Path) -> None:
         self._loaded = folder / "loaded"
-        self._waiting: dict[int, _Waiting] = {}
-        self._ready: set[int] = set()
+        self._waiting: dict[int, list[_Waiting]] = {}
 
     def prepare(self, commands: Mapping[int, Command], program: str, loaded: Path) -> None:
-        """Start one more of the places that have none, unless one is on its way; returns at once.
+        """Start one more of the places that have fewest, unless one is on its way; does not wait.
 
         ``program`` is the file that is run, if there is one; ``loaded`` is what
         :func:`note_loaded` wrote.
         """
-        for place, waiting in self._waiting.items():
-            if place not in self._ready and waiting.child.poll() is None:
-                if not _is_ready(waiting.gate):
-                    return
-                self._ready.add(place)
-        missing = [place for place in commands if place not in self._waiting]
-        if not missing or not self._may_run_ahead(loaded):
+        if any(not (waiting.is_ready() or waiting.has_ended()) for waiting in self._all()):
             return
-        place = missing[0]
+        counts = {place: len(self._waiting.get(place, ())) for place in commands}
+        place = min(counts, key=counts.__getitem__)
+        if counts[place] == _PER_PLACE or not self._may_run_ahead(loaded):
+            return
         gate, theirs = socket.socketpair()
         with theirs:
             command = commands[place]
             env = (*command.env, (STANDBY, f"{theirs.fileno()}:{self._loaded}"))
             child = Child(replace(command, env=env), passes=(theirs.fileno(),))
-        self._waiting[place] = _Waiting(command, _version(program), child, gate)
+        waiting = _Waiting(command, _version(program), child, gate)
+        self._waiting.setdefault(place, []).append(waiting)
 
     def take(
         self, place: int, command: Command, program: str, variables: Mapping[str, str]
     ) -> Child | None:
-        """The process that waits for this place, now with these variables; ``None``: there is none.
+        """A process that waits for this place, now with these variables; ``None``: there is none.
 
-        One that has ended, or that was started by another command or from another state of the
-        program's file, is not used.
+        Those that have ended, or that were started by another command or from another state of the
+        program's file, are not used.
         """
-        waiting = self._waiting.pop(place, None)
-        self._ready.discard(place)
-        if waiting is None:
-            return None
-        with waiting.gate as gate:
-            is_same = (waiting.command, waiting.version) == (command, _version(program))
-            if is_same and waiting.child.poll() is None:
-                with contextlib.suppress(OSError):
-                    gate.sendall(json.dumps(dict(variables)).encode())
-                    return waiting.child
-        _end([waiting.child])
+        queue = self._waiting.get(place, [])
+        while queue:
+            waiting = queue.pop(0)
+            with waiting.gate as gate:
+                is_same = (waiting.command, waiting.version) == (command, _version(program))
+                if is_same and not waiting.has_ended():
+                    with contextlib.suppress(OSError):
+                        gate.sendall(json.dumps(dict(variables)).encode())
+                        return waiting.child
+            _end([waiting.child])
         return None
 
     def _may_run_ahead(self, loaded: Path) -> bool:
@@ -157,22 +164,24 @@ class Standbys:
         return text != "null"
 
     @property
-    def ready(self) -> set[int]:
-        """The places whose process was last seen to wait for its rank."""
-        return set(self._ready)
+    def ready(self) -> Counter[int]:
+        """How many processes of each place wait for their rank."""
+        return Counter(
+            {
+                place: sum(waiting.is_ready() for waiting in queue)
+                for place, queue in self._waiting.items()
+            }
+        )
 
     def close(self) -> None:
         """End all of them."""
-        for waiting in self._waiting.values():
+        for waiting in self._all():
             waiting.gate.close()
-        _end([waiting.child for waiting in self._waiting.values()])
+        _end([waiting.child for waiting in self._all()])
         self._waiting.clear()
 
-
-def _is_ready(gate: socket.socket) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        return not gate.recv(1, socket.MSG_DONTWAIT)
-    return False
+    def _all(self) -> list[_Waiting]:
+        return [waiting for queue in self._waiting.values() for waiting in queue]
 
 
 def _version(program: str) -> float:
