@@ -70,7 +70,7 @@ class _Range(click.ParamType):
 @option(
     "--devices",
     type=click.IntRange(min=1),
-    help="CPU devices to make in each process; without it GPUs are shared out evenly.",
+    help="CPU devices to make in each process; without it GPUs or TPU chips are shared out.",
 )
 @option(
     "--nodes",

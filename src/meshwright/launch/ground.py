@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -29,11 +29,13 @@ _LOOK_EVERY_S = 0.05
 class Start:
     """What a group is started with: its share of the ranks, their places, and what they read.
 
-    ``variables`` are those of every start, and ``of_generation`` those of this one.
+    ``devices`` are variables of each place, ``variables`` those of every start, and
+    ``of_generation`` those of this one.
     """
 
     share: Share
     places: tuple[int, ...]
+    devices: Sequence[Mapping[str, str]]
     variables: Mapping[str, str]
     of_generation: Mapping[str, str]
     standbys: Standbys | None  # where processes are started ahead
@@ -58,7 +60,10 @@ class Ground:
         self._options, self.rule = options, rule
         if options.log_dir is not None:
             options.log_dir.mkdir(parents=True, exist_ok=True)
-        device_variables(options.processes, options.devices, os.environ)  # raises
+        changes = options.is_elastic or options.nodes > 1
+        self._devices = device_variables(
+            options.processes, options.devices, os.environ, changes=changes
+        )
         self.folder = PrivateFolder()
         is_ahead = rule.max_restarts > 0 and options.standby
         self._standbys = Standbys(self.folder.path) if is_ahead else None
@@ -99,7 +104,8 @@ class Ground:
             variables[MEMORY] = str(self._memory.folder)
             variables |= _compiled_in(self.folder.path)
         of_generation = {GENERATION: str(generation), FAILURES: failures}
-        return Start(share, tuple(self._places), variables, of_generation, self._standbys)
+        places = tuple(self._places)
+        return Start(share, places, self._devices, variables, of_generation, self._standbys)
 
     def has_changed(self) -> bool:
         """Whether a group on other places, or other hosts, is to take the place of this one."""

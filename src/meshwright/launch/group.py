@@ -8,7 +8,6 @@ others (:mod:`.join`), and starts the group again where it may (:mod:`.ground`, 
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Self
 
 from .agreement import Meeting
 from .coordinator import HOSTED, Coordinator
-from .devices import device_variables
 from .doors import group_keys
 from .elastic import failures_text
 from .failure import Failure
@@ -120,9 +118,10 @@ class Group:
             self._places = {first + i: place for i, place in enumerate(start.places)}
             limits = Limits(options.stall_s, options.join_s)
             self._watch = Watch(self._places, total, self._folder, self._supervisor, logs, limits)
-            devices = device_variables(options.processes, options.devices, os.environ)
             fixed = {**dict(start.variables), JOIN: "1", AGREE: str(int(options.agree))}
-            self._commands = {p: program(arguments, {**devices[p], **fixed}) for p in start.places}
+            self._commands = {
+                p: program(arguments, {**start.devices[p], **fixed}) for p in start.places
+            }
             self._standbys, self._program = start.standbys, arguments[0]
             self._is_again = start.of_generation[GENERATION] != "0"
             for rank, place in self._places.items():
